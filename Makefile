@@ -1,0 +1,36 @@
+# Every target does its own set-up in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Torch first and by itself: pinned, it is a CPU build where one is offered.
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: demo test check format bench clean
+
+demo: $(VENV)/ready
+	$(BIN)/mesh-attention plan --ranks 16 --tile 4x4 --seq 128k --heads 32 --kv-heads 8 --head-dim 128 --causal --save $(VENV)/demo-plan.json
+	$(BIN)/mesh-attention verify $(VENV)/demo-plan.json
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+check: $(VENV)/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/how_fast_is_planning.py
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

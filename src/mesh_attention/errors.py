@@ -1,0 +1,45 @@
+"""The exception tree: every message says what came, what was expected and what to do.
+
+MeshAttentionError
+├── UsageError (also ValueError)      the caller's fault, found before anything runs
+│   ├── ProblemError                  lengths, heads, head sizes, dtype, ranks
+│   ├── MaskError                     a mask that is malformed or does not fit the problem
+│   ├── TileError                     a tile or a Ulysses degree that does not fit
+│   ├── ScheduleError                 schedule options that contradict each other
+│   └── ParseError                    text or JSON that is not a plan, a step or a size
+└── PlanError                         a plan that breaks a rule (see verification/)
+"""
+
+from __future__ import annotations
+
+
+class MeshAttentionError(Exception):
+    """Base of everything this library raises on purpose."""
+
+
+class UsageError(MeshAttentionError, ValueError):
+    """What was asked cannot be done; nothing has been run or sent."""
+
+
+class ProblemError(UsageError):
+    """A problem no plan can exist for."""
+
+
+class MaskError(UsageError):
+    """A mask that is malformed, or that does not fit the lengths it is used with."""
+
+
+class TileError(UsageError):
+    """A tile or Ulysses degree that does not fit the ranks or the heads."""
+
+
+class ScheduleError(UsageError):
+    """Schedule options that contradict each other or the plan they are for."""
+
+
+class ParseError(UsageError):
+    """Text or JSON that does not say what it should."""
+
+
+class PlanError(MeshAttentionError):
+    """A plan that breaks a rule; the message shows the step table with the row marked."""

@@ -1,0 +1,213 @@
+"""Masks as values, and exact counting on them.
+
+Every mask here is a band inside documents: key y is seen by query x when both belong to the same document and
+``-left <= y - x - shift <= right``, where shift aligns the last query of the document with its last key (bottom-right
+alignment). Without documents the whole sequence is one document. Masks are combined with ``&`` and compared by meaning.
+
+Segments of positions are Python ranges. Counts come from closed forms, never from a dense matrix.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from itertools import pairwise
+
+from mesh_attention.errors import MaskError
+
+Segment = range
+"""A run of token positions: start, stop, stride."""
+
+
+class BlockKind(Enum):
+    """What a mask leaves of a rectangle of queries and keys."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Boundaries of packed documents: document d holds queries ``q[d]:q[d+1]`` and keys ``kv[d]:kv[d+1]``."""
+
+    q: tuple[int, ...]
+    kv: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mask:
+    """A band inside documents; build it with `full`, `causal`, `window`, `documents` and ``&``."""
+
+    left: int | None = None
+    right: int | None = None
+    documents: Documents | None = None
+
+    def __and__(self, other: Mask) -> Mask:
+        return Mask(
+            left=_tighter(self.left, other.left),
+            right=_tighter(self.right, other.right),
+            documents=_intersect(self.documents, other.documents),
+        )
+
+    def __str__(self) -> str:
+        parts = []
+        if (self.left, self.right) == (None, 0):
+            parts.append("causal")
+        elif (self.left, self.right) != (None, None):
+            parts.append(f"window({_unbounded(self.left)},{_unbounded(self.right)})")
+        if self.documents is not None:
+            parts.append(_documents_text(self.documents))
+        return "&".join(parts) or "full"
+
+    def pairs(self, q: Segment, kv: Segment, *, seq_q: int, seq_kv: int) -> int:
+        """How many (query, key) pairs of the two segments the mask lets through."""
+        return sum(_band_pairs(*piece, self.left, self.right) for piece in self._pieces(q, kv, seq_q, seq_kv))
+
+    def kind(self, q: Segment, kv: Segment, *, seq_q: int, seq_kv: int) -> BlockKind:
+        count = self.pairs(q, kv, seq_q=seq_q, seq_kv=seq_kv)
+        if count == 0:
+            return BlockKind.EMPTY
+        return BlockKind.FULL if count == len(q) * len(kv) else BlockKind.PARTIAL
+
+    def is_empty(self, q: Segment, kv: Segment, *, seq_q: int, seq_kv: int) -> bool:
+        """Whether no pair is let through; cheaper than counting."""
+        pieces = self._pieces(q, kv, seq_q, seq_kv)
+        return not any(_band_any(*piece, self.left, self.right) for piece in pieces)
+
+    def _pieces(self, q: Segment, kv: Segment, seq_q: int, seq_kv: int) -> Iterator[tuple[Segment, Segment, int]]:
+        """The parts of the rectangle that lie in one document each, with that document's alignment."""
+        if not q or not kv:
+            return
+        if self.documents is None:
+            yield q, kv, seq_kv - seq_q
+            return
+        q_cuts, kv_cuts = self.documents.q, self.documents.kv
+        first = max(bisect_right(q_cuts, q[0]), bisect_right(kv_cuts, kv[0])) - 1
+        last = min(bisect_right(q_cuts, q[-1]), bisect_right(kv_cuts, kv[-1])) - 1
+        for d in range(first, last + 1):
+            q_piece = _clip(q, q_cuts[d], q_cuts[d + 1])
+            kv_piece = _clip(kv, kv_cuts[d], kv_cuts[d + 1])
+            if q_piece and kv_piece:
+                yield q_piece, kv_piece, kv_cuts[d + 1] - q_cuts[d + 1]
+
+
+def full() -> Mask:
+    """Every query sees every key."""
+    return Mask()
+
+
+def causal() -> Mask:
+    """A query sees the keys up to its own position; bottom-right aligned when the lengths differ."""
+    return Mask(right=0)
+
+
+def window(left: int, right: int) -> Mask:
+    """A query sees `left` keys before its own position and `right` after it; -1 means unbounded, as in flash-attn."""
+    for side, reach in (("left", left), ("right", right)):
+        if reach < -1:
+            raise MaskError(f"window {side}={reach}: expected a number of tokens, or -1 for unbounded")
+    return Mask(left=None if left == -1 else left, right=None if right == -1 else right)
+
+
+def documents(cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int] | None = None) -> Mask:
+    """Packed documents that do not see each other. With causal or window, each document is aligned by itself."""
+    q = _check_boundaries("cu_seqlens_q", cu_seqlens_q)
+    kv = q if cu_seqlens_k is None else _check_boundaries("cu_seqlens_k", cu_seqlens_k)
+    if len(q) != len(kv):
+        raise MaskError(
+            f"cu_seqlens_q has {len(q) - 1} documents and cu_seqlens_k has {len(kv) - 1}; "
+            "each document needs an entry in both (a length of zero is allowed)"
+        )
+    return Mask(documents=Documents(q, kv))
+
+
+def _check_boundaries(name: str, boundaries: Sequence[int]) -> tuple[int, ...]:
+    cuts = tuple(int(cut) for cut in boundaries)
+    if len(cuts) < 2 or cuts[0] != 0 or any(a > b for a, b in pairwise(cuts)):
+        raise MaskError(f"{name}={_shorten(cuts)}: expected running totals that start at 0 and never fall")
+    return cuts
+
+
+def _shorten(cuts: Sequence[int]) -> str:
+    shown = ", ".join(map(str, cuts[:8]))
+    return f"({shown}{', …' if len(cuts) > 8 else ''})"
+
+
+def _tighter(a: int | None, b: int | None) -> int | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return min(a, b)
+
+
+def _intersect(a: Documents | None, b: Documents | None) -> Documents | None:
+    if a is None or b is None or a == b:
+        return b if a is None else a
+    if a.q != a.kv or b.q != b.kv:
+        raise MaskError(
+            "two document masks with different query and key boundaries cannot be combined: "
+            "where the documents overlap, their alignment is ambiguous; give one `documents(...)`"
+        )
+    cuts = tuple(sorted(set(a.q) | set(b.q)))
+    return Documents(cuts, cuts)
+
+
+def _unbounded(reach: int | None) -> int:
+    return -1 if reach is None else reach
+
+
+def _documents_text(docs: Documents) -> str:
+    q = ",".join(map(str, docs.q))
+    return f"documents({q})" if docs.q == docs.kv else f"documents({q}|{','.join(map(str, docs.kv))})"
+
+
+def _clip(segment: Segment, low: int, high: int) -> Segment:
+    """The part of a segment that lies in low:high."""
+    return segment[bisect_left(segment, low) : bisect_left(segment, high)]
+
+
+def _band_any(q: Segment, kv: Segment, shift: int, left: int | None, right: int | None) -> bool:
+    nearest = kv[0] - q[-1] - shift
+    farthest = kv[-1] - q[0] - shift
+    if (right is not None and nearest > right) or (left is not None and farthest < -left):
+        return False
+    # The extremes are attained, so a one-sided band that overlaps the span is hit; so is any band without gaps.
+    if left is None or right is None or (q.step == 1 and kv.step == 1):
+        return True
+    return _band_pairs(q, kv, shift, left, right) > 0
+
+
+def _band_pairs(q: Segment, kv: Segment, shift: int, left: int | None, right: int | None) -> int:
+    lead = q[0] + shift - kv[0]
+    shape = (len(q), q.step, len(kv), kv.step)
+    upper = len(q) * len(kv) if right is None else _pairs_up_to(lead + right, *shape)
+    lower = 0 if left is None else _pairs_up_to(lead - left - 1, *shape)
+    return max(0, upper - lower)
+
+
+@lru_cache(maxsize=65536)
+def _pairs_up_to(lead: int, num_q: int, q_step: int, num_kv: int, kv_step: int) -> int:
+    """How many (u, w) have ``w * kv_step <= lead + u * q_step``, for u below num_q and w below num_kv."""
+    first = min(num_q, max(0, -(lead // q_step)))  # the first u that reaches any w
+    whole = min(num_q, max(0, -((lead - (num_kv - 1) * kv_step) // q_step)))  # the first u that reaches all
+    some = whole - first
+    start = lead + first * q_step
+    return _floor_sum(some, kv_step, q_step, start) + some + (num_q - whole) * num_kv
+
+
+def _floor_sum(count: int, divisor: int, slope: int, start: int) -> int:
+    """``sum((slope * i + start) // divisor for i in range(count))`` for start >= 0, by Euclid's algorithm."""
+    total = 0
+    while count > 0:
+        total += count * (count - 1) // 2 * (slope // divisor) + count * (start // divisor)
+        slope %= divisor
+        start %= divisor
+        top = slope * count + start
+        if top < divisor:
+            break
+        # Count lattice points under the line the other way round: rows become columns.
+        count, start, divisor, slope = top // divisor, top % divisor, slope, divisor
+    return total

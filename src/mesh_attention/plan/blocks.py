@@ -1,0 +1,146 @@
+"""The block matrix: what problem, layout and assignment say about blocks and items. Derived, cached; no choices."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from mesh_attention.masks import BlockKind, Segment
+from mesh_attention.plan.assignment import Assignment, Axis
+from mesh_attention.plan.layout import Layout, join
+from mesh_attention.plan.steps import AXIS_OF, Direction, Item, Kind
+from mesh_attention.problem import Problem
+
+
+class Bytes(NamedTuple):
+    """Bytes of tensors, and of the per-row statistics (LSE, delta) that go with them."""
+
+    payload: int
+    statistics: int
+
+    @property
+    def total(self) -> int:
+        return self.payload + self.statistics
+
+
+class BlockMatrix:
+    """Query shards × key/value shards of the grid's places. Get one from `block_matrix`."""
+
+    def __init__(self, problem: Problem, layout: Layout, assignment: Assignment) -> None:
+        self.problem = problem
+        self.layout = layout
+        self.assignment = assignment
+        self._shards: dict[tuple[Axis, int], tuple[Segment, ...]] = {}
+        self._live: dict[tuple[int, int], bool] = {}
+        self._needs: dict[tuple[Axis, int, int], bool] = {}
+        self._nbytes: dict[Item, Bytes] = {}
+
+    def segments(self, axis: Axis, place: int) -> tuple[Segment, ...]:
+        """Positions of a place's query (row) or key/value (col) shard: its ranks' shards, joined where they touch."""
+        key = (axis, place)
+        if key not in self._shards:
+            first = place * self.assignment.ulysses
+            members = range(first, first + self.assignment.ulysses)
+            self._shards[key] = join(s for rank in members for s in self.home_segments(axis, rank))
+        return self._shards[key]
+
+    def home_segments(self, axis: Axis, rank: int) -> tuple[Segment, ...]:
+        """The positions one rank is home to."""
+        tokens = self.problem.seq_q if axis == "row" else self.problem.seq_kv
+        return self.layout.segments(rank, tokens=tokens, ranks=self.problem.ranks)
+
+    def is_live(self, row: int, col: int) -> bool:
+        """Whether the mask lets anything of the block through."""
+        live = self._live.get((row, col))
+        if live is None:
+            mask, seq = self.problem.mask, {"seq_q": self.problem.seq_q, "seq_kv": self.problem.seq_kv}
+            kv_segments = self.segments("col", col)
+            live = any(not mask.is_empty(q, kv, **seq) for q in self.segments("row", row) for kv in kv_segments)
+            self._live[row, col] = live
+        return live
+
+    def pairs(self, row: int, col: int) -> int:
+        """How many (query, key) pairs of a block the mask lets through, a head and a batch entry."""
+        mask, seq = self.problem.mask, {"seq_q": self.problem.seq_q, "seq_kv": self.problem.seq_kv}
+        kv_segments = self.segments("col", col)
+        return sum(mask.pairs(q, kv, **seq) for q in self.segments("row", row) for kv in kv_segments)
+
+    def kind(self, row: int, col: int) -> BlockKind:
+        pairs = self.pairs(row, col)
+        if pairs == 0:
+            return BlockKind.EMPTY
+        whole = _count(self.segments("row", row)) * _count(self.segments("col", col))
+        return BlockKind.FULL if pairs == whole else BlockKind.PARTIAL
+
+    def needs(self, axis: Axis, place: int, shard: int) -> bool:
+        """Whether a block of `place`'s tile in row (or column) `shard` is live: it then needs that shard's inputs, and
+        owes that shard's home a partial result."""
+        key = (axis, place, shard)
+        needed = self._needs.get(key)
+        if needed is None:
+            if axis == "row":
+                needed = any(self.is_live(shard, col) for col in self.assignment.group("col", place))
+            else:
+                needed = any(self.is_live(row, shard) for row in self.assignment.group("row", place))
+            self._needs[key] = needed
+        return needed
+
+    def nbytes(self, item: Item) -> Bytes:
+        """Bytes of an item where it is held; running sums are wider than what travels."""
+        size = self._nbytes.get(item)
+        if size is None:
+            size = self._nbytes[item] = self._measure(item)
+        return size
+
+    def _measure(self, item: Item) -> Bytes:
+        problem, axis = self.problem, AXIS_OF[item.kind]
+        at_home = item.form in ("home", "piece")
+        segments = self.home_segments(axis, item.shard) if at_home else self.segments(axis, item.shard)
+        share = 1 if item.form == "home" else self.assignment.ulysses
+        payload, statistics = elements_a_token(item.kind, problem)
+        width = problem.accumulator_itemsize if item.form == "running" else problem.itemsize
+        tokens = problem.batch * _count(segments)
+        return Bytes(
+            payload=tokens * payload // share * width,
+            statistics=tokens * statistics // share * problem.accumulator_itemsize,
+        )
+
+    def has_tokens(self, kind: Kind, rank: int) -> bool:
+        return bool(self.home_segments(AXIS_OF[kind], rank))
+
+    def home_item(self, kind: Kind, rank: int) -> Item:
+        """An input or output of the call on one rank."""
+        return Item(kind, rank, "whole" if self.assignment.ulysses == 1 else "home")
+
+    def flops(self, row: int, col: int, direction: Direction) -> int:
+        """Floating-point operations of a block on one rank (so, under Ulysses, for its slice of the heads)."""
+        problem = self.problem
+        qk, v = problem.head_dim_qk, problem.head_dim_v
+        # Forward: QKᵀ and PV. Backward: QKᵀ again, dO·Vᵀ, Pᵀ·dO, dS·K, dSᵀ·Q. Two operations a multiply-add.
+        inner = qk + v if direction == "forward" else 3 * qk + 2 * v
+        heads = problem.heads // self.assignment.ulysses
+        return 2 * self.pairs(row, col) * problem.batch * heads * inner
+
+
+@lru_cache(maxsize=32)
+def block_matrix(problem: Problem, layout: Layout, assignment: Assignment) -> BlockMatrix:
+    return BlockMatrix(problem, layout, assignment)
+
+
+def _count(segments: tuple[Segment, ...]) -> int:
+    return sum(len(s) for s in segments)
+
+
+def elements_a_token(kind: Kind, problem: Problem) -> tuple[int, int]:
+    """Elements of tensors and of statistics that one token has, over all heads."""
+    heads, kv_heads = problem.heads, problem.kv_heads
+    qk, v = problem.head_dim_qk, problem.head_dim_v
+    sizes: dict[Kind, tuple[int, int]] = {
+        "q": (heads * qk, 0),
+        "kv": (kv_heads * (qk + v), 0),
+        "bundle": (heads * (qk + v), 2 * heads),
+        "o": (heads * v, heads),
+        "dq": (heads * qk, 0),
+        "dkv": (kv_heads * (qk + v), 0),
+    }
+    return sizes[kind]

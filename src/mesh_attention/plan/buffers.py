@@ -1,0 +1,63 @@
+"""Which items share an allocation, and how many bytes a program holds.
+
+Shards that are attended side by side lie in one buffer, sorted by position, so that the kernel reads them in one piece.
+Such a buffer is whole from the first item that lands in it until the last one is freed; a shard of the caller's that is
+attended beside received ones is copied in and counts too. Every other item is an allocation of its own, and the
+caller's inputs are none of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.steps import Attend, Item, Step, effects
+
+
+def shared_buffers(steps: Iterable[Step]) -> tuple[tuple[Item, ...], ...]:
+    """Groups of two or more items that must lie side by side, each sorted."""
+    leader: dict[Item, Item] = {}
+
+    def find(item: Item) -> Item:
+        while leader[item] != item:
+            leader[item] = item = leader[leader[item]]
+        return item
+
+    for side in {side for step in steps if isinstance(step, Attend) for side in (step.rows, step.cols)}:
+        for item in side:
+            leader.setdefault(item, item)
+            leader[find(item)] = find(side[0])
+    groups: dict[Item, list[Item]] = {}
+    for item in leader:
+        groups.setdefault(find(item), []).append(item)
+    return tuple(sorted(tuple(sorted(group)) for group in groups.values() if len(group) > 1))
+
+
+def held_nbytes(steps: Sequence[Step], matrix: BlockMatrix) -> list[int]:
+    """Bytes held during each step, everything allocated during the call counted."""
+    allocation_of = {item: group for group in shared_buffers(steps) for item in group}
+    held: set[Item] = set()
+    in_use: dict[tuple[Item, ...], int] = {}
+    profile = []
+    now = 0
+    for _, writes, adds, frees in map(effects, steps):
+        for item in writes + adds:
+            if item not in held:
+                held.add(item)
+                allocation = allocation_of.setdefault(item, (item,))
+                if not in_use.get(allocation):
+                    now += _total(allocation, matrix)
+                in_use[allocation] = in_use.get(allocation, 0) + 1
+        profile.append(now)
+        for item in frees:
+            if item in held:
+                held.discard(item)
+                allocation = allocation_of[item]
+                in_use[allocation] -= 1
+                if not in_use[allocation]:
+                    now -= _total(allocation, matrix)
+    return profile
+
+
+def _total(allocation: tuple[Item, ...], matrix: BlockMatrix) -> int:
+    return sum(matrix.nbytes(item).total for item in allocation)

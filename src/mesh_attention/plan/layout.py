@@ -1,0 +1,113 @@
+"""Layouts: which rank is home to which token positions. Any length, any number of ranks.
+
+Shards differ by at most one token. A layout does not know of tiles or degrees: data is sharded once, and every plan
+for it reads the same shards.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import ClassVar, final
+
+from mesh_attention.errors import ParseError
+from mesh_attention.masks import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Layout(ABC):
+    """Which rank is home to which tokens."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def segments(self, rank: int, *, tokens: int, ranks: int) -> tuple[Segment, ...]:
+        """The shard of one rank, in rising order of position; empty segments are left out."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Contiguous(Layout):
+    """Rank r holds the r-th run of tokens."""
+
+    name: ClassVar[str] = "contiguous"
+
+    def segments(self, rank: int, *, tokens: int, ranks: int) -> tuple[Segment, ...]:
+        size, extra = divmod(tokens, ranks)
+        start = rank * size + min(rank, extra)
+        return _without_empty(range(start, start + size + (rank < extra)))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Zigzag(Layout):
+    """Rank r holds the r-th run from the front and the r-th from the back: causal work is even."""
+
+    name: ClassVar[str] = "zigzag"
+
+    def segments(self, rank: int, *, tokens: int, ranks: int) -> tuple[Segment, ...]:
+        # Of the 2·ranks runs, the odd tokens go to the front ones first, then to the back ones from the end: so each
+        # rank gets one more before any gets two more.
+        size, extra = divmod(tokens, 2 * ranks)
+        front_extra, back_extra = min(extra, ranks), max(0, extra - ranks)
+        start = rank * size + min(rank, front_extra)
+        stop = tokens - rank * size - min(rank, back_extra)
+        early = range(start, start + size + (rank < front_extra))
+        late = range(stop - size - (rank < back_extra), stop)
+        return _without_empty(*join((early, late)))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Striped(Layout):
+    """Rank r holds the tokens r, r + ranks, r + 2·ranks, …"""
+
+    name: ClassVar[str] = "striped"
+
+    def segments(self, rank: int, *, tokens: int, ranks: int) -> tuple[Segment, ...]:
+        return _without_empty(range(rank, tokens, ranks))
+
+
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Striped())}
+
+
+def layout_named(name: str) -> Layout:
+    if name not in LAYOUTS:
+        raise ParseError(f"layout {name!r}: expected one of {', '.join(LAYOUTS)}")
+    return LAYOUTS[name]
+
+
+def position_ids(layout: Layout, rank: int, *, tokens: int, ranks: int) -> list[int]:
+    """The position in the whole sequence of each token of one rank's shard."""
+    return list(chain.from_iterable(layout.segments(rank, tokens=tokens, ranks=ranks)))
+
+
+def permutation(layout: Layout, *, tokens: int, ranks: int) -> list[int]:
+    """Position of each token when all shards are laid end to end: ``sharded[i] = whole[permutation[i]]``."""
+    return [p for rank in range(ranks) for p in position_ids(layout, rank, tokens=tokens, ranks=ranks)]
+
+
+def inverse_permutation(layout: Layout, *, tokens: int, ranks: int) -> list[int]:
+    """Undoes `permutation`: ``whole[p] = sharded[inverse[p]]``."""
+    inverse = [0] * tokens
+    for index, position in enumerate(permutation(layout, tokens=tokens, ranks=ranks)):
+        inverse[position] = index
+    return inverse
+
+
+def join(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Segments in rising order of start, with runs that touch made one."""
+    joined: list[Segment] = []
+    for segment in sorted((s for s in segments if s), key=lambda s: s.start):
+        last = joined[-1] if joined else None
+        if last is not None and last.step == segment.step == 1 and last.stop == segment.start:
+            joined[-1] = range(last.start, segment.stop)
+        else:
+            joined.append(segment)
+    return tuple(joined)
+
+
+def _without_empty(*segments: Segment) -> tuple[Segment, ...]:
+    return tuple(s for s in segments if s)

@@ -1,0 +1,229 @@
+"""From a schedule to the program of one rank. Mechanical: every choice has been made in the schedule.
+
+The mask takes away moves a rank has no use for. It does so by one relation, `BlockMatrix.needs`, that every rank can
+work out for every other; so both ends of a transfer leave it out together. Along a ring, a shard skips the ranks that
+do not need it: each passes it straight to the next one that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from typing_extensions import assert_never
+
+from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.buffers import held_nbytes
+from mesh_attention.plan.routes import Hop, fetch_hops_in, fetch_hops_out, partial_dest, partial_hops_in
+from mesh_attention.plan.schedule import Fetch, Meet, Return, Route, Schedule, Together
+from mesh_attention.plan.steps import (
+    AXIS_OF,
+    INPUTS,
+    OUTPUTS,
+    Attend,
+    Clear,
+    Collective,
+    Direction,
+    Exchange,
+    Finish,
+    Free,
+    Item,
+    Kind,
+    Merge,
+    Program,
+    Recv,
+    Send,
+    Step,
+    effects,
+    running,
+)
+
+
+def lower(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank: int) -> Program:
+    """The program of one rank; no other rank's is built."""
+    lowering = _Lowering(matrix, schedule, direction, rank)
+    for move in schedule.moves:
+        match move:
+            case Meet(rows, cols):
+                lowering.meet(rows, cols)
+            case Fetch(kind, offset):
+                lowering.fetch(kind, offset)
+            case Return(kind, offset):
+                lowering.return_partial(kind, offset)
+            case Together(op, kind):
+                {"gather": lowering.gather, "reduce": lowering.reduce, "exchange": lowering.exchange}[op](kind)
+            case _:
+                assert_never(move)
+    kept = {matrix.home_item(kind, rank) for kind in (*INPUTS[direction], *OUTPUTS[direction])}
+    steps = with_frees(lowering.steps, kept=kept)
+    return Program(rank=rank, steps=steps, peak_nbytes=max(held_nbytes(steps, matrix), default=0))
+
+
+class _Lowering:
+    """Steps so far of one rank, without frees."""
+
+    def __init__(self, matrix: BlockMatrix, schedule: Schedule, direction: Direction, rank: int) -> None:
+        self.matrix = matrix
+        self.assignment = matrix.assignment
+        self.schedule = schedule
+        self.direction = direction
+        self.rank = rank
+        self.place = matrix.assignment.place(rank)
+        self.head_slice = matrix.assignment.head_slice(rank)
+        self.steps: list[Step] = []
+        self.arrived: list[Item] = []  # partials received and not merged yet
+
+    # Moves
+
+    def fetch(self, kind: Kind, offset: int) -> None:
+        sends, recvs = self._hand_round(kind, self.schedule.route, offset)
+        # Receives first: a send may wait for its receive, a posted receive waits for nothing.
+        self.steps += [*recvs, *sends]
+
+    def meet(self, rows: tuple[int, ...], cols: tuple[int, ...]) -> None:
+        """One attend for each set of rows that have the same live columns."""
+        row_kind, col_kind = INPUTS[self.direction]
+        peer = self.assignment.peer
+        col_shards = sorted(peer("col", self.place, offset) for offset in cols)
+        by_cols: dict[tuple[int, ...], list[int]] = {}
+        for row in sorted(peer("row", self.place, offset) for offset in rows):
+            live = tuple(col for col in col_shards if self.matrix.is_live(row, col))
+            if live:
+                by_cols.setdefault(live, []).append(row)
+        for live, row_shards in by_cols.items():
+            row_items = tuple([Item(row_kind, shard) for shard in row_shards])
+            self.steps.append(Attend(row_items, tuple([Item(col_kind, shard) for shard in live])))
+
+    def return_partial(self, kind: Kind, offset: int) -> None:
+        if offset == 0:
+            self._merge_arrived(kind, self.place)
+            self._finish_own(kind)
+            return
+        axis, route = AXIS_OF[kind], self.schedule.partials
+        around = (self.matrix, route, axis, self.place, offset)
+        shard = self.assignment.peer(axis, self.place, offset)
+        # Along the ring, what arrived for this shard goes on with it. Direct, what arrived for the own shard at
+        # earlier turns has had time to get here.
+        self._merge_arrived(kind, shard if route == "ring" else self.place)
+        contributes = self.matrix.needs(axis, self.place, shard)
+        if contributes:
+            self.steps.append(Finish(Item(kind, shard)))
+        arriving = [self._partial_from(kind, hop) for hop in partial_hops_in(*around)]
+        self.steps += arriving
+        self.arrived += [recv.item for recv in arriving]
+        if contributes:
+            self.steps.append(Send(Item(kind, shard), self._rank_of(partial_dest(*around))))
+
+    def gather(self, kind: Kind) -> None:
+        sends: list[Send] = []
+        recvs: list[Recv] = []
+        for offset in self._offsets(kind):
+            given, taken = self._hand_round(kind, "direct", offset)
+            sends += given
+            recvs += taken
+        self._collective("gather", kind, sends, recvs)
+
+    def reduce(self, kind: Kind) -> None:
+        sends: list[Send] = []
+        recvs: list[Recv] = []
+        for offset in self._offsets(kind):
+            shard = self.assignment.peer(AXIS_OF[kind], self.place, offset)
+            if self.matrix.needs(AXIS_OF[kind], self.place, shard):
+                self.steps.append(Finish(Item(kind, shard)))
+                sends.append(Send(Item(kind, shard), self._rank_of(shard)))
+            hops = partial_hops_in(self.matrix, "direct", AXIS_OF[kind], self.place, offset)
+            recvs += [self._partial_from(kind, hop) for hop in hops]
+        self._collective("reduce", kind, sends, recvs)
+        self.arrived += [recv.item for recv in recvs]
+        self._merge_arrived(kind, self.place)
+        self._finish_own(kind)
+
+    def exchange(self, kind: Kind) -> None:
+        axis, inward = AXIS_OF[kind], kind in INPUTS[self.direction]
+        if not self.matrix.segments(axis, self.place) or (inward and not self._is_wanted(kind)):
+            return
+        group = tuple(self.assignment.ulysses_group(self.rank))
+        # Inward, each rank gives its tokens and gets its heads; outward, it gives its heads and gets its tokens.
+        sends, recvs = [], []
+        for other in group:
+            given = self._piece(kind, *((self.rank, other) if inward else (other, self.rank)))
+            taken = self._piece(kind, *((other, self.rank) if inward else (self.rank, other)))
+            if other != self.rank and self.matrix.has_tokens(kind, given.shard):
+                sends.append(Send(given, other))
+            if other != self.rank and self.matrix.has_tokens(kind, taken.shard):
+                recvs.append(Recv(taken, other))
+        home, whole = Item(kind, self.rank, "home"), Item(kind, self.place)
+        before, after = (home, whole) if inward else (whole, home)
+        self.steps.append(Exchange(before, after, group, tuple(sends), tuple(recvs)))
+
+    def _piece(self, kind: Kind, tokens_of: int, heads_of: int) -> Item:
+        return Item(kind, tokens_of, "piece", self.assignment.head_slice(heads_of))
+
+    # Parts of moves
+
+    def _hand_round(self, kind: Kind, route: Route, offset: int) -> tuple[list[Send], list[Recv]]:
+        around = (self.matrix, route, AXIS_OF[kind], self.place, offset)
+        sends = [Send(Item(kind, shard), self._rank_of(dest)) for dest, shard in fetch_hops_out(*around)]
+        recvs = [Recv(Item(kind, shard), self._rank_of(source)) for source, shard in fetch_hops_in(*around)]
+        return sends, recvs
+
+    def _rank_of(self, place: int) -> int:
+        return self.assignment.rank(place, head_slice=self.head_slice)
+
+    def _merge_arrived(self, kind: Kind, shard: int) -> None:
+        for item in [item for item in self.arrived if (item.kind, item.shard) == (kind, shard)]:
+            self.steps.append(Merge(item))
+            self.arrived.remove(item)
+
+    def _finish_own(self, kind: Kind) -> None:
+        if self.matrix.segments(AXIS_OF[kind], self.place):
+            if not self._is_wanted(kind):
+                self.steps.append(Clear(running(kind, self.place)))
+            self.steps.append(Finish(Item(kind, self.place)))
+
+    def _is_wanted(self, kind: Kind) -> bool:
+        """Whether anybody attends this place's own shard."""
+        axis = AXIS_OF[kind]
+        return any(self.matrix.needs(axis, member, self.place) for member in self.assignment.group(axis, self.place))
+
+    def _collective(self, op: Literal["gather", "reduce"], kind: Kind, sends: list[Send], recvs: list[Recv]) -> None:
+        """Appended when anybody in the group has something to move: then all of the group take part."""
+        axis = AXIS_OF[kind]
+        places = self.assignment.group(axis, self.place)
+        if any(self.matrix.needs(axis, member, shard) for member in places for shard in places if member != shard):
+            group = tuple(self._rank_of(place) for place in places)
+            self.steps.append(Collective(op, group, tuple(sends), tuple(recvs)))
+
+    def _partial_from(self, kind: Kind, hop: Hop) -> Recv:
+        place, shard = hop
+        source = self._rank_of(place)
+        return Recv(Item(kind, shard, source=source), source)
+
+    def _offsets(self, kind: Kind) -> range:
+        return range(1, len(self.assignment.group(AXIS_OF[kind], self.place)))
+
+
+def with_frees(steps: Sequence[Step], *, kept: Collection[Item]) -> tuple[Step, ...]:
+    """The steps with every item freed after its last use.
+
+    An item whose last use is a send is freed after the next attend: freeing waits for the send, and by then it has had
+    something to hide behind.
+    """
+    last_use: dict[Item, int] = {}
+    for index, step in enumerate(steps):
+        done = effects(step)
+        last_use.update(dict.fromkeys((*done.reads, *done.writes, *done.adds), index))
+        for item in done.frees:
+            del last_use[item]
+    freed_after: dict[int, list[Step]] = {}
+    for item, index in last_use.items():
+        if item not in kept:
+            freed_after.setdefault(_free_point(steps, index), []).append(Free(item))
+    return tuple(s for index, step in enumerate(steps) for s in (step, *freed_after.get(index, ())))
+
+
+def _free_point(steps: Sequence[Step], last_use: int) -> int:
+    if not isinstance(steps[last_use], Send):
+        return last_use
+    attends = (index for index in range(last_use, len(steps)) if isinstance(steps[index], Attend))
+    return next(attends, len(steps) - 1)

@@ -1,0 +1,110 @@
+"""The plan: problem, layout, assignment and schedule together. Plain immutable data, the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mesh_attention.errors import ScheduleError
+from mesh_attention.plan.assignment import Assignment, check_assignment
+from mesh_attention.plan.blocks import BlockMatrix, block_matrix
+from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.lowering import lower
+from mesh_attention.plan.schedule import Fetch, Meet, Return, Schedule, Together
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind, Program
+from mesh_attention.plan.text import format_plan
+from mesh_attention.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What every rank does in one pass of one attention call.
+
+    Programs follow from the schedule, one rank at a time. A plan that no schedule describes, or that is to be edited
+    step by step, carries all its `programs` and an empty schedule.
+    """
+
+    method: str
+    direction: Direction
+    problem: Problem
+    layout: Layout
+    assignment: Assignment
+    schedule: Schedule
+    programs: tuple[Program, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_assignment(self.assignment, self.problem)
+        if self.programs is None:
+            _check_moves(self.schedule, self.direction, self.assignment)
+            return
+        if self.schedule.moves:
+            raise ScheduleError("a plan has either moves or programs; this one has both, and they could disagree")
+        if [program.rank for program in self.programs] != list(range(self.problem.ranks)):
+            raise ScheduleError(
+                f"programs of ranks {[program.rank for program in self.programs]} came; "
+                f"expected one for each of the {self.problem.ranks} ranks, in order"
+            )
+
+    @property
+    def matrix(self) -> BlockMatrix:
+        return block_matrix(self.problem, self.layout, self.assignment)
+
+    def program(self, rank: int) -> Program:
+        """The steps of one rank; builds no other rank's."""
+        if not 0 <= rank < self.problem.ranks:
+            raise ScheduleError(f"rank {rank}: the plan has ranks 0 to {self.problem.ranks - 1}")
+        if self.programs is not None:
+            return self.programs[rank]
+        return lower(self.matrix, self.schedule, self.direction, rank=rank)
+
+    def all_programs(self) -> Iterator[Program]:
+        return map(self.program, range(self.problem.ranks))
+
+    def unrolled(self) -> Plan:
+        """The same plan with every rank's steps written out, for a file or for editing."""
+        return self.with_programs(tuple(self.all_programs()))
+
+    def with_programs(self, programs: tuple[Program, ...]) -> Plan:
+        """This plan with other steps."""
+        return replace(self, schedule=replace(self.schedule, moves=()), programs=programs)
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal plans, different for different ones; what ranks compare before they start."""
+        return hashlib.sha256(str(self).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        return format_plan(self)
+
+    def __repr__(self) -> str:
+        ulysses = f"{self.assignment.ulysses}*" if self.assignment.ulysses > 1 else ""
+        what = (
+            f"{self.method} {ulysses}{self.assignment.tile} {self.direction}, {self.layout.name}, {self.problem.mask}"
+        )
+        return f"<Plan {what}, {self.digest[:12]}>"
+
+
+def _check_moves(schedule: Schedule, direction: Direction, assignment: Assignment) -> None:
+    """Moves must be of this direction's kinds and inside the tile; whether they are *right*, verification says."""
+    inputs, outputs = INPUTS[direction], OUTPUTS[direction]
+    sizes = {"row": assignment.tile.rows, "col": assignment.tile.cols}
+    for move in schedule.moves:
+        match move:
+            case Meet(rows, cols):
+                fits = all(0 <= row < sizes["row"] for row in rows) and all(0 <= col < sizes["col"] for col in cols)
+            case Fetch(kind, offset):
+                fits = kind in inputs and 0 < offset < sizes[AXIS_OF[kind]]
+            case Return(kind, offset):
+                fits = kind in outputs and 0 <= offset < sizes[AXIS_OF[kind]]
+            case Together(op, kind):
+                fits = kind in _kinds_of(op, inputs, outputs)
+        if not fits:
+            raise ScheduleError(
+                f"{move} does not fit a {direction} plan of {assignment.tile} tiles: inputs are {', '.join(inputs)}, "
+                f"results {', '.join(outputs)}, offsets 0 to {sizes['row'] - 1} (rows) and {sizes['col'] - 1} (columns)"
+            )
+
+
+def _kinds_of(op: str, inputs: tuple[Kind, ...], outputs: tuple[Kind, ...]) -> tuple[Kind, ...]:
+    return {"gather": inputs, "reduce": outputs}.get(op, inputs + outputs)

@@ -1,0 +1,81 @@
+"""What a plan costs, read off its steps: bytes, FLOPs, memory, calls and messages. Exact; no clock, no machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mesh_attention.plan.blocks import BlockMatrix, Bytes
+from mesh_attention.plan.calls import kernel_calls
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import Attend, Item, Kind, Program, transfers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCosts:
+    """What one rank's program costs. Bytes are by kind; a message is one transfer that the rank sends."""
+
+    rank: int
+    sent: dict[Kind, Bytes]
+    received: dict[Kind, Bytes]
+    flops: int
+    peak_nbytes: int
+    attends: int
+    kernel_calls: int
+    messages: int
+
+    @property
+    def sent_nbytes(self) -> int:
+        return sum(nbytes.total for nbytes in self.sent.values())
+
+    @property
+    def received_nbytes(self) -> int:
+        return sum(nbytes.total for nbytes in self.received.values())
+
+
+def rank_costs(plan: Plan, rank: int) -> RankCosts:
+    """Builds this rank's program and no other's."""
+    program, matrix = plan.program(rank), plan.matrix
+    ends = [transfers(step) for step in program.steps]
+    sent = [send.item for sends, _ in ends for send in sends]
+    received = [recv.item for _, recvs in ends for recv in recvs]
+    calls = kernel_calls(program.steps, matrix)
+    return RankCosts(
+        rank=rank,
+        sent=_by_kind(sent, matrix),
+        received=_by_kind(received, matrix),
+        flops=program_flops(plan, program),
+        peak_nbytes=program.peak_nbytes,
+        attends=len(calls),
+        kernel_calls=sum(map(len, calls.values())),
+        messages=len(sent),
+    )
+
+
+def program_flops(plan: Plan, program: Program) -> int:
+    return sum(
+        plan.matrix.flops(row.shard, col.shard, plan.direction)
+        for step in program.steps
+        if isinstance(step, Attend)
+        for row in step.rows
+        for col in step.cols
+    )
+
+
+def flops_by_rank(plan: Plan) -> list[int]:
+    return [program_flops(plan, program) for program in plan.all_programs()]
+
+
+def imbalance(flops: Iterable[int]) -> float:
+    """How much longer the busiest rank computes than the average: 0 is even, 1 is twice as long."""
+    flops = list(flops)
+    mean = sum(flops) / len(flops)
+    return max(flops) / mean - 1 if mean else 0.0
+
+
+def _by_kind(items: Iterable[Item], matrix: BlockMatrix) -> dict[Kind, Bytes]:
+    totals: dict[Kind, Bytes] = {}
+    for item in items:
+        size, total = matrix.nbytes(item), totals.get(item.kind, Bytes(0, 0))
+        totals[item.kind] = Bytes(total.payload + size.payload, total.statistics + size.statistics)
+    return totals

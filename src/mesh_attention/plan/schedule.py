@@ -1,0 +1,62 @@
+"""Schedules: in what order a rank fetches, attends and returns.
+
+A schedule is written once for all ranks, in *offsets*: row 0 and column 0 are a rank's own shard, row x the shard of
+the place x before it in its Q group's ring, column y likewise in its KV group's. All ranks make the same moves at the
+same turn, so what one sends at a turn another receives at that turn, and nobody waits in a circle. A mask only takes
+away: `lowering` turns the moves into one rank's steps and leaves out what that rank and its peers do not need.
+
+    fetch kv 2            get column 2's K and V (and pass on or hand out what others get at this turn)
+    meet 0,1 x 0-3        attend these rows with these columns
+    return o 1            row 1 is complete: its partial leaves, another's arrives for row 0; `return o 0` ends row 0
+    gather q · reduce o   the same for a whole group at once, as a collective
+    exchange q            trade heads for tokens (results: tokens for heads) in the Ulysses group
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mesh_attention.plan.steps import Kind
+
+Route = Literal["ring", "direct"]
+"""ring: passed on from neighbour to neighbour. direct: straight from, or to, the home."""
+ROUTES: tuple[Route, ...] = ("ring", "direct")
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    kind: Kind
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    kind: Kind
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """A collective move of a whole group."""
+
+    op: Literal["gather", "reduce", "exchange"]
+    kind: Kind
+
+
+Move = Fetch | Meet | Return | Together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The moves of every rank; `route` is how fetched shards travel, `partials` how partial results do."""
+
+    moves: tuple[Move, ...]
+    route: Route = "direct"
+    partials: Route = "direct"

@@ -1,0 +1,181 @@
+"""The instruction set: what one rank's program is made of.
+
+An *item* is a thing a rank holds: a shard of something, the running sum of a partial, a partial that arrived. A step
+states the items it reads, writes and frees; waits, memory and data flow are derived from that and from nothing else.
+
+    recv q3 from 3            post a receive; whoever reads q3 first waits for it
+    send q0 to 2              post a send of what is held
+    gather / reduce over …    sends and receives that a group makes together
+    exchange home:q6 -> q1    trade heads for tokens in a Ulysses group (and back, for results)
+    attend q0,q1 x kv0,kv4    one rectangle of shards; adds to o0~ and o1~ (backward: to dq~ and dkv~)
+    merge o3@5                fold the partial that rank 5 sent into o3~
+    clear o3~                 a running sum that nothing was added to
+    finish o3                 the sum is complete: round it to the dtype that travels; o3~ is gone
+    free kv4
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from typing_extensions import assert_never
+
+from mesh_attention.plan.assignment import Axis
+
+Direction = Literal["forward", "backward"]
+Kind = Literal["q", "kv", "bundle", "o", "dq", "dkv"]
+"""`bundle` is what backward needs of a row: Q, dO, LSE and delta. `o` is O with its LSE."""
+
+AXIS_OF: dict[Kind, Axis] = {"q": "row", "bundle": "row", "o": "row", "dq": "row", "kv": "col", "dkv": "col"}
+INPUTS: dict[Direction, tuple[Kind, Kind]] = {"forward": ("q", "kv"), "backward": ("bundle", "kv")}
+OUTPUTS: dict[Direction, tuple[Kind, ...]] = {"forward": ("o",), "backward": ("dq", "dkv")}
+KINDS: tuple[Kind, ...] = ("q", "kv", "bundle", "o", "dq", "dkv")
+
+
+class Item(NamedTuple):
+    """A thing a rank holds.
+
+    form ``whole``: a shard (or finished partial) of grid place `shard`; with `source`, a partial as that rank sent it.
+    form ``running``: a sum that is still being added to.
+    form ``home``: what the caller gave or gets, of rank `shard`, all heads; differs from whole only under Ulysses.
+    form ``piece``: tokens of rank `shard`, head slice `source`: what travels in an exchange.
+    """
+
+    kind: Kind
+    shard: int
+    form: Literal["whole", "running", "home", "piece"] = "whole"
+    source: int | None = None
+
+
+def running(kind: Kind, shard: int) -> Item:
+    return Item(kind, shard, "running")
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    item: Item
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    item: Item
+    dest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Sends and receives of a gather or a reduce, made by all ranks of a group at once."""
+
+    op: Literal["gather", "reduce"]
+    group: tuple[int, ...]
+    sends: tuple[Send, ...]
+    recvs: tuple[Recv, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Heads for tokens, or back, in a Ulysses group: `before` becomes `after`; the pieces between are not held."""
+
+    before: Item
+    after: Item
+    group: tuple[int, ...]
+    sends: tuple[Send, ...]
+    recvs: tuple[Recv, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """Attention of every row with every column; backward when the rows are bundles."""
+
+    rows: tuple[Item, ...]
+    cols: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    partial: Item
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    item: Item
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Turns the running sum of `item` into `item`."""
+
+    item: Item
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    item: Item
+
+
+Step = Recv | Send | Collective | Exchange | Attend | Merge | Clear | Finish | Free
+
+
+class Effects(NamedTuple):
+    """What a step does to the items its rank holds. `adds` are running sums, made by the first step that adds."""
+
+    reads: tuple[Item, ...] = ()
+    writes: tuple[Item, ...] = ()
+    adds: tuple[Item, ...] = ()
+    frees: tuple[Item, ...] = ()
+
+
+def effects(step: Step) -> Effects:
+    match step:
+        case Attend(rows, cols):
+            return Effects(reads=rows + cols, adds=_sums(rows, cols))
+        case Recv(item, _):
+            return Effects(writes=(item,))
+        case Send(item, _):
+            return Effects(reads=(item,))
+        case Collective(_, _, sends, recvs):
+            return Effects(reads=tuple(s.item for s in sends), writes=tuple(r.item for r in recvs))
+        case Exchange(before, after):
+            return Effects(reads=(before,), writes=(after,))
+        case Merge(partial):
+            return Effects(reads=(partial,), adds=(running(partial.kind, partial.shard),))
+        case Clear(item):
+            return Effects(adds=(item,))
+        case Finish(item):
+            total = running(item.kind, item.shard)
+            return Effects(reads=(total,), writes=(item,), frees=(total,))
+        case Free(item):
+            return Effects(frees=(item,))
+        case _:
+            assert_never(step)
+
+
+def _sums(rows: tuple[Item, ...], cols: tuple[Item, ...]) -> tuple[Item, ...]:
+    """The running sums an attend adds to: O of its rows; backward, dQ of its rows and dKV of its columns."""
+    if rows[0].kind == "bundle":
+        return tuple([running("dq", row.shard) for row in rows] + [running("dkv", col.shard) for col in cols])
+    return tuple([running("o", row.shard) for row in rows])
+
+
+def transfers(step: Step) -> tuple[tuple[Send, ...], tuple[Recv, ...]]:
+    """What a step puts on the wire and takes from it."""
+    match step:
+        case Send():
+            return (step,), ()
+        case Recv():
+            return (), (step,)
+        case Collective(_, _, sends, recvs) | Exchange(_, _, _, sends, recvs):
+            return sends, recvs
+        case _:
+            return (), ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One rank's steps, and the most buffer bytes it says they need (inputs of the call not counted)."""
+
+    rank: int
+    steps: tuple[Step, ...]
+    peak_nbytes: int

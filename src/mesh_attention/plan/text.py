@@ -1,0 +1,258 @@
+"""The text form of items, steps, moves, masks and plans: one line each, and every line can be read back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Literal
+
+from typing_extensions import assert_never
+
+from mesh_attention.errors import ParseError
+from mesh_attention.masks import Mask, causal, documents, full, window
+from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Together
+from mesh_attention.plan.steps import (
+    KINDS,
+    Attend,
+    Clear,
+    Collective,
+    Exchange,
+    Finish,
+    Free,
+    Item,
+    Kind,
+    Merge,
+    Recv,
+    Send,
+    Step,
+)
+
+if TYPE_CHECKING:
+    from mesh_attention.plan.plan import Plan
+
+HEADER = "mesh-attention plan 1"
+
+# Items and steps
+
+
+def format_item(item: Item) -> str:
+    match item.form:
+        case "whole":
+            return f"{item.kind}{item.shard}" + (f"@{item.source}" if item.source is not None else "")
+        case "running":
+            return f"{item.kind}{item.shard}~"
+        case "home":
+            return f"home:{item.kind}{item.shard}"
+        case "piece":
+            return f"{item.kind}{item.shard}/{item.source}"
+        case _:
+            assert_never(item.form)
+
+
+_ITEM = re.compile(r"(home:)?([a-z]+)(\d+)(?:(~)|@(\d+)|/(\d+))?")
+
+
+def parse_item(text: str) -> Item:
+    found = _ITEM.fullmatch(text)
+    if found is None or (found[1] and found[0][-1] == "~"):
+        raise ParseError(f"item {text!r}: expected one such as q3, o3~, o3@5, home:q3 or q3/1")
+    home, kind, shard, tilde, source, heads = found.groups()
+    if home:
+        return Item(_kind(kind), int(shard), "home")
+    if tilde:
+        return Item(_kind(kind), int(shard), "running")
+    if heads:
+        return Item(_kind(kind), int(shard), "piece", int(heads))
+    return Item(_kind(kind), int(shard), "whole", int(source) if source else None)
+
+
+def _kind(text: str) -> Kind:
+    for kind in KINDS:
+        if kind == text:
+            return kind
+    raise ParseError(f"kind {text!r}: expected one of {', '.join(KINDS)}")
+
+
+def format_step(step: Step) -> str:
+    match step:
+        case Recv(item, source):
+            return f"recv {format_item(item)} from {source}"
+        case Send(item, dest):
+            return f"send {format_item(item)} to {dest}"
+        case Collective(op, group, sends, recvs):
+            return _with_transfers(f"{op} over {format_numbers(group)}", (*sends, *recvs))
+        case Exchange(before, after, group, sends, recvs):
+            head = f"exchange {format_item(before)} -> {format_item(after)} over {format_numbers(group)}"
+            return _with_transfers(head, (*sends, *recvs))
+        case Attend(rows, cols):
+            return f"attend {_format_items(rows)} x {_format_items(cols)}"
+        case Merge(partial):
+            return f"merge {format_item(partial)}"
+        case Clear(item):
+            return f"clear {format_item(item)}"
+        case Finish(item):
+            return f"finish {format_item(item)}"
+        case Free(item):
+            return f"free {format_item(item)}"
+        case _:
+            assert_never(step)
+
+
+def _with_transfers(head: str, transfers: tuple[Send | Recv, ...]) -> str:
+    return f"{head}: {'; '.join(map(format_step, transfers))}".rstrip()
+
+
+def _format_items(items: Iterable[Item]) -> str:
+    return ",".join(map(format_item, items))
+
+
+def _parse_items(text: str) -> tuple[Item, ...]:
+    return tuple(map(parse_item, text.split(",")))
+
+
+def _parse_transfers(text: str) -> tuple[tuple[Send, ...], tuple[Recv, ...]]:
+    steps = [parse_step(part.strip()) for part in text.split(";") if part.strip()]
+    return tuple(s for s in steps if isinstance(s, Send)), tuple(s for s in steps if isinstance(s, Recv))
+
+
+def _parse_collective(op: Literal["gather", "reduce"], group: str, transfers: str) -> Collective:
+    return Collective(op, parse_numbers(group), *_parse_transfers(transfers))
+
+
+_STEP_FORMS: tuple[tuple[str, Callable[..., Step]], ...] = (
+    (r"recv (\S+) from (\d+)", lambda item, rank: Recv(parse_item(item), int(rank))),
+    (r"send (\S+) to (\d+)", lambda item, rank: Send(parse_item(item), int(rank))),
+    (r"gather over (\S+):(.*)", lambda group, rest: _parse_collective("gather", group, rest)),
+    (r"reduce over (\S+):(.*)", lambda group, rest: _parse_collective("reduce", group, rest)),
+    (
+        r"exchange (\S+) -> (\S+) over (\S+):(.*)",
+        lambda a, b, group, rest: Exchange(parse_item(a), parse_item(b), parse_numbers(group), *_parse_transfers(rest)),
+    ),
+    (r"attend (\S+) x (\S+)", lambda rows, cols: Attend(_parse_items(rows), _parse_items(cols))),
+    (r"merge (\S+)", lambda item: Merge(parse_item(item))),
+    (r"clear (\S+)", lambda item: Clear(parse_item(item))),
+    (r"finish (\S+)", lambda item: Finish(parse_item(item))),
+    (r"free (\S+)", lambda item: Free(parse_item(item))),
+)
+
+
+def parse_step(text: str) -> Step:
+    for form, build in _STEP_FORMS:
+        if found := re.fullmatch(form, text):
+            return build(*found.groups())
+    raise ParseError(
+        f"step {text!r}: expected recv, send, gather, reduce, exchange, attend, merge, clear, finish or free, "
+        "such as 'recv kv1 from 3'"
+    )
+
+
+# Moves
+
+
+def format_move(move: Move) -> str:
+    match move:
+        case Fetch(kind, offset):
+            return f"fetch {kind} {offset}"
+        case Meet(rows, cols):
+            return f"meet {format_numbers(rows)} x {format_numbers(cols)}"
+        case Return(kind, offset):
+            return f"return {kind} {offset}"
+        case Together(op, kind):
+            return f"{op} {kind}"
+        case _:
+            assert_never(move)
+
+
+_MOVE_FORMS: tuple[tuple[str, Callable[..., Move]], ...] = (
+    (r"fetch ([a-z]+) (\d+)", lambda kind, offset: Fetch(_kind(kind), int(offset))),
+    (r"meet (\S+) x (\S+)", lambda rows, cols: Meet(parse_numbers(rows), parse_numbers(cols))),
+    (r"return ([a-z]+) (\d+)", lambda kind, offset: Return(_kind(kind), int(offset))),
+    (r"gather ([a-z]+)", lambda kind: Together("gather", _kind(kind))),
+    (r"reduce ([a-z]+)", lambda kind: Together("reduce", _kind(kind))),
+    (r"exchange ([a-z]+)", lambda kind: Together("exchange", _kind(kind))),
+)
+
+
+def parse_move(text: str) -> Move:
+    for form, build in _MOVE_FORMS:
+        if found := re.fullmatch(form, text):
+            return build(*found.groups())
+    raise ParseError(
+        f"move {text!r}: expected fetch, meet, return, gather, reduce or exchange, "
+        "such as 'fetch kv 1' or 'meet 0,1 x 0-3'"
+    )
+
+
+def format_numbers(numbers: Iterable[int]) -> str:
+    """Runs of consecutive numbers as first-last; the order is kept."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def parse_numbers(text: str) -> tuple[int, ...]:
+    numbers: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if found is None:
+            raise ParseError(f"numbers {text!r}: expected such as 0,1 or 0-3,8")
+        first = int(found[1])
+        numbers.extend(range(first, int(found[2] or first) + 1))
+    return tuple(numbers)
+
+
+# Masks
+
+
+def parse_mask(text: str) -> Mask:
+    mask = full()
+    for part in text.split("&"):
+        mask &= _parse_one_mask(part.strip())
+    return mask
+
+
+def _parse_one_mask(text: str) -> Mask:
+    if text == "full":
+        return full()
+    if text == "causal":
+        return causal()
+    if found := re.fullmatch(r"window\((-?\d+),\s*(-?\d+)\)", text):
+        return window(int(found[1]), int(found[2]))
+    if found := re.fullmatch(r"documents\(([\d,]+)(?:\|([\d,]+))?\)", text):
+        return documents(_boundaries(found[1]), _boundaries(found[2]) if found[2] else None)
+    raise ParseError(f"mask {text!r}: expected full, causal, window(LEFT,RIGHT) or documents(0,…), joined by '&'")
+
+
+def _boundaries(text: str) -> list[int]:
+    return [int(cut) for cut in text.split(",") if cut]
+
+
+# Plans
+
+
+def format_plan(plan: Plan) -> str:
+    """The whole plan. Equal plans have equal text."""
+    problem = " ".join(f"{f.name}={getattr(plan.problem, f.name)}" for f in fields(plan.problem) if f.name != "mask")
+    lines = [
+        HEADER,
+        f"method {plan.method}",
+        f"direction {plan.direction}",
+        f"problem {problem}",
+        f"mask {plan.problem.mask}",
+        f"layout {plan.layout.name}",
+        f"tile {plan.assignment.tile}",
+        f"ulysses {plan.assignment.ulysses}",
+        f"route {plan.schedule.route}",
+        f"partials {plan.schedule.partials}",
+    ]
+    if plan.programs is None:
+        lines += ["moves", *(f"  {format_move(move)}" for move in plan.schedule.moves)]
+    for program in plan.programs or ():
+        lines.append(f"program {program.rank} peak {program.peak_nbytes}")
+        lines += [f"  {format_step(step)}" for step in program.steps]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,207 @@
+"""The greedy schedule: what to fetch next, what to attend meanwhile, what to return when.
+
+The paper's Algorithm 2 (forward) and its row/column rule (backward), with real-valued costs and two clocks: one for
+the link, one for compute, both in blocks. Whenever the link would fall idle it gets the transfer that unlocks the most
+blocks for its price. Compute takes what has arrived, row by row, the own row last, so that rows complete and their
+partials can leave. Once everything is here, backward completes rows and columns in turn.
+
+A row waits until `blocks_per_call` columns are pending for it, and rows that wait for the same columns meet them in one
+rectangle: few large kernel calls instead of one a block. Rows whose columns are all here are completed one by one, or
+as few at once as make a call. With 1, every call is one block, as in the paper.
+
+Ring-Attention is the tile of one row; pass-Q the tile of one column. Nothing here knows their names.
+"""
+
+from __future__ import annotations
+
+from mesh_attention.errors import ScheduleError
+from mesh_attention.plan.assignment import Axis, Tile
+from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
+from mesh_attention.planning.costs import Costs
+
+
+def greedy_moves(tile: Tile, direction: Direction, *, costs: Costs, blocks_per_call: int = 1) -> tuple[Move, ...]:
+    """The moves of one tile, from its own block to the last partial returned."""
+    if blocks_per_call < 1:
+        raise ScheduleError(f"blocks_per_call={blocks_per_call}: expected at least 1")
+    order = _Order(tile, direction, costs, blocks_per_call)
+    while order.has_work:
+        order.post_returns()
+        call = order.next_call()
+        if call is None:
+            order.wait_for_something()
+        else:
+            order.fetch_behind(call)
+            order.meet(call)
+    order.finish()
+    return tuple(order.moves)
+
+
+_Call = tuple[int, int]
+"""A rectangle as two sets of offsets: rows, columns. Sets are bit masks."""
+
+
+class _Order:
+    """The state of one schedule in the making."""
+
+    def __init__(self, tile: Tile, direction: Direction, costs: Costs, blocks_per_call: int) -> None:
+        self.tile, self.costs, self.blocks_per_call = tile, costs, blocks_per_call
+        self.row_input, self.col_input = INPUTS[direction]
+        self.results: dict[Axis, Kind] = {AXIS_OF[kind]: kind for kind in OUTPUTS[direction]}
+        self.moves: list[Move] = []
+        self.now = self.link_free = 0.0
+        self.all_cols = (1 << tile.cols) - 1
+        self.done = [0] * tile.rows  # columns already attended, a row
+        self.left: dict[Axis, list[int]] = {"row": [tile.cols] * tile.rows, "col": [tile.rows] * tile.cols}
+        self.next_return: dict[Axis, int] = dict.fromkeys(self.results, 1)  # in order: a ring of partials relies on it
+        self.fetched: dict[Axis, int] = {"row": 1, "col": 1}  # how many are here or on their way
+        self.here: dict[Axis, int] = {"row": 1, "col": 1}  # how many have arrived
+        self.arrivals: list[tuple[float, Axis]] = []  # of those on their way, in order
+        self.untouched = 0  # fetched and not attended yet
+        self.touched: dict[Axis, int] = {"row": 1, "col": 1}
+
+    @property
+    def has_work(self) -> bool:
+        return any(self.left["row"])
+
+    # The link
+
+    def post_returns(self) -> None:
+        """Send the partials of every row (and column) that is complete."""
+        for axis, kind in self.results.items():
+            while (offset := self.next_return[axis]) < self._size(axis) and not self.left[axis][offset]:
+                self.next_return[axis] += 1
+                self._occupy_link(self.costs.of(kind))
+                self.moves.append(Return(kind, offset))
+
+    def fetch_behind(self, call: _Call) -> None:
+        """Give the link enough to do while `call` is computed, but run at most a call ahead of compute."""
+        until = self.now + call[0].bit_count() * call[1].bit_count()
+        new = self._newly_touched(call)
+        while self.can_fetch and self.link_free < until and self.untouched - new < self.blocks_per_call:
+            self._fetch()
+
+    def _newly_touched(self, call: _Call) -> int:
+        return (call[0] & ~self.touched["row"]).bit_count() + (call[1] & ~self.touched["col"]).bit_count()
+
+    def wait_for_something(self) -> None:
+        """Nothing to attend: fetch one more if nothing is on its way, then wait for the next arrival."""
+        if not self.arrivals:
+            self._fetch()
+        self.now = max(self.now, self.arrivals[0][0])
+        self._land()
+
+    @property
+    def can_fetch(self) -> bool:
+        return self.fetched["row"] < self.tile.rows or self.fetched["col"] < self.tile.cols
+
+    def _fetch(self) -> None:
+        """Fetch the kind that unlocks more blocks for its cost; ties go to KV."""
+        gain = {
+            "row": self.fetched["col"] / self.costs.of(self.row_input),
+            "col": self.fetched["row"] / self.costs.of(self.col_input),
+        }
+        kinds: tuple[tuple[Axis, Kind], ...] = (("col", self.col_input), ("row", self.row_input))
+        open_kinds = [(axis, kind) for axis, kind in kinds if self.fetched[axis] < self._size(axis)]
+        axis, kind = max(open_kinds, key=lambda choice: gain[choice[0]])
+        self.moves.append(Fetch(kind, self.fetched[axis]))
+        self.fetched[axis] += 1
+        self.untouched += 1
+        self.arrivals.append((self._occupy_link(self.costs.of(kind)), axis))
+
+    def _occupy_link(self, cost: float) -> float:
+        self.link_free = max(self.link_free, self.now) + cost
+        return self.link_free
+
+    def _land(self) -> None:
+        while self.arrivals and self.arrivals[0][0] <= self.now:
+            self.here[self.arrivals.pop(0)[1]] += 1
+
+    # Compute
+
+    def next_call(self) -> _Call | None:
+        if self.here["row"] == self.tile.rows and self.here["col"] == self.tile.cols:
+            return self._completing_call()
+        if not self.done[0]:
+            return (1, 1)  # the own block: needs nobody, and its mask makes it a call of its own anyway
+        for row in self._rows_here():
+            call = self._call_from(row)
+            if call is not None:
+                return call
+        return None
+
+    def _rows_here(self) -> list[int]:
+        return [*range(1, self.here["row"]), 0]
+
+    def _call_from(self, row: int) -> _Call | None:
+        """The call that a row can be part of now; None if it has nothing pending, or should wait for more."""
+        here = (1 << self.here["col"]) - 1
+        pending = here & ~self.done[row]
+        if not pending:
+            return None
+        if here == self.all_cols:
+            return self._rows_completed_with(row, pending)
+        if pending.bit_count() < self.blocks_per_call:
+            return None
+        alike = [r for r in self._rows_here() if here & ~self.done[r] == pending]
+        return _mask(alike) if self.blocks_per_call > 1 else 1 << row, self._cut(pending)
+
+    def _rows_completed_with(self, row: int, pending: int) -> _Call | None:
+        """A row whose columns are all here: alone, so that its partial can leave at once, or as few as make a call."""
+        wanted = -(-self.blocks_per_call // pending.bit_count())
+        alike = [r for r in self._rows_here() if self.all_cols & ~self.done[r] == pending] if wanted > 1 else [row]
+        if len(alike) < wanted and self.here["row"] < self.tile.rows:
+            return None
+        return _mask(alike[:wanted]), self._cut(pending)
+
+    def _completing_call(self) -> _Call:
+        """All is here: work on the next row or the next column, whichever frees more transfer for a block."""
+        (row, row_worth), (col, col_worth) = self._next_to_complete("row"), self._next_to_complete("col")
+        if col_worth > row_worth:
+            rows = [r for r in range(self.tile.rows) if not self.done[r] >> col & 1]
+            return self._cut(_mask(rows)), 1 << col
+        call = self._rows_completed_with(row, self.all_cols & ~self.done[row])
+        assert call is not None  # all rows are here, so none is waited for
+        return call
+
+    def _next_to_complete(self, axis: Axis) -> tuple[int, float]:
+        """Offset and worth. The own row or column comes last: it leaves nowhere, so nobody waits for it."""
+        if axis not in self.results:
+            return 0, -1.0
+        offset = self.next_return[axis]
+        if offset < self._size(axis):
+            return offset, self.costs.of(self.results[axis]) / self.left[axis][offset]
+        return 0, 0.0 if self.left[axis][0] else -1.0
+
+    def _cut(self, offsets: int) -> int:
+        """The first of them if calls are to be blocks, else all."""
+        return offsets & -offsets if self.blocks_per_call == 1 else offsets
+
+    def meet(self, call: _Call) -> None:
+        rows, cols = _offsets(call[0]), _offsets(call[1])
+        for row in rows:
+            self.done[row] |= call[1]
+            self.left["row"][row] -= len(cols)
+        for col in cols:
+            self.left["col"][col] -= len(rows)
+        self.untouched -= self._newly_touched(call)
+        self.touched = {"row": self.touched["row"] | call[0], "col": self.touched["col"] | call[1]}
+        self.now += len(rows) * len(cols)
+        self.moves.append(Meet(rows, cols))
+        self._land()
+
+    def finish(self) -> None:
+        self.post_returns()
+        self.moves += [Return(kind, 0) for kind in self.results.values()]
+
+    def _size(self, axis: Axis) -> int:
+        return self.tile.rows if axis == "row" else self.tile.cols
+
+
+def _mask(offsets: list[int]) -> int:
+    return sum(1 << offset for offset in offsets)
+
+
+def _offsets(mask: int) -> tuple[int, ...]:
+    return tuple(index for index in range(mask.bit_length()) if mask >> index & 1)

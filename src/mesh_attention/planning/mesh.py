@@ -1,0 +1,43 @@
+"""Mesh-Attention a×b: point-to-point transfers in a greedy order.
+
+Ring-Attention is its one-row tile, pass-Q its one-column tile.
+"""
+
+from __future__ import annotations
+
+from mesh_attention.plan.assignment import Assignment, Tile
+from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.schedule import Route, Schedule
+from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.costs import Costs, estimate_costs
+from mesh_attention.planning.greedy import greedy_moves
+from mesh_attention.planning.ulysses import trade_heads
+from mesh_attention.problem import Problem
+
+
+def plan_mesh(
+    problem: Problem,
+    *,
+    tile: Tile,
+    layout: Layout,
+    direction: Direction = "forward",
+    ulysses_degree: int = 1,
+    route: Route = "direct",
+    partials: Route = "direct",
+    blocks_per_call: int = 1,
+    costs: Costs | None = None,
+    method: str = "mesh",
+) -> Plan:
+    """Fetch shards and return partials one by one, attending meanwhile."""
+    assignment = Assignment(tile, ulysses_degree)
+    costs = costs or estimate_costs(problem, assignment, direction)
+    moves = greedy_moves(tile, direction, costs=costs, blocks_per_call=blocks_per_call)
+    return Plan(
+        method=method,
+        direction=direction,
+        problem=problem,
+        layout=layout,
+        assignment=assignment,
+        schedule=Schedule(moves=trade_heads(moves, direction, ulysses_degree), route=route, partials=partials),
+    )

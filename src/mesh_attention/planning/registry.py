@@ -1,0 +1,103 @@
+"""Planners by name, and `make_plan`, which fills in what was left open and refuses what a method does not have."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from mesh_attention.errors import ScheduleError, TileError
+from mesh_attention.plan.assignment import Assignment, Tile, check_assignment
+from mesh_attention.plan.layout import Contiguous, Layout, Zigzag
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.schedule import Route
+from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.attention2d import plan_attention2d
+from mesh_attention.planning.costs import Costs
+from mesh_attention.planning.mesh import plan_mesh
+from mesh_attention.planning.search import least_volume_tile
+from mesh_attention.problem import Problem
+
+Method = Literal["mesh", "ring", "pass-q", "attention2d", "ulysses"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
+def make_plan(
+    problem: Problem,
+    *,
+    method: Method = "mesh",
+    tile: Tile | tuple[int, int] | None = None,
+    layout: Layout | None = None,
+    direction: Direction = "forward",
+    ulysses_degree: int | None = None,
+    route: Route | None = None,
+    partials: Route | None = None,
+    blocks_per_call: int | None = None,
+    costs: Costs | None = None,
+) -> Plan:
+    """A plan by the named method. Left open: the tile that moves the least, the layout that suits the mask.
+
+    `route`, `partials`, `blocks_per_call` and `costs` shape a greedy schedule; attention2d has none and refuses them.
+    """
+    if method not in METHODS:
+        raise ScheduleError(f"method {method!r}: expected one of {', '.join(METHODS)}")
+    layout = layout or default_layout(problem)
+    degree = _degree(problem, method, ulysses_degree)
+    check_assignment(Assignment(Tile(1, problem.ranks // degree or 1), degree), problem)
+    tile = _tile(problem, method, tile, layout, direction, degree)
+    if method == "attention2d":
+        given = {"route": route, "partials": partials, "blocks_per_call": blocks_per_call, "costs": costs}
+        surplus = [name for name, value in given.items() if value is not None]
+        if surplus:
+            raise ScheduleError(
+                f"attention2d uses collectives and has no {', '.join(surplus)}; leave it out or use mesh"
+            )
+        return plan_attention2d(problem, tile=tile, layout=layout, direction=direction, ulysses_degree=degree)
+    return plan_mesh(
+        problem,
+        tile=tile,
+        layout=layout,
+        direction=direction,
+        ulysses_degree=degree,
+        route=route or "direct",
+        partials=partials or "direct",
+        blocks_per_call=1 if blocks_per_call is None else blocks_per_call,
+        costs=costs,
+        method=method,
+    )
+
+
+def default_layout(problem: Problem) -> Layout:
+    """Zigzag where a mask makes later tokens see more; otherwise contiguous, which keeps windows local."""
+    mask = problem.mask
+    return Zigzag() if mask.right is not None and mask.left is None else Contiguous()
+
+
+def _degree(problem: Problem, method: Method, degree: int | None) -> int:
+    if method != "ulysses":
+        return 1 if degree is None else degree
+    if degree not in (None, problem.ranks):
+        raise TileError(
+            f"method ulysses spreads heads over all {problem.ranks} ranks, but a degree of {degree} came; "
+            "leave it out, or use another method with that ulysses_degree"
+        )
+    return problem.ranks
+
+
+def _tile(
+    problem: Problem,
+    method: Method,
+    tile: Tile | tuple[int, int] | None,
+    layout: Layout,
+    direction: Direction,
+    degree: int,
+) -> Tile:
+    places = problem.ranks // degree
+    fixed = {"ring": Tile(1, places), "pass-q": Tile(places, 1), "ulysses": Tile(1, 1)}.get(method)
+    wanted = Tile(*tile) if isinstance(tile, tuple) else tile
+    if fixed is not None:
+        if wanted not in (None, fixed):
+            raise TileError(f"method {method} is the {fixed} tile here, but {wanted} came; leave it out or use mesh")
+        return fixed
+    if wanted is not None:
+        check_assignment(Assignment(wanted, degree), problem)
+        return wanted
+    return least_volume_tile(problem, layout, direction, ulysses_degree=degree)

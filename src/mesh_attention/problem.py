@@ -1,0 +1,89 @@
+"""What is asked: lengths, heads, head sizes, dtype, mask and number of ranks. A value; it plans nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from mesh_attention.errors import MaskError, ProblemError
+from mesh_attention.masks import Mask, full
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes an element, for every dtype a problem may have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One attention call over a group of ranks. Lengths are of the whole sequence, not of a shard."""
+
+    seq_q: int
+    seq_kv: int
+    heads: int
+    kv_heads: int
+    head_dim_qk: int
+    head_dim_v: int
+    ranks: int
+    batch: int = 1
+    dtype: str = "bfloat16"
+    mask: Mask = field(default_factory=full)
+
+    @classmethod
+    def self_attention(
+        cls,
+        *,
+        seq: int,
+        heads: int,
+        head_dim: int,
+        ranks: int,
+        kv_heads: int | None = None,
+        batch: int = 1,
+        dtype: str = "bfloat16",
+        mask: Mask | None = None,
+    ) -> Problem:
+        """The usual case: queries and keys of one sequence, one head size."""
+        return cls(
+            seq_q=seq,
+            seq_kv=seq,
+            heads=heads,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim_qk=head_dim,
+            head_dim_v=head_dim,
+            ranks=ranks,
+            batch=batch,
+            dtype=dtype,
+            mask=full() if mask is None else mask,
+        )
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name not in ("dtype", "mask") and (type(value) is not int or value < 1):
+                raise ProblemError(f"{f.name}={value!r}: expected a whole number of at least 1")
+        if self.dtype not in ITEMSIZE:
+            raise ProblemError(f"dtype={self.dtype!r}: expected one of {', '.join(ITEMSIZE)}")
+        if self.heads % self.kv_heads:
+            raise ProblemError(
+                f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly; heads must be a multiple of kv_heads"
+            )
+        _check_documents(self)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element that travels."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def accumulator_itemsize(self) -> int:
+        """Bytes of an element that is summed up, and of LSE and delta: float32, or float64 for float64."""
+        return max(4, self.itemsize)
+
+
+def _check_documents(problem: Problem) -> None:
+    docs = problem.mask.documents
+    if docs is None:
+        return
+    for name, cuts, length in (("cu_seqlens_q", docs.q, problem.seq_q), ("cu_seqlens_k", docs.kv, problem.seq_kv)):
+        if cuts[-1] != length:
+            raise MaskError(
+                f"{name} ends at {cuts[-1]} but the sequence has {length} tokens; "
+                "the documents must cover the whole sequence"
+            )

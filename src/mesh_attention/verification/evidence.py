@@ -1,0 +1,125 @@
+"""A plan taken apart for the rules: every rank's steps, what each does, and which transfer is which."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import (
+    INPUTS,
+    OUTPUTS,
+    Collective,
+    Effects,
+    Exchange,
+    Item,
+    Program,
+    Recv,
+    Send,
+    Step,
+    effects,
+    transfers,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """A rule broken at a step of a rank; `step` is None when something is missing that no step stands for."""
+
+    rule: str
+    rank: int
+    step: int | None
+    message: str
+
+
+class Call(NamedTuple):
+    """One collective of one group: the ordinal-th that a rank makes with that group."""
+
+    group: tuple[int, ...]
+    ordinal: int
+
+
+class Transfer(NamedTuple):
+    """What both ends must agree on. `call` is None for a plain send or receive."""
+
+    source: int
+    dest: int
+    item: Item
+    call: Call | None
+
+
+class Sighting(NamedTuple):
+    """A transfer as one end states it."""
+
+    transfer: Transfer
+    rank: int
+    step: int
+
+
+class Evidence:
+    """Programs with everything that several rules look at, worked out once."""
+
+    def __init__(self, plan: Plan, programs: Iterable[Program]) -> None:
+        self.plan = plan
+        self.matrix: BlockMatrix = plan.matrix
+        self.programs: list[Program] = []
+        self.effects: list[list[Effects]] = []
+        self.calls: list[dict[int, Call]] = []
+        for program in programs:
+            self.programs.append(program)
+            self.effects.append([effects(step) for step in program.steps])
+            self.calls.append(_number_calls(program))
+        self.sends = Counter(sighting.transfer for sighting in self._sightings(Send))
+        self.recvs = Counter(sighting.transfer for sighting in self._sightings(Recv))
+
+    def inputs(self, rank: int) -> set[Item]:
+        return {self.matrix.home_item(kind, rank) for kind in INPUTS[self.plan.direction]}
+
+    def outputs(self, rank: int) -> set[Item]:
+        kinds = OUTPUTS[self.plan.direction]
+        return {self.matrix.home_item(kind, rank) for kind in kinds if self.matrix.has_tokens(kind, rank)}
+
+    def send_sightings(self) -> Iterator[Sighting]:
+        return self._sightings(Send)
+
+    def recv_sightings(self) -> Iterator[Sighting]:
+        return self._sightings(Recv)
+
+    def transfer(self, rank: int, step: int, end: Send | Recv) -> Transfer:
+        """The transfer that one end of it states. A partial names its sender only where it has arrived."""
+        call = self.calls[rank].get(step)
+        if isinstance(end, Send):
+            return Transfer(rank, end.dest, end.item, call)
+        item = end.item if end.item.form == "piece" else end.item._replace(source=None)
+        return Transfer(end.source, rank, item, call)
+
+    def _sightings(self, side: type[Send] | type[Recv]) -> Iterator[Sighting]:
+        for program in self.programs:
+            for index, step in enumerate(program.steps):
+                sends, recvs = transfers(step)
+                for end in sends if side is Send else recvs:
+                    yield Sighting(self.transfer(program.rank, index, end), program.rank, index)
+
+
+def _number_calls(program: Program) -> dict[int, Call]:
+    made: Counter[tuple[int, ...]] = Counter()
+    calls = {}
+    for index, step in enumerate(program.steps):
+        if isinstance(step, Collective | Exchange):
+            calls[index] = Call(step.group, made[step.group])
+            made[step.group] += 1
+    return calls
+
+
+def op_of(step: Step) -> str:
+    """What members of a group must agree on in a collective besides its transfers."""
+    match step:
+        case Collective(op, _, _, _):
+            return op
+        case Exchange(before, _, _, _, _):
+            return f"exchange {before.kind}"
+        case _:
+            return ""

@@ -1,0 +1,140 @@
+"""Runs all programs with no data, to find an order in which they can go, or the circle in which they wait.
+
+The strictest reading of the steps: a receive is posted and waits for nothing; a send waits until its receive is posted;
+a read waits until what it reads has been sent; a collective waits until the whole group is there. Whatever runs to the
+end here also runs on any transport that is kinder. Transfers that lack their other end wait for nothing here: that is
+another rule's to report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from mesh_attention.plan.steps import Item, Recv, Send
+from mesh_attention.verification.evidence import Call, Evidence, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank that cannot go on: at which step, for whom."""
+
+    rank: int
+    step: int
+    waits_for: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The steps in an order that respects every wait, and the ranks that got stuck."""
+
+    order: list[tuple[int, int]]
+    stuck: list[Wait]
+
+
+def run_programs(evidence: Evidence) -> Run:
+    rendezvous = _Rendezvous(evidence)
+    for rank in range(len(evidence.programs)):
+        rendezvous.advance(rank)
+    return Run(rendezvous.order, rendezvous.stuck())
+
+
+Event = Hashable
+
+
+@dataclass(slots=True)
+class _Rendezvous:
+    evidence: Evidence
+    order: list[tuple[int, int]] = field(default_factory=list)
+    cursor: dict[int, int] = field(default_factory=dict)
+    blocked: dict[int, tuple[Event, int]] = field(default_factory=dict)  # what a rank waits for, and from whom
+    waiting: dict[Event, list[int]] = field(default_factory=lambda: defaultdict(list))
+    posted: Counter[Transfer] = field(default_factory=Counter)
+    sent: Counter[Transfer] = field(default_factory=Counter)
+    arriving: dict[tuple[int, Item], tuple[Transfer, int]] = field(default_factory=dict)
+    joined: dict[Call, set[int]] = field(default_factory=lambda: defaultdict(set))
+    members: dict[Call, set[int]] = field(default_factory=lambda: defaultdict(set))
+
+    def __post_init__(self) -> None:
+        for rank, calls in enumerate(self.evidence.calls):
+            for call in calls.values():
+                self.members[call].add(rank)
+
+    def advance(self, rank: int) -> None:
+        """Run a rank, and everyone it wakes, as far as they go."""
+        awake = [rank]
+        while awake:
+            rank = awake.pop()
+            steps = self.evidence.programs[rank].steps
+            index = self.cursor.get(rank, 0)
+            while index < len(steps):
+                obstacle = self._obstacle(rank, index, awake)
+                if obstacle is not None:
+                    self.blocked[rank] = obstacle
+                    self.waiting[obstacle[0]].append(rank)
+                    break
+                self.order.append((rank, index))
+                self._carry_out(rank, index, awake)
+                index += 1
+            self.cursor[rank] = index
+
+    def stuck(self) -> list[Wait]:
+        return [Wait(rank, self.cursor[rank], source) for rank, (_, source) in sorted(self.blocked.items())]
+
+    def _obstacle(self, rank: int, index: int, awake: list[int]) -> tuple[Event, int] | None:
+        """What the next step of a rank still waits for, and from whom."""
+        for item in self.evidence.effects[rank][index].reads:
+            arrival = self.arriving.get((rank, item))
+            if arrival is not None:
+                transfer, nth = arrival
+                if self.sent[transfer] < nth <= self.evidence.sends[transfer]:
+                    return ("sent", transfer), transfer.source
+                del self.arriving[rank, item]
+        step = self.evidence.programs[rank].steps[index]
+        if isinstance(step, Send):
+            transfer = self.evidence.transfer(rank, index, step)
+            if self.posted[transfer] <= self.sent[transfer] < self.evidence.recvs[transfer]:
+                return ("posted", transfer), transfer.dest
+        call = self.evidence.calls[rank].get(index)
+        if call is not None:
+            self.joined[call].add(rank)
+            absent = self.members[call] - self.joined[call]
+            if absent:
+                return ("joined", call), min(absent)
+            self._wake(("joined", call), awake)
+        return None
+
+    def _carry_out(self, rank: int, index: int, awake: list[int]) -> None:
+        step = self.evidence.programs[rank].steps[index]
+        if isinstance(step, Recv):
+            transfer = self.evidence.transfer(rank, index, step)
+            self.posted[transfer] += 1
+            self.arriving[rank, step.item] = (transfer, self.posted[transfer])
+            self._wake(("posted", transfer), awake)
+        elif isinstance(step, Send):
+            transfer = self.evidence.transfer(rank, index, step)
+            self.sent[transfer] += 1
+            self._wake(("sent", transfer), awake)
+
+    def _wake(self, event: Event, awake: list[int]) -> None:
+        for rank in self.waiting.pop(event, ()):
+            del self.blocked[rank]
+            awake.append(rank)
+
+
+def circles(stuck: list[Wait]) -> list[list[Wait]]:
+    """The closed circles among ranks that wait; every stuck rank waits for one of them in the end."""
+    by_rank = {wait.rank: wait for wait in stuck}
+    seen: set[int] = set()
+    found = []
+    for start in by_rank:
+        path: list[int] = []
+        rank = start
+        while rank in by_rank and rank not in seen:
+            seen.add(rank)
+            path.append(rank)
+            rank = by_rank[rank].waits_for
+        if rank in path:
+            found.append([by_rank[member] for member in path[path.index(rank) :]])
+    return found

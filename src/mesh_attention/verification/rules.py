@@ -1,0 +1,232 @@
+"""The rules a plan must keep. Each is a function from evidence to breaches, and needs no other rule.
+
+coverage     every unmasked block is attended exactly once, an empty one never
+presence     nothing is read before it is written or after it is freed, nothing is written twice
+matching     every send is met by one receive of the same thing; groups make the same collectives in the same order
+progress     no circle of waiting, even where a send waits for its receive
+homecoming   every partial reaches its home and is merged there exactly once; every result is finished
+purpose      nothing travels that is not used
+tidiness     at the end a rank holds its inputs and its results and nothing else
+memory       the bytes held never exceed what the program states
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+
+from mesh_attention.plan.buffers import held_nbytes
+from mesh_attention.plan.steps import (
+    AXIS_OF,
+    OUTPUTS,
+    Attend,
+    Collective,
+    Exchange,
+    Finish,
+    Item,
+    Kind,
+    Merge,
+    Recv,
+    Send,
+    running,
+)
+from mesh_attention.plan.text import format_item, format_step
+from mesh_attention.verification.evidence import Breach, Call, Evidence, Sighting, Transfer, op_of
+from mesh_attention.verification.rendezvous import Run, circles
+
+Rule = Callable[[Evidence, Run], Iterator[Breach]]
+
+
+def coverage(evidence: Evidence, run: Run) -> Iterator[Breach]:
+    matrix, assignment = evidence.matrix, evidence.plan.assignment
+    seen: dict[tuple[int, int, int], tuple[int, int]] = {}
+    shards = range(assignment.places)
+    for rank, index, attend in _attends(evidence):
+        for row in attend.rows:
+            for col in attend.cols:
+                block = (row.shard, col.shard, assignment.head_slice(rank))
+                name = f"block (q{row.shard}, kv{col.shard})"
+                if row.shard not in shards or col.shard not in shards or not matrix.is_live(row.shard, col.shard):
+                    yield Breach("coverage", rank, index, f"{name} is attended, but the mask leaves nothing of it")
+                elif block in seen:
+                    first_rank, first_index = seen[block]
+                    where = f"rank {first_rank} step {first_index}"
+                    yield Breach("coverage", rank, index, f"{name} is attended again; {where} did it already")
+                seen.setdefault(block, (rank, index))
+    for row_shard in shards:
+        for col_shard in shards:
+            if matrix.is_live(row_shard, col_shard):
+                place = row_shard - row_shard % assignment.tile.rows + col_shard % assignment.tile.rows
+                for heads in range(assignment.ulysses):
+                    if (row_shard, col_shard, heads) not in seen:
+                        name = f"block (q{row_shard}, kv{col_shard})"
+                        rank = assignment.rank(place, head_slice=heads)
+                        yield Breach("coverage", rank, None, f"{name} lies in this rank's tile and nobody attends it")
+
+
+def presence(evidence: Evidence, run: Run) -> Iterator[Breach]:
+    for program in evidence.programs:
+        held = evidence.inputs(program.rank)
+        freed: set[Item] = set()
+        for index, done in enumerate(evidence.effects[program.rank]):
+            for item in (*done.reads, *done.frees):
+                if item not in held:
+                    why = "has been freed" if item in freed else "was never written"
+                    yield Breach("presence", program.rank, index, f"{format_item(item)} {why}")
+            for item in done.writes:
+                if item in held:
+                    yield Breach("presence", program.rank, index, f"{format_item(item)} is written over")
+            held.update(done.writes, done.adds)
+            held.difference_update(done.frees)
+            freed.update(done.frees)
+
+
+def matching(evidence: Evidence, run: Run) -> Iterator[Breach]:
+    yield from _unmatched(evidence.send_sightings(), evidence.recvs, lambda t: f"rank {t.dest} has no receive for it")
+    yield from _unmatched(evidence.recv_sightings(), evidence.sends, lambda t: f"rank {t.source} never sends it")
+    yield from _uneven_calls(evidence)
+
+
+def _unmatched(
+    sightings: Iterator[Sighting], others: Counter[Transfer], complaint: Callable[[Transfer], str]
+) -> Iterator[Breach]:
+    met: Counter[Transfer] = Counter()
+    for transfer, rank, index in sightings:
+        met[transfer] += 1
+        if met[transfer] > others[transfer]:
+            yield Breach("matching", rank, index, f"{format_item(transfer.item)}: {complaint(transfer)}")
+
+
+def _uneven_calls(evidence: Evidence) -> Iterator[Breach]:
+    made: dict[Call, dict[int, int]] = defaultdict(dict)
+    for rank, calls in enumerate(evidence.calls):
+        for index, call in calls.items():
+            made[call][rank] = index
+    for call, index_by_rank in made.items():
+        rank, index = next(iter(index_by_rank.items()))
+        absent = set(call.group) - set(index_by_rank)
+        if absent:
+            message = f"rank(s) {', '.join(map(str, sorted(absent)))} of the group do not take part"
+            yield Breach("matching", rank, index, message)
+        ops = {op_of(evidence.programs[member].steps[at]) for member, at in index_by_rank.items()}
+        if len(ops) > 1:
+            yield Breach("matching", rank, index, f"the group's ranks call different things: {', '.join(sorted(ops))}")
+
+
+def progress(evidence: Evidence, run: Run) -> Iterator[Breach]:
+    for circle in circles(run.stuck):
+        ranks = " -> ".join(str(wait.rank) for wait in (*circle, circle[0]))
+        for wait in circle:
+            step = format_step(evidence.programs[wait.rank].steps[wait.step])
+            message = f"'{step}' waits for rank {wait.waits_for}, in a circle: {ranks}"
+            yield Breach("progress", wait.rank, wait.step, message)
+
+
+Origin = tuple[int, int]
+"""The rank and step that computed a contribution."""
+
+
+def homecoming(evidence: Evidence, run: Run) -> Iterator[Breach]:
+    owed, arrived = _follow_partials(evidence, run)
+    for program in evidence.programs:
+        rank = program.rank
+        place, heads = evidence.plan.assignment.place(rank), evidence.plan.assignment.head_slice(rank)
+        for kind in OUTPUTS[evidence.plan.direction]:
+            result = Item(kind, place)
+            if not evidence.matrix.segments(AXIS_OF[kind], place):
+                continue
+            at = _last_write(evidence, rank, result)
+            if (rank, result) not in arrived:
+                yield Breach("homecoming", rank, at, f"{format_item(result)} is never finished at its home")
+                continue
+            merged = Counter(arrived[rank, result])
+            for origin in owed[kind, place, heads]:
+                if merged[origin] != 1:
+                    times = "is missing from" if not merged[origin] else f"is merged {merged[origin]} times into"
+                    what = f"the partial that rank {origin[0]} computed at step {origin[1]}"
+                    yield Breach("homecoming", rank, at, f"{what} {times} {format_item(result)}")
+        for item in evidence.outputs(rank):
+            if item.form == "home" and not any(item in done.writes for done in evidence.effects[rank]):
+                yield Breach("homecoming", rank, None, f"{format_item(item)} is never given back to the caller")
+
+
+def _follow_partials(
+    evidence: Evidence, run: Run
+) -> tuple[dict[tuple[Kind, int, int], list[Origin]], dict[tuple[int, Item], list[Origin]]]:
+    """Which contributions were computed for each result, and which each held item contains after everything has run."""
+    owed: dict[tuple[Kind, int, int], list[Origin]] = defaultdict(list)
+    contents: dict[tuple[int, Item], list[Origin]] = {}
+    for rank, index in run.order:
+        step = evidence.programs[rank].steps[index]
+        match step:
+            case Attend():
+                for total in evidence.effects[rank][index].adds:
+                    owed[total.kind, total.shard, evidence.plan.assignment.head_slice(rank)].append((rank, index))
+                    contents.setdefault((rank, total), []).append((rank, index))
+            case Finish(item):
+                contents[rank, item] = contents.pop((rank, running(item.kind, item.shard)), [])
+            case Send(item, dest):
+                contents[dest, item._replace(source=rank)] = contents.get((rank, item), [])
+            case Collective(_, _, _, recvs):
+                # Everybody has come this far, so what the others send is complete.
+                for item, source in ((recv.item, recv.source) for recv in recvs):
+                    contents[rank, item] = contents.get((source, item._replace(source=None)), [])
+            case Merge(partial):
+                total = running(partial.kind, partial.shard)
+                contents.setdefault((rank, total), []).extend(contents.get((rank, partial), ()))
+            case _:
+                pass
+    return owed, contents
+
+
+def purpose(evidence: Evidence, run: Run) -> Iterator[Breach]:
+    for program in evidence.programs:
+        unused: dict[Item, int] = {}
+        for index, step in enumerate(program.steps):
+            done = evidence.effects[program.rank][index]
+            for item in done.reads:
+                unused.pop(item, None)
+            if isinstance(step, Recv | Collective | Exchange):
+                unused |= dict.fromkeys(done.writes, index)
+        for item, index in unused.items():
+            if item not in evidence.outputs(program.rank):
+                yield Breach("purpose", program.rank, index, f"{format_item(item)} is received and never used")
+
+
+def tidiness(evidence: Evidence, run: Run) -> Iterator[Breach]:
+    for program in evidence.programs:
+        made: dict[Item, int] = {}
+        for index, done in enumerate(evidence.effects[program.rank]):
+            made |= dict.fromkeys((*done.writes, *done.adds), index)
+            for item in done.frees:
+                made.pop(item, None)
+        for item, index in made.items():
+            if item not in evidence.outputs(program.rank):
+                yield Breach("tidiness", program.rank, index, f"{format_item(item)} is never freed")
+
+
+def memory(evidence: Evidence, run: Run) -> Iterator[Breach]:
+    for program in evidence.programs:
+        profile = held_nbytes(program.steps, evidence.matrix)
+        for index, nbytes in enumerate(profile):
+            if nbytes > program.peak_nbytes:
+                message = f"{nbytes:,} bytes are held here; the program states {program.peak_nbytes:,}"
+                yield Breach("memory", program.rank, index, message)
+                break
+
+
+RULES: dict[str, Rule] = {
+    rule.__name__: rule for rule in (coverage, presence, matching, progress, homecoming, purpose, tidiness, memory)
+}
+
+
+def _attends(evidence: Evidence) -> Iterator[tuple[int, int, Attend]]:
+    for program in evidence.programs:
+        for index, step in enumerate(program.steps):
+            if isinstance(step, Attend):
+                yield program.rank, index, step
+
+
+def _last_write(evidence: Evidence, rank: int, item: Item) -> int | None:
+    written = [index for index, done in enumerate(evidence.effects[rank]) if item in done.writes]
+    return written[-1] if written else None
