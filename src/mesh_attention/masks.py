@@ -75,6 +75,8 @@ class Mask:
 
     def is_empty(self, q: Segment, kv: Segment, *, seq_q: int, seq_kv: int) -> bool:
         """Whether no pair is let through; cheaper than counting."""
+        if self.documents is None:  # the common case, asked for every block
+            return not (q and kv and _band_any(q, kv, seq_kv - seq_q, self.left, self.right))
         pieces = self._pieces(q, kv, seq_q, seq_kv)
         return not any(_band_any(*piece, self.left, self.right) for piece in pieces)
 

@@ -52,10 +52,6 @@ class Assignment:
     tile: Tile
     ulysses: int = 1
 
-    def __post_init__(self) -> None:
-        if self.ulysses < 1:
-            raise TileError(f"ulysses={self.ulysses}: expected a degree of at least 1")
-
     @property
     def places(self) -> int:
         return self.tile.rows * self.tile.cols
@@ -93,21 +89,22 @@ class Assignment:
 def check_assignment(assignment: Assignment, problem: Problem) -> None:
     """Raise when the assignment does not fit the ranks or the heads of a problem."""
     ulysses, tile = assignment.ulysses, assignment.tile
-    if problem.ranks % ulysses:
-        raise TileError(
-            f"Ulysses degree {ulysses} does not divide {problem.ranks} ranks; "
-            f"degrees that do: {_divisors_text(problem.ranks)}"
-        )
-    if problem.kv_heads % ulysses:
-        raise TileError(
-            f"Ulysses degree {ulysses} does not divide {problem.kv_heads} KV heads; "
-            f"degrees that do: {_divisors_text(problem.kv_heads)}"
-        )
+    check_degree(ulysses, problem)
     places = problem.ranks // ulysses
     if assignment.places != places:
         of = f"{problem.ranks} ranks" + (f" with Ulysses degree {ulysses}" if ulysses > 1 else "")
         fitting = " ".join(map(str, tiles_of(places)))
         raise TileError(f"{of} cannot form a {tile} tile; rows·cols must be {places}: {fitting}")
+
+
+def check_degree(ulysses: int, problem: Problem) -> None:
+    """Raise when a Ulysses degree does not fit the ranks or the KV heads of a problem."""
+    if ulysses < 1:
+        raise TileError(f"Ulysses degree {ulysses}: expected at least 1")
+    for number, what in ((problem.ranks, "ranks"), (problem.kv_heads, "KV heads")):
+        if number % ulysses:
+            fitting = _divisors_text(number)
+            raise TileError(f"Ulysses degree {ulysses} does not divide {number} {what}; degrees that do: {fitting}")
 
 
 def _divisors_text(number: int) -> str:

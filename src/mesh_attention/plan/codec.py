@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -12,8 +11,8 @@ from mesh_attention.errors import ParseError
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.schedule import ROUTES, Route, Schedule
-from mesh_attention.plan.steps import Direction, Program
+from mesh_attention.plan.schedule import Schedule
+from mesh_attention.plan.steps import DIRECTIONS, Direction, Program
 from mesh_attention.plan.text import HEADER, format_move, format_step, parse_mask, parse_move, parse_step
 from mesh_attention.problem import Problem
 
@@ -26,7 +25,7 @@ def parse_plan(text: str) -> Plan:
     lines = text.splitlines()
     if not lines or lines[0].strip() != HEADER:
         raise ParseError(f"first line {(lines or [''])[0][:60]!r}: expected {HEADER!r}")
-    entries: dict[str, str] = {}
+    entries: dict[str, Any] = {}
     moves: list[str] | None = None
     programs: list[dict[str, Any]] = []
     section: list[str] | None = None
@@ -45,8 +44,6 @@ def parse_plan(text: str) -> Plan:
     pairs = (pair.partition("=") for pair in entries.pop("problem", "").split())
     problem: dict[str, Any] = {key: value if key == "dtype" else _whole(key, value) for key, _, value in pairs}
     problem["mask"] = entries.pop("mask", "full")
-    if "ulysses" in entries:
-        entries = {**entries, "ulysses": _whole("ulysses", entries["ulysses"])}  # type: ignore[dict-item]
     return _build(entries | {"problem": problem, "moves": moves, "programs": programs or None})
 
 
@@ -76,7 +73,9 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def plan_from_json(written: dict[str, Any]) -> Plan:
+def plan_from_json(written: object) -> Plan:
+    if not isinstance(written, dict):
+        raise ParseError(f"plan {_brief(written)}: expected a JSON object")
     if written.get("format") != JSON_FORMAT:
         raise ParseError(f"format {written.get('format')!r}: expected {JSON_FORMAT!r}")
     if written.get("version") != JSON_VERSION:
@@ -110,35 +109,56 @@ def _build(entries: dict[str, Any]) -> Plan:
     if (moves is None) == (programs is None):
         raise ParseError("a plan holds either moves or programs, and one of them; write the plan anew")
     schedule = Schedule(
-        moves=tuple(parse_move(move) for move in moves or ()),
-        route=_route("route", entries["route"]),
-        partials=_route("partials", entries["partials"]),
+        moves=tuple(parse_move(move) for move in _texts("moves", moves or [])),
+        route=entries["route"],
+        partials=entries["partials"],
     )
     return Plan(
-        method=str(entries["method"]),
+        method=_text("method", entries["method"]),
         direction=_direction(entries["direction"]),
         problem=_problem(entries["problem"]),
-        layout=layout_named(entries["layout"]),
-        assignment=Assignment(Tile.parse(entries["tile"]), _whole("ulysses", entries["ulysses"])),
+        layout=layout_named(_text("layout", entries["layout"])),
+        assignment=Assignment(Tile.parse(_text("tile", entries["tile"])), _whole("ulysses", entries["ulysses"])),
         schedule=schedule,
-        programs=None if programs is None else tuple(_programs(programs)),
+        programs=None if programs is None else _programs(programs),
     )
 
 
-def _programs(programs: Iterable[dict[str, Any]]) -> Iterable[Program]:
-    for program in programs:
-        yield Program(
+def _programs(programs: object) -> tuple[Program, ...]:
+    if not isinstance(programs, list) or not all(isinstance(program, dict) for program in programs):
+        raise ParseError(f"programs {_brief(programs)}: expected a list of objects with rank, peak_nbytes and steps")
+    return tuple(
+        Program(
             rank=_whole("rank", program.get("rank")),
-            steps=tuple(parse_step(step) for step in program.get("steps", ())),
+            steps=tuple(parse_step(step) for step in _texts("steps", program.get("steps"))),
             peak_nbytes=_whole("peak_nbytes", program.get("peak_nbytes")),
         )
+        for program in programs
+    )
 
 
-def _problem(entries: dict[str, Any]) -> Problem:
+def _problem(entries: object) -> Problem:
     names = {f.name for f in fields(Problem)}
-    if set(entries) != names:
-        raise ParseError(f"problem has {sorted(entries)}: expected {sorted(names)}")
-    return Problem(**{**entries, "mask": parse_mask(entries["mask"])})
+    if not isinstance(entries, dict) or set(entries) != names:
+        raise ParseError(f"problem {_brief(entries)}: expected the fields {', '.join(sorted(names))}")
+    return Problem(**{**entries, "mask": parse_mask(_text("mask", entries["mask"]))})
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ParseError(f"{name} {_brief(value)}: expected text")
+    return value
+
+
+def _texts(name: str, value: object) -> list[str]:
+    if not isinstance(value, list):
+        raise ParseError(f"{name} {_brief(value)}: expected a list of texts")
+    return [_text(name, entry) for entry in value]
 
 
 def _whole(name: str, value: object) -> int:
@@ -149,14 +169,8 @@ def _whole(name: str, value: object) -> int:
     raise ParseError(f"{name}={value!r}: expected a whole number")
 
 
-def _route(name: str, value: object) -> Route:
-    for route in ROUTES:
-        if route == value:
-            return route
-    raise ParseError(f"{name} {value!r}: expected one of {', '.join(ROUTES)}")
-
-
 def _direction(value: object) -> Direction:
-    if value == "forward" or value == "backward":
-        return value
-    raise ParseError(f"direction {value!r}: expected forward or backward")
+    for direction in DIRECTIONS:
+        if direction == value:
+            return direction
+    raise ParseError(f"direction {value!r}: expected {' or '.join(DIRECTIONS)}")

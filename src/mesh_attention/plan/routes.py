@@ -4,7 +4,7 @@ Both ends of a transfer call these functions and come to the same answer. A hop 
 
 Along a ring, the shard at offset k of a place is at offset k - 1 of the place before it: it travels home → successor →
 … in rising offset, and is received at turn k. Partials travel the same way round: the place at offset 1 starts, each
-adds its own, and after offset rows - 1 comes the home. Places that do not need the shard are not in its chain.
+adds its own, and after the last offset comes the home. Places that do not need the shard are not in its chain.
 """
 
 from __future__ import annotations
@@ -28,55 +28,58 @@ def fetch_hops_in(matrix: BlockMatrix, route: Route, axis: Axis, place: int, tur
 
 def fetch_hops_out(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int) -> list[Hop]:
     """What a place sends at a turn: what another place receives from it at that turn."""
-    peer = matrix.assignment.peer
+    needs = matrix.needs
     if route == "direct":
-        dest = peer(axis, place, -turn)
-        return [(dest, place)] if matrix.needs(axis, dest, place) else []
+        dest = matrix.assignment.peer(axis, place, -turn)
+        return [(dest, place)] if needs(axis, dest, place) else []
+    ring = matrix.assignment.group(axis, place)
+    at, size = ring.index(place), len(ring)
     hops = []
     for ahead in range(1, turn + 1):
-        dest, shard = peer(axis, place, -ahead), peer(axis, place, turn - ahead)
-        if shard != place and not matrix.needs(axis, place, shard):
-            continue
-        if matrix.needs(axis, dest, shard) and _chain_before(matrix, axis, dest, turn) == place:
+        dest, shard = ring[(at + ahead) % size], ring[(at + ahead - turn) % size]
+        has_it = shard == place or needs(axis, place, shard)
+        if has_it and needs(axis, dest, shard) and _chain_before(matrix, axis, dest, turn) == place:
             hops.append((dest, shard))
     return hops
 
 
 def partial_hops_in(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int) -> list[Hop]:
     """The partials that arrive at a place at a turn: those whose sender has them at that offset."""
-    peer = matrix.assignment.peer
+    needs = matrix.needs
     if route == "direct":
-        source = peer(axis, place, -turn)
-        return [(source, place)] if matrix.needs(axis, source, place) else []
+        source = matrix.assignment.peer(axis, place, -turn)
+        return [(source, place)] if needs(axis, source, place) else []
+    ring = matrix.assignment.group(axis, place)
+    at, size = ring.index(place), len(ring)
     hops = []
-    size = len(matrix.assignment.group(axis, place))
     for offset in range(turn + 1, size + 1):  # offset `size` is the own shard, at the end of its chain
-        shard, source = peer(axis, place, offset), peer(axis, place, offset - turn)
-        if shard != place and not matrix.needs(axis, place, shard):
-            continue
-        if matrix.needs(axis, source, shard) and partial_dest(matrix, route, axis, source, turn) == place:
+        source, shard = ring[(at - offset + turn) % size], ring[(at - offset) % size]
+        takes_it = shard == place or needs(axis, place, shard)
+        if takes_it and needs(axis, source, shard) and partial_dest(matrix, route, axis, source, turn) == place:
             hops.append((source, shard))
     return hops
 
 
 def partial_dest(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int) -> int:
     """Where a place sends its partial of the shard at offset `turn`: home, or the next of the chain."""
-    peer = matrix.assignment.peer
-    shard = peer(axis, place, turn)
-    if route == "direct":
-        return shard
-    for ahead in range(1, len(matrix.assignment.group(axis, place)) - turn):
-        following = peer(axis, place, -ahead)
-        if matrix.needs(axis, following, shard):
-            return following
+    ring = matrix.assignment.group(axis, place)
+    at, size = ring.index(place), len(ring)
+    shard = ring[(at - turn) % size]
+    if route == "ring":
+        for ahead in range(1, size - turn):
+            following = ring[(at + ahead) % size]
+            if matrix.needs(axis, following, shard):
+                return following
     return shard
 
 
 def _chain_before(matrix: BlockMatrix, axis: Axis, place: int, turn: int) -> int:
     """The place that passes the shard at offset `turn` on to this one."""
-    shard = matrix.assignment.peer(axis, place, turn)
+    ring = matrix.assignment.group(axis, place)
+    at, size = ring.index(place), len(ring)
+    shard = ring[(at - turn) % size]
     for back in range(1, turn):
-        previous = matrix.assignment.peer(axis, place, back)
+        previous = ring[(at - back) % size]
         if matrix.needs(axis, previous, shard):
             return previous
     return shard

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.steps import Kind
 
 Route = Literal["ring", "direct"]
@@ -60,3 +61,8 @@ class Schedule:
     moves: tuple[Move, ...]
     route: Route = "direct"
     partials: Route = "direct"
+
+    def __post_init__(self) -> None:
+        for name, route in (("route", self.route), ("partials", self.partials)):
+            if route not in ROUTES:
+                raise ScheduleError(f"{name} {route!r}: expected one of {', '.join(ROUTES)}")

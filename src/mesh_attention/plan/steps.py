@@ -24,6 +24,7 @@ from typing_extensions import assert_never
 from mesh_attention.plan.assignment import Axis
 
 Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 Kind = Literal["q", "kv", "bundle", "o", "dq", "dkv"]
 """`bundle` is what backward needs of a row: Q, dO, LSE and delta. `o` is O with its LSE."""
 
@@ -131,6 +132,8 @@ def effects(step: Step) -> Effects:
     match step:
         case Attend(rows, cols):
             return Effects(reads=rows + cols, adds=_sums(rows, cols))
+        case Free(item):
+            return Effects(frees=(item,))
         case Recv(item, _):
             return Effects(writes=(item,))
         case Send(item, _):
@@ -146,8 +149,6 @@ def effects(step: Step) -> Effects:
         case Finish(item):
             total = running(item.kind, item.shard)
             return Effects(reads=(total,), writes=(item,), frees=(total,))
-        case Free(item):
-            return Effects(frees=(item,))
         case _:
             assert_never(step)
 

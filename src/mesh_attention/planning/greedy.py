@@ -14,6 +14,9 @@ Ring-Attention is the tile of one row; pass-Q the tile of one column. Nothing he
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
+
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Axis, Tile
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
@@ -27,15 +30,15 @@ def greedy_moves(tile: Tile, direction: Direction, *, costs: Costs, blocks_per_c
         raise ScheduleError(f"blocks_per_call={blocks_per_call}: expected at least 1")
     order = _Order(tile, direction, costs, blocks_per_call)
     while order.has_work:
-        order.post_returns()
         call = order.next_call()
         if call is None:
             order.wait_for_something()
         else:
             order.fetch_behind(call)
+            order.post_returns()  # after the fetches: compute waits for those, nobody for these
             order.meet(call)
-    order.finish()
-    return tuple(order.moves)
+    order.post_returns()
+    return (*order.moves, *(Return(kind, 0) for kind in OUTPUTS[direction]))
 
 
 _Call = tuple[int, int]
@@ -55,6 +58,7 @@ class _Order:
         self.done = [0] * tile.rows  # columns already attended, a row
         self.left: dict[Axis, list[int]] = {"row": [tile.cols] * tile.rows, "col": [tile.rows] * tile.cols}
         self.next_return: dict[Axis, int] = dict.fromkeys(self.results, 1)  # in order: a ring of partials relies on it
+        self.complete: list[Return] = []  # and not sent yet
         self.fetched: dict[Axis, int] = {"row": 1, "col": 1}  # how many are here or on their way
         self.here: dict[Axis, int] = {"row": 1, "col": 1}  # how many have arrived
         self.arrivals: list[tuple[float, Axis]] = []  # of those on their way, in order
@@ -69,11 +73,10 @@ class _Order:
 
     def post_returns(self) -> None:
         """Send the partials of every row (and column) that is complete."""
-        for axis, kind in self.results.items():
-            while (offset := self.next_return[axis]) < self._size(axis) and not self.left[axis][offset]:
-                self.next_return[axis] += 1
-                self._occupy_link(self.costs.of(kind))
-                self.moves.append(Return(kind, offset))
+        for result in self.complete:
+            self._occupy_link(self.costs.of(result.kind))
+        self.moves += self.complete
+        self.complete = []
 
     def fetch_behind(self, call: _Call) -> None:
         """Give the link enough to do while `call` is computed, but run at most a call ahead of compute."""
@@ -89,6 +92,7 @@ class _Order:
         """Nothing to attend: fetch one more if nothing is on its way, then wait for the next arrival."""
         if not self.arrivals:
             self._fetch()
+        self.post_returns()
         self.now = max(self.now, self.arrivals[0][0])
         self._land()
 
@@ -125,21 +129,19 @@ class _Order:
             return self._completing_call()
         if not self.done[0]:
             return (1, 1)  # the own block: needs nobody, and its mask makes it a call of its own anyway
+        here = (1 << self.here["col"]) - 1
         for row in self._rows_here():
-            call = self._call_from(row)
+            pending = here & ~self.done[row]
+            call = self._call_from(row, pending, here) if pending else None
             if call is not None:
                 return call
         return None
 
-    def _rows_here(self) -> list[int]:
-        return [*range(1, self.here["row"]), 0]
+    def _rows_here(self) -> Iterable[int]:
+        return chain(range(1, self.here["row"]), (0,))
 
-    def _call_from(self, row: int) -> _Call | None:
-        """The call that a row can be part of now; None if it has nothing pending, or should wait for more."""
-        here = (1 << self.here["col"]) - 1
-        pending = here & ~self.done[row]
-        if not pending:
-            return None
+    def _call_from(self, row: int, pending: int, here: int) -> _Call | None:
+        """The call that a row can be part of now; None if it should wait for more."""
         if here == self.all_cols:
             return self._rows_completed_with(row, pending)
         if pending.bit_count() < self.blocks_per_call:
@@ -189,11 +191,14 @@ class _Order:
         self.touched = {"row": self.touched["row"] | call[0], "col": self.touched["col"] | call[1]}
         self.now += len(rows) * len(cols)
         self.moves.append(Meet(rows, cols))
+        self._complete()
         self._land()
 
-    def finish(self) -> None:
-        self.post_returns()
-        self.moves += [Return(kind, 0) for kind in self.results.values()]
+    def _complete(self) -> None:
+        for axis, kind in self.results.items():
+            while (offset := self.next_return[axis]) < self._size(axis) and not self.left[axis][offset]:
+                self.complete.append(Return(kind, offset))
+                self.next_return[axis] += 1
 
     def _size(self, axis: Axis) -> int:
         return self.tile.rows if axis == "row" else self.tile.cols

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from mesh_attention.errors import ScheduleError, TileError
-from mesh_attention.plan.assignment import Assignment, Tile, check_assignment
+from mesh_attention.plan.assignment import Assignment, Tile, check_assignment, check_degree
 from mesh_attention.plan.layout import Contiguous, Layout, Zigzag
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route
-from mesh_attention.plan.steps import Direction
+from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.attention2d import plan_attention2d
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.mesh import plan_mesh
@@ -39,9 +39,11 @@ def make_plan(
     """
     if method not in METHODS:
         raise ScheduleError(f"method {method!r}: expected one of {', '.join(METHODS)}")
+    if direction not in DIRECTIONS:
+        raise ScheduleError(f"direction {direction!r}: expected {' or '.join(DIRECTIONS)}")
     layout = layout or default_layout(problem)
     degree = _degree(problem, method, ulysses_degree)
-    check_assignment(Assignment(Tile(1, problem.ranks // degree or 1), degree), problem)
+    check_degree(degree, problem)
     tile = _tile(problem, method, tile, layout, direction, degree)
     if method == "attention2d":
         given = {"route": route, "partials": partials, "blocks_per_call": blocks_per_call, "costs": costs}

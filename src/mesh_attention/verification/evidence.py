@@ -79,8 +79,7 @@ class Evidence:
         return {self.matrix.home_item(kind, rank) for kind in INPUTS[self.plan.direction]}
 
     def outputs(self, rank: int) -> set[Item]:
-        kinds = OUTPUTS[self.plan.direction]
-        return {self.matrix.home_item(kind, rank) for kind in kinds if self.matrix.has_tokens(kind, rank)}
+        return {self.matrix.home_item(kind, rank) for kind in OUTPUTS[self.plan.direction]}
 
     def send_sightings(self) -> Iterator[Sighting]:
         return self._sightings(Send)

@@ -9,7 +9,6 @@ another rule's to report.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from mesh_attention.plan.steps import Item, Recv, Send
@@ -27,7 +26,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The steps in an order that respects every wait, and the ranks that got stuck."""
+    """The steps in an order that respects every wait, and the ranks that got stuck in a circle.
+
+    Past a circle, the order goes on as if one of its waits had been let off, so that other rules can still be judged.
+    """
 
     order: list[tuple[int, int]]
     stuck: list[Wait]
@@ -37,10 +39,12 @@ def run_programs(evidence: Evidence) -> Run:
     rendezvous = _Rendezvous(evidence)
     for rank in range(len(evidence.programs)):
         rendezvous.advance(rank)
-    return Run(rendezvous.order, rendezvous.stuck())
+    stuck = rendezvous.stuck()
+    rendezvous.run_on()
+    return Run(rendezvous.order, stuck)
 
 
-Event = Hashable
+Event = tuple[str, Transfer | Call]
 
 
 @dataclass(slots=True)
@@ -55,6 +59,7 @@ class _Rendezvous:
     arriving: dict[tuple[int, Item], tuple[Transfer, int]] = field(default_factory=dict)
     joined: dict[Call, set[int]] = field(default_factory=lambda: defaultdict(set))
     members: dict[Call, set[int]] = field(default_factory=lambda: defaultdict(set))
+    excused: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for rank, calls in enumerate(self.evidence.calls):
@@ -82,8 +87,19 @@ class _Rendezvous:
     def stuck(self) -> list[Wait]:
         return [Wait(rank, self.cursor[rank], source) for rank, (_, source) in sorted(self.blocked.items())]
 
+    def run_on(self) -> None:
+        """Let one waiting rank off after the other, those first whose wait is not for data."""
+        while self.blocked:
+            rank = min(self.blocked, key=lambda rank: (self.blocked[rank][0][0] == "sent", rank))
+            event, _ = self.blocked.pop(rank)
+            self.waiting[event].remove(rank)
+            self.excused.add((rank, self.cursor[rank]))
+            self.advance(rank)
+
     def _obstacle(self, rank: int, index: int, awake: list[int]) -> tuple[Event, int] | None:
         """What the next step of a rank still waits for, and from whom."""
+        if (rank, index) in self.excused:
+            return None
         for item in self.evidence.effects[rank][index].reads:
             arrival = self.arriving.get((rank, item))
             if arrival is not None:

@@ -1,7 +1,7 @@
 """The rules a plan must keep. Each is a function from evidence to breaches, and needs no other rule.
 
 coverage     every unmasked block is attended exactly once, an empty one never
-presence     nothing is read before it is written or after it is freed, nothing is written twice
+presence     nothing is read before it is written or after it is freed; nothing is written twice or in part
 matching     every send is met by one receive of the same thing; groups make the same collectives in the same order
 progress     no circle of waiting, even where a send waits for its receive
 homecoming   every partial reaches its home and is merged there exactly once; every result is finished
@@ -28,6 +28,7 @@ from mesh_attention.plan.steps import (
     Merge,
     Recv,
     Send,
+    Step,
     running,
 )
 from mesh_attention.plan.text import format_item, format_step
@@ -76,15 +77,32 @@ def presence(evidence: Evidence, run: Run) -> Iterator[Breach]:
             for item in done.writes:
                 if item in held:
                     yield Breach("presence", program.rank, index, f"{format_item(item)} is written over")
+            for piece in _missing_pieces(evidence, program.rank, program.steps[index]):
+                yield Breach("presence", program.rank, index, f"the exchange does not bring {format_item(piece)}")
             held.update(done.writes, done.adds)
             held.difference_update(done.frees)
             freed.update(done.frees)
+
+
+def _missing_pieces(evidence: Evidence, rank: int, step: Step) -> Iterator[Item]:
+    """Pieces of what an exchange writes that neither arrive nor are the rank's own."""
+    if not isinstance(step, Exchange):
+        return
+    kind, assignment = step.after.kind, evidence.plan.assignment
+    arriving = {recv.item for recv in step.recvs}
+    for other in assignment.ulysses_group(rank):
+        # Before the grid, a rank gathers everybody's tokens for its heads; after it, its tokens from everybody's heads.
+        tokens_of, heads_of = (other, rank) if step.after.form == "whole" else (rank, other)
+        piece = Item(kind, tokens_of, "piece", assignment.head_slice(heads_of))
+        if other != rank and evidence.matrix.has_tokens(kind, tokens_of) and piece not in arriving:
+            yield piece
 
 
 def matching(evidence: Evidence, run: Run) -> Iterator[Breach]:
     yield from _unmatched(evidence.send_sightings(), evidence.recvs, lambda t: f"rank {t.dest} has no receive for it")
     yield from _unmatched(evidence.recv_sightings(), evidence.sends, lambda t: f"rank {t.source} never sends it")
     yield from _uneven_calls(evidence)
+    yield from _foreign_heads(evidence)
 
 
 def _unmatched(
@@ -111,6 +129,15 @@ def _uneven_calls(evidence: Evidence) -> Iterator[Breach]:
         ops = {op_of(evidence.programs[member].steps[at]) for member, at in index_by_rank.items()}
         if len(ops) > 1:
             yield Breach("matching", rank, index, f"the group's ranks call different things: {', '.join(sorted(ops))}")
+
+
+def _foreign_heads(evidence: Evidence) -> Iterator[Breach]:
+    """Outside exchanges, only ranks that work on the same heads have anything to say to each other."""
+    head_slice = evidence.plan.assignment.head_slice
+    for transfer, rank, index in evidence.send_sightings():
+        if transfer.item.form != "piece" and head_slice(transfer.dest) != head_slice(rank):
+            message = f"{format_item(transfer.item)}: rank {transfer.dest} works on other heads"
+            yield Breach("matching", rank, index, message)
 
 
 def progress(evidence: Evidence, run: Run) -> Iterator[Breach]:
@@ -140,13 +167,15 @@ def homecoming(evidence: Evidence, run: Run) -> Iterator[Breach]:
                 yield Breach("homecoming", rank, at, f"{format_item(result)} is never finished at its home")
                 continue
             merged = Counter(arrived[rank, result])
-            for origin in owed[kind, place, heads]:
-                if merged[origin] != 1:
-                    times = "is missing from" if not merged[origin] else f"is merged {merged[origin]} times into"
-                    what = f"the partial that rank {origin[0]} computed at step {origin[1]}"
-                    yield Breach("homecoming", rank, at, f"{what} {times} {format_item(result)}")
+            due = Counter(owed[kind, place, heads])
+            for origin in sorted(due.keys() | merged.keys()):
+                if merged[origin] != due[origin]:
+                    what = f"what rank {origin[0]} computed at step {origin[1]}"
+                    times = f"is {merged[origin]} times in {format_item(result)}; expected {due[origin]}"
+                    yield Breach("homecoming", rank, at, f"{what} {times}")
         for item in evidence.outputs(rank):
-            if item.form == "home" and not any(item in done.writes for done in evidence.effects[rank]):
+            is_due = item.form == "home" and evidence.matrix.has_tokens(item.kind, rank)
+            if is_due and _last_write(evidence, rank, item) is None:
                 yield Breach("homecoming", rank, None, f"{format_item(item)} is never given back to the caller")
 
 

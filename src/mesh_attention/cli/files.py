@@ -1,0 +1,51 @@
+"""Plan files, read and written. Whatever is wrong with one becomes a `UsageError` that names it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mesh_attention.errors import ParseError, UsageError
+from mesh_attention.plan.codec import plan_to_json, read_plan
+from mesh_attention.plan.plan import Plan
+
+WRITES_ONE = "'mesh-attention plan --save FILE' writes one"
+
+
+def read_plan_file(path: Path) -> Plan:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: expected a plan, but byte {error.start} is not UTF-8 text; {WRITES_ONE}") from error
+    except OSError as error:
+        raise UsageError(f"{path}: expected a plan file: {_reason(error)}; {WRITES_ONE}") from error
+    try:
+        return read_plan(text)
+    except UsageError as error:
+        raise ParseError(f"{path} is no plan: {error}; {WRITES_ONE}") from error
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        # JSON of the right fields with values of the wrong types, such as a number for the list of moves.
+        raise ParseError(f"{path} is no plan: a field holds what it should not ({error}); {WRITES_ONE}") from error
+
+
+def check_save_path(path: Path) -> None:
+    """Raise before any work is done for a file that cannot be written."""
+    if not path.parent.is_dir():
+        raise UsageError(f"--save {path}: there is no directory {path.parent}; make it first or save elsewhere")
+    if path.is_dir():
+        raise UsageError(f"--save {path}: is a directory; give a file name, such as {path / 'plan.json'}")
+
+
+def write_plan_file(path: Path, plan: Plan) -> None:
+    """JSON for .json, text for anything else."""
+    is_json = path.suffix.lower() == ".json"
+    text = json.dumps(plan_to_json(plan), indent=1) + "\n" if is_json else str(plan)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--save {path}: {_reason(error)}; save elsewhere") from error
+
+
+def _reason(error: OSError) -> str:
+    reason = error.strerror or type(error).__name__
+    return reason[0].lower() + reason[1:]

@@ -1,0 +1,74 @@
+"""The `mesh-attention` command: its subcommands, and errors as one line and an exit code.
+
+Exit codes: 0 done; 1 a plan breaks a rule; 2 what came cannot be used; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from mesh_attention import __version__
+from mesh_attention.cli.plan import plan_command
+from mesh_attention.cli.verify import verify_command
+from mesh_attention.errors import UsageError
+
+PROGRAM = "mesh-attention"
+
+app = typer.Typer(name=PROGRAM, add_completion=False)
+COMMANDS: dict[str, Callable[..., None]] = {"plan": plan_command, "verify": verify_command}
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{PROGRAM} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def describe(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Exact attention over long sequences, spread over many ranks: plan it, prove it."""
+
+
+# Newer typer carries click inside it, older typer imports it; either way its errors have this base.
+_ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has no × is no reason to fail
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=arguments, prog_name=PROGRAM, standalone_mode=False)
+    except UsageError as error:
+        return _complain(str(error))
+    except _ClickError as error:
+        return _complain(_with_help(error, arguments[0]))
+    return code if isinstance(code, int) else 0
+
+
+def _complain(message: str) -> int:
+    print(f"{PROGRAM}: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _with_help(error: Any, first_argument: str) -> str:
+    """The message, and where to read more."""
+    context = getattr(error, "ctx", None)
+    path = PROGRAM if context is None else context.command_path
+    if context is None and first_argument in COMMANDS:
+        path += f" {first_argument}"
+    message = error.format_message().rstrip(".")
+    return f"{message}{'' if message.endswith('?') else '.'} See '{path} --help'"

@@ -1,0 +1,167 @@
+"""`mesh-attention plan`: make a plan, show it, and set it beside what the other planners make of the same problem."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+import typer
+from rich.console import Console
+
+from mesh_attention.cli import options as opt
+from mesh_attention.cli.comparison import Comparison, compare
+from mesh_attention.cli.files import check_save_path, write_plan_file
+from mesh_attention.cli.matrix import draw_matrix
+from mesh_attention.cli.progress import Report, progress, unroll
+from mesh_attention.cli.sizes import count, format_size, parse_whole
+from mesh_attention.cli.tables import StepRow, comparison_caption, comparison_table, step_table
+from mesh_attention.plan.buffers import held_nbytes
+from mesh_attention.plan.codec import plan_to_json
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import transfers
+from mesh_attention.plan.text import format_step
+from mesh_attention.planning.registry import Method, make_plan
+
+LONGEST_MASK = 40
+"""Characters of a mask in the headline; one of documents may have thousands."""
+
+
+def plan_command(
+    ranks: opt.Ranks,
+    seq: opt.Seq,
+    heads: opt.Heads,
+    head_dim: opt.HeadDim,
+    seq_kv: opt.SeqKv = None,
+    kv_heads: opt.KvHeads = None,
+    head_dim_v: opt.HeadDimV = None,
+    batch: opt.Batch = "1",
+    dtype: opt.Dtype = "bfloat16",
+    causal: opt.Causal = False,
+    window: opt.Window = None,
+    documents: opt.Documents = None,
+    method: opt.MethodName = "mesh",
+    tile: opt.TileText = "auto",
+    ulysses_degree: opt.UlyssesDegree = None,
+    layout: opt.LayoutName = None,
+    backward: opt.Backward = False,
+    route: opt.RouteName = None,
+    partials: opt.PartialsName = None,
+    blocks_per_call: opt.BlocksPerCall = None,
+    rank: opt.Rank = "0",
+    all_steps: opt.AllSteps = False,
+    save: opt.Save = None,
+    json_output: opt.JsonOutput = False,
+) -> None:
+    """Make a plan, show it, and set it beside the other planners'."""
+    if save is not None:
+        check_save_path(save)
+    problem = opt.problem_from(
+        ranks=ranks,
+        seq=(seq, seq_kv),
+        heads=(heads, kv_heads),
+        head_dim=(head_dim, head_dim_v),
+        batch=batch,
+        dtype=dtype,
+        mask=opt.mask_from(is_causal=causal, window_text=window, documents_text=documents),
+    )
+    grouping = opt.whole_from("--blocks-per-call", blocks_per_call)
+    with progress("planning") as report:
+        plan = make_plan(
+            problem,
+            method=cast("Method", method),  # any other is refused by make_plan, with the list of those there are
+            tile=opt.tile_from(tile),
+            layout=opt.layout_from(layout),
+            direction="backward" if backward else "forward",
+            ulysses_degree=opt.whole_from("--ulysses-degree", ulysses_degree),
+            route=opt.route_from("--route", route),
+            partials=opt.route_from("--partials", partials),
+            blocks_per_call=grouping,
+        )
+        answer = _work_out(plan, parse_whole("--rank", rank, least=0), grouping, report)
+        saved = _save(plan, save, report)
+    if json_output:
+        typer.echo(json.dumps(_as_json(answer)))
+    else:
+        _print(answer, saved, all_steps=all_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is printed, for people or for machines."""
+
+    plan: Plan
+    rank: int
+    steps: tuple[StepRow, ...]
+    comparison: Comparison
+
+
+def _work_out(plan: Plan, rank: int, blocks_per_call: int | None, report: Report) -> Answer:
+    steps = _step_rows(plan, rank)  # first: it refuses a rank that is not there
+    return Answer(plan, rank, steps, compare(plan, blocks_per_call=blocks_per_call, report=report))
+
+
+def _step_rows(plan: Plan, rank: int) -> tuple[StepRow, ...]:
+    steps = plan.program(rank).steps
+    rows = []
+    for index, (step, held) in enumerate(zip(steps, held_nbytes(steps, plan.matrix), strict=True)):
+        sends, recvs = transfers(step)
+        items = [send.item for send in sends] + [recv.item for recv in recvs]
+        moved = sum(plan.matrix.nbytes(item).total for item in items)
+        rows.append(StepRow(index=index, step=format_step(step), moved_nbytes=moved, held_nbytes=held))
+    return tuple(rows)
+
+
+def _save(plan: Plan, path: Path | None, report: Report) -> str | None:
+    """Writes the plan with every step stated; says what was written."""
+    if path is None:
+        return None
+    unrolled = unroll(plan, report)
+    report(f"writing {path.name}", 1.0)
+    write_plan_file(path, unrolled)
+    steps = sum(len(program.steps) for program in unrolled.programs or ())
+    return f"saved {path}: {steps:,} steps of {count(plan.problem.ranks, 'rank')}, digest {unrolled.digest[:12]}"
+
+
+def _as_json(answer: Answer) -> dict[str, object]:
+    return {
+        "plan": plan_to_json(answer.plan),
+        "digest": answer.plan.digest,
+        "program": {"rank": answer.rank, "steps": [asdict(row) for row in answer.steps]},
+        "comparison": asdict(answer.comparison),
+    }
+
+
+def _print(answer: Answer, saved: str | None, *, all_steps: bool) -> None:
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(_headline(answer.plan), style="bold")
+    console.print()
+    console.print(draw_matrix(answer.plan, width=console.width))
+    console.print(f"\nsteps of rank {answer.rank}", style="bold")
+    console.print(step_table(answer.steps, all_steps=all_steps))
+    console.print("\nbeside the other planners", style="bold")
+    console.print(comparison_table(answer.comparison, width=console.width))
+    console.print(comparison_caption(answer.comparison, ranks=answer.plan.problem.ranks), style="dim")
+    if saved is not None:
+        console.print(f"\n{saved}")
+
+
+def _headline(plan: Plan) -> str:
+    """The plan in words. Of a pair, the second is said where it differs."""
+    problem, ulysses = plan.problem, plan.assignment.ulysses
+    factor = f"{ulysses}·" if ulysses > 1 else ""
+    mask = str(problem.mask)
+    seq = format_size(problem.seq_q)
+    if problem.seq_kv != problem.seq_q:
+        seq += f" on {format_size(problem.seq_kv)}"
+    heads = count(problem.heads, "head") + (f" ({problem.kv_heads} KV)" if problem.kv_heads != problem.heads else "")
+    head_dim = f"{problem.head_dim_qk}" + (
+        f" and {problem.head_dim_v}" if problem.head_dim_v != problem.head_dim_qk else ""
+    )
+    return (
+        f"{plan.method} {factor}{plan.assignment.tile} {plan.direction} over {count(problem.ranks, 'rank')}, "
+        f"{mask if len(mask) <= LONGEST_MASK else mask[:LONGEST_MASK] + '…'}, {plan.layout.name}; "
+        f"{f'{problem.batch} x ' if problem.batch > 1 else ''}{seq} tokens, {heads} of {head_dim}, {problem.dtype}; "
+        f"digest {plan.digest[:12]}"
+    )

@@ -1,0 +1,1 @@
+"""For those who test planners of their own: Hypothesis strategies for legal problems and plans."""

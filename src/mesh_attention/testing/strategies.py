@@ -1,0 +1,93 @@
+"""Hypothesis strategies: any problem the library accepts, small enough to look at, and any plan for it."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from mesh_attention.masks import Mask, causal, documents, full, window
+from mesh_attention.plan.assignment import tiles_of
+from mesh_attention.plan.layout import LAYOUTS, Layout
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.schedule import ROUTES
+from mesh_attention.plan.steps import KINDS, Direction
+from mesh_attention.planning.costs import Costs
+from mesh_attention.planning.registry import make_plan
+from mesh_attention.problem import ITEMSIZE, Problem
+
+
+def masks(seq_q: int, seq_kv: int) -> st.SearchStrategy[Mask]:
+    """Any combination of full, causal, window and documents that fits the lengths."""
+    reach = st.integers(-1, max(seq_q, seq_kv))
+    parts = st.tuples(
+        st.sampled_from((full(), causal())),
+        st.one_of(st.just(full()), st.builds(window, reach, reach)),
+        st.one_of(st.just(full()), _document_masks(seq_q, seq_kv)),
+    )
+    return parts.map(lambda masks: masks[0] & masks[1] & masks[2])
+
+
+@st.composite
+def _document_masks(draw: st.DrawFn, seq_q: int, seq_kv: int) -> Mask:
+    count = draw(st.integers(1, 4))
+    if seq_q == seq_kv and draw(st.booleans()):
+        return documents(_boundaries(draw, seq_q, count))
+    return documents(_boundaries(draw, seq_q, count), _boundaries(draw, seq_kv, count))
+
+
+def _boundaries(draw: st.DrawFn, length: int, count: int) -> list[int]:
+    inner = draw(st.lists(st.integers(0, length), min_size=count - 1, max_size=count - 1))
+    return [0, *sorted(inner), length]
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, max_ranks: int = 12, max_tokens: int = 80) -> Problem:
+    """Any lengths, ranks, heads, head sizes, dtype and mask; fewer tokens than ranks and cross attention among them."""
+    seq_q = draw(st.integers(1, max_tokens))
+    seq_kv = draw(st.one_of(st.just(seq_q), st.integers(1, max_tokens)))
+    kv_heads = draw(st.integers(1, 4))
+    return Problem(
+        seq_q=seq_q,
+        seq_kv=seq_kv,
+        heads=kv_heads * draw(st.integers(1, 4)),
+        kv_heads=kv_heads,
+        head_dim_qk=draw(st.integers(1, 8)),
+        head_dim_v=draw(st.integers(1, 8)),
+        ranks=draw(st.integers(1, max_ranks)),
+        batch=draw(st.integers(1, 2)),
+        dtype=draw(st.sampled_from(sorted(ITEMSIZE))),
+        mask=draw(masks(seq_q, seq_kv)),
+    )
+
+
+def layouts() -> st.SearchStrategy[Layout]:
+    return st.sampled_from(tuple(LAYOUTS.values()))
+
+
+def directions() -> st.SearchStrategy[Direction]:
+    return st.sampled_from(("forward", "backward"))
+
+
+@st.composite
+def plans(draw: st.DrawFn, *, max_ranks: int = 12) -> Plan:
+    """A plan for any problem, by any planner with any options."""
+    problem = draw(problems(max_ranks=max_ranks))
+    degrees = [u for u in range(1, problem.ranks + 1) if problem.ranks % u == 0 and problem.kv_heads % u == 0]
+    degree = draw(st.sampled_from(degrees))
+    tile = draw(st.sampled_from(tiles_of(problem.ranks // degree)))
+    layout, direction = draw(layouts()), draw(directions())
+    if draw(st.booleans()):
+        return make_plan(
+            problem, method="attention2d", tile=tile, layout=layout, direction=direction, ulysses_degree=degree
+        )
+    cost = st.floats(0.05, 20)
+    return make_plan(
+        problem,
+        tile=tile,
+        layout=layout,
+        direction=direction,
+        ulysses_degree=degree,
+        route=draw(st.sampled_from(ROUTES)),
+        partials=draw(st.sampled_from(ROUTES)),
+        blocks_per_call=draw(st.integers(1, 6)),
+        costs=Costs(**draw(st.fixed_dictionaries(dict.fromkeys(KINDS, cost)))),
+    )

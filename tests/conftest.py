@@ -1,0 +1,13 @@
+"""Shared settings: the same examples in every run, and a flag that rewrites golden files."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-golden", action="store_true", help="write golden files anew instead of comparing")

@@ -1,0 +1,98 @@
+"""Every refusal says what came, what was expected and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mesh_attention import (
+    Contiguous,
+    Plan,
+    Problem,
+    ProblemError,
+    ScheduleError,
+    Tile,
+    TileError,
+    Zigzag,
+    causal,
+    full,
+    make_plan,
+    window,
+)
+
+
+def problem(ranks: int = 12, **changes: object) -> Problem:
+    fields: dict[str, object] = {"seq": 96, "heads": 8, "kv_heads": 2, "head_dim": 4, "ranks": ranks}
+    return Problem.self_attention(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("refused", "error", "message"),
+    [
+        (lambda: problem(seq=0), ProblemError, "seq_q=0: expected a whole number of at least 1"),
+        (lambda: problem(heads=2.0), ProblemError, "heads=2.0: expected a whole number"),
+        (lambda: problem(heads=True), ProblemError, "heads=True: expected a whole number"),
+        (lambda: problem(kv_heads=3), ProblemError, "8 heads cannot share 3 KV heads evenly"),
+        (lambda: problem(dtype="int8"), ProblemError, "dtype='int8': expected one of float64, float32, bfloat16"),
+        (
+            lambda: make_plan(problem(), tile=(5, 2)),
+            TileError,
+            "12 ranks cannot form a 5x2 tile; rows·cols must be 12: 1x12 2x6 3x4 4x3 6x2 12x1",
+        ),
+        (lambda: Tile(0, 3), TileError, "rows and columns must be at least 1"),
+        (
+            lambda: make_plan(problem(), ulysses_degree=4),
+            TileError,
+            "Ulysses degree 4 does not divide 2 KV heads; degrees that do: 1 2",
+        ),
+        (
+            lambda: make_plan(problem(), ulysses_degree=5),
+            TileError,
+            "Ulysses degree 5 does not divide 12 ranks; degrees that do: 1 2 3 4 6 12",
+        ),
+        (lambda: make_plan(problem(), ulysses_degree=0), TileError, "Ulysses degree 0: expected at least 1"),
+        (
+            lambda: make_plan(problem(), ulysses_degree=2, tile=(3, 4)),
+            TileError,
+            "12 ranks with Ulysses degree 2 cannot form a 3x4 tile; rows·cols must be 6",
+        ),
+        (lambda: make_plan(problem(), method="ring", tile=(2, 6)), TileError, "method ring is the 1x12 tile here"),
+        (
+            lambda: make_plan(problem(ranks=2), method="ulysses", ulysses_degree=1),
+            TileError,
+            "method ulysses spreads heads over all 2 ranks, but a degree of 1 came",
+        ),
+        (lambda: make_plan(problem(), method="ulysses"), TileError, "Ulysses degree 12 does not divide 2 KV heads"),
+        (
+            lambda: make_plan(problem(), method="torus"),
+            ScheduleError,
+            "method 'torus': expected one of mesh, ring, pass-q, attention2d, ulysses",
+        ),
+        (
+            lambda: make_plan(problem(), method="attention2d", route="ring", blocks_per_call=4),
+            ScheduleError,
+            "attention2d uses collectives and has no route, blocks_per_call; leave it out or use mesh",
+        ),
+        (lambda: make_plan(problem(), route="scenic"), ScheduleError, "route 'scenic': expected one of ring, direct"),
+        (lambda: make_plan(problem(), direction="up"), ScheduleError, "direction 'up': expected forward or backward"),
+        (lambda: make_plan(problem()).program(12), ScheduleError, "rank 12: the plan has ranks 0 to 11"),
+        (
+            lambda: make_plan(problem(ranks=2)).with_programs(()),
+            ScheduleError,
+            r"programs of ranks \[\] came; expected one for each of the 2 ranks",
+        ),
+    ],
+)
+def test_a_refusal_says_what_came_and_what_was_expected(
+    refused: Callable[[], Plan], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        refused()
+    assert isinstance(caught.value, ValueError)
+
+
+def test_the_default_layout_suits_the_mask() -> None:
+    assert make_plan(problem(mask=causal())).layout == Zigzag()
+    assert make_plan(problem(mask=full())).layout == Contiguous()
+    assert make_plan(problem(mask=window(4, 0))).layout == Contiguous()

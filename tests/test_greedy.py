@@ -1,0 +1,110 @@
+"""What the order promises, whatever the costs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh_attention import Costs, Problem, ScheduleError, Tile, causal, estimate_costs, make_plan
+from mesh_attention.plan.assignment import Assignment
+from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
+from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.greedy import greedy_moves
+from mesh_attention.testing.strategies import directions
+
+COSTS = st.builds(Costs, **{kind: st.floats(0.01, 50) for kind in ("q", "kv", "bundle", "o", "dq", "dkv")})
+TILES = st.builds(Tile, st.integers(1, 9), st.integers(1, 9))
+
+
+@given(TILES, directions(), COSTS, st.integers(1, 10))
+def test_every_block_meets_once_after_its_fetches_and_before_its_return(
+    tile: Tile, direction: Direction, costs: Costs, blocks_per_call: int
+) -> None:
+    here = {"row": {0}, "col": {0}}
+    met: set[tuple[int, int]] = set()
+    for move in greedy_moves(tile, direction, costs=costs, blocks_per_call=blocks_per_call):
+        match move:
+            case Fetch(kind, offset):
+                here["col" if kind == "kv" else "row"].add(offset)
+            case Meet(rows, cols):
+                assert set(rows) <= here["row"]
+                assert set(cols) <= here["col"]
+                blocks = {(row, col) for row in rows for col in cols}
+                assert not blocks & met
+                met |= blocks
+            case Return("o" | "dq", offset):
+                assert all((offset, col) in met for col in range(tile.cols))
+            case Return("dkv", offset):
+                assert all((row, offset) in met for row in range(tile.rows))
+    assert len(met) == tile.rows * tile.cols
+
+
+def fetches_between_meets(moves: tuple[Move, ...]) -> list[int]:
+    counts = [0]
+    for move in moves:
+        if isinstance(move, Meet):
+            counts.append(0)
+        elif isinstance(move, Fetch):
+            counts[-1] += 1
+    return counts
+
+
+@pytest.mark.parametrize("cost", [0.1, 1.0, 10.0])
+def test_ring_is_the_one_row_tile(cost: float) -> None:
+    """Fetch the next, attend the last: one shard ahead, whatever the link costs."""
+    moves = greedy_moves(Tile(1, 6), "forward", costs=Costs(kv=cost))
+    assert [m for m in moves if isinstance(m, Fetch)] == [Fetch("kv", i) for i in range(1, 6)]
+    assert [m for m in moves if isinstance(m, Meet)] == [Meet((0,), (i,)) for i in range(6)]
+    assert fetches_between_meets(moves) == [1, 1, 1, 1, 1, 0, 0]
+
+
+def test_a_single_block_needs_no_transfer() -> None:
+    assert greedy_moves(Tile(1, 1), "forward", costs=Costs()) == (Meet((0,), (0,)), Return("o", 0))
+
+
+def test_a_cheap_kind_is_fetched_first() -> None:
+    moves = greedy_moves(Tile(4, 4), "forward", costs=Costs(q=8.0, kv=1.0))
+    fetched = [m.kind for m in moves if isinstance(m, Fetch)]
+    assert fetched == ["kv"] * 3 + ["q"] * 3
+
+
+def test_rows_leave_before_the_own_row_is_done() -> None:
+    """Communication-bound: something is left to compute while the last partial travels."""
+    moves = greedy_moves(Tile(4, 4), "forward", costs=Costs(q=0.5, kv=0.5, o=2.0))
+    last_meet = max(i for i, m in enumerate(moves) if isinstance(m, Meet))
+    returned = [m.offset for m in moves[:last_meet] if isinstance(m, Return)]
+    assert returned == [1, 2, 3]
+
+
+def test_backward_completes_rows_and_columns_in_turn() -> None:
+    moves = greedy_moves(Tile(4, 4), "backward", costs=Costs(bundle=0.2, kv=0.2, dq=1.0, dkv=1.0))
+    kinds = [m.kind for m in moves if isinstance(m, Return) and m.offset]
+    assert sorted(kinds) == ["dkv"] * 3 + ["dq"] * 3
+    assert kinds[:3] != ["dq"] * 3 or kinds[3:] != ["dkv"] * 3
+
+
+@pytest.mark.parametrize(("tile", "most"), [(Tile(16, 16), 48), (Tile(1, 256), 70), (Tile(256, 1), 70)])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_grouping_makes_few_large_calls(tile: Tile, most: int, direction: Direction) -> None:
+    costs = Costs(q=2.0, kv=4.0, bundle=2.0, o=2.0, dq=1.0, dkv=2.0)
+    calls = [m for m in greedy_moves(tile, direction, costs=costs, blocks_per_call=4) if isinstance(m, Meet)]
+    assert len(calls) <= most
+
+
+def test_costs_follow_from_bytes_and_flops() -> None:
+    """One block: 2·2·T²·H·D operations for T·H·D·2 bytes of Q, so a Q hides behind 2 / (4·T / f) blocks."""
+    problem = Problem.self_attention(seq=4 * 1024, heads=8, head_dim=64, ranks=4)
+    costs = estimate_costs(problem, Assignment(Tile(2, 2)), "forward", flops_per_byte=1000.0)
+    assert costs.q == pytest.approx(2 * 1000 / (4 * 1024))
+    assert costs.kv == pytest.approx(2 * costs.q)
+    half = Problem.self_attention(seq=4 * 1024, heads=8, head_dim=64, ranks=4, mask=causal())
+    masked = estimate_costs(half, Assignment(Tile(2, 2)), "forward", flops_per_byte=1000.0)
+    assert masked.q == pytest.approx(2 * costs.q, rel=1e-3)
+
+
+def test_costs_and_call_sizes_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"cost of kv is -1: expected a number above 0"):
+        Costs(kv=-1)
+    with pytest.raises(ScheduleError, match=r"blocks_per_call=0: expected at least 1"):
+        make_plan(Problem.self_attention(seq=8, heads=1, head_dim=1, ranks=2), blocks_per_call=0)

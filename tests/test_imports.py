@@ -1,0 +1,76 @@
+"""Imports go one way, and the planning half never imports torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import mesh_attention
+
+ROOT = Path(mesh_attention.__file__).parent
+
+# Each part may import itself and the parts to its left.
+VALUES = ("errors", "masks", "problem")
+LAYERS: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "masks": ("errors",),
+    "problem": VALUES,
+    "plan": VALUES,
+    "planning": (*VALUES, "plan"),
+    "verification": (*VALUES, "plan"),
+    "testing": (*VALUES, "plan", "planning", "verification"),
+    "cli": (*VALUES, "plan", "planning", "verification"),
+}
+
+
+def modules_after(statement: str) -> str:
+    """What a fresh interpreter has loaded after a statement."""
+    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def loads_torch(statement: str) -> bool:
+    return "torch" in modules_after(statement).split()
+
+
+def test_planning_does_not_import_torch() -> None:
+    every_module = ["mesh_attention.cli.main", *(_module_name(path) for path in ROOT.rglob("*.py"))]
+    assert not loads_torch(f"import {', '.join(every_module)}")
+
+
+def test_the_test_for_torch_can_fail() -> None:
+    assert loads_torch("import torch")
+
+
+def imported_parts(path: Path) -> set[str]:
+    """The parts of this package that a file imports, wherever in the file it does so."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("mesh_attention.")}
+    return found
+
+
+def test_imports_go_one_way() -> None:
+    for path in ROOT.rglob("*.py"):
+        part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if part != "__init__":
+            surplus = imported_parts(path) - {part, *LAYERS[part]}
+            assert not surplus, f"{path.relative_to(ROOT)} imports {', '.join(sorted(surplus))}"
+
+
+def test_the_test_for_directions_can_fail(tmp_path: Path) -> None:
+    upside_down = tmp_path / "layout.py"
+    upside_down.write_text("def f():\n    from mesh_attention.planning.mesh import plan_mesh\n")
+    assert imported_parts(upside_down) - {"plan", *LAYERS["plan"]} == {"planning"}
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

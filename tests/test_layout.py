@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh_attention import Layout, ParseError, Problem, Striped, Zigzag, causal, flops_by_rank, imbalance, make_plan
+from mesh_attention.plan.layout import inverse_permutation, layout_named, permutation, position_ids
+from mesh_attention.testing.strategies import layouts
+
+
+@given(layouts(), st.integers(0, 200), st.integers(1, 40))
+def test_shards_cover_every_token_once_and_differ_by_at_most_one(layout: Layout, tokens: int, ranks: int) -> None:
+    shards = [position_ids(layout, rank, tokens=tokens, ranks=ranks) for rank in range(ranks)]
+    assert sorted(position for shard in shards for position in shard) == list(range(tokens))
+    sizes = {len(shard) for shard in shards}
+    assert max(sizes) - min(sizes) <= 1
+    assert all(shard == sorted(shard) for shard in shards)
+
+
+@given(layouts(), st.integers(1, 200), st.integers(1, 40))
+def test_the_inverse_undoes_the_permutation(layout: Layout, tokens: int, ranks: int) -> None:
+    order = permutation(layout, tokens=tokens, ranks=ranks)
+    inverse = inverse_permutation(layout, tokens=tokens, ranks=ranks)
+    whole = [f"token {i}" for i in range(tokens)]
+    sharded = [whole[p] for p in order]
+    assert [sharded[i] for i in inverse] == whole
+
+
+def test_zigzag_gives_a_rank_one_run_from_each_end() -> None:
+    assert Zigzag().segments(1, tokens=80, ranks=4) == (range(10, 20), range(60, 70))
+
+
+def test_segments_of_a_rank_without_tokens_are_none() -> None:
+    assert all(Zigzag().segments(rank, tokens=0, ranks=3) == () for rank in range(3))
+    assert Striped().segments(5, tokens=4, ranks=8) == ()
+
+
+@pytest.mark.parametrize("layout", [Zigzag(), Striped()])
+@pytest.mark.parametrize("ranks", [7, 16])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_causal_work_is_even_to_one_percent(layout: Layout, ranks: int, direction: str) -> None:
+    problem = Problem.self_attention(seq=4096 * ranks, heads=8, head_dim=64, ranks=ranks, mask=causal())
+    for method in ("mesh", "ring"):
+        plan = make_plan(problem, method=method, layout=layout, direction=direction)  # type: ignore[arg-type]
+        assert imbalance(flops_by_rank(plan)) <= 0.01
+
+
+def test_contiguous_causal_work_is_uneven() -> None:
+    """So that the test above can fail."""
+    problem = Problem.self_attention(seq=4096 * 16, heads=8, head_dim=64, ranks=16, mask=causal())
+    assert imbalance(flops_by_rank(make_plan(problem, method="ring", layout=layout_named("contiguous")))) > 0.9
+
+
+def test_an_unknown_layout_names_the_known_ones() -> None:
+    with pytest.raises(ParseError, match="layout 'diagonal': expected one of contiguous, zigzag, striped"):
+        layout_named("diagonal")

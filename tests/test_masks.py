@@ -1,0 +1,93 @@
+"""Counting against a dense matrix, which only the tests build."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh_attention import BlockKind, Mask, MaskError, Problem, causal, documents, full, window
+from mesh_attention.masks import _floor_sum
+from mesh_attention.plan.text import parse_mask
+from mesh_attention.testing.strategies import masks
+
+
+def is_unmasked(mask: Mask, x: int, y: int, seq_q: int, seq_kv: int) -> bool:
+    """The definition, pair by pair."""
+    docs = mask.documents
+    cuts_q, cuts_kv = (docs.q, docs.kv) if docs else ((0, seq_q), (0, seq_kv))
+    for q0, q1, kv0, kv1 in zip(cuts_q, cuts_q[1:], cuts_kv, cuts_kv[1:], strict=False):
+        if q0 <= x < q1 and kv0 <= y < kv1:
+            distance = (y - kv1) - (x - q1)  # bottom-right: the last query stands at the last key
+            return (mask.left is None or distance >= -mask.left) and (mask.right is None or distance <= mask.right)
+    return False
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Mask, range, range, int, int]:
+    seq_q, seq_kv = draw(st.integers(1, 30)), draw(st.integers(1, 30))
+    q, kv = (
+        range(*sorted(draw(st.tuples(*[st.integers(0, seq)] * 2))), draw(st.integers(1, 6))) for seq in (seq_q, seq_kv)
+    )
+    return draw(masks(seq_q, seq_kv)), q, kv, seq_q, seq_kv
+
+
+@given(cases())
+def test_counts_and_kinds_equal_the_dense_matrix(case: tuple[Mask, range, range, int, int]) -> None:
+    mask, q, kv, seq_q, seq_kv = case
+    dense = sum(is_unmasked(mask, x, y, seq_q, seq_kv) for x in q for y in kv)
+    assert mask.pairs(q, kv, seq_q=seq_q, seq_kv=seq_kv) == dense
+    assert mask.is_empty(q, kv, seq_q=seq_q, seq_kv=seq_kv) == (dense == 0)
+    expected = BlockKind.EMPTY if dense == 0 else BlockKind.FULL if dense == len(q) * len(kv) else BlockKind.PARTIAL
+    assert mask.kind(q, kv, seq_q=seq_q, seq_kv=seq_kv) is expected
+
+
+@given(st.integers(0, 40), st.integers(1, 12), st.integers(0, 40), st.integers(0, 40))
+def test_floor_sum_equals_the_loop(count: int, divisor: int, slope: int, start: int) -> None:
+    expected = sum((slope * i + start) // divisor for i in range(count))
+    assert _floor_sum(count, divisor, slope, start) == expected
+
+
+def test_counting_a_million_tokens_needs_no_matrix() -> None:
+    tokens = 1 << 20
+    everything = range(tokens)
+    assert causal().pairs(everything, everything, seq_q=tokens, seq_kv=tokens) == tokens * (tokens + 1) // 2
+    strided = range(3, tokens, 256)
+    assert window(100, 0).pairs(strided, strided, seq_q=tokens, seq_kv=tokens) == len(strided)
+
+
+def test_causal_is_bottom_right_aligned() -> None:
+    assert causal().pairs(range(1), range(5), seq_q=1, seq_kv=5) == 5
+    assert causal().pairs(range(5), range(1), seq_q=5, seq_kv=1) == 1
+
+
+def test_masks_are_compared_by_meaning() -> None:
+    assert causal() & window(4, 7) == window(4, 0)
+    assert full() & causal() == causal()
+    assert documents([0, 3, 9]) & documents([0, 5, 9]) == documents([0, 3, 5, 9])
+
+
+@given(st.data())
+def test_mask_text_reads_back(data: st.DataObject) -> None:
+    mask = data.draw(masks(20, 17))
+    assert parse_mask(str(mask)) == mask
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: window(-2, 0), r"window left=-2: expected a number of tokens, or -1"),
+        (lambda: documents([1, 5]), r"cu_seqlens_q=\(1, 5\): expected running totals that start at 0"),
+        (lambda: documents([0, 5, 3]), r"never fall"),
+        (lambda: documents([0]), r"start at 0"),
+        (lambda: documents([0, 4, 8], [0, 8]), r"2 documents and cu_seqlens_k has 1"),
+        (lambda: documents([0, 4], [0, 6]) & documents([0, 2, 4], [0, 3, 6]), r"alignment is ambiguous"),
+        (
+            lambda: Problem.self_attention(seq=9, heads=1, head_dim=1, ranks=1, mask=documents([0, 4])),
+            r"cu_seqlens_q ends at 4 but the sequence has 9 tokens",
+        ),
+    ],
+)
+def test_bad_masks_say_what_came_and_what_was_expected(build: object, message: str) -> None:
+    with pytest.raises(MaskError, match=message):
+        build()  # type: ignore[operator]

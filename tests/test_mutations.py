@@ -1,0 +1,289 @@
+"""Break a good plan in one way at a time: for each rule there are mutations that this rule catches and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from mesh_attention import BrokenPlanError, Contiguous, Plan, Problem, causal, check, make_plan, verify, window
+from mesh_attention.plan.buffers import held_nbytes
+from mesh_attention.plan.steps import Attend, Collective, Exchange, Finish, Free, Merge, Recv, Send, Step
+from mesh_attention.plan.text import parse_item, parse_step
+from mesh_attention.verification.rules import RULES
+
+Steps = list[Step]
+
+
+def problem(ranks: int = 4, **changes: object) -> Problem:
+    base = Problem.self_attention(seq=16 * ranks, heads=4, head_dim=8, ranks=ranks, mask=causal())
+    return replace(base, **changes)
+
+
+def mesh() -> Plan:
+    return make_plan(problem(), tile=(2, 2))
+
+
+def contiguous_mesh() -> Plan:
+    return make_plan(problem(), tile=(2, 2), layout=Contiguous())
+
+
+def ring() -> Plan:
+    return make_plan(problem(), method="ring", route="ring")
+
+
+def backward() -> Plan:
+    return make_plan(problem(), tile=(2, 2), direction="backward", route="ring", partials="ring")
+
+
+def attention2d() -> Plan:
+    return make_plan(problem(), method="attention2d", tile=(2, 2))
+
+
+def windowed_attention2d() -> Plan:
+    return make_plan(problem(mask=window(4, 0)), method="attention2d", tile=(1, 4))
+
+
+def ulysses() -> Plan:
+    return make_plan(problem(), tile=(1, 2), ulysses_degree=2)
+
+
+def edit(plan: Plan, rank: int, change: Callable[[Steps], None], *, honest: bool = True) -> Plan:
+    """The plan with one rank's steps changed; an honest change also states the memory it needs."""
+    programs = list(plan.unrolled().programs or ())
+    steps = list(programs[rank].steps)
+    change(steps)
+    peak = max(held_nbytes(steps, plan.matrix)) if honest else programs[rank].peak_nbytes
+    programs[rank] = replace(programs[rank], steps=tuple(steps), peak_nbytes=max(peak, programs[rank].peak_nbytes))
+    return plan.with_programs(tuple(programs))
+
+
+def find(steps: Steps, text: str) -> int:
+    return steps.index(parse_step(text))
+
+
+def move(steps: Steps, text: str, to: int) -> None:
+    step = steps.pop(find(steps, text))
+    steps.insert(to, step)
+
+
+def last(steps: Steps, kind: type[Step]) -> int:
+    return max(index for index, step in enumerate(steps) if isinstance(step, kind))
+
+
+# coverage
+
+
+def drop_an_attend() -> Plan:
+    return edit(mesh(), 0, lambda steps: steps.remove(parse_step("attend q1 x kv2")))
+
+
+def attend_twice() -> Plan:
+    plan = mesh()
+    return edit(plan, 0, lambda steps: steps.insert(find(steps, "attend q1 x kv2"), parse_step("attend q1 x kv2")))
+
+
+def attend_an_empty_block() -> Plan:
+    return edit(contiguous_mesh(), 3, lambda steps: steps.insert(4, parse_step("attend q2 x kv3")))
+
+
+# presence
+
+
+def free_early() -> Plan:
+    return edit(mesh(), 0, lambda steps: move(steps, "free kv2", last(steps, Attend)))
+
+
+def attend_before_the_receive() -> Plan:
+    return edit(mesh(), 0, lambda steps: move(steps, "attend q0 x kv2", 0))
+
+
+def free_twice() -> Plan:
+    return edit(mesh(), 0, lambda steps: steps.append(parse_step("free kv2")))
+
+
+def lose_a_piece_on_both_sides() -> Plan:
+    def lose(plan: Plan, rank: int, side: str, piece: str) -> Plan:
+        def change(steps: Steps) -> None:
+            for index, step in enumerate(steps):
+                if isinstance(step, Exchange):
+                    kept = tuple(end for end in getattr(step, side) if end.item != parse_item(piece))
+                    steps[index] = replace(step, **{side: kept})
+
+        return edit(plan, rank, change)
+
+    return lose(lose(ulysses(), 0, "sends", "q0/1"), 1, "recvs", "q0/1")
+
+
+# matching
+
+
+def send_to_the_wrong_rank() -> Plan:
+    def change(steps: Steps) -> None:
+        steps[find(steps, "send q0 to 1")] = parse_step("send q0 to 3")
+
+    return edit(mesh(), 0, change)
+
+
+def drop_a_send() -> Plan:
+    return edit(ring(), 2, lambda steps: steps.remove(parse_step("send kv2 to 3")))
+
+
+def send_the_wrong_shard() -> Plan:
+    def change(steps: Steps) -> None:
+        steps[find(steps, "send kv2 to 0")] = parse_step("send kv0 to 0")
+
+    return edit(mesh(), 2, change)
+
+
+def swap_two_collectives() -> Plan:
+    def change(steps: Steps) -> None:
+        first, second = (index for index, step in enumerate(steps[:2]) if isinstance(step, Exchange))
+        steps[first], steps[second] = steps[second], steps[first]
+
+    return edit(ulysses(), 1, change)
+
+
+def stay_out_of_a_collective() -> Plan:
+    """Rank 3 sends nothing and gets something; rank 0 gets nothing and sends; take somebody who does neither."""
+    plan = windowed_attention2d()
+    idle = Collective("gather", (0, 1, 2, 3), (), ())
+    plan = edit(plan, 0, lambda steps: steps.insert(0, idle))
+    return edit(plan, 1, lambda steps: steps.insert(0, idle))
+
+
+def trade_partials_between_heads() -> Plan:
+    """Ranks 0 and 1 hold the same place for different heads; each sends its KV to the other one's peer."""
+    plan = ulysses()
+    for rank, own, other in ((0, 2, 3), (1, 3, 2), (2, 0, 1), (3, 1, 0)):
+
+        def change(steps: Steps, own: int = own, other: int = other) -> None:
+            for index, step in enumerate(steps):
+                if isinstance(step, Send) and step.dest == own:
+                    steps[index] = replace(step, dest=other)
+                if isinstance(step, Recv) and step.source == own:
+                    steps[index] = replace(step, source=other)
+
+        plan = edit(plan, rank, change)
+    return plan
+
+
+# progress
+
+
+def send_before_posting_the_receive() -> Plan:
+    plan = mesh()
+    for rank, text in ((0, "recv q1 from 1"), (1, "recv q0 from 0")):
+        send = "send q0 to 1" if rank == 0 else "send q1 to 0"
+        plan = edit(plan, rank, lambda steps, text=text, send=send: move(steps, text, find(steps, send)))
+    return plan
+
+
+# homecoming
+
+
+def merge_twice() -> Plan:
+    return edit(mesh(), 0, lambda steps: steps.insert(find(steps, "merge o0@1"), parse_step("merge o0@1")))
+
+
+def merge_twice_along_a_ring() -> Plan:
+    def change(steps: Steps) -> None:
+        index = next(index for index, step in enumerate(steps) if isinstance(step, Merge))
+        steps.insert(index, steps[index])
+
+    return edit(backward(), 1, change)
+
+
+# purpose
+
+
+def send_what_nobody_reads() -> Plan:
+    plan = edit(mesh(), 3, lambda steps: steps.append(parse_step("send q3 to 0")))
+    return edit(plan, 0, lambda steps: steps.extend([parse_step("recv q3 from 3"), parse_step("free q3")]))
+
+
+# tidiness
+
+
+def forget_the_last_free() -> Plan:
+    return edit(mesh(), 0, lambda steps: steps.pop(last(steps, Free)), honest=False)
+
+
+# memory
+
+
+def free_late() -> Plan:
+    return edit(ring(), 0, lambda steps: move(steps, "free kv3", len(steps) - 1), honest=False)
+
+
+def understate_the_peak() -> Plan:
+    plan = mesh()
+    programs = tuple(replace(program, peak_nbytes=program.peak_nbytes - 1) for program in plan.all_programs())
+    return plan.with_programs(programs)
+
+
+CAUGHT_BY = {
+    "coverage": (drop_an_attend, attend_twice, attend_an_empty_block),
+    "presence": (free_early, attend_before_the_receive, free_twice, lose_a_piece_on_both_sides),
+    "matching": (
+        send_to_the_wrong_rank,
+        drop_a_send,
+        send_the_wrong_shard,
+        swap_two_collectives,
+        stay_out_of_a_collective,
+        trade_partials_between_heads,
+    ),
+    "progress": (send_before_posting_the_receive,),
+    "homecoming": (merge_twice, merge_twice_along_a_ring),
+    "purpose": (send_what_nobody_reads,),
+    "tidiness": (forget_the_last_free,),
+    "memory": (free_late, understate_the_peak),
+}
+BASES = (mesh, contiguous_mesh, ring, backward, attention2d, windowed_attention2d, ulysses)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_plans_before_mutation_are_right(base: Callable[[], Plan]) -> None:
+    assert check(base()) == ()
+
+
+@pytest.mark.parametrize(
+    ("rule", "mutation"), [(rule, mutation) for rule, mutations in CAUGHT_BY.items() for mutation in mutations]
+)
+def test_a_mutation_is_caught_by_its_rule_and_no_other(rule: str, mutation: Callable[[], Plan]) -> None:
+    assert {breach.rule for breach in check(mutation())} == {rule}
+
+
+def test_every_rule_has_a_mutation_of_its_own() -> None:
+    assert set(CAUGHT_BY) == set(RULES)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_no_step_can_be_dropped_unnoticed(base: Callable[[], Plan]) -> None:
+    plan = base()
+    for program in plan.all_programs():
+        for index, step in enumerate(program.steps):
+            broken = edit(plan, program.rank, lambda steps, index=index: steps.pop(index))
+            assert check(broken), f"rank {program.rank} step {index} ({step}) was dropped and nobody noticed"
+
+
+def test_all_breaches_come_at_once_with_the_row_marked() -> None:
+    plan = edit(drop_an_attend(), 1, lambda steps: steps.append(parse_step("free q3")))
+    with pytest.raises(BrokenPlanError) as caught:
+        verify(plan)
+    message = str(caught.value)
+    assert {breach.rule for breach in caught.value.breaches} == {"coverage", "presence"}
+    assert "block (q1, kv2) lies in this rank's tile and nobody attends it" in message
+    marked = [line for line in message.splitlines() if line.startswith("  -->")]
+    assert len(marked) == 1
+    assert marked[0].endswith("free q3")
+
+
+def test_a_finish_that_comes_too_early_loses_a_partial() -> None:
+    def change(steps: Steps) -> None:
+        index = next(index for index, step in enumerate(steps) if isinstance(step, Finish))
+        attend = max(i for i in range(index) if isinstance(steps[i], Attend))
+        steps.insert(attend, steps.pop(index))
+
+    assert "homecoming" in {breach.rule for breach in check(edit(mesh(), 0, change))}

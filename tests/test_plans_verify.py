@@ -1,0 +1,70 @@
+"""Every planner's plans keep every rule: exhaustively for small n, then wherever Hypothesis looks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from mesh_attention import Plan, Problem, causal, check, documents, full, make_plan, window
+from mesh_attention.plan.assignment import tiles_of
+from mesh_attention.plan.layout import LAYOUTS
+from mesh_attention.plan.steps import Direction
+from mesh_attention.testing.strategies import plans
+from mesh_attention.verification.check import format_breaches
+
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+# Every g meets every route, and both single blocks and rectangles, over the three.
+VARIANTS = {1: ("ring", "ring", 1), 4: ("direct", "direct", 1), 8: ("ring", "direct", 3)}
+
+
+def assert_right(plan: Plan) -> None:
+    breaches = check(plan)
+    assert not breaches, format_breaches(plan, breaches)
+
+
+def masks_for(tokens: int) -> list[object]:
+    return [full(), causal(), window(tokens // 5, 1), documents([0, tokens // 3, tokens // 3 + 1, tokens])]
+
+
+@pytest.mark.parametrize("group_size", [1, 4, 8])
+@pytest.mark.parametrize("ranks", range(1, 17))
+def test_every_small_plan_is_right(ranks: int, group_size: int) -> None:
+    route, partials, blocks_per_call = VARIANTS[group_size]
+    tokens = 5 * ranks + 3
+    for mask in masks_for(tokens):
+        problem = Problem.self_attention(
+            seq=tokens, heads=8, kv_heads=8 // group_size, head_dim=4, ranks=ranks, mask=mask
+        )
+        for layout in LAYOUTS.values():
+            for tile in tiles_of(ranks):
+                for direction in DIRECTIONS:
+                    common = {"tile": tile, "layout": layout, "direction": direction}
+                    greedy = {"route": route, "partials": partials, "blocks_per_call": blocks_per_call}
+                    assert_right(make_plan(problem, **common, **greedy))
+                    assert_right(make_plan(problem, method="attention2d", **common))
+
+
+@pytest.mark.parametrize("ranks", [4, 6, 8, 12, 16])
+def test_every_small_ulysses_product_is_right(ranks: int) -> None:
+    tokens = 3 * ranks + 1
+    for degree in (u for u in (2, 4, 8) if ranks % u == 0):
+        for mask in masks_for(tokens):
+            problem = Problem.self_attention(seq=tokens, heads=16, kv_heads=8, head_dim=2, ranks=ranks, mask=mask)
+            for layout in LAYOUTS.values():
+                for tile in tiles_of(ranks // degree):
+                    for direction in DIRECTIONS:
+                        common = {"tile": tile, "layout": layout, "direction": direction, "ulysses_degree": degree}
+                        assert_right(make_plan(problem, route="ring", blocks_per_call=2, **common))
+                        assert_right(make_plan(problem, method="attention2d", **common))
+
+
+@given(plans())
+@settings(max_examples=400)
+def test_any_plan_is_right(plan: Plan) -> None:
+    assert_right(plan)
+
+
+@given(plans(max_ranks=40))
+@settings(max_examples=60)
+def test_any_larger_plan_is_right(plan: Plan) -> None:
+    assert_right(plan)

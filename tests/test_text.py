@@ -1,0 +1,154 @@
+"""Text and JSON read back to the same plan, and golden plans are what they were."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from mesh_attention import (
+    ParseError,
+    Plan,
+    Problem,
+    ScheduleError,
+    TileError,
+    causal,
+    documents,
+    make_plan,
+    parse_plan,
+    plan_from_json,
+    plan_to_json,
+    read_plan,
+    window,
+)
+from mesh_attention.plan.steps import Item, Recv
+from mesh_attention.plan.text import format_item, format_step, parse_item, parse_move, parse_step
+from mesh_attention.testing.strategies import plans
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@given(plans(max_ranks=6))
+@settings(max_examples=150)
+def test_every_plan_reads_back_from_text_and_json(plan: Plan) -> None:
+    for form in (plan, plan.unrolled()):
+        assert parse_plan(str(form)) == form
+        assert plan_from_json(json.loads(json.dumps(plan_to_json(form)))) == form
+        assert read_plan(str(form)).digest == form.digest
+
+
+def test_a_step_reads_as_it_is_written() -> None:
+    assert parse_step("recv kv1 from 3") == Recv(Item("kv", 1), source=3)
+    for text in ("o3@5", "o3~", "home:q6", "q6/2", "bundle0"):
+        assert format_item(parse_item(text)) == text
+
+
+@given(plans(max_ranks=5))
+@settings(max_examples=60)
+def test_digests_tell_plans_apart_and_forget_nothing(plan: Plan) -> None:
+    assert plan.digest == parse_plan(str(plan)).digest
+    assert plan.digest != plan.unrolled().digest
+    longer = Problem(**{name: getattr(plan.problem, name) for name in plan.problem.__slots__} | {"batch": 3})
+    assert make_plan(longer, tile=plan.assignment.tile, ulysses_degree=plan.assignment.ulysses).digest != plan.digest
+
+
+def example(name: str) -> Plan:
+    problem = Problem.self_attention(seq=4096, heads=8, kv_heads=2, head_dim=64, ranks=6, mask=causal())
+    packed = Problem.self_attention(
+        seq=4096, heads=8, kv_heads=2, head_dim=64, ranks=4, mask=documents([0, 1000, 4096]) & window(512, 0)
+    )
+    return {
+        "mesh-2x3-forward": make_plan(problem, tile=(2, 3), route="ring", partials="ring"),
+        "mesh-2x3-backward": make_plan(problem, tile=(2, 3), direction="backward"),
+        "mesh-2x3-grouped": make_plan(problem, tile=(2, 3), blocks_per_call=3),
+        "ring-6": make_plan(problem, method="ring", route="ring"),
+        "attention2d-2x3": make_plan(problem, method="attention2d", tile=(2, 3)),
+        "ulysses-2-ring-3": make_plan(problem, method="ring", ulysses_degree=2),
+        "documents-window-ring-4": make_plan(packed, method="ring", direction="backward"),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mesh-2x3-forward",
+        "mesh-2x3-backward",
+        "mesh-2x3-grouped",
+        "ring-6",
+        "attention2d-2x3",
+        "ulysses-2-ring-3",
+        "documents-window-ring-4",
+    ],
+)
+def test_golden_plans_are_what_they_were(name: str, request: pytest.FixtureRequest) -> None:
+    """The moves, and the steps of two ranks. Rewrite with --rewrite-golden, then read the diff."""
+    plan = example(name)
+    lines = [str(plan)]
+    for rank in (0, plan.problem.ranks - 1):
+        program = plan.program(rank)
+        lines += [f"program {rank} peak {program.peak_nbytes}"]
+        lines += [f"  {format_step(step)}" for step in program.steps]
+    written = "\n".join(lines) + "\n"
+    path = GOLDEN / f"{name}.txt"
+    if request.config.getoption("--rewrite-golden"):
+        path.write_text(written)
+    assert path.read_text() == written
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "first line '': expected 'mesh-attention plan 1'"),
+        ("mesh-attention plan 9\n", "expected 'mesh-attention plan 1'"),
+        ("mesh-attention plan 1\n  fetch kv 1\n", "line 2: 'fetch kv 1' stands outside"),
+        ("mesh-attention plan 1\nmethod mesh\n", "plan lacks"),
+        ("{}", "format None: expected 'mesh-attention plan'"),
+        ("{", "not JSON"),
+        ('{"format": "mesh-attention plan", "version": 2}', "version 2: this library reads version 1"),
+    ],
+)
+def test_a_file_that_is_no_plan_says_why(text: str, message: str) -> None:
+    with pytest.raises(ParseError, match=message):
+        read_plan(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"tile": "2x2"}, TileError, "6 ranks cannot form a 2x2 tile; rows·cols must be 6: 1x6 2x3 3x2 6x1"),
+        ({"tile": "big"}, ParseError, "tile 'big': expected ROWSxCOLS"),
+        ({"layout": "spiral"}, ParseError, "layout 'spiral': expected one of"),
+        ({"route": "scenic"}, ScheduleError, "route 'scenic': expected one of ring, direct"),
+        ({"direction": "sideways"}, ParseError, "direction 'sideways': expected forward or backward"),
+        ({"moves": ["fetch kv 7"]}, ScheduleError, "does not fit a forward plan of 2x3 tiles"),
+        ({"moves": ["teleport kv 1"]}, ParseError, "move 'teleport kv 1': expected fetch, meet"),
+        ({"moves": None}, ParseError, "either moves or programs"),
+        ({"moves": 7}, ParseError, "moves 7: expected a list"),
+        ({"moves": [7]}, ParseError, "moves 7: expected text"),
+        ({"moves": None, "programs": [7]}, ParseError, "expected a list of objects"),
+        ({"moves": None, "programs": [{}]}, ParseError, "rank=None: expected a whole number"),
+        ({"problem": {"seq_q": 5}}, ParseError, "problem .*: expected the fields"),
+        ({"problem": "big"}, ParseError, "problem"),
+        ({"tile": 5}, ParseError, "tile 5: expected text"),
+        ({"colour": "red"}, ParseError, "unknown"),
+    ],
+)
+def test_a_json_plan_with_a_bad_field_says_which(
+    change: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        plan_from_json(plan_to_json(example("mesh-2x3-forward")) | change)
+
+
+@pytest.mark.parametrize("text", ["recv kv from 3", "attend q0", "fly q0", "send home:o3~ to 1", "free o3@"])
+def test_a_malformed_step_is_refused(text: str) -> None:
+    with pytest.raises(ParseError, match="expected"):
+        parse_step(text)
+
+
+@pytest.mark.parametrize("text", ["fetch tea 1", "meet 0 x", "return o", "gather"])
+def test_a_malformed_move_is_refused(text: str) -> None:
+    with pytest.raises(ParseError, match="expected"):
+        parse_move(text)
