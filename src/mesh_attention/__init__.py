@@ -26,9 +26,9 @@ from mesh_attention.plan.layout import (
     position_ids,
 )
 from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import Program
 from mesh_attention.plan.queries import RankCosts, flops_by_rank, imbalance, rank_costs
 from mesh_attention.plan.schedule import Schedule
-from mesh_attention.plan.steps import Program
 from mesh_attention.planning.costs import Costs, estimate_costs
 from mesh_attention.planning.registry import METHODS, make_plan
 from mesh_attention.problem import Problem

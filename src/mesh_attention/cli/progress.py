@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import Program
+from mesh_attention.plan.program import Program
 
 Report = Callable[[str, float], None]
 """Is told what is being done and the fraction done."""

@@ -1,4 +1,4 @@
-"""A plan as data. Reading order: layout, assignment, blocks, steps, schedule, lowering, plan, queries, text, codec.
+"""A plan as data. Reading order: layout, assignment, steps, schedule, blocks, text, lowering, plan, queries.
 
 No torch, no clock, no files.
 """

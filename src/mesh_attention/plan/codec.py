@@ -11,8 +11,9 @@ from mesh_attention.errors import ParseError
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule import Schedule
-from mesh_attention.plan.steps import DIRECTIONS, Direction, Program
+from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.plan.text import HEADER, format_move, format_step, parse_mask, parse_move, parse_step
 from mesh_attention.problem import Problem
 

@@ -14,6 +14,7 @@ from typing_extensions import assert_never
 
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffers import held_nbytes
+from mesh_attention.plan.program import Program
 from mesh_attention.plan.routes import Hop, fetch_hops_in, fetch_hops_out, partial_dest, partial_hops_in
 from mesh_attention.plan.schedule import Fetch, Meet, Return, Route, Schedule, Together
 from mesh_attention.plan.steps import (
@@ -30,7 +31,6 @@ from mesh_attention.plan.steps import (
     Item,
     Kind,
     Merge,
-    Program,
     Recv,
     Send,
     Step,

@@ -11,8 +11,9 @@ from mesh_attention.plan.assignment import Assignment, check_assignment
 from mesh_attention.plan.blocks import BlockMatrix, block_matrix
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.lowering import lower
+from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule import Fetch, Meet, Return, Schedule, Together
-from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind, Program
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.plan.text import format_plan
 from mesh_attention.problem import Problem
 

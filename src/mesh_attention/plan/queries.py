@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from mesh_attention.plan.blocks import BlockMatrix, Bytes
 from mesh_attention.plan.calls import kernel_calls
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import Attend, Item, Kind, Program, transfers
+from mesh_attention.plan.program import Program
+from mesh_attention.plan.steps import Attend, Item, Kind, transfers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

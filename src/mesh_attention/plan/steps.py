@@ -171,12 +171,3 @@ def transfers(step: Step) -> tuple[tuple[Send, ...], tuple[Recv, ...]]:
             return sends, recvs
         case _:
             return (), ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """One rank's steps, and the most buffer bytes it says they need (inputs of the call not counted)."""
-
-    rank: int
-    steps: tuple[Step, ...]
-    peak_nbytes: int

@@ -252,7 +252,5 @@ def format_plan(plan: Plan) -> str:
     ]
     if plan.programs is None:
         lines += ["moves", *(f"  {format_move(move)}" for move in plan.schedule.moves)]
-    for program in plan.programs or ():
-        lines.append(f"program {program.rank} peak {program.peak_nbytes}")
-        lines += [f"  {format_step(step)}" for step in program.steps]
+    lines += map(str, plan.programs or ())
     return "\n".join(lines) + "\n"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import Program
+from mesh_attention.plan.program import Program
 from mesh_attention.plan.text import format_step
 from mesh_attention.verification.evidence import Breach, Evidence
 from mesh_attention.verification.rendezvous import run_programs

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import Program
 from mesh_attention.plan.steps import (
     INPUTS,
     OUTPUTS,
@@ -16,7 +17,6 @@ from mesh_attention.plan.steps import (
     Effects,
     Exchange,
     Item,
-    Program,
     Recv,
     Send,
     Step,
