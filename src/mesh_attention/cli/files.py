@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from os.path import isdir  # unlike Path.is_dir, it says no to a name that is too long
 from pathlib import Path
 
 from mesh_attention.errors import ParseError, UsageError
@@ -23,16 +24,16 @@ def read_plan_file(path: Path) -> Plan:
         return read_plan(text)
     except UsageError as error:
         raise ParseError(f"{path} is no plan: {error}; {WRITES_ONE}") from error
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        # JSON of the right fields with values of the wrong types, such as a number for the list of moves.
+    except (TypeError, ValueError, RecursionError) as error:
+        # What the readers below ours refuse: numbers of thousands of digits, brackets thousands deep, a list as a key.
         raise ParseError(f"{path} is no plan: a field holds what it should not ({error}); {WRITES_ONE}") from error
 
 
 def check_save_path(path: Path) -> None:
     """Raise before any work is done for a file that cannot be written."""
-    if not path.parent.is_dir():
+    if not isdir(path.parent):
         raise UsageError(f"--save {path}: there is no directory {path.parent}; make it first or save elsewhere")
-    if path.is_dir():
+    if isdir(path):
         raise UsageError(f"--save {path}: is a directory; give a file name, such as {path / 'plan.json'}")
 
 

@@ -9,8 +9,8 @@ from rich.text import Text
 from mesh_attention.plan.plan import Plan
 
 MOST_SHARDS = 32
-PALETTE = (26, 166, 28, 163, 30, 160, 99, 100, 67, 132, 130, 243)
-"""Terminal colours that stand out from black and from white alike."""
+PALETTE = (26, 166, 28, 163, 30, 160, 134, 100, 33, 168, 64, 243)
+"""Terminal colours, of the 256, that stand out from black and from white alike."""
 
 
 def draw_matrix(plan: Plan, *, width: int) -> Text:

@@ -121,7 +121,7 @@ def _save(plan: Plan, path: Path | None, report: Report) -> str | None:
     report(f"writing {path.name}", 1.0)
     write_plan_file(path, unrolled)
     steps = sum(len(program.steps) for program in unrolled.programs or ())
-    return f"saved {path}: {steps:,} steps of {count(plan.problem.ranks, 'rank')}, digest {unrolled.digest[:12]}"
+    return f"saved {path}: {count(steps, 'step')} of {count(plan.problem.ranks, 'rank')}"
 
 
 def _as_json(answer: Answer) -> dict[str, object]:
@@ -150,18 +150,19 @@ def _print(answer: Answer, saved: str | None, *, all_steps: bool) -> None:
 def _headline(plan: Plan) -> str:
     """The plan in words. Of a pair, the second is said where it differs."""
     problem, ulysses = plan.problem, plan.assignment.ulysses
-    factor = f"{ulysses}·" if ulysses > 1 else ""
+    tile = f"{ulysses}·{plan.assignment.tile}" if ulysses > 1 else f"{plan.assignment.tile}"
     mask = str(problem.mask)
-    seq = format_size(problem.seq_q)
+    if len(mask) > LONGEST_MASK:
+        mask = mask[:LONGEST_MASK] + "…"
+    tokens = f"{problem.batch} x " if problem.batch > 1 else ""
+    tokens += format_size(problem.seq_q)
     if problem.seq_kv != problem.seq_q:
-        seq += f" on {format_size(problem.seq_kv)}"
+        tokens += f" on {format_size(problem.seq_kv)}"
     heads = count(problem.heads, "head") + (f" ({problem.kv_heads} KV)" if problem.kv_heads != problem.heads else "")
-    head_dim = f"{problem.head_dim_qk}" + (
-        f" and {problem.head_dim_v}" if problem.head_dim_v != problem.head_dim_qk else ""
-    )
+    size = f"{problem.head_dim_qk}"
+    if problem.head_dim_v != problem.head_dim_qk:
+        size += f" and {problem.head_dim_v}"
     return (
-        f"{plan.method} {factor}{plan.assignment.tile} {plan.direction} over {count(problem.ranks, 'rank')}, "
-        f"{mask if len(mask) <= LONGEST_MASK else mask[:LONGEST_MASK] + '…'}, {plan.layout.name}; "
-        f"{f'{problem.batch} x ' if problem.batch > 1 else ''}{seq} tokens, {heads} of {head_dim}, {problem.dtype}; "
-        f"digest {plan.digest[:12]}"
+        f"{plan.method} {tile} {plan.direction} over {count(problem.ranks, 'rank')}, {mask}, {plan.layout.name}; "
+        f"{tokens} tokens, {heads} of {size}, {problem.dtype}; digest {plan.digest[:12]}"
     )

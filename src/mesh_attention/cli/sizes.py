@@ -31,7 +31,7 @@ def parse_whole(option: str, text: str, *, least: int = 1) -> int:
 def format_size(tokens: int) -> str:
     """The opposite of `parse_size`, where that is short: 131072 is 128k; 100000 is 100,000."""
     for unit in ("m", "k"):
-        if tokens and tokens % _MULTIPLE[unit] == 0:
+        if tokens % _MULTIPLE[unit] == 0:
             return f"{tokens // _MULTIPLE[unit]}{unit}"
     return f"{tokens:,}"
 

@@ -1,0 +1,588 @@
+"""The command line as its users meet it: what is printed, what is refused, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from rich.color import Color, ColorSystem
+
+from mesh_attention import (
+    Problem,
+    __version__,
+    imbalance,
+    make_plan,
+    plan_from_json,
+    plan_to_json,
+    rank_costs,
+    read_plan,
+)
+from mesh_attention.cli.comparison import counted_ranks
+from mesh_attention.cli.main import main
+from mesh_attention.cli.matrix import PALETTE
+from mesh_attention.cli.sizes import format_nbytes, format_size, format_together, parse_size
+from mesh_attention.errors import ParseError
+from mesh_attention.plan.steps import Attend
+
+EXAMPLE = "plan --ranks 16 --tile 4x4 --seq 128k --heads 32 --kv-heads 8 --head-dim 128 --causal"
+SMALL = "plan --ranks 4 --seq 64 --heads 4 --kv-heads 2 --head-dim 8"
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command line in this process; the line is split at spaces, further arguments are taken as they are."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run_line(line: str, *more: object) -> Outcome:
+        code = main([*line.split(), *map(str, more)])
+        return Outcome(code, *capsys.readouterr())
+
+    return run_line
+
+
+def as_json(outcome: Outcome) -> Any:
+    assert (outcome.code, outcome.err) == (0, "")
+    return json.loads(outcome.out)
+
+
+# plan, for people
+
+
+def test_plan_prints_headline_matrix_steps_and_comparison(run: Run) -> None:
+    code, out, err = run(EXAMPLE)
+    assert (code, err) == (0, "")
+    assert re.match(r"mesh 4x4 forward over 16 ranks, causal, zigzag; 128k tokens, 32 heads \(8 KV\) of 128", out)
+    assert re.search(r"digest [0-9a-f]{12}\n", out)
+    assert "query shards down, KV shards across; in each block, the rank that computes it" in out
+    assert "steps of rank 0" in out
+    assert "worst of all ranks" in out
+    assert [line.split()[0] for line in comparison_lines(out)] == [
+        ">",
+        "ring",
+        "pass-q",
+        "mesh",
+        "attention2d",
+        "mesh",
+    ]
+
+
+def comparison_lines(out: str) -> list[str]:
+    """The rows below the rule of the last table."""
+    lines = out[out.index("beside the other planners") :].splitlines()
+    rows = lines[next(i for i, line in enumerate(lines) if line.startswith("──")) + 1 :]
+    return rows[: next(i for i, line in enumerate(rows) if "is this plan" in line)]
+
+
+def matrix_lines(out: str) -> dict[int, list[str]]:
+    """The cells of each query shard that is shown."""
+    rows = (line.partition("│") for line in out.splitlines() if re.match(r" *\d+ │", line))
+    return {int(label): cells.split() for label, _, cells in rows}
+
+
+@pytest.mark.parametrize("mask", ["", "--causal", "--window 9,0"])
+def test_the_matrix_names_the_rank_that_attends_each_block(run: Run, mask: str) -> None:
+    line = f"{SMALL} --ranks 8 --tile 2x4 --layout contiguous {mask}"
+    drawn = matrix_lines(run(line).out)
+    plan = plan_from_json(as_json(run(f"{line} --json"))["plan"])
+    attended = {
+        (row.shard, col.shard): str(program.rank)
+        for program in plan.all_programs()
+        for step in program.steps
+        if isinstance(step, Attend)
+        for row in step.rows
+        for col in step.cols
+    }
+    assert drawn == {row: [attended.get((row, col), "·") for col in range(8)] for row in range(8)}
+
+
+def test_a_long_program_is_cut_and_says_so(run: Run) -> None:
+    steps = len(as_json(run(f"{EXAMPLE} --json"))["program"]["steps"])
+    assert steps > 40
+    out = run(EXAMPLE).out
+    assert f"{steps - 30} steps left out; --all-steps shows them" in out
+    assert step_numbers(out) == [*range(20), *range(steps - 10, steps)]
+
+
+def test_all_steps_shows_every_step(run: Run) -> None:
+    out = run(f"{EXAMPLE} --all-steps").out
+    steps = len(as_json(run(f"{EXAMPLE} --json"))["program"]["steps"])
+    assert step_numbers(out) == list(range(steps))
+    assert "left out" not in out
+
+
+def step_numbers(out: str) -> list[int]:
+    table = out[out.index("steps of rank") : out.index("beside the other planners")]
+    return [int(found) for found in re.findall(r"(?m)^ *(\d+)   [a-z]", table)]
+
+
+def test_a_step_of_a_large_group_is_cut_unless_all_is_asked_for(run: Run) -> None:
+    line = f"{SMALL} --ranks 16 --method attention2d --tile 1x16"
+    assert "(--all-steps shows the rest)" in run(line).out
+    whole = run(f"{line} --all-steps").out
+    assert "shows the rest" not in whole
+    assert "recv kv1 from 1" in whole
+
+
+def test_rank_chooses_whose_steps_are_shown(run: Run) -> None:
+    assert "steps of rank 3" in run(f"{SMALL} --rank 3").out
+    assert "recv kv2 from 2" in run(f"{SMALL} --rank 3 --method ring").out
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize(
+    "line",
+    [
+        EXAMPLE,
+        f"{EXAMPLE} --backward --ulysses-degree 4 --tile auto",
+        "plan --ranks 256 --seq 1m --heads 64 --kv-heads 64 --head-dim 128 --causal",
+        f"{SMALL} --documents 0,10,20,64 --window 4,4 --batch 3 --head-dim-v 16",
+    ],
+)
+def test_nothing_is_wider_than_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, columns: int, line: str) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = run(line).out
+    assert max(map(len, out.splitlines())) <= columns
+    assert {len(cells) for cells in matrix_lines(out).values()} == {len(matrix_lines(out))}, "the matrix is folded"
+    assert not any("…" in row for row in comparison_lines(out)), "a number is cut off"
+
+
+def test_a_pipe_gets_no_colour(run: Run) -> None:
+    assert "\x1b" not in run(EXAMPLE).out
+
+
+def test_a_terminal_gets_a_colour_for_each_rank(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = run(f"{SMALL} --tile 2x2").out
+    used = dict(re.findall(r"\x1b\[38;5;(\d+)m +(\d)", out))
+    assert sorted(used.values()) == ["0", "1", "2", "3"]
+
+
+def test_every_colour_reads_on_black_and_on_white() -> None:
+    for number in PALETTE:
+        colour = Color.parse(f"color({number})")
+        linear = [((part / 255 + 0.055) / 1.055) ** 2.4 for part in colour.get_truecolor()]
+        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+        assert (luminance + 0.05) / 0.05 > 3.5, f"{number} on black"
+        assert 1.05 / (luminance + 0.05) > 3.5, f"{number} on white"
+        assert colour.downgrade(ColorSystem.STANDARD).number not in (0, 7, 15), f"{number} with 16 colours"
+
+
+# plan, in numbers
+
+
+def test_json_holds_the_plan_its_digest_a_program_and_the_comparison(run: Run) -> None:
+    answer = as_json(run(f"{EXAMPLE} --rank 5 --json"))
+    plan = plan_from_json(answer["plan"])
+    assert plan_to_json(plan) == answer["plan"]
+    assert plan.digest == answer["digest"]
+    assert (plan.problem.seq_q, plan.problem.kv_heads, str(plan.problem.mask)) == (131072, 8, "causal")
+    assert answer["program"]["rank"] == 5
+    steps = answer["program"]["steps"]
+    costs = rank_costs(plan, 5)
+    assert [step["index"] for step in steps] == list(range(len(plan.program(5).steps)))
+    assert max(step["held_nbytes"] for step in steps) == costs.peak_nbytes
+    assert sum(step["moved_nbytes"] for step in steps) == costs.sent_nbytes + costs.received_nbytes
+
+
+def test_the_comparison_states_the_worst_of_all_ranks(run: Run) -> None:
+    answer = as_json(run(f"{SMALL} --ranks 6 --seq 65 --causal --layout contiguous --json"))
+    plan = plan_from_json(answer["plan"])
+    costs = [rank_costs(plan, rank) for rank in range(6)]
+    row = next(row for row in answer["comparison"]["rows"] if row["is_this_plan"])
+    assert answer["comparison"]["counted_ranks"] == list(range(6))
+    assert row["sent_nbytes"] == max(cost.sent_nbytes for cost in costs)
+    assert row["received_nbytes"] == max(cost.received_nbytes for cost in costs)
+    assert row["flops"] == max(cost.flops for cost in costs)
+    assert row["imbalance"] == imbalance(cost.flops for cost in costs) > 0
+    assert row["peak_nbytes"] == max(cost.peak_nbytes for cost in costs)
+    assert row["kernel_calls"] == max(cost.kernel_calls for cost in costs)
+    assert row["messages"] == max(cost.messages for cost in costs)
+
+
+def test_ring_is_the_measure_of_the_comparison(run: Run) -> None:
+    rows = as_json(run(f"{EXAMPLE} --json"))["comparison"]["rows"]
+    ring = next(row for row in rows if row["method"] == "ring")
+    assert ring["against_ring"] == 1
+    for row in rows:
+        assert row["against_ring"] == row["received_nbytes"] / ring["received_nbytes"]
+
+
+@pytest.mark.parametrize("options", ["--backward", "--route ring", "--partials ring", "--blocks-per-call 4"])
+def test_rivals_share_layout_direction_and_schedule_options(run: Run, options: str) -> None:
+    line = f"{SMALL} --ranks 8 --causal --layout contiguous {options} --json"
+    rows = as_json(run(line))["comparison"]["rows"]
+    for method in ("ring", "pass-q"):
+        rival = as_json(run(f"{line} --method {method}"))["comparison"]["rows"]
+        expected = [row | {"is_this_plan": False} for row in rival if row["is_this_plan"]]
+        assert [row for row in rows if row["method"] == method] == expected
+
+
+def test_schedule_options_reach_the_plan(run: Run) -> None:
+    plan = as_json(run(f"{SMALL} --route ring --partials ring --layout striped --json"))["plan"]
+    assert (plan["route"], plan["partials"], plan["layout"]) == ("ring", "ring", "striped")
+    assert as_json(run(f"{SMALL} --blocks-per-call 4 --json"))["plan"]["moves"] != plan["moves"]
+
+
+def test_a_plan_that_is_a_rival_too_is_one_marked_row(run: Run) -> None:
+    rows = as_json(run(f"{SMALL} --method ring --json"))["comparison"]["rows"]
+    assert [(row["method"], row["is_this_plan"]) for row in rows[:3]] == [
+        ("ring", True),
+        ("pass-q", False),
+        ("mesh", False),
+    ]
+
+
+def test_ulysses_is_compared_where_it_fits(run: Run) -> None:
+    def degrees(ranks: int, kv_heads: int) -> list[tuple[str, int]]:
+        line = f"plan --ranks {ranks} --seq 64 --heads 12 --kv-heads {kv_heads} --head-dim 8 --json"
+        rows = as_json(run(line))["comparison"]["rows"]
+        return [(row["method"], row["ulysses"]) for row in rows if row["ulysses"] > 1]
+
+    assert degrees(ranks=8, kv_heads=12) == [("mesh", 4)]
+    assert degrees(ranks=4, kv_heads=12) == [("mesh", 2), ("ulysses", 4)]
+    assert degrees(ranks=3, kv_heads=12) == [("ulysses", 3)]
+    assert degrees(ranks=8, kv_heads=3) == []
+
+
+# plan, in its variants
+
+
+def test_under_ulysses_the_cells_are_places(run: Run) -> None:
+    out = run(f"{SMALL} --ulysses-degree 2 --tile 1x2").out
+    assert "mesh 2·1x2 forward" in out
+    assert "the place (2 ranks, each with a slice of the heads)" in out
+    assert matrix_lines(out) == {0: ["0", "0"], 1: ["1", "1"]}
+
+
+def test_backward_plans_gradients(run: Run) -> None:
+    out = run(f"{SMALL} --backward --all-steps").out
+    assert "backward over 4 ranks" in out
+    assert "finish dkv0" in out
+
+
+def test_a_window_leaves_blocks_empty(run: Run) -> None:
+    out = run(f"{SMALL} --window -1,0 --layout contiguous").out
+    assert "causal, contiguous" in out
+    assert matrix_lines(out)[0] == ["0", "·", "·", "·"]
+    assert "· nothing to compute" in out
+
+
+def test_masks_are_combined(run: Run) -> None:
+    answer = as_json(run(f"{SMALL} --causal --window 8,8 --documents 0,16,64 --json"))
+    assert answer["plan"]["problem"]["mask"] == "window(8,0)&documents(0,16,64)"
+
+
+def test_cross_attention_has_its_own_lengths_and_sizes(run: Run) -> None:
+    line = f"{SMALL} --seq-kv 1k --head-dim-v 16 --batch 2 --dtype float32"
+    problem = as_json(run(f"{line} --json"))["plan"]["problem"]
+    assert (problem["seq_q"], problem["seq_kv"]) == (64, 1024)
+    assert (problem["head_dim_qk"], problem["head_dim_v"]) == (8, 16)
+    assert "2 x 64 on 1k tokens, 4 heads (2 KV) of 8 and 16, float32" in run(line).out
+
+
+def test_256_ranks_are_sampled_and_the_captions_say_so(run: Run) -> None:
+    out = run("plan --ranks 256 --seq 1m --heads 32 --kv-heads 8 --head-dim 128 --causal").out
+    stride = int(re.search(r"of 256 shards, every (\d+)th is shown", out)[1])  # type: ignore[index]
+    assert list(matrix_lines(out)) == list(range(0, 256, stride))
+    assert len(matrix_lines(out)) <= 32
+    assert "worst of 16 of the 256 ranks, evenly spread" in out
+
+
+def test_no_terminal_is_wide_enough_for_more_than_32_shards(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert list(matrix_lines(run(f"{SMALL} --ranks 40 --method ring").out)) == list(range(0, 40, 2))
+
+
+def test_the_sampled_ranks_reach_from_the_first_to_the_last() -> None:
+    assert counted_ranks(64) == tuple(range(64))
+    sample = counted_ranks(65)
+    assert (len(set(sample)), sample[0], sample[-1]) == (16, 0, 64)
+
+
+def test_one_rank_moves_nothing(run: Run) -> None:
+    out = run("plan --ranks 1 --seq 100 --heads 1 --head-dim 8").out
+    assert "over 1 rank," in out
+    assert matrix_lines(out) == {0: ["0"]}
+    rows = as_json(run("plan --ranks 1 --seq 100 --heads 1 --head-dim 8 --json"))["comparison"]["rows"]
+    assert {(row["received_nbytes"], row["against_ring"]) for row in rows} == {(0, None)}
+
+
+def test_a_rank_without_tokens_has_nothing_to_do(run: Run) -> None:
+    out = run("plan --ranks 8 --seq 3 --heads 2 --head-dim 8 --method ring --rank 7").out
+    assert "nothing to do" in out
+    assert matrix_lines(out)[7] == ["·"] * 8
+
+
+# --save and verify
+
+
+@pytest.mark.parametrize("name", ["plan.json", "plan.txt", "plan"])
+@pytest.mark.parametrize("options", ["--causal", "--backward --ulysses-degree 2", "--method attention2d"])
+def test_a_saved_plan_states_every_step_and_verifies(run: Run, tmp_path: Path, name: str, options: str) -> None:
+    file = tmp_path / name
+    saved = run(f"{SMALL} {options} --save", file)
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith("{") == (name == "plan.json")
+    plan = read_plan(text)
+    assert plan.programs is not None
+    steps = sum(len(program.steps) for program in plan.programs)
+    assert f"{steps} steps of 4 ranks" in saved.out
+    assert run("verify", file) == (0, f"plan is right: 4 ranks, {steps} steps, 8 rules kept\n", "")
+
+
+def test_save_and_json_go_together(run: Run, tmp_path: Path) -> None:
+    answer = as_json(run(f"{SMALL} --json --save", tmp_path / "plan.json"))
+    saved = read_plan((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert saved == plan_from_json(answer["plan"]).unrolled()
+
+
+def test_the_plan_inside_json_output_verifies_too(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "moves.json"
+    file.write_text(json.dumps(as_json(run(f"{SMALL} --json"))["plan"]))
+    steps = sum(len(program.steps) for program in read_plan(file.read_text()).all_programs())
+    assert run("verify", file).out.startswith(f"plan is right: 4 ranks, {steps} steps")
+
+
+@pytest.fixture
+def broken(run: Run, tmp_path: Path) -> Path:
+    """A plan in which rank 1 attends nothing with its own shard."""
+    file = tmp_path / "broken.txt"
+    run(f"{SMALL} --method ring --save", file)
+    text = file.read_text(encoding="utf-8")
+    assert text.count("  attend q1 x kv1\n") == 1
+    file.write_text(text.replace("  attend q1 x kv1\n", "  attend q1 x kv0\n"), encoding="utf-8")
+    return file
+
+
+def test_a_broken_plan_is_exit_code_1_with_the_row_marked(run: Run, broken: Path) -> None:
+    code, out, err = run("verify", broken)
+    assert (code, err) == (1, "")
+    assert "block (q1, kv1)" in out
+    assert re.search(r"--> +\d+  attend q1 x kv0", out)
+
+
+def test_verify_as_json_lists_every_breach(run: Run, broken: Path) -> None:
+    code, out, err = run("verify --json", broken)
+    assert (code, err) == (1, "")
+    answer = json.loads(out)
+    assert answer["ok"] is False
+    assert {"rule": "coverage", "rank": 1, "step": None} in [
+        {key: breach[key] for key in ("rule", "rank", "step")} for breach in answer["breaches"]
+    ]
+
+
+def test_verify_as_json_of_a_right_plan_is_ok(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "plan.txt"
+    run(f"{SMALL} --save", file)
+    answer = as_json(run("verify --json", file))
+    assert (answer["ok"], answer["breaches"], answer["ranks"], len(answer["rules"])) == (True, [], 4, 8)
+    assert answer["digest"] == read_plan(file.read_text(encoding="utf-8")).digest
+
+
+# Refusals
+
+BAD_LINES = [
+    # what the command line is given, what came, what was expected
+    ("plan", "--ranks", "Missing option"),
+    ("plan --ranks 4 --seq 64 --heads 4", "--head-dim", "Missing option"),
+    ("plan --ranks", "--ranks", "requires an argument. See 'mesh-attention plan --help'"),
+    ("plam", "plam", "No such command"),
+    (f"{SMALL} extra", "extra", "unexpected extra argument"),
+    (f"{SMALL} --tle 2x2", "--tle", "--tile"),
+    (f"{SMALL} --zzz", "--zzz", "plan --help"),
+    (f"{SMALL} --causal=maybe", "--causal", "does not take a value"),
+    (f"{SMALL} --ranks four", "--ranks 'four'", "expected a whole number, 1 or more"),
+    (f"{SMALL} --ranks 0", "--ranks '0'", "1 or more"),
+    (f"{SMALL} --ranks -4", "--ranks '-4'", "1 or more"),
+    (f"{SMALL} --heads 4.5", "--heads '4.5'", "whole number"),
+    (f"{SMALL} --kv-heads 0", "--kv-heads '0'", "1 or more"),
+    (f"{SMALL} --kv-heads 3", "4 heads cannot share 3 KV heads", "must be a multiple"),
+    (f"{SMALL} --head-dim 0", "--head-dim '0'", "1 or more"),
+    (f"{SMALL} --head-dim-v x", "--head-dim-v 'x'", "whole number"),
+    (f"{SMALL} --batch {'9' * 5000}", "--batch '999", "at most 18 digits"),
+    (f"{SMALL} --seq 1.5k", "--seq '1.5k'", "4096, 128k or 1m"),
+    (f"{SMALL} --seq 0", "seq_q=0", "at least 1"),
+    (f"{SMALL} --seq-kv much", "--seq-kv 'much'", "4096, 128k or 1m"),
+    (f"{SMALL} --dtype int8", "'int8'", "float64, float32, bfloat16, float16"),
+    (f"{SMALL} --window 5", "--window '5'", "LEFT,RIGHT"),
+    (f"{SMALL} --window 5,-2", "--window '-2'", "whole number"),
+    (f"{SMALL} --documents 0,65", "65", "64 tokens"),
+    (f"{SMALL} --documents 0,40,20,64", "(0, 40, 20, 64)", "never fall"),
+    (f"{SMALL} --documents 0,a,64", "--documents 'a'", "whole number"),
+    (f"{SMALL} --tile 5x2", "5x2", "1x4 2x2 4x1"),
+    (f"{SMALL} --tile 4by1", "'4by1'", "ROWSxCOLS, such as 4x8, or auto"),
+    (f"{SMALL} --tile 0x4", "0x4", "at least 1"),
+    (f"{SMALL} --method torus", "'torus'", "mesh, ring, pass-q, attention2d, ulysses"),
+    (f"{SMALL} --method ring --tile 2x2", "2x2", "1x4"),
+    (f"{SMALL} --method attention2d --route ring", "attention2d", "no route"),
+    (f"{SMALL} --method ulysses", "Ulysses degree 4", "2 KV heads"),
+    (f"{SMALL} --ulysses-degree 0", "--ulysses-degree '0'", "1 or more"),
+    (f"{SMALL} --ulysses-degree 3", "Ulysses degree 3", "1 2 4"),
+    (f"{SMALL} --layout spiral", "'spiral'", "contiguous, zigzag, striped"),
+    (f"{SMALL} --route scenic", "--route 'scenic'", "ring, direct"),
+    (f"{SMALL} --partials scenic", "--partials 'scenic'", "ring, direct"),
+    (f"{SMALL} --blocks-per-call 0", "--blocks-per-call '0'", "1 or more"),
+    (f"{SMALL} --rank 4", "rank 4", "ranks 0 to 3"),
+    (f"{SMALL} --rank first", "--rank 'first'", "0 or more"),
+    (f"{SMALL} --save no/such/plan.json", "no/such", "no directory"),
+    (f"{SMALL} --save .", "--save .", "is a directory"),
+    ("verify", "FILE", "Missing argument"),
+    ("verify no-such-file", "no-such-file", "expected a plan file: no such file"),
+    ("verify .", ".: ", "is a directory"),
+    ("verify --jsno", "--jsno", "--json"),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "came", "expected"), BAD_LINES, ids=[line.replace(SMALL, "…")[:60] for line, _, _ in BAD_LINES]
+)
+def test_a_bad_line_is_one_line_and_exit_code_2(run: Run, line: str, came: str, expected: str) -> None:
+    assert_refused(run(line), came, expected)
+
+
+def test_a_bad_tile_is_one_line_and_exit_code_2(run: Run) -> None:
+    assert run(f"{EXAMPLE} --tile 3x5") == (
+        2,
+        "",
+        "mesh-attention: error: 16 ranks cannot form a 3x5 tile; rows·cols must be 16: 1x16 2x8 4x4 8x2 16x1\n",
+    )
+
+
+def assert_refused(outcome: Outcome, *parts: str) -> None:
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("mesh-attention: error: ")
+    assert outcome.err.endswith("\n")
+    assert outcome.err.count("\n") == 1
+    for part in parts:
+        assert part in outcome.err
+
+
+PLAN = plan_to_json(make_plan(Problem.self_attention(seq=8, heads=1, head_dim=4, ranks=2)).unrolled())
+
+BAD_FILES: dict[str, tuple[bytes, str]] = {
+    # what a file holds, and what is said of it
+    "empty": (b"", "first line ''"),
+    "other text": (b"Dear reader,\n", "first line 'Dear reader,'"),
+    "not UTF-8": (b"mesh-attention plan 1\n\xff", "byte 22 is not UTF-8"),
+    "a list": (b"[1, 2]", "first line '[1, 2]'"),
+    "half an object": (json.dumps(PLAN)[:100].encode(), "not JSON"),
+    "another object": (b'{"a": 1}', "format None"),
+    "another version": (json.dumps(PLAN | {"version": 99}).encode(), "version 99"),
+    "a missing field": (json.dumps({key: PLAN[key] for key in PLAN if key != "tile"}).encode(), "lacks ['tile']"),
+    "a surplus field": (json.dumps(PLAN | {"color": 1}).encode(), "unknown ['color']"),
+    "a number for a problem": (json.dumps(PLAN | {"problem": 3}).encode(), "problem 3"),
+    "a number for programs": (json.dumps(PLAN | {"programs": 3}).encode(), "programs 3"),
+    "numbers for programs": (json.dumps(PLAN | {"programs": [3, 4]}).encode(), "programs [3, 4]"),
+    "a number for a tile": (json.dumps(PLAN | {"tile": 12}).encode(), "tile 12"),
+    "a list for a dtype": (json.dumps(PLAN | {"problem": PLAN["problem"] | {"dtype": []}}).encode(), "no plan"),
+    "text for a length": (json.dumps(PLAN | {"problem": PLAN["problem"] | {"seq_q": "8"}}).encode(), "seq_q='8'"),
+    "an unknown step": (json.dumps(PLAN).replace("attend q0", "attack q0").encode(), "'attack q0 x kv0'"),
+    "an endless number": (b'{"format": ' + b"9" * 5000 + b"}", "no plan"),
+    "endless brackets": (b'{"a":' * 100_000, "no plan"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_FILES)
+def test_a_file_that_is_no_plan_is_one_line_and_exit_code_2(run: Run, tmp_path: Path, what: str) -> None:
+    content, said = BAD_FILES[what]
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    assert_refused(run("verify", file), str(file), said, "'mesh-attention plan --save FILE' writes one")
+    assert_refused(run("verify --json", file), said)
+
+
+def test_a_file_that_cannot_be_written_is_one_line_and_exit_code_2(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / f"{'n' * 300}.json"
+    assert_refused(run(f"{SMALL} --save", file), "name too long", "save elsewhere")
+
+
+def test_a_message_of_many_lines_becomes_one(run: Run) -> None:
+    assert_refused(run("verify", "two\nlines"), "two lines")
+
+
+# The program as a whole
+
+
+def test_without_arguments_the_help_is_shown(run: Run) -> None:
+    code, out, err = run("")
+    assert (code, err) == (0, "")
+    assert "plan" in out
+    assert "verify" in out
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_every_command_has_help(run: Run, command: str) -> None:
+    code, out, err = run(f"{command} --help")
+    assert (code, err) == (0, "")
+    assert f"mesh-attention {command}" in out
+
+
+def test_the_version_is_the_packages(run: Run) -> None:
+    assert run("--version") == (0, f"mesh-attention {__version__}\n", "")
+
+
+def test_the_installed_command_exits_with_the_code_of_main() -> None:
+    code = "import sys; from mesh_attention.cli.main import main; sys.exit(main())"
+    line = [sys.executable, "-c", code, *EXAMPLE.split(), "--tile", "3x5"]
+    finished = subprocess.run(line, capture_output=True, text=True, check=False, encoding="utf-8")
+    assert_refused(Outcome(finished.returncode, finished.stdout, finished.stderr), "3x5")
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("4096", 4096), ("128k", 131072), ("2M", 2097152), (" 1k ", 1024)]
+)
+def test_a_size_is_a_number_of_ones_of_k_or_of_m(text: str, size: int) -> None:
+    assert parse_size("--seq", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "k", "-1", "1e6", "1 k", "1kk", "1g", "٣"])
+def test_anything_else_is_no_size(text: str) -> None:
+    with pytest.raises(ParseError, match="expected a whole number such as 4096, 128k or 1m"):
+        parse_size("--seq", text)
+
+
+@pytest.mark.parametrize("size", [1, 1000, 1024, 1536, 131072, 1048576, 3 * 2**20 + 2**10])
+def test_a_size_reads_as_it_is_written(size: int) -> None:
+    assert parse_size("--seq", format_size(size).replace(",", "")) == size
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.98 KiB"),
+        (32 * 2**20, "32.0 MiB"),
+        (2**40, "1.00 TiB"),
+        (2**60, "1,048,576 TiB"),
+    ],
+)
+def test_bytes_have_three_digits_and_a_unit(nbytes: int, text: str) -> None:
+    assert format_nbytes(nbytes) == text
+
+
+def test_a_column_has_one_unit_and_equally_many_decimals() -> None:
+    units = (("", 1), ("thousand", 1000))
+    assert format_together([5, 12_345, 99_000], units, below=1000) == ("thousand", ["0.01", "12.35", "99.00"])
+    assert format_together([], units, below=1000) == ("", [])
