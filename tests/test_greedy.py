@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from mesh_attention import Costs, Problem, ScheduleError, Tile, causal, estimate_costs, make_plan
 from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
-from mesh_attention.plan.steps import Direction
+from mesh_attention.plan.steps import KINDS, Direction
 from mesh_attention.planning.greedy import greedy_moves
 from mesh_attention.testing.strategies import directions
 
-COSTS = st.builds(Costs, **{kind: st.floats(0.01, 50) for kind in ("q", "kv", "bundle", "o", "dq", "dkv")})
+COSTS = st.builds(Costs, **{kind: st.floats(0.01, 50) for kind in KINDS})
 TILES = st.builds(Tile, st.integers(1, 9), st.integers(1, 9))
 
 
@@ -78,7 +78,7 @@ def test_rows_leave_before_the_own_row_is_done() -> None:
 
 
 def test_backward_completes_rows_and_columns_in_turn() -> None:
-    moves = greedy_moves(Tile(4, 4), "backward", costs=Costs(bundle=0.2, kv=0.2, dq=1.0, dkv=1.0))
+    moves = greedy_moves(Tile(4, 4), "backward", costs=Costs(q=0.1, do=0.1, kv=0.2, dq=1.0, dkv=1.0))
     kinds = [m.kind for m in moves if isinstance(m, Return) and m.offset]
     assert sorted(kinds) == ["dkv"] * 3 + ["dq"] * 3
     assert kinds[:3] != ["dq"] * 3 or kinds[3:] != ["dkv"] * 3
@@ -87,7 +87,7 @@ def test_backward_completes_rows_and_columns_in_turn() -> None:
 @pytest.mark.parametrize(("tile", "most"), [(Tile(16, 16), 48), (Tile(1, 256), 70), (Tile(256, 1), 70)])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_grouping_makes_few_large_calls(tile: Tile, most: int, direction: Direction) -> None:
-    costs = Costs(q=2.0, kv=4.0, bundle=2.0, o=2.0, dq=1.0, dkv=2.0)
+    costs = Costs(q=2.0, kv=4.0, do=1.0, o=2.0, dq=1.0, dkv=2.0)
     calls = [m for m in greedy_moves(tile, direction, costs=costs, blocks_per_call=4) if isinstance(m, Meet)]
     assert len(calls) <= most
 

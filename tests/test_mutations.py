@@ -85,10 +85,25 @@ def attend_twice() -> Plan:
 
 
 def attend_an_empty_block() -> Plan:
-    return edit(contiguous_mesh(), 3, lambda steps: steps.insert(4, parse_step("attend q2 x kv3")))
+    return edit(contiguous_mesh(), 3, lambda steps: steps.insert(4, parse_step("attend q2 x home:kv3")))
+
+
+def attend_with_the_gradient_of_another_row() -> Plan:
+    def change(steps: Steps) -> None:
+        steps[find(steps, "attend q2 x kv1 with do2")] = parse_step("attend q2 x kv1 with do3")
+        move(steps, "free do3", len(steps) - 1)
+
+    return edit(backward(), 3, change)
 
 
 # presence
+
+
+def pack_the_wrong_input() -> Plan:
+    def change(steps: Steps) -> None:
+        steps[find(steps, "pack home:q0 -> q0")] = parse_step("pack home:kv0 -> q0")
+
+    return edit(mesh(), 0, change)
 
 
 def free_early() -> Plan:
@@ -135,6 +150,10 @@ def send_the_wrong_shard() -> Plan:
         steps[find(steps, "send kv2 to 0")] = parse_step("send kv0 to 0")
 
     return edit(mesh(), 2, change)
+
+
+def receive_in_another_order() -> Plan:
+    return edit(ring(), 3, lambda steps: move(steps, "recv kv1 from 2", 0))
 
 
 def swap_two_collectives() -> Plan:
@@ -199,8 +218,12 @@ def merge_twice_along_a_ring() -> Plan:
 
 
 def send_what_nobody_reads() -> Plan:
-    plan = edit(mesh(), 3, lambda steps: steps.append(parse_step("send q3 to 0")))
-    return edit(plan, 0, lambda steps: steps.extend([parse_step("recv q3 from 3"), parse_step("free q3")]))
+    def receive_and_free(steps: Steps) -> None:
+        steps.insert(0, parse_step("recv q3 from 3"))
+        steps.append(parse_step("free q3"))
+
+    plan = edit(mesh(), 3, lambda steps: steps.insert(find(steps, "send q3 to 2"), parse_step("send q3 to 0")))
+    return edit(plan, 0, receive_and_free)
 
 
 # tidiness
@@ -224,12 +247,19 @@ def understate_the_peak() -> Plan:
 
 
 CAUGHT_BY = {
-    "coverage": (drop_an_attend, attend_twice, attend_an_empty_block),
-    "presence": (free_early, attend_before_the_receive, free_twice, lose_a_piece_on_both_sides),
+    "coverage": (drop_an_attend, attend_twice, attend_an_empty_block, attend_with_the_gradient_of_another_row),
+    "presence": (
+        free_early,
+        attend_before_the_receive,
+        free_twice,
+        pack_the_wrong_input,
+        lose_a_piece_on_both_sides,
+    ),
     "matching": (
         send_to_the_wrong_rank,
         drop_a_send,
         send_the_wrong_shard,
+        receive_in_another_order,
         swap_two_collectives,
         stay_out_of_a_collective,
         trade_partials_between_heads,

@@ -41,7 +41,7 @@ def test_every_plan_reads_back_from_text_and_json(plan: Plan) -> None:
 
 def test_a_step_reads_as_it_is_written() -> None:
     assert parse_step("recv kv1 from 3") == Recv(Item("kv", 1), source=3)
-    for text in ("o3@5", "o3~", "home:q6", "q6/2", "bundle0"):
+    for text in ("o3@5", "o3~", "home:q6", "q6/2", "do0"):
         assert format_item(parse_item(text)) == text
 
 

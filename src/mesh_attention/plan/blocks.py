@@ -108,10 +108,6 @@ class BlockMatrix:
     def has_tokens(self, kind: Kind, rank: int) -> bool:
         return bool(self.home_segments(AXIS_OF[kind], rank))
 
-    def home_item(self, kind: Kind, rank: int) -> Item:
-        """An input or output of the call on one rank."""
-        return Item(kind, rank, "whole" if self.assignment.ulysses == 1 else "home")
-
     def flops(self, row: int, col: int, direction: Direction) -> int:
         """Floating-point operations of a block on one rank (so, under Ulysses, for its slice of the heads)."""
         problem = self.problem
@@ -138,7 +134,7 @@ def elements_a_token(kind: Kind, problem: Problem) -> tuple[int, int]:
     sizes: dict[Kind, tuple[int, int]] = {
         "q": (heads * qk, 0),
         "kv": (kv_heads * (qk + v), 0),
-        "bundle": (heads * (qk + v), 2 * heads),
+        "do": (heads * v, 2 * heads),
         "o": (heads * v, heads),
         "dq": (heads * qk, 0),
         "dkv": (kv_heads * (qk + v), 0),

@@ -1,9 +1,8 @@
 """Which items share an allocation, and how many bytes a program holds.
 
 Shards that are attended side by side lie in one buffer, sorted by position, so that the kernel reads them in one piece.
-Such a buffer is whole from the first item that lands in it until the last one is freed; a shard of the caller's that is
-attended beside received ones is copied in and counts too. Every other item is an allocation of its own, and the
-caller's inputs are none of ours.
+Such a buffer is whole from the first item that lands in it until the last one is freed. Every other item is an
+allocation of its own. The caller's inputs are none of ours, but a packed copy of one is.
 """
 
 from __future__ import annotations
@@ -23,14 +22,15 @@ def shared_buffers(steps: Iterable[Step]) -> tuple[tuple[Item, ...], ...]:
             leader[item] = item = leader[leader[item]]
         return item
 
-    for side in {side for step in steps if isinstance(step, Attend) for side in (step.rows, step.cols)}:
+    sides = {side for step in steps if isinstance(step, Attend) for side in (step.rows, step.cols, step.grads)}
+    for side in sorted(side for side in sides if len(side) > 1):
         for item in side:
             leader.setdefault(item, item)
             leader[find(item)] = find(side[0])
     groups: dict[Item, list[Item]] = {}
     for item in leader:
         groups.setdefault(find(item), []).append(item)
-    return tuple(sorted(tuple(sorted(group)) for group in groups.values() if len(group) > 1))
+    return tuple(sorted(tuple(sorted(group)) for group in groups.values()))
 
 
 def held_nbytes(steps: Sequence[Step], matrix: BlockMatrix) -> list[int]:

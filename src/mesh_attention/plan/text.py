@@ -23,6 +23,7 @@ from mesh_attention.plan.steps import (
     Item,
     Kind,
     Merge,
+    Pack,
     Recv,
     Send,
     Step,
@@ -85,8 +86,11 @@ def format_step(step: Step) -> str:
         case Exchange(before, after, group, sends, recvs):
             head = f"exchange {format_item(before)} -> {format_item(after)} over {format_numbers(group)}"
             return _with_transfers(head, (*sends, *recvs))
-        case Attend(rows, cols):
-            return f"attend {_format_items(rows)} x {_format_items(cols)}"
+        case Pack(before, after):
+            return f"pack {format_item(before)} -> {format_item(after)}"
+        case Attend(rows, cols, grads):
+            suffix = f" with {_format_items(grads)}" if grads else ""
+            return f"attend {_format_items(rows)} x {_format_items(cols)}{suffix}"
         case Merge(partial):
             return f"merge {format_item(partial)}"
         case Clear(item):
@@ -129,7 +133,12 @@ _STEP_FORMS: tuple[tuple[str, Callable[..., Step]], ...] = (
         r"exchange (\S+) -> (\S+) over (\S+):(.*)",
         lambda a, b, group, rest: Exchange(parse_item(a), parse_item(b), parse_numbers(group), *_parse_transfers(rest)),
     ),
+    (r"pack (\S+) -> (\S+)", lambda before, after: Pack(parse_item(before), parse_item(after))),
     (r"attend (\S+) x (\S+)", lambda rows, cols: Attend(_parse_items(rows), _parse_items(cols))),
+    (
+        r"attend (\S+) x (\S+) with (\S+)",
+        lambda rows, cols, grads: Attend(_parse_items(rows), _parse_items(cols), _parse_items(grads)),
+    ),
     (r"merge (\S+)", lambda item: Merge(parse_item(item))),
     (r"clear (\S+)", lambda item: Clear(parse_item(item))),
     (r"finish (\S+)", lambda item: Finish(parse_item(item))),
@@ -142,7 +151,7 @@ def parse_step(text: str) -> Step:
         if found := re.fullmatch(form, text):
             return build(*found.groups())
     raise ParseError(
-        f"step {text!r}: expected recv, send, gather, reduce, exchange, attend, merge, clear, finish or free, "
+        f"step {text!r}: expected recv, send, gather, reduce, exchange, pack, attend, merge, clear, finish or free, "
         "such as 'recv kv1 from 3'"
     )
 

@@ -20,7 +20,7 @@ class Costs:
 
     q: float = 1.0
     kv: float = 1.0
-    bundle: float = 1.0
+    do: float = 1.0
     o: float = 1.0
     dq: float = 1.0
     dkv: float = 1.0

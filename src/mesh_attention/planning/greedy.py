@@ -50,7 +50,10 @@ class _Order:
 
     def __init__(self, tile: Tile, direction: Direction, costs: Costs, blocks_per_call: int) -> None:
         self.tile, self.costs, self.blocks_per_call = tile, costs, blocks_per_call
-        self.row_input, self.col_input = INPUTS[direction]
+        self.inputs: dict[Axis, tuple[Kind, ...]] = {
+            axis: tuple(kind for kind in INPUTS[direction] if AXIS_OF[kind] == axis) for axis in ("row", "col")
+        }
+        self.fetch_cost = {axis: sum(map(costs.of, kinds)) for axis, kinds in self.inputs.items()}
         self.results: dict[Axis, Kind] = {AXIS_OF[kind]: kind for kind in OUTPUTS[direction]}
         self.moves: list[Move] = []
         self.now = self.link_free = 0.0
@@ -101,18 +104,17 @@ class _Order:
         return self.fetched["row"] < self.tile.rows or self.fetched["col"] < self.tile.cols
 
     def _fetch(self) -> None:
-        """Fetch the kind that unlocks more blocks for its cost; ties go to KV."""
+        """Fetch the row or the column that unlocks more blocks for its cost; ties go to KV."""
         gain = {
-            "row": self.fetched["col"] / self.costs.of(self.row_input),
-            "col": self.fetched["row"] / self.costs.of(self.col_input),
+            "row": self.fetched["col"] / self.fetch_cost["row"],
+            "col": self.fetched["row"] / self.fetch_cost["col"],
         }
-        kinds: tuple[tuple[Axis, Kind], ...] = (("col", self.col_input), ("row", self.row_input))
-        open_kinds = [(axis, kind) for axis, kind in kinds if self.fetched[axis] < self._size(axis)]
-        axis, kind = max(open_kinds, key=lambda choice: gain[choice[0]])
-        self.moves.append(Fetch(kind, self.fetched[axis]))
+        axes: tuple[Axis, ...] = ("col", "row")
+        axis = max((axis for axis in axes if self.fetched[axis] < self._size(axis)), key=gain.__getitem__)
+        self.moves += [Fetch(kind, self.fetched[axis]) for kind in self.inputs[axis]]
         self.fetched[axis] += 1
         self.untouched += 1
-        self.arrivals.append((self._occupy_link(self.costs.of(kind)), axis))
+        self.arrivals.append((self._occupy_link(self.fetch_cost[axis]), axis))
 
     def _occupy_link(self, cost: float) -> float:
         self.link_free = max(self.link_free, self.now) + cost

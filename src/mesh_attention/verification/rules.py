@@ -1,8 +1,8 @@
 """The rules a plan must keep. Each is a function from evidence to breaches, and needs no other rule.
 
 coverage     every unmasked block is attended exactly once, an empty one never
-presence     nothing is read before it is written or after it is freed; nothing is written twice or in part
-matching     every send is met by one receive of the same thing; groups make the same collectives in the same order
+presence     nothing is read before it is written or after it is freed; nothing is written twice, in part or amiss
+matching     every send is met by one receive of the same thing, in the same order; groups make the same collectives
 progress     no circle of waiting, even where a send waits for its receive
 homecoming   every partial reaches its home and is merged there exactly once; every result is finished
 purpose      nothing travels that is not used
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.steps import (
     AXIS_OF,
+    INPUTS,
     OUTPUTS,
     Attend,
     Collective,
@@ -26,6 +27,7 @@ from mesh_attention.plan.steps import (
     Item,
     Kind,
     Merge,
+    Pack,
     Recv,
     Send,
     Step,
@@ -43,6 +45,8 @@ def coverage(evidence: Evidence, run: Run) -> Iterator[Breach]:
     seen: dict[tuple[int, int, int], tuple[int, int]] = {}
     shards = range(assignment.places)
     for rank, index, attend in _attends(evidence):
+        if strange := _strange_reads(evidence, rank, attend):
+            yield Breach("coverage", rank, index, strange)
         for row in attend.rows:
             for col in attend.cols:
                 block = (row.shard, col.shard, assignment.head_slice(rank))
@@ -65,6 +69,20 @@ def coverage(evidence: Evidence, run: Run) -> Iterator[Breach]:
                         yield Breach("coverage", rank, None, f"{name} lies in this rank's tile and nobody attends it")
 
 
+def _strange_reads(evidence: Evidence, rank: int, attend: Attend) -> str | None:
+    """What is wrong with what an attend reads, apart from whether it is there."""
+    rows, cols, grads = attend.rows, attend.cols, attend.grads
+    due = tuple(row.shard for row in rows) if evidence.plan.direction == "backward" else ()
+    if tuple(grad.shard for grad in grads) != due:
+        return f"a {evidence.plan.direction} attend needs dO of {list(due)}"
+    if any(item.kind != kind for items, kind in ((rows, "q"), (cols, "kv"), (grads, "do")) for item in items):
+        return "an attend takes q as rows, kv as columns and do after 'with'"
+    forms = ("whole",) if evidence.plan.assignment.ulysses > 1 else ("whole", "home")
+    if any(item.form not in forms or item.source is not None for item in (*rows, *cols, *grads)):
+        return f"an attend reads shards in the form {' or '.join(forms)}"
+    return None
+
+
 def presence(evidence: Evidence, run: Run) -> Iterator[Breach]:
     for program in evidence.programs:
         held = evidence.inputs(program.rank)
@@ -77,30 +95,39 @@ def presence(evidence: Evidence, run: Run) -> Iterator[Breach]:
             for item in done.writes:
                 if item in held:
                     yield Breach("presence", program.rank, index, f"{format_item(item)} is written over")
-            for piece in _missing_pieces(evidence, program.rank, program.steps[index]):
-                yield Breach("presence", program.rank, index, f"the exchange does not bring {format_item(piece)}")
+            for flaw in _flaws_of_conversion(evidence, program.rank, program.steps[index]):
+                yield Breach("presence", program.rank, index, flaw)
             held.update(done.writes, done.adds)
             held.difference_update(done.frees)
             freed.update(done.frees)
 
 
-def _missing_pieces(evidence: Evidence, rank: int, step: Step) -> Iterator[Item]:
-    """Pieces of what an exchange writes that neither arrive nor are the rank's own."""
-    if not isinstance(step, Exchange):
+def _flaws_of_conversion(evidence: Evidence, rank: int, step: Step) -> Iterator[str]:
+    """A pack or exchange that turns something into something else, or brings only some of it."""
+    if not isinstance(step, Pack | Exchange):
         return
-    kind, assignment = step.after.kind, evidence.plan.assignment
+    assignment, inputs = evidence.plan.assignment, INPUTS[evidence.plan.direction]
+    kind = step.before.kind
+    whole, home = Item(kind, assignment.place(rank)), Item(kind, rank, "home")
+    if (step.before, step.after) != ((home, whole) if kind in inputs else (whole, home)):
+        yield f"{format_item(step.after)} cannot be made of {format_item(step.before)} here"
+    if isinstance(step, Pack):
+        if assignment.ulysses > 1:
+            yield "packing leaves out the trade of heads for tokens"
+        return
     arriving = {recv.item for recv in step.recvs}
     for other in assignment.ulysses_group(rank):
         # Before the grid, a rank gathers everybody's tokens for its heads; after it, its tokens from everybody's heads.
-        tokens_of, heads_of = (other, rank) if step.after.form == "whole" else (rank, other)
+        tokens_of, heads_of = (other, rank) if kind in inputs else (rank, other)
         piece = Item(kind, tokens_of, "piece", assignment.head_slice(heads_of))
         if other != rank and evidence.matrix.has_tokens(kind, tokens_of) and piece not in arriving:
-            yield piece
+            yield f"the exchange does not bring {format_item(piece)}"
 
 
 def matching(evidence: Evidence, run: Run) -> Iterator[Breach]:
     yield from _unmatched(evidence.send_sightings(), evidence.recvs, lambda t: f"rank {t.dest} has no receive for it")
     yield from _unmatched(evidence.recv_sightings(), evidence.sends, lambda t: f"rank {t.source} never sends it")
+    yield from _out_of_order(evidence)
     yield from _uneven_calls(evidence)
     yield from _foreign_heads(evidence)
 
@@ -113,6 +140,26 @@ def _unmatched(
         met[transfer] += 1
         if met[transfer] > others[transfer]:
             yield Breach("matching", rank, index, f"{format_item(transfer.item)}: {complaint(transfer)}")
+
+
+def _out_of_order(evidence: Evidence) -> Iterator[Breach]:
+    """Between two ranks, transfers must be received in the order they are sent: not every transport has tags."""
+    sent: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    received: dict[tuple[int, int], list[Sighting]] = defaultdict(list)
+    for sighting in evidence.send_sightings():
+        if sighting.transfer in evidence.recvs:
+            sent[sighting.transfer.source, sighting.transfer.dest].append(sighting.transfer)
+    for sighting in evidence.recv_sightings():
+        if sighting.transfer in evidence.sends:
+            received[sighting.transfer.source, sighting.transfer.dest].append(sighting)
+    for pair, sightings in received.items():
+        for expected, (transfer, rank, index) in zip(sent[pair], sightings, strict=False):
+            if transfer != expected:
+                message = (
+                    f"rank {transfer.source} sends {format_item(expected.item)} before {format_item(transfer.item)}"
+                )
+                yield Breach("matching", rank, index, message)
+                break
 
 
 def _uneven_calls(evidence: Evidence) -> Iterator[Breach]:
@@ -159,7 +206,7 @@ def homecoming(evidence: Evidence, run: Run) -> Iterator[Breach]:
         rank = program.rank
         place, heads = evidence.plan.assignment.place(rank), evidence.plan.assignment.head_slice(rank)
         for kind in OUTPUTS[evidence.plan.direction]:
-            result = Item(kind, place)
+            result = Item(kind, place, "home" if evidence.plan.assignment.ulysses == 1 else "whole")
             if not evidence.matrix.segments(AXIS_OF[kind], place):
                 continue
             at = _last_write(evidence, rank, result)
