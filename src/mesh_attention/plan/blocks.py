@@ -99,11 +99,16 @@ class BlockMatrix:
         share = 1 if item.form == "home" else self.assignment.ulysses
         payload, statistics = elements_a_token(item.kind, problem)
         width = problem.accumulator_itemsize if item.form == "running" else problem.itemsize
-        tokens = problem.batch * _count(segments)
-        return Bytes(
-            payload=tokens * payload // share * width,
-            statistics=tokens * statistics // share * problem.accumulator_itemsize,
-        )
+        tokens, wide = problem.batch * _count(segments), problem.accumulator_itemsize
+        record = payload // share * width
+        if statistics and item.form != "home":
+            record += -record % wide  # statistics are read in place, so the next record must be aligned for them
+        return Bytes(payload=tokens * record, statistics=tokens * (statistics // share) * wide)
+
+    def runs(self, item: Item) -> int:
+        """In how many pieces an item travels: one for each run of its tokens."""
+        axis = AXIS_OF[item.kind]
+        return len(self.home_segments(axis, item.shard) if item.form == "piece" else self.segments(axis, item.shard))
 
     def has_tokens(self, kind: Kind, rank: int) -> bool:
         return bool(self.home_segments(AXIS_OF[kind], rank))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.steps import Attend, Item, Step, effects
+from mesh_attention.plan.steps import Attend, Exchange, Item, Recv, Send, Step, effects
 
 
 def shared_buffers(steps: Iterable[Step]) -> tuple[tuple[Item, ...], ...]:
@@ -40,7 +40,8 @@ def held_nbytes(steps: Sequence[Step], matrix: BlockMatrix) -> list[int]:
     in_use: dict[tuple[Item, ...], int] = {}
     profile = []
     now = 0
-    for _, writes, adds, frees in map(effects, steps):
+    for step in steps:
+        _, writes, adds, frees = effects(step)
         for item in writes + adds:
             if item not in held:
                 held.add(item)
@@ -48,7 +49,7 @@ def held_nbytes(steps: Sequence[Step], matrix: BlockMatrix) -> list[int]:
                 if not in_use.get(allocation):
                     now += _total(allocation, matrix)
                 in_use[allocation] = in_use.get(allocation, 0) + 1
-        profile.append(now)
+        profile.append(now + _staged(step, matrix))
         for item in frees:
             if item in held:
                 held.discard(item)
@@ -57,6 +58,14 @@ def held_nbytes(steps: Sequence[Step], matrix: BlockMatrix) -> list[int]:
                 if not in_use[allocation]:
                     now -= _total(allocation, matrix)
     return profile
+
+
+def _staged(step: Step, matrix: BlockMatrix) -> int:
+    """Bytes an exchange holds besides: at home, pieces lie apart from the caller's tensors while they travel."""
+    if not isinstance(step, Exchange):
+        return 0
+    ends: tuple[Send | Recv, ...] = step.sends if step.after.form == "whole" else step.recvs
+    return sum(matrix.nbytes(end.item).total for end in ends)
 
 
 def _total(allocation: tuple[Item, ...], matrix: BlockMatrix) -> int:
