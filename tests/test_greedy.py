@@ -106,5 +106,5 @@ def test_costs_follow_from_bytes_and_flops() -> None:
 def test_costs_and_call_sizes_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"cost of kv is -1: expected a number above 0"):
         Costs(kv=-1)
-    with pytest.raises(ScheduleError, match=r"blocks_per_call=0: expected at least 1"):
+    with pytest.raises(ScheduleError, match=r"blocks_per_call=0: expected a whole number of at least 1"):
         make_plan(Problem.self_attention(seq=8, heads=1, head_dim=1, ranks=2), blocks_per_call=0)

@@ -61,7 +61,7 @@ def test_causal_is_bottom_right_aligned() -> None:
     assert causal().pairs(range(5), range(1), seq_q=5, seq_kv=1) == 1
 
 
-def test_masks_are_compared_by_meaning() -> None:
+def test_combinations_are_one_band_inside_documents() -> None:
     assert causal() & window(4, 7) == window(4, 0)
     assert full() & causal() == causal()
     assert documents([0, 3, 9]) & documents([0, 5, 9]) == documents([0, 3, 5, 9])

@@ -46,7 +46,9 @@ class LocalGroup:
 def _move(sent: Parcel, received: Parcel) -> None:
     sizes = [[chunk.numel() for chunk in parcel.chunks] for parcel in (sent, received)]
     if sizes[0] != sizes[1]:
-        raise StalledError(f"chunks of {sizes[0]} bytes were sent ({sent.label}), {sizes[1]} expected ({received.label})")
+        raise StalledError(
+            f"chunks of {sizes[0]} bytes were sent ({sent.label}), {sizes[1]} expected ({received.label})"
+        )
     for source, dest in zip(sent.chunks, received.chunks, strict=True):
         dest.copy_(source)
 

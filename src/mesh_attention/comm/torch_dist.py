@@ -53,8 +53,9 @@ def process_group(group: Group | None) -> ProcessGroup:
         return group.get_group()
     if not dist.is_initialized():
         raise ProblemError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
-    world: ProcessGroup = dist.group.WORLD
-    return world if group is None else group
+    chosen = group if group is not None else dist.group.WORLD
+    assert chosen is not None  # there is a default group once torch.distributed is initialised
+    return chosen
 
 
 class _Works:

@@ -37,7 +37,11 @@ class Engine:
     """One for each rank and pass of the last calls, for those who look at memory; cleared by whoever reads it."""
 
     def execute(
-        self, direction: Direction, inputs: Sequence[dict[str, Fields]], tokens: Sequence[dict[str, int]], kernel: Kernel
+        self,
+        direction: Direction,
+        inputs: Sequence[dict[str, Fields]],
+        tokens: Sequence[dict[str, int]],
+        kernel: Kernel,
     ) -> list[dict[str, Fields]]:
         """One pass of every rank played here. `tokens` are the local lengths of q and kv."""
         device = next(iter(inputs[0]["q"].values())).device

@@ -33,7 +33,9 @@ class CallMask:
         shift: Tensor | int = self.seq_kv - self.seq_q
         seen = torch.ones(1, dtype=torch.bool, device=device)
         if self.mask.documents is not None:
-            q_cuts, kv_cuts = (torch.tensor(cuts, device=device) for cuts in (self.mask.documents.q, self.mask.documents.kv))
+            q_cuts, kv_cuts = (
+                torch.tensor(cuts, device=device) for cuts in (self.mask.documents.q, self.mask.documents.kv)
+            )
             q_doc, kv_doc = torch.searchsorted(q_cuts, q, right=True), torch.searchsorted(kv_cuts, kv, right=True)
             seen = q_doc == kv_doc
             shift = kv_cuts[q_doc] - q_cuts[q_doc]

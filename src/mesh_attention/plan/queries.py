@@ -70,7 +70,7 @@ def flops_by_rank(plan: Plan) -> list[int]:
 def imbalance(flops: Iterable[int]) -> float:
     """How much longer the busiest rank computes than the average: 0 is even, 1 is twice as long."""
     flops = list(flops)
-    mean = sum(flops) / len(flops)
+    mean = sum(flops) / max(1, len(flops))
     return max(flops) / mean - 1 if mean else 0.0
 
 

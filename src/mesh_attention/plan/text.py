@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from mesh_attention.plan.plan import Plan
 
 HEADER = "mesh-attention plan 1"
+MOST_NUMBERS = 1 << 20
+"""In one range; a typing error should not fill the memory."""
 
 # Items and steps
 
@@ -51,12 +53,13 @@ def format_item(item: Item) -> str:
             assert_never(item.form)
 
 
-_ITEM = re.compile(r"(home:)?([a-z]+)(\d+)(?:(~)|@(\d+)|/(\d+))?")
+# No number here is longer than nine digits; longer ones are not read.
+_ITEM = re.compile(r"(home:)?([a-z]+)(\d{1,9})(?:(~)|@(\d{1,9})|/(\d{1,9}))?")
 
 
 def parse_item(text: str) -> Item:
     found = _ITEM.fullmatch(text)
-    if found is None or (found[1] and found[0][-1] == "~"):
+    if found is None or (found[1] and not found[0][-1].isdecimal()) or (found[1] and (found[5] or found[6])):
         raise ParseError(f"item {text!r}: expected one such as q3, o3~, o3@5, home:q3 or q3/1")
     home, kind, shard, tilde, source, heads = found.groups()
     if home:
@@ -117,6 +120,9 @@ def _parse_items(text: str) -> tuple[Item, ...]:
 
 def _parse_transfers(text: str) -> tuple[tuple[Send, ...], tuple[Recv, ...]]:
     steps = [parse_step(part.strip()) for part in text.split(";") if part.strip()]
+    for step in steps:
+        if not isinstance(step, Send | Recv):
+            raise ParseError(f"'{format_step(step)}' inside a collective: expected only sends and receives")
     return tuple(s for s in steps if isinstance(s, Send)), tuple(s for s in steps if isinstance(s, Recv))
 
 
@@ -125,8 +131,8 @@ def _parse_collective(op: Literal["gather", "reduce"], group: str, transfers: st
 
 
 _STEP_FORMS: tuple[tuple[str, Callable[..., Step]], ...] = (
-    (r"recv (\S+) from (\d+)", lambda item, rank: Recv(parse_item(item), int(rank))),
-    (r"send (\S+) to (\d+)", lambda item, rank: Send(parse_item(item), int(rank))),
+    (r"recv (\S+) from (\d{1,9})", lambda item, rank: Recv(parse_item(item), int(rank))),
+    (r"send (\S+) to (\d{1,9})", lambda item, rank: Send(parse_item(item), int(rank))),
     (r"gather over (\S+):(.*)", lambda group, rest: _parse_collective("gather", group, rest)),
     (r"reduce over (\S+):(.*)", lambda group, rest: _parse_collective("reduce", group, rest)),
     (
@@ -174,9 +180,9 @@ def format_move(move: Move) -> str:
 
 
 _MOVE_FORMS: tuple[tuple[str, Callable[..., Move]], ...] = (
-    (r"fetch ([a-z]+) (\d+)", lambda kind, offset: Fetch(_kind(kind), int(offset))),
+    (r"fetch ([a-z]+) (\d{1,9})", lambda kind, offset: Fetch(_kind(kind), int(offset))),
     (r"meet (\S+) x (\S+)", lambda rows, cols: Meet(parse_numbers(rows), parse_numbers(cols))),
-    (r"return ([a-z]+) (\d+)", lambda kind, offset: Return(_kind(kind), int(offset))),
+    (r"return ([a-z]+) (\d{1,9})", lambda kind, offset: Return(_kind(kind), int(offset))),
     (r"gather ([a-z]+)", lambda kind: Together("gather", _kind(kind))),
     (r"reduce ([a-z]+)", lambda kind: Together("reduce", _kind(kind))),
     (r"exchange ([a-z]+)", lambda kind: Together("exchange", _kind(kind))),
@@ -207,11 +213,11 @@ def format_numbers(numbers: Iterable[int]) -> str:
 def parse_numbers(text: str) -> tuple[int, ...]:
     numbers: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if found is None:
+        found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+        if not 0 <= last - first < MOST_NUMBERS:
             raise ParseError(f"numbers {text!r}: expected such as 0,1 or 0-3,8")
-        first = int(found[1])
-        numbers.extend(range(first, int(found[2] or first) + 1))
+        numbers.extend(range(first, last + 1))
     return tuple(numbers)
 
 

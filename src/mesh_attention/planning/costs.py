@@ -27,8 +27,9 @@ class Costs:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            if not 0 < getattr(self, f.name) < float("inf"):
-                raise ScheduleError(f"cost of {f.name} is {getattr(self, f.name)}: expected a number above 0")
+            cost = getattr(self, f.name)
+            if not isinstance(cost, int | float) or not 0 < cost < float("inf"):
+                raise ScheduleError(f"cost of {f.name} is {cost!r}: expected a number above 0")
 
     def of(self, kind: Kind) -> float:
         cost: float = getattr(self, kind)

@@ -26,8 +26,10 @@ from mesh_attention.planning.costs import Costs
 
 def greedy_moves(tile: Tile, direction: Direction, *, costs: Costs, blocks_per_call: int = 1) -> tuple[Move, ...]:
     """The moves of one tile, from its own block to the last partial returned."""
-    if blocks_per_call < 1:
-        raise ScheduleError(f"blocks_per_call={blocks_per_call}: expected at least 1")
+    if type(blocks_per_call) is not int or blocks_per_call < 1:
+        raise ScheduleError(f"blocks_per_call={blocks_per_call!r}: expected a whole number of at least 1")
+    if not isinstance(costs, Costs):
+        raise ScheduleError(f"costs {costs!r}: expected Costs(...)")
     order = _Order(tile, direction, costs, blocks_per_call)
     while order.has_work:
         call = order.next_call()

@@ -1,7 +1,8 @@
 """The rules a plan must keep. Each is a function from evidence to breaches, and needs no other rule.
 
+form         every step uses things of the right kind and form and deals with the right ranks (forms.py)
 coverage     every unmasked block is attended exactly once, an empty one never
-presence     nothing is read before it is written or after it is freed; nothing is written twice, in part or amiss
+presence     nothing is read before it is written or after it is freed; nothing is written twice, or added to after its finish
 matching     every send is met by one receive of the same thing, in the same order; groups make the same collectives
 progress     no circle of waiting, even where a send waits for its receive
 homecoming   every partial reaches its home and is merged there exactly once; every result is finished
@@ -18,23 +19,23 @@ from collections.abc import Callable, Iterator
 from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.steps import (
     AXIS_OF,
-    INPUTS,
     OUTPUTS,
     Attend,
     Collective,
     Exchange,
     Finish,
+    Free,
     Item,
     Kind,
     Merge,
-    Pack,
     Recv,
     Send,
-    Step,
     running,
+    transfers,
 )
 from mesh_attention.plan.text import format_item, format_step
 from mesh_attention.verification.evidence import Breach, Call, Evidence, Sighting, Transfer, op_of
+from mesh_attention.verification.forms import form
 from mesh_attention.verification.rendezvous import Run, circles
 
 Rule = Callable[[Evidence, Run], Iterator[Breach]]
@@ -45,8 +46,6 @@ def coverage(evidence: Evidence, run: Run) -> Iterator[Breach]:
     seen: dict[tuple[int, int, int], tuple[int, int]] = {}
     shards = range(assignment.places)
     for rank, index, attend in _attends(evidence):
-        if strange := _strange_reads(evidence, rank, attend):
-            yield Breach("coverage", rank, index, strange)
         for row in attend.rows:
             for col in attend.cols:
                 block = (row.shard, col.shard, assignment.head_slice(rank))
@@ -69,24 +68,11 @@ def coverage(evidence: Evidence, run: Run) -> Iterator[Breach]:
                         yield Breach("coverage", rank, None, f"{name} lies in this rank's tile and nobody attends it")
 
 
-def _strange_reads(evidence: Evidence, rank: int, attend: Attend) -> str | None:
-    """What is wrong with what an attend reads, apart from whether it is there."""
-    rows, cols, grads = attend.rows, attend.cols, attend.grads
-    due = tuple(row.shard for row in rows) if evidence.plan.direction == "backward" else ()
-    if tuple(grad.shard for grad in grads) != due:
-        return f"a {evidence.plan.direction} attend needs dO of {list(due)}"
-    if any(item.kind != kind for items, kind in ((rows, "q"), (cols, "kv"), (grads, "do")) for item in items):
-        return "an attend takes q as rows, kv as columns and do after 'with'"
-    forms = ("whole",) if evidence.plan.assignment.ulysses > 1 else ("whole", "home")
-    if any(item.form not in forms or item.source is not None for item in (*rows, *cols, *grads)):
-        return f"an attend reads shards in the form {' or '.join(forms)}"
-    return None
-
-
 def presence(evidence: Evidence, run: Run) -> Iterator[Breach]:
     for program in evidence.programs:
         held = evidence.inputs(program.rank)
         freed: set[Item] = set()
+        finished: set[Item] = set()
         for index, done in enumerate(evidence.effects[program.rank]):
             for item in (*done.reads, *done.frees):
                 if item not in held:
@@ -95,33 +81,13 @@ def presence(evidence: Evidence, run: Run) -> Iterator[Breach]:
             for item in done.writes:
                 if item in held:
                     yield Breach("presence", program.rank, index, f"{format_item(item)} is written over")
-            for flaw in _flaws_of_conversion(evidence, program.rank, program.steps[index]):
-                yield Breach("presence", program.rank, index, flaw)
+            for item in done.adds:
+                if item in finished:
+                    yield Breach("presence", program.rank, index, f"{format_item(item)} was finished before")
+            finished.update(item for item in done.frees if item.form == "running")
             held.update(done.writes, done.adds)
             held.difference_update(done.frees)
             freed.update(done.frees)
-
-
-def _flaws_of_conversion(evidence: Evidence, rank: int, step: Step) -> Iterator[str]:
-    """A pack or exchange that turns something into something else, or brings only some of it."""
-    if not isinstance(step, Pack | Exchange):
-        return
-    assignment, inputs = evidence.plan.assignment, INPUTS[evidence.plan.direction]
-    kind = step.before.kind
-    whole, home = Item(kind, assignment.place(rank)), Item(kind, rank, "home")
-    if (step.before, step.after) != ((home, whole) if kind in inputs else (whole, home)):
-        yield f"{format_item(step.after)} cannot be made of {format_item(step.before)} here"
-    if isinstance(step, Pack):
-        if assignment.ulysses > 1:
-            yield "packing leaves out the trade of heads for tokens"
-        return
-    arriving = {recv.item for recv in step.recvs}
-    for other in assignment.ulysses_group(rank):
-        # Before the grid, a rank gathers everybody's tokens for its heads; after it, its tokens from everybody's heads.
-        tokens_of, heads_of = (other, rank) if kind in inputs else (rank, other)
-        piece = Item(kind, tokens_of, "piece", assignment.head_slice(heads_of))
-        if other != rank and evidence.matrix.has_tokens(kind, tokens_of) and piece not in arriving:
-            yield f"the exchange does not bring {format_item(piece)}"
 
 
 def matching(evidence: Evidence, run: Run) -> Iterator[Breach]:
@@ -129,7 +95,6 @@ def matching(evidence: Evidence, run: Run) -> Iterator[Breach]:
     yield from _unmatched(evidence.recv_sightings(), evidence.sends, lambda t: f"rank {t.source} never sends it")
     yield from _out_of_order(evidence)
     yield from _uneven_calls(evidence)
-    yield from _foreign_heads(evidence)
 
 
 def _unmatched(
@@ -178,15 +143,6 @@ def _uneven_calls(evidence: Evidence) -> Iterator[Breach]:
             yield Breach("matching", rank, index, f"the group's ranks call different things: {', '.join(sorted(ops))}")
 
 
-def _foreign_heads(evidence: Evidence) -> Iterator[Breach]:
-    """Outside exchanges, only ranks that work on the same heads have anything to say to each other."""
-    head_slice = evidence.plan.assignment.head_slice
-    for transfer, rank, index in evidence.send_sightings():
-        if transfer.item.form != "piece" and head_slice(transfer.dest) != head_slice(rank):
-            message = f"{format_item(transfer.item)}: rank {transfer.dest} works on other heads"
-            yield Breach("matching", rank, index, message)
-
-
 def progress(evidence: Evidence, run: Run) -> Iterator[Breach]:
     for circle in circles(run.stuck):
         ranks = " -> ".join(str(wait.rank) for wait in (*circle, circle[0]))
@@ -206,12 +162,12 @@ def homecoming(evidence: Evidence, run: Run) -> Iterator[Breach]:
         rank = program.rank
         place, heads = evidence.plan.assignment.place(rank), evidence.plan.assignment.head_slice(rank)
         for kind in OUTPUTS[evidence.plan.direction]:
-            result = Item(kind, place, "home" if evidence.plan.assignment.ulysses == 1 else "whole")
+            result = Item(kind, rank, "home")  # under Ulysses, this rank's heads of it
             if not evidence.matrix.segments(AXIS_OF[kind], place):
                 continue
             at = _last_write(evidence, rank, result)
             if (rank, result) not in arrived:
-                yield Breach("homecoming", rank, at, f"{format_item(result)} is never finished at its home")
+                yield Breach("homecoming", rank, at, f"{format_item(result)} is never given back to the caller")
                 continue
             merged = Counter(arrived[rank, result])
             due = Counter(owed[kind, place, heads])
@@ -220,10 +176,6 @@ def homecoming(evidence: Evidence, run: Run) -> Iterator[Breach]:
                     what = f"what rank {origin[0]} computed at step {origin[1]}"
                     times = f"is {merged[origin]} times in {format_item(result)}; expected {due[origin]}"
                     yield Breach("homecoming", rank, at, f"{what} {times}")
-        for item in evidence.outputs(rank):
-            is_due = item.form == "home" and evidence.matrix.has_tokens(item.kind, rank)
-            if is_due and _last_write(evidence, rank, item) is None:
-                yield Breach("homecoming", rank, None, f"{format_item(item)} is never given back to the caller")
 
 
 def _follow_partials(
@@ -232,6 +184,7 @@ def _follow_partials(
     """Which contributions were computed for each result, and which each held item contains after everything has run."""
     owed: dict[tuple[Kind, int, int], list[Origin]] = defaultdict(list)
     contents: dict[tuple[int, Item], list[Origin]] = {}
+    moved: set[Call] = set()
     for rank, index in run.order:
         step = evidence.programs[rank].steps[index]
         match step:
@@ -242,17 +195,32 @@ def _follow_partials(
             case Finish(item):
                 contents[rank, item] = contents.pop((rank, running(item.kind, item.shard)), [])
             case Send(item, dest):
-                contents[dest, item._replace(source=rank)] = contents.get((rank, item), [])
-            case Collective(_, _, _, recvs):
-                # Everybody has come this far, so what the others send is complete.
-                for item, source in ((recv.item, recv.source) for recv in recvs):
-                    contents[rank, item] = contents.get((source, item._replace(source=None)), [])
+                contents[dest, item._replace(source=rank)] = list(contents.get((rank, item), ()))
+            case Collective():
+                if evidence.calls[rank][index] not in moved:
+                    # The first of its members to go on: all have come this far, and none further.
+                    moved.add(evidence.calls[rank][index])
+                    _move_partials(evidence, evidence.calls[rank][index], contents)
             case Merge(partial):
                 total = running(partial.kind, partial.shard)
                 contents.setdefault((rank, total), []).extend(contents.get((rank, partial), ()))
+            case Exchange(before, after):
+                contents[rank, after] = contents.get((rank, before), [])
+            case Free(item):
+                contents.pop((rank, item), None)
             case _:
                 pass
     return owed, contents
+
+
+def _move_partials(evidence: Evidence, call: Call, contents: dict[tuple[int, Item], list[Origin]]) -> None:
+    """What a collective's receivers get is what its senders hold at that point."""
+    for rank in call.group:
+        for index, made in evidence.calls[rank].items() if rank < len(evidence.calls) else ():
+            if made == call:
+                for recv in transfers(evidence.programs[rank].steps[index])[1]:
+                    sent = contents.get((recv.source, recv.item._replace(source=None)), ())
+                    contents[rank, recv.item] = list(sent)
 
 
 def purpose(evidence: Evidence, run: Run) -> Iterator[Breach]:
@@ -292,7 +260,8 @@ def memory(evidence: Evidence, run: Run) -> Iterator[Breach]:
 
 
 RULES: dict[str, Rule] = {
-    rule.__name__: rule for rule in (coverage, presence, matching, progress, homecoming, purpose, tidiness, memory)
+    rule.__name__: rule
+    for rule in (form, coverage, presence, matching, progress, homecoming, purpose, tidiness, memory)
 }
 
 
