@@ -87,9 +87,16 @@ def test_backward_completes_rows_and_columns_in_turn() -> None:
 @pytest.mark.parametrize(("tile", "most"), [(Tile(16, 16), 48), (Tile(1, 256), 70), (Tile(256, 1), 70)])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_grouping_makes_few_large_calls(tile: Tile, most: int, direction: Direction) -> None:
-    costs = Costs(q=2.0, kv=4.0, do=1.0, o=2.0, dq=1.0, dkv=2.0)
+    costs = Costs(q=0.2, kv=0.4, do=0.1, o=0.2, dq=0.1, dkv=0.2)
     calls = [m for m in greedy_moves(tile, direction, costs=costs, blocks_per_call=4) if isinstance(m, Meet)]
     assert len(calls) <= most
+
+
+def test_compute_does_not_wait_for_a_full_call_behind_a_slow_link() -> None:
+    """A ring whose link is as fast as compute: one block at a time costs nothing, eight at a time six blocks more."""
+    moves = greedy_moves(Tile(1, 8), "forward", costs=Costs(kv=1.0), blocks_per_call=8)
+    calls = [len(m.cols) for m in moves if isinstance(m, Meet)]
+    assert calls == [1] * 8
 
 
 def test_costs_follow_from_bytes_and_flops() -> None:

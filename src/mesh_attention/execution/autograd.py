@@ -3,7 +3,7 @@ them in a local group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ class Engine:
     def execute(
         self,
         direction: Direction,
-        inputs: Sequence[dict[str, Fields]],
+        inputs: Sequence[Mapping[str, Fields]],
         tokens: Sequence[dict[str, int]],
         kernel: Kernel,
     ) -> list[dict[str, Fields]]:
@@ -114,7 +114,7 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, engine: Engine, *tensors: Tensor) -> tuple[Tensor, ...]:
         ranks = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
-        inputs = [{"q": {"q": _by_token(q)}, "kv": {"k": _by_token(k), "v": _by_token(v)}} for q, k, v in ranks]
+        inputs = [_forward_inputs(*rank) for rank in ranks]
         tokens = [{"q": q.shape[1], "kv": k.shape[1]} for q, k, _ in ranks]
         kernel = engine.kernel(engine.demand(tensors[0].device, lse_gradient=False))
         results = engine.execute("forward", inputs, tokens, kernel)
@@ -164,7 +164,11 @@ def _backward_inputs(
     if d_lse is not None:
         delta = delta - d_lse.permute(2, 0, 1)
     row = {"lse": lse.permute(2, 0, 1)[..., None], "delta": delta[..., None], "do": _by_token(d_out)}
-    return {"q": {"q": _by_token(q)}, "kv": {"k": _by_token(k), "v": _by_token(v)}, "do": row}
+    return {**_forward_inputs(q, k, v), "do": row}
+
+
+def _forward_inputs(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Fields]:
+    return {"q": {"q": _by_token(q)}, "kv": {"k": _by_token(k), "v": _by_token(v)}}
 
 
 def _by_token(tensor: Tensor) -> Tensor:

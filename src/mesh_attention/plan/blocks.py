@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.assignment import Assignment, Axis
 from mesh_attention.plan.layout import Layout, join
 from mesh_attention.plan.steps import AXIS_OF, Direction, Item, Kind
 from mesh_attention.problem import Problem
+
+Found = TypeVar("Found")
 
 
 class Bytes(NamedTuple):
@@ -34,6 +37,7 @@ class BlockMatrix:
         self._live: dict[tuple[int, int], bool] = {}
         self._needs: dict[tuple[Axis, int, int], bool] = {}
         self._nbytes: dict[Item, Bytes] = {}
+        self._remembered: dict[Hashable, Any] = {}
 
     def segments(self, axis: Axis, place: int) -> tuple[Segment, ...]:
         """Positions of a place's query (row) or key/value (col) shard: its ranks' shards, joined where they touch."""
@@ -84,6 +88,13 @@ class BlockMatrix:
                 needed = any(self.is_live(row, shard) for row in self.assignment.group("row", place))
             self._needs[key] = needed
         return needed
+
+    def remember(self, key: Hashable, work_out: Callable[[], Found]) -> Found:
+        """What was worked out under this key before, or now."""
+        if key not in self._remembered:
+            self._remembered[key] = work_out()
+        found: Found = self._remembered[key]
+        return found
 
     def nbytes(self, item: Item) -> Bytes:
         """Bytes of an item where it is held; running sums are wider than what travels."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.steps import Attend, Exchange, Item, Recv, Send, Step, effects
+from mesh_attention.plan.steps import Attend, Effects, Exchange, Item, Recv, Send, Step, effects
 
 
 def shared_buffers(steps: Iterable[Step]) -> tuple[tuple[Item, ...], ...]:
@@ -33,15 +33,14 @@ def shared_buffers(steps: Iterable[Step]) -> tuple[tuple[Item, ...], ...]:
     return tuple(sorted(tuple(sorted(group)) for group in groups.values()))
 
 
-def held_nbytes(steps: Sequence[Step], matrix: BlockMatrix) -> list[int]:
-    """Bytes held during each step, everything allocated during the call counted."""
+def held_nbytes(steps: Sequence[Step], matrix: BlockMatrix, *, done: Sequence[Effects] | None = None) -> list[int]:
+    """Bytes held during each step, everything allocated during the call counted. `done` spares working out the effects."""
     allocation_of = {item: group for group in shared_buffers(steps) for item in group}
     held: set[Item] = set()
     in_use: dict[tuple[Item, ...], int] = {}
     profile = []
     now = 0
-    for step in steps:
-        _, writes, adds, frees = effects(step)
+    for step, (_, writes, adds, frees) in zip(steps, done or map(effects, steps), strict=True):
         for item in writes + adds:
             if item not in held:
                 held.add(item)

@@ -7,7 +7,7 @@ do not need it: each passes it straight to the next one that does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from typing_extensions import assert_never
@@ -55,7 +55,9 @@ def lower(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank
                 {"gather": lowering.gather, "reduce": lowering.reduce, "exchange": lowering.exchange}[op](kind)
             case _:
                 assert_never(move)
-    packed = with_packs(lowering.steps, rank=rank) if matrix.assignment.ulysses == 1 else lowering.steps
+    packed = lowering.steps
+    if matrix.assignment.ulysses == 1:
+        packed = with_packs(packed, rank=rank, inputs=INPUTS[direction])
     steps = with_frees(packed)
     return Program(rank=rank, steps=steps, peak_nbytes=max(held_nbytes(steps, matrix), default=0))
 
@@ -204,27 +206,23 @@ class _Lowering:
         return range(1, len(self.assignment.group(AXIS_OF[kind], self.place)))
 
 
-def with_packs(steps: Sequence[Step], *, rank: int) -> list[Step]:
+def with_packs(steps: Sequence[Step], *, rank: int, inputs: Collection[Kind]) -> list[Step]:
     """The steps with the rank's own inputs packed before their first use, where they travel or lie beside others.
 
     An input that is only attended by itself is read from the caller's tensors, with no copy.
     """
-    own = {item for step in steps for item in effects(step).reads if item == Item(item.kind, rank)} - _made_here(steps)
-    packed = {item for step in steps for send in transfers(step)[0] for item in (send.item,)}
+    own = {Item(kind, rank) for kind in inputs}
+    packed = {send.item for step in steps for send in transfers(step)[0]}
     packed.update(item for group in shared_buffers(steps) for item in group)
     at_home = {item: item._replace(form="home") for item in own - packed}
-    result: list[Step] = []
     waiting = own & packed
+    result: list[Step] = []
     for step in steps:
-        for item in sorted(waiting & set(effects(step).reads)):
+        for item in sorted(waiting.intersection(effects(step).reads)) if waiting else ():
             result.append(Pack(item._replace(form="home"), item))
             waiting.discard(item)
-        result.append(_renamed(step, at_home) if isinstance(step, Attend) else step)
+        result.append(_renamed(step, at_home) if at_home and isinstance(step, Attend) else step)
     return result
-
-
-def _made_here(steps: Sequence[Step]) -> set[Item]:
-    return {item for step in steps for item in effects(step).writes}
 
 
 def _renamed(step: Attend, names: dict[Item, Item]) -> Attend:

@@ -7,7 +7,8 @@ partials can leave. Once everything is here, backward completes rows and columns
 
 A row waits until `blocks_per_call` columns are pending for it, and rows that wait for the same columns meet them in one
 rectangle: few large kernel calls instead of one a block. Rows whose columns are all here are completed one by one, or
-as few at once as make a call. With 1, every call is one block, as in the paper.
+as few at once as make a call. Smaller calls are made only while compute would wait for the link anyway. With 1, every
+call is one block, as in the paper.
 
 Ring-Attention is the tile of one row; pass-Q the tile of one column. Nothing here knows their names.
 """
@@ -34,10 +35,14 @@ def greedy_moves(tile: Tile, direction: Direction, *, costs: Costs, blocks_per_c
     while order.has_work:
         call = order.next_call()
         if call is None:
-            order.wait_for_something()
+            order.fetch_something()
+            call = order.idle_call()
         else:
             order.fetch_behind(call)
-            order.post_returns()  # after the fetches: compute waits for those, nobody for these
+        order.post_returns()  # after the fetches: compute waits for those, nobody for these
+        if call is None:
+            order.wait()
+        else:
             order.meet(call)
     order.post_returns()
     return (*order.moves, *(Return(kind, 0) for kind in OUTPUTS[direction]))
@@ -93,11 +98,12 @@ class _Order:
     def _newly_touched(self, call: _Call) -> int:
         return (call[0] & ~self.touched["row"]).bit_count() + (call[1] & ~self.touched["col"]).bit_count()
 
-    def wait_for_something(self) -> None:
-        """Nothing to attend: fetch one more if nothing is on its way, then wait for the next arrival."""
+    def fetch_something(self) -> None:
+        """No call is ready: make sure that something is on its way."""
         if not self.arrivals:
             self._fetch()
-        self.post_returns()
+
+    def wait(self) -> None:
         self.now = max(self.now, self.arrivals[0][0])
         self._land()
 
@@ -139,6 +145,16 @@ class _Order:
             call = self._call_from(row, pending, here) if pending else None
             if call is not None:
                 return call
+        return None
+
+    def idle_call(self) -> _Call | None:
+        """While compute would wait for the link anyway, a call too small to be worth it costs nothing if it fits in."""
+        here = (1 << self.here["col"]) - 1
+        wait = self.arrivals[0][0] - self.now
+        for row in self._rows_here():
+            pending = here & ~self.done[row]
+            if pending and pending.bit_count() <= wait:
+                return 1 << row, pending
         return None
 
     def _rows_here(self) -> Iterable[int]:

@@ -116,7 +116,8 @@ def _flaws_of_conversion(evidence: Evidence, rank: int, step: Pack | Exchange) -
     }
     due |= {Recv(_piece(evidence, kind, o if inward else rank, rank if inward else o), o) for o in others}
     due = {end for end in due if evidence.matrix.has_tokens(kind, end.item.shard)}
-    for end in sorted(due ^ {*step.sends, *step.recvs}, key=str):
+    made: set[Send | Recv] = {*step.sends, *step.recvs}
+    for end in sorted(due ^ made, key=str):
         yield f"the exchange {'lacks' if end in due else 'has no use for'} {format_item(end.item)}"
 
 

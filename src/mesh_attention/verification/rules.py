@@ -251,7 +251,7 @@ def tidiness(evidence: Evidence, run: Run) -> Iterator[Breach]:
 
 def memory(evidence: Evidence, run: Run) -> Iterator[Breach]:
     for program in evidence.programs:
-        profile = held_nbytes(program.steps, evidence.matrix)
+        profile = held_nbytes(program.steps, evidence.matrix, done=evidence.effects[program.rank])
         for index, nbytes in enumerate(profile):
             if nbytes > program.peak_nbytes:
                 message = f"{nbytes:,} bytes are held here; the program states {program.peak_nbytes:,}"
