@@ -34,7 +34,7 @@ def test_a_zigzag_tile_is_a_handful_of_calls() -> None:
     problem = Problem.self_attention(seq=1 << 20, heads=32, head_dim=128, ranks=256, mask=causal())
     assert rank_costs(make_plan(problem, method="attention2d", tile=(16, 16)), 100).kernel_calls <= 6
     grouped = rank_costs(make_plan(problem, tile=(16, 16), blocks_per_call=8), 100)
-    assert grouped.kernel_calls <= 48
+    assert grouped.kernel_calls <= 80
     assert rank_costs(make_plan(problem, tile=(16, 16)), 100).kernel_calls == 256
 
 

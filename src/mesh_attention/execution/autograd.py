@@ -1,5 +1,7 @@
-"""Autograd over a forward and a backward plan, for all the ranks this process plays: one under torch.distributed, all of
-them in a local group."""
+"""Autograd over a forward and a backward plan, for all the ranks this process plays.
+
+That is one under torch.distributed, and all of them in a local group.
+"""
 
 from __future__ import annotations
 
@@ -106,6 +108,12 @@ def _fill_in_empty(
         if kind not in result:
             assert not tokens["kv" if kind == "dkv" else "q"]
             result[kind] = new_output(kind)
+
+
+def attend(engine: Engine, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """O and LSE of every rank played here, from its Q, K and V; differentiable once."""
+    results: tuple[Tensor, ...] = AttentionFunction.apply(engine, *tensors)  # type: ignore[no-untyped-call]
+    return results
 
 
 class AttentionFunction(torch.autograd.Function):
