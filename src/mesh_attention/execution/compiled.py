@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mesh_attention.execution.buffers import Lot, Span
 from mesh_attention.kernels.base import CallMask
-from mesh_attention.masks import BlockKind, Segment, causal
+from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffers import shared_buffers
 from mesh_attention.plan.calls import KernelCall, kernel_calls
@@ -124,8 +124,7 @@ def _call(call: KernelCall, attend: Attend, lots: dict[Item, Lot], matrix: Block
     kv_owner = {s: col for col in attend.cols for s in item_segments(col, matrix)}
     q, q_span, rows = _side(call.q, owner, lots, matrix, "dq" if attend.grads else "o")
     kv, kv_span, cols = _side(call.kv, kv_owner, lots, matrix, "dkv")
-    is_plain = call.q == call.kv and problem.mask == causal() and problem.seq_q == problem.seq_kv
-    form = "full" if call.kind is BlockKind.FULL else "causal" if is_plain else "positions"
+    form = "full" if call.kind is BlockKind.FULL else "causal" if call.is_plain_causal else "positions"
     mask = CallMask(form, problem.mask, call.q, call.kv, problem.seq_q, problem.seq_kv)  # type: ignore[arg-type]
     grads = {grad.shard: grad for grad in attend.grads}
     return Call(q, q_span, kv, kv_span, grads.get(q.shard), mask, rows, cols if attend.grads else ())
