@@ -37,7 +37,7 @@ def expected_units(direction: Direction, a: int, b: int, u: int, g: int) -> Frac
 
 
 def expected_statistics(direction: Direction, a: int, u: int) -> Fraction:
-    """LSE with each partial O; LSE and delta with each bundle."""
+    """LSE with each partial O; LSE and delta with each dO."""
     return (1 if direction == "forward" else 2) * (Fraction(u - 1, u) + a - 1)
 
 

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from mesh_attention import (
     Contiguous,
+    Costs,
+    Mask,
+    MaskError,
+    ParseError,
     Plan,
     Problem,
     ProblemError,
     ScheduleError,
+    Striped,
     Tile,
     TileError,
     Zigzag,
     causal,
+    documents,
     full,
     make_plan,
+    permutation,
+    position_ids,
     window,
 )
+from mesh_attention.plan.schedule import Together
 
 
 def problem(ranks: int = 12, **changes: object) -> Problem:
@@ -40,7 +50,7 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
             TileError,
             "12 ranks cannot form a 5x2 tile; rows·cols must be 12: 1x12 2x6 3x4 4x3 6x2 12x1",
         ),
-        (lambda: Tile(0, 3), TileError, "rows and columns must be at least 1"),
+        (lambda: Tile(0, 3), TileError, "rows and columns must be whole numbers of at least 1"),
         (
             lambda: make_plan(problem(), ulysses_degree=4),
             TileError,
@@ -51,7 +61,11 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
             TileError,
             "Ulysses degree 5 does not divide 12 ranks; degrees that do: 1 2 3 4 6 12",
         ),
-        (lambda: make_plan(problem(), ulysses_degree=0), TileError, "Ulysses degree 0: expected at least 1"),
+        (
+            lambda: make_plan(problem(), ulysses_degree=0),
+            TileError,
+            "Ulysses degree 0: expected a whole number of at least 1",
+        ),
         (
             lambda: make_plan(problem(), ulysses_degree=2, tile=(3, 4)),
             TileError,
@@ -76,6 +90,30 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
         ),
         (lambda: make_plan(problem(), route="scenic"), ScheduleError, "route 'scenic': expected one of ring, direct"),
         (lambda: make_plan(problem(), direction="up"), ScheduleError, "direction 'up': expected forward or backward"),
+        (lambda: make_plan(problem(), tile=(3.0, 4)), TileError, "must be whole numbers"),
+        (lambda: make_plan(problem(), tile=(3,)), TileError, r"tile \(3,\): expected \(rows, columns\)"),
+        (lambda: make_plan(problem(), tile="3y4"), ParseError, "tile '3y4': expected ROWSxCOLS"),
+        (lambda: make_plan(problem(), layout="spiral"), ParseError, "layout 'spiral': expected one of"),
+        (lambda: make_plan(problem(), route=""), ScheduleError, "route '': expected one of"),
+        (lambda: make_plan(problem(), costs={}), ScheduleError, r"costs {}: expected Costs"),
+        (lambda: make_plan(problem(), blocks_per_call=1.5), ScheduleError, "blocks_per_call=1.5: expected a whole"),
+        (
+            lambda: make_plan(problem(ranks=2), method="ulysses", route="ring"),
+            ScheduleError,
+            "ulysses uses collectives",
+        ),
+        (lambda: replace(make_plan(problem()), direction="up"), ScheduleError, "direction 'up'"),
+        (lambda: Together("dance", "q"), ScheduleError, "op 'dance'"),
+        (lambda: Costs(q="a"), ScheduleError, "cost of q is 'a'"),
+        (lambda: replace(problem(), mask=None), ProblemError, "mask=None: expected a mask"),
+        (lambda: Mask(left=-1), MaskError, "left=-1: expected a number of tokens, or None"),
+        (lambda: window(1.5, 0), MaskError, "window left=1.5"),
+        (lambda: documents([0, 2.5, 96]), MaskError, "expected whole numbers"),
+        (lambda: documents(None), MaskError, "cu_seqlens_q=None: expected whole numbers"),
+        (lambda: position_ids(Zigzag(), 7, tokens=80, ranks=4), ProblemError, "rank 7 of 4"),
+        (lambda: position_ids(Striped(), 0, tokens=80, ranks=0), ProblemError, "rank 0 of 0"),
+        (lambda: permutation(Striped(), tokens=80, ranks=0), ProblemError, "0 ranks"),
+        (lambda: make_plan(problem()).program("a"), ScheduleError, "rank 'a'"),
         (lambda: make_plan(problem()).program(12), ScheduleError, "rank 12: the plan has ranks 0 to 11"),
         (
             lambda: make_plan(problem(ranks=2)).with_programs(()),

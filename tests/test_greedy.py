@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from mesh_attention import Costs, Problem, ScheduleError, Tile, causal, estimate_costs, make_plan
 from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
-from mesh_attention.plan.steps import Direction
+from mesh_attention.plan.steps import KINDS, Direction
 from mesh_attention.planning.greedy import greedy_moves
 from mesh_attention.testing.strategies import directions
 
-COSTS = st.builds(Costs, **{kind: st.floats(0.01, 50) for kind in ("q", "kv", "bundle", "o", "dq", "dkv")})
+COSTS = st.builds(Costs, **{kind: st.floats(0.01, 50) for kind in KINDS})
 TILES = st.builds(Tile, st.integers(1, 9), st.integers(1, 9))
 
 
@@ -78,7 +78,7 @@ def test_rows_leave_before_the_own_row_is_done() -> None:
 
 
 def test_backward_completes_rows_and_columns_in_turn() -> None:
-    moves = greedy_moves(Tile(4, 4), "backward", costs=Costs(bundle=0.2, kv=0.2, dq=1.0, dkv=1.0))
+    moves = greedy_moves(Tile(4, 4), "backward", costs=Costs(q=0.1, do=0.1, kv=0.2, dq=1.0, dkv=1.0))
     kinds = [m.kind for m in moves if isinstance(m, Return) and m.offset]
     assert sorted(kinds) == ["dkv"] * 3 + ["dq"] * 3
     assert kinds[:3] != ["dq"] * 3 or kinds[3:] != ["dkv"] * 3
@@ -87,9 +87,16 @@ def test_backward_completes_rows_and_columns_in_turn() -> None:
 @pytest.mark.parametrize(("tile", "most"), [(Tile(16, 16), 48), (Tile(1, 256), 70), (Tile(256, 1), 70)])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_grouping_makes_few_large_calls(tile: Tile, most: int, direction: Direction) -> None:
-    costs = Costs(q=2.0, kv=4.0, bundle=2.0, o=2.0, dq=1.0, dkv=2.0)
+    costs = Costs(q=0.2, kv=0.4, do=0.1, o=0.2, dq=0.1, dkv=0.2)
     calls = [m for m in greedy_moves(tile, direction, costs=costs, blocks_per_call=4) if isinstance(m, Meet)]
     assert len(calls) <= most
+
+
+def test_compute_does_not_wait_for_a_full_call_behind_a_slow_link() -> None:
+    """A ring whose link is as fast as compute: one block at a time costs nothing, eight at a time six blocks more."""
+    moves = greedy_moves(Tile(1, 8), "forward", costs=Costs(kv=1.0), blocks_per_call=8)
+    calls = [len(m.cols) for m in moves if isinstance(m, Meet)]
+    assert calls == [1] * 8
 
 
 def test_costs_follow_from_bytes_and_flops() -> None:
@@ -106,5 +113,5 @@ def test_costs_follow_from_bytes_and_flops() -> None:
 def test_costs_and_call_sizes_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"cost of kv is -1: expected a number above 0"):
         Costs(kv=-1)
-    with pytest.raises(ScheduleError, match=r"blocks_per_call=0: expected at least 1"):
+    with pytest.raises(ScheduleError, match=r"blocks_per_call=0: expected a whole number of at least 1"):
         make_plan(Problem.self_attention(seq=8, heads=1, head_dim=1, ranks=2), blocks_per_call=0)

@@ -85,10 +85,57 @@ def attend_twice() -> Plan:
 
 
 def attend_an_empty_block() -> Plan:
-    return edit(contiguous_mesh(), 3, lambda steps: steps.insert(4, parse_step("attend q2 x kv3")))
+    return edit(contiguous_mesh(), 3, lambda steps: steps.insert(4, parse_step("attend q2 x home:kv3")))
+
+
+def attend_with_the_gradient_of_another_row() -> Plan:
+    def change(steps: Steps) -> None:
+        steps[find(steps, "attend q2 x kv1 with do2")] = parse_step("attend q2 x kv1 with do3")
+        move(steps, "free do3", len(steps) - 1)
+
+    return edit(backward(), 3, change)
+
+
+def attend_keys_as_queries() -> Plan:
+    def change(steps: Steps) -> None:
+        steps[find(steps, "attend q0 x kv0")] = parse_step("attend q0 x q0")
+
+    return edit(mesh(), 0, change)
+
+
+def free_a_running_sum_and_start_again() -> Plan:
+    return edit(mesh(), 0, lambda steps: steps.insert(find(steps, "attend q0 x kv2"), parse_step("free o0~")))
+
+
+def free_the_result() -> Plan:
+    return edit(mesh(), 0, lambda steps: steps.append(parse_step("free home:o0")))
+
+
+def let_a_stranger_into_a_group() -> Plan:
+    idle = Collective("gather", (1, 3), (), ())
+    plan = attention2d()
+    for rank in (0, 1, 3):
+        plan = edit(plan, rank, lambda steps: steps.insert(0, idle))
+    return plan
 
 
 # presence
+
+
+def finish_before_the_work_is_done() -> Plan:
+    """An empty partial is sent, then the real one is computed and thrown away."""
+
+    def change(steps: Steps) -> None:
+        steps[0:0] = [parse_step("clear o1~"), parse_step("finish o1"), parse_step("free o1")]
+
+    return edit(mesh(), 0, change)
+
+
+def pack_the_wrong_input() -> Plan:
+    def change(steps: Steps) -> None:
+        steps[find(steps, "pack home:q0 -> q0")] = parse_step("pack home:kv0 -> q0")
+
+    return edit(mesh(), 0, change)
 
 
 def free_early() -> Plan:
@@ -135,6 +182,10 @@ def send_the_wrong_shard() -> Plan:
         steps[find(steps, "send kv2 to 0")] = parse_step("send kv0 to 0")
 
     return edit(mesh(), 2, change)
+
+
+def receive_in_another_order() -> Plan:
+    return edit(ring(), 3, lambda steps: move(steps, "recv kv1 from 2", 0))
 
 
 def swap_two_collectives() -> Plan:
@@ -199,8 +250,12 @@ def merge_twice_along_a_ring() -> Plan:
 
 
 def send_what_nobody_reads() -> Plan:
-    plan = edit(mesh(), 3, lambda steps: steps.append(parse_step("send q3 to 0")))
-    return edit(plan, 0, lambda steps: steps.extend([parse_step("recv q3 from 3"), parse_step("free q3")]))
+    def receive_and_free(steps: Steps) -> None:
+        steps.insert(0, parse_step("recv q3 from 3"))
+        steps.append(parse_step("free q3"))
+
+    plan = edit(mesh(), 3, lambda steps: steps.insert(find(steps, "send q3 to 2"), parse_step("send q3 to 0")))
+    return edit(plan, 0, receive_and_free)
 
 
 # tidiness
@@ -224,15 +279,28 @@ def understate_the_peak() -> Plan:
 
 
 CAUGHT_BY = {
+    "form": (
+        attend_with_the_gradient_of_another_row,
+        attend_keys_as_queries,
+        pack_the_wrong_input,
+        lose_a_piece_on_both_sides,
+        trade_partials_between_heads,
+        let_a_stranger_into_a_group,
+    ),
     "coverage": (drop_an_attend, attend_twice, attend_an_empty_block),
-    "presence": (free_early, attend_before_the_receive, free_twice, lose_a_piece_on_both_sides),
+    "presence": (
+        free_early,
+        attend_before_the_receive,
+        free_twice,
+        finish_before_the_work_is_done,
+    ),
     "matching": (
         send_to_the_wrong_rank,
         drop_a_send,
         send_the_wrong_shard,
+        receive_in_another_order,
         swap_two_collectives,
         stay_out_of_a_collective,
-        trade_partials_between_heads,
     ),
     "progress": (send_before_posting_the_receive,),
     "homecoming": (merge_twice, merge_twice_along_a_ring),
@@ -253,6 +321,11 @@ def test_the_plans_before_mutation_are_right(base: Callable[[], Plan]) -> None:
 )
 def test_a_mutation_is_caught_by_its_rule_and_no_other(rule: str, mutation: Callable[[], Plan]) -> None:
     assert {breach.rule for breach in check(mutation())} == {rule}
+
+
+@pytest.mark.parametrize("mutation", [free_a_running_sum_and_start_again, free_the_result])
+def test_what_loses_results_is_caught_by_several_rules(mutation: Callable[[], Plan]) -> None:
+    assert {breach.rule for breach in check(mutation())} >= {"form", "homecoming"}
 
 
 def test_every_rule_has_a_mutation_of_its_own() -> None:

@@ -12,6 +12,7 @@ from mesh_attention import (
     ParseError,
     Plan,
     Problem,
+    ProblemError,
     ScheduleError,
     TileError,
     causal,
@@ -30,30 +31,6 @@ from mesh_attention.testing.strategies import plans
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@given(plans(max_ranks=6))
-@settings(max_examples=150)
-def test_every_plan_reads_back_from_text_and_json(plan: Plan) -> None:
-    for form in (plan, plan.unrolled()):
-        assert parse_plan(str(form)) == form
-        assert plan_from_json(json.loads(json.dumps(plan_to_json(form)))) == form
-        assert read_plan(str(form)).digest == form.digest
-
-
-def test_a_step_reads_as_it_is_written() -> None:
-    assert parse_step("recv kv1 from 3") == Recv(Item("kv", 1), source=3)
-    for text in ("o3@5", "o3~", "home:q6", "q6/2", "bundle0"):
-        assert format_item(parse_item(text)) == text
-
-
-@given(plans(max_ranks=5))
-@settings(max_examples=60)
-def test_digests_tell_plans_apart_and_forget_nothing(plan: Plan) -> None:
-    assert plan.digest == parse_plan(str(plan)).digest
-    assert plan.digest != plan.unrolled().digest
-    longer = Problem(**{name: getattr(plan.problem, name) for name in plan.problem.__slots__} | {"batch": 3})
-    assert make_plan(longer, tile=plan.assignment.tile, ulysses_degree=plan.assignment.ulysses).digest != plan.digest
-
-
 def example(name: str) -> Plan:
     problem = Problem.self_attention(seq=4096, heads=8, kv_heads=2, head_dim=64, ranks=6, mask=causal())
     packed = Problem.self_attention(
@@ -68,6 +45,30 @@ def example(name: str) -> Plan:
         "ulysses-2-ring-3": make_plan(problem, method="ring", ulysses_degree=2),
         "documents-window-ring-4": make_plan(packed, method="ring", direction="backward"),
     }[name]
+
+
+@given(plans(max_ranks=6))
+@settings(max_examples=150)
+def test_every_plan_reads_back_from_text_and_json(plan: Plan) -> None:
+    for form in (plan, plan.unrolled()):
+        assert parse_plan(str(form)) == form
+        assert plan_from_json(json.loads(json.dumps(plan_to_json(form)))) == form
+        assert read_plan(str(form)).digest == form.digest
+
+
+def test_a_step_reads_as_it_is_written() -> None:
+    assert parse_step("recv kv1 from 3") == Recv(Item("kv", 1), source=3)
+    for text in ("o3@5", "o3~", "home:q6", "q6/2", "do0"):
+        assert format_item(parse_item(text)) == text
+
+
+@given(plans(max_ranks=5))
+@settings(max_examples=60)
+def test_digests_tell_plans_apart_and_forget_nothing(plan: Plan) -> None:
+    assert plan.digest == parse_plan(str(plan)).digest
+    assert plan.digest != plan.unrolled().digest
+    longer = Problem(**{name: getattr(plan.problem, name) for name in plan.problem.__slots__} | {"batch": 3})
+    assert make_plan(longer, tile=plan.assignment.tile, ulysses_degree=plan.assignment.ulysses).digest != plan.digest
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,14 @@ def test_a_file_that_is_no_plan_says_why(text: str, message: str) -> None:
         ({"moves": 7}, ParseError, "moves 7: expected a list"),
         ({"moves": [7]}, ParseError, "moves 7: expected text"),
         ({"moves": None, "programs": [7]}, ParseError, "expected a list of objects"),
-        ({"moves": None, "programs": [{}]}, ParseError, "rank=None: expected a whole number"),
+        ({"moves": None, "programs": [{}]}, ParseError, "objects with rank, peak_nbytes and steps"),
+        (
+            {"moves": None, "programs": [{"rank": None, "peak_nbytes": 1, "steps": []}]},
+            ParseError,
+            "rank=None: expected a whole number",
+        ),
+        ({"problem": plan_to_json(example("ring-6"))["problem"] | {"dtype": ["x"]}}, ProblemError, "dtype"),
+        ({"version": True}, ParseError, "version True"),
         ({"problem": {"seq_q": 5}}, ParseError, "problem .*: expected the fields"),
         ({"problem": "big"}, ParseError, "problem"),
         ({"tile": 5}, ParseError, "tile 5: expected text"),
@@ -137,7 +145,22 @@ def test_a_json_plan_with_a_bad_field_says_which(
         plan_from_json(plan_to_json(example("mesh-2x3-forward")) | change)
 
 
-@pytest.mark.parametrize("text", ["recv kv from 3", "attend q0", "fly q0", "send home:o3~ to 1", "free o3@"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "recv kv from 3",
+        "attend q0",
+        "fly q0",
+        "send home:o3~ to 1",
+        "free o3@",
+        "free home:q3/1",
+        "free home:q3@1",
+        "gather over 3-1: ",
+        "gather over 0-1: free q0",
+        "gather over 0-999999999: ",
+        "recv q" + "1" * 5000 + " from 0",
+    ],
+)
 def test_a_malformed_step_is_refused(text: str) -> None:
     with pytest.raises(ParseError, match="expected"):
         parse_step(text)

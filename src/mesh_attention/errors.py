@@ -7,7 +7,10 @@ MeshAttentionError
 │   ├── TileError                     a tile or a Ulysses degree that does not fit
 │   ├── ScheduleError                 schedule options that contradict each other
 │   └── ParseError                    text or JSON that is not a plan, a step or a size
-└── PlanError                         a plan that breaks a rule (see verification/)
+├── PlanError                         a plan that breaks a rule (see verification/)
+├── DisagreementError                 ranks that were asked for different things
+└── TransportError                    a transfer that failed, with the step and the rank waited for
+    └── StalledError                  ranks that wait for each other and nothing moves
 """
 
 from __future__ import annotations
@@ -43,3 +46,15 @@ class ParseError(UsageError):
 
 class PlanError(MeshAttentionError):
     """A plan that breaks a rule; the message shows the step table with the row marked."""
+
+
+class DisagreementError(MeshAttentionError):
+    """Ranks were asked for different things; raised on every rank before anything is sent."""
+
+
+class TransportError(MeshAttentionError):
+    """A transfer failed; the message names the step and the rank that was waited for."""
+
+
+class StalledError(TransportError):
+    """Ranks wait for each other and nothing moves."""

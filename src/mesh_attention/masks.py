@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import pairwise
+from operator import index
 
 from mesh_attention.errors import MaskError
 
@@ -46,7 +47,14 @@ class Mask:
     right: int | None = None
     documents: Documents | None = None
 
+    def __post_init__(self) -> None:
+        for side, reach in (("left", self.left), ("right", self.right)):
+            if reach is not None and (type(reach) is not int or reach < 0):
+                raise MaskError(f"{side}={reach!r}: expected a number of tokens, or None for unbounded")
+
     def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
         return Mask(
             left=_tighter(self.left, other.left),
             right=_tighter(self.right, other.right),
@@ -110,8 +118,8 @@ def causal() -> Mask:
 def window(left: int, right: int) -> Mask:
     """A query sees `left` keys before its own position and `right` after it; -1 means unbounded, as in flash-attn."""
     for side, reach in (("left", left), ("right", right)):
-        if reach < -1:
-            raise MaskError(f"window {side}={reach}: expected a number of tokens, or -1 for unbounded")
+        if type(reach) is not int or reach < -1:
+            raise MaskError(f"window {side}={reach!r}: expected a number of tokens, or -1 for unbounded")
     return Mask(left=None if left == -1 else left, right=None if right == -1 else right)
 
 
@@ -128,7 +136,10 @@ def documents(cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int] | None = 
 
 
 def _check_boundaries(name: str, boundaries: Sequence[int]) -> tuple[int, ...]:
-    cuts = tuple(int(cut) for cut in boundaries)
+    try:
+        cuts = tuple(index(cut) for cut in boundaries)
+    except TypeError:
+        raise MaskError(f"{name}={boundaries!r}: expected whole numbers, running totals that start at 0") from None
     if len(cuts) < 2 or cuts[0] != 0 or any(a > b for a, b in pairwise(cuts)):
         raise MaskError(f"{name}={_shorten(cuts)}: expected running totals that start at 0 and never fall")
     return cuts

@@ -58,12 +58,14 @@ class Problem:
             value = getattr(self, f.name)
             if f.name not in ("dtype", "mask") and (type(value) is not int or value < 1):
                 raise ProblemError(f"{f.name}={value!r}: expected a whole number of at least 1")
-        if self.dtype not in ITEMSIZE:
+        if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE:
             raise ProblemError(f"dtype={self.dtype!r}: expected one of {', '.join(ITEMSIZE)}")
         if self.heads % self.kv_heads:
             raise ProblemError(
                 f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly; heads must be a multiple of kv_heads"
             )
+        if not isinstance(self.mask, Mask):
+            raise ProblemError(f"mask={self.mask!r}: expected a mask, such as causal() or window(4096, 0)")
         _check_documents(self)
 
     @property

@@ -26,8 +26,8 @@ class Tile:
     cols: int
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.cols < 1:
-            raise TileError(f"tile {self}: rows and columns must be at least 1")
+        if type(self.rows) is not int or type(self.cols) is not int or self.rows < 1 or self.cols < 1:
+            raise TileError(f"tile {self}: rows and columns must be whole numbers of at least 1")
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.cols}"
@@ -38,6 +38,17 @@ class Tile:
         if not (rows.isdecimal() and cols.isdecimal()):
             raise ParseError(f"tile {text!r}: expected ROWSxCOLS, such as 4x8")
         return cls(int(rows), int(cols))
+
+
+def as_tile(tile: Tile | tuple[int, int] | str) -> Tile:
+    """A tile from what a caller may write: a Tile, (4, 8) or "4x8"."""
+    if isinstance(tile, Tile):
+        return tile
+    if isinstance(tile, str):
+        return Tile.parse(tile)
+    if isinstance(tile, tuple | list) and len(tile) == 2:
+        return Tile(*tile)
+    raise TileError(f"tile {tile!r}: expected (rows, columns), such as (4, 8)")
 
 
 def tiles_of(places: int) -> tuple[Tile, ...]:
@@ -99,8 +110,8 @@ def check_assignment(assignment: Assignment, problem: Problem) -> None:
 
 def check_degree(ulysses: int, problem: Problem) -> None:
     """Raise when a Ulysses degree does not fit the ranks or the KV heads of a problem."""
-    if ulysses < 1:
-        raise TileError(f"Ulysses degree {ulysses}: expected at least 1")
+    if type(ulysses) is not int or ulysses < 1:
+        raise TileError(f"Ulysses degree {ulysses!r}: expected a whole number of at least 1")
     for number, what in ((problem.ranks, "ranks"), (problem.kv_heads, "KV heads")):
         if number % ulysses:
             fitting = _divisors_text(number)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.assignment import Assignment, Axis
 from mesh_attention.plan.layout import Layout, join
 from mesh_attention.plan.steps import AXIS_OF, Direction, Item, Kind
 from mesh_attention.problem import Problem
+
+Found = TypeVar("Found")
 
 
 class Bytes(NamedTuple):
@@ -34,6 +37,7 @@ class BlockMatrix:
         self._live: dict[tuple[int, int], bool] = {}
         self._needs: dict[tuple[Axis, int, int], bool] = {}
         self._nbytes: dict[Item, Bytes] = {}
+        self._remembered: dict[Hashable, Any] = {}
 
     def segments(self, axis: Axis, place: int) -> tuple[Segment, ...]:
         """Positions of a place's query (row) or key/value (col) shard: its ranks' shards, joined where they touch."""
@@ -85,6 +89,13 @@ class BlockMatrix:
             self._needs[key] = needed
         return needed
 
+    def remember(self, key: Hashable, work_out: Callable[[], Found]) -> Found:
+        """What was worked out under this key before, or now."""
+        if key not in self._remembered:
+            self._remembered[key] = work_out()
+        found: Found = self._remembered[key]
+        return found
+
     def nbytes(self, item: Item) -> Bytes:
         """Bytes of an item where it is held; running sums are wider than what travels."""
         size = self._nbytes.get(item)
@@ -99,18 +110,19 @@ class BlockMatrix:
         share = 1 if item.form == "home" else self.assignment.ulysses
         payload, statistics = elements_a_token(item.kind, problem)
         width = problem.accumulator_itemsize if item.form == "running" else problem.itemsize
-        tokens = problem.batch * _count(segments)
-        return Bytes(
-            payload=tokens * payload // share * width,
-            statistics=tokens * statistics // share * problem.accumulator_itemsize,
-        )
+        tokens, wide = problem.batch * _count(segments), problem.accumulator_itemsize
+        record = payload // share * width
+        if statistics and item.form != "home":
+            record += -record % wide  # statistics are read in place, so the next record must be aligned for them
+        return Bytes(payload=tokens * record, statistics=tokens * (statistics // share) * wide)
+
+    def runs(self, item: Item) -> int:
+        """In how many pieces an item travels: one for each run of its tokens."""
+        axis = AXIS_OF[item.kind]
+        return len(self.home_segments(axis, item.shard) if item.form == "piece" else self.segments(axis, item.shard))
 
     def has_tokens(self, kind: Kind, rank: int) -> bool:
         return bool(self.home_segments(AXIS_OF[kind], rank))
-
-    def home_item(self, kind: Kind, rank: int) -> Item:
-        """An input or output of the call on one rank."""
-        return Item(kind, rank, "whole" if self.assignment.ulysses == 1 else "home")
 
     def flops(self, row: int, col: int, direction: Direction) -> int:
         """Floating-point operations of a block on one rank (so, under Ulysses, for its slice of the heads)."""
@@ -138,7 +150,7 @@ def elements_a_token(kind: Kind, problem: Problem) -> tuple[int, int]:
     sizes: dict[Kind, tuple[int, int]] = {
         "q": (heads * qk, 0),
         "kv": (kv_heads * (qk + v), 0),
-        "bundle": (heads * (qk + v), 2 * heads),
+        "do": (heads * v, 2 * heads),
         "o": (heads * v, heads),
         "dq": (heads * qk, 0),
         "dkv": (kv_heads * (qk + v), 0),

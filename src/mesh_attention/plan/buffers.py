@@ -1,9 +1,8 @@
 """Which items share an allocation, and how many bytes a program holds.
 
 Shards that are attended side by side lie in one buffer, sorted by position, so that the kernel reads them in one piece.
-Such a buffer is whole from the first item that lands in it until the last one is freed; a shard of the caller's that is
-attended beside received ones is copied in and counts too. Every other item is an allocation of its own, and the
-caller's inputs are none of ours.
+Such a buffer is whole from the first item that lands in it until the last one is freed. Every other item is an
+allocation of its own. The caller's inputs are none of ours, but a packed copy of one is.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.steps import Attend, Item, Step, effects
+from mesh_attention.plan.steps import Attend, Effects, Exchange, Item, Recv, Send, Step, effects
 
 
 def shared_buffers(steps: Iterable[Step]) -> tuple[tuple[Item, ...], ...]:
@@ -23,24 +22,25 @@ def shared_buffers(steps: Iterable[Step]) -> tuple[tuple[Item, ...], ...]:
             leader[item] = item = leader[leader[item]]
         return item
 
-    for side in {side for step in steps if isinstance(step, Attend) for side in (step.rows, step.cols)}:
+    sides = {side for step in steps if isinstance(step, Attend) for side in (step.rows, step.cols, step.grads)}
+    for side in sorted(side for side in sides if len(side) > 1):
         for item in side:
             leader.setdefault(item, item)
             leader[find(item)] = find(side[0])
     groups: dict[Item, list[Item]] = {}
     for item in leader:
         groups.setdefault(find(item), []).append(item)
-    return tuple(sorted(tuple(sorted(group)) for group in groups.values() if len(group) > 1))
+    return tuple(sorted(tuple(sorted(group)) for group in groups.values()))
 
 
-def held_nbytes(steps: Sequence[Step], matrix: BlockMatrix) -> list[int]:
-    """Bytes held during each step, everything allocated during the call counted."""
+def held_nbytes(steps: Sequence[Step], matrix: BlockMatrix, *, done: Sequence[Effects] | None = None) -> list[int]:
+    """Bytes held during each step, everything allocated during the call counted. `done` spares working out the effects."""
     allocation_of = {item: group for group in shared_buffers(steps) for item in group}
     held: set[Item] = set()
     in_use: dict[tuple[Item, ...], int] = {}
     profile = []
     now = 0
-    for _, writes, adds, frees in map(effects, steps):
+    for step, (_, writes, adds, frees) in zip(steps, done or map(effects, steps), strict=True):
         for item in writes + adds:
             if item not in held:
                 held.add(item)
@@ -48,7 +48,7 @@ def held_nbytes(steps: Sequence[Step], matrix: BlockMatrix) -> list[int]:
                 if not in_use.get(allocation):
                     now += _total(allocation, matrix)
                 in_use[allocation] = in_use.get(allocation, 0) + 1
-        profile.append(now)
+        profile.append(now + _staged(step, matrix))
         for item in frees:
             if item in held:
                 held.discard(item)
@@ -57,6 +57,14 @@ def held_nbytes(steps: Sequence[Step], matrix: BlockMatrix) -> list[int]:
                 if not in_use[allocation]:
                     now -= _total(allocation, matrix)
     return profile
+
+
+def _staged(step: Step, matrix: BlockMatrix) -> int:
+    """Bytes an exchange holds besides: at home, pieces lie apart from the caller's tensors while they travel."""
+    if not isinstance(step, Exchange):
+        return 0
+    ends: tuple[Send | Recv, ...] = step.sends if step.after.form == "whole" else step.recvs
+    return sum(matrix.nbytes(end.item).total for end in ends)
 
 
 def _total(allocation: tuple[Item, ...], matrix: BlockMatrix) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from mesh_attention.masks import BlockKind, Segment, causal
@@ -21,11 +22,15 @@ from mesh_attention.plan.steps import Attend, Item, Step
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """Positions of the queries and the keys of one call, and what the mask leaves of it."""
+    """Positions of the queries and the keys of one call, and what the mask leaves of it.
+
+    `is_plain_causal`: query i sees just the keys up to i, counted within the call.
+    """
 
     q: tuple[Segment, ...]
     kv: tuple[Segment, ...]
     kind: BlockKind
+    is_plain_causal: bool = False
 
 
 def kernel_calls(steps: Iterable[Step], matrix: BlockMatrix) -> dict[int, tuple[KernelCall, ...]]:
@@ -57,7 +62,8 @@ def _slots(
 
 def _calls(rows: list[_Slot], cols: list[_Slot], matrix: BlockMatrix) -> tuple[KernelCall, ...]:
     if _is_plain_causal(rows, cols, matrix):
-        return (_call(rows, cols, BlockKind.PARTIAL),)
+        q, kv = (tuple(slot.segment for slot in side) for side in (rows, cols))
+        return (KernelCall(q, kv, BlockKind.PARTIAL, is_plain_causal=True),)
     calls = []
     rows_of: dict[tuple[_Slot, ...], list[_Slot]] = {}  # for each unmasked run of keys, the queries that see all of it
     for row in rows:
@@ -70,11 +76,13 @@ def _calls(rows: list[_Slot], cols: list[_Slot], matrix: BlockMatrix) -> tuple[K
 
 
 def _is_plain_causal(rows: list[_Slot], cols: list[_Slot], matrix: BlockMatrix) -> bool:
-    """The same positions on both sides, side by side in both buffers: causal by position is causal by index."""
+    """The same rising positions on both sides, side by side in both buffers: causal by position is causal by index."""
     problem = matrix.problem
-    side_by_side = len(list(_runs(rows))) == len(list(_runs(cols))) == 1
-    same = [slot.segment for slot in rows] == [slot.segment for slot in cols]
-    return problem.mask == causal() and problem.seq_q == problem.seq_kv and same and side_by_side
+    if problem.mask != causal() or problem.seq_q != problem.seq_kv:
+        return False
+    q, kv = ([slot.segment for slot in side] for side in (rows, cols))
+    rising = all(a[-1] < b[0] for a, b in pairwise(q))
+    return q == kv and rising and len(list(_runs(rows))) == len(list(_runs(cols))) == 1
 
 
 def _kind(row: _Slot, col: _Slot, matrix: BlockMatrix) -> BlockKind:

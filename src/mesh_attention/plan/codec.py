@@ -35,15 +35,21 @@ def parse_plan(text: str) -> Plan:
             if section is None:
                 raise ParseError(f"line {number}: {line.strip()!r} stands outside 'moves' and 'program'")
             section.append(line.strip())
-        elif line == "moves":
+        elif line == "moves" and moves is None:
             section = moves = []
         elif found := re.fullmatch(r"program (\d+) peak (\d+)", line):
             section = []
             programs.append({"rank": int(found[1]), "peak_nbytes": int(found[2]), "steps": section})
         elif line.strip():
-            key, _, entries[key] = line.partition(" ")
-    pairs = (pair.partition("=") for pair in entries.pop("problem", "").split())
-    problem: dict[str, Any] = {key: value if key == "dtype" else _whole(key, value) for key, _, value in pairs}
+            key, _, value = line.partition(" ")
+            if key in entries or key == "moves":
+                raise ParseError(f"line {number}: a second {key!r}; each may stand once")
+            entries[key] = value
+    problem: dict[str, Any] = {}
+    for key, _, value in (pair.partition("=") for pair in entries.pop("problem", "").split()):
+        if key in problem:
+            raise ParseError(f"problem has {key} twice; each field may stand once")
+        problem[key] = value if key == "dtype" else _whole(key, value)
     problem["mask"] = entries.pop("mask", "full")
     return _build(entries | {"problem": problem, "moves": moves, "programs": programs or None})
 
@@ -79,7 +85,7 @@ def plan_from_json(written: object) -> Plan:
         raise ParseError(f"plan {_brief(written)}: expected a JSON object")
     if written.get("format") != JSON_FORMAT:
         raise ParseError(f"format {written.get('format')!r}: expected {JSON_FORMAT!r}")
-    if written.get("version") != JSON_VERSION:
+    if type(written.get("version")) is not int or written["version"] != JSON_VERSION:
         raise ParseError(
             f"plan version {written.get('version')!r}: this library reads version {JSON_VERSION}; write the plan anew"
         )
@@ -92,7 +98,7 @@ def read_plan(text: str) -> Plan:
         return parse_plan(text)
     try:
         written = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ParseError(f"not JSON: {error}; expected a plan written by 'mesh-attention plan --save'") from error
     return plan_from_json(written)
 
@@ -126,7 +132,8 @@ def _build(entries: dict[str, Any]) -> Plan:
 
 
 def _programs(programs: object) -> tuple[Program, ...]:
-    if not isinstance(programs, list) or not all(isinstance(program, dict) for program in programs):
+    fields_of_program = {"rank", "peak_nbytes", "steps"}
+    if not isinstance(programs, list) or not all(isinstance(p, dict) and set(p) == fields_of_program for p in programs):
         raise ParseError(f"programs {_brief(programs)}: expected a list of objects with rank, peak_nbytes and steps")
     return tuple(
         Program(
@@ -165,7 +172,7 @@ def _texts(name: str, value: object) -> list[str]:
 def _whole(name: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if isinstance(value, str) and value.isdecimal():
+    if isinstance(value, str) and value.isdecimal() and len(value) < 19:
         return int(value)
     raise ParseError(f"{name}={value!r}: expected a whole number")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar, final
 
-from mesh_attention.errors import ParseError
+from mesh_attention.errors import ParseError, ProblemError
 from mesh_attention.masks import Segment
 
 
@@ -22,9 +22,15 @@ class Layout(ABC):
 
     name: ClassVar[str]
 
-    @abstractmethod
     def segments(self, rank: int, *, tokens: int, ranks: int) -> tuple[Segment, ...]:
         """The shard of one rank, in rising order of position; empty segments are left out."""
+        if not 0 <= rank < ranks or tokens < 0:
+            raise ProblemError(f"rank {rank} of {ranks}, {tokens} tokens: expected a rank from 0 to ranks - 1")
+        return join(self._runs(rank, tokens, ranks))
+
+    @abstractmethod
+    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
+        """The shard of one rank; empty runs are allowed."""
 
 
 @final
@@ -34,10 +40,10 @@ class Contiguous(Layout):
 
     name: ClassVar[str] = "contiguous"
 
-    def segments(self, rank: int, *, tokens: int, ranks: int) -> tuple[Segment, ...]:
+    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
         size, extra = divmod(tokens, ranks)
         start = rank * size + min(rank, extra)
-        return _without_empty(range(start, start + size + (rank < extra)))
+        return (range(start, start + size + (rank < extra)),)
 
 
 @final
@@ -47,7 +53,7 @@ class Zigzag(Layout):
 
     name: ClassVar[str] = "zigzag"
 
-    def segments(self, rank: int, *, tokens: int, ranks: int) -> tuple[Segment, ...]:
+    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
         # Of the 2·ranks runs, the odd tokens go to the front ones first, then to the back ones from the end: so each
         # rank gets one more before any gets two more.
         size, extra = divmod(tokens, 2 * ranks)
@@ -56,7 +62,7 @@ class Zigzag(Layout):
         stop = tokens - rank * size - min(rank, back_extra)
         early = range(start, start + size + (rank < front_extra))
         late = range(stop - size - (rank < back_extra), stop)
-        return _without_empty(*join((early, late)))
+        return early, late
 
 
 @final
@@ -66,8 +72,8 @@ class Striped(Layout):
 
     name: ClassVar[str] = "striped"
 
-    def segments(self, rank: int, *, tokens: int, ranks: int) -> tuple[Segment, ...]:
-        return _without_empty(range(rank, tokens, ranks))
+    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
+        return (range(rank, tokens, ranks),)
 
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Striped())}
@@ -86,6 +92,8 @@ def position_ids(layout: Layout, rank: int, *, tokens: int, ranks: int) -> list[
 
 def permutation(layout: Layout, *, tokens: int, ranks: int) -> list[int]:
     """Position of each token when all shards are laid end to end: ``sharded[i] = whole[permutation[i]]``."""
+    if ranks < 1:
+        raise ProblemError(f"{ranks} ranks: expected at least 1")
     return [p for rank in range(ranks) for p in position_ids(layout, rank, tokens=tokens, ranks=ranks)]
 
 
@@ -107,7 +115,3 @@ def join(segments: Iterable[Segment]) -> tuple[Segment, ...]:
         else:
             joined.append(segment)
     return tuple(joined)
-
-
-def _without_empty(*segments: Segment) -> tuple[Segment, ...]:
-    return tuple(s for s in segments if s)

@@ -13,14 +13,13 @@ from typing import Literal
 from typing_extensions import assert_never
 
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.buffers import held_nbytes
+from mesh_attention.plan.buffers import held_nbytes, shared_buffers
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.routes import Hop, fetch_hops_in, fetch_hops_out, partial_dest, partial_hops_in
 from mesh_attention.plan.schedule import Fetch, Meet, Return, Route, Schedule, Together
 from mesh_attention.plan.steps import (
     AXIS_OF,
     INPUTS,
-    OUTPUTS,
     Attend,
     Clear,
     Collective,
@@ -31,11 +30,13 @@ from mesh_attention.plan.steps import (
     Item,
     Kind,
     Merge,
+    Pack,
     Recv,
     Send,
     Step,
     effects,
     running,
+    transfers,
 )
 
 
@@ -54,8 +55,10 @@ def lower(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank
                 {"gather": lowering.gather, "reduce": lowering.reduce, "exchange": lowering.exchange}[op](kind)
             case _:
                 assert_never(move)
-    kept = {matrix.home_item(kind, rank) for kind in (*INPUTS[direction], *OUTPUTS[direction])}
-    steps = with_frees(lowering.steps, kept=kept)
+    packed = lowering.steps
+    if matrix.assignment.ulysses == 1:
+        packed = with_packs(packed, rank=rank, inputs=INPUTS[direction])
+    steps = with_frees(packed)
     return Program(rank=rank, steps=steps, peak_nbytes=max(held_nbytes(steps, matrix), default=0))
 
 
@@ -82,7 +85,6 @@ class _Lowering:
 
     def meet(self, rows: tuple[int, ...], cols: tuple[int, ...]) -> None:
         """One attend for each set of rows that have the same live columns."""
-        row_kind, col_kind = INPUTS[self.direction]
         peer = self.assignment.peer
         col_shards = sorted(peer("col", self.place, offset) for offset in cols)
         by_cols: dict[tuple[int, ...], list[int]] = {}
@@ -91,8 +93,9 @@ class _Lowering:
             if live:
                 by_cols.setdefault(live, []).append(row)
         for live, row_shards in by_cols.items():
-            row_items = tuple([Item(row_kind, shard) for shard in row_shards])
-            self.steps.append(Attend(row_items, tuple([Item(col_kind, shard) for shard in live])))
+            row_items = tuple([Item("q", shard) for shard in row_shards])
+            grads = tuple([Item("do", shard) for shard in row_shards]) if self.direction == "backward" else ()
+            self.steps.append(Attend(row_items, tuple([Item("kv", shard) for shard in live]), grads))
 
     def return_partial(self, kind: Kind, offset: int) -> None:
         if offset == 0:
@@ -179,7 +182,7 @@ class _Lowering:
         if self.matrix.segments(AXIS_OF[kind], self.place):
             if not self._is_wanted(kind):
                 self.steps.append(Clear(running(kind, self.place)))
-            self.steps.append(Finish(Item(kind, self.place)))
+            self.steps.append(Finish(Item(kind, self.place, "home" if self.assignment.ulysses == 1 else "whole")))
 
     def _is_wanted(self, kind: Kind) -> bool:
         """Whether anybody attends this place's own shard."""
@@ -203,8 +206,32 @@ class _Lowering:
         return range(1, len(self.assignment.group(AXIS_OF[kind], self.place)))
 
 
-def with_frees(steps: Sequence[Step], *, kept: Collection[Item]) -> tuple[Step, ...]:
-    """The steps with every item freed after its last use.
+def with_packs(steps: Sequence[Step], *, rank: int, inputs: Collection[Kind]) -> list[Step]:
+    """The steps with the rank's own inputs packed before their first use, where they travel or lie beside others.
+
+    An input that is only attended by itself is read from the caller's tensors, with no copy.
+    """
+    own = {Item(kind, rank) for kind in inputs}
+    packed = {send.item for step in steps for send in transfers(step)[0]}
+    packed.update(item for group in shared_buffers(steps) for item in group)
+    at_home = {item: item._replace(form="home") for item in own - packed}
+    waiting = own & packed
+    result: list[Step] = []
+    for step in steps:
+        for item in sorted(waiting.intersection(effects(step).reads)) if waiting else ():
+            result.append(Pack(item._replace(form="home"), item))
+            waiting.discard(item)
+        result.append(_renamed(step, at_home) if at_home and isinstance(step, Attend) else step)
+    return result
+
+
+def _renamed(step: Attend, names: dict[Item, Item]) -> Attend:
+    rows, cols, grads = (tuple([names.get(i, i) for i in side]) for side in (step.rows, step.cols, step.grads))
+    return Attend(rows, cols, grads)
+
+
+def with_frees(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The steps with every item freed after its last use; what is the caller's stays.
 
     An item whose last use is a send is freed after the next attend: freeing waits for the send, and by then it has had
     something to hide behind.
@@ -217,7 +244,7 @@ def with_frees(steps: Sequence[Step], *, kept: Collection[Item]) -> tuple[Step, 
             del last_use[item]
     freed_after: dict[int, list[Step]] = {}
     for item, index in last_use.items():
-        if item not in kept:
+        if item.form != "home":
             freed_after.setdefault(_free_point(steps, index), []).append(Free(item))
     return tuple(s for index, step in enumerate(steps) for s in (step, *freed_after.get(index, ())))
 

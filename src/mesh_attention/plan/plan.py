@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from typing_extensions import assert_never
+
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Assignment, check_assignment
 from mesh_attention.plan.blocks import BlockMatrix, block_matrix
@@ -13,7 +15,7 @@ from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.lowering import lower
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule import Fetch, Meet, Return, Schedule, Together
-from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
+from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction
 from mesh_attention.plan.text import format_plan
 from mesh_attention.problem import Problem
 
@@ -35,6 +37,8 @@ class Plan:
     programs: tuple[Program, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.direction not in DIRECTIONS:
+            raise ScheduleError(f"direction {self.direction!r}: expected {' or '.join(DIRECTIONS)}")
         check_assignment(self.assignment, self.problem)
         if self.programs is None:
             _check_moves(self.schedule, self.direction, self.assignment)
@@ -53,8 +57,8 @@ class Plan:
 
     def program(self, rank: int) -> Program:
         """The steps of one rank; builds no other rank's."""
-        if not 0 <= rank < self.problem.ranks:
-            raise ScheduleError(f"rank {rank}: the plan has ranks 0 to {self.problem.ranks - 1}")
+        if type(rank) is not int or not 0 <= rank < self.problem.ranks:
+            raise ScheduleError(f"rank {rank!r}: the plan has ranks 0 to {self.problem.ranks - 1}")
         if self.programs is not None:
             return self.programs[rank]
         return lower(self.matrix, self.schedule, self.direction, rank=rank)
@@ -99,13 +103,11 @@ def _check_moves(schedule: Schedule, direction: Direction, assignment: Assignmen
             case Return(kind, offset):
                 fits = kind in outputs and 0 <= offset < sizes[AXIS_OF[kind]]
             case Together(op, kind):
-                fits = kind in _kinds_of(op, inputs, outputs)
+                fits = kind in {"gather": inputs, "reduce": outputs, "exchange": inputs + outputs}[op]
+            case _:
+                assert_never(move)
         if not fits:
             raise ScheduleError(
                 f"{move} does not fit a {direction} plan of {assignment.tile} tiles: inputs are {', '.join(inputs)}, "
                 f"results {', '.join(outputs)}, offsets 0 to {sizes['row'] - 1} (rows) and {sizes['col'] - 1} (columns)"
             )
-
-
-def _kinds_of(op: str, inputs: tuple[Kind, ...], outputs: tuple[Kind, ...]) -> tuple[Kind, ...]:
-    return {"gather": inputs, "reduce": outputs}.get(op, inputs + outputs)

@@ -14,7 +14,7 @@ from mesh_attention.plan.steps import Attend, Item, Kind, transfers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCosts:
-    """What one rank's program costs. Bytes are by kind; a message is one transfer that the rank sends."""
+    """What one rank's program costs. Bytes are by kind; a message is one run of tokens that the rank sends."""
 
     rank: int
     sent: dict[Kind, Bytes]
@@ -49,7 +49,7 @@ def rank_costs(plan: Plan, rank: int) -> RankCosts:
         peak_nbytes=program.peak_nbytes,
         attends=len(calls),
         kernel_calls=sum(map(len, calls.values())),
-        messages=len(sent),
+        messages=sum(map(matrix.runs, sent)),
     )
 
 
@@ -70,7 +70,7 @@ def flops_by_rank(plan: Plan) -> list[int]:
 def imbalance(flops: Iterable[int]) -> float:
     """How much longer the busiest rank computes than the average: 0 is even, 1 is twice as long."""
     flops = list(flops)
-    mean = sum(flops) / len(flops)
+    mean = sum(flops) / max(1, len(flops))
     return max(flops) / mean - 1 if mean else 0.0
 
 

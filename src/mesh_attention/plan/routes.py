@@ -28,35 +28,51 @@ def fetch_hops_in(matrix: BlockMatrix, route: Route, axis: Axis, place: int, tur
 
 def fetch_hops_out(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int) -> list[Hop]:
     """What a place sends at a turn: what another place receives from it at that turn."""
-    needs = matrix.needs
-    if route == "direct":
-        dest = matrix.assignment.peer(axis, place, -turn)
-        return [(dest, place)] if needs(axis, dest, place) else []
+    if route == "ring":
+        return list(matrix.remember(("out", axis, place), lambda: _chain_hops(matrix, axis, place)).get(turn, ()))
+    dest = matrix.assignment.peer(axis, place, -turn)
+    return [(dest, place)] if matrix.needs(axis, dest, place) else []
+
+
+def _chain_hops(matrix: BlockMatrix, axis: Axis, place: int) -> dict[int, list[Hop]]:
+    """By turn, what a place passes on along the ring: each shard it holds, to the next place that needs it."""
     ring = matrix.assignment.group(axis, place)
     at, size = ring.index(place), len(ring)
-    hops = []
-    for ahead in range(1, turn + 1):
-        dest, shard = ring[(at + ahead) % size], ring[(at + ahead - turn) % size]
-        has_it = shard == place or needs(axis, place, shard)
-        if has_it and needs(axis, dest, shard) and _chain_before(matrix, axis, dest, turn) == place:
-            hops.append((dest, shard))
+    hops: dict[int, list[Hop]] = {}
+    for offset in range(size):
+        shard = ring[(at - offset) % size]
+        if offset and not matrix.needs(axis, place, shard):
+            continue
+        for ahead in range(1, size - offset):
+            dest = ring[(at + ahead) % size]
+            if matrix.needs(axis, dest, shard):
+                hops.setdefault(offset + ahead, []).append((dest, shard))
+                break
     return hops
 
 
 def partial_hops_in(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int) -> list[Hop]:
     """The partials that arrive at a place at a turn: those whose sender has them at that offset."""
-    needs = matrix.needs
-    if route == "direct":
-        source = matrix.assignment.peer(axis, place, -turn)
-        return [(source, place)] if needs(axis, source, place) else []
+    if route == "ring":
+        return list(matrix.remember(("in", axis, place), lambda: _chain_partials(matrix, axis, place)).get(turn, ()))
+    source = matrix.assignment.peer(axis, place, -turn)
+    return [(source, place)] if matrix.needs(axis, source, place) else []
+
+
+def _chain_partials(matrix: BlockMatrix, axis: Axis, place: int) -> dict[int, list[Hop]]:
+    """By turn, the partials that arrive along the ring: for each shard it adds to, from the place before it in the chain."""
     ring = matrix.assignment.group(axis, place)
     at, size = ring.index(place), len(ring)
-    hops = []
-    for offset in range(turn + 1, size + 1):  # offset `size` is the own shard, at the end of its chain
-        source, shard = ring[(at - offset + turn) % size], ring[(at - offset) % size]
-        takes_it = shard == place or needs(axis, place, shard)
-        if takes_it and needs(axis, source, shard) and partial_dest(matrix, route, axis, source, turn) == place:
-            hops.append((source, shard))
+    hops: dict[int, list[Hop]] = {}
+    for offset in range(1, size + 1):  # offset `size` is the own shard, at the end of its chain
+        shard = ring[(at - offset) % size]
+        if offset < size and not matrix.needs(axis, place, shard):
+            continue
+        for back in range(1, offset):
+            source = ring[(at - back) % size]
+            if matrix.needs(axis, source, shard):
+                hops.setdefault(offset - back, []).append((source, shard))
+                break
     return hops
 
 

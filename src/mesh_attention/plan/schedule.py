@@ -50,6 +50,10 @@ class Together:
     op: Literal["gather", "reduce", "exchange"]
     kind: Kind
 
+    def __post_init__(self) -> None:
+        if self.op not in ("gather", "reduce", "exchange"):
+            raise ScheduleError(f"op {self.op!r}: expected gather, reduce or exchange")
+
 
 Move = Fetch | Meet | Return | Together
 

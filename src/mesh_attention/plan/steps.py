@@ -7,7 +7,8 @@ states the items it reads, writes and frees; waits, memory and data flow are der
     send q0 to 2              post a send of what is held
     gather / reduce over …    sends and receives that a group makes together
     exchange home:q6 -> q1    trade heads for tokens in a Ulysses group (and back, for results)
-    attend q0,q1 x kv0,kv4    one rectangle of shards; adds to o0~ and o1~ (backward: to dq~ and dkv~)
+    pack home:q0 -> q0        copy an input of the caller's into the form that travels
+attend q0,q1 x kv0,kv4    one rectangle of shards; adds to o0~ and o1~ (backward, `with do0,do1`: to dq~ and dkv~)
     merge o3@5                fold the partial that rank 5 sent into o3~
     clear o3~                 a running sum that nothing was added to
     finish o3                 the sum is complete: round it to the dtype that travels; o3~ is gone
@@ -25,13 +26,13 @@ from mesh_attention.plan.assignment import Axis
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-Kind = Literal["q", "kv", "bundle", "o", "dq", "dkv"]
-"""`bundle` is what backward needs of a row: Q, dO, LSE and delta. `o` is O with its LSE."""
+Kind = Literal["q", "kv", "do", "o", "dq", "dkv"]
+"""`o` is O with its LSE. `do` is what backward needs of a row besides Q: dO, LSE and delta."""
 
-AXIS_OF: dict[Kind, Axis] = {"q": "row", "bundle": "row", "o": "row", "dq": "row", "kv": "col", "dkv": "col"}
-INPUTS: dict[Direction, tuple[Kind, Kind]] = {"forward": ("q", "kv"), "backward": ("bundle", "kv")}
+AXIS_OF: dict[Kind, Axis] = {"q": "row", "do": "row", "o": "row", "dq": "row", "kv": "col", "dkv": "col"}
+INPUTS: dict[Direction, tuple[Kind, ...]] = {"forward": ("q", "kv"), "backward": ("q", "do", "kv")}
 OUTPUTS: dict[Direction, tuple[Kind, ...]] = {"forward": ("o",), "backward": ("dq", "dkv")}
-KINDS: tuple[Kind, ...] = ("q", "kv", "bundle", "o", "dq", "dkv")
+KINDS: tuple[Kind, ...] = ("q", "kv", "do", "o", "dq", "dkv")
 
 
 class Item(NamedTuple):
@@ -39,7 +40,7 @@ class Item(NamedTuple):
 
     form ``whole``: a shard (or finished partial) of grid place `shard`; with `source`, a partial as that rank sent it.
     form ``running``: a sum that is still being added to.
-    form ``home``: what the caller gave or gets, of rank `shard`, all heads; differs from whole only under Ulysses.
+    form ``home``: what the caller gave or gets: the tokens of rank `shard`, all heads, in the caller's tensors.
     form ``piece``: tokens of rank `shard`, head slice `source`: what travels in an exchange.
     """
 
@@ -87,11 +88,20 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
+class Pack:
+    """Copies an input of the caller's into the form that travels and that lies beside received shards."""
+
+    before: Item
+    after: Item
+
+
+@dataclass(frozen=True, slots=True)
 class Attend:
-    """Attention of every row with every column; backward when the rows are bundles."""
+    """Attention of every row with every column; backward when it has the rows' `do` as well."""
 
     rows: tuple[Item, ...]
     cols: tuple[Item, ...]
+    grads: tuple[Item, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +116,7 @@ class Clear:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Turns the running sum of `item` into `item`."""
+    """Turns the running sum of `item` into `item`: a partial to send, or the result in the caller's form."""
 
     item: Item
 
@@ -116,7 +126,7 @@ class Free:
     item: Item
 
 
-Step = Recv | Send | Collective | Exchange | Attend | Merge | Clear | Finish | Free
+Step = Recv | Send | Collective | Exchange | Pack | Attend | Merge | Clear | Finish | Free
 
 
 class Effects(NamedTuple):
@@ -130,8 +140,8 @@ class Effects(NamedTuple):
 
 def effects(step: Step) -> Effects:
     match step:
-        case Attend(rows, cols):
-            return Effects(reads=rows + cols, adds=_sums(rows, cols))
+        case Attend(rows, cols, grads):
+            return Effects(reads=rows + grads + cols, adds=_sums(step))
         case Free(item):
             return Effects(frees=(item,))
         case Recv(item, _):
@@ -140,7 +150,7 @@ def effects(step: Step) -> Effects:
             return Effects(reads=(item,))
         case Collective(_, _, sends, recvs):
             return Effects(reads=tuple(s.item for s in sends), writes=tuple(r.item for r in recvs))
-        case Exchange(before, after):
+        case Exchange(before, after) | Pack(before, after):
             return Effects(reads=(before,), writes=(after,))
         case Merge(partial):
             return Effects(reads=(partial,), adds=(running(partial.kind, partial.shard),))
@@ -153,11 +163,12 @@ def effects(step: Step) -> Effects:
             assert_never(step)
 
 
-def _sums(rows: tuple[Item, ...], cols: tuple[Item, ...]) -> tuple[Item, ...]:
+def _sums(step: Attend) -> tuple[Item, ...]:
     """The running sums an attend adds to: O of its rows; backward, dQ of its rows and dKV of its columns."""
-    if rows[0].kind == "bundle":
+    if step.grads:
+        rows, cols = step.rows, step.cols
         return tuple([running("dq", row.shard) for row in rows] + [running("dkv", col.shard) for col in cols])
-    return tuple([running("o", row.shard) for row in rows])
+    return tuple([running("o", row.shard) for row in step.rows])
 
 
 def transfers(step: Step) -> tuple[tuple[Send, ...], tuple[Recv, ...]]:

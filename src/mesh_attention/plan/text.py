@@ -23,6 +23,7 @@ from mesh_attention.plan.steps import (
     Item,
     Kind,
     Merge,
+    Pack,
     Recv,
     Send,
     Step,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from mesh_attention.plan.plan import Plan
 
 HEADER = "mesh-attention plan 1"
+MOST_NUMBERS = 1 << 20
+"""In one range; a typing error should not fill the memory."""
 
 # Items and steps
 
@@ -50,12 +53,13 @@ def format_item(item: Item) -> str:
             assert_never(item.form)
 
 
-_ITEM = re.compile(r"(home:)?([a-z]+)(\d+)(?:(~)|@(\d+)|/(\d+))?")
+# No number here is longer than nine digits; longer ones are not read.
+_ITEM = re.compile(r"(home:)?([a-z]+)(\d{1,9})(?:(~)|@(\d{1,9})|/(\d{1,9}))?")
 
 
 def parse_item(text: str) -> Item:
     found = _ITEM.fullmatch(text)
-    if found is None or (found[1] and found[0][-1] == "~"):
+    if found is None or (found[1] and not found[0][-1].isdecimal()) or (found[1] and (found[5] or found[6])):
         raise ParseError(f"item {text!r}: expected one such as q3, o3~, o3@5, home:q3 or q3/1")
     home, kind, shard, tilde, source, heads = found.groups()
     if home:
@@ -85,8 +89,11 @@ def format_step(step: Step) -> str:
         case Exchange(before, after, group, sends, recvs):
             head = f"exchange {format_item(before)} -> {format_item(after)} over {format_numbers(group)}"
             return _with_transfers(head, (*sends, *recvs))
-        case Attend(rows, cols):
-            return f"attend {_format_items(rows)} x {_format_items(cols)}"
+        case Pack(before, after):
+            return f"pack {format_item(before)} -> {format_item(after)}"
+        case Attend(rows, cols, grads):
+            suffix = f" with {_format_items(grads)}" if grads else ""
+            return f"attend {_format_items(rows)} x {_format_items(cols)}{suffix}"
         case Merge(partial):
             return f"merge {format_item(partial)}"
         case Clear(item):
@@ -113,6 +120,9 @@ def _parse_items(text: str) -> tuple[Item, ...]:
 
 def _parse_transfers(text: str) -> tuple[tuple[Send, ...], tuple[Recv, ...]]:
     steps = [parse_step(part.strip()) for part in text.split(";") if part.strip()]
+    for step in steps:
+        if not isinstance(step, Send | Recv):
+            raise ParseError(f"'{format_step(step)}' inside a collective: expected only sends and receives")
     return tuple(s for s in steps if isinstance(s, Send)), tuple(s for s in steps if isinstance(s, Recv))
 
 
@@ -121,15 +131,20 @@ def _parse_collective(op: Literal["gather", "reduce"], group: str, transfers: st
 
 
 _STEP_FORMS: tuple[tuple[str, Callable[..., Step]], ...] = (
-    (r"recv (\S+) from (\d+)", lambda item, rank: Recv(parse_item(item), int(rank))),
-    (r"send (\S+) to (\d+)", lambda item, rank: Send(parse_item(item), int(rank))),
+    (r"recv (\S+) from (\d{1,9})", lambda item, rank: Recv(parse_item(item), int(rank))),
+    (r"send (\S+) to (\d{1,9})", lambda item, rank: Send(parse_item(item), int(rank))),
     (r"gather over (\S+):(.*)", lambda group, rest: _parse_collective("gather", group, rest)),
     (r"reduce over (\S+):(.*)", lambda group, rest: _parse_collective("reduce", group, rest)),
     (
         r"exchange (\S+) -> (\S+) over (\S+):(.*)",
         lambda a, b, group, rest: Exchange(parse_item(a), parse_item(b), parse_numbers(group), *_parse_transfers(rest)),
     ),
+    (r"pack (\S+) -> (\S+)", lambda before, after: Pack(parse_item(before), parse_item(after))),
     (r"attend (\S+) x (\S+)", lambda rows, cols: Attend(_parse_items(rows), _parse_items(cols))),
+    (
+        r"attend (\S+) x (\S+) with (\S+)",
+        lambda rows, cols, grads: Attend(_parse_items(rows), _parse_items(cols), _parse_items(grads)),
+    ),
     (r"merge (\S+)", lambda item: Merge(parse_item(item))),
     (r"clear (\S+)", lambda item: Clear(parse_item(item))),
     (r"finish (\S+)", lambda item: Finish(parse_item(item))),
@@ -142,7 +157,7 @@ def parse_step(text: str) -> Step:
         if found := re.fullmatch(form, text):
             return build(*found.groups())
     raise ParseError(
-        f"step {text!r}: expected recv, send, gather, reduce, exchange, attend, merge, clear, finish or free, "
+        f"step {text!r}: expected recv, send, gather, reduce, exchange, pack, attend, merge, clear, finish or free, "
         "such as 'recv kv1 from 3'"
     )
 
@@ -165,9 +180,9 @@ def format_move(move: Move) -> str:
 
 
 _MOVE_FORMS: tuple[tuple[str, Callable[..., Move]], ...] = (
-    (r"fetch ([a-z]+) (\d+)", lambda kind, offset: Fetch(_kind(kind), int(offset))),
+    (r"fetch ([a-z]+) (\d{1,9})", lambda kind, offset: Fetch(_kind(kind), int(offset))),
     (r"meet (\S+) x (\S+)", lambda rows, cols: Meet(parse_numbers(rows), parse_numbers(cols))),
-    (r"return ([a-z]+) (\d+)", lambda kind, offset: Return(_kind(kind), int(offset))),
+    (r"return ([a-z]+) (\d{1,9})", lambda kind, offset: Return(_kind(kind), int(offset))),
     (r"gather ([a-z]+)", lambda kind: Together("gather", _kind(kind))),
     (r"reduce ([a-z]+)", lambda kind: Together("reduce", _kind(kind))),
     (r"exchange ([a-z]+)", lambda kind: Together("exchange", _kind(kind))),
@@ -198,11 +213,11 @@ def format_numbers(numbers: Iterable[int]) -> str:
 def parse_numbers(text: str) -> tuple[int, ...]:
     numbers: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if found is None:
+        found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+        if not 0 <= last - first < MOST_NUMBERS:
             raise ParseError(f"numbers {text!r}: expected such as 0,1 or 0-3,8")
-        first = int(found[1])
-        numbers.extend(range(first, int(found[2] or first) + 1))
+        numbers.extend(range(first, last + 1))
     return tuple(numbers)
 
 

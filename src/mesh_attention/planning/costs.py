@@ -20,15 +20,16 @@ class Costs:
 
     q: float = 1.0
     kv: float = 1.0
-    bundle: float = 1.0
+    do: float = 1.0
     o: float = 1.0
     dq: float = 1.0
     dkv: float = 1.0
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            if not 0 < getattr(self, f.name) < float("inf"):
-                raise ScheduleError(f"cost of {f.name} is {getattr(self, f.name)}: expected a number above 0")
+            cost = getattr(self, f.name)
+            if not isinstance(cost, int | float) or not 0 < cost < float("inf"):
+                raise ScheduleError(f"cost of {f.name} is {cost!r}: expected a number above 0")
 
     def of(self, kind: Kind) -> float:
         cost: float = getattr(self, kind)

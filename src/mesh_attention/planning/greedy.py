@@ -7,7 +7,8 @@ partials can leave. Once everything is here, backward completes rows and columns
 
 A row waits until `blocks_per_call` columns are pending for it, and rows that wait for the same columns meet them in one
 rectangle: few large kernel calls instead of one a block. Rows whose columns are all here are completed one by one, or
-as few at once as make a call. With 1, every call is one block, as in the paper.
+as few at once as make a call. Smaller calls are made only while compute would wait for the link anyway. With 1, every
+call is one block, as in the paper.
 
 Ring-Attention is the tile of one row; pass-Q the tile of one column. Nothing here knows their names.
 """
@@ -26,16 +27,22 @@ from mesh_attention.planning.costs import Costs
 
 def greedy_moves(tile: Tile, direction: Direction, *, costs: Costs, blocks_per_call: int = 1) -> tuple[Move, ...]:
     """The moves of one tile, from its own block to the last partial returned."""
-    if blocks_per_call < 1:
-        raise ScheduleError(f"blocks_per_call={blocks_per_call}: expected at least 1")
+    if type(blocks_per_call) is not int or blocks_per_call < 1:
+        raise ScheduleError(f"blocks_per_call={blocks_per_call!r}: expected a whole number of at least 1")
+    if not isinstance(costs, Costs):
+        raise ScheduleError(f"costs {costs!r}: expected Costs(...)")
     order = _Order(tile, direction, costs, blocks_per_call)
     while order.has_work:
         call = order.next_call()
         if call is None:
-            order.wait_for_something()
+            order.fetch_something()
+            call = order.idle_call()
         else:
             order.fetch_behind(call)
-            order.post_returns()  # after the fetches: compute waits for those, nobody for these
+        order.post_returns()  # after the fetches: compute waits for those, nobody for these
+        if call is None:
+            order.wait()
+        else:
             order.meet(call)
     order.post_returns()
     return (*order.moves, *(Return(kind, 0) for kind in OUTPUTS[direction]))
@@ -50,7 +57,10 @@ class _Order:
 
     def __init__(self, tile: Tile, direction: Direction, costs: Costs, blocks_per_call: int) -> None:
         self.tile, self.costs, self.blocks_per_call = tile, costs, blocks_per_call
-        self.row_input, self.col_input = INPUTS[direction]
+        self.inputs: dict[Axis, tuple[Kind, ...]] = {
+            axis: tuple(kind for kind in INPUTS[direction] if AXIS_OF[kind] == axis) for axis in ("row", "col")
+        }
+        self.fetch_cost = {axis: sum(map(costs.of, kinds)) for axis, kinds in self.inputs.items()}
         self.results: dict[Axis, Kind] = {AXIS_OF[kind]: kind for kind in OUTPUTS[direction]}
         self.moves: list[Move] = []
         self.now = self.link_free = 0.0
@@ -88,11 +98,12 @@ class _Order:
     def _newly_touched(self, call: _Call) -> int:
         return (call[0] & ~self.touched["row"]).bit_count() + (call[1] & ~self.touched["col"]).bit_count()
 
-    def wait_for_something(self) -> None:
-        """Nothing to attend: fetch one more if nothing is on its way, then wait for the next arrival."""
+    def fetch_something(self) -> None:
+        """No call is ready: make sure that something is on its way."""
         if not self.arrivals:
             self._fetch()
-        self.post_returns()
+
+    def wait(self) -> None:
         self.now = max(self.now, self.arrivals[0][0])
         self._land()
 
@@ -101,18 +112,17 @@ class _Order:
         return self.fetched["row"] < self.tile.rows or self.fetched["col"] < self.tile.cols
 
     def _fetch(self) -> None:
-        """Fetch the kind that unlocks more blocks for its cost; ties go to KV."""
+        """Fetch the row or the column that unlocks more blocks for its cost; ties go to KV."""
         gain = {
-            "row": self.fetched["col"] / self.costs.of(self.row_input),
-            "col": self.fetched["row"] / self.costs.of(self.col_input),
+            "row": self.fetched["col"] / self.fetch_cost["row"],
+            "col": self.fetched["row"] / self.fetch_cost["col"],
         }
-        kinds: tuple[tuple[Axis, Kind], ...] = (("col", self.col_input), ("row", self.row_input))
-        open_kinds = [(axis, kind) for axis, kind in kinds if self.fetched[axis] < self._size(axis)]
-        axis, kind = max(open_kinds, key=lambda choice: gain[choice[0]])
-        self.moves.append(Fetch(kind, self.fetched[axis]))
+        axes: tuple[Axis, ...] = ("col", "row")
+        axis = max((axis for axis in axes if self.fetched[axis] < self._size(axis)), key=gain.__getitem__)
+        self.moves += [Fetch(kind, self.fetched[axis]) for kind in self.inputs[axis]]
         self.fetched[axis] += 1
         self.untouched += 1
-        self.arrivals.append((self._occupy_link(self.costs.of(kind)), axis))
+        self.arrivals.append((self._occupy_link(self.fetch_cost[axis]), axis))
 
     def _occupy_link(self, cost: float) -> float:
         self.link_free = max(self.link_free, self.now) + cost
@@ -135,6 +145,16 @@ class _Order:
             call = self._call_from(row, pending, here) if pending else None
             if call is not None:
                 return call
+        return None
+
+    def idle_call(self) -> _Call | None:
+        """While compute would wait for the link anyway, a call too small to be worth it costs nothing if it fits in."""
+        here = (1 << self.here["col"]) - 1
+        wait = self.arrivals[0][0] - self.now
+        for row in self._rows_here():
+            pending = here & ~self.done[row]
+            if pending and pending.bit_count() <= wait:
+                return 1 << row, pending
         return None
 
     def _rows_here(self) -> Iterable[int]:

@@ -31,7 +31,7 @@ def plan_mesh(
 ) -> Plan:
     """Fetch shards and return partials one by one, attending meanwhile."""
     assignment = Assignment(tile, ulysses_degree)
-    costs = costs or estimate_costs(problem, assignment, direction)
+    costs = estimate_costs(problem, assignment, direction) if costs is None else costs
     moves = greedy_moves(tile, direction, costs=costs, blocks_per_call=blocks_per_call)
     return Plan(
         method=method,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from mesh_attention.errors import ScheduleError, TileError
-from mesh_attention.plan.assignment import Assignment, Tile, check_assignment, check_degree
-from mesh_attention.plan.layout import Contiguous, Layout, Zigzag
+from mesh_attention.plan.assignment import Assignment, Tile, as_tile, check_assignment, check_degree
+from mesh_attention.plan.layout import Contiguous, Layout, Zigzag, layout_named
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route
 from mesh_attention.plan.steps import DIRECTIONS, Direction
@@ -24,8 +24,8 @@ def make_plan(
     problem: Problem,
     *,
     method: Method = "mesh",
-    tile: Tile | tuple[int, int] | None = None,
-    layout: Layout | None = None,
+    tile: Tile | tuple[int, int] | str | None = None,
+    layout: Layout | str | None = None,
     direction: Direction = "forward",
     ulysses_degree: int | None = None,
     route: Route | None = None,
@@ -41,17 +41,15 @@ def make_plan(
         raise ScheduleError(f"method {method!r}: expected one of {', '.join(METHODS)}")
     if direction not in DIRECTIONS:
         raise ScheduleError(f"direction {direction!r}: expected {' or '.join(DIRECTIONS)}")
-    layout = layout or default_layout(problem)
+    layout = layout_named(layout) if isinstance(layout, str) else default_layout(problem) if layout is None else layout
     degree = _degree(problem, method, ulysses_degree)
     check_degree(degree, problem)
     tile = _tile(problem, method, tile, layout, direction, degree)
+    given = {"route": route, "partials": partials, "blocks_per_call": blocks_per_call, "costs": costs}
+    surplus = [name for name, value in given.items() if value is not None]
+    if surplus and method in ("attention2d", "ulysses"):
+        raise ScheduleError(f"{method} uses collectives and has no {', '.join(surplus)}; leave it out or use mesh")
     if method == "attention2d":
-        given = {"route": route, "partials": partials, "blocks_per_call": blocks_per_call, "costs": costs}
-        surplus = [name for name, value in given.items() if value is not None]
-        if surplus:
-            raise ScheduleError(
-                f"attention2d uses collectives and has no {', '.join(surplus)}; leave it out or use mesh"
-            )
         return plan_attention2d(problem, tile=tile, layout=layout, direction=direction, ulysses_degree=degree)
     return plan_mesh(
         problem,
@@ -59,8 +57,8 @@ def make_plan(
         layout=layout,
         direction=direction,
         ulysses_degree=degree,
-        route=route or "direct",
-        partials=partials or "direct",
+        route="direct" if route is None else route,
+        partials="direct" if partials is None else partials,
         blocks_per_call=1 if blocks_per_call is None else blocks_per_call,
         costs=costs,
         method=method,
@@ -87,14 +85,14 @@ def _degree(problem: Problem, method: Method, degree: int | None) -> int:
 def _tile(
     problem: Problem,
     method: Method,
-    tile: Tile | tuple[int, int] | None,
+    tile: Tile | tuple[int, int] | str | None,
     layout: Layout,
     direction: Direction,
     degree: int,
 ) -> Tile:
     places = problem.ranks // degree
     fixed = {"ring": Tile(1, places), "pass-q": Tile(places, 1), "ulysses": Tile(1, 1)}.get(method)
-    wanted = Tile(*tile) if isinstance(tile, tuple) else tile
+    wanted = None if tile is None else as_tile(tile)
     if fixed is not None:
         if wanted not in (None, fixed):
             raise TileError(f"method {method} is the {fixed} tile here, but {wanted} came; leave it out or use mesh")

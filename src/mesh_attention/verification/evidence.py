@@ -76,10 +76,10 @@ class Evidence:
         self.recvs = Counter(sighting.transfer for sighting in self._sightings(Recv))
 
     def inputs(self, rank: int) -> set[Item]:
-        return {self.matrix.home_item(kind, rank) for kind in INPUTS[self.plan.direction]}
+        return {Item(kind, rank, "home") for kind in INPUTS[self.plan.direction]}
 
     def outputs(self, rank: int) -> set[Item]:
-        return {self.matrix.home_item(kind, rank) for kind in OUTPUTS[self.plan.direction]}
+        return {Item(kind, rank, "home") for kind in OUTPUTS[self.plan.direction]}
 
     def send_sightings(self) -> Iterator[Sighting]:
         return self._sightings(Send)

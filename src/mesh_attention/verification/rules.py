@@ -1,8 +1,9 @@
 """The rules a plan must keep. Each is a function from evidence to breaches, and needs no other rule.
 
+form         every step uses things of the right kind and form and deals with the right ranks (forms.py)
 coverage     every unmasked block is attended exactly once, an empty one never
-presence     nothing is read before it is written or after it is freed; nothing is written twice or in part
-matching     every send is met by one receive of the same thing; groups make the same collectives in the same order
+presence     nothing is read before it is written or after it is freed; nothing is written twice, or added to after its finish
+matching     every send is met by one receive of the same thing, in the same order; groups make the same collectives
 progress     no circle of waiting, even where a send waits for its receive
 homecoming   every partial reaches its home and is merged there exactly once; every result is finished
 purpose      nothing travels that is not used
@@ -23,16 +24,18 @@ from mesh_attention.plan.steps import (
     Collective,
     Exchange,
     Finish,
+    Free,
     Item,
     Kind,
     Merge,
     Recv,
     Send,
-    Step,
     running,
+    transfers,
 )
 from mesh_attention.plan.text import format_item, format_step
 from mesh_attention.verification.evidence import Breach, Call, Evidence, Sighting, Transfer, op_of
+from mesh_attention.verification.forms import form
 from mesh_attention.verification.rendezvous import Run, circles
 
 Rule = Callable[[Evidence, Run], Iterator[Breach]]
@@ -69,6 +72,7 @@ def presence(evidence: Evidence, run: Run) -> Iterator[Breach]:
     for program in evidence.programs:
         held = evidence.inputs(program.rank)
         freed: set[Item] = set()
+        finished: set[Item] = set()
         for index, done in enumerate(evidence.effects[program.rank]):
             for item in (*done.reads, *done.frees):
                 if item not in held:
@@ -77,32 +81,20 @@ def presence(evidence: Evidence, run: Run) -> Iterator[Breach]:
             for item in done.writes:
                 if item in held:
                     yield Breach("presence", program.rank, index, f"{format_item(item)} is written over")
-            for piece in _missing_pieces(evidence, program.rank, program.steps[index]):
-                yield Breach("presence", program.rank, index, f"the exchange does not bring {format_item(piece)}")
+            for item in done.adds:
+                if item in finished:
+                    yield Breach("presence", program.rank, index, f"{format_item(item)} was finished before")
+            finished.update(item for item in done.frees if item.form == "running")
             held.update(done.writes, done.adds)
             held.difference_update(done.frees)
             freed.update(done.frees)
 
 
-def _missing_pieces(evidence: Evidence, rank: int, step: Step) -> Iterator[Item]:
-    """Pieces of what an exchange writes that neither arrive nor are the rank's own."""
-    if not isinstance(step, Exchange):
-        return
-    kind, assignment = step.after.kind, evidence.plan.assignment
-    arriving = {recv.item for recv in step.recvs}
-    for other in assignment.ulysses_group(rank):
-        # Before the grid, a rank gathers everybody's tokens for its heads; after it, its tokens from everybody's heads.
-        tokens_of, heads_of = (other, rank) if step.after.form == "whole" else (rank, other)
-        piece = Item(kind, tokens_of, "piece", assignment.head_slice(heads_of))
-        if other != rank and evidence.matrix.has_tokens(kind, tokens_of) and piece not in arriving:
-            yield piece
-
-
 def matching(evidence: Evidence, run: Run) -> Iterator[Breach]:
     yield from _unmatched(evidence.send_sightings(), evidence.recvs, lambda t: f"rank {t.dest} has no receive for it")
     yield from _unmatched(evidence.recv_sightings(), evidence.sends, lambda t: f"rank {t.source} never sends it")
+    yield from _out_of_order(evidence)
     yield from _uneven_calls(evidence)
-    yield from _foreign_heads(evidence)
 
 
 def _unmatched(
@@ -113,6 +105,26 @@ def _unmatched(
         met[transfer] += 1
         if met[transfer] > others[transfer]:
             yield Breach("matching", rank, index, f"{format_item(transfer.item)}: {complaint(transfer)}")
+
+
+def _out_of_order(evidence: Evidence) -> Iterator[Breach]:
+    """Between two ranks, transfers must be received in the order they are sent: not every transport has tags."""
+    sent: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    received: dict[tuple[int, int], list[Sighting]] = defaultdict(list)
+    for sighting in evidence.send_sightings():
+        if sighting.transfer in evidence.recvs:
+            sent[sighting.transfer.source, sighting.transfer.dest].append(sighting.transfer)
+    for sighting in evidence.recv_sightings():
+        if sighting.transfer in evidence.sends:
+            received[sighting.transfer.source, sighting.transfer.dest].append(sighting)
+    for pair, sightings in received.items():
+        for expected, (transfer, rank, index) in zip(sent[pair], sightings, strict=False):
+            if transfer != expected:
+                message = (
+                    f"rank {transfer.source} sends {format_item(expected.item)} before {format_item(transfer.item)}"
+                )
+                yield Breach("matching", rank, index, message)
+                break
 
 
 def _uneven_calls(evidence: Evidence) -> Iterator[Breach]:
@@ -129,15 +141,6 @@ def _uneven_calls(evidence: Evidence) -> Iterator[Breach]:
         ops = {op_of(evidence.programs[member].steps[at]) for member, at in index_by_rank.items()}
         if len(ops) > 1:
             yield Breach("matching", rank, index, f"the group's ranks call different things: {', '.join(sorted(ops))}")
-
-
-def _foreign_heads(evidence: Evidence) -> Iterator[Breach]:
-    """Outside exchanges, only ranks that work on the same heads have anything to say to each other."""
-    head_slice = evidence.plan.assignment.head_slice
-    for transfer, rank, index in evidence.send_sightings():
-        if transfer.item.form != "piece" and head_slice(transfer.dest) != head_slice(rank):
-            message = f"{format_item(transfer.item)}: rank {transfer.dest} works on other heads"
-            yield Breach("matching", rank, index, message)
 
 
 def progress(evidence: Evidence, run: Run) -> Iterator[Breach]:
@@ -159,12 +162,12 @@ def homecoming(evidence: Evidence, run: Run) -> Iterator[Breach]:
         rank = program.rank
         place, heads = evidence.plan.assignment.place(rank), evidence.plan.assignment.head_slice(rank)
         for kind in OUTPUTS[evidence.plan.direction]:
-            result = Item(kind, place)
+            result = Item(kind, rank, "home")  # under Ulysses, this rank's heads of it
             if not evidence.matrix.segments(AXIS_OF[kind], place):
                 continue
             at = _last_write(evidence, rank, result)
             if (rank, result) not in arrived:
-                yield Breach("homecoming", rank, at, f"{format_item(result)} is never finished at its home")
+                yield Breach("homecoming", rank, at, f"{format_item(result)} is never given back to the caller")
                 continue
             merged = Counter(arrived[rank, result])
             due = Counter(owed[kind, place, heads])
@@ -173,10 +176,6 @@ def homecoming(evidence: Evidence, run: Run) -> Iterator[Breach]:
                     what = f"what rank {origin[0]} computed at step {origin[1]}"
                     times = f"is {merged[origin]} times in {format_item(result)}; expected {due[origin]}"
                     yield Breach("homecoming", rank, at, f"{what} {times}")
-        for item in evidence.outputs(rank):
-            is_due = item.form == "home" and evidence.matrix.has_tokens(item.kind, rank)
-            if is_due and _last_write(evidence, rank, item) is None:
-                yield Breach("homecoming", rank, None, f"{format_item(item)} is never given back to the caller")
 
 
 def _follow_partials(
@@ -185,6 +184,7 @@ def _follow_partials(
     """Which contributions were computed for each result, and which each held item contains after everything has run."""
     owed: dict[tuple[Kind, int, int], list[Origin]] = defaultdict(list)
     contents: dict[tuple[int, Item], list[Origin]] = {}
+    moved: set[Call] = set()
     for rank, index in run.order:
         step = evidence.programs[rank].steps[index]
         match step:
@@ -195,17 +195,32 @@ def _follow_partials(
             case Finish(item):
                 contents[rank, item] = contents.pop((rank, running(item.kind, item.shard)), [])
             case Send(item, dest):
-                contents[dest, item._replace(source=rank)] = contents.get((rank, item), [])
-            case Collective(_, _, _, recvs):
-                # Everybody has come this far, so what the others send is complete.
-                for item, source in ((recv.item, recv.source) for recv in recvs):
-                    contents[rank, item] = contents.get((source, item._replace(source=None)), [])
+                contents[dest, item._replace(source=rank)] = list(contents.get((rank, item), ()))
+            case Collective():
+                if evidence.calls[rank][index] not in moved:
+                    # The first of its members to go on: all have come this far, and none further.
+                    moved.add(evidence.calls[rank][index])
+                    _move_partials(evidence, evidence.calls[rank][index], contents)
             case Merge(partial):
                 total = running(partial.kind, partial.shard)
                 contents.setdefault((rank, total), []).extend(contents.get((rank, partial), ()))
+            case Exchange(before, after):
+                contents[rank, after] = contents.get((rank, before), [])
+            case Free(item):
+                contents.pop((rank, item), None)
             case _:
                 pass
     return owed, contents
+
+
+def _move_partials(evidence: Evidence, call: Call, contents: dict[tuple[int, Item], list[Origin]]) -> None:
+    """What a collective's receivers get is what its senders hold at that point."""
+    for rank in call.group:
+        for index, made in evidence.calls[rank].items() if rank < len(evidence.calls) else ():
+            if made == call:
+                for recv in transfers(evidence.programs[rank].steps[index])[1]:
+                    sent = contents.get((recv.source, recv.item._replace(source=None)), ())
+                    contents[rank, recv.item] = list(sent)
 
 
 def purpose(evidence: Evidence, run: Run) -> Iterator[Breach]:
@@ -236,7 +251,7 @@ def tidiness(evidence: Evidence, run: Run) -> Iterator[Breach]:
 
 def memory(evidence: Evidence, run: Run) -> Iterator[Breach]:
     for program in evidence.programs:
-        profile = held_nbytes(program.steps, evidence.matrix)
+        profile = held_nbytes(program.steps, evidence.matrix, done=evidence.effects[program.rank])
         for index, nbytes in enumerate(profile):
             if nbytes > program.peak_nbytes:
                 message = f"{nbytes:,} bytes are held here; the program states {program.peak_nbytes:,}"
@@ -245,7 +260,8 @@ def memory(evidence: Evidence, run: Run) -> Iterator[Breach]:
 
 
 RULES: dict[str, Rule] = {
-    rule.__name__: rule for rule in (coverage, presence, matching, progress, homecoming, purpose, tidiness, memory)
+    rule.__name__: rule
+    for rule in (form, coverage, presence, matching, progress, homecoming, purpose, tidiness, memory)
 }
 
 

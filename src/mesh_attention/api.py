@@ -1,0 +1,363 @@
+"""The front door: `MeshAttention` and `mesh_attention`. Wiring only: check arguments, find the plans, run them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mesh_attention.comm.base import Comm
+from mesh_attention.comm.local import LocalGroup, block, take_turns
+from mesh_attention.comm.torch_dist import Group, TorchComm
+from mesh_attention.errors import ProblemError, UsageError
+from mesh_attention.execution import sharding
+from mesh_attention.execution.agreement import agree
+from mesh_attention.execution.autograd import Engine, attend
+from mesh_attention.execution.buffers import DTYPES
+from mesh_attention.execution.compiled import Compiled, compile_program
+from mesh_attention.execution.executor import Softmax
+from mesh_attention.masks import Mask, causal, documents, full, window
+from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.layout import Layout, layout_named
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.planning.registry import Method, make_plan
+from mesh_attention.problem import Problem
+
+Planner = Callable[..., Plan]
+"""``planner(problem, direction=…, layout=…)`` gives a plan."""
+TensorFormat = Literal["bshd", "bhsd"]
+REFUSED = {
+    "dropout_p": "dropout",
+    "attn_mask": "a dense mask",
+    "attn_bias": "an attention bias",
+    "alibi_slopes": "ALiBi",
+    "block_table": "a paged KV cache",
+    "q_descale": "scaled low-precision inputs",
+}
+"""Arguments of other attention functions that have a meaning we do not compute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """What a call asks for besides its tensors; the names are flash-attn's."""
+
+    causal: bool = False
+    softmax_scale: float | None = None
+    window_size: tuple[int, int] = (-1, -1)
+    cu_seqlens_q: tuple[int, ...] | None = None
+    cu_seqlens_k: tuple[int, ...] | None = None
+    softcap: float = 0.0
+    seq_len: int | None = None
+    seq_len_k: int | None = None
+
+    def mask(self) -> Mask:
+        mask = full() if tuple(self.window_size) == (-1, -1) else window(*self.window_size)
+        if self.causal:
+            mask &= causal()
+        if self.cu_seqlens_q is not None:
+            mask &= documents(self.cu_seqlens_q, self.cu_seqlens_k)
+        return mask
+
+
+class MeshAttention:
+    """Attention over a sequence that is sharded over a group.
+
+    `group` is a torch.distributed group, one axis of a DeviceMesh, or None for the default group. A `LocalGroup` plays
+    all ranks in this process, and then inputs and results are lists, one tensor a rank.
+    """
+
+    def __init__(
+        self,
+        group: Group | LocalGroup | Comm | Sequence[Comm] | None = None,
+        *,
+        method: Method = "mesh",
+        tile: Tile | tuple[int, int] | Literal["auto"] = "auto",
+        ulysses_degree: int | None = None,
+        layout: Layout | str = "zigzag",
+        tensor_format: TensorFormat = "bshd",
+        planner: Planner | None = None,
+        **schedule: Any,
+    ) -> None:
+        self.comms, self.is_local = _comms(group)
+        self.layout = layout_named(layout) if isinstance(layout, str) else layout
+        if tensor_format not in ("bshd", "bhsd"):
+            raise UsageError(f"tensor_format {tensor_format!r}: expected bshd or bhsd")
+        self.tensor_format = tensor_format
+        _refuse_unknown(schedule, ("route", "partials", "blocks_per_call", "costs"), of="MeshAttention")
+        options = {"method": method, "tile": None if tile == "auto" else tile, "ulysses_degree": ulysses_degree}
+        self._options = {} if planner is not None else {**options, **schedule}
+        self._planner: Planner = make_plan if planner is None else planner
+        self._engines: dict[object, Engine] = {}
+
+    @property
+    def ranks(self) -> int:
+        return self.comms[0].size
+
+    def __call__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        cu_seqlens_q: Sequence[int] | Tensor | None = None,
+        cu_seqlens_k: Sequence[int] | Tensor | None = None,
+        softcap: float = 0.0,
+        deterministic: bool = False,
+        return_lse: bool = False,
+        seq_len: int | None = None,
+        seq_len_k: int | None = None,
+        **others: Any,
+    ) -> Any:
+        """The output for this rank's queries, in their format; with `return_lse`, also the LSE (batch, heads, seq).
+
+        `cu_seqlens_*` are boundaries in the *whole* sequence. `seq_len` (and `seq_len_k`) is the whole length; left out,
+        every rank holds the same number of tokens. Results do not depend on timing, so `deterministic` may be either.
+        """
+        _refuse_known(others)
+        _refuse_unknown(others, _CALL_ARGUMENTS, of="attention", allowed=REFUSED)
+        options = CallOptions(
+            causal=causal,
+            softmax_scale=softmax_scale,
+            window_size=(int(window_size[0]), int(window_size[1])),
+            cu_seqlens_q=_boundaries(cu_seqlens_q),
+            cu_seqlens_k=_boundaries(cu_seqlens_k),
+            softcap=softcap,
+            seq_len=seq_len,
+            seq_len_k=seq_len_k,
+        )
+        ranks = self._by_rank(q, k, v)
+        tensors = [[self._to_bshd(tensor) for tensor in rank] for rank in ranks]
+        engine = self.engine(tensors, options)
+        results = attend(engine, [tensor for rank in tensors for tensor in rank])
+        outs = [self._from_bshd(out, like=rank[0]) for out, rank in zip(results[0::2], ranks, strict=True)]
+        lses = [lse if rank[0].dim() == 4 else lse[0] for lse, rank in zip(results[1::2], ranks, strict=True)]
+        if self.is_local:
+            return (outs, lses) if return_lse else outs
+        return (outs[0], lses[0]) if return_lse else outs[0]
+
+    # Plans
+
+    def engine(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions) -> Engine:
+        """Plans and programs for inputs like these; agreed on with the group the first time."""
+        key = (options, *((tensor.shape, tensor.dtype, tensor.device.type) for rank in tensors for tensor in rank))
+        if key not in self._engines:
+            self._engines[key] = self._new_engine(tensors, options)
+        return self._engines[key]
+
+    def _new_engine(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions) -> Engine:
+        for rank in tensors:
+            _check_tensors(*rank)
+        problem = self._problem(tensors[0], options)
+        plans = {d: self._planner(problem, direction=d, layout=self.layout, **self._options) for d in DIRECTIONS}
+        scale = options.softmax_scale if options.softmax_scale is not None else problem.head_dim_qk**-0.5
+        softmax = _check_softmax(scale, options.softcap)
+        self._agree(problem, plans, softmax, tensors)
+
+        @lru_cache(maxsize=2)
+        def programs(direction: Direction) -> list[Compiled]:
+            return [compile_program(plans[direction], comm.rank) for comm in self.comms]
+
+        return Engine(problem=problem, softmax=softmax, comms=self.comms, programs=programs, run=self._run)
+
+    def _problem(self, tensors: Sequence[Tensor], options: CallOptions) -> Problem:
+        q, k, v = tensors
+        seq_q = _length(options.seq_len, options.cu_seqlens_q, q, self.ranks)
+        seq_k = options.seq_len if options.seq_len_k is None and q.shape[1] == k.shape[1] else options.seq_len_k
+        cuts_k = options.cu_seqlens_q if options.cu_seqlens_k is None else options.cu_seqlens_k
+        return Problem(
+            seq_q=seq_q,
+            seq_kv=_length(seq_k, cuts_k, k, self.ranks),
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_dim_qk=q.shape[3],
+            head_dim_v=v.shape[3],
+            ranks=self.ranks,
+            batch=q.shape[0],
+            dtype=_dtype_name(q),
+            mask=options.mask(),
+        )
+
+    def _agree(
+        self,
+        problem: Problem,
+        plans: dict[Direction, Plan],
+        softmax: Softmax,
+        tensors: Sequence[Sequence[Tensor]],
+    ) -> None:
+        asked = {name: str(getattr(problem, name)) for name in problem.__slots__}
+        asked |= {"softmax": str(softmax), "device": tensors[0][0].device.type}
+        asked |= {f"{direction} plan": f"{plan!r}" for direction, plan in plans.items()}
+
+        def expected(rank: int) -> dict[str, int]:
+            return {name: self._tokens(rank, total) for name, total in (("q", problem.seq_q), ("kv", problem.seq_kv))}
+
+        self._run(
+            [
+                agree(comm, asked=asked, holds={"q": q.shape[1], "kv": k.shape[1]}, expected=expected)
+                for comm, (q, k, _) in zip(self.comms, tensors, strict=True)
+            ]
+        )
+
+    def _tokens(self, rank: int, total: int) -> int:
+        return sum(map(len, self.layout.segments(rank, tokens=total, ranks=self.ranks)))
+
+    def _run(self, ranks: Any) -> Any:
+        return take_turns(ranks) if self.is_local else [block(ranks[0])]
+
+    # Tensors
+
+    def _by_rank(self, q: Any, k: Any, v: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+        if not self.is_local:
+            return [(q, k, v)]
+        if not all(isinstance(x, list | tuple) and len(x) == self.ranks for x in (q, k, v)):
+            raise UsageError(f"a local group of {self.ranks} ranks takes lists of {self.ranks} tensors, one a rank")
+        return list(zip(q, k, v, strict=True))
+
+    def _to_bshd(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, Tensor) or tensor.dim() not in (3, 4):
+            raise ProblemError(
+                f"{_describe(tensor)}: expected a tensor of 4 dimensions ({self.tensor_format}), "
+                "or of 3 (tokens, heads, dim) with cu_seqlens_q"
+            )
+        if tensor.dim() == 3:
+            return tensor[None]
+        return tensor.transpose(1, 2) if self.tensor_format == "bhsd" else tensor
+
+    def _from_bshd(self, tensor: Tensor, *, like: Tensor) -> Tensor:
+        if like.dim() == 3:
+            return tensor[0]
+        return tensor.transpose(1, 2) if self.tensor_format == "bhsd" else tensor
+
+    # Sharding
+
+    def shard(self, whole: Tensor, *, dim: int = 1) -> Any:
+        """This rank's tokens of any per-token tensor of the whole sequence (in a local group: a list, one a rank)."""
+        shards = [sharding.shard(whole, self.layout, comm.rank, ranks=self.ranks, dim=dim) for comm in self.comms]
+        return shards if self.is_local else shards[0]
+
+    def unshard(self, local: Any, *, dim: int = 1, seq_len: int | None = None) -> Tensor:
+        """The whole sequence on every rank, without gradient. `seq_len` is needed when ranks hold unequal numbers."""
+        if self.is_local:
+            return sharding.join_shards(list(local), self.layout, dim=dim)
+        total = local.shape[dim] * self.ranks if seq_len is None else seq_len
+        return sharding.unshard(local, self.layout, self.comms[0], tokens=total, dim=dim)
+
+    def position_ids(self, seq_len: int, *, device: torch.device | None = None) -> Any:
+        """The position in the whole sequence of each of this rank's tokens (in a local group: a list, one a rank)."""
+        ids = [
+            sharding.position_ids(self.layout, comm.rank, tokens=seq_len, ranks=self.ranks, device=device)
+            for comm in self.comms
+        ]
+        return ids if self.is_local else ids[0]
+
+
+def mesh_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = None, **arguments: Any) -> Any:
+    """Attention over a sharded sequence as one function call; arguments are those of `MeshAttention` and of its call.
+
+    Plans are kept between calls, for each group and each set of arguments.
+    """
+    settings = {name: arguments.pop(name) for name in _SETTINGS if name in arguments}
+    return _attention_of(group, tuple(settings.items()))(q, k, v, **arguments)
+
+
+@lru_cache(maxsize=64)
+def _attention_of(group: Group | None, settings: tuple[tuple[str, Any], ...]) -> MeshAttention:
+    return MeshAttention(group, **dict(settings))
+
+
+_SETTINGS = ("method", "tile", "ulysses_degree", "layout", "tensor_format", "route", "partials", "blocks_per_call")
+_CALL_ARGUMENTS = (
+    "causal",
+    "softmax_scale",
+    "window_size",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "softcap",
+    "deterministic",
+    "return_lse",
+    "seq_len",
+    "seq_len_k",
+)
+
+
+def _comms(group: Group | LocalGroup | Comm | Sequence[Comm] | None) -> tuple[list[Comm], bool]:
+    """The ranks played in this process, and whether they are all of them."""
+    if isinstance(group, LocalGroup):
+        return [group.comm(rank) for rank in range(group.size)], True
+    if isinstance(group, list | tuple):
+        return list(group), True
+    if hasattr(group, "together"):
+        return [group], False  # type: ignore[list-item]
+    return [TorchComm(group)], False  # type: ignore[arg-type]
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, ours, theirs in (("k", q, k), ("v", q, v)):
+        if ours.dtype != theirs.dtype or ours.device != theirs.device:
+            raise ProblemError(
+                f"q is {ours.dtype} on {ours.device} and {name} is {theirs.dtype} on {theirs.device}; expected the same"
+            )
+    if k.shape[:3] != v.shape[:3]:
+        raise ProblemError(f"k is {tuple(k.shape)} and v is {tuple(v.shape)}: batch, tokens and heads must be the same")
+    if q.shape[0] != k.shape[0]:
+        raise ProblemError(f"q has batch {q.shape[0]} and k has batch {k.shape[0]}: expected the same")
+    if q.shape[3] != k.shape[3]:
+        raise ProblemError(f"q has head size {q.shape[3]} and k has {k.shape[3]}: expected the same (v may differ)")
+
+
+def _check_softmax(scale: float, softcap: float) -> Softmax:
+    if not math.isfinite(scale) or not (math.isfinite(softcap) and softcap >= 0):
+        raise UsageError(
+            f"softmax_scale={scale}, softcap={softcap}: expected finite numbers, softcap 0 (none) or above"
+        )
+    return Softmax(scale=float(scale), softcap=float(softcap))
+
+
+def _length(given: int | None, cuts: tuple[int, ...] | None, tensor: Tensor, ranks: int) -> int:
+    if given is not None:
+        return given
+    return cuts[-1] if cuts is not None else int(tensor.shape[1]) * ranks
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    for name, dtype in DTYPES.items():
+        if tensor.dtype == dtype:
+            return name
+    raise ProblemError(f"q is {tensor.dtype}: expected one of {', '.join(DTYPES)}")
+
+
+def _boundaries(cuts: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
+    if cuts is None:
+        return None
+    return tuple(cuts.tolist() if isinstance(cuts, Tensor) else cuts)
+
+
+def _describe(tensor: object) -> str:
+    return f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"{type(tensor).__name__}"
+
+
+def _refuse_known(others: dict[str, Any]) -> None:
+    for name, meaning in REFUSED.items():
+        value = others.get(name)
+        if value is not None and not (isinstance(value, int | float) and value == 0):
+            raise UsageError(f"{name} came, but {meaning} is not supported; leave {name} out")
+
+
+def _refuse_unknown(
+    given: dict[str, Any], known: Sequence[str], *, of: str, allowed: dict[str, str] | None = None
+) -> None:
+    for name in given:
+        if name not in known and name not in (allowed or {}):
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(f"unknown argument {name!r} of {of}; {hint}expected some of {', '.join(known)}")

@@ -1,0 +1,51 @@
+"""What a transport is. Everything is posted and waited for later; between two ranks, messages arrive in the order sent.
+
+An item travels as chunks: contiguous byte tensors, one for each run of its tokens. Both ends cut it the same way.
+`label` says what travels; transports ignore it, wrappers may look at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Work(Protocol):
+    """Something posted. After `wait`, the chunks may be read or used again."""
+
+    def is_done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class Parcel(NamedTuple):
+    """One transfer of a collective: the chunks of an item, and the other rank."""
+
+    chunks: Sequence[Tensor]
+    peer: int
+    label: str
+
+
+class Sharing(Work, Protocol):
+    """Everybody's text, in rank order, once it is done."""
+
+    def result(self) -> list[str]: ...
+
+
+class Comm(Protocol):
+    """One rank's end of a group. Ranks are counted within the group."""
+
+    rank: int
+    size: int
+
+    def send(self, parcel: Parcel) -> Work: ...
+
+    def recv(self, parcel: Parcel) -> Work: ...
+
+    def together(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        """All of a collective's transfers at once."""
+
+    def share(self, text: str) -> Sharing:
+        """Tell every rank of the group a text."""

@@ -1,0 +1,112 @@
+"""Transports around transports: record, delay or fail what passes. Wrap to change; nothing is overridden."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mesh_attention.comm.base import Comm, Parcel, Sharing, Work
+from mesh_attention.errors import TransportError
+
+
+@dataclass
+class Recording:
+    """Counts bytes and messages by label, both ways."""
+
+    inner: Comm
+    sent_nbytes: Counter[str] = field(default_factory=Counter)
+    received_nbytes: Counter[str] = field(default_factory=Counter)
+    messages: int = 0
+    shared: int = 0
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.inner.rank, self.inner.size
+
+    def send(self, parcel: Parcel) -> Work:
+        self._count(parcel, self.sent_nbytes)
+        self.messages += len(parcel.chunks)
+        return self.inner.send(parcel)
+
+    def recv(self, parcel: Parcel) -> Work:
+        self._count(parcel, self.received_nbytes)
+        return self.inner.recv(parcel)
+
+    def together(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        for parcel in sends:
+            self._count(parcel, self.sent_nbytes)
+            self.messages += len(parcel.chunks)
+        for parcel in recvs:
+            self._count(parcel, self.received_nbytes)
+        return self.inner.together(sends, recvs)
+
+    def share(self, text: str) -> Sharing:
+        self.shared += 1
+        return self.inner.share(text)
+
+    def _count(self, parcel: Parcel, counter: Counter[str]) -> None:
+        counter[parcel.label] += sum(chunk.numel() * chunk.element_size() for chunk in parcel.chunks)
+
+
+@dataclass
+class Delaying:
+    """Everything takes at least `seconds` longer."""
+
+    inner: Comm
+    seconds: float
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.inner.rank, self.inner.size
+
+    def send(self, parcel: Parcel) -> Work:
+        return _Later(self.inner.send(parcel), self.seconds)
+
+    def recv(self, parcel: Parcel) -> Work:
+        return _Later(self.inner.recv(parcel), self.seconds)
+
+    def together(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        return _Later(self.inner.together(sends, recvs), self.seconds)
+
+    def share(self, text: str) -> Sharing:
+        return self.inner.share(text)
+
+
+class _Later:
+    def __init__(self, work: Work, seconds: float) -> None:
+        self.work, self.due = work, time.monotonic() + seconds
+
+    def is_done(self) -> bool:
+        return time.monotonic() >= self.due and self.work.is_done()
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.due - time.monotonic()))
+        self.work.wait()
+
+
+@dataclass
+class Failing:
+    """Raises instead of posting whatever `when` says yes to."""
+
+    inner: Comm
+    when: Callable[[Parcel], bool]
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.inner.rank, self.inner.size
+
+    def send(self, parcel: Parcel) -> Work:
+        return self.inner.send(self._checked(parcel))
+
+    def recv(self, parcel: Parcel) -> Work:
+        return self.inner.recv(self._checked(parcel))
+
+    def together(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        return self.inner.together([self._checked(p) for p in sends], [self._checked(p) for p in recvs])
+
+    def share(self, text: str) -> Sharing:
+        return self.inner.share(text)
+
+    def _checked(self, parcel: Parcel) -> Parcel:
+        if self.when(parcel):
+            raise TransportError(f"made to fail: {parcel.label} with rank {parcel.peer}")
+        return parcel

@@ -1,0 +1,184 @@
+"""Autograd over a forward and a backward plan, for all the ranks this process plays.
+
+That is one under torch.distributed, and all of them in a local group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention.comm.base import Comm, Work
+from mesh_attention.errors import UsageError
+from mesh_attention.execution.buffers import DTYPES, Meter, fields_of
+from mesh_attention.execution.compiled import Compiled
+from mesh_attention.execution.executor import Executor, Fields, Softmax
+from mesh_attention.kernels.base import Demand, Kernel
+from mesh_attention.kernels.select import choose_kernel
+from mesh_attention.plan.steps import Direction
+from mesh_attention.problem import Problem
+
+Runs = Sequence[Generator[Work, None, dict[str, Fields]]]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Everything a call needs that outlives it: programs of the ranks played here, their transports, how to run them."""
+
+    problem: Problem
+    softmax: Softmax
+    comms: Sequence[Comm]
+    programs: Callable[[Direction], Sequence[Compiled]]
+    run: Callable[[Runs], list[dict[str, Fields]]]
+    kernel: Callable[[Demand], Kernel] = choose_kernel
+    meters: list[Meter] = field(default_factory=list)
+    """One for each rank and pass of the last calls, for those who look at memory; cleared by whoever reads it."""
+
+    def execute(
+        self,
+        direction: Direction,
+        inputs: Sequence[Mapping[str, Fields]],
+        tokens: Sequence[dict[str, int]],
+        kernel: Kernel,
+    ) -> list[dict[str, Fields]]:
+        """One pass of every rank played here. `tokens` are the local lengths of q and kv."""
+        device = next(iter(inputs[0]["q"].values())).device
+        executors = [
+            Executor(
+                compiled=compiled,
+                comm=comm,
+                kernel=kernel,
+                softmax=self.softmax,
+                inputs=given,
+                device=device,
+                new_output=_Outputs(self.problem, lengths, device),
+            )
+            for compiled, comm, given, lengths in zip(self.programs(direction), self.comms, inputs, tokens, strict=True)
+        ]
+        results = self.run([executor.run() for executor in executors])
+        self.meters[:] = [executor.meter for executor in executors]
+        for executor, result, lengths in zip(executors, results, tokens, strict=True):
+            _fill_in_empty(result, executor.new_output, direction, lengths)
+        return results
+
+    def demand(self, device: torch.device, *, lse_gradient: bool) -> Demand:
+        return Demand(
+            device=device.type,
+            dtype=DTYPES[self.problem.dtype],
+            head_dim_qk=self.problem.head_dim_qk,
+            head_dim_v=self.problem.head_dim_v,
+            softcap=self.softmax.softcap,
+            lse_gradient=lse_gradient,
+        )
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """Makes the tensors the caller gets: (batch, tokens, heads, dim), and LSE (batch, heads, tokens)."""
+
+    problem: Problem
+    tokens: dict[str, int]
+    device: torch.device
+
+    def __call__(self, kind: str) -> Fields:
+        problem = self.problem
+        wire = DTYPES[problem.dtype]
+        wide = torch.float64 if wire is torch.float64 else torch.float32
+        tokens = self.tokens["kv" if kind == "dkv" else "q"]
+        made = {}
+        for name, heads, dim, is_statistic in fields_of(kind, problem):  # type: ignore[arg-type]
+            if is_statistic:
+                statistic = torch.empty((problem.batch, heads, tokens), dtype=wide, device=self.device)
+                made[name] = statistic.permute(2, 0, 1)[..., None]
+            else:
+                tensor = torch.empty((problem.batch, tokens, heads, dim), dtype=wire, device=self.device)
+                made[name] = tensor.transpose(0, 1)
+        return made
+
+
+def _fill_in_empty(
+    result: dict[str, Fields], new_output: Callable[[str], Fields], direction: Direction, tokens: dict[str, int]
+) -> None:
+    """A rank without tokens has no step that makes its results."""
+    for kind in ("o",) if direction == "forward" else ("dq", "dkv"):
+        if kind not in result:
+            assert not tokens["kv" if kind == "dkv" else "q"]
+            result[kind] = new_output(kind)
+
+
+def attend(engine: Engine, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """O and LSE of every rank played here, from its Q, K and V; differentiable once."""
+    results: tuple[Tensor, ...] = AttentionFunction.apply(engine, *tensors)  # type: ignore[no-untyped-call]
+    return results
+
+
+class AttentionFunction(torch.autograd.Function):
+    """``apply(engine, q0, k0, v0, q1, k1, v1, …)`` gives ``o0, lse0, o1, lse1, …``; tensors are (batch, tokens, heads, dim)."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ranks = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
+        inputs = [_forward_inputs(*rank) for rank in ranks]
+        tokens = [{"q": q.shape[1], "kv": k.shape[1]} for q, k, _ in ranks]
+        kernel = engine.kernel(engine.demand(tensors[0].device, lse_gradient=False))
+        results = engine.execute("forward", inputs, tokens, kernel)
+        outs = [
+            tensor
+            for result in results
+            for tensor in (_by_token(result["o"]["o"]), result["o"]["lse"][..., 0].permute(1, 2, 0))
+        ]
+        ctx.engine, ctx.tokens = engine, tokens
+        ctx.save_for_backward(*tensors, *outs)
+        ctx.set_materialize_grads(False)
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "mesh attention was asked for a gradient of a gradient (create_graph=True); only first derivatives "
+                "exist; call backward without create_graph"
+            )
+        engine, saved = ctx.engine, ctx.saved_tensors
+        size = len(ctx.tokens)
+        tensors, outs = saved[: 3 * size], saved[3 * size :]
+        lse_gradient = any(gradient is not None for gradient in gradients[1::2])
+        kernel = engine.kernel(engine.demand(tensors[0].device, lse_gradient=lse_gradient))
+        inputs = [
+            _backward_inputs(tensors[3 * i : 3 * i + 3], outs[2 * i : 2 * i + 2], gradients[2 * i : 2 * i + 2])
+            for i in range(size)
+        ]
+        results = engine.execute("backward", inputs, ctx.tokens, kernel)
+        given = [
+            _by_token(field)
+            for result in results
+            for field in (result["dq"]["dq"], result["dkv"]["dk"], result["dkv"]["dv"])
+        ]
+        needed = ctx.needs_input_grad[1:]
+        return None, *(gradient if need else None for gradient, need in zip(given, needed, strict=True))
+
+
+def _backward_inputs(
+    tensors: Sequence[Tensor], outs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> dict[str, Fields]:
+    """What the backward plan starts from: Q, K, V, and dO with LSE and delta = rowsum(O∘dO) less the LSE's gradient."""
+    (q, k, v), (out, lse), (d_out, d_lse) = tensors, outs, gradients
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    delta = (out.to(lse.dtype) * d_out.to(lse.dtype)).sum(-1).permute(1, 0, 2)  # (tokens, batch, heads)
+    if d_lse is not None:
+        delta = delta - d_lse.permute(2, 0, 1)
+    row = {"lse": lse.permute(2, 0, 1)[..., None], "delta": delta[..., None], "do": _by_token(d_out)}
+    return {**_forward_inputs(q, k, v), "do": row}
+
+
+def _forward_inputs(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Fields]:
+    return {"q": {"q": _by_token(q)}, "kv": {"k": _by_token(k), "v": _by_token(v)}}
+
+
+def _by_token(tensor: Tensor) -> Tensor:
+    """(batch, tokens, …) as (tokens, batch, …) and back."""
+    return tensor.transpose(0, 1)

@@ -1,0 +1,128 @@
+"""Buffers: what items lie in. One byte record for each token and batch entry, so that any run of tokens is one piece.
+
+A record holds the fields of its kind side by side (K and V; O and its LSE; …). Statistics come first and the record is as
+long as the plan says, so bytes on the wire and bytes held are the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mesh_attention.plan.steps import Item, Kind
+from mesh_attention.problem import Problem
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class Field(NamedTuple):
+    name: str
+    heads: int
+    dim: int
+    is_statistic: bool = False
+
+
+def fields_of(kind: Kind, problem: Problem) -> tuple[Field, ...]:
+    """The tensors an item of a kind is made of, statistics first."""
+    heads, kv_heads, qk, v = problem.heads, problem.kv_heads, problem.head_dim_qk, problem.head_dim_v
+    fields: dict[Kind, tuple[Field, ...]] = {
+        "q": (Field("q", heads, qk),),
+        "kv": (Field("k", kv_heads, qk), Field("v", kv_heads, v)),
+        "do": (Field("lse", heads, 1, True), Field("delta", heads, 1, True), Field("do", heads, v)),
+        "o": (Field("lse", heads, 1, True), Field("o", heads, v)),
+        "dq": (Field("dq", heads, qk),),
+        "dkv": (Field("dk", kv_heads, qk), Field("dv", kv_heads, v)),
+    }
+    return fields[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where each field lies in a record, and how long the record is."""
+
+    slots: tuple[tuple[str, int, int, int, int, torch.dtype], ...]  # name, start, stop, heads, dim, dtype
+    nbytes: int
+
+
+@lru_cache(maxsize=256)
+def record_of(kind: Kind, problem: Problem, ulysses: int, is_running: bool) -> Record:
+    wire = DTYPES[problem.dtype]
+    wide = torch.float64 if problem.dtype == "float64" else torch.float32
+    slots = []
+    at = 0
+    has_statistics = False
+    for name, heads, dim, is_statistic in fields_of(kind, problem):
+        dtype = wide if is_running or is_statistic else wire
+        has_statistics |= is_statistic
+        width = heads // ulysses * dim * dtype.itemsize
+        slots.append((name, at, at + width, heads // ulysses, dim, dtype))
+        at += width
+    padding = -at % wide.itemsize if has_statistics else 0
+    return Record(tuple(slots), at + padding)
+
+
+class Buffer:
+    """Tokens of one or more items. `fields` are (tokens, batch, heads, dim) views; `raw` is None for a caller's tensors."""
+
+    __slots__ = ("fields", "raw")
+
+    def __init__(self, fields: Mapping[str, Tensor], raw: Tensor | None = None) -> None:
+        self.fields, self.raw = fields, raw
+
+    @classmethod
+    def empty(cls, record: Record, *, tokens: int, batch: int, device: torch.device) -> Buffer:
+        raw = torch.empty((tokens, batch, record.nbytes), dtype=torch.uint8, device=device)
+        fields = {
+            name: raw[..., start:stop].view(dtype).view(tokens, batch, heads, dim)
+            for name, start, stop, heads, dim, dtype in record.slots
+        }
+        return cls(fields, raw)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.raw is None else self.raw.numel()
+
+    def chunk(self, start: int, stop: int) -> Tensor:
+        """The bytes of a run of tokens, in one piece."""
+        assert self.raw is not None, "the caller's tensors do not travel; they are packed first"
+        return self.raw[start:stop].view(-1)
+
+
+class Meter:
+    """Counts the bytes held, and the most that were."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def take(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def give(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+class Span(NamedTuple):
+    """A run of tokens of a buffer."""
+
+    start: int
+    stop: int
+
+
+class Lot(NamedTuple):
+    """The items that share one allocation, where each lies in it, and how large it is."""
+
+    items: tuple[Item, ...]
+    spans: dict[Item, tuple[Span, ...]]
+    tokens: int
+    nbytes: int

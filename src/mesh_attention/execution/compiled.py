@@ -1,0 +1,148 @@
+"""Steps with every offset worked out. Pure: depends on the plan and the rank alone, so it is done once and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mesh_attention.execution.buffers import Lot, Span
+from mesh_attention.kernels.base import CallMask
+from mesh_attention.masks import BlockKind, Segment
+from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.buffers import shared_buffers
+from mesh_attention.plan.calls import KernelCall, kernel_calls
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import AXIS_OF, Attend, Free, Item, Recv, Send, Step, effects
+
+
+class Piece(NamedTuple):
+    """A run of a call's queries (or keys), and where it lies in its running sum."""
+
+    total: Item
+    inside: Span
+    of_call: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One kernel call: which tokens of which buffers, under which mask, into which sums."""
+
+    q: Item
+    q_span: Span
+    kv: Item
+    kv_span: Span
+    do: Item | None
+    mask: CallMask
+    rows: tuple[Piece, ...]
+    cols: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """A step, what must have arrived before it, whose sends must be over, and its kernel calls."""
+
+    index: int
+    step: Step
+    arrivals: tuple[Item, ...]
+    departures: tuple[Item, ...]
+    calls: tuple[Call, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One rank's program, ready to walk."""
+
+    plan: Plan
+    rank: int
+    instructions: tuple[Instruction, ...]
+    lots: dict[Item, Lot]
+    peak_nbytes: int
+
+
+def compile_program(plan: Plan, rank: int) -> Compiled:
+    program, matrix = plan.program(rank), plan.matrix
+    lots = _lots(program.steps, matrix)
+    calls = kernel_calls(program.steps, matrix)
+    in_flight: set[Item] = set()
+    leaving: set[Item] = set()
+    instructions = []
+    for index, step in enumerate(program.steps):
+        done = effects(step)
+        arrivals = tuple(item for item in done.reads if item in in_flight)
+        in_flight.difference_update(arrivals)
+        departures = tuple(item for item in done.frees if item in leaving)
+        leaving.difference_update(departures)
+        if isinstance(step, Recv):
+            in_flight.add(step.item)
+        elif isinstance(step, Send):
+            leaving.add(step.item)
+        elif isinstance(step, Free) and step.item in in_flight:
+            arrivals = (step.item,)
+            in_flight.discard(step.item)
+        worked_out = tuple(_call(call, step, lots, matrix) for call in calls.get(index, ()) if isinstance(step, Attend))
+        instructions.append(Instruction(index, step, arrivals, departures, worked_out))
+    return Compiled(plan, rank, tuple(instructions), lots, program.peak_nbytes)
+
+
+def item_segments(item: Item, matrix: BlockMatrix) -> tuple[Segment, ...]:
+    """The positions of an item's tokens, in the order they lie in."""
+    axis = AXIS_OF[item.kind]
+    if item.form in ("home", "piece"):
+        return matrix.home_segments(axis, item.shard)
+    return matrix.segments(axis, item.shard)
+
+
+def lay_out(items: Iterable[Item], matrix: BlockMatrix) -> Lot:
+    """Side by side, sorted by position."""
+    items = tuple(items)
+    segments = sorted(
+        ((segment, item) for item in items for segment in item_segments(item, matrix)), key=lambda entry: entry[0].start
+    )
+    spans: dict[Item, list[Span]] = {item: [] for item in items}
+    at = 0
+    for segment, item in segments:
+        spans[item].append(Span(at, at + len(segment)))
+        at += len(segment)
+    nbytes = sum(matrix.nbytes(item).total for item in items)
+    return Lot(items, {item: tuple(runs) for item, runs in spans.items()}, at, nbytes)
+
+
+def _lots(steps: tuple[Step, ...], matrix: BlockMatrix) -> dict[Item, Lot]:
+    lots = {item: lot for group in shared_buffers(steps) for lot in (lay_out(group, matrix),) for item in group}
+    for step in steps:
+        done = effects(step)
+        for item in (*done.reads, *done.writes, *done.adds):
+            if item not in lots:
+                lots[item] = lay_out((item,), matrix)
+    return lots
+
+
+def _call(call: KernelCall, attend: Attend, lots: dict[Item, Lot], matrix: BlockMatrix) -> Call:
+    problem = matrix.problem
+    owner = {s: row for row in attend.rows for s in item_segments(row, matrix)}
+    kv_owner = {s: col for col in attend.cols for s in item_segments(col, matrix)}
+    q, q_span, rows = _side(call.q, owner, lots, matrix, "dq" if attend.grads else "o")
+    kv, kv_span, cols = _side(call.kv, kv_owner, lots, matrix, "dkv")
+    form = "full" if call.kind is BlockKind.FULL else "causal" if call.is_plain_causal else "positions"
+    mask = CallMask(form, problem.mask, call.q, call.kv, problem.seq_q, problem.seq_kv)  # type: ignore[arg-type]
+    grads = {grad.shard: grad for grad in attend.grads}
+    return Call(q, q_span, kv, kv_span, grads.get(q.shard), mask, rows, cols if attend.grads else ())
+
+
+def _side(
+    segments: tuple[Segment, ...], owner: dict[Segment, Item], lots: dict[Item, Lot], matrix: BlockMatrix, kind: str
+) -> tuple[Item, Span, tuple[Piece, ...]]:
+    """One side of a call: an item that lies in its buffer, the span of the buffer, and the sums its runs belong to."""
+    pieces = []
+    spans = []
+    at = 0
+    for segment in segments:
+        item = owner[segment]
+        ordinal = item_segments(item, matrix).index(segment)
+        spans.append(lots[item].spans[item][ordinal])
+        total = Item(kind, item.shard, "running")  # type: ignore[arg-type]
+        inside = lay_out((total,), matrix).spans[total][ordinal]
+        pieces.append(Piece(total, inside, Span(at, at + len(segment))))
+        at += len(segment)
+    return owner[segments[0]], Span(spans[0].start, spans[-1].stop), tuple(pieces)

@@ -1,0 +1,305 @@
+"""The executor: walks one rank's instructions.
+
+A generator that yields what it waits for, so that one thread can run one rank or many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mesh_attention.comm.base import Comm, Parcel, Work
+from mesh_attention.errors import TransportError
+from mesh_attention.execution.buffers import Buffer, Meter, Span, record_of
+from mesh_attention.execution.compiled import Call, Compiled, Instruction, Piece, item_segments, lay_out
+from mesh_attention.kernels.base import Kernel
+from mesh_attention.kernels.merge import add_gradient, merge_output
+from mesh_attention.plan.steps import (
+    AXIS_OF,
+    INPUTS,
+    Attend,
+    Clear,
+    Collective,
+    Exchange,
+    Finish,
+    Free,
+    Item,
+    Merge,
+    Pack,
+    Recv,
+    Send,
+    running,
+    transfers,
+)
+from mesh_attention.plan.text import format_item, format_numbers, format_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Softmax:
+    """What an attention call computes besides its mask."""
+
+    scale: float
+    softcap: float = 0.0
+
+
+Fields = Mapping[str, Tensor]
+"""Tensors by field name, (tokens, batch, heads, dim)."""
+
+
+@dataclass
+class Executor:
+    """One pass of one rank. `inputs` are the caller's fields by kind; the results are in `outputs` after `run`."""
+
+    compiled: Compiled
+    comm: Comm
+    kernel: Kernel
+    softmax: Softmax
+    inputs: Mapping[str, Fields]
+    device: torch.device
+    new_output: Callable[[str], Fields]
+    meter: Meter = field(default_factory=Meter)
+    outputs: dict[str, Fields] = field(default_factory=dict)
+    buffers: dict[Item, Buffer] = field(default_factory=dict)
+    works: dict[Item, list[Work]] = field(default_factory=dict)
+    leaving: dict[Item, list[Work]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        plan = self.compiled.plan
+        self.problem, self.matrix, self.assignment = plan.problem, plan.matrix, plan.assignment
+        for kind in INPUTS[plan.direction]:
+            self.buffers[Item(kind, self.compiled.rank, "home")] = Buffer(self.inputs[kind])
+
+    def run(self) -> Generator[Work, None, dict[str, Fields]]:
+        for instruction in self.compiled.instructions:
+            for item in instruction.arrivals:
+                yield from self._wait(self.works.pop(item), instruction, item)
+            for item in instruction.departures:
+                yield from self._wait(self.leaving.pop(item), instruction, item)
+            match instruction.step:
+                case Attend():
+                    self._attend(instruction.calls)
+                case Recv(item, source):
+                    self._allocate(item)
+                    self._post(self.works, item, self.comm.recv, Parcel(self._chunks(item), source, item.kind))
+                case Send(item, dest):
+                    self._post(self.leaving, item, self.comm.send, Parcel(self._chunks(item), dest, item.kind))
+                case Free(item):
+                    self._release(item)
+                case Pack(before, after):
+                    self._pack(before, after)
+                case Finish(item):
+                    self._finish(item)
+                case Merge(partial):
+                    self._merge(partial)
+                case Clear(item):
+                    self._allocate(item)
+                case Collective():
+                    yield from self._collective(instruction, instruction.step)
+                case Exchange():
+                    yield from self._exchange(instruction, instruction.step)
+        return self.outputs
+
+    # Waiting
+
+    def _wait(self, works: list[Work], instruction: Instruction, item: Item | None) -> Generator[Work, None, None]:
+        """Whoever runs this generator goes on when the work is done, or throws in why it will never be."""
+        try:
+            for work in works:
+                yield work
+        except Exception as error:
+            at = f"rank {self.compiled.rank}, step {instruction.index} '{format_step(instruction.step)}'"
+            raise TransportError(f"{at}: waited for {self._waited_for(instruction, item)}: {error}") from error
+
+    def _waited_for(self, instruction: Instruction, item: Item | None) -> str:
+        """The other end, read off the steps; only needed when something has gone wrong."""
+        earlier = [i.step for i in self.compiled.instructions[: instruction.index]]
+        for step in reversed(earlier):
+            if isinstance(step, Recv) and step.item == item:
+                return f"{format_item(step.item)} from rank {step.source}"
+            if isinstance(step, Send) and step.item == item:
+                return f"{format_item(step.item)} to reach rank {step.dest}"
+        sends, recvs = transfers(instruction.step)
+        return f"rank(s) {format_numbers(sorted({s.dest for s in sends} | {r.source for r in recvs}))}"
+
+    def _post(self, works: dict[Item, list[Work]], item: Item, post: Callable[[Parcel], Work], parcel: Parcel) -> None:
+        works.setdefault(item, []).append(post(parcel))
+
+    # Buffers
+
+    def _allocate(self, item: Item) -> Buffer:
+        lot = self.compiled.lots[item]
+        neighbour = next((other for other in lot.items if other in self.buffers), None)
+        if neighbour is not None:
+            buffer = self.buffers[neighbour]
+        else:
+            record = record_of(item.kind, self.problem, self.assignment.ulysses, item.form == "running")
+            buffer = Buffer.empty(record, tokens=lot.tokens, batch=self.problem.batch, device=self.device)
+            self.meter.take(buffer.nbytes)
+            if item.form == "running":
+                _start(buffer)
+        self.buffers[item] = buffer
+        return buffer
+
+    def _release(self, item: Item) -> None:
+        buffer = self.buffers.pop(item)
+        if not any(other in self.buffers for other in self.compiled.lots[item].items):
+            self.meter.give(buffer.nbytes)
+
+    def _chunks(self, item: Item) -> list[Tensor]:
+        buffer = self.buffers[item]
+        return [buffer.chunk(*span) for span in self.compiled.lots[item].spans[item]]
+
+    def _total(self, item: Item) -> Buffer:
+        return self.buffers.get(item) or self._allocate(item)
+
+    # Steps
+
+    def _attend(self, calls: tuple[Call, ...]) -> None:
+        for call in calls:
+            q = _view(self.buffers[call.q].fields["q"], call.q_span)
+            kv = self.buffers[call.kv].fields
+            k, v = _view(kv["k"], call.kv_span), _view(kv["v"], call.kv_span)
+            scale, softcap = self.softmax.scale, self.softmax.softcap
+            if call.do is None:
+                out, lse = self.kernel.forward(q, k, v, mask=call.mask, scale=scale, softcap=softcap)
+                self._add_output(call, out.permute(2, 0, 1, 3), lse.permute(2, 0, 1))
+            else:
+                row = self.buffers[call.do].fields
+                do, lse, delta = (_view(row[name], call.q_span) for name in ("do", "lse", "delta"))
+                dq, dk, dv = self.kernel.backward(
+                    q, k, v, do, lse[..., 0], delta[..., 0], mask=call.mask, scale=scale, softcap=softcap
+                )
+                self._add_gradients(call.rows, {"dq": dq.permute(2, 0, 1, 3)})
+                self._add_gradients(call.cols, {"dk": dk.permute(2, 0, 1, 3), "dv": dv.permute(2, 0, 1, 3)})
+
+    def _add_output(self, call: Call, out: Tensor, lse: Tensor) -> None:
+        for total, inside, part in call.rows:
+            fields = self._total(total).fields
+            sums, lses = fields["o"][slice(*inside)], fields["lse"][slice(*inside)]
+            merge_output(sums, lses[..., 0], out[slice(*part)], lse[slice(*part)])
+
+    def _add_gradients(self, pieces: tuple[Piece, ...], gradients: Fields) -> None:
+        for total, inside, part in pieces:
+            fields = self._total(total).fields
+            for name, gradient in gradients.items():
+                add_gradient(fields[name][slice(*inside)], gradient[slice(*part)])
+
+    def _merge(self, partial: Item) -> None:
+        total = self._total(running(partial.kind, partial.shard)).fields
+        arrived = self.buffers[partial].fields
+        if partial.kind == "o":
+            merge_output(total["o"], total["lse"][..., 0], arrived["o"], arrived["lse"][..., 0])
+        else:
+            for name in total:
+                add_gradient(total[name], arrived[name])
+
+    def _pack(self, before: Item, after: Item) -> None:
+        source, dest = self.buffers[before].fields, self._allocate(after).fields
+        lots = self.compiled.lots
+        for ours, theirs in zip(lots[before].spans[before], lots[after].spans[after], strict=True):
+            for name, tensor in source.items():
+                dest[name][slice(*theirs)].copy_(tensor[slice(*ours)])
+
+    def _finish(self, item: Item) -> None:
+        total = running(item.kind, item.shard)
+        dest = self._output(item) if item.form == "home" else self._allocate(item).fields
+        for name, tensor in self.buffers[total].fields.items():
+            dest[name].copy_(tensor)
+        self._release(total)
+
+    def _output(self, item: Item) -> Fields:
+        fields = self.outputs[item.kind] = self.new_output(item.kind)
+        self.meter.take(sum(tensor.nbytes for tensor in fields.values()))
+        return fields
+
+    def _collective(self, instruction: Instruction, step: Collective) -> Generator[Work, None, None]:
+        for recv in step.recvs:
+            self._allocate(recv.item)
+        sends = [Parcel(self._chunks(send.item), send.dest, send.item.kind) for send in step.sends]
+        recvs = [Parcel(self._chunks(recv.item), recv.source, recv.item.kind) for recv in step.recvs]
+        yield from self._wait([self.comm.together(sends, recvs)], instruction, None)
+
+    def _exchange(self, instruction: Instruction, step: Exchange) -> Generator[Work, None, None]:
+        """Heads for tokens, or back. The whole item's tokens travel from and to where they lie; at home, where heads are
+        side by side and tokens are not, they go through a staging buffer for each peer."""
+        inward = step.after.form == "whole"
+        home, whole = (step.before, step.after) if inward else (step.after, step.before)
+        at_home = self.buffers[home].fields if inward else self._output(home)
+        if inward:
+            self._allocate(whole)
+        at_whole = self.buffers[whole]
+        pieces = [send.item for send in step.sends] if inward else [recv.item for recv in step.recvs]
+        staged = {piece: self._stage(piece) for piece in pieces}
+        if inward:
+            for piece, staging in staged.items():
+                _copy(staging.fields, self._heads(at_home, piece.source))
+        sends = [
+            Parcel(self._exchange_chunks(send.item, whole, staged), send.dest, send.item.kind) for send in step.sends
+        ]
+        recvs = [
+            Parcel(self._exchange_chunks(recv.item, whole, staged), recv.source, recv.item.kind) for recv in step.recvs
+        ]
+        self._keep_own_piece(whole, at_whole, at_home, inward=inward)
+        yield from self._wait([self.comm.together(sends, recvs)], instruction, None)
+        for piece, staging in staged.items():
+            if not inward:
+                _copy(self._heads(at_home, piece.source), staging.fields)
+            self.meter.give(staging.nbytes)
+
+    def _stage(self, piece: Item) -> Buffer:
+        tokens = sum(map(len, item_segments(piece, self.matrix)))
+        record = record_of(piece.kind, self.problem, self.assignment.ulysses, False)
+        staging = Buffer.empty(record, tokens=tokens, batch=self.problem.batch, device=self.device)
+        self.meter.take(staging.nbytes)
+        return staging
+
+    def _heads(self, fields: Fields, head_slice: int | None) -> Fields:
+        """The fields' slice of the heads."""
+        at = head_slice or 0
+        ulysses = self.assignment.ulysses
+        return {name: t.narrow(2, at * (t.shape[2] // ulysses), t.shape[2] // ulysses) for name, t in fields.items()}
+
+    def _exchange_chunks(self, piece: Item, whole: Item, staged: Mapping[Item, Buffer]) -> list[Tensor]:
+        if piece in staged:
+            lot = lay_out((piece,), self.matrix)
+            return [staged[piece].chunk(*span) for span in lot.spans[piece]]
+        return [self.buffers[whole].chunk(*span) for span in self._spans_in(whole, piece.shard)]
+
+    def _keep_own_piece(self, whole: Item, at_whole: Buffer, at_home: Fields, *, inward: bool) -> None:
+        rank = self.compiled.rank
+        own = self._heads(at_home, self.assignment.head_slice(rank))
+        at = 0
+        for start, stop in self._spans_in(whole, rank):
+            here = {name: tensor[at : at + stop - start] for name, tensor in own.items()}
+            there = {name: tensor[start:stop] for name, tensor in at_whole.fields.items()}
+            _copy(there, here) if inward else _copy(here, there)
+            at += stop - start
+
+    def _spans_in(self, whole: Item, rank: int) -> list[Span]:
+        """Where one rank's tokens lie in the buffer of its place's item."""
+        runs = list(zip(item_segments(whole, self.matrix), self.compiled.lots[whole].spans[whole], strict=True))
+        spans = []
+        for segment in self.matrix.home_segments(AXIS_OF[whole.kind], rank):
+            run, span = next((run, span) for run, span in runs if run.step == segment.step and segment.start in run)
+            start = span.start + run.index(segment.start)
+            spans.append(Span(start, start + len(segment)))
+        return spans
+
+
+def _start(buffer: Buffer) -> None:
+    """A sum that nothing was added to: zeros, and for outputs an LSE of -inf."""
+    for name, tensor in buffer.fields.items():
+        tensor.fill_(-torch.inf if name == "lse" else 0.0)
+
+
+def _view(field: Tensor, span: Span) -> Tensor:
+    """(batch, heads, tokens, dim) of a run of tokens."""
+    return field[slice(*span)].permute(1, 2, 0, 3)
+
+
+def _copy(dest: Fields, source: Fields) -> None:
+    for name, tensor in source.items():
+        dest[name].copy_(tensor)

@@ -1,0 +1,99 @@
+"""What a kernel is: attention over one rectangle. Tensors are (batch, heads, tokens, dim), of any strides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mesh_attention.masks import Mask, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class CallMask:
+    """The mask of one call.
+
+    ``full``: none. ``causal``: query i sees keys up to i, as many queries as keys. ``positions``: by `mask`, for tokens at
+    these positions of the whole sequence.
+    """
+
+    form: Literal["full", "causal", "positions"]
+    mask: Mask
+    q: tuple[Segment, ...]
+    kv: tuple[Segment, ...]
+    seq_q: int
+    seq_kv: int
+
+    def dense(self, device: torch.device) -> Tensor:
+        """(queries, keys), True where the query sees the key."""
+        q, kv = _positions(self.q).to(device)[:, None], _positions(self.kv).to(device)[None, :]
+        shift: Tensor | int = self.seq_kv - self.seq_q
+        seen = torch.ones(1, dtype=torch.bool, device=device)
+        if self.mask.documents is not None:
+            q_cuts, kv_cuts = (
+                torch.tensor(cuts, device=device) for cuts in (self.mask.documents.q, self.mask.documents.kv)
+            )
+            q_doc, kv_doc = torch.searchsorted(q_cuts, q, right=True), torch.searchsorted(kv_cuts, kv, right=True)
+            seen = q_doc == kv_doc
+            shift = kv_cuts[q_doc] - q_cuts[q_doc]
+        distance = kv - q - shift
+        if self.mask.left is not None:
+            seen = seen & (distance >= -self.mask.left)
+        if self.mask.right is not None:
+            seen = seen & (distance <= self.mask.right)
+        return seen.expand(q.shape[0], kv.shape[1])
+
+
+@lru_cache(maxsize=256)
+def _positions(segments: tuple[Segment, ...]) -> Tensor:
+    return torch.cat([torch.arange(s.start, s.stop, s.step) for s in segments])
+
+
+class Gradients(NamedTuple):
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a kernel must be able to do for one attention call."""
+
+    device: str
+    dtype: torch.dtype
+    head_dim_qk: int
+    head_dim_v: int
+    softcap: float
+    lse_gradient: bool
+
+
+class Kernel(Protocol):
+    """Attention over a rectangle. Rows that see nothing have output 0 and LSE -inf."""
+
+    name: str
+
+    def supports(self, demand: Demand) -> str | None:
+        """None if it can do that; otherwise why not."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: CallMask, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output, and LSE of the rectangle's scores."""
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        *,
+        mask: CallMask,
+        scale: float,
+        softcap: float,
+    ) -> Gradients:
+        """The rectangle's share of the gradients. `lse` is over *all* keys; `delta` is rowsum(O∘dO) less the LSE's gradient."""

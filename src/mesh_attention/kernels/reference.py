@@ -1,0 +1,71 @@
+"""The truth: plain torch, any dtype, any mask, nothing clever. Computes in float32, or float64 for float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mesh_attention.kernels.base import CallMask, Demand, Gradients
+
+
+class ReferenceKernel:
+    name = "reference"
+
+    def supports(self, demand: Demand) -> str | None:
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: CallMask, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = _widen(q), _share(_widen(k), q), _share(_widen(v), q)
+        scores, _ = _scores(q, k, mask, scale, softcap)
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp()
+        return weights @ v, lse
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        *,
+        mask: CallMask,
+        scale: float,
+        softcap: float,
+    ) -> Gradients:
+        groups = q.shape[1] // k.shape[1]
+        q, k, v, do = _widen(q), _share(_widen(k), q), _share(_widen(v), q), _widen(do)
+        scores, slope = _scores(q, k, mask, scale, softcap)
+        weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp()
+        d_scores = weights * (do @ v.mT - delta[..., None]) * slope * scale
+        return Gradients(d_scores @ k, _unshare(d_scores.mT @ q, groups), _unshare(weights.mT @ do, groups))
+
+
+def _scores(q: Tensor, k: Tensor, mask: CallMask, scale: float, softcap: float) -> tuple[Tensor, Tensor | float]:
+    """Masked scores, and the slope of the softcap at each."""
+    scores = q @ k.mT * scale
+    slope: Tensor | float = 1.0
+    if softcap:
+        bent = torch.tanh(scores / softcap)
+        scores, slope = softcap * bent, 1 - bent * bent
+    if mask.form != "full":
+        scores = scores.masked_fill(~mask.dense(q.device), -torch.inf)
+    return scores, slope
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _unshare(gradient: Tensor, groups: int) -> Tensor:
+    """The sum over the query heads that read each KV head."""
+    batch, heads, tokens, dim = gradient.shape
+    return gradient.reshape(batch, heads // groups, groups, tokens, dim).sum(2)
+
+
+def _share(x: Tensor, q: Tensor) -> Tensor:
+    """Each KV head once for every query head that reads it."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)

@@ -1,0 +1,125 @@
+"""The rule of forms: each step uses things of the right kind, in the right form, and deals with the right ranks.
+
+It looks at one step at a time and knows nothing of what is held or what others do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mesh_attention.plan.steps import (
+    INPUTS,
+    KINDS,
+    OUTPUTS,
+    Attend,
+    Clear,
+    Collective,
+    Exchange,
+    Finish,
+    Free,
+    Item,
+    Merge,
+    Pack,
+    Recv,
+    Send,
+    Step,
+)
+from mesh_attention.plan.text import format_item, format_numbers
+from mesh_attention.verification.evidence import Breach, Evidence
+from mesh_attention.verification.rendezvous import Run
+
+
+def form(evidence: Evidence, run: Run) -> Iterator[Breach]:
+    for program in evidence.programs:
+        for index, step in enumerate(program.steps):
+            for flaw in _flaws(evidence, program.rank, step):
+                yield Breach("form", program.rank, index, flaw)
+
+
+def _flaws(evidence: Evidence, rank: int, step: Step) -> Iterator[str]:
+    outputs = OUTPUTS[evidence.plan.direction]
+    match step:
+        case Attend():
+            yield from _flaws_of_attend(evidence, step)
+        case Send(item, peer) | Recv(item, peer):
+            yield from _flaws_of_transfer(evidence, rank, item, peer)
+        case Collective(_, group, sends, recvs):
+            yield from _flaws_of_group(rank, group, sends, recvs)
+            for item, peer in [(s.item, s.dest) for s in sends] + [(r.item, r.source) for r in recvs]:
+                yield from _flaws_of_transfer(evidence, rank, item, peer)
+        case Pack() | Exchange():
+            yield from _flaws_of_conversion(evidence, rank, step)
+        case Merge(partial):
+            if partial.kind not in outputs or partial.form != "whole" or partial.source is None:
+                yield f"{format_item(partial)} is no partial that arrived"
+        case Finish(item):
+            if item.kind not in outputs or item.form not in ("whole", "home") or item.source is not None:
+                yield f"{format_item(item)} is no result to finish"
+        case Clear(item):
+            if item.kind not in outputs or item.form != "running":
+                yield f"{format_item(item)} is no running sum"
+        case Free(item):
+            if item.form in ("running", "home"):
+                yield f"{format_item(item)} is {'to be finished, not freed' if item.form == 'running' else 'not ours to free'}"
+
+
+def _flaws_of_attend(evidence: Evidence, attend: Attend) -> Iterator[str]:
+    rows, cols, grads = attend.rows, attend.cols, attend.grads
+    due = tuple(row.shard for row in rows) if evidence.plan.direction == "backward" else ()
+    if not rows or not cols or tuple(grad.shard for grad in grads) != due:
+        yield f"a {evidence.plan.direction} attend needs rows, columns and dO of {list(due)}"
+    if any(item.kind != kind for items, kind in ((rows, "q"), (cols, "kv"), (grads, "do")) for item in items):
+        yield "an attend takes q as rows, kv as columns and do after 'with'"
+    forms = ("whole",) if evidence.plan.assignment.ulysses > 1 else ("whole", "home")
+    if any(item.form not in forms or item.source is not None for item in (*rows, *cols, *grads)):
+        yield f"an attend reads shards in the form {' or '.join(forms)}"
+
+
+def _flaws_of_transfer(evidence: Evidence, rank: int, item: Item, peer: int) -> Iterator[str]:
+    assignment = evidence.plan.assignment
+    if item.form != "whole" or item.kind not in KINDS:
+        yield f"{format_item(item)} does not travel"
+    if peer == rank:
+        yield f"{format_item(item)} is sent by a rank to itself"
+    elif peer not in range(evidence.plan.problem.ranks):
+        yield f"there is no rank {peer}"
+    elif assignment.head_slice(peer) != assignment.head_slice(rank):
+        yield f"{format_item(item)}: rank {peer} works on other heads"
+
+
+def _flaws_of_group(
+    rank: int, group: tuple[int, ...], sends: tuple[Send, ...], recvs: tuple[Recv, ...]
+) -> Iterator[str]:
+    strangers = {rank, *(s.dest for s in sends), *(r.source for r in recvs)} - set(group)
+    if strangers:
+        yield f"rank(s) {format_numbers(sorted(strangers))} are not in the group {format_numbers(group)}"
+
+
+def _flaws_of_conversion(evidence: Evidence, rank: int, step: Pack | Exchange) -> Iterator[str]:
+    """A pack or exchange that turns something into something else, with others than it should, or brings only some."""
+    assignment, inputs = evidence.plan.assignment, INPUTS[evidence.plan.direction]
+    kind = step.before.kind
+    inward = kind in inputs
+    whole, home = Item(kind, assignment.place(rank)), Item(kind, rank, "home")
+    if (step.before, step.after) != ((home, whole) if inward else (whole, home)):
+        yield f"{format_item(step.after)} cannot be made of {format_item(step.before)} here"
+    if isinstance(step, Pack):
+        if assignment.ulysses > 1 or not inward:
+            yield "only an input is packed, and only where no heads are traded"
+        return
+    others = [other for other in assignment.ulysses_group(rank) if other != rank]
+    if step.group != tuple(assignment.ulysses_group(rank)):
+        yield f"heads are traded within {format_numbers(assignment.ulysses_group(rank))}"
+    # Before the grid, a rank gives its tokens and gets its heads; after it, it gives its heads and gets its tokens.
+    due: set[Send | Recv] = {
+        Send(_piece(evidence, kind, rank if inward else o, o if inward else rank), o) for o in others
+    }
+    due |= {Recv(_piece(evidence, kind, o if inward else rank, rank if inward else o), o) for o in others}
+    due = {end for end in due if evidence.matrix.has_tokens(kind, end.item.shard)}
+    made: set[Send | Recv] = {*step.sends, *step.recvs}
+    for end in sorted(due ^ made, key=str):
+        yield f"the exchange {'lacks' if end in due else 'has no use for'} {format_item(end.item)}"
+
+
+def _piece(evidence: Evidence, kind: str, tokens_of: int, heads_of: int) -> Item:
+    return Item(kind, tokens_of, "piece", evidence.plan.assignment.head_slice(heads_of))  # type: ignore[arg-type]

@@ -1,0 +1,225 @@
+"""The production path with all ranks in one process, in float64, against dense attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import (
+    BY_NAME,
+    CASES,
+    Answer,
+    Case,
+    dense_answer,
+    methods,
+    relative_error,
+    spread_out,
+    whole_tensors,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mesh_attention.api import MeshAttention
+from mesh_attention.comm.local import LocalGroup
+from mesh_attention.comm.wrappers import Recording
+from mesh_attention.plan.layout import LAYOUTS
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.queries import rank_costs
+from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.testing.strategies import plans
+
+TOLERANCE = 1e-12
+
+
+def attend(attention: MeshAttention, case: Case, dtype: torch.dtype = torch.float64) -> Answer:
+    """The whole case through a local group: shard, attend, unshard, backward."""
+    q, k, v, d_out, d_lse = whole_tensors(case, dtype)
+    inputs = [t.requires_grad_(need) for t, need in zip((q, k, v), case.needs_grad, strict=True)]
+    shards = [attention.shard(spread_out(t) if case.strided else t) for t in inputs]
+    call = {"seq_len": case.seq_q, "seq_len_k": case.seq_kv} | case.call
+    if case.packed:
+        shards = [[t[0] for t in side] for side in shards]
+    outs, lses = attention(*shards, return_lse=True, **call)
+    if case.packed:
+        outs, lses = [t[None] for t in outs], [t[None] for t in lses]
+    out, lse = attention.unshard(outs), attention.unshard(lses, dim=2)
+    loss = (out * d_out).sum()
+    if case.lse_gradient:
+        loss = loss + (lse * d_lse).sum()
+    wanted = [t for t in inputs if t.requires_grad]
+    given_back = iter(torch.autograd.grad(loss, wanted))
+    gradients = tuple(next(given_back) if t.requires_grad else torch.zeros_like(t) for t in inputs)
+    return Answer(out.detach(), lse.detach(), gradients)
+
+
+def assert_equal(case: Case, ours: Answer, truth: Answer, tolerance: float = TOLERANCE) -> None:
+    assert relative_error(ours.out, truth.out) <= tolerance
+    seen = truth.lse.isfinite()
+    assert torch.equal(ours.lse.isfinite(), seen)
+    assert relative_error(ours.lse[seen], truth.lse[seen]) <= tolerance
+    for mine, theirs, need in zip(ours.gradients, truth.gradients, case.needs_grad, strict=True):
+        if need:
+            assert relative_error(mine, theirs) <= tolerance
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("ranks", [1, 4, 5])
+def test_every_feature_is_exact(case: Case, ranks: int) -> None:
+    truth = dense_answer(case)
+    for options in methods(ranks, case.kv_heads):
+        assert_equal(case, attend(MeshAttention(LocalGroup(ranks), **options), case), truth)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["causal", "causal-documents-window", "cross-causal", "shorter-than-the-ranks"])
+def test_every_layout_is_exact(name: str, layout: str) -> None:
+    case = BY_NAME[name]
+    truth = dense_answer(case)
+    for ranks in (2, 6):
+        for options in methods(ranks, case.kv_heads):
+            assert_equal(case, attend(MeshAttention(LocalGroup(ranks), layout=layout, **options), case), truth)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sixteen_ranks_are_exact(layout: str) -> None:
+    case = BY_NAME["causal"]
+    truth = dense_answer(case)
+    for options in methods(16, case.kv_heads):
+        assert_equal(case, attend(MeshAttention(LocalGroup(16), layout=layout, **options), case), truth)
+
+
+@given(plans(max_ranks=16), st.sampled_from([0.0, 2.0]))
+@settings(max_examples=80)
+def test_any_plan_computes_attention(plan: Plan, softcap: float) -> None:
+    """Whatever problem, planner and options: the forward and backward plans of one draw, executed."""
+    problem = plan.problem
+    case = Case(
+        "drawn",
+        seq_q=problem.seq_q,
+        seq_kv=problem.seq_kv,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim_qk,
+        head_dim_v=problem.head_dim_v,
+        batch=problem.batch,
+        mask=problem.mask,
+        call={"softcap": softcap, **_call_of(plan)},
+    )
+    attention = MeshAttention(LocalGroup(problem.ranks), layout=plan.layout, **_options_of(plan))
+    assert_equal(case, attend(attention, case), dense_answer(case), tolerance=1e-11)
+
+
+def _options_of(plan: Plan) -> dict[str, Any]:
+    tile = (plan.assignment.tile.rows, plan.assignment.tile.cols)
+    options: dict[str, Any] = {"method": plan.method, "tile": tile, "ulysses_degree": plan.assignment.ulysses}
+    if plan.method == "mesh":
+        options |= {"route": plan.schedule.route, "partials": plan.schedule.partials, "blocks_per_call": 2}
+    return options
+
+
+def _call_of(plan: Plan) -> dict[str, Any]:
+    mask = plan.problem.mask
+    call: dict[str, Any] = {
+        "window_size": (-1 if mask.left is None else mask.left, -1 if mask.right is None else mask.right)
+    }
+    if mask.documents is not None:
+        call |= {"cu_seqlens_q": mask.documents.q, "cu_seqlens_k": mask.documents.kv}
+    return call
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "cross-documents", "batch"])
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_bytes_on_the_wire_and_bytes_held_are_the_plans(name: str, ranks: int) -> None:
+    case = BY_NAME[name]
+    for options in methods(ranks, case.kv_heads):
+        group = LocalGroup(ranks)
+        comms = [Recording(group.comm(rank)) for rank in range(ranks)]
+        attention = MeshAttention(comms, **options)
+        q, k, v, d_out, _ = whole_tensors(case)
+        shards = [attention.shard(t.requires_grad_()) for t in (q, k, v)]
+        outs = attention(*shards, seq_len=case.seq_q, seq_len_k=case.seq_kv, **case.call)
+        (engine,) = attention._engines.values()
+        assert_counts_are_the_plans(comms, attention, engine.meters, "forward")
+        torch.autograd.grad((attention.unshard(outs) * d_out).sum(), (q, k, v))
+        assert_counts_are_the_plans(comms, attention, engine.meters, "backward")
+
+
+def assert_counts_are_the_plans(comms: list[Recording], attention: Any, meters: Any, direction: Direction) -> None:
+    (engine,) = attention._engines.values()
+    for comm, compiled, meter in zip(comms, engine.programs(direction), meters, strict=True):
+        costs = rank_costs(compiled.plan, comm.rank)
+        assert comm.sent_nbytes == {kind: size.total for kind, size in costs.sent.items()}
+        assert comm.received_nbytes == {kind: size.total for kind, size in costs.received.items()}
+        assert comm.messages == costs.messages
+        assert meter.peak == costs.peak_nbytes
+        comm.sent_nbytes.clear()
+        comm.received_nbytes.clear()
+        comm.messages = 0
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    case = BY_NAME["causal"]
+    for options in methods(6, case.kv_heads):
+        first, second = (attend(MeshAttention(LocalGroup(6), **options), case, dtype=torch.bfloat16) for _ in range(2))
+        assert torch.equal(first.out, second.out)
+        assert all(torch.equal(a, b) for a, b in zip(first.gradients, second.gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_dtypes_are_as_exact_as_they_can_be(dtype: torch.dtype) -> None:
+    case = BY_NAME["causal"]
+    truth = dense_answer(case, dtype)
+    tolerance = 16 * torch.finfo(dtype).eps
+    for options in methods(8, case.kv_heads):
+        ours = attend(MeshAttention(LocalGroup(8), **options), case, dtype)
+        assert ours.out.dtype == dtype
+        assert ours.lse.dtype == torch.float32
+        assert_equal(case, ours, truth, tolerance)
+
+
+def test_a_cached_call_shares_nothing_and_plans_nothing() -> None:
+    case = BY_NAME["causal"]
+    group = LocalGroup(4)
+    comms = [Recording(group.comm(rank)) for rank in range(4)]
+    planned: list[Direction] = []
+
+    def planner(problem: Any, *, direction: Direction, layout: Any) -> Plan:
+        from mesh_attention import make_plan
+
+        planned.append(direction)
+        return make_plan(problem, direction=direction, layout=layout)
+
+    attention = MeshAttention(comms, planner=planner)
+    for _ in range(3):
+        attend(attention, case)
+    assert planned == list(DIRECTIONS)
+    assert [comm.shared for comm in comms] == [1] * 4
+
+
+def test_checkpointing_around_it_gives_the_same_gradients() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    case = BY_NAME["causal"]
+    q, k, v, d_out, _ = (t.requires_grad_() for t in whole_tensors(case))
+    attention = MeshAttention(LocalGroup(4), tile=(2, 2))
+
+    def whole(q: Any, k: Any, v: Any) -> Any:
+        return attention.unshard(attention(*(attention.shard(t) for t in (q, k, v)), seq_len=37, causal=True))
+
+    plain = torch.autograd.grad((whole(q, k, v) * d_out).sum(), (q, k, v))
+    for use_reentrant in (False, True):
+        for tensor in (q, k, v):
+            tensor.grad = None
+        (checkpoint(whole, q, k, v, use_reentrant=use_reentrant) * d_out).sum().backward()
+        assert all(torch.equal(a, t.grad) for a, t in zip(plain, (q, k, v), strict=True) if t.grad is not None)
+
+
+def test_the_head_first_format_is_the_same() -> None:
+    case = BY_NAME["grouped-query"]
+    q, k, v, _, _ = whole_tensors(case)
+    plain = MeshAttention(LocalGroup(4))
+    heads_first = MeshAttention(LocalGroup(4), tensor_format="bhsd")
+    ours = plain(*(plain.shard(t) for t in (q, k, v)), seq_len=37)
+    theirs = heads_first(*(heads_first.shard(t.transpose(1, 2), dim=2) for t in (q, k, v)), seq_len=37)
+    assert all(torch.equal(a, b.transpose(1, 2)) for a, b in zip(ours, theirs, strict=True))

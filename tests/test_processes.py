@@ -1,0 +1,237 @@
+"""The production path with real processes over Gloo; one pool of workers for all of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attention_cases import BY_NAME, CASES, Case, dense_answer, methods, relative_error, spread_out, whole_tensors
+
+from mesh_attention.api import MeshAttention, mesh_attention
+from mesh_attention.comm.torch_dist import TorchComm
+from mesh_attention.comm.wrappers import Delaying, Recording
+from mesh_attention.execution import sharding
+from mesh_attention.plan.queries import rank_costs
+from mesh_attention.testing.run_ranks import RankError, RankPool
+
+pytestmark = pytest.mark.xdist_group("processes")
+MOST_RANKS = 8
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(MOST_RANKS) as pool:
+        yield pool
+
+
+def errors_of(group: Any, case: Case, options: dict[str, Any], delay_s: float = 0.0) -> list[float]:
+    """This rank's relative errors of the output, the LSE and the gradients."""
+    comm = TorchComm(group)
+    attention = MeshAttention(Delaying(comm, delay_s) if delay_s else comm, **options)
+    truth = dense_answer(case)
+    q, k, v, d_out, d_lse = whole_tensors(case)
+
+    def mine(whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        return sharding.shard(whole, attention.layout, comm.rank, ranks=comm.size, dim=dim)
+
+    inputs = [mine(t).requires_grad_(need) for t, need in zip((q, k, v), case.needs_grad, strict=True)]
+    given = [spread_out(t) if case.strided else t[0] if case.packed else t for t in inputs]
+    call = {"seq_len": case.seq_q, "seq_len_k": case.seq_kv} | case.call
+    out, lse = attention(*given, return_lse=True, **call)
+    if case.packed:
+        out, lse = out[None], lse[None]
+    loss = (out * mine(d_out)).sum()
+    if case.lse_gradient:
+        loss = loss + (lse * mine(d_lse, 2)).sum()
+    wanted = [t for t in inputs if t.requires_grad]
+    gradients = iter(torch.autograd.grad(loss, wanted))
+    errors = [relative_error(out, mine(truth.out))]
+    seen = mine(truth.lse, 2).isfinite()
+    errors.append(relative_error(lse[seen], mine(truth.lse, 2)[seen]))
+    for tensor, due in zip(inputs, truth.gradients, strict=True):
+        if tensor.requires_grad:
+            errors.append(relative_error(next(gradients), mine(due)))
+    whole = attention.unshard(out, seq_len=case.seq_q)
+    errors.append(relative_error(whole, truth.out))
+    return errors
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_feature_is_exact(pool: RankPool, case: Case, ranks: int) -> None:
+    options = methods(ranks, case.kv_heads)
+    # Every planner meets every number of ranks and every feature, over the cases.
+    chosen = options[(CASES.index(case) + ranks) % len(options)]
+    for errors in pool.run(ranks, errors_of, case, chosen):
+        assert max(errors) <= 1e-12
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+def test_every_planner_is_exact(pool: RankPool, ranks: int) -> None:
+    case = BY_NAME["causal"]
+    for options in methods(ranks, case.kv_heads):
+        for errors in pool.run(ranks, errors_of, case, options):
+            assert max(errors) <= 1e-12
+
+
+def test_a_slow_network_changes_nothing(pool: RankPool) -> None:
+    for errors in pool.run(4, errors_of, BY_NAME["causal"], {"tile": (2, 2)}, 0.01):
+        assert max(errors) <= 1e-12
+
+
+def counts_of(group: Any, options: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """What was counted and what the plan says, forward and backward."""
+    case = BY_NAME["batch"]
+    comm = Recording(TorchComm(group))
+    attention = MeshAttention(comm, **options)
+    q, k, v, d_out, _ = (attention.shard(t) if t.dim() == 4 else t for t in whole_tensors(case))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    counts = []
+    out = attention(*inputs, seq_len=case.seq_q, **case.call)
+    (engine,) = attention._engines.values()
+    for direction in ("forward", "backward"):
+        if direction == "backward":
+            torch.autograd.grad((out * d_out).sum(), inputs)
+        costs = rank_costs(engine.programs(direction)[0].plan, comm.rank)  # type: ignore[arg-type]
+        counted = (dict(comm.sent_nbytes), dict(comm.received_nbytes), comm.messages, engine.meters[0].peak)
+        sent, received = ({kind: s.total for kind, s in side.items()} for side in (costs.sent, costs.received))
+        counts.append((counted, (sent, received, costs.messages, costs.peak_nbytes)))
+        comm.sent_nbytes.clear()
+        comm.received_nbytes.clear()
+        comm.messages = 0
+    return counts
+
+
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_bytes_on_the_wire_and_bytes_held_are_the_plans(pool: RankPool, ranks: int) -> None:
+    for options in methods(ranks, 2):
+        for counts in pool.run(ranks, counts_of, options):
+            for counted, planned in counts:
+                assert counted == planned
+
+
+def bits_of(group: Any, options: dict[str, Any]) -> list[torch.Tensor]:
+    case = BY_NAME["causal"]
+    attention = MeshAttention(group, **options)
+    q, k, v, d_out, _ = (attention.shard(t) if t.dim() == 4 else t for t in whole_tensors(case, dtype=torch.bfloat16))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out = attention(*inputs, seq_len=case.seq_q, causal=True)
+    return [out.detach(), *torch.autograd.grad((out * d_out).sum(), inputs)]
+
+
+def test_two_runs_give_the_same_bits(pool: RankPool) -> None:
+    for options in methods(4, 2):
+        first, second = (pool.run(4, bits_of, options) for _ in range(2))
+        assert all(
+            torch.equal(a, b) for one, two in zip(first, second, strict=True) for a, b in zip(one, two, strict=True)
+        )
+
+
+# What is refused
+
+
+def disagree(group: Any, what: str) -> str:
+    """Rank 1 asks for something else than the others."""
+    odd = dist.get_rank(group) == 1
+    tokens = 9 if odd and what == "shape" else 8
+    dtype = torch.float32 if odd and what == "dtype" else torch.float64
+    q, k, v = (torch.randn(1, tokens, 2, 4, dtype=dtype) for _ in range(3))
+    options: dict[str, Any] = {"tile": (1, 4) if odd and what == "plan" else (2, 2)}
+    call: dict[str, Any] = {"causal": not (odd and what == "mask")}
+    if odd and what == "call":
+        call["softmax_scale"] = 0.7
+    if what == "uneven":
+        call["seq_len"] = 30
+    start = time.monotonic()
+    try:
+        MeshAttention(group, **options)(q, k, v, **call)
+    except Exception as error:
+        return f"{time.monotonic() - start:06.2f} {type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("shape", "seq_q is 32 on rank(s) 0,2-3, but 36 on rank(s) 1"),
+        ("dtype", "dtype is float64 on rank(s) 0,2-3, but float32 on rank(s) 1"),
+        ("mask", "mask is causal on rank(s) 0,2-3, but full on rank(s) 1"),
+        ("call", "softmax is Softmax(scale=0.5, softcap=0.0) on rank(s) 0,2-3, but Softmax(scale=0.7"),
+        ("plan", "forward plan is <Plan mesh 2x2"),
+        ("uneven", "rank 2 holds 8 tokens of q but its shard has 7"),
+    ],
+)
+def test_ranks_that_disagree_raise_everywhere_within_seconds(pool: RankPool, what: str, message: str) -> None:
+    for answer in pool.run(4, disagree, what):
+        seconds, _, text = answer.partition(" ")
+        assert text.startswith("DisagreementError")
+        assert message in text
+        assert float(seconds) < 10
+
+
+def use_the_function(group: Any) -> bool:
+    case = BY_NAME["causal"]
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    attention = MeshAttention(group)
+    q, k, v = (attention.shard(t) for t in whole_tensors(case)[:3])
+    ours = mesh_attention(q, k, v, group=group, seq_len=case.seq_q, causal=True, tile=(1, size))
+    due = sharding.shard(dense_answer(case).out, attention.layout, rank, ranks=size)
+    return relative_error(ours, due) <= 1e-12
+
+
+def test_the_function_is_the_class(pool: RankPool) -> None:
+    assert all(pool.run(4, use_the_function))
+
+
+def die_in_the_middle(group: Any) -> None:
+    """Rank 2 leaves when its second receive is posted; the others must not wait for ever."""
+    import os
+
+    from mesh_attention.comm.wrappers import Failing
+
+    comm = TorchComm(group)
+    seen: list[str] = []
+
+    def leave(parcel: Any) -> bool:
+        seen.append(parcel.label)
+        if comm.rank == 2 and len(seen) == 3:
+            os._exit(7)
+        return False
+
+    attention = MeshAttention(Failing(comm, when=leave), method="ring", route="ring")
+    q, k, v = (torch.randn(1, 8, 2, 4) for _ in range(3))
+    attention(q, k, v)
+
+
+def test_when_a_rank_dies_the_others_name_the_step_and_the_rank() -> None:
+    with RankPool(3, group_timeout_s=20.0) as pool, pytest.raises(RankError) as caught:
+        pool.run(3, die_in_the_middle)
+    errors = {rank: (name, message) for rank, name, message in caught.value.errors}
+    assert errors[2][0] == "ProcessDied"
+    name, message = errors[0]
+    assert name == "TransportError"
+    assert "rank 0, step" in message
+    assert "from rank 2" in message
+
+
+def train(group: Any, options: dict[str, Any] | None, steps: int = 20) -> list[float]:
+    """Losses of a small language model in float64; options None: one process, plain attention."""
+    from training_model import train_small_model
+
+    return train_small_model(group, options, steps)
+
+
+def test_training_has_the_losses_of_one_process(pool: RankPool) -> None:
+    (alone,) = pool.run(1, train, None)
+    assert alone[-1] < alone[0]
+    for options in (
+        {"method": "ring"},
+        {"method": "mesh", "tile": (2, 2)},
+        {"method": "mesh", "tile": (1, 2), "ulysses_degree": 2},
+    ):
+        for losses in pool.run(4, train, options):
+            assert losses == pytest.approx(alone, abs=1e-9, rel=0)
