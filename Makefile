@@ -8,11 +8,12 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 .PHONY: demo test check format bench clean
 
 demo: $(VENV)/ready
+	$(BIN)/mesh-attention demo
 	$(BIN)/mesh-attention plan --ranks 16 --tile 4x4 --seq 128k --heads 32 --kv-heads 8 --head-dim 128 --causal --save $(VENV)/demo-plan.json
 	$(BIN)/mesh-attention verify $(VENV)/demo-plan.json
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .

@@ -29,6 +29,7 @@ from mesh_attention.cli.matrix import PALETTE
 from mesh_attention.cli.sizes import format_nbytes, format_size, format_together, parse_size
 from mesh_attention.errors import ParseError
 from mesh_attention.plan.steps import Attend
+from mesh_attention.verification.rules import RULES
 
 EXAMPLE = "plan --ranks 16 --tile 4x4 --seq 128k --heads 32 --kv-heads 8 --head-dim 128 --causal"
 SMALL = "plan --ranks 4 --seq 64 --heads 4 --kv-heads 2 --head-dim 8"
@@ -238,7 +239,8 @@ def test_rivals_share_layout_direction_and_schedule_options(run: Run, options: s
 def test_schedule_options_reach_the_plan(run: Run) -> None:
     plan = as_json(run(f"{SMALL} --route ring --partials ring --layout striped --json"))["plan"]
     assert (plan["route"], plan["partials"], plan["layout"]) == ("ring", "ring", "striped")
-    assert as_json(run(f"{SMALL} --blocks-per-call 4 --json"))["plan"]["moves"] != plan["moves"]
+    grouped = as_json(run(f"{EXAMPLE} --blocks-per-call 4 --json"))["plan"]
+    assert grouped["moves"] != as_json(run(f"{EXAMPLE} --json"))["plan"]["moves"]
 
 
 def test_a_plan_that_is_a_rival_too_is_one_marked_row(run: Run) -> None:
@@ -275,7 +277,7 @@ def test_under_ulysses_the_cells_are_places(run: Run) -> None:
 def test_backward_plans_gradients(run: Run) -> None:
     out = run(f"{SMALL} --backward --all-steps").out
     assert "backward over 4 ranks" in out
-    assert "finish dkv0" in out
+    assert re.search("finish .*dkv0", out)
 
 
 def test_a_window_leaves_blocks_empty(run: Run) -> None:
@@ -345,7 +347,7 @@ def test_a_saved_plan_states_every_step_and_verifies(run: Run, tmp_path: Path, n
     assert plan.programs is not None
     steps = sum(len(program.steps) for program in plan.programs)
     assert f"{steps} steps of 4 ranks" in saved.out
-    assert run("verify", file) == (0, f"plan is right: 4 ranks, {steps} steps, 8 rules kept\n", "")
+    assert run("verify", file) == (0, f"plan is right: 4 ranks, {steps} steps, {len(RULES)} rules kept\n", "")
 
 
 def test_save_and_json_go_together(run: Run, tmp_path: Path) -> None:
@@ -363,20 +365,20 @@ def test_the_plan_inside_json_output_verifies_too(run: Run, tmp_path: Path) -> N
 
 @pytest.fixture
 def broken(run: Run, tmp_path: Path) -> Path:
-    """A plan in which rank 1 attends nothing with its own shard."""
+    """A plan in which rank 1 makes its first attend twice."""
     file = tmp_path / "broken.txt"
     run(f"{SMALL} --method ring --save", file)
-    text = file.read_text(encoding="utf-8")
-    assert text.count("  attend q1 x kv1\n") == 1
-    file.write_text(text.replace("  attend q1 x kv1\n", "  attend q1 x kv0\n"), encoding="utf-8")
+    before, program, after = file.read_text(encoding="utf-8").partition("program 1 ")
+    again = re.sub(r"(?m)^(  attend .*\n)", r"\1\1", after, count=1)
+    file.write_text(before + program + again, encoding="utf-8")
     return file
 
 
 def test_a_broken_plan_is_exit_code_1_with_the_row_marked(run: Run, broken: Path) -> None:
     code, out, err = run("verify", broken)
     assert (code, err) == (1, "")
-    assert "block (q1, kv1)" in out
-    assert re.search(r"--> +\d+  attend q1 x kv0", out)
+    assert "block (q1, kv1) is attended again" in out
+    assert re.search(r"--> +\d+  attend \S*q1 x \S*kv1", out)
 
 
 def test_verify_as_json_lists_every_breach(run: Run, broken: Path) -> None:
@@ -384,16 +386,15 @@ def test_verify_as_json_lists_every_breach(run: Run, broken: Path) -> None:
     assert (code, err) == (1, "")
     answer = json.loads(out)
     assert answer["ok"] is False
-    assert {"rule": "coverage", "rank": 1, "step": None} in [
-        {key: breach[key] for key in ("rule", "rank", "step")} for breach in answer["breaches"]
-    ]
+    assert {("coverage", 1)} <= {(breach["rule"], breach["rank"]) for breach in answer["breaches"]}
+    assert all(breach["message"] for breach in answer["breaches"])
 
 
 def test_verify_as_json_of_a_right_plan_is_ok(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "plan.txt"
     run(f"{SMALL} --save", file)
     answer = as_json(run("verify --json", file))
-    assert (answer["ok"], answer["breaches"], answer["ranks"], len(answer["rules"])) == (True, [], 4, 8)
+    assert (answer["ok"], answer["breaches"], answer["ranks"], answer["rules"]) == (True, [], 4, list(RULES))
     assert answer["digest"] == read_plan(file.read_text(encoding="utf-8")).digest
 
 
@@ -494,7 +495,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "a number for a tile": (json.dumps(PLAN | {"tile": 12}).encode(), "tile 12"),
     "a list for a dtype": (json.dumps(PLAN | {"problem": PLAN["problem"] | {"dtype": []}}).encode(), "no plan"),
     "text for a length": (json.dumps(PLAN | {"problem": PLAN["problem"] | {"seq_q": "8"}}).encode(), "seq_q='8'"),
-    "an unknown step": (json.dumps(PLAN).replace("attend q0", "attack q0").encode(), "'attack q0 x kv0'"),
+    "an unknown step": (json.dumps(PLAN).replace("attend ", "attack ").encode(), "step 'attack "),
     "an endless number": (b'{"format": ' + b"9" * 5000 + b"}", "no plan"),
     "endless brackets": (b'{"a":' * 100_000, "no plan"),
 }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from attention_cases import BY_NAME, CASES, Case, dense_answer, methods, relative_error, spread_out, whole_tensors
+from pool import shared_pool
 
 from mesh_attention.api import MeshAttention, mesh_attention
 from mesh_attention.comm.torch_dist import TorchComm
@@ -19,13 +19,11 @@ from mesh_attention.plan.queries import rank_costs
 from mesh_attention.testing.run_ranks import RankError, RankPool
 
 pytestmark = pytest.mark.xdist_group("processes")
-MOST_RANKS = 8
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(MOST_RANKS) as pool:
-        yield pool
+def pool() -> RankPool:
+    return shared_pool()
 
 
 def errors_of(group: Any, case: Case, options: dict[str, Any], delay_s: float = 0.0) -> list[float]:

@@ -1,9 +1,12 @@
 """Exact attention over long sequences, spread over many ranks: describe a problem, plan it, prove it, run it.
 
-Importing this package never imports torch.
+Importing this package does not import torch; asking it for `MeshAttention`, `mesh_attention` or `LocalGroup` does.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from mesh_attention.errors import (
+    DisagreementError,
     MaskError,
     MeshAttentionError,
     ParseError,
@@ -11,6 +14,7 @@ from mesh_attention.errors import (
     ProblemError,
     ScheduleError,
     TileError,
+    TransportError,
     UsageError,
 )
 from mesh_attention.masks import BlockKind, Mask, causal, documents, full, window
@@ -35,6 +39,10 @@ from mesh_attention.problem import Problem
 from mesh_attention.verification.check import BrokenPlanError, check, verify
 from mesh_attention.verification.evidence import Breach
 
+if TYPE_CHECKING:
+    from mesh_attention.api import MeshAttention, mesh_attention
+    from mesh_attention.comm.local import LocalGroup
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -45,9 +53,12 @@ __all__ = [
     "BrokenPlanError",
     "Contiguous",
     "Costs",
+    "DisagreementError",
     "Layout",
+    "LocalGroup",
     "Mask",
     "MaskError",
+    "MeshAttention",
     "MeshAttentionError",
     "ParseError",
     "Plan",
@@ -61,6 +72,7 @@ __all__ = [
     "Striped",
     "Tile",
     "TileError",
+    "TransportError",
     "UsageError",
     "Zigzag",
     "causal",
@@ -72,6 +84,7 @@ __all__ = [
     "imbalance",
     "inverse_permutation",
     "make_plan",
+    "mesh_attention",
     "parse_plan",
     "permutation",
     "plan_from_json",
@@ -82,3 +95,16 @@ __all__ = [
     "verify",
     "window",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The half that needs torch, on first use."""
+    if name in ("MeshAttention", "mesh_attention"):
+        from mesh_attention import api
+
+        return getattr(api, name)
+    if name == "LocalGroup":
+        from mesh_attention.comm.local import LocalGroup
+
+        return LocalGroup
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

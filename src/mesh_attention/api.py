@@ -120,8 +120,8 @@ class MeshAttention:
     ) -> Any:
         """The output for this rank's queries, in their format; with `return_lse`, also the LSE (batch, heads, seq).
 
-        `cu_seqlens_*` are boundaries in the *whole* sequence. `seq_len` (and `seq_len_k`) is the whole length; left out,
-        every rank holds the same number of tokens. Results do not depend on timing, so `deterministic` may be either.
+        `cu_seqlens_*` are boundaries in the *whole* sequence. `seq_len` (and `seq_len_k`) is the whole length; without
+        it, every rank holds the same number of tokens. Results never depend on timing, whatever `deterministic` says.
         """
         _refuse_known(others)
         _refuse_unknown(others, _CALL_ARGUMENTS, of="attention", allowed=REFUSED)

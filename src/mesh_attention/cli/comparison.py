@@ -78,7 +78,7 @@ def _rivals(plan: Plan, blocks_per_call: int | None, report: Report) -> Iterator
         wanted.append(("ulysses", None))
     for number, (method, ulysses_degree) in enumerate(wanted):
         report(f"planning {method}", number / len(wanted))
-        is_greedy = method != "attention2d"
+        is_greedy = method not in ("attention2d", "ulysses")
         yield make_plan(
             plan.problem,
             method=method,

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from mesh_attention import __version__
+from mesh_attention.cli.demo import demo_command
 from mesh_attention.cli.plan import plan_command
 from mesh_attention.cli.verify import verify_command
 from mesh_attention.errors import UsageError
@@ -20,7 +21,7 @@ from mesh_attention.errors import UsageError
 PROGRAM = "mesh-attention"
 
 app = typer.Typer(name=PROGRAM, add_completion=False)
-COMMANDS: dict[str, Callable[..., None]] = {"plan": plan_command, "verify": verify_command}
+COMMANDS: dict[str, Callable[..., None]] = {"plan": plan_command, "verify": verify_command, "demo": demo_command}
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
 

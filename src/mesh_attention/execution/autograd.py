@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.buffers import DTYPES, Meter, fields_of
+from mesh_attention.execution.buffers import DTYPES, STATISTICS, Meter, fields_of
 from mesh_attention.execution.compiled import Compiled
 from mesh_attention.execution.executor import Executor, Fields, Softmax
 from mesh_attention.kernels.base import Demand, Kernel
@@ -27,7 +27,7 @@ Runs = Sequence[Generator[Work, None, dict[str, Fields]]]
 
 @dataclass(frozen=True)
 class Engine:
-    """Everything a call needs that outlives it: programs of the ranks played here, their transports, how to run them."""
+    """What a call needs and outlives it: programs of the ranks played here, their transports, how to run them."""
 
     problem: Problem
     softmax: Softmax
@@ -90,13 +90,12 @@ class _Outputs:
         wide = torch.float64 if wire is torch.float64 else torch.float32
         tokens = self.tokens["kv" if kind == "dkv" else "q"]
         made = {}
-        for name, heads, dim, is_statistic in fields_of(kind, problem):  # type: ignore[arg-type]
-            if is_statistic:
-                statistic = torch.empty((problem.batch, heads, tokens), dtype=wide, device=self.device)
-                made[name] = statistic.permute(2, 0, 1)[..., None]
+        for name, heads, dim in fields_of(kind, problem):  # type: ignore[arg-type]
+            if name in STATISTICS:
+                made[name] = torch.empty((problem.batch, heads, tokens), dtype=wide, device=self.device)
             else:
                 tensor = torch.empty((problem.batch, tokens, heads, dim), dtype=wire, device=self.device)
-                made[name] = tensor.transpose(0, 1)
+                made[name] = _heads_first(tensor)
         return made
 
 
@@ -117,7 +116,7 @@ def attend(engine: Engine, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class AttentionFunction(torch.autograd.Function):
-    """``apply(engine, q0, k0, v0, q1, k1, v1, …)`` gives ``o0, lse0, o1, lse1, …``; tensors are (batch, tokens, heads, dim)."""
+    """``apply(engine, q0, k0, v0, q1, …)`` gives ``o0, lse0, o1, …``; tensors are (batch, tokens, heads, dim)."""
 
     @staticmethod
     def forward(ctx: Any, engine: Engine, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -126,11 +125,7 @@ class AttentionFunction(torch.autograd.Function):
         tokens = [{"q": q.shape[1], "kv": k.shape[1]} for q, k, _ in ranks]
         kernel = engine.kernel(engine.demand(tensors[0].device, lse_gradient=False))
         results = engine.execute("forward", inputs, tokens, kernel)
-        outs = [
-            tensor
-            for result in results
-            for tensor in (_by_token(result["o"]["o"]), result["o"]["lse"][..., 0].permute(1, 2, 0))
-        ]
+        outs = [tensor for result in results for tensor in (_heads_first(result["o"]["o"]), result["o"]["lse"])]
         ctx.engine, ctx.tokens = engine, tokens
         ctx.save_for_backward(*tensors, *outs)
         ctx.set_materialize_grads(False)
@@ -154,7 +149,7 @@ class AttentionFunction(torch.autograd.Function):
         ]
         results = engine.execute("backward", inputs, ctx.tokens, kernel)
         given = [
-            _by_token(field)
+            _heads_first(field)
             for result in results
             for field in (result["dq"]["dq"], result["dkv"]["dk"], result["dkv"]["dv"])
         ]
@@ -168,17 +163,17 @@ def _backward_inputs(
     """What the backward plan starts from: Q, K, V, and dO with LSE and delta = rowsum(O∘dO) less the LSE's gradient."""
     (q, k, v), (out, lse), (d_out, d_lse) = tensors, outs, gradients
     d_out = torch.zeros_like(out) if d_out is None else d_out
-    delta = (out.to(lse.dtype) * d_out.to(lse.dtype)).sum(-1).permute(1, 0, 2)  # (tokens, batch, heads)
+    delta = (out.to(lse.dtype) * d_out.to(lse.dtype)).sum(-1).transpose(1, 2)
     if d_lse is not None:
-        delta = delta - d_lse.permute(2, 0, 1)
-    row = {"lse": lse.permute(2, 0, 1)[..., None], "delta": delta[..., None], "do": _by_token(d_out)}
+        delta = delta - d_lse
+    row = {"lse": lse, "delta": delta, "do": _heads_first(d_out)}
     return {**_forward_inputs(q, k, v), "do": row}
 
 
 def _forward_inputs(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Fields]:
-    return {"q": {"q": _by_token(q)}, "kv": {"k": _by_token(k), "v": _by_token(v)}}
+    return {"q": {"q": _heads_first(q)}, "kv": {"k": _heads_first(k), "v": _heads_first(v)}}
 
 
-def _by_token(tensor: Tensor) -> Tensor:
-    """(batch, tokens, …) as (tokens, batch, …) and back."""
-    return tensor.transpose(0, 1)
+def _heads_first(tensor: Tensor) -> Tensor:
+    """(batch, tokens, heads, dim) as (batch, heads, tokens, dim), and back."""
+    return tensor.transpose(1, 2)

@@ -1,7 +1,7 @@
 """Buffers: what items lie in. One byte record for each token and batch entry, so that any run of tokens is one piece.
 
-A record holds the fields of its kind side by side (K and V; O and its LSE; …). Statistics come first and the record is as
-long as the plan says, so bytes on the wire and bytes held are the plan's.
+A record holds the fields of its kind side by side (K and V; O and its LSE; …). Statistics come first and the record is
+as long as the plan says, so bytes on the wire and bytes held are the plan's.
 """
 
 from __future__ import annotations
@@ -25,11 +25,18 @@ DTYPES = {
 }
 
 
+STATISTICS = ("lse", "delta")
+"""Fields with one number for each token and head."""
+
+
 class Field(NamedTuple):
     name: str
     heads: int
     dim: int
-    is_statistic: bool = False
+
+    @property
+    def is_statistic(self) -> bool:
+        return self.name in STATISTICS
 
 
 def fields_of(kind: Kind, problem: Problem) -> tuple[Field, ...]:
@@ -38,8 +45,8 @@ def fields_of(kind: Kind, problem: Problem) -> tuple[Field, ...]:
     fields: dict[Kind, tuple[Field, ...]] = {
         "q": (Field("q", heads, qk),),
         "kv": (Field("k", kv_heads, qk), Field("v", kv_heads, v)),
-        "do": (Field("lse", heads, 1, True), Field("delta", heads, 1, True), Field("do", heads, v)),
-        "o": (Field("lse", heads, 1, True), Field("o", heads, v)),
+        "do": (Field("lse", heads, 1), Field("delta", heads, 1), Field("do", heads, v)),
+        "o": (Field("lse", heads, 1), Field("o", heads, v)),
         "dq": (Field("dq", heads, qk),),
         "dkv": (Field("dk", kv_heads, qk), Field("dv", kv_heads, v)),
     }
@@ -61,9 +68,10 @@ def record_of(kind: Kind, problem: Problem, ulysses: int, is_running: bool) -> R
     slots = []
     at = 0
     has_statistics = False
-    for name, heads, dim, is_statistic in fields_of(kind, problem):
-        dtype = wide if is_running or is_statistic else wire
-        has_statistics |= is_statistic
+    for field in fields_of(kind, problem):
+        name, heads, dim = field
+        dtype = wide if is_running or field.is_statistic else wire
+        has_statistics |= field.is_statistic
         width = heads // ulysses * dim * dtype.itemsize
         slots.append((name, at, at + width, heads // ulysses, dim, dtype))
         at += width
@@ -72,7 +80,10 @@ def record_of(kind: Kind, problem: Problem, ulysses: int, is_running: bool) -> R
 
 
 class Buffer:
-    """Tokens of one or more items. `fields` are (tokens, batch, heads, dim) views; `raw` is None for a caller's tensors."""
+    """Tokens of items. `fields` are (batch, heads, tokens, dim) views, statistics without dim.
+
+    `raw` is None for a caller's tensors.
+    """
 
     __slots__ = ("fields", "raw")
 
@@ -82,10 +93,10 @@ class Buffer:
     @classmethod
     def empty(cls, record: Record, *, tokens: int, batch: int, device: torch.device) -> Buffer:
         raw = torch.empty((tokens, batch, record.nbytes), dtype=torch.uint8, device=device)
-        fields = {
-            name: raw[..., start:stop].view(dtype).view(tokens, batch, heads, dim)
-            for name, start, stop, heads, dim, dtype in record.slots
-        }
+        fields = {}
+        for name, start, stop, heads, dim, dtype in record.slots:
+            field = raw[..., start:stop].view(dtype).view(tokens, batch, heads, dim).permute(1, 2, 0, 3)
+            fields[name] = field[..., 0] if name in STATISTICS else field
         return cls(fields, raw)
 
     @property

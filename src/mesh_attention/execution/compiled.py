@@ -20,8 +20,8 @@ class Piece(NamedTuple):
     """A run of a call's queries (or keys), and where it lies in its running sum."""
 
     total: Item
-    inside: Span
-    of_call: Span
+    inside: Span | None  # None: all of it
+    of_call: Span | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Call:
     """One kernel call: which tokens of which buffers, under which mask, into which sums."""
 
     q: Item
-    q_span: Span
+    q_span: Span | None  # None: the whole buffer
     kv: Item
-    kv_span: Span
+    kv_span: Span | None
     do: Item | None
     mask: CallMask
     rows: tuple[Piece, ...]
@@ -132,17 +132,23 @@ def _call(call: KernelCall, attend: Attend, lots: dict[Item, Lot], matrix: Block
 
 def _side(
     segments: tuple[Segment, ...], owner: dict[Segment, Item], lots: dict[Item, Lot], matrix: BlockMatrix, kind: str
-) -> tuple[Item, Span, tuple[Piece, ...]]:
+) -> tuple[Item, Span | None, tuple[Piece, ...]]:
     """One side of a call: an item that lies in its buffer, the span of the buffer, and the sums its runs belong to."""
     pieces = []
     spans = []
-    at = 0
+    at, length = 0, sum(map(len, segments))
     for segment in segments:
         item = owner[segment]
         ordinal = item_segments(item, matrix).index(segment)
         spans.append(lots[item].spans[item][ordinal])
         total = Item(kind, item.shard, "running")  # type: ignore[arg-type]
-        inside = lay_out((total,), matrix).spans[total][ordinal]
-        pieces.append(Piece(total, inside, Span(at, at + len(segment))))
+        sum_lot = lay_out((total,), matrix)
+        inside = sum_lot.spans[total][ordinal]
+        pieces.append(Piece(total, _part(inside, sum_lot.tokens), _part(Span(at, at + len(segment)), length)))
         at += len(segment)
-    return owner[segments[0]], Span(spans[0].start, spans[-1].stop), tuple(pieces)
+    first = owner[segments[0]]
+    return first, _part(Span(spans[0].start, spans[-1].stop), lots[first].tokens), tuple(pieces)
+
+
+def _part(span: Span, tokens: int) -> Span | None:
+    return None if span == (0, tokens) else span

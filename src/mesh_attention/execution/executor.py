@@ -16,7 +16,7 @@ from mesh_attention.errors import TransportError
 from mesh_attention.execution.buffers import Buffer, Meter, Span, record_of
 from mesh_attention.execution.compiled import Call, Compiled, Instruction, Piece, item_segments, lay_out
 from mesh_attention.kernels.base import Kernel
-from mesh_attention.kernels.merge import add_gradient, merge_output
+from mesh_attention.kernels.merge import TORCH_MERGING, Merging
 from mesh_attention.plan.steps import (
     AXIS_OF,
     INPUTS,
@@ -46,7 +46,7 @@ class Softmax:
 
 
 Fields = Mapping[str, Tensor]
-"""Tensors by field name, (tokens, batch, heads, dim)."""
+"""Tensors by field name, (batch, heads, tokens, dim)."""
 
 
 @dataclass
@@ -60,6 +60,7 @@ class Executor:
     inputs: Mapping[str, Fields]
     device: torch.device
     new_output: Callable[[str], Fields]
+    merging: Merging = TORCH_MERGING
     meter: Meter = field(default_factory=Meter)
     outputs: dict[str, Fields] = field(default_factory=dict)
     buffers: dict[Item, Buffer] = field(default_factory=dict)
@@ -107,8 +108,7 @@ class Executor:
     def _wait(self, works: list[Work], instruction: Instruction, item: Item | None) -> Generator[Work, None, None]:
         """Whoever runs this generator goes on when the work is done, or throws in why it will never be."""
         try:
-            for work in works:
-                yield work
+            yield from works
         except Exception as error:
             at = f"rank {self.compiled.rank}, step {instruction.index} '{format_step(instruction.step)}'"
             raise TransportError(f"{at}: waited for {self._waited_for(instruction, item)}: {error}") from error
@@ -159,49 +159,47 @@ class Executor:
 
     def _attend(self, calls: tuple[Call, ...]) -> None:
         for call in calls:
-            q = _view(self.buffers[call.q].fields["q"], call.q_span)
+            q = _run(self.buffers[call.q].fields["q"], call.q_span)
             kv = self.buffers[call.kv].fields
-            k, v = _view(kv["k"], call.kv_span), _view(kv["v"], call.kv_span)
+            k, v = _run(kv["k"], call.kv_span), _run(kv["v"], call.kv_span)
             scale, softcap = self.softmax.scale, self.softmax.softcap
             if call.do is None:
                 out, lse = self.kernel.forward(q, k, v, mask=call.mask, scale=scale, softcap=softcap)
-                self._add_output(call, out.permute(2, 0, 1, 3), lse.permute(2, 0, 1))
+                self._add_output(call, out, lse)
             else:
                 row = self.buffers[call.do].fields
-                do, lse, delta = (_view(row[name], call.q_span) for name in ("do", "lse", "delta"))
-                dq, dk, dv = self.kernel.backward(
-                    q, k, v, do, lse[..., 0], delta[..., 0], mask=call.mask, scale=scale, softcap=softcap
-                )
-                self._add_gradients(call.rows, {"dq": dq.permute(2, 0, 1, 3)})
-                self._add_gradients(call.cols, {"dk": dk.permute(2, 0, 1, 3), "dv": dv.permute(2, 0, 1, 3)})
+                do, lse, delta = (_run(row[name], call.q_span) for name in ("do", "lse", "delta"))
+                dq, dk, dv = self.kernel.backward(q, k, v, do, lse, delta, mask=call.mask, scale=scale, softcap=softcap)
+                self._add_gradients(call.rows, {"dq": dq})
+                self._add_gradients(call.cols, {"dk": dk, "dv": dv})
 
     def _add_output(self, call: Call, out: Tensor, lse: Tensor) -> None:
         for total, inside, part in call.rows:
             fields = self._total(total).fields
-            sums, lses = fields["o"][slice(*inside)], fields["lse"][slice(*inside)]
-            merge_output(sums, lses[..., 0], out[slice(*part)], lse[slice(*part)])
+            total_lse = _run(fields["lse"], inside)
+            self.merging.merge_output(_run(fields["o"], inside), total_lse, _run(out, part), _run(lse, part))
 
     def _add_gradients(self, pieces: tuple[Piece, ...], gradients: Fields) -> None:
         for total, inside, part in pieces:
             fields = self._total(total).fields
             for name, gradient in gradients.items():
-                add_gradient(fields[name][slice(*inside)], gradient[slice(*part)])
+                self.merging.add_gradient(_run(fields[name], inside), _run(gradient, part))
 
     def _merge(self, partial: Item) -> None:
         total = self._total(running(partial.kind, partial.shard)).fields
         arrived = self.buffers[partial].fields
         if partial.kind == "o":
-            merge_output(total["o"], total["lse"][..., 0], arrived["o"], arrived["lse"][..., 0])
+            self.merging.merge_output(total["o"], total["lse"], arrived["o"], arrived["lse"])
         else:
             for name in total:
-                add_gradient(total[name], arrived[name])
+                self.merging.add_gradient(total[name], arrived[name])
 
     def _pack(self, before: Item, after: Item) -> None:
         source, dest = self.buffers[before].fields, self._allocate(after).fields
         lots = self.compiled.lots
         for ours, theirs in zip(lots[before].spans[before], lots[after].spans[after], strict=True):
             for name, tensor in source.items():
-                dest[name][slice(*theirs)].copy_(tensor[slice(*ours)])
+                _run(dest[name], theirs).copy_(_run(tensor, ours))
 
     def _finish(self, item: Item) -> None:
         total = running(item.kind, item.shard)
@@ -223,8 +221,8 @@ class Executor:
         yield from self._wait([self.comm.together(sends, recvs)], instruction, None)
 
     def _exchange(self, instruction: Instruction, step: Exchange) -> Generator[Work, None, None]:
-        """Heads for tokens, or back. The whole item's tokens travel from and to where they lie; at home, where heads are
-        side by side and tokens are not, they go through a staging buffer for each peer."""
+        """Heads for tokens, or back. The whole item's tokens travel from and to where they lie; at home, where all
+        heads lie side by side, they go through a staging buffer for each peer."""
         inward = step.after.form == "whole"
         home, whole = (step.before, step.after) if inward else (step.after, step.before)
         at_home = self.buffers[home].fields if inward else self._output(home)
@@ -260,7 +258,7 @@ class Executor:
         """The fields' slice of the heads."""
         at = head_slice or 0
         ulysses = self.assignment.ulysses
-        return {name: t.narrow(2, at * (t.shape[2] // ulysses), t.shape[2] // ulysses) for name, t in fields.items()}
+        return {name: t.narrow(1, at * (t.shape[1] // ulysses), t.shape[1] // ulysses) for name, t in fields.items()}
 
     def _exchange_chunks(self, piece: Item, whole: Item, staged: Mapping[Item, Buffer]) -> list[Tensor]:
         if piece in staged:
@@ -273,8 +271,8 @@ class Executor:
         own = self._heads(at_home, self.assignment.head_slice(rank))
         at = 0
         for start, stop in self._spans_in(whole, rank):
-            here = {name: tensor[at : at + stop - start] for name, tensor in own.items()}
-            there = {name: tensor[start:stop] for name, tensor in at_whole.fields.items()}
+            here = {name: _run(tensor, Span(at, at + stop - start)) for name, tensor in own.items()}
+            there = {name: _run(tensor, Span(start, stop)) for name, tensor in at_whole.fields.items()}
             _copy(there, here) if inward else _copy(here, there)
             at += stop - start
 
@@ -295,9 +293,9 @@ def _start(buffer: Buffer) -> None:
         tensor.fill_(-torch.inf if name == "lse" else 0.0)
 
 
-def _view(field: Tensor, span: Span) -> Tensor:
-    """(batch, heads, tokens, dim) of a run of tokens."""
-    return field[slice(*span)].permute(1, 2, 0, 3)
+def _run(field: Tensor, span: Span | None) -> Tensor:
+    """A run of tokens of a field; all of them if no span is given."""
+    return field if span is None else field.narrow(2, span[0], span[1] - span[0])
 
 
 def _copy(dest: Fields, source: Fields) -> None:

@@ -25,12 +25,13 @@ def shard(whole: Tensor, layout: Layout, rank: int, *, ranks: int, dim: int = 1)
 
 
 def unshard(local: Tensor, layout: Layout, comm: Comm, *, tokens: int, dim: int = 1) -> Tensor:
-    """The whole sequence, on every rank, out of everybody's tokens. Not differentiable: it is for looking at results."""
+    """The whole sequence, on every rank, out of everybody's tokens. Not differentiable: for looking at results."""
     ours = local.detach().movedim(dim, 0).contiguous()
     lengths = [len(positions(layout, rank, tokens=tokens, ranks=comm.size)) for rank in range(comm.size)]
     if lengths[comm.rank] != ours.shape[0]:
         raise ProblemError(
-            f"rank {comm.rank} holds {ours.shape[0]} tokens, but of {tokens} its shard has {lengths[comm.rank]}; give seq_len"
+            f"rank {comm.rank} holds {ours.shape[0]} tokens, but its shard of {tokens} has {lengths[comm.rank]}; "
+            "give the whole length as seq_len"
         )
     shards = [ours if rank == comm.rank else ours.new_empty((n, *ours.shape[1:])) for rank, n in enumerate(lengths)]
     others = [rank for rank in range(comm.size) if rank != comm.rank]

@@ -16,8 +16,8 @@ from mesh_attention.masks import Mask, Segment
 class CallMask:
     """The mask of one call.
 
-    ``full``: none. ``causal``: query i sees keys up to i, as many queries as keys. ``positions``: by `mask`, for tokens at
-    these positions of the whole sequence.
+    ``full``: none. ``causal``: query i sees keys up to i, as many queries as keys. ``positions``: by `mask`, for tokens
+    at these positions of the whole sequence.
     """
 
     form: Literal["full", "causal", "positions"]
@@ -96,4 +96,4 @@ class Kernel(Protocol):
         scale: float,
         softcap: float,
     ) -> Gradients:
-        """The rectangle's share of the gradients. `lse` is over *all* keys; `delta` is rowsum(O∘dO) less the LSE's gradient."""
+        """The rectangle's share of the gradients. `lse` is over *all* keys; `delta`: rowsum(O∘dO) less dLSE."""

@@ -34,7 +34,7 @@ def shared_buffers(steps: Iterable[Step]) -> tuple[tuple[Item, ...], ...]:
 
 
 def held_nbytes(steps: Sequence[Step], matrix: BlockMatrix, *, done: Sequence[Effects] | None = None) -> list[int]:
-    """Bytes held during each step, everything allocated during the call counted. `done` spares working out the effects."""
+    """Bytes held during each step, everything allocated during the call counted. `done` are the effects, if known."""
     allocation_of = {item: group for group in shared_buffers(steps) for item in group}
     held: set[Item] = set()
     in_use: dict[tuple[Item, ...], int] = {}

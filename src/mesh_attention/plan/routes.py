@@ -60,7 +60,7 @@ def partial_hops_in(matrix: BlockMatrix, route: Route, axis: Axis, place: int, t
 
 
 def _chain_partials(matrix: BlockMatrix, axis: Axis, place: int) -> dict[int, list[Hop]]:
-    """By turn, the partials that arrive along the ring: for each shard it adds to, from the place before it in the chain."""
+    """By turn, the partials that arrive along the ring: of each shard it adds to, from the place before it."""
     ring = matrix.assignment.group(axis, place)
     at, size = ring.index(place), len(ring)
     hops: dict[int, list[Hop]] = {}

@@ -1,4 +1,4 @@
-"""A pool of worker processes with a Gloo group, kept between tests: starting sixteen times torch is what takes the time.
+"""A pool of worker processes with a Gloo group, kept between tests: starting torch so often is what takes the time.
 
     with RankPool(8) as pool:
         results = pool.run(3, my_function, argument)      # my_function(group, argument) on ranks 0, 1, 2

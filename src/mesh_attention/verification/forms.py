@@ -60,7 +60,8 @@ def _flaws(evidence: Evidence, rank: int, step: Step) -> Iterator[str]:
                 yield f"{format_item(item)} is no running sum"
         case Free(item):
             if item.form in ("running", "home"):
-                yield f"{format_item(item)} is {'to be finished, not freed' if item.form == 'running' else 'not ours to free'}"
+                why = "is to be finished, not freed" if item.form == "running" else "is not ours to free"
+                yield f"{format_item(item)} {why}"
 
 
 def _flaws_of_attend(evidence: Evidence, attend: Attend) -> Iterator[str]:

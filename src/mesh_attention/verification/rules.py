@@ -2,7 +2,7 @@
 
 form         every step uses things of the right kind and form and deals with the right ranks (forms.py)
 coverage     every unmasked block is attended exactly once, an empty one never
-presence     nothing is read before it is written or after it is freed; nothing is written twice, or added to after its finish
+presence     nothing is read before it is written or after it is freed; nothing is written or finished twice
 matching     every send is met by one receive of the same thing, in the same order; groups make the same collectives
 progress     no circle of waiting, even where a send waits for its receive
 homecoming   every partial reaches its home and is merged there exactly once; every result is finished

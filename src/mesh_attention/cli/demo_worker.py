@@ -1,0 +1,183 @@
+"""One rank of `mesh-attention demo`: it attends with each method and measures. Prints nothing, draws nothing.
+
+Torch is imported inside the functions, because importing the command line must not import it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mesh_attention.plan.queries import rank_costs
+from mesh_attention.plan.steps import DIRECTIONS
+from mesh_attention.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mesh_attention.api import MeshAttention
+    from mesh_attention.comm.wrappers import Recording
+    from mesh_attention.execution.autograd import Engine
+
+TIMED_RUNS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """A method under the name it is shown by, and the arguments of `MeshAttention` that make it."""
+
+    name: str
+    tile: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one rank saw of one method, forward and backward together.
+
+    Errors are the largest difference from the reference, relative to the largest value of the whole reference.
+    """
+
+    forward_error: float
+    gradient_error: float
+    sent_nbytes: int
+    received_nbytes: int
+    messages: int
+    peak_nbytes: int
+    is_as_planned: bool
+    times_s: tuple[float, ...]
+
+
+def work(problem: Problem, contenders: Sequence[Contender], progress_file: Path) -> list[Measured]:
+    """What this rank measures of each method. The launcher has set rank, size and address in the environment."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)  # the ranks share this machine's cores
+    os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
+    dist.init_process_group("gloo")
+    try:
+        notes = Notes(progress_file if dist.get_rank() == 0 else None, steps=1 + len(contenders) * (1 + TIMED_RUNS))
+        notes.tell("attention in one process")
+        inputs, truth = make_inputs(problem), [torch.empty(shape) for shape in _shapes(problem)]
+        if dist.get_rank() == 0:
+            truth = single_process_attention(problem, inputs)
+        for tensor in truth:
+            dist.broadcast(tensor, src=0)
+        return [measure(problem, contender, inputs, truth, notes) for contender in contenders]
+    finally:
+        dist.destroy_process_group()
+
+
+class Notes:
+    """Tells the launcher, through a file, what is being done and which fraction of all steps is behind."""
+
+    def __init__(self, path: Path | None, *, steps: int) -> None:
+        self.path, self.steps, self.done = path, steps, 0
+
+    def tell(self, doing: str) -> None:
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{self.done / self.steps} {doing}\n")
+        self.done += 1
+
+
+def measure(
+    problem: Problem, contender: Contender, inputs: Sequence[Tensor], truth: Sequence[Tensor], notes: Notes
+) -> Measured:
+    """A first run for errors and counts, which is also the warm-up, and then the timed runs."""
+    import torch
+    import torch.distributed as dist
+
+    from mesh_attention.api import CallOptions, MeshAttention
+    from mesh_attention.comm.torch_dist import TorchComm
+    from mesh_attention.comm.wrappers import Recording
+
+    notes.tell(f"{contender.name} {contender.tile}: compare and count")
+    recording = Recording(TorchComm())
+    attention = MeshAttention(recording, **contender.options)
+    *given, d_out = (attention.shard(tensor) for tensor in inputs)
+    q, k, v = (tensor.requires_grad_() for tensor in given)
+    engine = attention.engine([[q, k, v]], CallOptions(causal=True, seq_len=problem.seq_q))
+    out = attention(q, k, v, causal=True, seq_len=problem.seq_q)
+    forward_peak = engine.meters[0].peak
+    results = [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)]
+    peaks = [forward_peak, engine.meters[0].peak]
+    errors = [_relative_error(attention, ours, whole) for ours, whole in zip(results, truth, strict=True)]
+    sent_nbytes, received_nbytes = recording.sent_nbytes.total(), recording.received_nbytes.total()
+    messages, is_as_planned = recording.messages, _is_as_planned(engine, recording, peaks)
+    times_s = []
+    for number in range(TIMED_RUNS):
+        notes.tell(f"{contender.name} {contender.tile}: timed run {number + 1} of {TIMED_RUNS}")
+        dist.barrier()
+        start = time.perf_counter()
+        torch.autograd.grad(attention(q, k, v, causal=True, seq_len=problem.seq_q), (q, k, v), d_out)
+        times_s.append(time.perf_counter() - start)
+    return Measured(
+        forward_error=errors[0],
+        gradient_error=max(errors[1:]),
+        sent_nbytes=sent_nbytes,
+        received_nbytes=received_nbytes,
+        messages=messages,
+        peak_nbytes=max(peaks),
+        is_as_planned=is_as_planned,
+        times_s=tuple(times_s),
+    )
+
+
+def make_inputs(problem: Problem) -> list[Tensor]:
+    """Q, K, V and dO of the whole sequence; the same on every rank."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    _, q_shape, k_shape, v_shape = _shapes(problem)
+    return [torch.randn(shape, generator=generator) for shape in (q_shape, k_shape, v_shape, q_shape)]
+
+
+def single_process_attention(problem: Problem, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """O, dQ, dK and dV by torch's own attention in float64, rounded to float32."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    q, k, v, d_out = (tensor.double() for tensor in inputs)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    group_size = problem.heads // problem.kv_heads
+    keys, values = (tensor.repeat_interleave(group_size, dim=2).transpose(1, 2) for tensor in (k, v))
+    out = scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=True).transpose(1, 2)
+    gradients = torch.autograd.grad(out, leaves, d_out)
+    return [tensor.detach().float().contiguous() for tensor in (out, *gradients)]
+
+
+def _shapes(problem: Problem) -> list[tuple[int, ...]]:
+    """Of O, Q (and dQ), K and V."""
+    q = (problem.batch, problem.seq_q, problem.heads, problem.head_dim_qk)
+    kv = (problem.batch, problem.seq_kv, problem.kv_heads, problem.head_dim_qk)
+    return [q, q, kv, kv]
+
+
+def _relative_error(attention: MeshAttention, ours: Tensor, whole: Tensor) -> float:
+    difference = (ours - attention.shard(whole)).abs()
+    return float(difference.max() / whole.abs().max()) if difference.numel() else 0.0
+
+
+def _is_as_planned(engine: Engine, recording: Recording, peaks: Sequence[int]) -> bool:
+    """Whether bytes of each kind, messages and the peak of each pass are those that the two plans state."""
+    costs = [rank_costs(engine.programs(direction)[0].plan, recording.rank) for direction in DIRECTIONS]
+    sent: dict[str, int] = {}
+    received: dict[str, int] = {}
+    for cost in costs:
+        for totals, by_kind in ((sent, cost.sent), (received, cost.received)):
+            for kind, nbytes in by_kind.items():
+                totals[kind] = totals.get(kind, 0) + nbytes.total
+    counted = (dict(recording.sent_nbytes), dict(recording.received_nbytes), recording.messages, list(peaks))
+    return counted == (sent, received, sum(c.messages for c in costs), [c.peak_nbytes for c in costs])
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next(name for name in ("lo", "lo0") if name in names)

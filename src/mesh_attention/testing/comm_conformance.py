@@ -1,0 +1,84 @@
+"""What any transport must do. Each check is one rank's part, as a generator that yields what it waits for.
+
+Run them with `take_turns` for ranks of one process, with `block` in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+import torch
+
+from mesh_attention.comm.base import Comm, Parcel, Work
+
+Check = Callable[[Comm], Generator[Work, None, None]]
+
+
+def _bytes_of(rank: int, number: int, size: int = 5) -> torch.Tensor:
+    return torch.full((size,), 16 * rank + number, dtype=torch.uint8)
+
+
+def messages_arrive_in_the_order_they_were_sent(comm: Comm) -> Generator[Work, None, None]:
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    received = [torch.zeros(5, dtype=torch.uint8) for _ in range(4)]
+    works = [comm.recv(Parcel([chunk], before, "kv")) for chunk in received]
+    works += [comm.send(Parcel([_bytes_of(comm.rank, number)], after, "kv")) for number in range(4)]
+    yield from works
+    for number, chunk in enumerate(received):
+        assert torch.equal(chunk, _bytes_of(before, number))
+
+
+def an_item_of_several_chunks_arrives_whole(comm: Comm) -> Generator[Work, None, None]:
+    """Into slices of one buffer, as a zigzag shard does."""
+    peer = comm.size - 1 - comm.rank
+    if peer == comm.rank:
+        return
+    landing = torch.zeros(20, dtype=torch.uint8)
+    arrival = comm.recv(Parcel([landing[2:7], landing[12:20]], peer, "q"))
+    departure = comm.send(Parcel([_bytes_of(comm.rank, 1), _bytes_of(comm.rank, 2, 8)], peer, "q"))
+    yield arrival
+    yield departure
+    assert torch.equal(landing[2:7], _bytes_of(peer, 1))
+    assert torch.equal(landing[12:20], _bytes_of(peer, 2, 8))
+    assert not landing[:2].any() and not landing[7:12].any()
+
+
+def a_send_posted_before_its_receive_waits_for_it(comm: Comm) -> Generator[Work, None, None]:
+    if comm.rank == 0:
+        yield comm.send(Parcel([_bytes_of(0, 3)], 1, "o"))
+    elif comm.rank == 1:
+        landing = torch.zeros(5, dtype=torch.uint8)
+        yield comm.recv(Parcel([landing], 0, "o"))
+        assert torch.equal(landing, _bytes_of(0, 3))
+
+
+def everybody_can_exchange_with_everybody(comm: Comm) -> Generator[Work, None, None]:
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    landing = {rank: torch.zeros(5, dtype=torch.uint8) for rank in others}
+    yield comm.together(
+        [Parcel([_bytes_of(comm.rank, rank)], rank, "kv") for rank in others],
+        [Parcel([landing[rank]], rank, "kv") for rank in others],
+    )
+    for rank in others:
+        assert torch.equal(landing[rank], _bytes_of(rank, comm.rank))
+
+
+def an_empty_collective_is_done(comm: Comm) -> Generator[Work, None, None]:
+    yield comm.together([], [])
+
+
+def texts_are_shared_in_rank_order(comm: Comm) -> Generator[Work, None, None]:
+    for round_ in range(2):
+        sharing = comm.share(f"round {round_} of {comm.rank}")
+        yield sharing
+        assert sharing.result() == [f"round {round_} of {rank}" for rank in range(comm.size)]
+
+
+CHECKS: tuple[Check, ...] = (
+    messages_arrive_in_the_order_they_were_sent,
+    an_item_of_several_chunks_arrives_whole,
+    a_send_posted_before_its_receive_waits_for_it,
+    everybody_can_exchange_with_everybody,
+    an_empty_collective_is_done,
+    texts_are_shared_in_rank_order,
+)

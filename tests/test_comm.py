@@ -1,0 +1,77 @@
+"""Every transport, bare and wrapped, is held to the same checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pool import shared_pool
+
+from mesh_attention.comm.base import Comm, Parcel
+from mesh_attention.comm.local import LocalGroup, block, take_turns
+from mesh_attention.comm.torch_dist import TorchComm
+from mesh_attention.comm.wrappers import Delaying, Failing, Recording
+from mesh_attention.errors import StalledError, TransportError
+from mesh_attention.testing.comm_conformance import CHECKS, Check
+
+WRAPPERS: dict[str, Callable[[Comm], Comm]] = {
+    "bare": lambda comm: comm,
+    "recording": Recording,
+    "delaying": lambda comm: Delaying(comm, 0.002),
+    "failing": lambda comm: Failing(comm, when=lambda parcel: False),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_local_transport(check: Check, wrapper: str, ranks: int) -> None:
+    group = LocalGroup(ranks)
+    take_turns([check(WRAPPERS[wrapper](group.comm(rank))) for rank in range(ranks)])
+
+
+def run_checks(group: Any, wrapper: str) -> None:
+    for check in CHECKS:
+        block(check(WRAPPERS[wrapper](TorchComm(group))))
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_torch_transport(wrapper: str, ranks: int) -> None:
+    shared_pool().run(ranks, run_checks, wrapper)
+
+
+def test_recording_counts_both_ways_by_label() -> None:
+    group = LocalGroup(2)
+    ends = [Recording(group.comm(rank)) for rank in range(2)]
+    ends[1].recv(Parcel([torch.zeros(4, dtype=torch.uint8)], 0, "kv"))
+    ends[0].send(Parcel([torch.zeros(4, dtype=torch.uint8)], 1, "kv"))
+    assert dict(ends[0].sent_nbytes) == dict(ends[1].received_nbytes) == {"kv": 4}
+    assert ends[0].messages == 1
+
+
+def test_failing_fails_what_it_is_told_to() -> None:
+    comm = Failing(LocalGroup(2).comm(0), when=lambda parcel: parcel.label == "o")
+    comm.send(Parcel([torch.zeros(1, dtype=torch.uint8)], 1, "kv"))
+    with pytest.raises(TransportError, match="made to fail: o with rank 1"):
+        comm.send(Parcel([torch.zeros(1, dtype=torch.uint8)], 1, "o"))
+
+
+def test_ranks_that_wait_for_nothing_are_named() -> None:
+    group = LocalGroup(2)
+
+    def lonely(comm: Comm) -> Any:
+        yield comm.recv(Parcel([torch.zeros(1, dtype=torch.uint8)], 1 - comm.rank, "q"))
+
+    with pytest.raises(StalledError, match="ranks 0, 1 wait for each other"):
+        take_turns([lonely(group.comm(rank)) for rank in range(2)])
+
+
+def test_chunks_of_another_size_are_refused() -> None:
+    group = LocalGroup(2)
+    group.comm(1).recv(Parcel([torch.zeros(3, dtype=torch.uint8)], 0, "q"))
+    with pytest.raises(StalledError, match=r"chunks of \[4\] bytes were sent \(kv\), \[3\] expected \(q\)"):
+        group.comm(0).send(Parcel([torch.zeros(4, dtype=torch.uint8)], 1, "kv"))
