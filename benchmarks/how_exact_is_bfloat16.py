@@ -1,7 +1,7 @@
 """How exact is bfloat16, spread over n ranks? Error against float64, and against one bfloat16 kernel's own error.
 
-All ranks in one process, the production path. Prints a table and, last, a JSON line; exits 1 if any ratio at 16 ranks is
-above 1.5.
+All ranks in one process, the production path. Prints a table and, last, a JSON line; exits 1 if any ratio at 16 ranks
+is above 1.5.
 """
 
 from __future__ import annotations

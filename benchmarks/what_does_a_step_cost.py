@@ -1,4 +1,4 @@
-"""What does a step cost on the host? A cached call with a kernel that computes nothing and a network that moves nothing.
+"""What does a step cost on the host? A cached call, with kernels that compute nothing and a network that moves nothing.
 
 Prints a table and, last, a JSON line; exits 1 if a step takes more than 15 microseconds.
 """

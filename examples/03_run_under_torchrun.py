@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 4 examples/03_run_under_torchrun.py
 """
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
@@ -44,3 +46,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     main()
     dist.destroy_process_group()
+    time.sleep(0.5)  # Gloo's threads may still be letting go of tensors, and Python must not end under them

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 4 examples/04_training_step.py      (or alone: python 
 """
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from mesh_attention.api import MeshAttention
 
-VOCABULARY, WIDTH, HEADS, SEQ, STEPS = 32, 32, 4, 250, 5
+VOCABULARY, WIDTH, HEADS, SEQ = 32, 32, 4, 250
+STEPS, LEARNING_RATE = 5, 0.3
 
 
 class Model(nn.Module):
@@ -30,25 +32,23 @@ class Model(nn.Module):
 
 def main() -> None:
     torch.manual_seed(0)  # the same weights and the same text on every rank
-    attention = MeshAttention()
-    model = Model(attention)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = Model(attention := MeshAttention())
     text = torch.randint(VOCABULARY, (1, SEQ + 1))
     # Labels are shifted before sharding: the next token may live on another rank.
     ids, labels = attention.shard(text[:, :-1]), attention.shard(text[:, 1:])
     position_ids = attention.position_ids(SEQ)
-
     for step in range(STEPS):
         logits = model(ids, position_ids)
         # Summed here and divided by the whole count, because shards may differ by a token.
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / SEQ
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
-        for shared in (loss.detach(), *(parameter.grad for parameter in model.parameters())):
-            dist.all_reduce(shared)
-        optimizer.step()
+        dist.all_reduce(total := loss.detach().clone())
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.data -= LEARNING_RATE * parameter.grad
         if dist.get_rank() == 0:
-            print(f"step {step}: loss {loss.item():.4f}")
+            print(f"step {step}: loss {total:.4f}")
 
 
 if __name__ == "__main__":
@@ -56,3 +56,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", **alone)
     main()
     dist.destroy_process_group()
+    time.sleep(0.5)  # Gloo's threads may still be letting go of tensors, and Python must not end under them

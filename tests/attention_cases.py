@@ -149,9 +149,12 @@ def methods(ranks: int, kv_heads: int) -> list[dict[str, Any]]:
         {"method": "mesh", "tile": squarest, "route": "ring", "partials": "ring"},
         {"method": "mesh", "tile": squarest, "blocks_per_call": 3},
         {"method": "attention2d", "tile": squarest},
+        {"method": "mesh", "tile": squarest, "blocks_per_call": 2, "keep": ("kv",)},
+        {"method": "attention2d", "tile": squarest, "keep": ("q", "kv")},
     ]
     if ranks % 2 == 0 and kv_heads % 2 == 0:
         found.append({"method": "mesh", "ulysses_degree": 2})
+        found.append({"method": "mesh", "ulysses_degree": 2, "keep": ("q", "kv")})
     return found
 
 

@@ -113,6 +113,7 @@ def test_any_plan_computes_attention(plan: Plan, softcap: float) -> None:
 def _options_of(plan: Plan) -> dict[str, Any]:
     tile = (plan.assignment.tile.rows, plan.assignment.tile.cols)
     options: dict[str, Any] = {"method": plan.method, "tile": tile, "ulysses_degree": plan.assignment.ulysses}
+    options["keep"] = plan.schedule.keep
     if plan.method == "mesh":
         options |= {"route": plan.schedule.route, "partials": plan.schedule.partials, "blocks_per_call": 2}
     return options

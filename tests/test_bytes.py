@@ -108,6 +108,32 @@ def test_what_is_sent_in_all_is_what_is_received_in_all() -> None:
         assert sum(c.sent_nbytes for c in costs) == sum(c.received_nbytes for c in costs)
 
 
+@pytest.mark.parametrize("keep", [("q",), ("kv",), ("q", "kv")])
+def test_what_is_kept_is_not_sent_again(keep: tuple[str, ...]) -> None:
+    asked = problem(16, 4, "causal")
+    for method, u, a, b in (("mesh", 1, 4, 4), ("attention2d", 1, 2, 8), ("mesh", 2, 2, 4)):
+        options = {"method": method, "tile": (a, b), "ulysses_degree": u, "direction": "backward"}
+        plain, spared = (rank_costs(make_plan(asked, keep=kept, **options), 5) for kept in ((), keep))
+        units = {"q": Fraction(u - 1, u) + (a - 1), "kv": (Fraction(u - 1, u) + b - 1) * Fraction(2, 4)}
+        saved = sum(units[kind] for kind in keep)
+        assert plain.received_nbytes - spared.received_nbytes == saved * UNIT
+        assert all(kind not in spared.received for kind in keep)
+
+
+def test_peaks_worked_out_by_hand() -> None:
+    """In units of one Q shard in bfloat16: K and V are 2, a sum 2 and an LSE 1/8 (float32, head size 16)."""
+    asked = problem(8, 1, "causal")
+    lse = Fraction(1, 8)
+    ring, direct = (rank_costs(make_plan(asked, method="ring", route=route), 3).peak_nbytes for route in ROUTES)
+    assert ring == UNIT * (2 * 2 + (2 + lse))  # the KV shard attended, the next one arriving, and O's sum
+    assert direct == UNIT * (3 * 2 + (2 + lse))  # and its own, packed, until everybody has it
+    gathered = rank_costs(make_plan(asked, method="attention2d", tile=(2, 4)), 3).peak_nbytes
+    attending = 2 * 1 + 4 * 2 + 2 * (2 + lse)  # both Q, four KV, two sums
+    assert gathered == UNIT * attending
+    alone = Problem.self_attention(seq=32, heads=8, head_dim=16, ranks=1, mask=causal())
+    assert rank_costs(make_plan(alone), 0).peak_nbytes == UNIT * ((2 + lse) + (1 + lse))  # a sum and the result
+
+
 def test_peak_memory_of_a_ring_does_not_grow_with_the_ring() -> None:
     peaks = [rank_costs(make_plan(problem(ranks, 1, "causal"), method="ring"), 0).peak_nbytes for ranks in (8, 16, 64)]
     assert len(set(peaks)) == 1

@@ -104,6 +104,8 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
         ),
         (lambda: replace(make_plan(problem()), direction="up"), ScheduleError, "direction 'up'"),
         (lambda: Together("dance", "q"), ScheduleError, "op 'dance'"),
+        (lambda: make_plan(problem(), keep="kv"), ScheduleError, "keep 'kv': expected some of q and kv"),
+        (lambda: make_plan(problem(), keep=("o",)), ScheduleError, "expected some of q and kv"),
         (lambda: Costs(q="a"), ScheduleError, "cost of q is 'a'"),
         (lambda: replace(problem(), mask=None), ProblemError, "mask=None: expected a mask"),
         (lambda: Mask(left=-1), MaskError, "left=-1: expected a number of tokens, or None"),

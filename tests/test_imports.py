@@ -24,10 +24,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "comm": VALUES,
     "execution": (*VALUES, "plan", "kernels", "comm"),
     "api": (*VALUES, "plan", "planning", "kernels", "comm", "execution"),
-    "testing": (*VALUES, "plan", "planning", "verification"),
+    "testing": (*VALUES, "plan", "planning", "verification", "comm"),
     "cli": (*VALUES, "plan", "planning", "verification", "api", "comm", "execution"),
 }
-WITH_TORCH = ("kernels", "comm", "execution", "api")
+WITH_TORCH = ("kernels", "comm", "execution", "api", "testing")
 
 
 def modules_after(statement: str) -> str:

@@ -19,9 +19,9 @@ MASKS = {
     "full": ("full", full(), range(9), range(7)),
     "causal": ("causal", causal(), range(8), range(8)),
     "window": ("positions", window(3, 1), range(4, 12), range(2, 11)),
-    "documents": ("positions", causal() & documents([0, 5, 9, 16]), range(2, 12), range(0, 9)),
+    "documents": ("positions", causal() & documents([0, 5, 9, 16]), range(2, 12), range(9)),
     "strided": ("positions", causal(), range(1, 16, 3), range(2, 16, 3)),
-    "blind": ("positions", window(1, 0), range(0, 12), range(8, 11)),
+    "blind": ("positions", window(1, 0), range(12), range(8, 11)),
 }
 
 

@@ -90,7 +90,7 @@ class MeshAttention:
         if tensor_format not in ("bshd", "bhsd"):
             raise UsageError(f"tensor_format {tensor_format!r}: expected bshd or bhsd")
         self.tensor_format = tensor_format
-        _refuse_unknown(schedule, ("route", "partials", "blocks_per_call", "costs"), of="MeshAttention")
+        _refuse_unknown(schedule, ("route", "partials", "blocks_per_call", "costs", "keep"), of="MeshAttention")
         options = {"method": method, "tile": None if tile == "auto" else tile, "ulysses_degree": ulysses_degree}
         self._options = {} if planner is not None else {**options, **schedule}
         self._planner: Planner = make_plan if planner is None else planner
@@ -159,6 +159,7 @@ class MeshAttention:
             _check_tensors(*rank)
         problem = self._problem(tensors[0], options)
         plans = {d: self._planner(problem, direction=d, layout=self.layout, **self._options) for d in DIRECTIONS}
+        _check_keep(plans)
         scale = options.softmax_scale if options.softmax_scale is not None else problem.head_dim_qk**-0.5
         softmax = _check_softmax(scale, options.softcap)
         self._agree(problem, plans, softmax, tensors)
@@ -275,7 +276,17 @@ def _attention_of(group: Group | None, settings: tuple[tuple[str, Any], ...]) ->
     return MeshAttention(group, **dict(settings))
 
 
-_SETTINGS = ("method", "tile", "ulysses_degree", "layout", "tensor_format", "route", "partials", "blocks_per_call")
+_SETTINGS = (
+    "method",
+    "tile",
+    "ulysses_degree",
+    "layout",
+    "tensor_format",
+    "route",
+    "partials",
+    "blocks_per_call",
+    "keep",
+)
 _CALL_ARGUMENTS = (
     "causal",
     "softmax_scale",
@@ -313,6 +324,16 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ProblemError(f"q has batch {q.shape[0]} and k has batch {k.shape[0]}: expected the same")
     if q.shape[3] != k.shape[3]:
         raise ProblemError(f"q has head size {q.shape[3]} and k has {k.shape[3]}: expected the same (v may differ)")
+
+
+def _check_keep(plans: dict[Direction, Plan]) -> None:
+    forward, backward = plans["forward"], plans["backward"]
+    same = (forward.schedule.keep, forward.assignment) == (backward.schedule.keep, backward.assignment)
+    if (forward.schedule.keep or backward.schedule.keep) and not same:
+        raise UsageError(
+            f"{forward!r} keeps {forward.schedule.keep} and {backward!r} expects {backward.schedule.keep}: what is kept "
+            "must be the same, on the same tile"
+        )
 
 
 def _check_softmax(scale: float, softcap: float) -> Softmax:

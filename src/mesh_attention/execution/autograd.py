@@ -14,12 +14,12 @@ from torch import Tensor
 
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.buffers import DTYPES, STATISTICS, Meter, fields_of
+from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Meter, fields_of
 from mesh_attention.execution.compiled import Compiled
 from mesh_attention.execution.executor import Executor, Fields, Softmax
 from mesh_attention.kernels.base import Demand, Kernel
 from mesh_attention.kernels.select import choose_kernel
-from mesh_attention.plan.steps import Direction
+from mesh_attention.plan.steps import Direction, Item
 from mesh_attention.problem import Problem
 
 Runs = Sequence[Generator[Work, None, dict[str, Fields]]]
@@ -44,8 +44,12 @@ class Engine:
         inputs: Sequence[Mapping[str, Fields]],
         tokens: Sequence[dict[str, int]],
         kernel: Kernel,
-    ) -> list[dict[str, Fields]]:
-        """One pass of every rank played here. `tokens` are the local lengths of q and kv."""
+        kept: Sequence[Mapping[Item, Buffer]] | None = None,
+    ) -> tuple[list[dict[str, Fields]], list[dict[Item, Buffer]]]:
+        """One pass of every rank played here: its results, and what it leaves for backward.
+
+        `tokens` are the local lengths of q and kv; `kept` is what forward left.
+        """
         device = next(iter(inputs[0]["q"].values())).device
         executors = [
             Executor(
@@ -56,14 +60,17 @@ class Engine:
                 inputs=given,
                 device=device,
                 new_output=_Outputs(self.problem, lengths, device),
+                kept=left,
             )
-            for compiled, comm, given, lengths in zip(self.programs(direction), self.comms, inputs, tokens, strict=True)
+            for compiled, comm, given, lengths, left in zip(
+                self.programs(direction), self.comms, inputs, tokens, kept or [{} for _ in self.comms], strict=True
+            )
         ]
         results = self.run([executor.run() for executor in executors])
         self.meters[:] = [executor.meter for executor in executors]
         for executor, result, lengths in zip(executors, results, tokens, strict=True):
             _fill_in_empty(result, executor.new_output, direction, lengths)
-        return results
+        return results, [executor.left_over() if direction == "forward" else {} for executor in executors]
 
     def demand(self, device: torch.device, *, lse_gradient: bool) -> Demand:
         return Demand(
@@ -124,7 +131,7 @@ class AttentionFunction(torch.autograd.Function):
         inputs = [_forward_inputs(*rank) for rank in ranks]
         tokens = [{"q": q.shape[1], "kv": k.shape[1]} for q, k, _ in ranks]
         kernel = engine.kernel(engine.demand(tensors[0].device, lse_gradient=False))
-        results = engine.execute("forward", inputs, tokens, kernel)
+        results, ctx.kept = engine.execute("forward", inputs, tokens, kernel)
         outs = [tensor for result in results for tensor in (_heads_first(result["o"]["o"]), result["o"]["lse"])]
         ctx.engine, ctx.tokens = engine, tokens
         ctx.save_for_backward(*tensors, *outs)
@@ -147,7 +154,7 @@ class AttentionFunction(torch.autograd.Function):
             _backward_inputs(tensors[3 * i : 3 * i + 3], outs[2 * i : 2 * i + 2], gradients[2 * i : 2 * i + 2])
             for i in range(size)
         ]
-        results = engine.execute("backward", inputs, ctx.tokens, kernel)
+        results, _ = engine.execute("backward", inputs, ctx.tokens, kernel, ctx.kept)
         given = [
             _heads_first(field)
             for result in results

@@ -79,16 +79,33 @@ def record_of(kind: Kind, problem: Problem, ulysses: int, is_running: bool) -> R
     return Record(tuple(slots), at + padding)
 
 
+class Span(NamedTuple):
+    """A run of tokens of a buffer."""
+
+    start: int
+    stop: int
+
+
 class Buffer:
     """Tokens of items. `fields` are (batch, heads, tokens, dim) views, statistics without dim.
 
     `raw` is None for a caller's tensors.
     """
 
-    __slots__ = ("fields", "raw")
+    __slots__ = ("_runs", "fields", "raw")
 
     def __init__(self, fields: Mapping[str, Tensor], raw: Tensor | None = None) -> None:
         self.fields, self.raw = fields, raw
+        self._runs: dict[tuple[str, Span], Tensor] = {}
+
+    def run(self, name: str, span: Span | None) -> Tensor:
+        """A run of tokens of a field, or all of them. Made once: a view costs more than its look-up."""
+        if span is None:
+            return self.fields[name]
+        view = self._runs.get((name, span))
+        if view is None:
+            view = self._runs[name, span] = self.fields[name].narrow(2, span.start, span.stop - span.start)
+        return view
 
     @classmethod
     def empty(cls, record: Record, *, tokens: int, batch: int, device: torch.device) -> Buffer:
@@ -121,13 +138,6 @@ class Meter:
 
     def give(self, nbytes: int) -> None:
         self.now -= nbytes
-
-
-class Span(NamedTuple):
-    """A run of tokens of a buffer."""
-
-    start: int
-    stop: int
 
 
 class Lot(NamedTuple):

@@ -33,6 +33,7 @@ class Call:
     kv: Item
     kv_span: Span | None
     do: Item | None
+    do_span: Span | None
     mask: CallMask
     rows: tuple[Piece, ...]
     cols: tuple[Piece, ...]
@@ -58,12 +59,14 @@ class Compiled:
     instructions: tuple[Instruction, ...]
     lots: dict[Item, Lot]
     peak_nbytes: int
+    kept: tuple[Item, ...]
 
 
 def compile_program(plan: Plan, rank: int) -> Compiled:
     program, matrix = plan.program(rank), plan.matrix
-    lots = _lots(program.steps, matrix)
-    calls = kernel_calls(program.steps, matrix)
+    kept = matrix.kept(plan.schedule.keep, rank)
+    lots = _lots(program.steps, matrix, kept)
+    calls = kernel_calls(program.steps, matrix, kept)
     in_flight: set[Item] = set()
     leaving: set[Item] = set()
     instructions = []
@@ -82,7 +85,8 @@ def compile_program(plan: Plan, rank: int) -> Compiled:
             in_flight.discard(step.item)
         worked_out = tuple(_call(call, step, lots, matrix) for call in calls.get(index, ()) if isinstance(step, Attend))
         instructions.append(Instruction(index, step, arrivals, departures, worked_out))
-    return Compiled(plan, rank, tuple(instructions), lots, program.peak_nbytes)
+    kept_items = tuple(item for group in kept for item in group)
+    return Compiled(plan, rank, tuple(instructions), lots, program.peak_nbytes, kept_items)
 
 
 def item_segments(item: Item, matrix: BlockMatrix) -> tuple[Segment, ...]:
@@ -108,8 +112,8 @@ def lay_out(items: Iterable[Item], matrix: BlockMatrix) -> Lot:
     return Lot(items, {item: tuple(runs) for item, runs in spans.items()}, at, nbytes)
 
 
-def _lots(steps: tuple[Step, ...], matrix: BlockMatrix) -> dict[Item, Lot]:
-    lots = {item: lot for group in shared_buffers(steps) for lot in (lay_out(group, matrix),) for item in group}
+def _lots(steps: tuple[Step, ...], matrix: BlockMatrix, kept: tuple[tuple[Item, ...], ...]) -> dict[Item, Lot]:
+    lots = {item: lot for group in shared_buffers(steps, kept) for lot in (lay_out(group, matrix),) for item in group}
     for step in steps:
         done = effects(step)
         for item in (*done.reads, *done.writes, *done.adds):
@@ -126,8 +130,11 @@ def _call(call: KernelCall, attend: Attend, lots: dict[Item, Lot], matrix: Block
     kv, kv_span, cols = _side(call.kv, kv_owner, lots, matrix, "dkv")
     form = "full" if call.kind is BlockKind.FULL else "causal" if call.is_plain_causal else "positions"
     mask = CallMask(form, problem.mask, call.q, call.kv, problem.seq_q, problem.seq_kv)  # type: ignore[arg-type]
-    grads = {grad.shard: grad for grad in attend.grads}
-    return Call(q, q_span, kv, kv_span, grads.get(q.shard), mask, rows, cols if attend.grads else ())
+    do, do_span = None, None
+    if attend.grads:
+        grad_owner = {s: grad for grad in attend.grads for s in item_segments(grad, matrix)}
+        do, do_span, _ = _side(call.q, grad_owner, lots, matrix, "dq")
+    return Call(q, q_span, kv, kv_span, do, do_span, mask, rows, cols if attend.grads else ())
 
 
 def _side(

@@ -14,8 +14,8 @@ from torch import Tensor
 from mesh_attention.comm.base import Comm, Parcel, Work
 from mesh_attention.errors import TransportError
 from mesh_attention.execution.buffers import Buffer, Meter, Span, record_of
-from mesh_attention.execution.compiled import Call, Compiled, Instruction, Piece, item_segments, lay_out
-from mesh_attention.kernels.base import Kernel
+from mesh_attention.execution.compiled import Call, Compiled, Instruction, item_segments, lay_out
+from mesh_attention.kernels.base import Gradients, Kernel
 from mesh_attention.kernels.merge import TORCH_MERGING, Merging
 from mesh_attention.plan.steps import (
     AXIS_OF,
@@ -51,7 +51,10 @@ Fields = Mapping[str, Tensor]
 
 @dataclass
 class Executor:
-    """One pass of one rank. `inputs` are the caller's fields by kind; the results are in `outputs` after `run`."""
+    """One pass of one rank. `inputs` are the caller's fields by kind; the results are in `outputs` after `run`.
+
+    `kept` is what a forward pass left for this one; `left_over` gives what this one leaves.
+    """
 
     compiled: Compiled
     comm: Comm
@@ -61,6 +64,7 @@ class Executor:
     device: torch.device
     new_output: Callable[[str], Fields]
     merging: Merging = TORCH_MERGING
+    kept: Mapping[Item, Buffer] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
     outputs: dict[str, Fields] = field(default_factory=dict)
     buffers: dict[Item, Buffer] = field(default_factory=dict)
@@ -72,6 +76,9 @@ class Executor:
         self.problem, self.matrix, self.assignment = plan.problem, plan.matrix, plan.assignment
         for kind in INPUTS[plan.direction]:
             self.buffers[Item(kind, self.compiled.rank, "home")] = Buffer(self.inputs[kind])
+        self.buffers |= self.kept
+        for buffer in {id(buffer): buffer for buffer in self.kept.values()}.values():
+            self.meter.take(buffer.nbytes)
 
     def run(self) -> Generator[Work, None, dict[str, Fields]]:
         for instruction in self.compiled.instructions:
@@ -102,6 +109,10 @@ class Executor:
                 case Exchange():
                     yield from self._exchange(instruction, instruction.step)
         return self.outputs
+
+    def left_over(self) -> dict[Item, Buffer]:
+        """After a forward run, what the plan keeps for backward."""
+        return {item: self.buffers[item] for item in self.compiled.kept}
 
     # Waiting
 
@@ -158,32 +169,42 @@ class Executor:
     # Steps
 
     def _attend(self, calls: tuple[Call, ...]) -> None:
+        scale, softcap = self.softmax.scale, self.softmax.softcap
         for call in calls:
-            q = _run(self.buffers[call.q].fields["q"], call.q_span)
-            kv = self.buffers[call.kv].fields
-            k, v = _run(kv["k"], call.kv_span), _run(kv["v"], call.kv_span)
-            scale, softcap = self.softmax.scale, self.softmax.softcap
+            q = self.buffers[call.q].run("q", call.q_span)
+            kv = self.buffers[call.kv]
+            k, v = kv.run("k", call.kv_span), kv.run("v", call.kv_span)
             if call.do is None:
                 out, lse = self.kernel.forward(q, k, v, mask=call.mask, scale=scale, softcap=softcap)
                 self._add_output(call, out, lse)
             else:
-                row = self.buffers[call.do].fields
-                do, lse, delta = (_run(row[name], call.q_span) for name in ("do", "lse", "delta"))
-                dq, dk, dv = self.kernel.backward(q, k, v, do, lse, delta, mask=call.mask, scale=scale, softcap=softcap)
-                self._add_gradients(call.rows, {"dq": dq})
-                self._add_gradients(call.cols, {"dk": dk, "dv": dv})
+                row, at = self.buffers[call.do], call.do_span
+                gradients = self.kernel.backward(
+                    q,
+                    k,
+                    v,
+                    row.run("do", at),
+                    row.run("lse", at),
+                    row.run("delta", at),
+                    mask=call.mask,
+                    scale=scale,
+                    softcap=softcap,
+                )
+                self._add_gradients(call, gradients)
 
     def _add_output(self, call: Call, out: Tensor, lse: Tensor) -> None:
         for total, inside, part in call.rows:
-            fields = self._total(total).fields
-            total_lse = _run(fields["lse"], inside)
-            self.merging.merge_output(_run(fields["o"], inside), total_lse, _run(out, part), _run(lse, part))
+            sums = self._total(total)
+            self.merging.merge_output(sums.run("o", inside), sums.run("lse", inside), _run(out, part), _run(lse, part))
 
-    def _add_gradients(self, pieces: tuple[Piece, ...], gradients: Fields) -> None:
-        for total, inside, part in pieces:
-            fields = self._total(total).fields
-            for name, gradient in gradients.items():
-                self.merging.add_gradient(_run(fields[name], inside), _run(gradient, part))
+    def _add_gradients(self, call: Call, gradients: Gradients) -> None:
+        add = self.merging.add_gradient
+        for total, inside, part in call.rows:
+            add(self._total(total).run("dq", inside), _run(gradients.dq, part))
+        for total, inside, part in call.cols:
+            sums = self._total(total)
+            add(sums.run("dk", inside), _run(gradients.dk, part))
+            add(sums.run("dv", inside), _run(gradients.dv, part))
 
     def _merge(self, partial: Item) -> None:
         total = self._total(running(partial.kind, partial.shard)).fields

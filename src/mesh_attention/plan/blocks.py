@@ -89,6 +89,18 @@ class BlockMatrix:
             self._needs[key] = needed
         return needed
 
+    def kept(self, keep: tuple[Kind, ...], rank: int) -> tuple[tuple[Item, ...], ...]:
+        """For each kind that is kept, the shards a rank gathers in forward and has in backward, its own among them."""
+        place = self.assignment.place(rank)
+        return tuple(
+            tuple(
+                Item(kind, s)
+                for s in self.assignment.group(AXIS_OF[kind], place)
+                if self.needs(AXIS_OF[kind], place, s)
+            )
+            for kind in keep
+        )
+
     def remember(self, key: Hashable, work_out: Callable[[], Found]) -> Found:
         """What was worked out under this key before, or now."""
         if key not in self._remembered:

@@ -13,8 +13,8 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.steps import Attend, Effects, Exchange, Item, Recv, Send, Step, effects
 
 
-def shared_buffers(steps: Iterable[Step]) -> tuple[tuple[Item, ...], ...]:
-    """Groups of two or more items that must lie side by side, each sorted."""
+def shared_buffers(steps: Iterable[Step], kept: Iterable[tuple[Item, ...]] = ()) -> tuple[tuple[Item, ...], ...]:
+    """Groups of two or more items that must lie side by side, each sorted. What is kept lies in one buffer a kind."""
     leader: dict[Item, Item] = {}
 
     def find(item: Item) -> Item:
@@ -23,7 +23,7 @@ def shared_buffers(steps: Iterable[Step]) -> tuple[tuple[Item, ...], ...]:
         return item
 
     sides = {side for step in steps if isinstance(step, Attend) for side in (step.rows, step.cols, step.grads)}
-    for side in sorted(side for side in sides if len(side) > 1):
+    for side in sorted(side for side in sides.union(kept) if len(side) > 1):
         for item in side:
             leader.setdefault(item, item)
             leader[find(item)] = find(side[0])
@@ -33,13 +33,26 @@ def shared_buffers(steps: Iterable[Step]) -> tuple[tuple[Item, ...], ...]:
     return tuple(sorted(tuple(sorted(group)) for group in groups.values()))
 
 
-def held_nbytes(steps: Sequence[Step], matrix: BlockMatrix, *, done: Sequence[Effects] | None = None) -> list[int]:
-    """Bytes held during each step, everything allocated during the call counted. `done` are the effects, if known."""
-    allocation_of = {item: group for group in shared_buffers(steps) for item in group}
-    held: set[Item] = set()
+def held_nbytes(
+    steps: Sequence[Step],
+    matrix: BlockMatrix,
+    *,
+    done: Sequence[Effects] | None = None,
+    kept: tuple[tuple[Item, ...], ...] = (),
+    has_kept: bool = False,
+) -> list[int]:
+    """Bytes held during each step, everything allocated during the call counted. `done` are the effects, if known.
+
+    `has_kept` says that what is `kept` is there from the start, as in a backward plan.
+    """
+    allocation_of = {item: group for group in shared_buffers(steps, kept) for item in group}
+    held = {item for group in kept for item in group} if has_kept else set()
     in_use: dict[tuple[Item, ...], int] = {}
+    for item in held:
+        allocation = allocation_of.setdefault(item, (item,))
+        in_use[allocation] = in_use.get(allocation, 0) + 1
     profile = []
-    now = 0
+    now = sum(_total(allocation, matrix) for allocation in in_use)
     for step, (_, writes, adds, frees) in zip(steps, done or map(effects, steps), strict=True):
         for item in writes + adds:
             if item not in held:

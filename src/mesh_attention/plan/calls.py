@@ -33,10 +33,12 @@ class KernelCall:
     is_plain_causal: bool = False
 
 
-def kernel_calls(steps: Iterable[Step], matrix: BlockMatrix) -> dict[int, tuple[KernelCall, ...]]:
+def kernel_calls(
+    steps: Iterable[Step], matrix: BlockMatrix, kept: tuple[tuple[Item, ...], ...] = ()
+) -> dict[int, tuple[KernelCall, ...]]:
     """The calls of each attend of a program, by the attend's index."""
     steps = tuple(steps)
-    buffer_of = {item: group for group in shared_buffers(steps) for item in group}
+    buffer_of = {item: group for group in shared_buffers(steps, kept) for item in group}
     return {
         index: _calls(_slots(step.rows, "row", buffer_of, matrix), _slots(step.cols, "col", buffer_of, matrix), matrix)
         for index, step in enumerate(steps)

@@ -12,8 +12,8 @@ from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.schedule import Schedule
-from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.plan.schedule import KEEPABLE, Schedule
+from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
 from mesh_attention.plan.text import HEADER, format_move, format_step, parse_mask, parse_move, parse_step
 from mesh_attention.problem import Problem
 
@@ -69,6 +69,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "ulysses": plan.assignment.ulysses,
         "route": plan.schedule.route,
         "partials": plan.schedule.partials,
+        "keep": ",".join(plan.schedule.keep) or "nothing",
     }
     if plan.programs is None:
         return written | {"moves": [format_move(move) for move in plan.schedule.moves]}
@@ -103,7 +104,7 @@ def read_plan(text: str) -> Plan:
     return plan_from_json(written)
 
 
-_REQUIRED = ("method", "direction", "problem", "layout", "tile", "ulysses", "route", "partials")
+_REQUIRED = ("method", "direction", "problem", "layout", "tile", "ulysses", "route", "partials", "keep")
 
 
 def _build(entries: dict[str, Any]) -> Plan:
@@ -119,6 +120,7 @@ def _build(entries: dict[str, Any]) -> Plan:
         moves=tuple(parse_move(move) for move in _texts("moves", moves or [])),
         route=entries["route"],
         partials=entries["partials"],
+        keep=_keep(entries["keep"]),
     )
     return Plan(
         method=_text("method", entries["method"]),
@@ -150,6 +152,13 @@ def _problem(entries: object) -> Problem:
     if not isinstance(entries, dict) or set(entries) != names:
         raise ParseError(f"problem {_brief(entries)}: expected the fields {', '.join(sorted(names))}")
     return Problem(**{**entries, "mask": parse_mask(_text("mask", entries["mask"]))})
+
+
+def _keep(value: object) -> tuple[Kind, ...]:
+    for keep in KEEPABLE:
+        if value == (",".join(keep) or "nothing"):
+            return keep
+    raise ParseError(f"keep {_brief(value)}: expected nothing, q, kv or q,kv")
 
 
 def _brief(value: object) -> str:

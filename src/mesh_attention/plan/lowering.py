@@ -55,11 +55,15 @@ def lower(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank
                 {"gather": lowering.gather, "reduce": lowering.reduce, "exchange": lowering.exchange}[op](kind)
             case _:
                 assert_never(move)
+    kept, is_backward = matrix.kept(schedule.keep, rank), direction == "backward"
+    kept_items = {item for group in kept for item in group}
     packed = lowering.steps
     if matrix.assignment.ulysses == 1:
-        packed = with_packs(packed, rank=rank, inputs=INPUTS[direction])
-    steps = with_frees(packed)
-    return Program(rank=rank, steps=steps, peak_nbytes=max(held_nbytes(steps, matrix), default=0))
+        own = {Item(kind, rank) for kind in INPUTS[direction]} - (kept_items if is_backward else set())
+        packed = with_packs(packed, own=own, kept=kept)
+    steps = with_frees(packed, kept=set() if is_backward else kept_items)
+    held = held_nbytes(steps, matrix, kept=kept, has_kept=is_backward)
+    return Program(rank=rank, steps=steps, peak_nbytes=max(held, default=0))
 
 
 class _Lowering:
@@ -206,14 +210,13 @@ class _Lowering:
         return range(1, len(self.assignment.group(AXIS_OF[kind], self.place)))
 
 
-def with_packs(steps: Sequence[Step], *, rank: int, inputs: Collection[Kind]) -> list[Step]:
-    """The steps with the rank's own inputs packed before their first use, where they travel or lie beside others.
+def with_packs(steps: Sequence[Step], *, own: set[Item], kept: Collection[tuple[Item, ...]] = ()) -> list[Step]:
+    """The steps with the rank's own inputs packed before their first use, where they travel, are kept or lie beside others.
 
     An input that is only attended by itself is read from the caller's tensors, with no copy.
     """
-    own = {Item(kind, rank) for kind in inputs}
     packed = {send.item for step in steps for send in transfers(step)[0]}
-    packed.update(item for group in shared_buffers(steps) for item in group)
+    packed.update(item for group in (*shared_buffers(steps), *kept) for item in group)
     at_home = {item: item._replace(form="home") for item in own - packed}
     waiting = own & packed
     result: list[Step] = []
@@ -230,8 +233,8 @@ def _renamed(step: Attend, names: dict[Item, Item]) -> Attend:
     return Attend(rows, cols, grads)
 
 
-def with_frees(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The steps with every item freed after its last use; what is the caller's stays.
+def with_frees(steps: Sequence[Step], *, kept: Collection[Item] = ()) -> tuple[Step, ...]:
+    """The steps with every item freed after its last use; what is the caller's stays, and what is kept.
 
     An item whose last use is a send is freed after the next attend: freeing waits for the send, and by then it has had
     something to hide behind.
@@ -244,7 +247,7 @@ def with_frees(steps: Sequence[Step]) -> tuple[Step, ...]:
             del last_use[item]
     freed_after: dict[int, list[Step]] = {}
     for item, index in last_use.items():
-        if item.form != "home":
+        if item.form != "home" and item not in kept:
             freed_after.setdefault(_free_point(steps, index), []).append(Free(item))
     return tuple(s for index, step in enumerate(steps) for s in (step, *freed_after.get(index, ())))
 

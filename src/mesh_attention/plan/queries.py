@@ -40,7 +40,7 @@ def rank_costs(plan: Plan, rank: int) -> RankCosts:
     ends = [transfers(step) for step in program.steps]
     sent = [send.item for sends, _ in ends for send in sends]
     received = [recv.item for _, recvs in ends for recv in recvs]
-    calls = kernel_calls(program.steps, matrix)
+    calls = kernel_calls(program.steps, matrix, matrix.kept(plan.schedule.keep, rank))
     return RankCosts(
         rank=rank,
         sent=_by_kind(sent, matrix),

@@ -25,6 +25,9 @@ Route = Literal["ring", "direct"]
 ROUTES: tuple[Route, ...] = ("ring", "direct")
 
 
+KEEPABLE: tuple[tuple[Kind, ...], ...] = ((), ("q",), ("kv",), ("q", "kv"))
+
+
 @dataclass(frozen=True, slots=True)
 class Fetch:
     kind: Kind
@@ -60,13 +63,19 @@ Move = Fetch | Meet | Return | Together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The moves of every rank; `route` is how fetched shards travel, `partials` how partial results do."""
+    """The moves of every rank; `route` is how fetched shards travel, `partials` how partial results do.
+
+    Of the kinds in `keep`, a forward plan leaves what it gathered to the backward plan, which then need not fetch it.
+    """
 
     moves: tuple[Move, ...]
     route: Route = "direct"
     partials: Route = "direct"
+    keep: tuple[Kind, ...] = ()
 
     def __post_init__(self) -> None:
         for name, route in (("route", self.route), ("partials", self.partials)):
             if route not in ROUTES:
                 raise ScheduleError(f"{name} {route!r}: expected one of {', '.join(ROUTES)}")
+        if self.keep not in KEEPABLE:
+            raise ScheduleError(f"keep {self.keep!r}: expected some of q and kv, in this order, as a tuple")

@@ -264,6 +264,7 @@ def format_plan(plan: Plan) -> str:
         f"ulysses {plan.assignment.ulysses}",
         f"route {plan.schedule.route}",
         f"partials {plan.schedule.partials}",
+        f"keep {','.join(plan.schedule.keep) or 'nothing'}",
     ]
     if plan.programs is None:
         lines += ["moves", *(f"  {format_move(move)}" for move in plan.schedule.moves)]

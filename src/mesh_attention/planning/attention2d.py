@@ -12,11 +12,18 @@ from mesh_attention.problem import Problem
 
 
 def plan_attention2d(
-    problem: Problem, *, tile: Tile, layout: Layout, direction: Direction = "forward", ulysses_degree: int = 1
+    problem: Problem,
+    *,
+    tile: Tile,
+    layout: Layout,
+    direction: Direction = "forward",
+    ulysses_degree: int = 1,
+    keep: tuple[Kind, ...] = (),
 ) -> Plan:
     """All-gather Q along rows and KV along columns, one attend of the whole tile, reduce the results to their homes."""
+    have = keep if direction == "backward" else ()
     moves: tuple[Move, ...] = (
-        *(Together("gather", kind) for kind in INPUTS[direction] if _size(kind, tile) > 1),
+        *(Together("gather", kind) for kind in INPUTS[direction] if _size(kind, tile) > 1 and kind not in have),
         Meet(tuple(range(tile.rows)), tuple(range(tile.cols))),
         *(Together("reduce", kind) if _size(kind, tile) > 1 else Return(kind, 0) for kind in OUTPUTS[direction]),
     )
@@ -26,7 +33,7 @@ def plan_attention2d(
         problem=problem,
         layout=layout,
         assignment=Assignment(tile, ulysses_degree),
-        schedule=Schedule(moves=trade_heads(moves, direction, ulysses_degree)),
+        schedule=Schedule(moves=trade_heads(moves, direction, ulysses_degree, have=have), keep=keep),
     )
 
 

@@ -25,13 +25,15 @@ from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
 
 
-def greedy_moves(tile: Tile, direction: Direction, *, costs: Costs, blocks_per_call: int = 1) -> tuple[Move, ...]:
-    """The moves of one tile, from its own block to the last partial returned."""
+def greedy_moves(
+    tile: Tile, direction: Direction, *, costs: Costs, blocks_per_call: int = 1, have: tuple[Kind, ...] = ()
+) -> tuple[Move, ...]:
+    """The moves of one tile, from its own block to the last partial returned. Kinds it `have`s are not fetched."""
     if type(blocks_per_call) is not int or blocks_per_call < 1:
         raise ScheduleError(f"blocks_per_call={blocks_per_call!r}: expected a whole number of at least 1")
     if not isinstance(costs, Costs):
         raise ScheduleError(f"costs {costs!r}: expected Costs(...)")
-    order = _Order(tile, direction, costs, blocks_per_call)
+    order = _Order(tile, direction, costs, blocks_per_call, have)
     while order.has_work:
         call = order.next_call()
         if call is None:
@@ -55,10 +57,13 @@ _Call = tuple[int, int]
 class _Order:
     """The state of one schedule in the making."""
 
-    def __init__(self, tile: Tile, direction: Direction, costs: Costs, blocks_per_call: int) -> None:
+    def __init__(
+        self, tile: Tile, direction: Direction, costs: Costs, blocks_per_call: int, have: tuple[Kind, ...]
+    ) -> None:
         self.tile, self.costs, self.blocks_per_call = tile, costs, blocks_per_call
         self.inputs: dict[Axis, tuple[Kind, ...]] = {
-            axis: tuple(kind for kind in INPUTS[direction] if AXIS_OF[kind] == axis) for axis in ("row", "col")
+            axis: tuple(kind for kind in INPUTS[direction] if AXIS_OF[kind] == axis and kind not in have)
+            for axis in ("row", "col")
         }
         self.fetch_cost = {axis: sum(map(costs.of, kinds)) for axis, kinds in self.inputs.items()}
         self.results: dict[Axis, Kind] = {AXIS_OF[kind]: kind for kind in OUTPUTS[direction]}
@@ -69,11 +74,12 @@ class _Order:
         self.left: dict[Axis, list[int]] = {"row": [tile.cols] * tile.rows, "col": [tile.rows] * tile.cols}
         self.next_return: dict[Axis, int] = dict.fromkeys(self.results, 1)  # in order: a ring of partials relies on it
         self.complete: list[Return] = []  # and not sent yet
-        self.fetched: dict[Axis, int] = {"row": 1, "col": 1}  # how many are here or on their way
-        self.here: dict[Axis, int] = {"row": 1, "col": 1}  # how many have arrived
+        # How many are here or on their way, and how many have arrived: the own one, or all where nothing is to be fetched.
+        self.fetched: dict[Axis, int] = {axis: 1 if kinds else self._size(axis) for axis, kinds in self.inputs.items()}
+        self.here = dict(self.fetched)
         self.arrivals: list[tuple[float, Axis]] = []  # of those on their way, in order
         self.untouched = 0  # fetched and not attended yet
-        self.touched: dict[Axis, int] = {"row": 1, "col": 1}
+        self.touched: dict[Axis, int] = {axis: (1 << count) - 1 for axis, count in self.fetched.items()}
 
     @property
     def has_work(self) -> bool:
@@ -113,12 +119,9 @@ class _Order:
 
     def _fetch(self) -> None:
         """Fetch the row or the column that unlocks more blocks for its cost; ties go to KV."""
-        gain = {
-            "row": self.fetched["col"] / self.fetch_cost["row"],
-            "col": self.fetched["row"] / self.fetch_cost["col"],
-        }
-        axes: tuple[Axis, ...] = ("col", "row")
-        axis = max((axis for axis in axes if self.fetched[axis] < self._size(axis)), key=gain.__getitem__)
+        unlocks: dict[Axis, int] = {"col": self.fetched["row"], "row": self.fetched["col"]}
+        open_axes = [axis for axis in unlocks if self.fetched[axis] < self._size(axis)]
+        axis = max(open_axes, key=lambda axis: unlocks[axis] / self.fetch_cost[axis])
         self.moves += [Fetch(kind, self.fetched[axis]) for kind in self.inputs[axis]]
         self.fetched[axis] += 1
         self.untouched += 1

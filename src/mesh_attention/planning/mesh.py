@@ -9,7 +9,7 @@ from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route, Schedule
-from mesh_attention.plan.steps import Direction
+from mesh_attention.plan.steps import Direction, Kind
 from mesh_attention.planning.costs import Costs, estimate_costs
 from mesh_attention.planning.greedy import greedy_moves
 from mesh_attention.planning.ulysses import trade_heads
@@ -27,17 +27,21 @@ def plan_mesh(
     partials: Route = "direct",
     blocks_per_call: int = 1,
     costs: Costs | None = None,
+    keep: tuple[Kind, ...] = (),
     method: str = "mesh",
 ) -> Plan:
     """Fetch shards and return partials one by one, attending meanwhile."""
     assignment = Assignment(tile, ulysses_degree)
     costs = estimate_costs(problem, assignment, direction) if costs is None else costs
-    moves = greedy_moves(tile, direction, costs=costs, blocks_per_call=blocks_per_call)
+    have = keep if direction == "backward" else ()
+    moves = greedy_moves(tile, direction, costs=costs, blocks_per_call=blocks_per_call, have=have)
     return Plan(
         method=method,
         direction=direction,
         problem=problem,
         layout=layout,
         assignment=assignment,
-        schedule=Schedule(moves=trade_heads(moves, direction, ulysses_degree), route=route, partials=partials),
+        schedule=Schedule(
+            moves=trade_heads(moves, direction, ulysses_degree, have=have), route=route, partials=partials, keep=keep
+        ),
     )

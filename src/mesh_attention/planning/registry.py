@@ -9,7 +9,7 @@ from mesh_attention.plan.assignment import Assignment, Tile, as_tile, check_assi
 from mesh_attention.plan.layout import Contiguous, Layout, Zigzag, layout_named
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route
-from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
 from mesh_attention.planning.attention2d import plan_attention2d
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.mesh import plan_mesh
@@ -32,9 +32,11 @@ def make_plan(
     partials: Route | None = None,
     blocks_per_call: int | None = None,
     costs: Costs | None = None,
+    keep: tuple[Kind, ...] = (),
 ) -> Plan:
     """A plan by the named method. Left open: the tile that moves the least, the layout that suits the mask.
 
+    `keep` names what forward leaves gathered for backward: ("kv",), ("q",) or ("q", "kv"); both plans must, on the same tile.
     `route`, `partials`, `blocks_per_call` and `costs` shape a greedy schedule; attention2d has none and refuses them.
     """
     if method not in METHODS:
@@ -44,13 +46,16 @@ def make_plan(
     layout = layout_named(layout) if isinstance(layout, str) else default_layout(problem) if layout is None else layout
     degree = _degree(problem, method, ulysses_degree)
     check_degree(degree, problem)
-    tile = _tile(problem, method, tile, layout, direction, degree)
+    # What is kept must suit both passes, so both take forward's tile.
+    tile = _tile(problem, method, tile, layout, "forward" if keep else direction, degree)
     given = {"route": route, "partials": partials, "blocks_per_call": blocks_per_call, "costs": costs}
     surplus = [name for name, value in given.items() if value is not None]
     if surplus and method in ("attention2d", "ulysses"):
         raise ScheduleError(f"{method} uses collectives and has no {', '.join(surplus)}; leave it out or use mesh")
     if method == "attention2d":
-        return plan_attention2d(problem, tile=tile, layout=layout, direction=direction, ulysses_degree=degree)
+        return plan_attention2d(
+            problem, tile=tile, layout=layout, direction=direction, ulysses_degree=degree, keep=keep
+        )
     return plan_mesh(
         problem,
         tile=tile,
@@ -61,6 +66,7 @@ def make_plan(
         partials="direct" if partials is None else partials,
         blocks_per_call=1 if blocks_per_call is None else blocks_per_call,
         costs=costs,
+        keep=keep,
         method=method,
     )
 

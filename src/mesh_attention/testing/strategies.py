@@ -8,7 +8,7 @@ from mesh_attention.masks import Mask, causal, documents, full, window
 from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.layout import LAYOUTS, Layout
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.schedule import ROUTES
+from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.plan.steps import KINDS, Direction
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import make_plan
@@ -74,10 +74,16 @@ def plans(draw: st.DrawFn, *, max_ranks: int = 12) -> Plan:
     degrees = [u for u in range(1, problem.ranks + 1) if problem.ranks % u == 0 and problem.kv_heads % u == 0]
     degree = draw(st.sampled_from(degrees))
     tile = draw(st.sampled_from(tiles_of(problem.ranks // degree)))
-    layout, direction = draw(layouts()), draw(directions())
+    layout, direction, keep = draw(layouts()), draw(directions()), draw(st.sampled_from(KEEPABLE))
     if draw(st.booleans()):
         return make_plan(
-            problem, method="attention2d", tile=tile, layout=layout, direction=direction, ulysses_degree=degree
+            problem,
+            method="attention2d",
+            tile=tile,
+            layout=layout,
+            direction=direction,
+            ulysses_degree=degree,
+            keep=keep,
         )
     cost = st.floats(0.05, 20)
     return make_plan(
@@ -89,5 +95,6 @@ def plans(draw: st.DrawFn, *, max_ranks: int = 12) -> Plan:
         route=draw(st.sampled_from(ROUTES)),
         partials=draw(st.sampled_from(ROUTES)),
         blocks_per_call=draw(st.integers(1, 6)),
+        keep=keep,
         costs=Costs(**draw(st.fixed_dictionaries(dict.fromkeys(KINDS, cost)))),
     )

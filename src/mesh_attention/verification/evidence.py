@@ -76,10 +76,17 @@ class Evidence:
         self.recvs = Counter(sighting.transfer for sighting in self._sightings(Recv))
 
     def inputs(self, rank: int) -> set[Item]:
-        return {Item(kind, rank, "home") for kind in INPUTS[self.plan.direction]}
+        """What a rank starts with: the caller's tensors, and in backward what forward kept."""
+        home = {Item(kind, rank, "home") for kind in INPUTS[self.plan.direction]}
+        return home | self.kept(rank) if self.plan.direction == "backward" else home
 
     def outputs(self, rank: int) -> set[Item]:
-        return {Item(kind, rank, "home") for kind in OUTPUTS[self.plan.direction]}
+        """What a rank ends with: the caller's results, and in forward what is kept."""
+        home = {Item(kind, rank, "home") for kind in OUTPUTS[self.plan.direction]}
+        return home | self.kept(rank) if self.plan.direction == "forward" else home
+
+    def kept(self, rank: int) -> set[Item]:
+        return {item for group in self.matrix.kept(self.plan.schedule.keep, rank) for item in group}
 
     def send_sightings(self) -> Iterator[Sighting]:
         return self._sightings(Send)

@@ -239,19 +239,28 @@ def purpose(evidence: Evidence, run: Run) -> Iterator[Breach]:
 
 def tidiness(evidence: Evidence, run: Run) -> Iterator[Breach]:
     for program in evidence.programs:
-        made: dict[Item, int] = {}
+        made = dict.fromkeys(evidence.inputs(program.rank), 0)
         for index, done in enumerate(evidence.effects[program.rank]):
             made |= dict.fromkeys((*done.writes, *done.adds), index)
             for item in done.frees:
                 made.pop(item, None)
+        for item in evidence.kept(program.rank) if evidence.plan.direction == "forward" else ():
+            if item not in made:
+                yield Breach("tidiness", program.rank, None, f"{format_item(item)} is to be kept and is not there")
         for item, index in made.items():
-            if item not in evidence.outputs(program.rank):
+            if item.form != "home" and item not in evidence.outputs(program.rank):
                 yield Breach("tidiness", program.rank, index, f"{format_item(item)} is never freed")
 
 
 def memory(evidence: Evidence, run: Run) -> Iterator[Breach]:
     for program in evidence.programs:
-        profile = held_nbytes(program.steps, evidence.matrix, done=evidence.effects[program.rank])
+        profile = held_nbytes(
+            program.steps,
+            evidence.matrix,
+            done=evidence.effects[program.rank],
+            kept=evidence.matrix.kept(evidence.plan.schedule.keep, program.rank),
+            has_kept=evidence.plan.direction == "backward",
+        )
         for index, nbytes in enumerate(profile):
             if nbytes > program.peak_nbytes:
                 message = f"{nbytes:,} bytes are held here; the program states {program.peak_nbytes:,}"
