@@ -49,12 +49,17 @@ def ulysses() -> Plan:
     return make_plan(problem(), tile=(1, 2), ulysses_degree=2)
 
 
+def keeping() -> Plan:
+    return make_plan(problem(), tile=(2, 2), keep=("kv",))
+
+
 def edit(plan: Plan, rank: int, change: Callable[[Steps], None], *, honest: bool = True) -> Plan:
     """The plan with one rank's steps changed; an honest change also states the memory it needs."""
     programs = list(plan.unrolled().programs or ())
     steps = list(programs[rank].steps)
     change(steps)
-    peak = max(held_nbytes(steps, plan.matrix)) if honest else programs[rank].peak_nbytes
+    kept = plan.matrix.kept(plan.schedule.keep, rank)
+    peak = max(held_nbytes(steps, plan.matrix, kept=kept)) if honest else programs[rank].peak_nbytes
     programs[rank] = replace(programs[rank], steps=tuple(steps), peak_nbytes=max(peak, programs[rank].peak_nbytes))
     return plan.with_programs(tuple(programs))
 
@@ -265,6 +270,10 @@ def forget_the_last_free() -> Plan:
     return edit(mesh(), 0, lambda steps: steps.pop(last(steps, Free)), honest=False)
 
 
+def throw_away_what_is_to_be_kept() -> Plan:
+    return edit(keeping(), 0, lambda steps: steps.append(parse_step("free kv2")))
+
+
 # memory
 
 
@@ -305,10 +314,10 @@ CAUGHT_BY = {
     "progress": (send_before_posting_the_receive,),
     "homecoming": (merge_twice, merge_twice_along_a_ring),
     "purpose": (send_what_nobody_reads,),
-    "tidiness": (forget_the_last_free,),
+    "tidiness": (forget_the_last_free, throw_away_what_is_to_be_kept),
     "memory": (free_late, understate_the_peak),
 }
-BASES = (mesh, contiguous_mesh, ring, backward, attention2d, windowed_attention2d, ulysses)
+BASES = (mesh, contiguous_mesh, ring, backward, attention2d, windowed_attention2d, ulysses, keeping)
 
 
 @pytest.mark.parametrize("base", BASES)
