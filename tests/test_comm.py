@@ -9,6 +9,7 @@ import pytest
 import torch
 from pool import shared_pool
 
+from mesh_attention.api import MeshAttention
 from mesh_attention.comm.base import Comm, Parcel
 from mesh_attention.comm.local import LocalGroup, block, take_turns
 from mesh_attention.comm.torch_dist import TorchComm
@@ -51,6 +52,53 @@ def test_recording_counts_both_ways_by_label() -> None:
     ends[0].send(Parcel([torch.zeros(4, dtype=torch.uint8)], 1, "kv"))
     assert dict(ends[0].sent_nbytes) == dict(ends[1].received_nbytes) == {"kv": 4}
     assert ends[0].messages == 1
+
+
+class _Watched:
+    """Knows whether everything that was posted was waited for."""
+
+    def __init__(self, inner: Comm) -> None:
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.open: set[int] = set()
+
+    def _watch(self, work: Any) -> Any:
+        self.open.add(id(work))
+        self.works = [*getattr(self, "works", []), work]
+        is_done = work.is_done
+
+        def watched() -> bool:
+            if is_done():
+                self.open.discard(id(work))
+                return True
+            return False
+
+        work.is_done = watched
+        return work
+
+    def send(self, parcel: Parcel) -> Any:
+        return self._watch(self.inner.send(parcel))
+
+    def recv(self, parcel: Parcel) -> Any:
+        return self._watch(self.inner.recv(parcel))
+
+    def together(self, sends: Any, recvs: Any) -> Any:
+        return self._watch(self.inner.together(sends, recvs))
+
+    def share(self, text: str) -> Any:
+        return self.inner.share(text)
+
+
+@pytest.mark.parametrize("keep", [(), ("kv",), ("q", "kv")])
+@pytest.mark.parametrize("route", ["ring", "direct"])
+def test_whatever_is_posted_is_waited_for(keep: tuple[str, ...], route: str) -> None:
+    group = LocalGroup(4)
+    comms = [_Watched(group.comm(rank)) for rank in range(4)]
+    attention = MeshAttention(comms, tile=(2, 2), keep=keep, route=route)
+    q, k, v = ([torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(4)] for _ in range(3))
+    out = attention(q, k, v, causal=True)
+    assert not any(comm.open for comm in comms)
+    torch.cat(out).sum().backward()
+    assert not any(comm.open for comm in comms)
 
 
 def test_failing_fails_what_it_is_told_to() -> None:

@@ -108,6 +108,9 @@ class Executor:
                     yield from self._collective(instruction, instruction.step)
                 case Exchange():
                     yield from self._exchange(instruction, instruction.step)
+        # Sends of what is kept have had nobody to wait for them; a request that is dropped is cancelled.
+        for item in tuple(self.leaving):
+            yield from self._wait(self.leaving.pop(item), self.compiled.instructions[-1], item)
         return self.outputs
 
     def left_over(self) -> dict[Item, Buffer]:
