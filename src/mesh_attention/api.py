@@ -331,8 +331,8 @@ def _check_keep(plans: dict[Direction, Plan]) -> None:
     same = (forward.schedule.keep, forward.assignment) == (backward.schedule.keep, backward.assignment)
     if (forward.schedule.keep or backward.schedule.keep) and not same:
         raise UsageError(
-            f"{forward!r} keeps {forward.schedule.keep} and {backward!r} expects {backward.schedule.keep}: what is kept "
-            "must be the same, on the same tile"
+            f"{forward!r} keeps {forward.schedule.keep}, {backward!r} expects {backward.schedule.keep}: "
+            "what is kept must be the same, on the same tile"
         )
 
 

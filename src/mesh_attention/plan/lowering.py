@@ -211,7 +211,7 @@ class _Lowering:
 
 
 def with_packs(steps: Sequence[Step], *, own: set[Item], kept: Collection[tuple[Item, ...]] = ()) -> list[Step]:
-    """The steps with the rank's own inputs packed before their first use, where they travel, are kept or lie beside others.
+    """The steps with the rank's own inputs packed before first use, where they travel, are kept or lie beside others.
 
     An input that is only attended by itself is read from the caller's tensors, with no copy.
     """

@@ -74,7 +74,7 @@ class _Order:
         self.left: dict[Axis, list[int]] = {"row": [tile.cols] * tile.rows, "col": [tile.rows] * tile.cols}
         self.next_return: dict[Axis, int] = dict.fromkeys(self.results, 1)  # in order: a ring of partials relies on it
         self.complete: list[Return] = []  # and not sent yet
-        # How many are here or on their way, and how many have arrived: the own one, or all where nothing is to be fetched.
+        # How many are here or on their way, and how many have arrived: the own one, or all if none is to be fetched.
         self.fetched: dict[Axis, int] = {axis: 1 if kinds else self._size(axis) for axis, kinds in self.inputs.items()}
         self.here = dict(self.fetched)
         self.arrivals: list[tuple[float, Axis]] = []  # of those on their way, in order

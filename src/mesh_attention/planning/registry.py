@@ -36,7 +36,7 @@ def make_plan(
 ) -> Plan:
     """A plan by the named method. Left open: the tile that moves the least, the layout that suits the mask.
 
-    `keep` names what forward leaves gathered for backward: ("kv",), ("q",) or ("q", "kv"); both plans must, on the same tile.
+    `keep` names what forward leaves gathered for backward: ("kv",), ("q",) or ("q", "kv"), on one tile for both.
     `route`, `partials`, `blocks_per_call` and `costs` shape a greedy schedule; attention2d has none and refuses them.
     """
     if method not in METHODS:
