@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from mesh_attention import DisagreementError, LocalGroup, MeshAttention, ProblemError, TileError, UsageError
-from mesh_attention.comm.wrappers import Recording
+from mesh_attention import (
+    DisagreementError,
+    LocalGroup,
+    MeshAttention,
+    ProblemError,
+    TileError,
+    TransportError,
+    UsageError,
+    make_plan,
+)
+from mesh_attention.comm.wrappers import Failing, Recording
 
 
 def tensors(ranks: int = 4, tokens: int = 8, heads: int = 4, dim: int = 8, **changes: Any) -> list[list[torch.Tensor]]:
@@ -74,6 +83,29 @@ def mixed(which: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
         ),
         (call(inputs=lambda: tensors(dtype=torch.complex64)), ProblemError, "q is torch.complex64: expected one of"),
         (call(inputs=lambda: [[t[0, 0] for t in s] for s in tensors()]), ProblemError, "expected a tensor of 4 dim"),
+        (call(cu_seqlens_k=[0, 16, 32]), UsageError, "cu_seqlens_k came without cu_seqlens_q"),
+        (call(window_size=(2.9, 0)), UsageError, "window_size=(2.9, 0): expected (left, right) in tokens"),
+        (call(window_size=(2, 0, 7)), UsageError, "expected (left, right)"),
+        (call(window_size=None), UsageError, "window_size=None: expected (left, right)"),
+        (call(causal="False"), UsageError, "causal='False': expected True or False"),
+        (call(softmax_scale=True), UsageError, "softmax_scale=True: expected a number"),
+        (call(softmax_scale=torch.tensor(0.5)), UsageError, "expected a number"),
+        (call(softcap=None), UsageError, "softcap=None: expected a number"),
+        (call(cu_seqlens_q=[[0, 32]]), UsageError, "expected running totals, whole numbers in one dimension"),
+        (call({"planner": make_plan, "tile": (2, 2)}), UsageError, "tile came beside a planner, which decides that"),
+        (call(inputs=mixed(0, lambda t: t[0])), ProblemError, "q, k and v have [3, 4] dimensions: expected the same"),
+        (
+            call(inputs=lambda: [[t.double() if i == 1 else t for i, t in enumerate(side)] for side in tensors()]),
+            DisagreementError,
+            "dtype is float32 on rank(s) 0,2-3, but float64 on rank(s) 1",
+        ),
+        (
+            call(
+                inputs=lambda: [[t.expand(2, -1, -1, -1) if i == 1 else t for i, t in enumerate(s)] for s in tensors()]
+            ),
+            DisagreementError,
+            "batch is 1 on rank(s) 0,2-3, but 2 on rank(s) 1",
+        ),
         (call(inputs=lambda: tensors(ranks=3)), UsageError, "takes lists of 4 tensors, one a rank"),
     ],
 )
@@ -91,3 +123,44 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
     out = torch.cat(made(q, k, v)).sum()
     with pytest.raises(UsageError, match="only first derivatives exist"):
         torch.autograd.grad(out, q, create_graph=True)
+
+
+def test_a_local_group_works_again_after_an_error() -> None:
+    group = LocalGroup(4)
+    comms = [Failing(group.comm(rank), when=lambda parcel: parcel.label == "o") for rank in range(4)]
+    with pytest.raises(TransportError, match=r"rank \d, step \d+ 'recv o.*': could not be posted: made to fail"):
+        MeshAttention(comms, tile=(2, 2))(*tensors())
+    good = MeshAttention(group, tile=(2, 2))
+    q, k, v = tensors()
+    whole = torch.nn.functional.scaled_dot_product_attention(
+        *(good.unshard(side).transpose(1, 2) for side in (q, k, v))
+    )
+    torch.testing.assert_close(good.unshard(good(q, k, v)).transpose(1, 2), whole)
+
+
+def test_autocast_changes_nothing() -> None:
+    q, k, v = tensors()
+    plain = attention()(q, k, v, softcap=3.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = attention()(q, k, v, softcap=3.0)
+    assert all(torch.equal(a, b) for a, b in zip(plain, inside, strict=True))
+
+
+def test_configurations_used_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesh_attention.api.MOST_ENGINES", 3)
+    made = attention()
+    for window in (1, 2, 3, 4, 5):
+        made(*tensors(), window_size=(window, 0))
+    assert len(made._engines) == 3
+
+
+def test_what_was_kept_is_let_go_with_the_graph() -> None:
+    made = attention(tile=(2, 2), keep=("q", "kv"))
+    q, k, v = ([t.requires_grad_() for t in side] for side in tensors())
+    loss = torch.cat(made(q, k, v)).sum()
+    loss.backward(retain_graph=True)
+    first = q[0].grad.clone()
+    loss.backward()
+    assert torch.equal(q[0].grad, 2 * first)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()

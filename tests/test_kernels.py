@@ -84,6 +84,21 @@ def test_partials_merge_to_the_whole(sizes: list[int]) -> None:
     assert not total.isnan().any()
 
 
+def test_tiny_gradients_do_not_vanish() -> None:
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, 9, 6) for _ in range(4))
+    call = CallMask("full", full(), (range(9),), (range(9),), 9, 9)
+    kernel, truth = KERNELS[0], KERNELS[-1]
+    out, lse = truth.forward(q, k, v, mask=call, scale=0.4, softcap=0.0)
+    for size in (1.0, 1e-20, 1e-25):
+        delta = (out.double() * do.double() * size).sum(-1).float()
+        ours, theirs = (
+            one.backward(q, k, v, do * size, lse, delta, mask=call, scale=0.4, softcap=0.0) for one in (kernel, truth)
+        )
+        for mine, due in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine / size, due / size, rtol=1e-4, atol=1e-5)
+
+
 def test_the_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     choose_kernel.cache_clear()
     with caplog.at_level(logging.INFO, logger="mesh_attention"):

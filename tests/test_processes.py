@@ -53,7 +53,7 @@ def errors_of(group: Any, case: Case, options: dict[str, Any], delay_s: float = 
     for tensor, due in zip(inputs, truth.gradients, strict=True):
         if tensor.requires_grad:
             errors.append(relative_error(next(gradients), mine(due)))
-    whole = attention.unshard(out, seq_len=case.seq_q)
+    whole = attention.unshard(out)
     errors.append(relative_error(whole, truth.out))
     return errors
 
@@ -144,6 +144,10 @@ def disagree(group: Any, what: str) -> str:
         call["softmax_scale"] = 0.7
     if what == "uneven":
         call["seq_len"] = 30
+    if odd and what == "refusal":
+        k = k.float()
+    if odd and what == "gradient":
+        q.requires_grad_()
     start = time.monotonic()
     try:
         MeshAttention(group, **options)(q, k, v, **call)
@@ -161,6 +165,7 @@ def disagree(group: Any, what: str) -> str:
         ("call", "softmax is Softmax(scale=0.5, softcap=0.0) on rank(s) 0,2-3, but Softmax(scale=0.7"),
         ("plan", "forward plan is <Plan mesh 2x2"),
         ("uneven", "rank 2 holds 8 tokens of q but its shard has 7"),
+        ("gradient", "gradient is not needed on rank(s) 0,2-3, but needed on rank(s) 1"),
     ],
 )
 def test_ranks_that_disagree_raise_everywhere_within_seconds(pool: RankPool, what: str, message: str) -> None:
@@ -169,6 +174,26 @@ def test_ranks_that_disagree_raise_everywhere_within_seconds(pool: RankPool, wha
         assert text.startswith("DisagreementError")
         assert message in text
         assert float(seconds) < 10
+
+
+def test_a_refusal_on_one_rank_reaches_the_others_within_seconds(pool: RankPool) -> None:
+    answers = pool.run(4, disagree, "refusal")
+    for rank, answer in enumerate(answers):
+        seconds, _, text = answer.partition(" ")
+        assert float(seconds) < 10
+        if rank == 1:
+            assert text.startswith("ProblemError: q is torch.float64 on cpu and k is torch.float32")
+        else:
+            assert text.startswith("DisagreementError: rank 1 refused the call: q is torch.float64")
+
+
+def unshard_uneven(group: Any) -> list[int]:
+    attention = MeshAttention(group, layout="contiguous")
+    return attention.unshard(attention.shard(torch.arange(5)[None]))[0].tolist()
+
+
+def test_unshard_takes_uneven_shards(pool: RankPool) -> None:
+    assert pool.run(2, unshard_uneven) == [list(range(5))] * 2
 
 
 def use_the_function(group: Any) -> bool:

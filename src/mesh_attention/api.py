@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
+from operator import index
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from mesh_attention.comm.base import Comm
-from mesh_attention.comm.local import LocalGroup, block, take_turns
-from mesh_attention.comm.torch_dist import Group, TorchComm
+from mesh_attention.comm.base import Comm, Work
+from mesh_attention.comm.local import LocalGroup, block, forget_posted, take_turns
+from mesh_attention.comm.torch_dist import Group, TorchComm, process_group
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.execution import sharding
 from mesh_attention.execution.agreement import agree
@@ -30,6 +31,8 @@ from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.registry import Method, make_plan
 from mesh_attention.problem import Problem
 
+MOST_ENGINES = 128
+"""Configurations kept, those used last; ranks make the same calls, so they forget the same ones."""
 Planner = Callable[..., Plan]
 """``planner(problem, direction=…, layout=…)`` gives a plan."""
 TensorFormat = Literal["bshd", "bhsd"]
@@ -63,6 +66,10 @@ class CallOptions:
             mask &= causal()
         if self.cu_seqlens_q is not None:
             mask &= documents(self.cu_seqlens_q, self.cu_seqlens_k)
+        elif self.cu_seqlens_k is not None:
+            raise UsageError(
+                "cu_seqlens_k came without cu_seqlens_q; give both, or cu_seqlens_q alone for one sequence"
+            )
         return mask
 
 
@@ -77,7 +84,7 @@ class MeshAttention:
         self,
         group: Group | LocalGroup | Comm | Sequence[Comm] | None = None,
         *,
-        method: Method = "mesh",
+        method: Method | None = None,
         tile: Tile | tuple[int, int] | Literal["auto"] = "auto",
         ulysses_degree: int | None = None,
         layout: Layout | str = "zigzag",
@@ -92,7 +99,10 @@ class MeshAttention:
         self.tensor_format = tensor_format
         _refuse_unknown(schedule, ("route", "partials", "blocks_per_call", "costs", "keep"), of="MeshAttention")
         options = {"method": method, "tile": None if tile == "auto" else tile, "ulysses_degree": ulysses_degree}
-        self._options = {} if planner is not None else {**options, **schedule}
+        given = {name: value for name, value in (options | schedule).items() if value is not None}
+        if planner is not None and given:
+            raise UsageError(f"{', '.join(given)} came beside a planner, which decides that; give it to the planner")
+        self._options = given
         self._planner: Planner = make_plan if planner is None else planner
         self._engines: dict[object, Engine] = {}
 
@@ -126,17 +136,18 @@ class MeshAttention:
         _refuse_known(others)
         _refuse_unknown(others, _CALL_ARGUMENTS, of="attention", allowed=REFUSED)
         options = CallOptions(
-            causal=causal,
-            softmax_scale=softmax_scale,
-            window_size=(int(window_size[0]), int(window_size[1])),
-            cu_seqlens_q=_boundaries(cu_seqlens_q),
-            cu_seqlens_k=_boundaries(cu_seqlens_k),
-            softcap=softcap,
+            causal=_flag("causal", causal),
+            softmax_scale=None if softmax_scale is None else _number("softmax_scale", softmax_scale),
+            window_size=_window(window_size),
+            cu_seqlens_q=_boundaries("cu_seqlens_q", cu_seqlens_q),
+            cu_seqlens_k=_boundaries("cu_seqlens_k", cu_seqlens_k),
+            softcap=_number("softcap", softcap),
             seq_len=seq_len,
             seq_len_k=seq_len_k,
         )
         ranks = self._by_rank(q, k, v)
         tensors = [[self._to_bshd(tensor) for tensor in rank] for rank in ranks]
+        _check_dimensions(ranks)
         engine = self.engine(tensors, options)
         results = attend(engine, [tensor for rank in tensors for tensor in rank])
         outs = [self._from_bshd(out, like=rank[0]) for out, rank in zip(results[0::2], ranks, strict=True)]
@@ -149,20 +160,25 @@ class MeshAttention:
 
     def engine(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions) -> Engine:
         """Plans and programs for inputs like these; agreed on with the group the first time."""
-        key = (options, *((tensor.shape, tensor.dtype, tensor.device.type) for rank in tensors for tensor in rank))
-        if key not in self._engines:
-            self._engines[key] = self._new_engine(tensors, options)
-        return self._engines[key]
+        needs_gradient = _needs_gradient(tensors)
+        shapes = ((tensor.shape, tensor.dtype, tensor.device.type) for rank in tensors for tensor in rank)
+        key = (options, needs_gradient, *shapes)
+        engine = self._engines.pop(key, None) or self._new_engine(tensors, options)
+        self._engines[key] = engine  # the one used last comes last
+        if len(self._engines) > MOST_ENGINES:
+            del self._engines[next(iter(self._engines))]
+        return engine
 
     def _new_engine(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions) -> Engine:
-        for rank in tensors:
-            _check_tensors(*rank)
-        problem = self._problem(tensors[0], options)
-        plans = {d: self._planner(problem, direction=d, layout=self.layout, **self._options) for d in DIRECTIONS}
-        _check_keep(plans)
-        scale = options.softmax_scale if options.softmax_scale is not None else problem.head_dim_qk**-0.5
-        softmax = _check_softmax(scale, options.softcap)
-        self._agree(problem, plans, softmax, tensors)
+        found: tuple[Problem, dict[Direction, Plan], Softmax] | UsageError
+        try:
+            found = self._work_out(tensors, options)
+        except UsageError as error:
+            found = error  # the others must hear of it, or they would wait
+        self._run([self._agree(comm, mine, options, found) for comm, mine in zip(self.comms, tensors, strict=True)])
+        if isinstance(found, UsageError):
+            raise found
+        problem, plans, softmax = found
 
         @lru_cache(maxsize=2)
         def programs(direction: Direction) -> list[Compiled]:
@@ -170,13 +186,23 @@ class MeshAttention:
 
         return Engine(problem=problem, softmax=softmax, comms=self.comms, programs=programs, run=self._run)
 
+    def _work_out(
+        self, tensors: Sequence[Sequence[Tensor]], options: CallOptions
+    ) -> tuple[Problem, dict[Direction, Plan], Softmax]:
+        for rank in tensors:
+            _check_tensors(*rank)
+        problem = self._problem(tensors[0], options)
+        plans = {d: self._planner(problem, direction=d, layout=self.layout, **self._options) for d in DIRECTIONS}
+        _check_keep(plans)
+        scale = options.softmax_scale if options.softmax_scale is not None else problem.head_dim_qk**-0.5
+        return problem, plans, _check_softmax(scale, options.softcap)
+
     def _problem(self, tensors: Sequence[Tensor], options: CallOptions) -> Problem:
         q, k, v = tensors
-        seq_q = _length(options.seq_len, options.cu_seqlens_q, q, self.ranks)
-        seq_k = options.seq_len if options.seq_len_k is None and q.shape[1] == k.shape[1] else options.seq_len_k
+        seq_k = options.seq_len if options.seq_len_k is None else options.seq_len_k
         cuts_k = options.cu_seqlens_q if options.cu_seqlens_k is None else options.cu_seqlens_k
         return Problem(
-            seq_q=seq_q,
+            seq_q=_length(options.seq_len, options.cu_seqlens_q, q, self.ranks),
             seq_kv=_length(seq_k, cuts_k, k, self.ranks),
             heads=q.shape[2],
             kv_heads=k.shape[2],
@@ -190,30 +216,38 @@ class MeshAttention:
 
     def _agree(
         self,
-        problem: Problem,
-        plans: dict[Direction, Plan],
-        softmax: Softmax,
-        tensors: Sequence[Sequence[Tensor]],
-    ) -> None:
-        asked = {name: str(getattr(problem, name)) for name in problem.__slots__}
-        asked |= {"softmax": str(softmax), "device": tensors[0][0].device.type}
+        comm: Comm,
+        tensors: Sequence[Tensor],
+        options: CallOptions,
+        found: tuple[Problem, dict[Direction, Plan], Softmax] | UsageError,
+    ) -> Generator[Work, None, None]:
+        """One rank's part of agreeing: what its own tensors ask for, and what was worked out from rank 0's."""
+        if isinstance(found, UsageError):
+            return agree(comm, asked={}, holds={}, expected=lambda rank: {}, refusal=str(found))
+        problem, plans, softmax = found
+        own = self._problem(tensors, options)
+        asked = {name: str(getattr(own, name)) for name in own.__slots__}
+        asked |= {"softmax": str(softmax), "device": tensors[0].device.type}
+        asked |= {"gradient": "needed" if _needs_gradient([tensors]) else "not needed"}
         asked |= {f"{direction} plan": f"{plan!r}" for direction, plan in plans.items()}
 
         def expected(rank: int) -> dict[str, int]:
             return {name: self._tokens(rank, total) for name, total in (("q", problem.seq_q), ("kv", problem.seq_kv))}
 
-        self._run(
-            [
-                agree(comm, asked=asked, holds={"q": q.shape[1], "kv": k.shape[1]}, expected=expected)
-                for comm, (q, k, _) in zip(self.comms, tensors, strict=True)
-            ]
-        )
+        holds = {"q": tensors[0].shape[1], "kv": tensors[1].shape[1]}
+        return agree(comm, asked=asked, holds=holds, expected=expected)
 
     def _tokens(self, rank: int, total: int) -> int:
         return sum(map(len, self.layout.segments(rank, tokens=total, ranks=self.ranks)))
 
     def _run(self, ranks: Any) -> Any:
-        return take_turns(ranks) if self.is_local else [block(ranks[0])]
+        if not self.is_local:
+            return [block(ranks[0])]
+        try:
+            return take_turns(ranks)
+        except BaseException:
+            forget_posted(self.comms)
+            raise
 
     # Tensors
 
@@ -228,10 +262,10 @@ class MeshAttention:
         if not isinstance(tensor, Tensor) or tensor.dim() not in (3, 4):
             raise ProblemError(
                 f"{_describe(tensor)}: expected a tensor of 4 dimensions ({self.tensor_format}), "
-                "or of 3 (tokens, heads, dim) with cu_seqlens_q"
+                "or of 3 (tokens, heads, dim)"
             )
         if tensor.dim() == 3:
-            return tensor[None]
+            return tensor[None]  # without cu_seqlens_q: one document
         return tensor.transpose(1, 2) if self.tensor_format == "bhsd" else tensor
 
     def _from_bshd(self, tensor: Tensor, *, like: Tensor) -> Tensor:
@@ -246,12 +280,11 @@ class MeshAttention:
         shards = [sharding.shard(whole, self.layout, comm.rank, ranks=self.ranks, dim=dim) for comm in self.comms]
         return shards if self.is_local else shards[0]
 
-    def unshard(self, local: Any, *, dim: int = 1, seq_len: int | None = None) -> Tensor:
-        """The whole sequence on every rank, without gradient. `seq_len` is needed when ranks hold unequal numbers."""
+    def unshard(self, local: Any, *, dim: int = 1) -> Tensor:
+        """The whole sequence on every rank; without gradient, except in a local group."""
         if self.is_local:
             return sharding.join_shards(list(local), self.layout, dim=dim)
-        total = local.shape[dim] * self.ranks if seq_len is None else seq_len
-        return sharding.unshard(local, self.layout, self.comms[0], tokens=total, dim=dim)
+        return sharding.unshard(local, self.layout, self.comms[0], dim=dim)
 
     def position_ids(self, seq_len: int, *, device: torch.device | None = None) -> Any:
         """The position in the whole sequence of each of this rank's tokens (in a local group: a list, one a rank)."""
@@ -268,11 +301,13 @@ def mesh_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = Non
     Plans are kept between calls, for each group and each set of arguments.
     """
     settings = {name: arguments.pop(name) for name in _SETTINGS if name in arguments}
-    return _attention_of(group, tuple(settings.items()))(q, k, v, **arguments)
+    if isinstance(settings.get("tile"), list):
+        settings["tile"] = tuple(settings["tile"])
+    return _attention_of(process_group(group), tuple(settings.items()))(q, k, v, **arguments)
 
 
 @lru_cache(maxsize=64)
-def _attention_of(group: Group | None, settings: tuple[tuple[str, Any], ...]) -> MeshAttention:
+def _attention_of(group: Group, settings: tuple[tuple[str, Any], ...]) -> MeshAttention:
     return MeshAttention(group, **dict(settings))
 
 
@@ -312,6 +347,12 @@ def _comms(group: Group | LocalGroup | Comm | Sequence[Comm] | None) -> tuple[li
     return [TorchComm(group)], False  # type: ignore[arg-type]
 
 
+def _check_dimensions(ranks: Sequence[Sequence[Tensor]]) -> None:
+    dimensions = {tensor.dim() for rank in ranks for tensor in rank}
+    if len(dimensions) > 1:
+        raise ProblemError(f"q, k and v have {sorted(dimensions)} dimensions: expected the same, 3 or 4")
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, ours, theirs in (("k", q, k), ("v", q, v)):
         if ours.dtype != theirs.dtype or ours.device != theirs.device:
@@ -324,6 +365,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ProblemError(f"q has batch {q.shape[0]} and k has batch {k.shape[0]}: expected the same")
     if q.shape[3] != k.shape[3]:
         raise ProblemError(f"q has head size {q.shape[3]} and k has {k.shape[3]}: expected the same (v may differ)")
+
+
+def _needs_gradient(tensors: Sequence[Sequence[Tensor]]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for rank in tensors for tensor in rank)
 
 
 def _check_keep(plans: dict[Direction, Plan]) -> None:
@@ -357,10 +402,31 @@ def _dtype_name(tensor: Tensor) -> str:
     raise ProblemError(f"q is {tensor.dtype}: expected one of {', '.join(DTYPES)}")
 
 
-def _boundaries(cuts: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
+def _boundaries(name: str, cuts: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
     if cuts is None:
         return None
-    return tuple(cuts.tolist() if isinstance(cuts, Tensor) else cuts)
+    try:
+        return tuple(index(cut) for cut in (cuts.tolist() if isinstance(cuts, Tensor) else cuts))
+    except TypeError:
+        raise UsageError(f"{name}={cuts!r}: expected running totals, whole numbers in one dimension") from None
+
+
+def _window(sides: object) -> tuple[int, int]:
+    if isinstance(sides, tuple | list) and len(sides) == 2 and all(type(side) is int for side in sides):
+        return sides[0], sides[1]
+    raise UsageError(f"window_size={sides!r}: expected (left, right) in tokens, -1 for unbounded")
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}={value!r}: expected True or False")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{name}={value!r}: expected a number")
+    return float(value)
 
 
 def _describe(tensor: object) -> str:

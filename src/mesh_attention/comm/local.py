@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
 from typing import TypeVar
 
-from mesh_attention.comm.base import Parcel, Sharing, Work
+from mesh_attention.comm.base import Comm, Parcel, Sharing, Work
 from mesh_attention.errors import StalledError
 
 Result = TypeVar("Result")
@@ -42,6 +42,13 @@ class LocalGroup:
             sent_work.moved = received_work.moved = True
         return work
 
+    def forget(self) -> None:
+        """Drop what was posted and never met; after an error it would meet the wrong thing."""
+        self._sends.clear()
+        self._recvs.clear()
+        for texts in self._texts:
+            texts.clear()
+
 
 def _move(sent: Parcel, received: Parcel) -> None:
     sizes = [[chunk.numel() for chunk in parcel.chunks] for parcel in (sent, received)]
@@ -51,6 +58,15 @@ def _move(sent: Parcel, received: Parcel) -> None:
         )
     for source, dest in zip(sent.chunks, received.chunks, strict=True):
         dest.copy_(source)
+
+
+def forget_posted(comms: Sequence[Comm]) -> None:
+    """Clean up after ranks of one process that stopped in the middle, whatever their transports are wrapped in."""
+    for comm in comms:
+        while hasattr(comm, "inner"):
+            comm = comm.inner
+        if isinstance(comm, LocalComm):
+            comm.group.forget()
 
 
 class LocalComm:

@@ -19,14 +19,21 @@ def agree(
     asked: Mapping[str, str],
     holds: Mapping[str, int],
     expected: Callable[[int], Mapping[str, int]],
+    refusal: str | None = None,
 ) -> Generator[Work, None, None]:
     """Raise on every rank unless all were asked for the same and each holds what its layout says.
 
-    Yields what it waits for. `holds` are this rank's token counts; `expected` gives those of any rank.
+    Yields what it waits for. `holds` are this rank's token counts; `expected` gives those of any rank. A rank that has
+    to refuse says why, so that the others raise as well instead of waiting for it.
     """
-    sharing = comm.share(json.dumps({"asked": dict(asked), "holds": dict(holds)}))
+    sharing = comm.share(json.dumps({"asked": dict(asked), "holds": dict(holds), "refusal": refusal}))
     yield sharing
     answers = [json.loads(text) for text in sharing.result()]
+    if refusal is not None:
+        return  # the caller raises it
+    for rank, answer in enumerate(answers):
+        if answer["refusal"] is not None:
+            raise DisagreementError(f"rank {rank} refused the call: {answer['refusal']}; nothing was sent")
     verdict = find_difference([answer["asked"] for answer in answers]) or find_misfit(
         [answer["holds"] for answer in answers], expected
     )

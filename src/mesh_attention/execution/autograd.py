@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Meter, fields_of
+from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Meter, fields_of, record_of
 from mesh_attention.execution.compiled import Compiled
 from mesh_attention.execution.executor import Executor, Fields, Softmax
 from mesh_attention.kernels.base import Demand, Kernel
@@ -131,10 +131,12 @@ class AttentionFunction(torch.autograd.Function):
         inputs = [_forward_inputs(*rank) for rank in ranks]
         tokens = [{"q": q.shape[1], "kv": k.shape[1]} for q, k, _ in ranks]
         kernel = engine.kernel(engine.demand(tensors[0].device, lse_gradient=False))
-        results, ctx.kept = engine.execute("forward", inputs, tokens, kernel)
+        with torch.autocast(tensors[0].device.type, enabled=False):  # dtypes are the caller's, in every kernel
+            results, kept = engine.execute("forward", inputs, tokens, kernel)
         outs = [tensor for result in results for tensor in (_heads_first(result["o"]["o"]), result["o"]["lse"])]
         ctx.engine, ctx.tokens = engine, tokens
-        ctx.save_for_backward(*tensors, *outs)
+        raws, ctx.kept = _as_tensors(kept)
+        ctx.save_for_backward(*tensors, *outs, *raws)
         ctx.set_materialize_grads(False)
         return tuple(outs)
 
@@ -147,14 +149,15 @@ class AttentionFunction(torch.autograd.Function):
             )
         engine, saved = ctx.engine, ctx.saved_tensors
         size = len(ctx.tokens)
-        tensors, outs = saved[: 3 * size], saved[3 * size :]
+        tensors, outs, raws = saved[: 3 * size], saved[3 * size : 5 * size], saved[5 * size :]
         lse_gradient = any(gradient is not None for gradient in gradients[1::2])
         kernel = engine.kernel(engine.demand(tensors[0].device, lse_gradient=lse_gradient))
         inputs = [
             _backward_inputs(tensors[3 * i : 3 * i + 3], outs[2 * i : 2 * i + 2], gradients[2 * i : 2 * i + 2])
             for i in range(size)
         ]
-        results, _ = engine.execute("backward", inputs, ctx.tokens, kernel, ctx.kept)
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            results, _ = engine.execute("backward", inputs, ctx.tokens, kernel, _as_buffers(raws, ctx.kept, engine))
         given = [
             _heads_first(field)
             for result in results
@@ -162,6 +165,31 @@ class AttentionFunction(torch.autograd.Function):
         ]
         needed = ctx.needs_input_grad[1:]
         return None, *(gradient if need else None for gradient, need in zip(given, needed, strict=True))
+
+
+def _as_tensors(kept: Sequence[Mapping[Item, Buffer]]) -> tuple[list[Tensor], list[dict[Item, int]]]:
+    """The bytes of kept buffers, for autograd to save, and which of them each item lies in."""
+    raws: list[Tensor] = []
+    number: dict[int, int] = {}
+    places: list[dict[Item, int]] = []
+    for held in kept:
+        for buffer in held.values():
+            if id(buffer) not in number and buffer.raw is not None:
+                number[id(buffer)] = len(raws)
+                raws.append(buffer.raw)
+        places.append({item: number[id(buffer)] for item, buffer in held.items()})
+    return raws, places
+
+
+def _as_buffers(
+    raws: Sequence[Tensor], places: Sequence[Mapping[Item, int]], engine: Engine
+) -> list[dict[Item, Buffer]]:
+    made: dict[int, Buffer] = {}
+    for held, compiled in zip(places, engine.programs("backward"), strict=True):
+        for item, number in held.items():
+            record = record_of(item.kind, engine.problem, compiled.plan.assignment.ulysses, False)
+            made.setdefault(number, Buffer.over(record, raws[number]))
+    return [{item: made[number] for item, number in held.items()} for held in places]
 
 
 def _backward_inputs(

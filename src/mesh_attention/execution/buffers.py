@@ -109,7 +109,12 @@ class Buffer:
 
     @classmethod
     def empty(cls, record: Record, *, tokens: int, batch: int, device: torch.device) -> Buffer:
-        raw = torch.empty((tokens, batch, record.nbytes), dtype=torch.uint8, device=device)
+        return cls.over(record, torch.empty((tokens, batch, record.nbytes), dtype=torch.uint8, device=device))
+
+    @classmethod
+    def over(cls, record: Record, raw: Tensor) -> Buffer:
+        """The fields of records that lie in (tokens, batch, bytes)."""
+        tokens, batch, _ = raw.shape
         fields = {}
         for name, start, stop, heads, dim, dtype in record.slots:
             field = raw[..., start:stop].view(dtype).view(tokens, batch, heads, dim).permute(1, 2, 0, 3)

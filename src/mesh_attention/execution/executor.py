@@ -82,6 +82,7 @@ class Executor:
 
     def run(self) -> Generator[Work, None, dict[str, Fields]]:
         for instruction in self.compiled.instructions:
+            self.at = instruction
             for item in instruction.arrivals:
                 yield from self._wait(self.works.pop(item), instruction, item)
             for item in instruction.departures:
@@ -124,8 +125,12 @@ class Executor:
         try:
             yield from works
         except Exception as error:
-            at = f"rank {self.compiled.rank}, step {instruction.index} '{format_step(instruction.step)}'"
-            raise TransportError(f"{at}: waited for {self._waited_for(instruction, item)}: {error}") from error
+            raise TransportError(
+                f"{self._here()}: waited for {self._waited_for(instruction, item)}: {error}"
+            ) from error
+
+    def _here(self) -> str:
+        return f"rank {self.compiled.rank}, step {self.at.index} '{format_step(self.at.step)}'"
 
     def _waited_for(self, instruction: Instruction, item: Item | None) -> str:
         """The other end, read off the steps; only needed when something has gone wrong."""
@@ -139,7 +144,10 @@ class Executor:
         return f"rank(s) {format_numbers(sorted({s.dest for s in sends} | {r.source for r in recvs}))}"
 
     def _post(self, works: dict[Item, list[Work]], item: Item, post: Callable[[Parcel], Work], parcel: Parcel) -> None:
-        works.setdefault(item, []).append(post(parcel))
+        try:
+            works.setdefault(item, []).append(post(parcel))
+        except Exception as error:
+            raise TransportError(f"{self._here()}: could not be posted: {error}") from error
 
     # Buffers
 

@@ -24,15 +24,16 @@ def shard(whole: Tensor, layout: Layout, rank: int, *, ranks: int, dim: int = 1)
     return whole.index_select(dim, ids)
 
 
-def unshard(local: Tensor, layout: Layout, comm: Comm, *, tokens: int, dim: int = 1) -> Tensor:
+def unshard(local: Tensor, layout: Layout, comm: Comm, *, dim: int = 1) -> Tensor:
     """The whole sequence, on every rank, out of everybody's tokens. Not differentiable: for looking at results."""
     ours = local.detach().movedim(dim, 0).contiguous()
-    lengths = [len(positions(layout, rank, tokens=tokens, ranks=comm.size)) for rank in range(comm.size)]
-    if lengths[comm.rank] != ours.shape[0]:
-        raise ProblemError(
-            f"rank {comm.rank} holds {ours.shape[0]} tokens, but its shard of {tokens} has {lengths[comm.rank]}; "
-            "give the whole length as seq_len"
-        )
+    # Sizes are asked for, not guessed: a transport need not notice a message of the wrong length.
+    sharing = comm.share(str(ours.shape[0]))
+    sharing.wait()
+    lengths = [int(text) for text in sharing.result()]
+    due = [len(positions(layout, rank, tokens=sum(lengths), ranks=comm.size)) for rank in range(comm.size)]
+    if lengths != due:
+        raise ProblemError(f"ranks hold {lengths} tokens; the shards of a {layout.name} sequence would have {due}")
     shards = [ours if rank == comm.rank else ours.new_empty((n, *ours.shape[1:])) for rank, n in enumerate(lengths)]
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     comm.together(

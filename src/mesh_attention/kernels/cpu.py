@@ -65,6 +65,8 @@ def _bias(mask: CallMask, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
 def _stand_in_output(do: Tensor, delta: Tensor) -> Tensor:
     """Some O with rowsum(O∘dO) = delta: all that the kernel takes from O is that sum."""
     wide = do.to(delta.dtype)
-    norm = (wide * wide).sum(-1)
-    ratio = torch.where(norm > 0, delta / norm, 0.0)
-    return (wide * ratio[..., None]).to(do.dtype)
+    largest = wide.abs().amax(-1, keepdim=True)
+    unit = wide / largest.clamp_min(torch.finfo(wide.dtype).tiny)  # so that squares of tiny gradients do not vanish
+    norm = (unit * unit).sum(-1, keepdim=True)
+    ratio = torch.where(largest > 0, delta[..., None] / (largest * norm), 0.0)
+    return (unit * ratio).to(do.dtype)
