@@ -44,13 +44,7 @@ class NoNetwork:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.work = rank, size, NoWork()
 
-    def send(self, parcel: Parcel) -> Work:
-        return self.work
-
-    def recv(self, parcel: Parcel) -> Work:
-        return self.work
-
-    def together(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         return self.work
 
     def share(self, text: str) -> Any:
@@ -98,7 +92,7 @@ def microseconds_a_step(
         start = time.process_time()
         block(executor.run())
         seconds.append(time.process_time() - start)
-    return 1e6 * statistics.median(seconds) / len(compiled.instructions), len(compiled.instructions)
+    return 1e6 * statistics.median(seconds) / len(compiled.steps), len(compiled.steps)
 
 
 def main() -> None:

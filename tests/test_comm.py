@@ -48,8 +48,8 @@ def test_torch_transport(wrapper: str, ranks: int) -> None:
 def test_recording_counts_both_ways_by_label() -> None:
     group = LocalGroup(2)
     ends = [Recording(group.comm(rank)) for rank in range(2)]
-    ends[1].recv(Parcel([torch.zeros(4, dtype=torch.uint8)], 0, "kv"))
-    ends[0].send(Parcel([torch.zeros(4, dtype=torch.uint8)], 1, "kv"))
+    ends[1].post([], [Parcel([torch.zeros(4, dtype=torch.uint8)], 0, "kv")])
+    ends[0].post([Parcel([torch.zeros(4, dtype=torch.uint8)], 1, "kv")], [])
     assert dict(ends[0].sent_nbytes) == dict(ends[1].received_nbytes) == {"kv": 4}
     assert ends[0].messages == 1
 
@@ -75,14 +75,8 @@ class _Watched:
         work.is_done = watched
         return work
 
-    def send(self, parcel: Parcel) -> Any:
-        return self._watch(self.inner.send(parcel))
-
-    def recv(self, parcel: Parcel) -> Any:
-        return self._watch(self.inner.recv(parcel))
-
-    def together(self, sends: Any, recvs: Any) -> Any:
-        return self._watch(self.inner.together(sends, recvs))
+    def post(self, sends: Any, recvs: Any) -> Any:
+        return self._watch(self.inner.post(sends, recvs))
 
     def share(self, text: str) -> Any:
         return self.inner.share(text)
@@ -103,16 +97,16 @@ def test_whatever_is_posted_is_waited_for(keep: tuple[str, ...], route: str) -> 
 
 def test_failing_fails_what_it_is_told_to() -> None:
     comm = Failing(LocalGroup(2).comm(0), when=lambda parcel: parcel.label == "o")
-    comm.send(Parcel([torch.zeros(1, dtype=torch.uint8)], 1, "kv"))
+    comm.post([Parcel([torch.zeros(1, dtype=torch.uint8)], 1, "kv")], [])
     with pytest.raises(TransportError, match="made to fail: o with rank 1"):
-        comm.send(Parcel([torch.zeros(1, dtype=torch.uint8)], 1, "o"))
+        comm.post([Parcel([torch.zeros(1, dtype=torch.uint8)], 1, "o")], [])
 
 
 def test_ranks_that_wait_for_nothing_are_named() -> None:
     group = LocalGroup(2)
 
     def lonely(comm: Comm) -> Any:
-        yield comm.recv(Parcel([torch.zeros(1, dtype=torch.uint8)], 1 - comm.rank, "q"))
+        yield comm.post([], [Parcel([torch.zeros(1, dtype=torch.uint8)], 1 - comm.rank, "q")])
 
     with pytest.raises(StalledError, match="ranks 0, 1 wait for each other"):
         take_turns([lonely(group.comm(rank)) for rank in range(2)])
@@ -120,6 +114,6 @@ def test_ranks_that_wait_for_nothing_are_named() -> None:
 
 def test_chunks_of_another_size_are_refused() -> None:
     group = LocalGroup(2)
-    group.comm(1).recv(Parcel([torch.zeros(3, dtype=torch.uint8)], 0, "q"))
+    group.comm(1).post([], [Parcel([torch.zeros(3, dtype=torch.uint8)], 0, "q")])
     with pytest.raises(StalledError, match=r"chunks of \[4\] bytes were sent \(kv\), \[3\] expected \(q\)"):
-        group.comm(0).send(Parcel([torch.zeros(4, dtype=torch.uint8)], 1, "kv"))
+        group.comm(0).post([Parcel([torch.zeros(4, dtype=torch.uint8)], 1, "kv")], [])

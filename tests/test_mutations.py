@@ -228,11 +228,11 @@ def trade_partials_between_heads() -> Plan:
 # progress
 
 
-def send_before_posting_the_receive() -> Plan:
+def send_a_turn_before_posting_the_receive() -> Plan:
     plan = mesh()
     for rank, text in ((0, "recv q1 from 1"), (1, "recv q0 from 0")):
-        send = "send q0 to 1" if rank == 0 else "send q1 to 0"
-        plan = edit(plan, rank, lambda steps, text=text, send=send: move(steps, text, find(steps, send)))
+        attend = f"attend q{rank} x kv{rank}"
+        plan = edit(plan, rank, lambda steps, text=text, attend=attend: move(steps, text, find(steps, attend)))
     return plan
 
 
@@ -311,7 +311,7 @@ CAUGHT_BY = {
         swap_two_collectives,
         stay_out_of_a_collective,
     ),
-    "progress": (send_before_posting_the_receive,),
+    "progress": (send_a_turn_before_posting_the_receive,),
     "homecoming": (merge_twice, merge_twice_along_a_ring),
     "purpose": (send_what_nobody_reads,),
     "tidiness": (forget_the_last_free, throw_away_what_is_to_be_kept),

@@ -342,7 +342,7 @@ def _comms(group: Group | LocalGroup | Comm | Sequence[Comm] | None) -> tuple[li
         return [group.comm(rank) for rank in range(group.size)], True
     if isinstance(group, list | tuple):
         return list(group), True
-    if hasattr(group, "together"):
+    if hasattr(group, "share"):
         return [group], False  # type: ignore[list-item]
     return [TorchComm(group)], False  # type: ignore[arg-type]
 

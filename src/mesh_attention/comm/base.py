@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Work(Protocol):
-    """Something posted. After `wait`, the chunks may be read or used again."""
+    """Something posted. After `wait`, the chunks may be read or used again; waiting again does nothing."""
 
     def is_done(self) -> bool: ...
 
@@ -21,7 +21,7 @@ class Work(Protocol):
 
 
 class Parcel(NamedTuple):
-    """One transfer of a collective: the chunks of an item, and the other rank."""
+    """One end of a transfer: the chunks of an item, and the other rank."""
 
     chunks: Sequence[Tensor]
     peer: int
@@ -40,12 +40,8 @@ class Comm(Protocol):
     rank: int
     size: int
 
-    def send(self, parcel: Parcel) -> Work: ...
-
-    def recv(self, parcel: Parcel) -> Work: ...
-
-    def together(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
-        """All of a collective's transfers at once."""
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        """All transfers of a turn or a collective, at once: none of them waits for another of them."""
 
     def share(self, text: str) -> Sharing:
         """Tell every rank of the group a text."""

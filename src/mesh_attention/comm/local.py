@@ -75,14 +75,10 @@ class LocalComm:
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self.group, self.rank, self.size = group, rank, group.size
 
-    def send(self, parcel: Parcel) -> Work:
-        return self.group.post(self.rank, parcel.peer, send=parcel)
-
-    def recv(self, parcel: Parcel) -> Work:
-        return self.group.post(parcel.peer, self.rank, recv=parcel)
-
-    def together(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
-        return _AllOf([*map(self.recv, recvs), *map(self.send, sends)])
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        works = [self.group.post(parcel.peer, self.rank, recv=parcel) for parcel in recvs]
+        works += [self.group.post(self.rank, parcel.peer, send=parcel) for parcel in sends]
+        return _AllOf(works)
 
     def share(self, text: str) -> Sharing:
         texts = self.group._texts

@@ -23,14 +23,8 @@ class TorchComm:
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
 
-    def send(self, parcel: Parcel) -> Work:
-        return _Works([dist.isend(chunk, group=self.group, group_dst=parcel.peer) for chunk in parcel.chunks])
-
-    def recv(self, parcel: Parcel) -> Work:
-        return _Works([dist.irecv(chunk, group=self.group, group_src=parcel.peer) for chunk in parcel.chunks])
-
-    def together(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
-        # Receives first: Gloo reaches both directions of the link only that way.
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        # One batch, so that NCCL starts them together; receives first, since Gloo is full duplex only that way.
         posts = [
             dist.P2POp(op, chunk, group=self.group, group_peer=parcel.peer)
             for op, parcels in ((dist.irecv, recvs), (dist.isend, sends))
@@ -59,6 +53,8 @@ def process_group(group: Group | None) -> ProcessGroup:
 
 
 class _Works:
+    """The requests of one post. Waited for once: Gloo would wait for another message the second time."""
+
     def __init__(self, works: list[Any]) -> None:
         self.works = works
 
@@ -66,7 +62,8 @@ class _Works:
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
-        for work in self.works:
+        works, self.works = self.works, []
+        for work in works:
             work.wait()
 
 

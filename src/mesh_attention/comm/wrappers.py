@@ -24,22 +24,13 @@ class Recording:
     def __post_init__(self) -> None:
         self.rank, self.size = self.inner.rank, self.inner.size
 
-    def send(self, parcel: Parcel) -> Work:
-        self._count(parcel, self.sent_nbytes)
-        self.messages += len(parcel.chunks)
-        return self.inner.send(parcel)
-
-    def recv(self, parcel: Parcel) -> Work:
-        self._count(parcel, self.received_nbytes)
-        return self.inner.recv(parcel)
-
-    def together(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         for parcel in sends:
             self._count(parcel, self.sent_nbytes)
             self.messages += len(parcel.chunks)
         for parcel in recvs:
             self._count(parcel, self.received_nbytes)
-        return self.inner.together(sends, recvs)
+        return self.inner.post(sends, recvs)
 
     def share(self, text: str) -> Sharing:
         self.shared += 1
@@ -59,14 +50,8 @@ class Delaying:
     def __post_init__(self) -> None:
         self.rank, self.size = self.inner.rank, self.inner.size
 
-    def send(self, parcel: Parcel) -> Work:
-        return _Later(self.inner.send(parcel), self.seconds)
-
-    def recv(self, parcel: Parcel) -> Work:
-        return _Later(self.inner.recv(parcel), self.seconds)
-
-    def together(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
-        return _Later(self.inner.together(sends, recvs), self.seconds)
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        return _Later(self.inner.post(sends, recvs), self.seconds)
 
     def share(self, text: str) -> Sharing:
         return self.inner.share(text)
@@ -94,14 +79,8 @@ class Failing:
     def __post_init__(self) -> None:
         self.rank, self.size = self.inner.rank, self.inner.size
 
-    def send(self, parcel: Parcel) -> Work:
-        return self.inner.send(self._checked(parcel))
-
-    def recv(self, parcel: Parcel) -> Work:
-        return self.inner.recv(self._checked(parcel))
-
-    def together(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
-        return self.inner.together([self._checked(p) for p in sends], [self._checked(p) for p in recvs])
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        return self.inner.post([self._checked(p) for p in sends], [self._checked(p) for p in recvs])
 
     def share(self, text: str) -> Sharing:
         return self.inner.share(text)

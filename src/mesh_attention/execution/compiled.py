@@ -13,7 +13,8 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffers import shared_buffers
 from mesh_attention.plan.calls import KernelCall, kernel_calls
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import AXIS_OF, Attend, Free, Item, Recv, Send, Step, effects
+from mesh_attention.plan.steps import AXIS_OF, Attend, Item, Recv, Send, Step, effects
+from mesh_attention.plan.turns import turns
 
 
 class Piece(NamedTuple):
@@ -41,13 +42,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """A step, what must have arrived before it, whose sends must be over, and its kernel calls."""
+    """A step or a turn of posts, what must have arrived before it, whose sends must be over, and its kernel calls."""
 
     index: int
     step: Step
     arrivals: tuple[Item, ...]
     departures: tuple[Item, ...]
     calls: tuple[Call, ...] = ()
+    turn: tuple[Step, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Compiled:
 
     plan: Plan
     rank: int
+    steps: tuple[Step, ...]
     instructions: tuple[Instruction, ...]
     lots: dict[Item, Lot]
     peak_nbytes: int
@@ -67,26 +70,29 @@ def compile_program(plan: Plan, rank: int) -> Compiled:
     kept = matrix.kept(plan.schedule.keep, rank)
     lots = _lots(program.steps, matrix, kept)
     calls = kernel_calls(program.steps, matrix, kept)
+    turn_at = {turn.start: turn for turn in turns(program.steps)}
     in_flight: set[Item] = set()
     leaving: set[Item] = set()
     instructions = []
-    for index, step in enumerate(program.steps):
-        done = effects(step)
-        arrivals = tuple(item for item in done.reads if item in in_flight)
+    index = 0
+    while index < len(program.steps):
+        span = turn_at.get(index, range(index, index + 1))
+        steps = program.steps[span.start : span.stop]
+        done = [effects(step) for step in steps]
+        # What is freed unread is waited for as well: its buffer must not go while something may land in it.
+        arrivals = tuple(i for one in done for i in (*one.reads, *one.frees) if i in in_flight)
+        departures = tuple(item for one in done for item in one.frees if item in leaving)
         in_flight.difference_update(arrivals)
-        departures = tuple(item for item in done.frees if item in leaving)
         leaving.difference_update(departures)
-        if isinstance(step, Recv):
-            in_flight.add(step.item)
-        elif isinstance(step, Send):
-            leaving.add(step.item)
-        elif isinstance(step, Free) and step.item in in_flight:
-            arrivals = (step.item,)
-            in_flight.discard(step.item)
+        in_flight.update(step.item for step in steps if isinstance(step, Recv))
+        leaving.update(step.item for step in steps if isinstance(step, Send))
+        step = steps[0]
         worked_out = tuple(_call(call, step, lots, matrix) for call in calls.get(index, ()) if isinstance(step, Attend))
-        instructions.append(Instruction(index, step, arrivals, departures, worked_out))
+        turn = steps if index in turn_at else ()
+        instructions.append(Instruction(index, step, tuple(dict.fromkeys(arrivals)), departures, worked_out, turn))
+        index = span.stop
     kept_items = tuple(item for group in kept for item in group)
-    return Compiled(plan, rank, tuple(instructions), lots, program.peak_nbytes, kept_items)
+    return Compiled(plan, rank, program.steps, tuple(instructions), lots, program.peak_nbytes, kept_items)
 
 
 def item_segments(item: Item, matrix: BlockMatrix) -> tuple[Segment, ...]:

@@ -5,7 +5,7 @@ A generator that yields what it waits for, so that one thread can run one rank o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,10 +31,13 @@ from mesh_attention.plan.steps import (
     Pack,
     Recv,
     Send,
+    Step,
+    effects,
     running,
     transfers,
 )
-from mesh_attention.plan.text import format_item, format_numbers, format_step
+from mesh_attention.plan.text import format_item, format_step
+from mesh_attention.plan.turns import turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +93,8 @@ class Executor:
             match instruction.step:
                 case Attend():
                     self._attend(instruction.calls)
-                case Recv(item, source):
-                    self._allocate(item)
-                    self._post(self.works, item, self.comm.recv, Parcel(self._chunks(item), source, item.kind))
-                case Send(item, dest):
-                    self._post(self.leaving, item, self.comm.send, Parcel(self._chunks(item), dest, item.kind))
+                case Recv() | Send():
+                    self._take_turn(instruction.turn)
                 case Free(item):
                     self._release(item)
                 case Pack(before, after):
@@ -133,19 +133,23 @@ class Executor:
         return f"rank {self.compiled.rank}, step {self.at.index} '{format_step(self.at.step)}'"
 
     def _waited_for(self, instruction: Instruction, item: Item | None) -> str:
-        """The other end, read off the steps; only needed when something has gone wrong."""
-        earlier = [i.step for i in self.compiled.instructions[: instruction.index]]
-        for step in reversed(earlier):
-            if isinstance(step, Recv) and step.item == item:
-                return f"{format_item(step.item)} from rank {step.source}"
-            if isinstance(step, Send) and step.item == item:
-                return f"{format_item(step.item)} to reach rank {step.dest}"
-        sends, recvs = transfers(instruction.step)
-        return f"rank(s) {format_numbers(sorted({s.dest for s in sends} | {r.source for r in recvs}))}"
+        """The other ends of the turn that the item was part of; only needed when something has gone wrong."""
+        steps = self.compiled.steps
+        posts: Sequence[Step] = (instruction.step,)
+        for turn in turns(steps[: instruction.index]):
+            if any(item in (*effects(steps[at]).reads, *effects(steps[at]).writes) for at in turn):
+                posts = [steps[at] for at in turn]
+        sends = [send for step in posts for send in transfers(step)[0]]
+        recvs = [recv for step in posts for recv in transfers(step)[1]]
+        awaited = [f"{format_item(recv.item)} from rank {recv.source}" for recv in recvs]
+        return ", ".join([*awaited, *(f"{format_item(send.item)} to reach rank {send.dest}" for send in sends)])
 
-    def _post(self, works: dict[Item, list[Work]], item: Item, post: Callable[[Parcel], Work], parcel: Parcel) -> None:
+    def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], chunks: Callable[[Item], list[Tensor]]) -> Work:
         try:
-            works.setdefault(item, []).append(post(parcel))
+            return self.comm.post(
+                [Parcel(chunks(send.item), send.dest, send.item.kind) for send in sends],
+                [Parcel(chunks(recv.item), recv.source, recv.item.kind) for recv in recvs],
+            )
         except Exception as error:
             raise TransportError(f"{self._here()}: could not be posted: {error}") from error
 
@@ -245,12 +249,24 @@ class Executor:
         self.meter.take(sum(tensor.nbytes for tensor in fields.values()))
         return fields
 
+    def _take_turn(self, turn: Sequence[Step]) -> None:
+        sends = [step for step in turn if isinstance(step, Send)]
+        recvs = [step for step in turn if isinstance(step, Recv)]
+        for step in turn:
+            if isinstance(step, Pack):
+                self._pack(step.before, step.after)
+            elif isinstance(step, Recv):
+                self._allocate(step.item)
+        work = self._post(sends, recvs, self._chunks)
+        for recv in recvs:
+            self.works[recv.item] = [work]
+        for send in sends:
+            self.leaving.setdefault(send.item, []).append(work)
+
     def _collective(self, instruction: Instruction, step: Collective) -> Generator[Work, None, None]:
         for recv in step.recvs:
             self._allocate(recv.item)
-        sends = [Parcel(self._chunks(send.item), send.dest, send.item.kind) for send in step.sends]
-        recvs = [Parcel(self._chunks(recv.item), recv.source, recv.item.kind) for recv in step.recvs]
-        yield from self._wait([self.comm.together(sends, recvs)], instruction, None)
+        yield from self._wait([self._post(step.sends, step.recvs, self._chunks)], instruction, None)
 
     def _exchange(self, instruction: Instruction, step: Exchange) -> Generator[Work, None, None]:
         """Heads for tokens, or back. The whole item's tokens travel from and to where they lie; at home, where all
@@ -266,14 +282,9 @@ class Executor:
         if inward:
             for piece, staging in staged.items():
                 _copy(staging.fields, self._heads(at_home, piece.source))
-        sends = [
-            Parcel(self._exchange_chunks(send.item, whole, staged), send.dest, send.item.kind) for send in step.sends
-        ]
-        recvs = [
-            Parcel(self._exchange_chunks(recv.item, whole, staged), recv.source, recv.item.kind) for recv in step.recvs
-        ]
         self._keep_own_piece(whole, at_whole, at_home, inward=inward)
-        yield from self._wait([self.comm.together(sends, recvs)], instruction, None)
+        work = self._post(step.sends, step.recvs, lambda piece: self._exchange_chunks(piece, whole, staged))
+        yield from self._wait([work], instruction, None)
         for piece, staging in staged.items():
             if not inward:
                 _copy(self._heads(at_home, piece.source), staging.fields)

@@ -36,7 +36,7 @@ def unshard(local: Tensor, layout: Layout, comm: Comm, *, dim: int = 1) -> Tenso
         raise ProblemError(f"ranks hold {lengths} tokens; the shards of a {layout.name} sequence would have {due}")
     shards = [ours if rank == comm.rank else ours.new_empty((n, *ours.shape[1:])) for rank, n in enumerate(lengths)]
     others = [rank for rank in range(comm.size) if rank != comm.rank]
-    comm.together(
+    comm.post(
         [Parcel([ours.view(-1)], rank, "unshard") for rank in others if ours.numel()],
         [Parcel([shards[rank].view(-1)], rank, "unshard") for rank in others if shards[rank].numel()],
     ).wait()

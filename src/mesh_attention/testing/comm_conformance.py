@@ -21,8 +21,8 @@ def _bytes_of(rank: int, number: int, size: int = 5) -> torch.Tensor:
 def messages_arrive_in_the_order_they_were_sent(comm: Comm) -> Generator[Work, None, None]:
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     received = [torch.zeros(5, dtype=torch.uint8) for _ in range(4)]
-    works = [comm.recv(Parcel([chunk], before, "kv")) for chunk in received]
-    works += [comm.send(Parcel([_bytes_of(comm.rank, number)], after, "kv")) for number in range(4)]
+    works = [comm.post([], [Parcel([chunk], before, "kv")]) for chunk in received]
+    works += [comm.post([Parcel([_bytes_of(comm.rank, number)], after, "kv")], []) for number in range(4)]
     yield from works
     for number, chunk in enumerate(received):
         assert torch.equal(chunk, _bytes_of(before, number))
@@ -34,8 +34,8 @@ def an_item_of_several_chunks_arrives_whole(comm: Comm) -> Generator[Work, None,
     if peer == comm.rank:
         return
     landing = torch.zeros(20, dtype=torch.uint8)
-    arrival = comm.recv(Parcel([landing[2:7], landing[12:20]], peer, "q"))
-    departure = comm.send(Parcel([_bytes_of(comm.rank, 1), _bytes_of(comm.rank, 2, 8)], peer, "q"))
+    arrival = comm.post([], [Parcel([landing[2:7], landing[12:20]], peer, "q")])
+    departure = comm.post([Parcel([_bytes_of(comm.rank, 1), _bytes_of(comm.rank, 2, 8)], peer, "q")], [])
     yield arrival
     yield departure
     assert torch.equal(landing[2:7], _bytes_of(peer, 1))
@@ -45,17 +45,17 @@ def an_item_of_several_chunks_arrives_whole(comm: Comm) -> Generator[Work, None,
 
 def a_send_posted_before_its_receive_waits_for_it(comm: Comm) -> Generator[Work, None, None]:
     if comm.rank == 0:
-        yield comm.send(Parcel([_bytes_of(0, 3)], 1, "o"))
+        yield comm.post([Parcel([_bytes_of(0, 3)], 1, "o")], [])
     elif comm.rank == 1:
         landing = torch.zeros(5, dtype=torch.uint8)
-        yield comm.recv(Parcel([landing], 0, "o"))
+        yield comm.post([], [Parcel([landing], 0, "o")])
         assert torch.equal(landing, _bytes_of(0, 3))
 
 
 def everybody_can_exchange_with_everybody(comm: Comm) -> Generator[Work, None, None]:
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     landing = {rank: torch.zeros(5, dtype=torch.uint8) for rank in others}
-    yield comm.together(
+    yield comm.post(
         [Parcel([_bytes_of(comm.rank, rank)], rank, "kv") for rank in others],
         [Parcel([landing[rank]], rank, "kv") for rank in others],
     )
@@ -63,8 +63,18 @@ def everybody_can_exchange_with_everybody(comm: Comm) -> Generator[Work, None, N
         assert torch.equal(landing[rank], _bytes_of(rank, comm.rank))
 
 
+def waiting_again_does_nothing(comm: Comm) -> Generator[Work, None, None]:
+    """One post is waited for by whoever reads what arrived and by whoever frees what was sent."""
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    landing = torch.zeros(5, dtype=torch.uint8)
+    work = comm.post([Parcel([_bytes_of(comm.rank, 7)], after, "kv")], [Parcel([landing], before, "kv")])
+    yield work
+    yield work
+    assert torch.equal(landing, _bytes_of(before, 7))
+
+
 def an_empty_collective_is_done(comm: Comm) -> Generator[Work, None, None]:
-    yield comm.together([], [])
+    yield comm.post([], [])
 
 
 def texts_are_shared_in_rank_order(comm: Comm) -> Generator[Work, None, None]:
@@ -79,6 +89,7 @@ CHECKS: tuple[Check, ...] = (
     an_item_of_several_chunks_arrives_whole,
     a_send_posted_before_its_receive_waits_for_it,
     everybody_can_exchange_with_everybody,
+    waiting_again_does_nothing,
     an_empty_collective_is_done,
     texts_are_shared_in_rank_order,
 )

@@ -23,6 +23,7 @@ from mesh_attention.plan.steps import (
     effects,
     transfers,
 )
+from mesh_attention.plan.turns import turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,12 @@ class Evidence:
         self.programs: list[Program] = []
         self.effects: list[list[Effects]] = []
         self.calls: list[dict[int, Call]] = []
+        self.turns: list[dict[int, range]] = []
         for program in programs:
             self.programs.append(program)
             self.effects.append([effects(step) for step in program.steps])
             self.calls.append(_number_calls(program))
+            self.turns.append({turn.start: turn for turn in turns(program.steps)})
         self.sends = Counter(sighting.transfer for sighting in self._sightings(Send))
         self.recvs = Counter(sighting.transfer for sighting in self._sightings(Recv))
 

@@ -1,9 +1,8 @@
 """Runs all programs with no data, to find an order in which they can go, or the circle in which they wait.
 
-The strictest reading of the steps: a receive is posted and waits for nothing; a send waits until its receive is posted;
-a read waits until what it reads has been sent; a collective waits until the whole group is there. Whatever runs to the
-end here also runs on any transport that is kinder. Transfers that lack their other end wait for nothing here: that is
-another rule's to report.
+A strict reading of the steps: the posts of a turn are made at once, when what its sends read is there; a send waits
+until its receive is posted; a read waits until what it reads has been sent; a collective waits until the whole group is
+there. Transfers that lack their other end wait for nothing here: that is another rule's to report.
 """
 
 from __future__ import annotations
@@ -100,7 +99,8 @@ class _Rendezvous:
         """What the next step of a rank still waits for, and from whom."""
         if (rank, index) in self.excused:
             return None
-        for item in self.evidence.effects[rank][index].reads:
+        effects = self.evidence.effects[rank]
+        for item in [item for at in self.evidence.turns[rank].get(index, (index,)) for item in effects[at].reads]:
             arrival = self.arriving.get((rank, item))
             if arrival is not None:
                 transfer, nth = arrival
@@ -122,13 +122,15 @@ class _Rendezvous:
         return None
 
     def _carry_out(self, rank: int, index: int, awake: list[int]) -> None:
-        step = self.evidence.programs[rank].steps[index]
-        if isinstance(step, Recv):
-            transfer = self.evidence.transfer(rank, index, step)
-            self.posted[transfer] += 1
-            self.arriving[rank, step.item] = (transfer, self.posted[transfer])
-            self._wake(("posted", transfer), awake)
-        elif isinstance(step, Send):
+        steps = self.evidence.programs[rank].steps
+        for at in self.evidence.turns[rank].get(index, ()):
+            if isinstance(post := steps[at], Recv):
+                transfer = self.evidence.transfer(rank, at, post)
+                self.posted[transfer] += 1
+                self.arriving[rank, post.item] = (transfer, self.posted[transfer])
+                self._wake(("posted", transfer), awake)
+        step = steps[index]
+        if isinstance(step, Send):
             transfer = self.evidence.transfer(rank, index, step)
             self.sent[transfer] += 1
             self._wake(("sent", transfer), awake)
