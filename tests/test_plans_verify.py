@@ -68,3 +68,14 @@ def test_any_plan_is_right(plan: Plan) -> None:
 @settings(max_examples=60)
 def test_any_larger_plan_is_right(plan: Plan) -> None:
     assert_right(plan)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(("ranks", "tile", "blocks_per_call"), [(36, (6, 6), 4), (12, (1, 12), 6), (24, (4, 6), 5)])
+def test_many_fetches_in_a_row_along_a_ring_make_no_circle(
+    ranks: int, tile: tuple[int, int], blocks_per_call: int, direction: Direction
+) -> None:
+    problem = Problem.self_attention(seq=4096 * ranks, heads=32, kv_heads=8, head_dim=128, ranks=ranks, mask=causal())
+    options = {"tile": tile, "direction": direction, "blocks_per_call": blocks_per_call}
+    for partials in ("ring", "direct"):
+        assert_right(make_plan(problem, route="ring", partials=partials, **options))

@@ -1,8 +1,9 @@
 """Turns: neighbouring sends and receives of a program, posted at once.
 
-A transport may run what it is given strictly in order (NCCL does, on one stream): a receive that is posted alone would then
-hold up the send behind it, and two ranks that do so wait for each other. So the posts that stand side by side in a program,
-with nothing but packing between them, form one turn; a send of something that the turn itself receives begins the next.
+A transport may run what it is given strictly in order (NCCL does, on one stream): a receive that is posted alone would
+then hold up the send behind it, and two ranks that do so wait for each other. So receives and the sends that follow
+them, with nothing but packing between, form one turn. A receive after a send begins the next turn, and so does a send
+of something the turn itself receives: what follows may be waiting for what others send in this one.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ def turns(steps: Sequence[Step]) -> list[range]:
     found: list[range] = []
     received: set[Item] = set()
     start = stop = None
+    has_sent = False
     for index, step in enumerate(steps):
-        if isinstance(step, Send) and step.item in received:
+        if (isinstance(step, Send) and step.item in received) or (isinstance(step, Recv) and has_sent):
             found, start, received = _closed(found, start, stop), None, set()
         if isinstance(step, Send | Recv):
             start, stop = index if start is None else start, index + 1
+            has_sent = isinstance(step, Send)
             if isinstance(step, Recv):
                 received.add(step.item)
         elif not isinstance(step, Pack):
-            found, start, received = _closed(found, start, stop), None, set()
+            found, start, received, has_sent = _closed(found, start, stop), None, set(), False
     return _closed(found, start, stop)
 
 
