@@ -107,7 +107,7 @@ def test_any_plan_computes_attention(plan: Plan, softcap: float) -> None:
         call={"softcap": softcap, **_call_of(plan)},
     )
     attention = MeshAttention(LocalGroup(problem.ranks), layout=plan.layout, **_options_of(plan))
-    assert_equal(case, attend(attention, case), dense_answer(case), tolerance=1e-11)
+    assert_equal(case, attend(attention, case), dense_answer(case))
 
 
 def _options_of(plan: Plan) -> dict[str, Any]:
