@@ -87,6 +87,8 @@ def mixed(which: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
         (call(window_size=(2.9, 0)), UsageError, "window_size=(2.9, 0): expected (left, right) in tokens"),
         (call(window_size=(2, 0, 7)), UsageError, "expected (left, right)"),
         (call(window_size=None), UsageError, "window_size=None: expected (left, right)"),
+        (call(deterministic="x"), UsageError, "deterministic='x': expected True or False"),
+        (call(return_lse="no"), UsageError, "return_lse='no': expected True or False"),
         (call(causal="False"), UsageError, "causal='False': expected True or False"),
         (call(softmax_scale=True), UsageError, "softmax_scale=True: expected a number"),
         (call(softmax_scale=torch.tensor(0.5)), UsageError, "expected a number"),

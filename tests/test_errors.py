@@ -23,12 +23,14 @@ from mesh_attention import (
     Zigzag,
     causal,
     documents,
+    estimate_costs,
     full,
     make_plan,
     permutation,
     position_ids,
     window,
 )
+from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.schedule import Together
 
 
@@ -106,6 +108,8 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
         (lambda: Together("dance", "q"), ScheduleError, "op 'dance'"),
         (lambda: make_plan(problem(), keep="kv"), ScheduleError, "keep 'kv': expected some of q and kv"),
         (lambda: make_plan(problem(), keep=("o",)), ScheduleError, "expected some of q and kv"),
+        (lambda: estimate_costs(problem(), Assignment(Tile(3, 4)), "up"), ScheduleError, "direction 'up'"),
+        (lambda: estimate_costs(problem(), Assignment(Tile(9, 9)), "forward"), TileError, "cannot form a 9x9 tile"),
         (lambda: Costs(q="a"), ScheduleError, "cost of q is 'a'"),
         (lambda: replace(problem(), mask=None), ProblemError, "mask=None: expected a mask"),
         (lambda: Mask(left=-1), MaskError, "left=-1: expected a number of tokens, or None"),

@@ -135,6 +135,8 @@ class MeshAttention:
         """
         _refuse_known(others)
         _refuse_unknown(others, _CALL_ARGUMENTS, of="attention", allowed=REFUSED)
+        _flag("deterministic", deterministic)  # honoured either way: no result depends on timing
+        _flag("return_lse", return_lse)
         options = CallOptions(
             causal=_flag("causal", causal),
             softmax_scale=None if softmax_scale is None else _number("softmax_scale", softmax_scale),

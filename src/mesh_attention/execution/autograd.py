@@ -36,7 +36,7 @@ class Engine:
     run: Callable[[Runs], list[dict[str, Fields]]]
     kernel: Callable[[Demand], Kernel] = choose_kernel
     meters: list[Meter] = field(default_factory=list)
-    """One for each rank and pass of the last calls, for those who look at memory; cleared by whoever reads it."""
+    """One for each rank played here, of the last pass that ran; for those who look at memory."""
 
     def execute(
         self,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from mesh_attention.errors import ScheduleError
-from mesh_attention.plan.assignment import Assignment
+from mesh_attention.plan.assignment import Assignment, check_assignment
 from mesh_attention.plan.blocks import elements_a_token
-from mesh_attention.plan.steps import AXIS_OF, KINDS, Direction, Kind
+from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, KINDS, Direction, Kind
 from mesh_attention.problem import Problem
 
 FLOPS_PER_BYTE = 12_000.0
@@ -43,6 +43,9 @@ def estimate_costs(
 
     Blocks are taken as equal: a mask's work is spread evenly over all of them, as zigzag and striped layouts do.
     """
+    check_assignment(assignment, problem)
+    if direction not in DIRECTIONS:
+        raise ScheduleError(f"direction {direction!r}: expected {' or '.join(DIRECTIONS)}")
     everything = {"q": range(problem.seq_q), "kv": range(problem.seq_kv)}
     pairs = problem.mask.pairs(**everything, seq_q=problem.seq_q, seq_kv=problem.seq_kv)
     inner = problem.head_dim_qk + problem.head_dim_v
