@@ -6,6 +6,8 @@ MeshAttentionError
 │   ├── MaskError                     a mask that is malformed or does not fit the problem
 │   ├── TileError                     a tile or a Ulysses degree that does not fit
 │   ├── ScheduleError                 schedule options that contradict each other
+│   ├── TopologyError                 a cluster that cannot be, or that does not fit the plan
+│   ├── MemoryLimitError              no plan stays below the memory that was allowed
 │   └── ParseError                    text or JSON that is not a plan, a step or a size
 ├── PlanError                         a plan that breaks a rule (see verification/)
 ├── DisagreementError                 ranks that were asked for different things
@@ -38,6 +40,14 @@ class TileError(UsageError):
 
 class ScheduleError(UsageError):
     """Schedule options that contradict each other or the plan they are for."""
+
+
+class TopologyError(UsageError):
+    """A cluster that cannot be, or that has not as many ranks as the plan."""
+
+
+class MemoryLimitError(UsageError):
+    """No plan stays below the memory that was allowed; the message says what the smallest needs."""
 
 
 class ParseError(UsageError):

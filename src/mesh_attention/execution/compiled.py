@@ -13,8 +13,8 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffers import shared_buffers
 from mesh_attention.plan.calls import KernelCall, kernel_calls
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import AXIS_OF, Attend, Item, Recv, Send, Step, effects
-from mesh_attention.plan.turns import turns
+from mesh_attention.plan.steps import AXIS_OF, Attend, Item, Step, effects
+from mesh_attention.plan.waits import stops
 
 
 class Piece(NamedTuple):
@@ -70,27 +70,13 @@ def compile_program(plan: Plan, rank: int) -> Compiled:
     kept = matrix.kept(plan.schedule.keep, rank)
     lots = _lots(program.steps, matrix, kept)
     calls = kernel_calls(program.steps, matrix, kept)
-    turn_at = {turn.start: turn for turn in turns(program.steps)}
-    in_flight: set[Item] = set()
-    leaving: set[Item] = set()
     instructions = []
-    index = 0
-    while index < len(program.steps):
-        span = turn_at.get(index, range(index, index + 1))
-        steps = program.steps[span.start : span.stop]
-        done = [effects(step) for step in steps]
-        # What is freed unread is waited for as well: its buffer must not go while something may land in it.
-        arrivals = tuple(i for one in done for i in (*one.reads, *one.frees) if i in in_flight)
-        departures = tuple(item for one in done for item in one.frees if item in leaving)
-        in_flight.difference_update(arrivals)
-        leaving.difference_update(departures)
-        in_flight.update(step.item for step in steps if isinstance(step, Recv))
-        leaving.update(step.item for step in steps if isinstance(step, Send))
+    for stop in stops(program.steps):
+        steps, index = program.steps[stop.span.start : stop.span.stop], stop.span.start
         step = steps[0]
         worked_out = tuple(_call(call, step, lots, matrix) for call in calls.get(index, ()) if isinstance(step, Attend))
-        turn = steps if index in turn_at else ()
-        instructions.append(Instruction(index, step, tuple(dict.fromkeys(arrivals)), departures, worked_out, turn))
-        index = span.stop
+        turn = steps if stop.is_turn else ()
+        instructions.append(Instruction(index, step, stop.arrivals, stop.departures, worked_out, turn))
     kept_items = tuple(item for group in kept for item in group)
     return Compiled(plan, rank, program.steps, tuple(instructions), lots, program.peak_nbytes, kept_items)
 

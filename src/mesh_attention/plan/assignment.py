@@ -4,11 +4,18 @@ n = ulysses · rows · cols ranks. Each run of `ulysses` consecutive ranks trade
 as one *place* of the grid, once for each slice of the heads; without Ulysses a place is a rank. Place p has grid row
 p // rows and grid column p % rows. Its Q group is its grid row (`rows` consecutive places), its KV group its grid
 column (`cols` places, `rows` apart); its tile is the Q shards of its Q group × the KV shards of its KV group.
+
+An *inner* tile says which places are neighbours, for clusters whose nodes hold several ranks: inner.rows members of a
+Q group × inner.cols members of a KV group are consecutive places. Groups are then rings of rings: offsets count the
+neighbours first, and go on to the next run of neighbours after them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import isqrt
 from typing import Literal
 
 from mesh_attention.errors import ParseError, TileError
@@ -53,7 +60,13 @@ def as_tile(tile: Tile | tuple[int, int] | str) -> Tile:
 
 def tiles_of(places: int) -> tuple[Tile, ...]:
     """Every tile that fits, fewest rows first."""
-    return tuple(Tile(rows, places // rows) for rows in range(1, places + 1) if places % rows == 0)
+    return tuple(Tile(rows, places // rows) for rows in divisors(places))
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Smallest first."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +75,19 @@ class Assignment:
 
     tile: Tile
     ulysses: int = 1
+    inner: Tile | None = None
+
+    def __post_init__(self) -> None:
+        inner, tile = self.inner, self.tile
+        if inner is None:
+            return
+        if tile.rows % inner.rows or tile.cols % inner.cols:
+            raise TileError(
+                f"inner tile {inner} does not divide the {tile} tile; its rows must divide {tile.rows} "
+                f"({_divisors_text(tile.rows)}), its columns {tile.cols} ({_divisors_text(tile.cols)})"
+            )
+        if inner == Tile(tile.rows, 1):  # as places lie without one
+            object.__setattr__(self, "inner", None)
 
     @property
     def places(self) -> int:
@@ -81,20 +107,73 @@ class Assignment:
         start = self.place(rank) * self.ulysses
         return range(start, start + self.ulysses)
 
-    def group(self, axis: Axis, place: int) -> range:
-        """The places that share a tile row (its Q group) or a tile column (its KV group), in ring order."""
+    def group(self, axis: Axis, place: int) -> Sequence[int]:
+        """The places that share a tile row (its Q group) or a tile column (its KV group), in order."""
+        if self.inner is not None:
+            return _members(self, axis, place)
         rows = self.tile.rows
         if axis == "row":
             return range(place - place % rows, place - place % rows + rows)
         return range(place % rows, self.places, rows)
 
+    def size(self, axis: Axis) -> int:
+        """Of each Q group (row) or KV group (col)."""
+        return self.tile.rows if axis == "row" else self.tile.cols
+
+    def inner_size(self, axis: Axis) -> int:
+        """How many members of a group are neighbours: the length of the inner rings that its ring is made of."""
+        if self.inner is None:
+            return self.tile.rows if axis == "row" else 1
+        return self.inner.rows if axis == "row" else self.inner.cols
+
     def peer(self, axis: Axis, place: int, offset: int) -> int:
-        """The place `offset` before this one in its group's ring; negative offsets look ahead."""
-        rows, cols = self.tile.rows, self.tile.cols
-        row, col = divmod(place, rows)
+        """The place `offset` before this one in its group's ring; negative offsets look ahead.
+
+        In a ring of inner rings of size w, offset k is k % w before it in the inner ring, k // w inner rings before.
+        """
+        row, col = self.coordinates(place)
         if axis == "row":
-            return row * rows + (col - offset) % rows
-        return (row - offset) % cols * rows + col
+            return self._place(row, _turned(col, offset, self.tile.rows, self.inner_size(axis)))
+        return self._place(_turned(row, offset, self.tile.cols, self.inner_size(axis)), col)
+
+    def offset_back(self, axis: Axis, offset: int) -> int:
+        """The offset at which the place at `offset` sees the one that sees it there."""
+        inner = self.inner_size(axis)
+        rings, at = divmod(offset, inner)
+        return -rings % (self.size(axis) // inner) * inner + -at % inner
+
+    def coordinates(self, place: int) -> tuple[int, int]:
+        """Grid row and grid column of a place."""
+        if self.inner is None:
+            return divmod(place, self.tile.rows)
+        wide, high = self.inner.rows, self.inner.cols
+        run, local = divmod(place, wide * high)
+        (outer_row, outer_col), (row, col) = divmod(run, self.tile.rows // wide), divmod(local, wide)
+        return outer_row * high + row, outer_col * wide + col
+
+    def _place(self, row: int, col: int) -> int:
+        if self.inner is None:
+            return row * self.tile.rows + col
+        wide, high = self.inner.rows, self.inner.cols
+        (outer_row, row), (outer_col, col) = divmod(row, high), divmod(col, wide)
+        return (outer_row * (self.tile.rows // wide) + outer_col) * wide * high + row * wide + col
+
+
+def _turned(index: int, offset: int, size: int, inner: int) -> int:
+    """The member `offset` before the one at `index`, in a ring of inner rings."""
+    (ring, at), (rings_back, back) = divmod(index, inner), divmod(abs(offset), inner)
+    if offset < 0:
+        rings_back, back = -rings_back, -back
+    return (ring - rings_back) % (size // inner) * inner + (at - back) % inner
+
+
+@lru_cache(maxsize=4096)
+def _members(assignment: Assignment, axis: Axis, place: int) -> tuple[int, ...]:
+    row, col = assignment.coordinates(place)
+    tile = assignment.tile
+    if axis == "row":
+        return tuple(assignment._place(row, index) for index in range(tile.rows))
+    return tuple(assignment._place(index, col) for index in range(tile.cols))
 
 
 def check_assignment(assignment: Assignment, problem: Problem) -> None:
@@ -119,4 +198,4 @@ def check_degree(ulysses: int, problem: Problem) -> None:
 
 
 def _divisors_text(number: int) -> str:
-    return " ".join(str(tile.rows) for tile in tiles_of(number))
+    return " ".join(map(str, divisors(number)))

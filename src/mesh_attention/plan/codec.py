@@ -71,6 +71,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "partials": plan.schedule.partials,
         "keep": ",".join(plan.schedule.keep) or "nothing",
     }
+    if plan.assignment.inner is not None:
+        written["inner"] = str(plan.assignment.inner)
     if plan.programs is None:
         return written | {"moves": [format_move(move) for move in plan.schedule.moves]}
     return written | {
@@ -110,7 +112,7 @@ _REQUIRED = ("method", "direction", "problem", "layout", "tile", "ulysses", "rou
 def _build(entries: dict[str, Any]) -> Plan:
     """A plan from its fields, texts not parsed yet."""
     missing = [key for key in _REQUIRED if key not in entries]
-    unknown = [key for key in entries if key not in (*_REQUIRED, "moves", "programs")]
+    unknown = [key for key in entries if key not in (*_REQUIRED, "inner", "moves", "programs")]
     if missing or unknown:
         raise ParseError(f"plan lacks {missing or 'nothing'} and has unknown {unknown or 'nothing'}")
     moves, programs = entries.get("moves"), entries.get("programs")
@@ -127,7 +129,11 @@ def _build(entries: dict[str, Any]) -> Plan:
         direction=_direction(entries["direction"]),
         problem=_problem(entries["problem"]),
         layout=layout_named(_text("layout", entries["layout"])),
-        assignment=Assignment(Tile.parse(_text("tile", entries["tile"])), _whole("ulysses", entries["ulysses"])),
+        assignment=Assignment(
+            Tile.parse(_text("tile", entries["tile"])),
+            _whole("ulysses", entries["ulysses"]),
+            Tile.parse(_text("inner", entries["inner"])) if "inner" in entries else None,
+        ),
         schedule=schedule,
         programs=None if programs is None else _programs(programs),
     )

@@ -151,14 +151,16 @@ class _Lowering:
             return
         group = tuple(self.assignment.ulysses_group(self.rank))
         # Inward, each rank gives its tokens and gets its heads; outward, it gives its heads and gets its tokens.
+        # In the order of distances round the group: at every turn each rank sends to one and hears from one.
         sends, recvs = [], []
-        for other in group:
-            given = self._piece(kind, *((self.rank, other) if inward else (other, self.rank)))
-            taken = self._piece(kind, *((other, self.rank) if inward else (self.rank, other)))
-            if other != self.rank and self.matrix.has_tokens(kind, given.shard):
-                sends.append(Send(given, other))
-            if other != self.rank and self.matrix.has_tokens(kind, taken.shard):
-                recvs.append(Recv(taken, other))
+        for distance in range(1, len(group)):
+            dest, source = group[(self.head_slice + distance) % len(group)], group[self.head_slice - distance]
+            given = self._piece(kind, *((self.rank, dest) if inward else (dest, self.rank)))
+            taken = self._piece(kind, *((source, self.rank) if inward else (self.rank, source)))
+            if self.matrix.has_tokens(kind, given.shard):
+                sends.append(Send(given, dest))
+            if self.matrix.has_tokens(kind, taken.shard):
+                recvs.append(Recv(taken, source))
         home, whole = Item(kind, self.rank, "home"), Item(kind, self.place)
         before, after = (home, whole) if inward else (whole, home)
         self.steps.append(Exchange(before, after, group, tuple(sends), tuple(recvs)))

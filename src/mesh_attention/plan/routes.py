@@ -5,9 +5,15 @@ Both ends of a transfer call these functions and come to the same answer. A hop 
 Along a ring, the shard at offset k of a place is at offset k - 1 of the place before it: it travels home → successor →
 … in rising offset, and is received at turn k. Partials travel the same way round: the place at offset 1 starts, each
 adds its own, and after the last offset comes the home. Places that do not need the shard are not in its chain.
+
+In a ring of inner rings (see `assignment`), a shard goes from inner ring to inner ring along the places where it comes
+in, and from each of these around its inner ring. So links between inner rings carry it once, and early. That is
+LoongTrain's double ring.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.blocks import BlockMatrix
@@ -35,20 +41,42 @@ def fetch_hops_out(matrix: BlockMatrix, route: Route, axis: Axis, place: int, tu
 
 
 def _chain_hops(matrix: BlockMatrix, axis: Axis, place: int) -> dict[int, list[Hop]]:
-    """By turn, what a place passes on along the ring: each shard it holds, to the next place that needs it."""
-    ring = matrix.assignment.group(axis, place)
-    at, size = ring.index(place), len(ring)
+    """By turn, what a place passes on along the ring: each shard it holds, to the next places that need it."""
     hops: dict[int, list[Hop]] = {}
-    for offset in range(size):
-        shard = ring[(at - offset) % size]
+    for offset in range(matrix.assignment.size(axis)):
+        shard = matrix.assignment.peer(axis, place, offset)
         if offset and not matrix.needs(axis, place, shard):
             continue
-        for ahead in range(1, size - offset):
-            dest = ring[(at + ahead) % size]
-            if matrix.needs(axis, dest, shard):
-                hops.setdefault(offset + ahead, []).append((dest, shard))
-                break
+        for turn in _turns_of_next(matrix, axis, shard, offset):
+            hops.setdefault(turn, []).append((_ahead(matrix, axis, shard, turn), shard))
     return hops
+
+
+def _turns_of_next(matrix: BlockMatrix, axis: Axis, shard: int, offset: int) -> Iterator[int]:
+    """The offsets at which a shard is received from the place at `offset`."""
+    size, inner = matrix.assignment.size(axis), matrix.assignment.inner_size(axis)
+
+    def first_in_ring(start: int, stop: int) -> int | None:
+        needed = (k for k in range(start, stop) if matrix.needs(axis, _ahead(matrix, axis, shard, k), shard))
+        return next(needed, None)
+
+    ring_end = offset - offset % inner + inner
+    following = first_in_ring(offset + 1, ring_end)
+    if following is not None:
+        yield following
+    if offset % inner:
+        return
+    for start in range(ring_end, size, inner):
+        entry = first_in_ring(start, start + inner)
+        if entry is not None:
+            yield entry
+        if entry == start:  # it passes the shard on to the rings behind
+            return
+
+
+def _ahead(matrix: BlockMatrix, axis: Axis, shard: int, offset: int) -> int:
+    """The place that has a shard at this offset."""
+    return matrix.assignment.peer(axis, shard, -offset)
 
 
 def partial_hops_in(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int) -> list[Hop]:
@@ -61,29 +89,26 @@ def partial_hops_in(matrix: BlockMatrix, route: Route, axis: Axis, place: int, t
 
 def _chain_partials(matrix: BlockMatrix, axis: Axis, place: int) -> dict[int, list[Hop]]:
     """By turn, the partials that arrive along the ring: of each shard it adds to, from the place before it."""
-    ring = matrix.assignment.group(axis, place)
-    at, size = ring.index(place), len(ring)
+    size = matrix.assignment.size(axis)
     hops: dict[int, list[Hop]] = {}
     for offset in range(1, size + 1):  # offset `size` is the own shard, at the end of its chain
-        shard = ring[(at - offset) % size]
+        shard = matrix.assignment.peer(axis, place, offset)
         if offset < size and not matrix.needs(axis, place, shard):
             continue
-        for back in range(1, offset):
-            source = ring[(at - back) % size]
+        for turn in range(offset - 1, 0, -1):
+            source = _ahead(matrix, axis, shard, turn)
             if matrix.needs(axis, source, shard):
-                hops.setdefault(offset - back, []).append((source, shard))
+                hops.setdefault(turn, []).append((source, shard))
                 break
     return hops
 
 
 def partial_dest(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int) -> int:
     """Where a place sends its partial of the shard at offset `turn`: home, or the next of the chain."""
-    ring = matrix.assignment.group(axis, place)
-    at, size = ring.index(place), len(ring)
-    shard = ring[(at - turn) % size]
+    shard = matrix.assignment.peer(axis, place, turn)
     if route == "ring":
-        for ahead in range(1, size - turn):
-            following = ring[(at + ahead) % size]
+        for offset in range(turn + 1, matrix.assignment.size(axis)):
+            following = _ahead(matrix, axis, shard, offset)
             if matrix.needs(axis, following, shard):
                 return following
     return shard
@@ -91,11 +116,11 @@ def partial_dest(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn
 
 def _chain_before(matrix: BlockMatrix, axis: Axis, place: int, turn: int) -> int:
     """The place that passes the shard at offset `turn` on to this one."""
-    ring = matrix.assignment.group(axis, place)
-    at, size = ring.index(place), len(ring)
-    shard = ring[(at - turn) % size]
-    for back in range(1, turn):
-        previous = ring[(at - back) % size]
+    inner = matrix.assignment.inner_size(axis)
+    shard = matrix.assignment.peer(axis, place, turn)
+    entry = turn - turn % inner
+    for offset in (*range(turn - 1, entry, -1), *range(entry if turn > entry else entry - inner, 0, -inner)):
+        previous = _ahead(matrix, axis, shard, offset)
         if matrix.needs(axis, previous, shard):
             return previous
     return shard

@@ -266,6 +266,8 @@ def format_plan(plan: Plan) -> str:
         f"partials {plan.schedule.partials}",
         f"keep {','.join(plan.schedule.keep) or 'nothing'}",
     ]
+    if plan.assignment.inner is not None:
+        lines.append(f"inner {plan.assignment.inner}")
     if plan.programs is None:
         lines += ["moves", *(f"  {format_move(move)}" for move in plan.schedule.moves)]
     lines += map(str, plan.programs or ())

@@ -18,6 +18,7 @@ def plan_attention2d(
     layout: Layout,
     direction: Direction = "forward",
     ulysses_degree: int = 1,
+    inner: Tile | None = None,
     keep: tuple[Kind, ...] = (),
 ) -> Plan:
     """All-gather Q along rows and KV along columns, one attend of the whole tile, reduce the results to their homes."""
@@ -32,7 +33,7 @@ def plan_attention2d(
         direction=direction,
         problem=problem,
         layout=layout,
-        assignment=Assignment(tile, ulysses_degree),
+        assignment=Assignment(tile, ulysses_degree, inner),
         schedule=Schedule(moves=trade_heads(moves, direction, ulysses_degree, have=have), keep=keep),
     )
 

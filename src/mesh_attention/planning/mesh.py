@@ -1,6 +1,7 @@
 """Mesh-Attention a×b: point-to-point transfers in a greedy order.
 
-Ring-Attention is its one-row tile, pass-Q its one-column tile.
+Ring-Attention is its one-row tile, pass-Q its one-column tile, LoongTrain's double ring the one-row tile with an inner
+tile of one row, on the ring route.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route, Schedule
 from mesh_attention.plan.steps import Direction, Kind
 from mesh_attention.planning.costs import Costs, estimate_costs
+from mesh_attention.planning.entries import with_early_entries
 from mesh_attention.planning.greedy import greedy_moves
 from mesh_attention.planning.ulysses import trade_heads
 from mesh_attention.problem import Problem
@@ -23,6 +25,7 @@ def plan_mesh(
     layout: Layout,
     direction: Direction = "forward",
     ulysses_degree: int = 1,
+    inner: Tile | None = None,
     route: Route = "direct",
     partials: Route = "direct",
     blocks_per_call: int = 1,
@@ -31,10 +34,12 @@ def plan_mesh(
     method: str = "mesh",
 ) -> Plan:
     """Fetch shards and return partials one by one, attending meanwhile."""
-    assignment = Assignment(tile, ulysses_degree)
+    assignment = Assignment(tile, ulysses_degree, inner)
     costs = estimate_costs(problem, assignment, direction) if costs is None else costs
     have = keep if direction == "backward" else ()
     moves = greedy_moves(tile, direction, costs=costs, blocks_per_call=blocks_per_call, have=have)
+    if route == "ring":
+        moves = with_early_entries(moves, assignment)
     return Plan(
         method=method,
         direction=direction,

@@ -28,6 +28,7 @@ def make_plan(
     layout: Layout | str | None = None,
     direction: Direction = "forward",
     ulysses_degree: int | None = None,
+    inner: Tile | tuple[int, int] | str | None = None,
     route: Route | None = None,
     partials: Route | None = None,
     blocks_per_call: int | None = None,
@@ -36,6 +37,7 @@ def make_plan(
 ) -> Plan:
     """A plan by the named method. Left open: the tile that moves the least, the layout that suits the mask.
 
+    `inner` says which places are neighbours (see `plan.assignment`): the part of the grid that one node holds.
     `keep` names what forward leaves gathered for backward: ("kv",), ("q",) or ("q", "kv"), on one tile for both.
     `route`, `partials`, `blocks_per_call` and `costs` shape a greedy schedule; attention2d has none and refuses them.
     """
@@ -48,13 +50,14 @@ def make_plan(
     check_degree(degree, problem)
     # What is kept must suit both passes, so both take forward's tile.
     tile = _tile(problem, method, tile, layout, "forward" if keep else direction, degree)
+    inner = None if inner is None else as_tile(inner)
     given = {"route": route, "partials": partials, "blocks_per_call": blocks_per_call, "costs": costs}
     surplus = [name for name, value in given.items() if value is not None]
     if surplus and method in ("attention2d", "ulysses"):
         raise ScheduleError(f"{method} uses collectives and has no {', '.join(surplus)}; leave it out or use mesh")
     if method == "attention2d":
         return plan_attention2d(
-            problem, tile=tile, layout=layout, direction=direction, ulysses_degree=degree, keep=keep
+            problem, tile=tile, layout=layout, direction=direction, ulysses_degree=degree, inner=inner, keep=keep
         )
     return plan_mesh(
         problem,
@@ -62,6 +65,7 @@ def make_plan(
         layout=layout,
         direction=direction,
         ulysses_degree=degree,
+        inner=inner,
         route="direct" if route is None else route,
         partials="direct" if partials is None else partials,
         blocks_per_call=1 if blocks_per_call is None else blocks_per_call,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from mesh_attention.masks import Mask, causal, documents, full, window
-from mesh_attention.plan.assignment import tiles_of
+from mesh_attention.plan.assignment import Tile, divisors, tiles_of
 from mesh_attention.plan.layout import LAYOUTS, Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
@@ -74,6 +74,7 @@ def plans(draw: st.DrawFn, *, max_ranks: int = 12) -> Plan:
     degrees = [u for u in range(1, problem.ranks + 1) if problem.ranks % u == 0 and problem.kv_heads % u == 0]
     degree = draw(st.sampled_from(degrees))
     tile = draw(st.sampled_from(tiles_of(problem.ranks // degree)))
+    inner = Tile(*(draw(st.sampled_from(divisors(side))) for side in (tile.rows, tile.cols)))
     layout, direction, keep = draw(layouts()), draw(directions()), draw(st.sampled_from(KEEPABLE))
     if draw(st.booleans()):
         return make_plan(
@@ -83,6 +84,7 @@ def plans(draw: st.DrawFn, *, max_ranks: int = 12) -> Plan:
             layout=layout,
             direction=direction,
             ulysses_degree=degree,
+            inner=inner,
             keep=keep,
         )
     cost = st.floats(0.05, 20)
@@ -92,6 +94,7 @@ def plans(draw: st.DrawFn, *, max_ranks: int = 12) -> Plan:
         layout=layout,
         direction=direction,
         ulysses_degree=degree,
+        inner=inner,
         route=draw(st.sampled_from(ROUTES)),
         partials=draw(st.sampled_from(ROUTES)),
         blocks_per_call=draw(st.integers(1, 6)),

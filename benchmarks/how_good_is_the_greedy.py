@@ -1,0 +1,96 @@
+"""How good is the greedy order? Its makespan over that of the shortest schedule there is, for all small tiles.
+
+Both are priced by `planning/clocks.py`, so this says how good the order is in its own model, not how good the model is.
+Costs go from links that hide behind a tenth of a block to links that need ten, with the proportions of multi-head
+attention and of four and eight query heads a KV head. Prints two tables and, last, a JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from mesh_attention import Assignment, Costs, Problem, Tile, __version__, estimate_costs
+from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.planning.clocks import price_moves
+from mesh_attention.planning.greedy import greedy_moves
+from mesh_attention.planning.optimum import optimal_moves
+
+TILES = [Tile(rows, cols) for rows, cols in product(range(1, 5), repeat=2) if rows * cols > 1]
+Q_COSTS = [round(10 ** (exponent / 6), 3) for exponent in range(-6, 7)]
+"""Blocks that hide the transfer of one Q shard."""
+GROUPS = (1, 4, 8)
+"""Query heads a KV head."""
+OPTIMAL = 1 + 1e-9
+
+
+class Case(NamedTuple):
+    direction: Direction
+    tile: Tile
+    group: int
+    q_cost: float
+
+    def costs(self) -> Costs:
+        places = self.tile.rows * self.tile.cols
+        problem = Problem.self_attention(
+            seq=4096 * places, heads=32, kv_heads=32 // self.group, head_dim=128, ranks=places
+        )
+        at_one = estimate_costs(problem, Assignment(self.tile), self.direction, flops_per_byte=1.0)
+        return estimate_costs(problem, Assignment(self.tile), self.direction, flops_per_byte=self.q_cost / at_one.q)
+
+    def ratio(self) -> float:
+        """The greedy order's makespan, of the shortest."""
+        costs = self.costs()
+        schedules = (make(self.tile, self.direction, costs=costs) for make in (greedy_moves, optimal_moves))
+        greedy, shortest = (price_moves(s, self.tile, self.direction, costs=costs).makespan for s in schedules)
+        return greedy / shortest
+
+
+def summary(ratios: Iterable[float]) -> dict[str, float]:
+    found = list(ratios)
+    return {
+        "mean": round(statistics.mean(found), 4),
+        "worst": round(max(found), 3),
+        "optimal": round(sum(ratio < OPTIMAL for ratio in found) / len(found), 2),
+    }
+
+
+def print_summaries(what: str, rows: Sequence[Mapping[str, object]]) -> None:
+    table = Table(what, "direction", "mean", "worst", "optimal")
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    Console().print(table)
+
+
+def main() -> None:
+    start = time.perf_counter()
+    cases = [Case(*values) for values in product(DIRECTIONS, TILES, GROUPS, Q_COSTS)]
+    ratios = {case: case.ratio() for case in track(cases, console=Console(stderr=True), transient=True)}
+    seconds = time.perf_counter() - start
+
+    def where(**wanted: object) -> dict[str, float]:
+        return summary(r for case, r in ratios.items() if wanted.items() <= case._asdict().items())
+
+    by_tile = [{"tile": str(t), "direction": d} | where(tile=t, direction=d) for d, t in product(DIRECTIONS, TILES)]
+    by_cost = [{"cost of q": c, "direction": d} | where(q_cost=c, direction=d) for d, c in product(DIRECTIONS, Q_COSTS)]
+    overall = [{"tile": "all", "direction": d} | where(direction=d) for d in DIRECTIONS]
+    overall += [{"tile": "all", "direction": "both"} | where()]
+    print_summaries("tile", [*by_tile, *overall])
+    print_summaries("cost of q", by_cost)
+    versions = {"mesh-attention": __version__, "python": platform.python_version(), "machine": platform.machine()}
+    size = {"cases": len(cases), "seconds": round(seconds, 1)}
+    rows = {"by_tile": by_tile, "by_cost": by_cost, "overall": overall}
+    print(json.dumps({"benchmark": "how_good_is_the_greedy", "versions": versions, **size, **rows}))
+
+
+if __name__ == "__main__":
+    main()

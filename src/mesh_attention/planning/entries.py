@@ -1,0 +1,41 @@
+"""Rings of inner rings: fetch what crosses to the next inner ring early, so that it hides behind the inner ring.
+
+The links between inner rings (between nodes) are slower than those inside, and carry one shard while the inner ring
+passes on several. Fetched in the order of offsets, that shard would wait until the inner ring is through.
+"""
+
+from __future__ import annotations
+
+from mesh_attention.plan.assignment import Assignment, Axis
+from mesh_attention.plan.schedule import Fetch, Meet, Move
+from mesh_attention.plan.steps import AXIS_OF
+
+AXES: tuple[Axis, ...] = ("row", "col")
+
+
+def with_early_entries(moves: tuple[Move, ...], assignment: Assignment) -> tuple[Move, ...]:
+    """Each fetch of an inner ring's first shard, moved up to where the shard it follows is first attended.
+
+    Not further: a rank passes on what it has received, and there it waits for that anyway.
+    """
+    for axis in AXES:
+        inner, size = assignment.inner_size(axis), assignment.size(axis)
+        if 1 < inner < size:
+            for offset in range(inner, size, inner):
+                moves = _moved_up(moves, axis, offset, before_meet_of=offset - inner)
+    return moves
+
+
+def _moved_up(moves: tuple[Move, ...], axis: Axis, offset: int, *, before_meet_of: int) -> tuple[Move, ...]:
+    fetches = [m for m in moves if isinstance(m, Fetch) and AXIS_OF[m.kind] == axis and m.offset == offset]
+    meets = (i for i, move in enumerate(moves) if isinstance(move, Meet) and before_meet_of in _met(move, axis))
+    target = next(meets, None)
+    if not fetches or target is None or moves.index(fetches[-1]) < target:
+        return moves
+    before = [move for move in moves[:target] if move not in fetches]
+    after = [move for move in moves[target:] if move not in fetches]
+    return (*before, *fetches, *after)
+
+
+def _met(move: Meet, axis: Axis) -> tuple[int, ...]:
+    return move.rows if axis == "row" else move.cols

@@ -1,0 +1,65 @@
+"""What no assignment can beat: the fewest bytes a rank must receive, and the least it must compute.
+
+A rank that computes x queries with y keys of one KV head has at most x·y pairs there, whatever the mask. It must
+receive those x and y that are not at home there, and its partial results must reach their homes, which on average
+receive as many. The bound is the best way to come to 1/n of all pairs: how many KV heads to work on, and which x and y.
+Nothing is replicated: a token's queries, keys and values are at home on one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+from mesh_attention.plan.steps import Direction
+from mesh_attention.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of an average rank. `whole_heads_nbytes` is the bound where heads are not split, as in mesh and ring."""
+
+    received_nbytes: float
+    whole_heads_nbytes: float
+    flops: float
+
+
+def limits(problem: Problem, direction: Direction) -> Limits:
+    """Bytes of tensors that an average rank receives at least, and operations it computes, if the work is even."""
+    everything = (range(problem.seq_q), range(problem.seq_kv))
+    pairs = problem.mask.pairs(*everything, seq_q=problem.seq_q, seq_kv=problem.seq_kv)
+    qk, v = problem.head_dim_qk, problem.head_dim_v
+    inner = qk + v if direction == "forward" else 3 * qk + 2 * v
+    flops = 2.0 * pairs * problem.batch * problem.heads * inner / problem.ranks
+    all_heads = problem.batch * problem.kv_heads
+    fewest = max(1, all_heads // problem.ranks)
+    return Limits(
+        received_nbytes=min(_least_nbytes(problem, direction, pairs, h) for h in range(fewest, all_heads + 1)),
+        whole_heads_nbytes=_least_nbytes(problem, direction, pairs, all_heads),
+        flops=flops,
+    )
+
+
+def _least_nbytes(problem: Problem, direction: Direction, pairs: int, heads: int) -> float:
+    """With `heads` KV heads (of all batch entries) a rank, each with a rectangle of queries × keys."""
+    area = pairs * problem.batch * problem.kv_heads / problem.ranks / heads
+    row, col = _nbytes_a_token(problem, direction)
+    home_q, home_kv = problem.seq_q / problem.ranks, problem.seq_kv / problem.ranks
+    if not area:
+        return 0.0
+
+    def nbytes(x: float) -> float:
+        x = min(max(x, area / problem.seq_kv), problem.seq_q)
+        return max(0.0, x - home_q) * row + max(0.0, area / x - home_kv) * col
+
+    # The least is inside, or where one side is just what is at home.
+    return heads * min(map(nbytes, (sqrt(area * col / row), home_q, area / home_kv)))
+
+
+def _nbytes_a_token(problem: Problem, direction: Direction) -> tuple[float, float]:
+    """What one query (with all query heads of its KV head) and one key cost, inputs there and results back."""
+    group = problem.heads / problem.kv_heads
+    qk, v = problem.head_dim_qk, problem.head_dim_v
+    if direction == "forward":
+        return problem.itemsize * group * (qk + v), float(problem.itemsize * (qk + v))
+    return problem.itemsize * group * (2 * qk + v), float(problem.itemsize * 2 * (qk + v))
