@@ -1,0 +1,172 @@
+"""The engine for any plan: discrete events, every rank and every transfer by itself.
+
+A rank walks its jobs in order. A transfer begins when both ends have posted it, both have finished what they posted
+before it in the same direction and on the same kind of link (links serve in order), and its lanes are free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import count
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.steps import Item, Send
+from mesh_attention.simulation.jobs import Job, Track
+from mesh_attention.simulation.network import Network, Path
+from mesh_attention.simulation.recorder import Recorder
+
+
+class _Transfer:
+    """One item under way; `jobs` are the (rank, job index) of the ends that have posted it."""
+
+    __slots__ = ("ends", "item", "jobs", "nbytes", "path", "start")
+
+    def __init__(self, item: Item, ends: tuple[int, int], path: Path, nbytes: int) -> None:
+        self.item, self.ends, self.path, self.nbytes = item, ends, path, nbytes
+        self.jobs: list[tuple[int, int]] = []
+        self.start: float | None = None
+
+
+class _Rank:
+    def __init__(self, track: Track) -> None:
+        self.jobs: Sequence[Job] = track.jobs
+        self.at = 0
+        self.now = 0.0
+        self.is_computing = False
+        self.pending = [0] * len(track.jobs)  # posts of each job that are not over
+
+
+Queue = deque[_Transfer]
+
+
+class EventEngine:
+    """Runs all tracks; what happened is in the recorder afterwards."""
+
+    def __init__(self, tracks: Sequence[Track], matrix: BlockMatrix, network: Network, recorder: Recorder) -> None:
+        self.ranks = [_Rank(track) for track in tracks]
+        self.matrix, self.network, self.recorder = matrix, network, recorder
+        self.events: list[tuple[float, int, _Transfer | int]] = []
+        self.order = count()
+        self.unmatched: dict[tuple[int, int, Item, bool], Queue] = {}
+        self.queues: dict[tuple[int, bool, str], Queue] = {}
+        self.is_busy = [False] * network.num_lanes
+        self.blocked: dict[int, list[_Transfer]] = {}  # by lane: could start but for it
+
+    def run(self) -> None:
+        for rank in range(len(self.ranks)):
+            self._advance(rank, 0.0)
+        while self.events:
+            now, _, what = heappop(self.events)
+            if isinstance(what, _Transfer):
+                self._finish(what, now)
+            else:
+                self._post(what, now)
+        stuck = [rank for rank, state in enumerate(self.ranks) if state.at < len(state.jobs)]
+        if stuck:
+            job = self.ranks[stuck[0]].jobs[self.ranks[stuck[0]].at]
+            raise PlanError(
+                f"{len(stuck)} ranks wait for ever, rank {stuck[0]} at '{job.name}': links serve transfers in the "
+                "order they are posted in, and these orders make a circle; verify the plan"
+            )
+
+    def _advance(self, rank: int, now: float) -> None:
+        """Go on from the current job if all it waits for is over."""
+        state = self.ranks[rank]
+        if state.is_computing or state.at == len(state.jobs):
+            return
+        job = state.jobs[state.at]
+        if any(state.pending[index] for index in job.waits):
+            return
+        self.recorder.wait(rank, state.now, now, job.name)
+        state.is_computing = True
+        state.now = now + job.seconds
+        self.recorder.compute(rank, now, state.now, job.name)
+        heappush(self.events, (state.now, next(self.order), rank))
+
+    def _post(self, rank: int, now: float) -> None:
+        """The job's compute is over: post its transfers and go on, unless it holds."""
+        state = self.ranks[rank]
+        job = state.jobs[state.at]
+        posted = [self._posted(rank, recv) for recv in job.recvs] + [self._posted(rank, send) for send in job.sends]
+        state.pending[state.at] = len(posted)
+        for transfer in posted:
+            self._try(transfer, now)
+        if not (job.holds and state.pending[state.at]):
+            self._leave(rank, now)
+
+    def _leave(self, rank: int, now: float) -> None:
+        state = self.ranks[rank]
+        state.at += 1
+        state.is_computing = False
+        self.recorder.stop(rank, now)
+        self._advance(rank, now)
+
+    def _posted(self, rank: int, step: object) -> _Transfer:
+        """The transfer this end belongs to, with this end posted."""
+        is_send = isinstance(step, Send)
+        source, dest = (rank, step.dest) if isinstance(step, Send) else (step.source, rank)  # type: ignore[attr-defined]
+        item: Item = step.item  # type: ignore[attr-defined]
+        # A partial that arrived is told apart by its source; on its way it is the item its sender has.
+        sent = item if item.form == "piece" else item._replace(source=None)
+        waiting = self.unmatched.setdefault((source, dest, sent, not is_send), deque())
+        if waiting:
+            transfer = waiting.popleft()
+        else:
+            path = self.network.path(source, dest)
+            transfer = _Transfer(item, (source, dest), path, self.matrix.nbytes(item).total)
+            self.unmatched.setdefault((source, dest, sent, is_send), deque()).append(transfer)
+        transfer.jobs.append((rank, self.ranks[rank].at))
+        self.queues.setdefault((rank, is_send, transfer.path.link_class), deque()).append(transfer)
+        return transfer
+
+    def _try(self, transfer: _Transfer, now: float) -> None:
+        if transfer.start is not None or len(transfer.jobs) < 2:
+            return
+        (source, dest), link_class = transfer.ends, transfer.path.link_class
+        if self.queues[source, True, link_class][0] is not transfer:
+            return
+        if self.queues[dest, False, link_class][0] is not transfer:
+            return
+        lanes = (transfer.path.out_lane, transfer.path.in_lane)
+        for lane in lanes:
+            if self.is_busy[lane]:
+                self.blocked.setdefault(lane, []).append(transfer)
+                return
+        for lane in lanes:
+            self.is_busy[lane] = True
+        transfer.start = now
+        stop = now + self.network.seconds(transfer.nbytes, link_class)
+        heappush(self.events, (stop, next(self.order), transfer))
+
+    def _finish(self, transfer: _Transfer, now: float) -> None:
+        (source, dest), path = transfer.ends, transfer.path
+        assert transfer.start is not None  # only started transfers end
+        self.recorder.transfer(transfer.ends, transfer.item, path.link_class, transfer.start, now, transfer.nbytes)
+        queues = [self.queues[source, True, path.link_class], self.queues[dest, False, path.link_class]]
+        candidates: list[_Transfer] = []
+        for queue in queues:
+            queue.popleft()
+            candidates += list(queue)[:1]
+        for lane in (path.out_lane, path.in_lane):
+            self.is_busy[lane] = False
+            candidates = self.blocked.pop(lane, []) + candidates
+        for rank, index in transfer.jobs:
+            self._end_of_post(rank, index, now)
+        for candidate in candidates:
+            self._try(candidate, now)
+
+    def _end_of_post(self, rank: int, index: int, now: float) -> None:
+        state = self.ranks[rank]
+        state.pending[index] -= 1
+        self.recorder.stop(rank, now)
+        if state.pending[index]:
+            return
+        if state.is_computing and index == state.at and state.jobs[index].holds:
+            self.recorder.wait(rank, state.now, now, state.jobs[index].name)
+            state.now = now
+            self._leave(rank, now)
+        else:
+            self._advance(rank, now)

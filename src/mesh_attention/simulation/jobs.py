@@ -1,0 +1,69 @@
+"""One rank's program as jobs: what its compute lane does, what it posts, and which posts it waits for first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mesh_attention.plan.calls import kernel_calls
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import Attend, Collective, Exchange, Free, Item, Recv, Send, Step, transfers
+from mesh_attention.plan.text import format_step
+from mesh_attention.plan.waits import stops
+from mesh_attention.simulation.prices import Prices
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A stop of a program. `waits` are indices of earlier jobs whose posts must all be over.
+
+    `holds` says that the rank waits for the job's own posts before it goes on, as in a collective.
+    """
+
+    step: Step
+    seconds: float
+    waits: tuple[int, ...]
+    sends: tuple[Send, ...] = ()
+    recvs: tuple[Recv, ...] = ()
+    holds: bool = False
+
+    @property
+    def name(self) -> str:
+        return format_step(self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """All jobs of a rank."""
+
+    rank: int
+    jobs: tuple[Job, ...]
+    peak_nbytes: int
+
+
+def track(plan: Plan, rank: int, prices: Prices) -> Track:
+    """A rank's jobs. As in the executor, posts made at once are over at once: who waits for one, waits for all."""
+    program, matrix = plan.program(rank), plan.matrix
+    calls = kernel_calls(program.steps, matrix, matrix.kept(plan.schedule.keep, rank))
+    jobs: list[Job] = []
+    arriving: dict[Item, int] = {}
+    leaving: dict[Item, set[int]] = {}
+    for stop in stops(program.steps):
+        steps = program.steps[stop.span.start : stop.span.stop]
+        waits = {arriving[item] for item in stop.arrivals}
+        waits.update(index for item in stop.departures for index in leaving[item])
+        seconds = sum(prices.step(step, calls.get(at, ())) for at, step in zip(stop.span, steps, strict=True))
+        sends = tuple(send for step in steps for send in transfers(step)[0])
+        recvs = tuple(recv for step in steps for recv in transfers(step)[1])
+        if isinstance(steps[0], Free) and not waits:
+            continue
+        holds = isinstance(steps[0], Collective | Exchange)
+        if not holds:
+            for send in sends:
+                leaving.setdefault(send.item, set()).add(len(jobs))
+            arriving.update((recv.item, len(jobs)) for recv in recvs)
+        jobs.append(Job(_main(steps), seconds, tuple(sorted(waits)), sends, recvs, holds))
+    return Track(rank, tuple(jobs), program.peak_nbytes)
+
+
+def _main(steps: tuple[Step, ...]) -> Step:
+    return next((step for step in steps if isinstance(step, Attend | Recv)), steps[0])

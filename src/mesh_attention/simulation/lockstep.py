@@ -1,0 +1,227 @@
+"""The engine for uniform plans: the same rules as the events', for all ranks at once.
+
+Where every rank needs every shard of its groups, all ranks walk the same jobs with other peers: job by job, arrays over
+the ranks hold what single numbers hold in the event engine. Peers follow from the assignment: what one rank receives
+from `offset` before it in a group, every rank does. The order in which a shared NIC serves the transfers of one job is
+by rank here, and by readiness there; all else is the same, and tests hold the two to each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_attention.plan.assignment import Axis
+from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.steps import AXIS_OF, Item, Recv
+from mesh_attention.simulation.jobs import Track
+from mesh_attention.simulation.network import Network
+from mesh_attention.simulation.recorder import Recorder
+from mesh_attention.topology import LinkClass
+
+Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
+CLASSES: tuple[LinkClass, ...] = ("inside", "between")
+
+
+class Delta(NamedTuple):
+    """Where a peer stands, as seen from any rank: `offset` before it on an axis, or in its Ulysses group."""
+
+    axis: Axis | None
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hand:
+    """One transfer of every rank: who sends to each, over which lanes, in rounds in which no lane comes twice."""
+
+    source: Whole
+    out_lane: Whole
+    in_lane: Whole
+    is_between: NDArray[np.bool_]
+    rounds: tuple[Whole, ...]
+
+
+def is_uniform(matrix: BlockMatrix) -> bool:
+    """Whether every rank needs every shard of its groups, by the mask; shards then differ by a token at most."""
+    problem, mask = matrix.problem, matrix.problem.mask
+    if problem.ranks > min(problem.seq_q, problem.seq_kv) or mask.documents is not None or mask.left is not None:
+        return False
+    if mask.right is None:
+        return True
+    places = range(matrix.assignment.places)
+    last_queries = min(max(s[-1] for s in matrix.segments("row", place)) for place in places)
+    first_keys = max(min(s[0] for s in matrix.segments("col", place)) for place in places)
+    return first_keys <= last_queries + problem.seq_kv - problem.seq_q + mask.right
+
+
+class LockstepEngine:
+    """Runs the jobs of `tracks[0]` on all ranks; `seconds_of[r]` is the track whose prices stand for rank r's."""
+
+    def __init__(
+        self, tracks: Sequence[Track], seconds_of: Whole, matrix: BlockMatrix, network: Network, recorder: Recorder
+    ) -> None:
+        self.jobs, self.rank = tracks[0].jobs, tracks[0].rank
+        self.matrix, self.network, self.recorder = matrix, network, recorder
+        self.seconds = np.array([[job.seconds for job in track.jobs] for track in tracks])[seconds_of].T
+        self.all = np.arange(network.topology.ranks)
+        self.deltas = self._deltas()
+        self.hands: dict[Delta, Hand] = {}
+
+    def run(self) -> None:
+        """Raises LookupError where the jobs are not the same for all ranks after all."""
+        ranks = len(self.all)
+        now = np.zeros(ranks)
+        free = np.zeros(self.network.num_lanes)
+        over: dict[int, Floats] = {}
+        computed, stopped = np.zeros(ranks), np.zeros(ranks)
+        self.out_s, self.in_s = np.zeros(ranks), np.zeros(ranks)
+        for index, job in enumerate(self.jobs):
+            start = now
+            for earlier in job.waits:
+                start = np.maximum(start, over[earlier])
+            self._record_compute(index, now, start)
+            now = start + self.seconds[index]
+            computed += self.seconds[index]
+            if job.recvs or job.sends:
+                over[index] = self._post(index, now, free)
+                stopped = np.maximum(stopped, over[index])
+                if job.holds:
+                    self._record_wait(index, now, over[index])
+                    now = np.maximum(now, over[index])
+        self._totals(computed, np.maximum(stopped, now))
+
+    def _post(self, index: int, now: Floats, free: Floats) -> Floats:
+        """When all that each rank posts with this job is over."""
+        job = self.jobs[index]
+        received = Counter((recv.item.kind, self.deltas[recv.source]) for recv in job.recvs)
+        sent = Counter((send.item.kind, self._from(self.deltas[send.dest])) for send in job.sends)
+        if received != sent:
+            raise LookupError(f"'{job.name}': what ranks receive and what they send at once is not the same")
+        over = now
+        for recv in job.recvs:
+            over = np.maximum(over, self._hand_round(recv, now, free))
+        return over
+
+    def _hand_round(self, recv: Recv, now: Floats, free: Floats) -> Floats:
+        hand = self._hand(self.deltas[recv.source])
+        nbytes = self.matrix.nbytes(recv.item).total
+        times = [self.network.seconds(nbytes, link_class) for link_class in CLASSES]
+        starts, stop = np.empty(len(self.all)), np.empty(len(self.all))
+        between = hand.is_between.astype(int)
+        for dest in hand.rounds:
+            source, out_lane, in_lane, kind = hand.source[dest], hand.out_lane[dest], hand.in_lane[dest], between[dest]
+            start = np.maximum(np.maximum(now[source], now[dest]), np.maximum(free[out_lane], free[in_lane]))
+            end = start + np.where(kind, times[1], times[0])
+            free[out_lane] = free[in_lane] = end
+            starts[dest], stop[dest] = start, end
+        self._record_transfers(recv, hand, starts, stop, nbytes)
+        self.in_s += stop - starts
+        # Each rank sends to one: what comes in from all is what goes out from all, in another order.
+        self.out_s[hand.source] += stop - starts
+        over: Floats = stop.copy()
+        over[hand.source] = np.maximum(over[hand.source], stop)
+        return over
+
+    # Peers
+
+    def _deltas(self) -> dict[int, Delta]:
+        """Where each rank that this one may hear from stands."""
+        assignment, rank = self.matrix.assignment, self.rank
+        place, head_slice = assignment.place(rank), assignment.head_slice(rank)
+        axes: tuple[Axis, ...] = ("row", "col")
+        found = {
+            assignment.rank(assignment.peer(axis, place, offset), head_slice=head_slice): Delta(axis, offset)
+            for axis in axes
+            for offset in range(1, assignment.size(axis))
+        }
+        for offset in range(1, assignment.ulysses):
+            found[place * assignment.ulysses + (head_slice - offset) % assignment.ulysses] = Delta(None, offset)
+        return found
+
+    def peers(self, delta: Delta, ranks: Any) -> Any:
+        """The ranks that stand `delta` before these; whole numbers or arrays of them."""
+        assignment = self.matrix.assignment
+        place, head_slice = divmod(ranks, assignment.ulysses)
+        if delta.axis is None:
+            return place * assignment.ulysses + (head_slice - delta.offset) % assignment.ulysses
+        return assignment.peer(delta.axis, place, delta.offset) * assignment.ulysses + head_slice
+
+    def _from(self, delta: Delta) -> Delta:
+        """Where a sender stands, as its receiver sees it, when the receiver stands `delta` before the sender."""
+        assignment = self.matrix.assignment
+        if delta.axis is None:
+            return Delta(None, -delta.offset % assignment.ulysses)
+        return Delta(delta.axis, assignment.offset_back(delta.axis, delta.offset))
+
+    def _hand(self, delta: Delta) -> Hand:
+        if delta not in self.hands:
+            self.hands[delta] = self._new_hand(delta)
+        return self.hands[delta]
+
+    def _new_hand(self, delta: Delta) -> Hand:
+        source: Whole = np.asarray(self.peers(delta, self.all))
+        network, topology = self.network, self.network.topology
+        nodes = self.all // topology.ranks_per_node
+        local = self.all % topology.ranks_per_node
+        nics = nodes * topology.nics_per_node + local * topology.nics_per_node // topology.ranks_per_node
+        is_between = nodes[source] != nodes
+        out_lane = np.where(is_between, network.out_nics + nics[source], network.out_ports + source)
+        in_lane = np.where(is_between, network.in_nics + nics, network.in_ports + self.all)
+        rounds = _rounds(out_lane, in_lane) if network.is_shared else (self.all,)
+        return Hand(source, out_lane, in_lane, is_between, rounds)
+
+    # What happened
+
+    def _record_compute(self, index: int, now: Floats, start: Floats) -> None:
+        for rank in self.recorder.spans_of:
+            job = self.jobs[index]
+            self.recorder.wait(rank, now[rank], start[rank], job.name)
+            self.recorder.compute(rank, start[rank], start[rank] + self.seconds[index, rank], job.name)
+
+    def _record_wait(self, index: int, start: Floats, stop: Floats) -> None:
+        for rank in self.recorder.spans_of:
+            self.recorder.wait(rank, start[rank], stop[rank], self.jobs[index].name)
+
+    def _record_transfers(self, recv: Recv, hand: Hand, start: Floats, stop: Floats, nbytes: int) -> None:
+        count = int(hand.is_between.sum())
+        self.recorder.sent["between"] += count * nbytes
+        self.recorder.sent["inside"] += (len(self.all) - count) * nbytes
+        wanted = list(self.recorder.spans_of)
+        for dest in np.union1d(wanted, np.flatnonzero(np.isin(hand.source, wanted))).astype(int) if wanted else ():
+            ends = (int(hand.source[dest]), int(dest))
+            self.recorder.transfer_span(ends, self._seen_from(recv.item, dest), start[dest], stop[dest], nbytes)
+
+    def _seen_from(self, item: Item, rank: int) -> Item:
+        """The item that stands to a rank as this one does to the rank whose jobs these are."""
+        assignment, axis = self.matrix.assignment, AXIS_OF[item.kind]
+        place, own = assignment.place(rank), assignment.place(self.rank)
+        if item.form == "piece":
+            return item
+        offset = next(k for k in range(assignment.size(axis)) if assignment.peer(axis, own, k) == item.shard)
+        return item._replace(shard=assignment.peer(axis, place, offset))
+
+    def _totals(self, computed: Floats, stopped: Floats) -> None:
+        self.recorder.compute_s = computed.tolist()
+        self.recorder.stop_s = stopped.tolist()
+        self.recorder.out_s, self.recorder.in_s = self.out_s.tolist(), self.in_s.tolist()
+
+
+def _rounds(out_lane: Whole, in_lane: Whole) -> tuple[Whole, ...]:
+    """Receivers, such that in each round no lane comes twice."""
+    taken: list[set[int]] = []
+    rounds: list[list[int]] = []
+    for rank in range(len(out_lane)):
+        lanes = {int(out_lane[rank]), int(in_lane[rank])}
+        at = next((i for i, used in enumerate(taken) if not used & lanes), len(taken))
+        if at == len(taken):
+            taken.append(set())
+            rounds.append([])
+        taken[at] |= lanes
+        rounds[at].append(rank)
+    return tuple(np.array(members) for members in rounds)

@@ -1,0 +1,108 @@
+"""`simulate`: a plan on a cluster, forecast. Picks the engine and says how exact it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import numpy as np
+
+from mesh_attention.errors import TopologyError
+from mesh_attention.plan.plan import Plan
+from mesh_attention.simulation.events import EventEngine
+from mesh_attention.simulation.jobs import Track, track
+from mesh_attention.simulation.lockstep import LockstepEngine, is_uniform
+from mesh_attention.simulation.network import Network
+from mesh_attention.simulation.prices import Prices, total_flops
+from mesh_attention.simulation.recorder import Recorder
+from mesh_attention.timeline import Timeline
+from mesh_attention.topology import Topology
+
+EXACT_RANKS = 64
+"""Up to this many ranks, every rank's calls are priced, unless told otherwise."""
+SAMPLED_RANKS = 8
+Report = Callable[[str, float], None]
+
+
+def simulate(
+    plan: Plan,
+    topology: Topology,
+    *,
+    spans_of: Collection[int] = (),
+    priced_ranks: int | None = None,
+    on_progress: Report | None = None,
+) -> Timeline:
+    """What the pass takes on the cluster: times of all ranks, bytes by link class, peak memory, spans of some ranks.
+
+    Plans in which all ranks do alike (`is_uniform`: full masks, and causal ones on zigzag and striped layouts) are run
+    for all ranks at once. There, on more than `EXACT_RANKS` ranks, the calls of `priced_ranks` ranks, evenly spread,
+    are priced and stand for their neighbours'; all waiting and all links are those of every rank. Any other plan is run
+    rank by rank.
+    """
+    if plan.problem.ranks != topology.ranks:
+        raise TopologyError(
+            f"the plan has {plan.problem.ranks} ranks and {topology.name} has {topology.ranks}; "
+            f"use topology.with_ranks({plan.problem.ranks}) or plan for {topology.ranks} ranks"
+        )
+    wrong = [rank for rank in spans_of if not 0 <= rank < topology.ranks]
+    if wrong:
+        raise TopologyError(f"spans of rank {wrong[0]} were asked for; the cluster has ranks 0 to {topology.ranks - 1}")
+    report = on_progress or (lambda doing, fraction: None)
+    if plan.programs is None and is_uniform(plan.matrix):
+        try:
+            return _in_lockstep(plan, topology, spans_of, priced_ranks, report)
+        except _NotUniformError:
+            pass
+    return _by_events(plan, topology, spans_of, report)
+
+
+class _NotUniformError(Exception):
+    """The ranks' programs differ in more than their peers."""
+
+
+def _in_lockstep(
+    plan: Plan, topology: Topology, spans_of: Collection[int], priced_ranks: int | None, report: Report
+) -> Timeline:
+    ranks = topology.ranks
+    wanted = priced_ranks or (ranks if ranks <= EXACT_RANKS else SAMPLED_RANKS)
+    sampled = np.unique(np.linspace(0, ranks - 1, min(wanted, ranks)).round().astype(int))
+    prices = Prices(topology.device, plan.matrix, plan.direction)
+    tracks: list[Track] = []
+    for rank in sampled.tolist():
+        report(f"pricing {plan.method}", len(tracks) / len(sampled))
+        tracks.append(track(plan, rank, prices))
+    shapes = {tuple((len(job.recvs), len(job.sends), job.waits, job.holds) for job in t.jobs) for t in tracks}
+    if len(shapes) > 1:
+        raise _NotUniformError
+    nearest = np.abs(np.arange(ranks)[:, None] - sampled[None, :]).argmin(axis=1)
+    recorder = Recorder(ranks, spans_of)
+    try:
+        LockstepEngine(tracks, nearest, plan.matrix, Network(topology), recorder).run()
+    except LookupError as error:
+        raise _NotUniformError from error
+    is_even = plan.problem.seq_q % ranks == 0 and plan.problem.seq_kv % ranks == 0
+    return _timeline(plan, recorder, tracks, is_exact=is_even and len(sampled) == ranks)
+
+
+def _by_events(plan: Plan, topology: Topology, spans_of: Collection[int], report: Report) -> Timeline:
+    prices = Prices(topology.device, plan.matrix, plan.direction)
+    tracks = []
+    for rank in range(topology.ranks):
+        report(f"pricing {plan.method}", rank / topology.ranks)
+        tracks.append(track(plan, rank, prices))
+    recorder = Recorder(topology.ranks, spans_of)
+    EventEngine(tracks, plan.matrix, Network(topology), recorder).run()
+    return _timeline(plan, recorder, tracks, is_exact=True)
+
+
+def _timeline(plan: Plan, recorder: Recorder, tracks: list[Track], *, is_exact: bool) -> Timeline:
+    assignment = plan.assignment
+    ulysses = f"{assignment.ulysses}·" if assignment.ulysses > 1 else ""
+    return Timeline(
+        name=f"{plan.method} {ulysses}{assignment.tile} {plan.direction}",
+        ranks=recorder.rank_times(),
+        sent_nbytes=recorder.sent,
+        peak_nbytes=max(track.peak_nbytes for track in tracks),
+        flops=total_flops(plan.problem, plan.direction),
+        spans=tuple(sorted(recorder.spans, key=lambda span: (span.rank, span.start_s))),
+        is_exact=is_exact,
+    )

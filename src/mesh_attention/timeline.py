@@ -1,0 +1,83 @@
+"""What happened when: spans on the lanes of ranks, and their totals. A value; simulation or measurement makes one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from mesh_attention.topology import LinkClass
+
+Lane = Literal["compute", "wait", "send", "recv"]
+LANES: tuple[Lane, ...] = ("compute", "wait", "send", "recv")
+
+
+class Span(NamedTuple):
+    """Something a lane of a rank was busy with, in seconds from the start of the pass."""
+
+    rank: int
+    lane: Lane
+    start_s: float
+    stop_s: float
+    name: str
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """One rank's totals. `wait_s` is exposed communication: the compute lane had nothing it could do."""
+
+    rank: int
+    stop_s: float
+    compute_s: float
+    wait_s: float
+    link_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One pass of one plan.
+
+    `ranks` are the totals of every rank; `spans` those of the ranks that were asked for. `sent_nbytes` is what all
+    ranks together sent, by link class. `is_exact` says whether every rank's calls were priced one by one; otherwise,
+    prices of some places stand for those of their neighbours.
+    """
+
+    name: str
+    ranks: tuple[RankTimes, ...]
+    sent_nbytes: dict[LinkClass, int]
+    peak_nbytes: int
+    flops: int
+    spans: tuple[Span, ...] = ()
+    is_exact: bool = True
+
+    @property
+    def time_s(self) -> float:
+        """Until the last rank is done."""
+        return max((rank.stop_s for rank in self.ranks), default=0.0)
+
+    @property
+    def compute_s(self) -> float:
+        """Of the busiest rank."""
+        return max((rank.compute_s for rank in self.ranks), default=0.0)
+
+    @property
+    def exposed_s(self) -> float:
+        """What communication adds: the time in which the busiest rank does not compute."""
+        return self.time_s - self.compute_s
+
+    @property
+    def utilisation(self) -> float:
+        """The share of all ranks' time in which they compute."""
+        total = self.time_s * len(self.ranks)
+        return sum(rank.compute_s for rank in self.ranks) / total if total else 1.0
+
+    @property
+    def overlap(self) -> float:
+        """The share of the busiest link's time that is hidden behind compute; 1 when nothing was sent."""
+        link_s = max((rank.link_s for rank in self.ranks), default=0.0)
+        return 1.0 - min(1.0, self.exposed_s / link_s) if link_s else 1.0
+
+    @property
+    def tflops(self) -> float:
+        """Achieved by an average rank."""
+        return self.flops / len(self.ranks) / self.time_s / 1e12 if self.time_s else 0.0

@@ -1,0 +1,154 @@
+"""What a cluster is made of: ranks in nodes, links inside and between nodes, and the device a rank computes on.
+
+Values only; presets and files are in `clusters`. Rates are what a program sees (sustained, payload), not what a data
+sheet says. A link serves one transfer at a time, in each direction if it is duplex.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from math import ceil, isfinite
+from typing import Literal
+
+from mesh_attention.errors import TopologyError
+
+RUN = 128
+"""Tokens that one unit of a device's width works on at a time."""
+LinkClass = Literal["inside", "between"]
+"""Where a transfer runs: inside a node, or between nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One direction of a link: bytes take ``latency_us + nbytes / gb_per_s``."""
+
+    gb_per_s: float
+    latency_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "gb_per_s")
+        _check_not_negative(self, "latency_us")
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency_us * 1e-6 + nbytes / (self.gb_per_s * 1e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRate:
+    """What one attention call costs: ``call_us + flops / tflops``, at full width.
+
+    `masked` is the share of that rate a call reaches that the mask cuts through, counting useful operations only.
+    """
+
+    tflops: float
+    call_us: float = 0.0
+    masked: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "tflops", "masked")
+        _check_not_negative(self, "call_us")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What a rank computes on.
+
+    `width` is how many runs of `RUN` tokens of one head it works on at once (a GPU's multiprocessors): calls that fill
+    the last round badly are slower. 1 stands for a device that has no such rounds.
+    """
+
+    forward: KernelRate
+    backward: KernelRate
+    memory_gb_per_s: float
+    memory_gib: float
+    launch_us: float = 0.0
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "memory_gb_per_s", "memory_gib", "width")
+        _check_not_negative(self, "launch_us")
+        if type(self.width) is not int:
+            raise TopologyError(f"width={self.width!r}: expected a whole number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """A cluster. Rank r is in node r // ranks_per_node; the last node may be smaller.
+
+    Inside a node every rank has a port of its own. Between nodes, rank l of a node uses its NIC ``l · nics // ranks``,
+    alone or shared. The network between NICs is not a bottleneck.
+    """
+
+    name: str
+    ranks: int
+    ranks_per_node: int
+    device: Device
+    inside: Link
+    between: Link
+    nics_per_node: int = 1
+    full_duplex: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "ranks_per_node", "nics_per_node"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise TopologyError(f"{name}={value!r}: expected a whole number of at least 1")
+        if self.nics_per_node > self.ranks_per_node:
+            raise TopologyError(
+                f"{self.nics_per_node} NICs for {self.ranks_per_node} ranks a node: a rank uses one NIC, so the others "
+                f"would idle; give at most {self.ranks_per_node}, each as fast as those a rank can use together"
+            )
+        if not isinstance(self.full_duplex, bool):
+            raise TopologyError(f"full_duplex={self.full_duplex!r}: expected True or False")
+
+    @property
+    def nodes(self) -> int:
+        return ceil(self.ranks / self.ranks_per_node)
+
+    def node(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def nic(self, rank: int) -> int:
+        """The NIC a rank uses, counted over the cluster."""
+        node, local = divmod(rank, self.ranks_per_node)
+        return node * self.nics_per_node + local * self.nics_per_node // self.ranks_per_node
+
+    def link_class(self, source: int, dest: int) -> LinkClass:
+        return "inside" if self.node(source) == self.node(dest) else "between"
+
+    def link(self, link_class: LinkClass) -> Link:
+        return self.inside if link_class == "inside" else self.between
+
+    def with_ranks(self, ranks: int) -> Topology:
+        """As many ranks of the same machines."""
+        return replace(self, ranks=ranks)
+
+
+def filled(width: int, *, heads: int, tokens: int) -> float:
+    """The share of a device's width that a call keeps at work, on average over its rounds; 1 if it has no rounds."""
+    if width == 1:
+        return 1.0
+    rounds = ceil(heads * ceil(tokens / RUN) / width)
+    return heads * tokens / RUN / (rounds * width)
+
+
+def _check_positive(value: object, *names: str) -> None:
+    for name in names:
+        number = getattr(value, name)
+        if not _is_number(number) or not number > 0:
+            raise TopologyError(f"{type(value).__name__} {name}={number!r}: expected a number above 0")
+
+
+def _check_not_negative(value: object, *names: str) -> None:
+    for name in names:
+        number = getattr(value, name)
+        if not _is_number(number) or number < 0:
+            raise TopologyError(f"{type(value).__name__} {name}={number!r}: expected a number, 0 or above")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def field_names(value_class: type) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(value_class))

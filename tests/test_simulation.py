@@ -1,0 +1,296 @@
+"""Forecasts: prices and small timelines worked by hand, and two engines that must come to the same times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mesh_attention import Problem, Tile, causal, full, make_plan, rank_costs
+from mesh_attention.errors import PlanError, TopologyError
+from mesh_attention.masks import documents, window
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.schedule import ROUTES
+from mesh_attention.plan.steps import Free
+from mesh_attention.simulation import simulate as simulation
+from mesh_attention.simulation.jobs import track
+from mesh_attention.simulation.lockstep import is_uniform
+from mesh_attention.simulation.prices import Prices
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.timeline import Timeline
+from mesh_attention.topology import Device, KernelRate, Link, Topology, filled
+
+RATE = KernelRate(tflops=1.0, call_us=0.0)
+DEVICE = Device(forward=RATE, backward=RATE, memory_gb_per_s=1e6, memory_gib=80)
+"""So much memory bandwidth that adding up costs nothing to speak of."""
+
+
+def topology(ranks: int, *, ranks_per_node: int = 1, nics: int | None = None, **changes: object) -> Topology:
+    made = Topology(
+        name="made up",
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        nics_per_node=ranks_per_node if nics is None else nics,
+        device=DEVICE,
+        inside=Link(gb_per_s=10.0),
+        between=Link(gb_per_s=1.0),
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def problem(ranks: int, *, seq: int = 1024, **changes: object) -> Problem:
+    made = Problem.self_attention(seq=seq, heads=4, head_dim=64, ranks=ranks)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def by_events(plan: Plan, cluster: Topology) -> Timeline:
+    return simulation._by_events(plan, cluster, range(plan.problem.ranks), lambda doing, fraction: None)
+
+
+# Prices
+
+
+def test_a_kernel_costs_its_call_and_its_operations() -> None:
+    device = replace(DEVICE, forward=KernelRate(tflops=2.0, call_us=7.0, masked=0.5))
+    prices = Prices(device, make_plan(problem(2)).matrix, "forward")
+    flops = 4 * 512 * 256 * 4 * 64
+    assert prices.kernel(512, 256, pairs=512 * 256, is_full=True) == pytest.approx(7e-6 + flops / 2e12)
+    assert prices.kernel(512, 256, pairs=1000, is_full=False) == pytest.approx(7e-6 + 4 * 1000 * 4 * 64 / 1e12)
+
+
+def test_a_wide_device_is_slower_where_its_last_round_is_not_full() -> None:
+    device = replace(DEVICE, width=10)
+    # 4 heads × 256 tokens are 8 runs: one round of 10, of which 8 work. 384 tokens are 12 runs in two rounds of 10.
+    assert filled(10, heads=4, tokens=256) == pytest.approx(0.8)
+    assert filled(10, heads=4, tokens=384) == pytest.approx(0.6)
+    wide, narrow = (Prices(d, make_plan(problem(2)).matrix, "forward") for d in (device, DEVICE))
+    times = [prices.kernel(256, 64, pairs=256 * 64, is_full=True) for prices in (wide, narrow)]
+    assert times[0] == pytest.approx(times[1] / 0.8)
+
+
+def test_backward_does_two_and_a_half_times_the_operations() -> None:
+    matrix = make_plan(problem(2)).matrix
+    forward, backward = (Prices(DEVICE, matrix, direction) for direction in ("forward", "backward"))
+    times = [p.kernel(128, 128, pairs=128 * 128, is_full=True) for p in (forward, backward)]
+    assert times[1] == pytest.approx(2.5 * times[0])
+
+
+# Timelines worked by hand
+
+BLOCK_S = 4 * 512 * 512 * 4 * 64 / 1e12  # a block of two ranks with 512 tokens each
+KV_S = 512 * 2 * 4 * 64 * 2 / 1e9
+
+
+def test_ring_on_two_ranks_takes_the_longer_of_block_and_transfer_and_then_a_block() -> None:
+    plan = make_plan(problem(2), method="ring")
+    timeline = simulate(plan, topology(2))
+    assert timeline.time_s == pytest.approx(max(BLOCK_S, KV_S) + BLOCK_S, rel=1e-3)
+    assert timeline.exposed_s == pytest.approx(KV_S - BLOCK_S, rel=2e-3)
+    assert timeline.sent_nbytes == {"inside": 0, "between": 2 * 512 * 2 * 4 * 64 * 2}
+    fast = simulate(plan, topology(2, ranks_per_node=2))
+    assert fast.time_s == pytest.approx(2 * BLOCK_S, rel=1e-3)
+    assert fast.sent_nbytes["between"] == 0
+    assert fast.utilisation == pytest.approx(1.0, abs=1e-3)
+    assert fast.overlap == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_gather_hides_nothing() -> None:
+    plan = make_plan(problem(2), method="attention2d", tile=(1, 2))
+    timeline = simulate(plan, topology(2))
+    assert timeline.time_s == pytest.approx(KV_S + 2 * BLOCK_S, rel=1e-3)
+    assert timeline.overlap == pytest.approx(0.0, abs=2e-3)
+
+
+def test_a_shared_nic_serves_one_after_the_other() -> None:
+    plan = make_plan(problem(4, seq=2048), method="attention2d", tile=(2, 2))
+    alone, shared = (simulate(plan, topology(4, ranks_per_node=2, nics=nics)) for nics in (2, 1))
+    # Keys and values come from the other node (the KV group is two apart): two ranks share what one had.
+    assert shared.time_s - alone.time_s == pytest.approx(KV_S, rel=1e-6)
+
+
+def test_links_that_are_not_duplex_take_twice_as_long() -> None:
+    plan = make_plan(problem(2), method="attention2d", tile=(1, 2))
+    duplex, simplex = (simulate(plan, topology(2, full_duplex=d)) for d in (True, False))
+    assert simplex.time_s - duplex.time_s == pytest.approx(KV_S, rel=1e-6)
+
+
+def test_latency_is_paid_by_every_transfer() -> None:
+    plan = make_plan(problem(4), method="ring")
+    slow = topology(4, between=Link(gb_per_s=1.0, latency_us=1e5))
+    assert simulate(plan, slow).time_s - simulate(plan, topology(4)).time_s == pytest.approx(0.3, rel=1e-2)
+
+
+def test_what_is_freed_has_been_sent() -> None:
+    plan = make_plan(problem(4), tile=(2, 2), partials="ring")
+    prices = Prices(DEVICE, plan.matrix, "forward")
+    for rank in range(4):
+        jobs = track(plan, rank, prices).jobs
+        for index, job in enumerate(jobs):
+            if isinstance(job.step, Free):
+                sent = {i for i, other in enumerate(jobs[:index]) for send in other.sends if send.item == job.step.item}
+                assert sent <= set(job.waits)
+        assert any(isinstance(job.step, Free) for job in jobs)
+
+
+# Properties
+
+
+@st.composite
+def uniform_plans(draw: st.DrawFn) -> Plan:
+    ranks = draw(st.sampled_from((1, 2, 3, 4, 6, 8, 12, 16)))
+    degree = draw(st.sampled_from([u for u in (1, 2, 4) if ranks % u == 0]))
+    places = ranks // degree
+    rows = draw(st.sampled_from([a for a in range(1, places + 1) if places % a == 0]))
+    tile = Tile(rows, places // rows)
+    inner = Tile(*(draw(st.sampled_from([d for d in range(1, s + 1) if s % d == 0])) for s in (tile.rows, tile.cols)))
+    mask, layout = draw(
+        st.sampled_from(((full(), "contiguous"), (full(), "zigzag"), (causal(), "zigzag"), (causal(), "striped")))
+    )
+    options = {"tile": tile, "inner": inner, "ulysses_degree": degree, "layout": layout}
+    if draw(st.booleans()):
+        options |= {"method": "attention2d"}
+    else:
+        options |= {"route": draw(st.sampled_from(ROUTES)), "partials": draw(st.sampled_from(ROUTES))}
+        options |= {"blocks_per_call": draw(st.integers(1, 4))}
+    asked = problem(ranks, seq=ranks * 64, mask=mask)
+    return make_plan(asked, direction=draw(st.sampled_from(("forward", "backward"))), **options)
+
+
+@st.composite
+def clusters(draw: st.DrawFn, ranks: int, *, shared: bool) -> Topology:
+    ranks_per_node = draw(st.integers(1, ranks))
+    rate = st.floats(0.01, 100)
+    return topology(
+        ranks,
+        ranks_per_node=ranks_per_node,
+        nics=draw(st.integers(1, ranks_per_node)) if shared else ranks_per_node,
+        inside=Link(gb_per_s=draw(rate), latency_us=draw(st.floats(0, 50))),
+        between=Link(gb_per_s=draw(rate), latency_us=draw(st.floats(0, 50))),
+        full_duplex=draw(st.booleans()) if shared else True,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_the_two_engines_agree(data: st.DataObject) -> None:
+    plan = data.draw(uniform_plans())
+    cluster = data.draw(clusters(plan.problem.ranks, shared=False))
+    assert is_uniform(plan.matrix)
+    at_once, one_by_one = simulate(plan, cluster, spans_of=range(plan.problem.ranks)), by_events(plan, cluster)
+    assert at_once.time_s == pytest.approx(one_by_one.time_s, rel=1e-9)
+    assert at_once.sent_nbytes == one_by_one.sent_nbytes
+    for ours, theirs in zip(at_once.ranks, one_by_one.ranks, strict=True):
+        assert (ours.stop_s, ours.compute_s, ours.link_s) == pytest.approx(
+            (theirs.stop_s, theirs.compute_s, theirs.link_s), rel=1e-9
+        )
+    assert _brief(at_once) == _brief(one_by_one)
+
+
+def _brief(timeline: Timeline) -> list[tuple[object, ...]]:
+    """Spans as they can be compared: a wait of one engine may be two of the other's, so the totals speak for those."""
+    kept = [(s.rank, s.lane, round(s.start_s, 9), round(s.stop_s, 9), s.nbytes) for s in timeline.spans]
+    return sorted(span for span in kept if span[1] != "wait" and span[2] != span[3])
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_the_two_engines_nearly_agree_where_ranks_share_a_nic(data: st.DataObject) -> None:
+    plan = data.draw(uniform_plans())
+    cluster = data.draw(clusters(plan.problem.ranks, shared=True))
+    at_once, one_by_one = simulate(plan, cluster), by_events(plan, cluster)
+    assert at_once.time_s == pytest.approx(one_by_one.time_s, rel=0.35)
+    assert at_once.sent_nbytes == one_by_one.sent_nbytes
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_faster_link_never_makes_a_plan_slower(data: st.DataObject) -> None:
+    plan = data.draw(uniform_plans())
+    cluster = data.draw(clusters(plan.problem.ranks, shared=True))
+    factor = data.draw(st.floats(1.0, 10.0))
+    faster = data.draw(
+        st.sampled_from(
+            (
+                replace(cluster, between=replace(cluster.between, gb_per_s=cluster.between.gb_per_s * factor)),
+                replace(cluster, inside=replace(cluster.inside, gb_per_s=cluster.inside.gb_per_s * factor)),
+            )
+        )
+    )
+    assert simulate(plan, faster).time_s <= simulate(plan, cluster).time_s * (1 + 1e-9)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_bytes_are_the_plans_and_no_time_is_lost(data: st.DataObject) -> None:
+    plan = data.draw(uniform_plans())
+    cluster = data.draw(clusters(plan.problem.ranks, shared=True))
+    timeline = simulate(plan, cluster, spans_of=range(plan.problem.ranks))
+    costs = [rank_costs(plan, rank) for rank in range(plan.problem.ranks)]
+    assert sum(timeline.sent_nbytes.values()) == sum(cost.sent_nbytes for cost in costs)
+    assert timeline.peak_nbytes == max(cost.peak_nbytes for cost in costs)
+    assert timeline.flops == sum(cost.flops for cost in costs)
+    for times in timeline.ranks:
+        spans = [span for span in timeline.spans if span.rank == times.rank]
+        computed = sum(span.stop_s - span.start_s for span in spans if span.lane == "compute")
+        assert computed == pytest.approx(times.compute_s)
+        assert times.compute_s + times.wait_s == pytest.approx(times.stop_s)
+        computing = sorted((span for span in spans if span.lane == "compute"), key=lambda span: span.start_s)
+        assert all(before.stop_s <= after.start_s + 1e-12 for before, after in pairwise(computing))
+
+
+@pytest.mark.parametrize(
+    "mask", [window(100, 0), documents([0, 100, 600, 1024]), causal() & documents([0, 300, 1024])], ids=str
+)
+@pytest.mark.parametrize("method", ["ring", "mesh", "attention2d"])
+def test_any_mask_can_be_forecast(mask: object, method: str) -> None:
+    for direction in ("forward", "backward"):
+        plan = make_plan(problem(6, mask=mask), method=method, direction=direction)
+        timeline = simulate(plan, topology(6, ranks_per_node=2))
+        assert not is_uniform(plan.matrix)
+        assert timeline.is_exact
+        costs = [rank_costs(plan, rank) for rank in range(6)]
+        assert sum(timeline.sent_nbytes.values()) == sum(cost.sent_nbytes for cost in costs)
+        assert timeline.time_s >= timeline.compute_s > 0
+
+
+def test_a_plan_with_its_steps_written_out_takes_as_long() -> None:
+    plan = make_plan(problem(6, mask=causal()), layout="zigzag")
+    cluster = topology(6, ranks_per_node=3)
+    assert simulate(plan.unrolled(), cluster).time_s == pytest.approx(simulate(plan, cluster).time_s)
+
+
+def test_a_plan_that_cannot_end_is_refused() -> None:
+    plan = make_plan(problem(2), method="ring").unrolled()
+    assert plan.programs is not None
+    first = plan.programs[0]
+    without = replace(first, steps=tuple(step for step in first.steps if type(step).__name__ != "Send"))
+    with pytest.raises(PlanError, match="wait for ever"):
+        simulate(plan.with_programs((without, *plan.programs[1:])), topology(2))
+
+
+def test_prices_of_some_ranks_stand_for_the_others_and_it_is_said() -> None:
+    plan = make_plan(problem(16, seq=16 * 64, mask=causal()), tile=(4, 4), blocks_per_call=2)
+    whole, some = (simulate(plan, topology(16), priced_ranks=priced) for priced in (None, 4))
+    assert whole.is_exact
+    assert not some.is_exact
+    assert some.time_s == pytest.approx(whole.time_s, rel=0.05)
+
+
+def test_other_ranks_than_the_cluster_has_are_refused() -> None:
+    with pytest.raises(TopologyError, match=r"plan has 2 ranks and made up has 4; use topology.with_ranks\(2\)"):
+        simulate(make_plan(problem(2)), topology(4))
+    with pytest.raises(TopologyError, match="spans of rank 5"):
+        simulate(make_plan(problem(2)), topology(2), spans_of=[5])
+
+
+def test_the_double_ring_crosses_nodes_less_often() -> None:
+    cluster = topology(16, ranks_per_node=4)
+    flat = simulate(make_plan(problem(16), method="ring", route="ring"), cluster)
+    double = simulate(make_plan(problem(16), method="ring", route="ring", inner=(1, 4)), cluster)
+    assert sum(double.sent_nbytes.values()) == sum(flat.sent_nbytes.values())
+    # In the flat ring, one rank a node receives all 15 shards from another node; here each rank receives 3.
+    assert flat.sent_nbytes["between"] == 4 * 15 * double.sent_nbytes["between"] // (16 * 3)
+    assert double.time_s < 0.6 * flat.time_s
