@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -224,3 +226,17 @@ def test_the_head_first_format_is_the_same() -> None:
     ours = plain(*(plain.shard(t) for t in (q, k, v)), seq_len=37)
     theirs = heads_first(*(heads_first.shard(t.transpose(1, 2), dim=2) for t in (q, k, v)), seq_len=37)
     assert all(torch.equal(a, b.transpose(1, 2)) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_group_is_let_go_with_its_attention_and_not_left_to_the_garbage_collector() -> None:
+    gc.disable()
+    try:
+        attention = MeshAttention(LocalGroup(2))
+        x = torch.randn(1, 8, 2, 4, requires_grad=True)
+        out = attention(*(attention.shard(tensor) for tensor in (x, x, x)))
+        sum(shard.sum() for shard in out).backward()
+        comm = weakref.ref(attention.comms[0])
+        del attention, out
+        assert comm() is None
+    finally:
+        gc.enable()

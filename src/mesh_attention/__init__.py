@@ -1,19 +1,22 @@
-"""Exact attention over long sequences, spread over many ranks: describe a problem, plan it, prove it, run it.
+"""Exact attention over long sequences, spread over many ranks: state a problem, plan it, prove it, forecast it, run it.
 
 Importing this package does not import torch; asking it for `MeshAttention`, `mesh_attention` or `LocalGroup` does.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from mesh_attention.clusters import cluster_named, find_cluster, read_cluster
 from mesh_attention.errors import (
     DisagreementError,
     MaskError,
+    MemoryLimitError,
     MeshAttentionError,
     ParseError,
     PlanError,
     ProblemError,
     ScheduleError,
     TileError,
+    TopologyError,
     TransportError,
     UsageError,
 )
@@ -34,8 +37,14 @@ from mesh_attention.plan.program import Program
 from mesh_attention.plan.queries import RankCosts, flops_by_rank, imbalance, rank_costs
 from mesh_attention.plan.schedule import Schedule
 from mesh_attention.planning.costs import Costs, estimate_costs
+from mesh_attention.planning.limits import Limits, limits
 from mesh_attention.planning.registry import METHODS, make_plan
 from mesh_attention.problem import Problem
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.timeline import Span, Timeline
+from mesh_attention.topology import Device, KernelRate, Link, Topology
+from mesh_attention.tuning.result import Trial, Tuning
+from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.verification.check import BrokenPlanError, check, verify
 from mesh_attention.verification.evidence import Breach
 
@@ -53,11 +62,16 @@ __all__ = [
     "BrokenPlanError",
     "Contiguous",
     "Costs",
+    "Device",
     "DisagreementError",
+    "KernelRate",
     "Layout",
+    "Limits",
+    "Link",
     "LocalGroup",
     "Mask",
     "MaskError",
+    "MemoryLimitError",
     "MeshAttention",
     "MeshAttentionError",
     "ParseError",
@@ -69,20 +83,29 @@ __all__ = [
     "RankCosts",
     "Schedule",
     "ScheduleError",
+    "Span",
     "Striped",
     "Tile",
     "TileError",
+    "Timeline",
+    "Topology",
+    "TopologyError",
     "TransportError",
+    "Trial",
+    "Tuning",
     "UsageError",
     "Zigzag",
     "causal",
     "check",
+    "cluster_named",
     "documents",
     "estimate_costs",
+    "find_cluster",
     "flops_by_rank",
     "full",
     "imbalance",
     "inverse_permutation",
+    "limits",
     "make_plan",
     "mesh_attention",
     "parse_plan",
@@ -91,7 +114,11 @@ __all__ = [
     "plan_to_json",
     "position_ids",
     "rank_costs",
+    "read_cluster",
     "read_plan",
+    "simulate",
+    "tune",
+    "tuned_plans",
     "verify",
     "window",
 ]

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import index
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from mesh_attention.clusters import find_cluster
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.comm.local import LocalGroup, block, forget_posted, take_turns
 from mesh_attention.comm.torch_dist import Group, TorchComm, process_group
@@ -30,6 +31,8 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.registry import Method, make_plan
 from mesh_attention.problem import Problem
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.planner import tuned_planner
 
 MOST_ENGINES = 128
 """Configurations kept, those used last; ranks make the same calls, so they forget the same ones."""
@@ -78,6 +81,10 @@ class MeshAttention:
 
     `group` is a torch.distributed group, one axis of a DeviceMesh, or None for the default group. A `LocalGroup` plays
     all ranks in this process, and then inputs and results are lists, one tensor a rank.
+
+    With a `cluster` (``"h100x256"``, a .toml file or a Topology) the tuner chooses method, degree, tile, placement,
+    route and grouping for it, under `memory_limit` bytes a call; the ranks of the group fill its nodes one after the
+    other. Without one, and with nothing else given, the tile is the one that moves the fewest bytes.
     """
 
     def __init__(
@@ -89,22 +96,41 @@ class MeshAttention:
         ulysses_degree: int | None = None,
         layout: Layout | str = "zigzag",
         tensor_format: TensorFormat = "bshd",
+        cluster: Topology | str | None = None,
+        memory_limit: int | None = None,
         planner: Planner | None = None,
         **schedule: Any,
     ) -> None:
         self.comms, self.is_local = _comms(group)
+        self._run = partial(_run_locally, self.comms) if self.is_local else _run_alone
         self.layout = layout_named(layout) if isinstance(layout, str) else layout
         if tensor_format not in ("bshd", "bhsd"):
             raise UsageError(f"tensor_format {tensor_format!r}: expected bshd or bhsd")
         self.tensor_format = tensor_format
-        _refuse_unknown(schedule, ("route", "partials", "blocks_per_call", "costs", "keep"), of="MeshAttention")
+        _refuse_unknown(
+            schedule, ("inner", "route", "partials", "blocks_per_call", "costs", "keep"), of="MeshAttention"
+        )
         options = {"method": method, "tile": None if tile == "auto" else tile, "ulysses_degree": ulysses_degree}
         given = {name: value for name, value in (options | schedule).items() if value is not None}
         if planner is not None and given:
             raise UsageError(f"{', '.join(given)} came beside a planner, which decides that; give it to the planner")
         self._options = given
+        if cluster is not None:
+            planner = self._tuned_planner(cluster, memory_limit, [*given, *(["planner"] if planner else [])])
+        elif memory_limit is not None:
+            raise UsageError("memory_limit came without a cluster; the tuner keeps it, and needs to know the cluster")
         self._planner: Planner = make_plan if planner is None else planner
         self._engines: dict[object, Engine] = {}
+
+    def _tuned_planner(self, cluster: Topology | str, memory_limit: int | None, given: list[str]) -> Planner:
+        if given:
+            raise UsageError(
+                f"{', '.join(given)} came beside a cluster, for which the tuner decides that; leave one out"
+            )
+        topology = find_cluster(cluster) if isinstance(cluster, str) else cluster
+        if not isinstance(topology, Topology):
+            raise UsageError(f"cluster {cluster!r}: expected a name such as h100x256, a .toml file or a Topology")
+        return tuned_planner(topology.with_ranks(self.ranks), memory_nbytes=memory_limit)
 
     @property
     def ranks(self) -> int:
@@ -182,11 +208,15 @@ class MeshAttention:
             raise found
         problem, plans, softmax = found
 
+        # Engines do not refer to us, so that a group is let go with the last reference to its MeshAttention: what is
+        # left to the garbage collector may outlive the process group, and Gloo's threads do not survive that.
+        comms, run = self.comms, self._run
+
         @lru_cache(maxsize=2)
         def programs(direction: Direction) -> list[Compiled]:
-            return [compile_program(plans[direction], comm.rank) for comm in self.comms]
+            return [compile_program(plans[direction], comm.rank) for comm in comms]
 
-        return Engine(problem=problem, softmax=softmax, comms=self.comms, programs=programs, run=self._run)
+        return Engine(problem=problem, softmax=softmax, comms=comms, programs=programs, run=run)
 
     def _work_out(
         self, tensors: Sequence[Sequence[Tensor]], options: CallOptions
@@ -241,15 +271,6 @@ class MeshAttention:
 
     def _tokens(self, rank: int, total: int) -> int:
         return sum(map(len, self.layout.segments(rank, tokens=total, ranks=self.ranks)))
-
-    def _run(self, ranks: Any) -> Any:
-        if not self.is_local:
-            return [block(ranks[0])]
-        try:
-            return take_turns(ranks)
-        except BaseException:
-            forget_posted(self.comms)
-            raise
 
     # Tensors
 
@@ -319,6 +340,9 @@ _SETTINGS = (
     "ulysses_degree",
     "layout",
     "tensor_format",
+    "cluster",
+    "memory_limit",
+    "inner",
     "route",
     "partials",
     "blocks_per_call",
@@ -347,6 +371,18 @@ def _comms(group: Group | LocalGroup | Comm | Sequence[Comm] | None) -> tuple[li
     if hasattr(group, "share"):
         return [group], False  # type: ignore[list-item]
     return [TorchComm(group)], False  # type: ignore[arg-type]
+
+
+def _run_alone(ranks: Sequence[Any]) -> list[Any]:
+    return [block(ranks[0])]
+
+
+def _run_locally(comms: Sequence[Comm], ranks: Sequence[Any]) -> list[Any]:
+    try:
+        return take_turns(ranks)
+    except BaseException:
+        forget_posted(comms)
+        raise
 
 
 def _check_dimensions(ranks: Sequence[Sequence[Tensor]]) -> None:

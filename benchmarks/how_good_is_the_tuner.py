@@ -1,0 +1,136 @@
+"""How good is the tuner's choice, and how long does it take to find? In simulation; one core.
+
+    python benchmarks/how_good_is_the_tuner.py              # 256 and 1024 H100-class ranks, 1M tokens, causal
+    python benchmarks/how_good_is_the_tuner.py --exhaustive # and all candidates with all groupings, at 256 (minutes)
+
+For each problem: the seconds the tuner took, its choice, and how much slower the best of every rival is. Exhaustively,
+the fastest of all candidates that could win by their bounds is set beside the choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+
+from mesh_attention import Problem, __version__, causal
+from mesh_attention.clusters import cluster_named
+from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.candidates import FAMILIES, Candidate, Family, shapes
+from mesh_attention.tuning.result import Trial, Tuning
+from mesh_attention.tuning.search import groupings
+from mesh_attention.tuning.traffic import costs_on, traffic
+from mesh_attention.tuning.tune import tune
+
+ROWS: tuple[Family, ...] = (*FAMILIES, "startrail")
+LIMIT_S = {256: 10.0, 1024: 60.0}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--exhaustive", action="store_true", help="simulate all candidates, at 256 ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[256, 1024])
+    given = parser.parse_args()
+    facts = []
+    for ranks in given.ranks:
+        cluster = cluster_named(f"h100x{ranks}")
+        found = [(case, *_timed(*case, cluster)) for case in _cases(ranks)]
+        _print(cluster, found)
+        for (problem, directions), tuning, seconds in found:
+            fact = _fact(problem, directions, tuning, seconds)
+            if given.exhaustive and ranks <= 256:
+                fact["exhaustive"] = {d: _best_of_all(problem, cluster, d, tuning.chosen) for d in directions}
+            facts.append(fact)
+    print(json.dumps({"mesh-attention": __version__, "python": platform.python_version(), "cases": facts}))
+    return 0
+
+
+Case = tuple[Problem, tuple[Direction, ...]]
+
+
+def _cases(ranks: int) -> Iterator[Case]:
+    for kv_heads in (32, 8):
+        problem = Problem.self_attention(
+            seq=1 << 20, heads=32, kv_heads=kv_heads, head_dim=128, ranks=ranks, mask=causal()
+        )
+        for directions in (DIRECTIONS[:1], DIRECTIONS[1:], DIRECTIONS):
+            yield problem, directions
+
+
+def _timed(problem: Problem, directions: Sequence[Direction], cluster: Topology) -> tuple[Tuning, float]:
+    start = time.process_time()
+    return tune(problem, cluster, directions=directions), time.process_time() - start
+
+
+def _print(cluster: Topology, found: Sequence[tuple[Case, Tuning, float]]) -> None:
+    names = [f"{problem.kv_heads} KV\n{'+'.join(d[:3] for d in directions)}" for (problem, directions), _, _ in found]
+    table = Table(
+        "", *names, title=f"{cluster.name}, {cluster.ranks} ranks; 1M tokens, causal, 32 heads of 128, bfloat16"
+    )
+    table.add_row("tuner, CPU s", *(f"{seconds:.1f}" for _, _, seconds in found))
+    table.add_row("simulated", *(str(tuning.simulated) for _, tuning, _ in found))
+    table.add_row("choice", *("\n".join(map(str, t.chosen.candidates.values())) for _, t, _ in found))
+    table.add_row("time, ms", *(f"{tuning.chosen.time_s * 1e3:.1f}" for _, tuning, _ in found))
+    table.add_row("compute bound", *(f"{t.bound_s / t.chosen.time_s:.0%}" for _, t, _ in found), end_section=True)
+    for family in ROWS:
+        table.add_row(family, *(_cell(tuning, family) for _, tuning, _ in found))
+    Console(width=170).print(table)
+
+
+def _cell(tuning: Tuning, family: Family) -> str:
+    """How many times slower; the choice is 1."""
+    trial = next((t for t in tuning.trials if t.family == family), None)
+    if trial is None:
+        return "–"
+    return f"{'≥ ' if trial.is_bound else ''}{trial.time_s / tuning.chosen.time_s:.3f}"
+
+
+def _fact(problem: Problem, directions: Sequence[Direction], tuning: Tuning, seconds: float) -> dict[str, object]:
+    chosen = tuning.chosen
+    return {
+        "ranks": problem.ranks,
+        "kv_heads": problem.kv_heads,
+        "directions": list(directions),
+        "tuner_cpu_s": round(seconds, 2),
+        "limit_s": LIMIT_S.get(problem.ranks),
+        "choice": [str(candidate) for candidate in chosen.candidates.values()],
+        "time_ms": round(chosen.time_s * 1e3, 2),
+        "slower": {t.family: round(t.time_s / chosen.time_s, 4) for t in tuning.trials[1:]},
+    }
+
+
+def _best_of_all(problem: Problem, cluster: Topology, direction: Direction, chosen: Trial) -> dict[str, object]:
+    """Of every candidate and grouping whose bound is below the choice's time; prices of two ranks, for both."""
+    candidate = chosen.candidates[direction]
+    ours = _simulated(candidate, problem, cluster, direction)
+    best, best_s, tried = candidate, ours, 0
+    for shape in shapes(problem, cluster, layouts=(candidate.layout,)):
+        if traffic(shape, problem, cluster, direction).bound_s >= ours:
+            continue
+        for grouping in groupings(shape):
+            other = replace(shape, blocks_per_call=grouping)
+            seconds = _simulated(other, problem, cluster, direction)
+            tried += 1
+            if seconds < best_s:
+                best, best_s = other, seconds
+    found = {"tried": tried, "best": str(best), "choice_over_best": round(ours / best_s, 4)}
+    print(f"{problem.kv_heads} KV heads, {direction}: {found}", flush=True)
+    return found
+
+
+def _simulated(candidate: Candidate, problem: Problem, cluster: Topology, direction: Direction) -> float:
+    plan = candidate.plan(problem, direction, costs_on(cluster, problem, candidate, direction))
+    return simulate(plan, cluster, priced_ranks=2).time_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Which plan to use: candidates, what bounds them, and a search that explains its choice."""

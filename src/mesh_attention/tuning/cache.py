@@ -1,0 +1,76 @@
+"""Tunings kept on disk, by problem and cluster. A file that cannot be read or written is as good as none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from mesh_attention.plan.steps import Direction
+from mesh_attention.problem import Problem
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.result import RESULT_VERSION, Tuning, tuning_from_json, tuning_to_json
+from mesh_attention.tuning.search import Report
+from mesh_attention.tuning.tune import tune
+
+log = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/mesh-attention``, by default ``~/.cache/mesh-attention``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mesh-attention"
+
+
+def cached_tune(
+    problem: Problem,
+    topology: Topology,
+    *,
+    directions: Sequence[Direction] = ("forward",),
+    layout: str | None = None,
+    memory_nbytes: float | None = None,
+    on_progress: Report | None = None,
+    folder: Path | None = None,
+) -> tuple[Tuning, bool]:
+    """As `tune`; the second value says whether it was found on disk."""
+    asked = (RESULT_VERSION, problem, topology, tuple(directions), layout, memory_nbytes)
+    key = hashlib.sha256(repr(asked).encode()).hexdigest()[:32]
+    path = (folder or cache_folder()) / f"tuning-{key}.json"
+    found = _read(path, repr(asked))
+    if found is not None:
+        return found, True
+    tuning = tune(
+        problem,
+        topology,
+        directions=directions,
+        layout=layout,
+        memory_nbytes=memory_nbytes,
+        on_progress=on_progress,
+    )
+    _write(path, repr(asked), tuning)
+    return tuning, False
+
+
+def _read(path: Path, asked: str) -> Tuning | None:
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+        return tuning_from_json(written["tuning"]) if written["asked"] == asked else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s is no tuning (%s); tuning anew", path, error)
+        return None
+
+
+def _write(path: Path, asked: str, tuning: Tuning) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Ranks of one machine write the same file at once: each its own, then one move.
+        with NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8", suffix=".part") as part:
+            json.dump({"asked": asked, "tuning": tuning_to_json(tuning)}, part)
+        os.replace(part.name, path)
+    except OSError as error:
+        log.warning("the tuning is not kept: %s", error)

@@ -1,0 +1,65 @@
+"""Why a loser lost, in words, from the numbers of its trial and of the chosen one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from mesh_attention.plan.steps import Direction
+from mesh_attention.problem import Problem
+from mesh_attention.tuning.candidates import FAMILIES
+from mesh_attention.tuning.result import Trial
+
+if TYPE_CHECKING:
+    from mesh_attention.tuning.search import PassSearch
+
+GIB = 2**30
+
+
+def why_not(loser: Trial, chosen: Trial, near_tie: float) -> str:
+    """One line; it names what costs the loser most."""
+    lost = loser.time_s - chosen.time_s
+    if lost <= near_tie * chosen.time_s:
+        return "about as fast, and not as simple" if loser.time_s < chosen.time_s or lost > 0 else "as fast"
+    exposed, computed = loser.exposed_s - chosen.exposed_s, loser.compute_s - chosen.compute_s
+    if computed > exposed:
+        return f"more and smaller kernel calls: computes {_ratio(loser.compute_s, chosen.compute_s)} as long"
+    waits = f"waits {_seconds(loser.exposed_s)} for transfers, the chosen {_seconds(chosen.exposed_s)}"
+    if all(candidate.order == "collective" for candidate in loser.candidates.values()):
+        return f"nothing overlaps: {waits}"
+    if loser.between_nbytes > 1.2 * chosen.between_nbytes > 0:
+        return f"sends {_ratio(loser.between_nbytes, chosen.between_nbytes)} the bytes between nodes: {waits}"
+    if loser.sent_nbytes > 1.2 * chosen.sent_nbytes > 0:
+        return f"sends {_ratio(loser.sent_nbytes, chosen.sent_nbytes)} the bytes: {waits}"
+    return f"hides less behind compute: {waits}"
+
+
+def cannot_be_used(
+    problem: Problem, found: Collection[str], searches: Mapping[Direction, PassSearch], limit_nbytes: float
+) -> dict[str, str]:
+    """The families that have no trial, and why."""
+    left_out: dict[str, str] = {}
+    for family in FAMILIES:
+        if family in found:
+            continue
+        needs = [[f.peak_nbytes for c, f in s.tried.items() if c.family == family] for s in searches.values()]
+        if all(needs):
+            most = max(map(min, needs))
+            left_out[family] = f"needs {most / GIB:.3g} GiB, {limit_nbytes / GIB:.3g} GiB are allowed"
+        elif family == "ulysses":
+            left_out[family] = f"{problem.kv_heads} KV heads cannot be spread over {problem.ranks} ranks"
+        elif family == "double ring":
+            left_out[family] = "needs several nodes of several ranks"
+        else:
+            left_out[family] = "has no tile or degree here that another method has not"
+    return left_out
+
+
+def _ratio(ours: float, theirs: float) -> str:
+    return f"{ours / theirs:.1f} times" if theirs else "more"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"

@@ -1,0 +1,140 @@
+"""What the tuner found: trials, ranked, with the reason each loser lost. Values, with a JSON form for the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mesh_attention.plan.assignment import Assignment, Tile
+from mesh_attention.plan.steps import Direction
+from mesh_attention.timeline import Timeline
+from mesh_attention.tuning.candidates import Candidate, Family
+
+RESULT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """A pass of a candidate, in numbers. Bytes are what an average rank sends."""
+
+    time_s: float
+    compute_s: float
+    exposed_s: float
+    inside_nbytes: float
+    between_nbytes: float
+    peak_nbytes: int
+    tflops: float
+
+    @property
+    def sent_nbytes(self) -> float:
+        return self.inside_nbytes + self.between_nbytes
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Forecast:
+        ranks = len(timeline.ranks)
+        return cls(
+            time_s=timeline.time_s,
+            compute_s=timeline.compute_s,
+            exposed_s=timeline.exposed_s,
+            inside_nbytes=timeline.sent_nbytes["inside"] / ranks,
+            between_nbytes=timeline.sent_nbytes["between"] / ranks,
+            peak_nbytes=timeline.peak_nbytes,
+            tflops=timeline.tflops,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A candidate for each pass that was asked for, and what is forecast of it.
+
+    `is_bound`: the method has no plan here, and takes at least this (see `rivals`). `reason` says why it is not chosen.
+    """
+
+    family: Family
+    candidates: dict[Direction, Candidate]
+    forecasts: dict[Direction, Forecast]
+    reason: str = ""
+    is_bound: bool = False
+
+    @property
+    def time_s(self) -> float:
+        return sum(forecast.time_s for forecast in self.forecasts.values())
+
+    @property
+    def compute_s(self) -> float:
+        return sum(forecast.compute_s for forecast in self.forecasts.values())
+
+    @property
+    def exposed_s(self) -> float:
+        return sum(forecast.exposed_s for forecast in self.forecasts.values())
+
+    @property
+    def sent_nbytes(self) -> float:
+        return sum(forecast.sent_nbytes for forecast in self.forecasts.values())
+
+    @property
+    def between_nbytes(self) -> float:
+        return sum(forecast.between_nbytes for forecast in self.forecasts.values())
+
+    @property
+    def peak_nbytes(self) -> int:
+        return max(forecast.peak_nbytes for forecast in self.forecasts.values())
+
+    @property
+    def complexity(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(candidate.complexity for candidate in self.candidates.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """The chosen trial first, then the best of every other family, fastest first, then what cannot be used and why."""
+
+    trials: tuple[Trial, ...]
+    left_out: dict[str, str]
+    bound_s: float
+    bound_nbytes: float
+    simulated: int
+
+    @property
+    def chosen(self) -> Trial:
+        return self.trials[0]
+
+
+def tuning_to_json(tuning: Tuning) -> dict[str, Any]:
+    return {"version": RESULT_VERSION, **asdict(tuning)}
+
+
+def tuning_from_json(written: Mapping[str, Any]) -> Tuning:
+    """The opposite of `tuning_to_json`; a KeyError, TypeError or ValueError where it is something else."""
+    if written["version"] != RESULT_VERSION:
+        raise ValueError(f"version {written['version']!r}")
+    return Tuning(
+        trials=tuple(_trial(trial) for trial in written["trials"]),
+        left_out=dict(written["left_out"]),
+        bound_s=written["bound_s"],
+        bound_nbytes=written["bound_nbytes"],
+        simulated=written["simulated"],
+    )
+
+
+def _trial(written: Mapping[str, Any]) -> Trial:
+    return Trial(
+        family=written["family"],
+        candidates={direction: _candidate(found) for direction, found in written["candidates"].items()},
+        forecasts={direction: Forecast(**found) for direction, found in written["forecasts"].items()},
+        reason=written["reason"],
+        is_bound=written["is_bound"],
+    )
+
+
+def _candidate(written: Mapping[str, Any]) -> Candidate:
+    entries = dict(written)
+    assignment = entries.pop("assignment")
+    inner = assignment["inner"]
+    return Candidate(
+        **entries | {"keep": tuple(entries["keep"])},
+        assignment=Assignment(
+            Tile(**assignment["tile"]), assignment["ulysses"], None if inner is None else Tile(**inner)
+        ),
+    )

@@ -1,0 +1,59 @@
+"""Rivals that have no plan here, as cost models.
+
+StarTrail with degree C gathers Q, K and V in teams of C, passes the gathered K and V round rings of teams, and reduces
+the outputs in teams. A rank computes C query shards with n / C key/value shards: the blocks of a mesh tile of C rows.
+It sends all that mesh does, and besides gathers K and V. So it takes at least what the best mesh schedule of that tile
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.steps import Direction
+from mesh_attention.tuning.candidates import Candidate
+from mesh_attention.tuning.result import Trial
+from mesh_attention.tuning.search import PassSearch
+from mesh_attention.tuning.traffic import traffic
+
+MOST_DEGREES = 2
+
+
+def startrail_degrees(ranks: int) -> list[int]:
+    """C for which n is a multiple of C²; 1 is Ring-Attention."""
+    return [c for c in range(2, ranks) if c * c <= ranks and ranks % (c * c) == 0]
+
+
+def startrail_units(ranks: int, degree: int) -> float:
+    """Forward volume a rank at g = 1, in units of (tokens a rank × heads × head size), as its paper states it."""
+    return 4 * degree - 1 + 2 * ranks / degree
+
+
+def startrail(candidates: list[Candidate], searches: Mapping[Direction, PassSearch]) -> list[Trial]:
+    """A bound for each of the most promising degrees; one degree for both passes."""
+    trials = []
+    ranks = next(iter(searches.values())).problem.ranks
+    for degree in startrail_degrees(ranks):
+        assignment = (Tile(degree, ranks // degree), 1)
+        same = [
+            c for c in candidates if c.order == "greedy" and (c.assignment.tile, c.assignment.ulysses) == assignment
+        ]
+        best = {direction: _least(same, search) for direction, search in searches.items()}
+        trials.append((sum(bound for bound, _ in best.values()), {d: c for d, (_, c) in best.items()}))
+    trials.sort(key=lambda trial: trial[0])
+    found = []
+    for _, chosen in trials[:MOST_DEGREES]:
+        forecasts = {direction: searches[direction].simulate(candidate) for direction, candidate in chosen.items()}
+        if all(forecast.peak_nbytes <= searches[d].limit_nbytes for d, forecast in forecasts.items()):
+            found.append(Trial(family="startrail", candidates=chosen, forecasts=forecasts, is_bound=True))
+    return found
+
+
+def _least(candidates: list[Candidate], search: PassSearch) -> tuple[float, Candidate]:
+    bounds = [
+        (traffic(c, search.problem, search.topology, search.direction).bound_s, index)
+        for index, c in enumerate(candidates)
+    ]
+    bound, index = min(bounds)
+    return bound, search.grouped(candidates[index])

@@ -1,0 +1,147 @@
+"""The search for one pass: candidates in the order of their bounds, simulated until no bound is below the best.
+
+Nothing here looks at a clock: every rank of a group comes to the same answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.steps import Direction
+from mesh_attention.problem import Problem
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.candidates import FAMILIES, Candidate, Family
+from mesh_attention.tuning.result import Forecast
+from mesh_attention.tuning.traffic import Traffic, costs_on, traffic
+
+Report = Callable[[str, float], None]
+MOST_BLOCKS_A_CALL = 16
+FINALISTS = 12
+"""Of all shapes simulated in a pass, those tried with other groupings; and the first of every family that is not more
+than `FIRST_OF_FAMILY` times slower than the best."""
+FIRST_OF_FAMILY = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A candidate that was simulated."""
+
+    candidate: Candidate
+    forecast: Forecast
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much of a family is simulated: the `least` most promising, and up to `most` of those whose estimate is within
+    a factor `worth_trying` of the best time so far; with the calls of `priced_ranks` ranks priced. Finalists are tried
+    with so many larger and smaller groupings."""
+
+    priced_ranks: int
+    least: int
+    most: int
+    worth_trying: float
+    regroupings: int
+
+
+def effort(ranks: int) -> Effort:
+    """A simulation takes as long as there are ranks, so with fewer of them more is tried."""
+    if ranks <= 64:
+        return Effort(priced_ranks=4, least=12, most=48, worth_trying=1.1, regroupings=4)
+    if ranks <= 256:
+        return Effort(priced_ranks=2, least=8, most=24, worth_trying=1.05, regroupings=1)
+    return Effort(priced_ranks=1, least=5, most=16, worth_trying=1.03, regroupings=1)
+
+
+class PassSearch:
+    """All candidates of one pass and what was found out about them."""
+
+    def __init__(
+        self, problem: Problem, topology: Topology, direction: Direction, limit_nbytes: float, report: Report
+    ) -> None:
+        self.problem, self.topology, self.direction = problem, topology, direction
+        self.limit_nbytes, self.report = limit_nbytes, report
+        self.tried: dict[Candidate, Forecast] = {}
+        self.effort = effort(problem.ranks)
+
+    def run(self, candidates: Sequence[Candidate], *, priced_ranks: int) -> None:
+        """Simulates what may win, and the most promising of every family."""
+        self.priced_ranks = priced_ranks
+        candidates = [self.grouped(candidate) for candidate in candidates]
+        bounds = {c: traffic(c, self.problem, self.topology, self.direction) for c in candidates}
+        by_family = {family: [c for c in candidates if c.family == family] for family in FAMILIES}
+        # The families that promise most go first: their times prune the rest.
+        promise = {f: min((bounds[c].promise_s for c in found), default=0.0) for f, found in by_family.items()}
+        for number, family in enumerate(sorted(FAMILIES, key=lambda family: promise[family])):
+            self.report(f"trying {family}", number / len(FAMILIES))
+            self._run_family(_tiles_first(by_family[family], bounds), bounds)
+        firsts = [tried for family in FAMILIES for tried in self.best(family)[:1]]
+        near = [tried for tried in firsts if tried.forecast.time_s <= FIRST_OF_FAMILY * self.best_s]
+        for tried in (*self.best()[:FINALISTS], *near):
+            for candidate in self._regrouped(tried.candidate):
+                self.simulate(candidate)
+
+    def _run_family(self, candidates: Sequence[Candidate], bounds: dict[Candidate, Traffic]) -> None:
+        """The first that fits into memory, whatever its bound; after it, those that may be as fast as the best."""
+        fitting = 0
+        for candidate in candidates:
+            bound = bounds[candidate]
+            is_unlikely = fitting >= self.effort.least and bound.promise_s > self.effort.worth_trying * self.best_s
+            if fitting and (is_unlikely or bound.bound_s >= self.best_s):
+                continue
+            forecast = self.simulate(candidate)
+            fitting += forecast.peak_nbytes <= self.limit_nbytes
+            if fitting == self.effort.most:
+                return
+
+    def simulate(self, candidate: Candidate) -> Forecast:
+        if candidate not in self.tried:
+            costs = costs_on(self.topology, self.problem, candidate, self.direction)
+            plan = candidate.plan(self.problem, self.direction, costs)
+            self.tried[candidate] = Forecast.of(simulate(plan, self.topology, priced_ranks=self.priced_ranks))
+        return self.tried[candidate]
+
+    @property
+    def best_s(self) -> float:
+        return min((tried.forecast.time_s for tried in self.best()), default=float("inf"))
+
+    def best(self, family: Family | None = None) -> list[Tried]:
+        """What fits into memory, of a family or of all, fastest first."""
+        found = [Tried(c, forecast) for c, forecast in self.tried.items() if family in (None, c.family)]
+        fitting = [tried for tried in found if tried.forecast.peak_nbytes <= self.limit_nbytes]
+        return sorted(fitting, key=lambda tried: (tried.forecast.time_s, tried.candidate.complexity))
+
+    def grouped(self, candidate: Candidate) -> Candidate:
+        """With the grouping that promises most."""
+        found = [replace(candidate, blocks_per_call=grouping) for grouping in groupings(candidate)]
+        return min(found, key=lambda c: traffic(c, self.problem, self.topology, self.direction).promise_s)
+
+    def _regrouped(self, candidate: Candidate) -> Iterator[Candidate]:
+        """With the next larger and smaller groupings, or with all."""
+        found = groupings(candidate)
+        at, reach = found.index(candidate.blocks_per_call), self.effort.regroupings
+        for grouping in found[max(0, at - reach) : at + reach + 1]:
+            yield replace(candidate, blocks_per_call=grouping)
+
+
+def _tiles_first(candidates: Sequence[Candidate], bounds: dict[Candidate, Traffic]) -> list[Candidate]:
+    """By promise; the best of every tile before the second best of any."""
+    by_promise = sorted(candidates, key=lambda c: (bounds[c].promise_s, c.complexity))
+    seen: Counter[tuple[int, Tile]] = Counter()
+    turn = {}
+    for candidate in by_promise:
+        tile = (candidate.assignment.ulysses, candidate.assignment.tile)
+        seen[tile] += 1
+        turn[candidate] = seen[tile]
+    return sorted(by_promise, key=lambda candidate: turn[candidate])  # sorting keeps the order of equals
+
+
+def groupings(candidate: Candidate) -> list[int]:
+    """Powers of two up to the longer side of the tile; collectives have none."""
+    if candidate.order == "collective":
+        return [1]
+    longer = max(candidate.assignment.tile.rows, candidate.assignment.tile.cols)
+    return [1 << power for power in range(min(longer, MOST_BLOCKS_A_CALL).bit_length())]

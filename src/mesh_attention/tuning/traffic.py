@@ -1,0 +1,172 @@
+"""How long a candidate's links are busy at least, and what that makes of its time. Closed form; nothing is simulated.
+
+For plans in which every rank needs every shard of its groups; a mask that takes shards away makes less traffic, and
+then these are estimates and no bounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_attention.plan.assignment import Assignment, Axis
+from mesh_attention.plan.blocks import elements_a_token
+from mesh_attention.plan.schedule import Route
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
+from mesh_attention.planning.costs import Costs
+from mesh_attention.planning.limits import limits
+from mesh_attention.problem import Problem
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.candidates import Candidate
+
+Counts = NDArray[np.float64]
+LEFT_EXPOSED = 0.05
+CALLS_A_MEETING = 2
+"""Of rows and columns, under a causal mask: early and late segments see different keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Seconds of the busiest NIC and of the busiest port, for what can hide behind compute; and what cannot.
+
+    `calls_s` is about what many calls instead of one add to compute, `fill_s` about how long the first of them waits.
+    """
+
+    nic_s: float
+    port_s: float
+    held_s: float
+    compute_s: float
+    calls_s: float
+    fill_s: float
+
+    @property
+    def bound_s(self) -> float:
+        """No schedule of this candidate takes less."""
+        return self.held_s + max(self.nic_s, self.port_s, self.compute_s)
+
+    @property
+    def promise_s(self) -> float:
+        """An estimate to begin with, no bound: links are never hidden wholly."""
+        return self.bound_s + self.calls_s + self.fill_s + LEFT_EXPOSED * (self.nic_s + self.port_s)
+
+
+class Links:
+    """What the ranks of a cluster receive, for one assignment."""
+
+    def __init__(self, problem: Problem, topology: Topology, assignment: Assignment) -> None:
+        self.problem, self.topology, self.assignment = problem, topology, assignment
+        self.ranks = np.arange(topology.ranks)
+        self.nodes = self.ranks // topology.ranks_per_node
+        local = self.ranks % topology.ranks_per_node
+        self.nics = self.nodes * topology.nics_per_node + local * topology.nics_per_node // topology.ranks_per_node
+
+    def group_s(self, kind: Kind, route: Route) -> tuple[float, float]:
+        """The busiest NIC's and the busiest port's seconds for all transfers of a kind in its group."""
+        axis = AXIS_OF[kind]
+        size = self.assignment.size(axis)
+        if size == 1:
+            return 0.0, 0.0
+        crossing = self._direct(axis) if route == "direct" else self._ring(axis)
+        return self._seconds(crossing, size - 1 - crossing, self._shard_nbytes(kind))
+
+    def exchange_s(self, kind: Kind) -> float:
+        """A Ulysses exchange: a slice of the heads to and from every other rank of the group."""
+        ulysses = self.assignment.ulysses
+        same = self._same_node(self.ranks // ulysses)
+        return max(self._seconds(ulysses - same, same - 1, self._shard_nbytes(kind) / ulysses))
+
+    def _shard_nbytes(self, kind: Kind) -> float:
+        """Of a place's shard, one slice of the heads: as many tokens more as heads fewer, so a rank's own tokens."""
+        payload, statistics = elements_a_token(kind, self.problem)
+        tokens = (self.problem.seq_q if AXIS_OF[kind] == "row" else self.problem.seq_kv) / self.problem.ranks
+        problem = self.problem
+        return problem.batch * tokens * (payload * problem.itemsize + statistics * problem.accumulator_itemsize)
+
+    def _seconds(self, crossing: Any, inside: Any, nbytes: float) -> tuple[float, float]:
+        topology = self.topology
+        a_transfer = topology.between.seconds(nbytes)
+        by_nic = np.bincount(self.nics, weights=np.broadcast_to(crossing, self.ranks.shape) * a_transfer)
+        return float(by_nic.max()), float(np.max(inside)) * topology.inside.seconds(nbytes)
+
+    def _direct(self, axis: Axis) -> Counts:
+        place = self.ranks // self.assignment.ulysses
+        row, col = self.assignment.coordinates(place)  # type: ignore[arg-type]
+        group = (row if axis == "row" else col) * self.assignment.ulysses + self.ranks % self.assignment.ulysses
+        same = self._same_node(group)
+        return self.assignment.size(axis) - same
+
+    def _same_node(self, group: Any) -> Counts:
+        """How many members of each rank's group are in its node, itself among them."""
+        key = np.asarray(group) * self.topology.nodes + self.nodes
+        _, inverse, counts = np.unique(key, return_inverse=True, return_counts=True)
+        same: Counts = counts[inverse].astype(float)
+        return same
+
+    def _ring(self, axis: Axis) -> Counts:
+        assignment = self.assignment
+        inner, size = assignment.inner_size(axis), assignment.size(axis)
+        rings = size // inner
+        crossing = (size - rings) * self._crosses(axis, 1) if inner > 1 else np.zeros(len(self.ranks))
+        return crossing + (rings - 1) * self._crosses(axis, inner) if rings > 1 else crossing
+
+    def _crosses(self, axis: Axis, offset: int) -> Counts:
+        place, head_slice = divmod(self.ranks, self.assignment.ulysses)
+        source = self.assignment.peer(axis, place, offset) * self.assignment.ulysses + head_slice  # type: ignore[arg-type]
+        crosses: Counts = (self.nodes[source] != self.nodes).astype(float)
+        return crosses
+
+
+def traffic(candidate: Candidate, problem: Problem, topology: Topology, direction: Direction) -> Traffic:
+    links = Links(problem, topology, candidate.assignment)
+    nic = port = held = 0.0
+    fetched = [kind for kind in INPUTS[direction] if not (direction == "backward" and kind in candidate.keep)]
+    for kind in (*fetched, *OUTPUTS[direction]):
+        route = candidate.route if kind in fetched else candidate.partials
+        nic_s, port_s = links.group_s(kind, route)
+        if candidate.order == "collective":
+            held += max(nic_s, port_s)
+        else:
+            nic, port = nic + nic_s, port + port_s
+        if candidate.assignment.ulysses > 1:
+            held += links.exchange_s(kind)
+    compute_s = _compute_s(problem, topology, direction)
+    calls_s = _calls_s(candidate, problem, topology, direction)
+    transfers = max(1, candidate.assignment.tile.rows + candidate.assignment.tile.cols - 2)
+    # Along a ring, what is waited for has itself been waited for.
+    fill_s = (2 if candidate.route == "ring" else 1) * (candidate.blocks_per_call - 1) / transfers * max(nic, port)
+    return Traffic(nic_s=nic, port_s=port, held_s=held, compute_s=compute_s, calls_s=calls_s, fill_s=fill_s)
+
+
+def costs_on(topology: Topology, problem: Problem, candidate: Candidate, direction: Direction) -> Costs:
+    """What a transfer of each kind costs in blocks of compute, by the links its group runs over."""
+    links, tile = Links(problem, topology, candidate.assignment), candidate.assignment.tile
+    block_s = _compute_s(problem, topology, direction) / (tile.rows * tile.cols)
+    found: dict[str, float] = {}
+    for kind in KINDS:
+        route = candidate.route if kind in INPUTS[direction] else candidate.partials
+        transfers = max(1, candidate.assignment.size(AXIS_OF[kind]) - 1)
+        found[kind] = max(1e-6, max(links.group_s(kind, route)) / transfers / block_s)
+    return Costs(**found)
+
+
+def _calls_s(candidate: Candidate, problem: Problem, topology: Topology, direction: Direction) -> float:
+    """Fixed costs of kernel calls, and the memory that adding up partials touches."""
+    tile, device = candidate.assignment.tile, topology.device
+    rate = device.forward if direction == "forward" else device.backward
+    is_whole = candidate.order == "collective"
+    meetings = 1 if is_whole else tile.rows * tile.cols / min(candidate.blocks_per_call, tile.cols)
+    rows, cols = (tile.rows, tile.cols) if is_whole else (meetings, tile.rows * tile.cols)
+    moved = 2 * problem.accumulator_itemsize + problem.itemsize
+    tokens_q, tokens_kv = problem.seq_q / problem.ranks, problem.seq_kv / problem.ranks
+    row_nbytes = moved * problem.batch * tokens_q * problem.heads * problem.head_dim_v
+    col_nbytes = moved * problem.batch * tokens_kv * problem.kv_heads * (problem.head_dim_qk + problem.head_dim_v)
+    touched = rows * row_nbytes + (cols * col_nbytes if direction == "backward" else 0.0)
+    return CALLS_A_MEETING * meetings * rate.call_us * 1e-6 + touched / (device.memory_gb_per_s * 1e9)
+
+
+def _compute_s(problem: Problem, topology: Topology, direction: Direction) -> float:
+    rate = topology.device.forward if direction == "forward" else topology.device.backward
+    return max(1e-12, limits(problem, direction).flops / (rate.tflops * 1e12))

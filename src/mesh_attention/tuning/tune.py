@@ -1,0 +1,171 @@
+"""`tune`: the plan to use for a problem on a cluster, and why no other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mesh_attention.errors import MemoryLimitError, TopologyError
+from mesh_attention.plan.layout import layout_named
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import Direction, Kind
+from mesh_attention.planning.limits import limits
+from mesh_attention.planning.registry import default_layout
+from mesh_attention.problem import Problem
+from mesh_attention.simulation.lockstep import is_uniform
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.candidates import FAMILIES, Candidate, Family, shapes
+from mesh_attention.tuning.reasons import cannot_be_used, why_not
+from mesh_attention.tuning.result import Trial, Tuning
+from mesh_attention.tuning.rivals import startrail
+from mesh_attention.tuning.search import PassSearch, Report, Tried
+from mesh_attention.tuning.traffic import costs_on
+
+NEAR_TIE = 0.005
+"""Within this share of the fastest, the simplest wins."""
+PRICED_RANKS_AT_LAST = 8
+GIB = 2**30
+KEEPS: tuple[tuple[Kind, ...], ...] = (("kv",), ("q", "kv"))
+
+
+def tune(
+    problem: Problem,
+    topology: Topology,
+    *,
+    directions: Sequence[Direction] = ("forward",),
+    layout: str | None = None,
+    memory_nbytes: float | None = None,
+    on_progress: Report | None = None,
+) -> Tuning:
+    """The best trial of every family, the chosen one first; both passes together if both are asked for.
+
+    `memory_nbytes` is what a call may allocate on a rank; without it, the device's memory. What forward keeps gathered
+    for backward is held for as many layers as a model has, so it is tried only under a limit that was given.
+    """
+    if problem.ranks != topology.ranks:
+        raise TopologyError(
+            f"the problem has {problem.ranks} ranks and {topology.name} has {topology.ranks}; they must be as many"
+        )
+    report = on_progress or (lambda doing, fraction: None)
+    limit = memory_nbytes if memory_nbytes is not None else topology.device.memory_gib * GIB
+    layouts = _layouts(problem, layout)
+    found = list(shapes(problem, topology, layouts=layouts))
+    searches = {}
+    for number, direction in enumerate(directions):
+        share = _share(report, number, len(directions))
+        searches[direction] = PassSearch(problem, topology, direction, limit, share)
+        searches[direction].run(found, priced_ranks=_priced(problem, found[0], searches[direction].effort.priced_ranks))
+    trials = _trials(searches)
+    if memory_nbytes is not None and len(directions) == 2:
+        trials += _kept(searches, trials)
+    if not trials:
+        raise _does_not_fit(searches, limit)
+    left_out = cannot_be_used(problem, {trial.family for trial in trials}, searches, limit)
+    trials += startrail(found, searches)
+    simulated = sum(len(search.tried) for search in searches.values())
+    trials = _best_of_families(_priced_again(trials, searches, _priced(problem, found[0], PRICED_RANKS_AT_LAST)))
+    least = {direction: limits(problem, direction) for direction in directions}
+    rates = {"forward": topology.device.forward.tflops, "backward": topology.device.backward.tflops}
+    return Tuning(
+        trials=_ranked(trials),
+        left_out=left_out,
+        bound_s=sum(one.flops / (rates[direction] * 1e12) for direction, one in least.items()),
+        bound_nbytes=sum(one.received_nbytes for one in least.values()),
+        simulated=simulated,
+    )
+
+
+def tuned_plans(problem: Problem, topology: Topology, trial: Trial) -> dict[Direction, Plan]:
+    """The plans of a trial, one a pass."""
+    return {
+        direction: candidate.plan(problem, direction, costs_on(topology, problem, candidate, direction))
+        for direction, candidate in trial.candidates.items()
+    }
+
+
+def _layouts(problem: Problem, layout: str | None) -> tuple[str, ...]:
+    """The one that was asked for, or the one that suits the mask."""
+    return (default_layout(problem).name,) if layout is None else (layout_named(layout).name,)
+
+
+def _share(report: Report, number: int, of: int) -> Report:
+    return lambda doing, fraction: report(doing, (number + fraction) / of)
+
+
+def _priced(problem: Problem, candidate: Candidate, ranks: int) -> int:
+    matrix = candidate.plan(problem, "forward").matrix
+    return ranks if is_uniform(matrix) else problem.ranks
+
+
+def _trials(searches: dict[Direction, PassSearch]) -> list[Trial]:
+    """For every family the fastest candidate of each pass, unless a simpler one is about as fast."""
+    trials = []
+    for family in FAMILIES:
+        by_pass = {direction: search.best(family) for direction, search in searches.items()}
+        if all(by_pass.values()):
+            trials.append(_trial(family, {direction: _simplest(tried) for direction, tried in by_pass.items()}))
+    return trials
+
+
+def _simplest(tried: Sequence[Tried]) -> Tried:
+    near = [one for one in tried if one.forecast.time_s <= tried[0].forecast.time_s * (1 + NEAR_TIE)]
+    return min(near, key=lambda one: one.candidate.complexity)
+
+
+def _trial(family: Family, tried: dict[Direction, Tried]) -> Trial:
+    return Trial(
+        family=family,
+        candidates={direction: one.candidate for direction, one in tried.items()},
+        forecasts={direction: one.forecast for direction, one in tried.items()},
+    )
+
+
+def _kept(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> list[Trial]:
+    """The fastest trials' tiles again, with what forward gathered left to backward."""
+    found = []
+    for trial in sorted(trials, key=lambda trial: trial.time_s)[:3]:
+        for shape in {c for c in trial.candidates.values() if c.assignment.tile.rows * c.assignment.tile.cols > 1}:
+            for keep in KEEPS:
+                candidate = replace(shape, keep=keep)
+                tried = {d: Tried(candidate, search.simulate(candidate)) for d, search in searches.items()}
+                if all(t.forecast.peak_nbytes <= searches[d].limit_nbytes for d, t in tried.items()):
+                    found.append(_trial(trial.family, tried))
+    return found
+
+
+def _priced_again(trials: list[Trial], searches: dict[Direction, PassSearch], priced_ranks: int) -> list[Trial]:
+    """The trials with the calls of more ranks priced: all that may still win."""
+    fastest = min(trial.time_s for trial in trials)
+    again = []
+    for search in searches.values():
+        search.priced_ranks, search.tried = priced_ranks, {}
+    for trial in trials:
+        if trial.time_s <= fastest * (1 + 4 * NEAR_TIE):
+            forecasts = {d: searches[d].simulate(c) for d, c in trial.candidates.items()}
+            trial = replace(trial, forecasts=forecasts)
+        again.append(trial)
+    return again
+
+
+def _best_of_families(trials: Sequence[Trial]) -> list[Trial]:
+    best: dict[str, Trial] = {}
+    for trial in sorted(trials, key=lambda trial: (trial.time_s, trial.complexity)):
+        best.setdefault(trial.family, trial)
+    return list(best.values())
+
+
+def _ranked(by_time: Sequence[Trial]) -> tuple[Trial, ...]:
+    """The chosen one, then the others with the reasons."""
+    usable = [trial for trial in by_time if not trial.is_bound]
+    near = [trial for trial in usable if trial.time_s <= usable[0].time_s * (1 + NEAR_TIE)]
+    chosen = min(near, key=lambda trial: trial.complexity)
+    losers = [replace(t, reason=why_not(t, chosen, NEAR_TIE)) for t in by_time if t is not chosen]
+    return (chosen, *losers)
+
+
+def _does_not_fit(searches: dict[Direction, PassSearch], limit: float) -> MemoryLimitError:
+    least = max(min(f.peak_nbytes for f in search.tried.values()) for search in searches.values())
+    return MemoryLimitError(
+        f"no plan stays below {limit / GIB:.3g} GiB a rank; the smallest needs {least / GIB:.3g} GiB. "
+        "Allow more, or spread the sequence over more ranks"
+    )

@@ -1,0 +1,383 @@
+"""The tuner: never beaten by what it looked at, sensible as the cluster changes, within its memory, and explained."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mesh_attention import LocalGroup, MeshAttention, Problem, causal, full, make_plan, rank_costs, verify
+from mesh_attention.clusters import cluster_named
+from mesh_attention.errors import MemoryLimitError, TopologyError, UsageError
+from mesh_attention.masks import documents, window
+from mesh_attention.plan.assignment import Assignment, Tile
+from mesh_attention.plan.blocks import elements_a_token
+from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Direction
+from mesh_attention.planning.limits import limits
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.testing.strategies import plans
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.cache import cached_tune
+from mesh_attention.tuning.candidates import FAMILIES, Candidate, placements, shapes
+from mesh_attention.tuning.result import Trial, Tuning, tuning_from_json, tuning_to_json
+from mesh_attention.tuning.rivals import startrail_degrees, startrail_units
+from mesh_attention.tuning.search import groupings
+from mesh_attention.tuning.traffic import costs_on, traffic
+from mesh_attention.tuning.tune import NEAR_TIE, tune, tuned_plans
+
+GIB = 2**30
+
+
+def problem(ranks: int, *, seq: int = 1 << 18, heads: int = 32, kv_heads: int = 8, **changes: object) -> Problem:
+    made = Problem.self_attention(seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128, ranks=ranks, mask=causal())
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def with_nic(cluster: Topology, gb_per_s: float) -> Topology:
+    return replace(cluster, between=replace(cluster.between, gb_per_s=gb_per_s))
+
+
+# The choice
+
+
+@pytest.mark.parametrize("kv_heads", [1, 32])
+@pytest.mark.parametrize("directions", [("forward",), ("forward", "backward")], ids=len)
+@pytest.mark.parametrize("cluster", ["h100x32", "a100x24", "laptop"])
+def test_no_rival_is_faster_than_the_choice(cluster: str, directions: tuple[Direction, ...], kv_heads: int) -> None:
+    topology = cluster_named(cluster)
+    found = tune(problem(topology.ranks, kv_heads=kv_heads, seq=1 << 16), topology, directions=directions)
+    assert found.chosen.time_s <= min(trial.time_s for trial in found.trials) * (1 + NEAR_TIE)
+    assert found.bound_s <= found.chosen.compute_s
+    assert {trial.family for trial in found.trials} | set(found.left_out) >= set(FAMILIES)
+    assert not found.chosen.is_bound
+    assert all(trial.reason for trial in found.trials[1:])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seq", "kv_heads", "direction"), [(16, 1 << 16, 8, "forward"), (24, 1 << 17, 4, "backward")]
+)
+def test_the_choice_is_near_the_best_of_all_candidates(
+    ranks: int, seq: int, kv_heads: int, direction: Direction
+) -> None:
+    asked, cluster = problem(ranks, seq=seq, kv_heads=kv_heads), cluster_named(f"h100x{ranks}")
+    chosen = tuned_plans(asked, cluster, tune(asked, cluster, directions=[direction]).chosen)[direction]
+    best_s = float("inf")
+    for shape in shapes(asked, cluster, layouts=("zigzag",)):
+        for grouping in groupings(shape):
+            candidate = replace(shape, blocks_per_call=grouping)
+            plan = candidate.plan(asked, direction, costs_on(cluster, asked, candidate, direction))
+            best_s = min(best_s, simulate(plan, cluster, priced_ranks=2).time_s)
+    assert simulate(chosen, cluster, priced_ranks=2).time_s <= 1.03 * best_s
+
+
+def test_the_plans_of_the_choice_are_right_and_take_what_was_forecast() -> None:
+    asked, cluster = problem(16, seq=1 << 15), cluster_named("h100x16")
+    chosen = tune(asked, cluster, directions=DIRECTIONS).chosen
+    for direction, plan in tuned_plans(asked, cluster, chosen).items():
+        verify(plan)
+        assert plan.direction == direction
+        assert simulate(plan, cluster, priced_ranks=8).time_s == pytest.approx(chosen.forecasts[direction].time_s)
+
+
+def test_tuning_twice_gives_the_same() -> None:
+    asked, cluster = problem(16), cluster_named("h100x16")
+    assert tune(asked, cluster) == tune(asked, cluster)
+
+
+# As the cluster and the problem change
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.floats(0.5, 400), st.floats(1.0, 20), st.sampled_from((8, 32)), st.sampled_from(DIRECTIONS))
+def test_more_bandwidth_never_makes_the_forecast_slower(
+    gb_per_s: float, factor: float, kv_heads: int, direction: Direction
+) -> None:
+    asked, cluster = problem(16, kv_heads=kv_heads), cluster_named("h100x16")
+    slow, fast = (
+        tune(asked, with_nic(cluster, rate), directions=[direction]).chosen for rate in (gb_per_s, gb_per_s * factor)
+    )
+    # Schedules are made for the cluster they are for, so times may differ by what the tuner calls near.
+    assert fast.time_s <= slow.time_s * (1 + 2 * NEAR_TIE)
+
+
+def test_one_node_and_a_short_sequence_choose_no_overlap() -> None:
+    chosen = tune(problem(8, seq=2048, kv_heads=1), cluster_named("h100x8")).chosen
+    assert all(candidate.order == "collective" for candidate in chosen.candidates.values())
+    assert chosen.family in ("all-gather", "attention2d")
+
+
+def test_a_long_sequence_on_two_ranks_chooses_ring() -> None:
+    assert tune(problem(2, seq=1 << 20, kv_heads=1), cluster_named("h100x2")).chosen.family == "ring"
+
+
+def test_a_slow_network_chooses_to_send_less() -> None:
+    asked, cluster = problem(64, kv_heads=1), cluster_named("h100x64")
+    fast, slow = (tune(asked, with_nic(cluster, rate)).chosen for rate in (400.0, 2.0))
+    assert slow.between_nbytes < fast.between_nbytes or slow.family == fast.family
+    assert slow.between_nbytes <= min(
+        trial.between_nbytes for trial in tune(asked, with_nic(cluster, 2.0)).trials if trial.family == "ring"
+    )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_more_kv_heads_never_raise_the_volume_of_the_choice(direction: Direction) -> None:
+    """In units, with as many query heads a KV head: every tile stays possible, and larger Ulysses degrees come up."""
+    cluster = with_nic(cluster_named("h100x32"), 0.5)
+    units = []
+    for kv_heads in (1, 2, 4, 8, 16, 32):
+        asked = problem(32, heads=4 * kv_heads, kv_heads=kv_heads, seq=1 << 16)
+        chosen = tune(asked, cluster, directions=[direction]).chosen
+        units.append(chosen.between_nbytes / asked.heads)
+    assert units == sorted(units, reverse=True)
+
+
+def test_fewer_kv_heads_for_the_same_queries_never_raise_it_either() -> None:
+    cluster = with_nic(replace(cluster_named("h100x16"), ranks_per_node=1, nics_per_node=1), 0.5)
+    sent = [tune(problem(16, kv_heads=kv_heads, seq=1 << 16), cluster).chosen.sent_nbytes for kv_heads in (32, 8, 2, 1)]
+    assert sent == sorted(sent, reverse=True)
+
+
+# Memory
+
+
+def test_a_memory_limit_is_honoured() -> None:
+    asked, cluster = problem(16, kv_heads=32, seq=1 << 17), cluster_named("h100x16")
+    peaks = sorted(trial.peak_nbytes for trial in tune(asked, cluster, directions=DIRECTIONS).trials)
+    assert peaks[0] < peaks[-1]
+    for limit in (peaks[0], peaks[len(peaks) // 2]):
+        limited = tune(asked, cluster, directions=DIRECTIONS, memory_nbytes=limit)
+        assert all(trial.peak_nbytes <= limit for trial in limited.trials)
+        for plan in tuned_plans(asked, cluster, limited.chosen).values():
+            assert max(rank_costs(plan, rank).peak_nbytes for rank in range(16)) <= limit
+
+
+def test_what_is_gathered_is_kept_where_memory_allows() -> None:
+    asked, cluster = problem(16, kv_heads=32, seq=1 << 17), with_nic(cluster_named("h100x16"), 5.0)
+    free, limited = (tune(asked, cluster, directions=DIRECTIONS, memory_nbytes=m) for m in (None, 60 * GIB))
+    assert not any(c.keep for trial in free.trials for c in trial.candidates.values())
+    assert limited.chosen.time_s <= free.chosen.time_s * (1 + NEAR_TIE)
+    kept = [trial for trial in limited.trials if any(c.keep for c in trial.candidates.values())]
+    for trial in kept:
+        assert len({candidate.assignment for candidate in trial.candidates.values()}) == 1
+
+
+def test_too_little_memory_is_refused_with_what_is_needed() -> None:
+    with pytest.raises(MemoryLimitError, match=r"no plan stays below 9.31e-10 GiB a rank; the smallest needs .* GiB"):
+        tune(problem(8), cluster_named("h100x8"), memory_nbytes=1.0)
+
+
+# Bounds
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_candidate_is_faster_than_its_bound(data: st.DataObject) -> None:
+    ranks = data.draw(st.sampled_from((8, 12, 16, 32)))
+    mask, layout = data.draw(st.sampled_from(((full(), "contiguous"), (causal(), "zigzag"))))
+    asked = problem(ranks, seq=ranks * data.draw(st.sampled_from((64, 512, 4096))), mask=mask, kv_heads=4)
+    per_node = data.draw(st.sampled_from((1, 2, 4, 8)))
+    cluster = replace(
+        cluster_named(f"h100x{ranks}"), ranks_per_node=per_node, nics_per_node=data.draw(st.integers(1, per_node))
+    )
+    cluster = with_nic(cluster, data.draw(st.floats(0.5, 100)))
+    candidate = data.draw(st.sampled_from(list(shapes(asked, cluster, layouts=(layout,)))))
+    candidate = replace(candidate, blocks_per_call=data.draw(st.sampled_from(groupings(candidate))))
+    direction = data.draw(st.sampled_from(DIRECTIONS))
+    plan = candidate.plan(asked, direction, costs_on(cluster, asked, candidate, direction))
+    assert traffic(candidate, asked, cluster, direction).bound_s <= simulate(plan, cluster).time_s * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(max_ranks=6))
+def test_no_plan_with_even_work_moves_less_than_the_bound(plan: object) -> None:
+    costs = [rank_costs(plan, rank) for rank in range(plan.problem.ranks)]  # type: ignore[attr-defined]
+    asked, direction = plan.problem, plan.direction  # type: ignore[attr-defined]
+    flops = [cost.flops for cost in costs]
+    assume(min(flops) == max(flops) and asked.seq_q % asked.ranks == 0 and asked.seq_kv % asked.ranks == 0)
+    assume(not plan.schedule.keep)  # type: ignore[attr-defined]
+    received = sum(sum(b.payload for b in cost.received.values()) for cost in costs) / len(costs)
+    least = limits(asked, direction)
+    assert received >= least.received_nbytes * (1 - 1e-9)
+    if plan.assignment.ulysses == 1:  # type: ignore[attr-defined]
+        assert received >= least.whole_heads_nbytes * (1 - 1e-9)
+    assert flops[0] == pytest.approx(least.flops)
+
+
+@pytest.mark.parametrize(("mask", "share"), [(full(), 1.0), (causal(), 0.5)], ids=str)
+@pytest.mark.parametrize("group", [1, 4])
+def test_the_bound_is_the_formula(mask: object, share: float, group: int) -> None:
+    ranks, seq, heads = 256, 1 << 20, 32
+    asked = problem(ranks, seq=seq, heads=heads, kv_heads=heads // group, mask=mask)
+    unit = seq / ranks * heads * 128 * 2
+    area = share * ranks  # in blocks; half of them under a causal mask
+    whole = {
+        "forward": 4 * sqrt(area / group) - 2 - 2 / group,
+        "backward": 2 * sqrt(12 * area / group) - 3 - 4 / group,
+    }
+    for direction in DIRECTIONS:
+        assert limits(asked, direction).whole_heads_nbytes / unit == pytest.approx(whole[direction], rel=1e-3)
+    split = 4 * sqrt(area / heads) - (2 + 2 / group) / (heads / group)
+    assert limits(asked, "forward").received_nbytes / unit == pytest.approx(split, rel=1e-3)
+
+
+def test_ulysses_on_as_many_ranks_as_heads_meets_the_bound() -> None:
+    asked = problem(8, heads=8, kv_heads=8, mask=full())
+    received = [rank_costs(make_plan(asked, method="ulysses"), rank).received for rank in range(8)]
+    moved = sum(sum(b.payload for b in kinds.values()) for kinds in received) / 8
+    assert moved == pytest.approx(limits(asked, "forward").received_nbytes)
+
+
+# Candidates
+
+
+def test_every_candidate_has_a_family_and_makes_its_plan() -> None:
+    asked, cluster = problem(16, seq=4096, kv_heads=4), cluster_named("h100x16")
+    families = set()
+    for candidate in shapes(asked, cluster, layouts=("zigzag",)):
+        families.add(candidate.family)
+        plan = candidate.plan(asked, "forward")
+        assert plan.assignment == candidate.assignment
+        assert plan.schedule.route == candidate.route or candidate.order == "collective"
+    assert families == set(FAMILIES) - {"ulysses"}
+
+
+def test_placements_fill_a_node() -> None:
+    cluster = cluster_named("h100x64")
+    assert placements(Tile(8, 8), 1, cluster) == [None, Tile(1, 8), Tile(2, 4), Tile(4, 2)]
+    assert placements(Tile(4, 8), 2, cluster) == [None, Tile(1, 4), Tile(2, 2)]
+    assert placements(Tile(2, 4), 8, cluster) == [None]
+    assert placements(Tile(2, 4), 1, cluster_named("h100x8")) == [None]
+
+
+def test_names_say_what_the_field_calls_them() -> None:
+    def family(rows: int, cols: int, ulysses: int = 1, **changes: object) -> str:
+        made = Candidate(order="greedy", assignment=Assignment(Tile(rows, cols), ulysses), layout="zigzag")
+        return replace(made, **changes).family  # type: ignore[arg-type]
+
+    assert family(1, 8) == "ring"
+    assert family(8, 1) == "pass-q"
+    assert family(1, 8, order="collective") == "all-gather"
+    assert family(1, 4, 2) == "usp"
+    assert family(2, 2, 2) == "ulysses×mesh"
+    assert family(1, 1, 8) == "ulysses"
+    double = Assignment(Tile(1, 8), 1, Tile(1, 4))
+    assert family(1, 8, assignment=double, route="ring") == "double ring"
+    assert family(1, 8, assignment=double, route="direct") == "ring"
+
+
+def test_startrail_is_what_its_paper_says() -> None:
+    assert startrail_degrees(64) == [2, 4, 8]
+    assert startrail_units(64, 4) == 15 + 32
+
+
+# Explanations and the cache
+
+
+def test_losers_say_why() -> None:
+    found = tune(problem(64, kv_heads=32, seq=1 << 20), with_nic(cluster_named("h100x64"), 5.0))
+    reasons = {trial.family: trial.reason for trial in found.trials}
+    assert "nothing overlaps" in reasons["all-gather"]
+    assert "times the bytes between nodes" in reasons["ring"]
+    assert found.left_out["ulysses"] == "32 KV heads cannot be spread over 64 ranks"
+    limited = tune(
+        problem(64, kv_heads=32, seq=1 << 20),
+        cluster_named("h100x64"),
+        memory_nbytes=2 * min(t.peak_nbytes for t in found.trials),
+    )
+    assert "GiB are allowed" in limited.left_out["all-gather"]
+
+
+def test_a_tuning_can_be_written_and_read() -> None:
+    found = tune(problem(16), cluster_named("h100x16"), directions=DIRECTIONS)
+    assert tuning_from_json(json.loads(json.dumps(tuning_to_json(found)))) == found
+
+
+def test_the_cache_gives_back_what_was_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    asked, cluster = problem(8), cluster_named("h100x8")
+
+    def look(**changes: object) -> tuple[Tuning, bool]:
+        return cached_tune(asked, cluster, folder=tmp_path, **changes)  # type: ignore[arg-type]
+
+    found, was_there = look()
+    assert not was_there
+    assert look() == (found, True)
+    assert not look(directions=DIRECTIONS)[1]
+    assert not look(memory_nbytes=1e12)[1]
+    assert not cached_tune(asked, with_nic(cluster, 1.0), folder=tmp_path)[1]
+    for path in tmp_path.iterdir():
+        path.write_text("no tuning")
+    with caplog.at_level(logging.WARNING):
+        assert look() == (found, False)
+    assert "is no tuning" in caplog.text
+    assert look() == (found, True)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        found, was_there = cached_tune(problem(8), cluster_named("h100x8"), folder=tmp_path / "file" / "folder")
+    assert isinstance(found.chosen, Trial)
+    assert not was_there
+    assert "not kept" in caplog.text
+
+
+@pytest.mark.parametrize("mask", [window(4096, 0), documents([0, 1000, 5000, 8192])], ids=str)
+def test_masks_that_make_ranks_differ_are_tuned_as_well(mask: object) -> None:
+    found = tune(problem(8, seq=8192, mask=mask), cluster_named("h100x8"))
+    assert found.chosen.time_s <= min(trial.time_s for trial in found.trials) * (1 + NEAR_TIE)
+
+
+def test_other_ranks_than_the_cluster_has_are_refused() -> None:
+    with pytest.raises(TopologyError, match="8 ranks and h100 has 16"):
+        tune(problem(8), cluster_named("h100x16"))
+
+
+# In the library
+
+
+def test_attention_on_a_cluster_runs_the_tuners_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    attention = MeshAttention(LocalGroup(8), cluster="h100x8")
+    q, k, v = (torch.randn(1, 96, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    out = attention.unshard(attention(*(attention.shard(x) for x in (q, k, v)), causal=True))
+    whole = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    assert (out - whole).abs().max() < 1e-12
+    assert len(list((tmp_path / "mesh-attention").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cluster": "h10x8"}, "did you mean h100"),
+        ({"cluster": "h100", "tile": (2, 4)}, "tile came beside a cluster"),
+        ({"cluster": "h100", "planner": make_plan}, "planner came beside a cluster"),
+        ({"cluster": 7}, "expected a name such as h100x256"),
+        ({"memory_limit": 5}, "memory_limit came without a cluster"),
+    ],
+)
+def test_a_cluster_beside_what_the_tuner_decides_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        MeshAttention(LocalGroup(8), **options)  # type: ignore[arg-type]
+
+
+def test_elements_that_travel_are_those_of_the_bound() -> None:
+    asked = problem(8, kv_heads=4, heads=8)
+    for direction in DIRECTIONS:
+        rows = [k for k in (*INPUTS[direction], *OUTPUTS[direction]) if k in ("q", "do", "o", "dq")]
+        cols = [k for k in (*INPUTS[direction], *OUTPUTS[direction]) if k in ("kv", "dkv")]
+        row, col = (sum(elements_a_token(k, asked)[0] for k in kinds) for kinds in (rows, cols))
+        # At x queries and y keys of all heads beyond the rank's own, the bound is row·x + col·y.
+        least = limits(asked, direction).whole_heads_nbytes / 2
+        area = asked.seq_q * (asked.seq_q + 1) / 2 / 8
+        home = asked.seq_q / 8
+        assert least == pytest.approx(2 * sqrt(area * row * col) - home * (row + col), rel=1e-6)
