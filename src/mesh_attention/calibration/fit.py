@@ -1,0 +1,231 @@
+"""From measured times to the figures of a cluster. Pure: neither torch nor a clock.
+
+Every fit minimises relative errors, so that short calls and small messages count as much as long ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from mesh_attention.errors import TopologyError
+from mesh_attention.topology import Device, KernelRate, Link, LinkClass, Topology, filled
+
+Direction = Literal["forward", "backward"]
+
+DUPLEX_BELOW = 1.5
+"""Sending both ways takes 1 × the time of one way on a duplex link, and 2 × on one that is not."""
+DIGITS = 4
+"""Significant digits of a fitted figure; there is more noise than that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTime:
+    """One shape of attention call. `flops` counts what the mask leaves."""
+
+    direction: Direction
+    heads: int
+    q_tokens: int
+    kv_tokens: int
+    is_causal: bool
+    flops: int
+    time_s: float
+
+    def filled(self, width: int) -> float:
+        """The share of a device's width that is at work: forward spreads runs of queries over it, backward of keys."""
+        tokens = self.q_tokens if self.direction == "forward" else self.kv_tokens
+        return filled(width, heads=self.heads, tokens=tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageTime:
+    """One size of message, while so many pairs of ranks send at once; `both_ways_s` while each end also receives."""
+
+    link_class: LinkClass
+    pairs: int
+    nbytes: int
+    one_way_s: float
+    both_ways_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTimes:
+    """Merging a large partial, which reads and writes `nbytes`, and the smallest one."""
+
+    nbytes: int
+    large_s: float
+    tiny_s: float
+    memory_gib: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Everything that was measured, the same on every rank. `threads` are those of one rank on a CPU."""
+
+    device: str
+    threads: int
+    kernel: str
+    width: int
+    calls: tuple[CallTime, ...]
+    memory: MemoryTimes
+    messages: tuple[MessageTime, ...]
+
+
+def fit_topology(
+    measurement: Measurement, *, name: str, ranks: int, ranks_per_node: int, unmeasured: Topology | None
+) -> Topology:
+    """The cluster that was measured. Links that were not are those of `unmeasured`, or else like those that were."""
+    links = fit_links(measurement.messages, ranks_per_node=ranks_per_node, unmeasured=unmeasured)
+    return Topology(
+        name=name,
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        device=_fit_device(measurement),
+        inside=links.inside,
+        between=links.between,
+        nics_per_node=links.nics_per_node,
+        full_duplex=links.full_duplex,
+    )
+
+
+def _fit_device(measurement: Measurement) -> Device:
+    memory = measurement.memory
+    forward, backward = (
+        fit_kernel_rate([call for call in measurement.calls if call.direction == direction], width=measurement.width)
+        for direction in ("forward", "backward")
+    )
+    return Device(
+        forward=forward,
+        backward=backward,
+        # Less the launch, as what uses the figure adds it.
+        memory_gb_per_s=_rounded(memory.nbytes / max(memory.large_s - memory.tiny_s, 0.1 * memory.large_s) / 1e9),
+        memory_gib=_rounded(memory.memory_gib),
+        launch_us=_rounded(memory.tiny_s * 1e6),
+        width=measurement.width,
+    )
+
+
+# Kernels
+
+
+def fit_kernel_rate(calls: Sequence[CallTime], *, width: int = 1) -> KernelRate:
+    """Rate and price of a call from full calls, and then `masked` from the causal ones, if there are any."""
+    line = fit_line([(call.flops / call.filled(width), call.time_s) for call in calls if not call.is_causal])
+    share = 1.0
+    masked = [call for call in calls if call.is_causal]
+    if masked:
+        # Least squares of base + flops · slope / share, for 1 / share.
+        whole = [call.flops / call.filled(width) * line.slope / call.time_s for call in masked]
+        left = [1 - line.base / call.time_s for call in masked]
+        inverse = _dot(whole, left) / _dot(whole, whole)
+        if inverse <= 0:
+            raise TopologyError(_too_noisy("a masked call is faster than an empty one"))
+        share = 1 / inverse
+    return KernelRate(
+        tflops=_rounded(1e-12 / line.slope), call_us=_rounded(line.base * 1e6), masked=_rounded(share, digits=3)
+    )
+
+
+def kernel_seconds(device: Device, call: CallTime) -> float:
+    """What the fit says of a call."""
+    rate = device.forward if call.direction == "forward" else device.backward
+    tflops = rate.tflops * (rate.masked if call.is_causal else 1.0) * call.filled(device.width)
+    return rate.call_us * 1e-6 + call.flops / (tflops * 1e12)
+
+
+# Links
+
+
+class Links(NamedTuple):
+    inside: Link
+    between: Link
+    nics_per_node: int
+    full_duplex: bool
+
+
+def fit_links(messages: Sequence[MessageTime], *, ranks_per_node: int, unmeasured: Topology | None) -> Links:
+    """Ranks mostly send and receive at once, so a duplex link's rate is that of both ways."""
+    full_duplex = is_duplex(messages) if messages else unmeasured is not None and unmeasured.full_duplex
+    within, across = ([m for m in messages if m.link_class == of] for of in ("inside", "between"))
+    inside, between, nics = None, None, 1
+    if within:
+        inside = fit_link(within, full_duplex=full_duplex)
+    if across:
+        between, nics = _fit_nics(across, ranks_per_node, full_duplex=full_duplex)
+    elif unmeasured is not None:
+        between = unmeasured.between
+        nics = max(1, unmeasured.nics_per_node * ranks_per_node // unmeasured.ranks_per_node)
+    inside = inside or (unmeasured.inside if unmeasured is not None else between)
+    between = between or inside
+    if inside is None or between is None:
+        raise TopologyError("no link was measured: one rank has nobody to send to; measure with 2 ranks or more")
+    return Links(inside, between, min(nics, ranks_per_node), full_duplex)
+
+
+def fit_link(messages: Sequence[MessageTime], *, full_duplex: bool) -> Link:
+    line = fit_line([(m.nbytes, m.both_ways_s if full_duplex else m.one_way_s) for m in messages])
+    return Link(gb_per_s=_rounded(1e-9 / line.slope), latency_us=_rounded(line.base * 1e6))
+
+
+def message_seconds(topology: Topology, message: MessageTime) -> float:
+    """What the fit says of a message, both ways if links are duplex."""
+    waiting = max(1.0, message.pairs / topology.nics_per_node) if message.link_class == "between" else 1.0
+    return topology.link(message.link_class).seconds(message.nbytes * waiting)
+
+
+def is_duplex(messages: Sequence[MessageTime]) -> bool:
+    """Whether the largest messages of any kind of link take about as long both ways as one way."""
+    largest = max(message.nbytes for message in messages)
+    ratios = [m.both_ways_s / m.one_way_s for m in messages if m.nbytes == largest]
+    return min(ratios) < DUPLEX_BELOW
+
+
+def _fit_nics(messages: Sequence[MessageTime], ranks_per_node: int, *, full_duplex: bool) -> tuple[Link, int]:
+    """As many NICs as pairs reach the rate of one alone, all together."""
+    pairs = max(message.pairs for message in messages)
+    one, all_at_once = (
+        fit_link([m for m in messages if m.pairs == count], full_duplex=full_duplex) for count in (1, pairs)
+    )
+    together = pairs * all_at_once.gb_per_s
+    nics = max(1, min(ranks_per_node, round(together / one.gb_per_s)))
+    rate = min(one.gb_per_s, together / nics)
+    return Link(gb_per_s=_rounded(rate), latency_us=one.latency_us), nics
+
+
+# Lines
+
+
+class Line(NamedTuple):
+    base: float
+    slope: float
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> Line:
+    """The line with the least squares of relative errors, of those that start at 0 or above."""
+    if len({x for x, _ in points}) < 2:
+        raise TopologyError(f"{len(points)} times of one size came; expected at least two sizes")
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    weights = [1 / y**2 for y in ys]  # an error of a point counts as a share of it
+    total = sum(weights)
+    middle_x, middle_y = _dot(weights, xs) / total, _dot(weights, ys) / total
+    spread = _dot(weights, [(x - middle_x) ** 2 for x in xs])
+    slope = _dot(weights, [(x - middle_x) * (y - middle_y) for x, y in points]) / spread
+    base = middle_y - slope * middle_x
+    if base < 0:
+        base, slope = 0.0, _dot(weights, [x * y for x, y in points]) / _dot(weights, [x * x for x in xs])
+    if slope <= 0:
+        raise TopologyError(_too_noisy("more work takes no longer"))
+    return Line(base, slope)
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def _too_noisy(what: str) -> str:
+    return f"the times make no sense: {what}; is the machine busy with something else? Measure again when it is idle"
+
+
+def _rounded(value: float, *, digits: int = DIGITS) -> float:
+    return float(f"{value:.{digits}g}")

@@ -1,0 +1,114 @@
+"""Times of attention calls: full and causal, forward and backward, from small ones to large.
+
+Tensors lie as they do in the executor's buffers; merging the result is not part of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mesh_attention.calibration.fit import CallTime, Direction
+from mesh_attention.calibration.timing import Report, time_call
+from mesh_attention.comm.base import Comm
+from mesh_attention.execution.buffers import DTYPES, Buffer, record_of
+from mesh_attention.kernels.base import CallMask, Demand, Kernel
+from mesh_attention.kernels.select import choose_kernel
+from mesh_attention.masks import causal, full
+from mesh_attention.problem import Problem
+
+FIRST_TOKENS = {"cpu": 64, "cuda": 1024}
+MOST_SIZES = 5
+"""Each has twice the tokens of the one before, so four times the work."""
+LONGEST_CALL_S = 0.6
+"""No size is begun whose longest call would take more."""
+
+
+class Shape(NamedTuple):
+    q_tokens: int
+    kv_tokens: int
+    is_causal: bool
+
+
+def time_kernel(setting: Problem, *, comm: Comm, device: torch.device, report: Report) -> list[CallTime]:
+    """Calls with the heads, head sizes and dtype of a problem; its lengths, mask and ranks do not matter."""
+    kernel = kernel_for(setting, device)
+    tokens, times = FIRST_TOKENS[device.type], list[CallTime]()
+    for number in range(MOST_SIZES):
+        report(f"attention calls of {tokens} tokens, forward and backward", number / MOST_SIZES)
+        shapes = (Shape(tokens, tokens, False), Shape(tokens, 2 * tokens, False), Shape(tokens, tokens, True))
+        found = [time for shape in shapes for time in _time_shape(shape, setting, kernel, comm=comm, device=device)]
+        times += found
+        # Every rank has the same times, so all stop at the same size.
+        if 4 * max(call.time_s for call in found) > LONGEST_CALL_S and number > 0:
+            break
+        tokens *= 2
+    return times
+
+
+def kernel_for(setting: Problem, device: torch.device) -> Kernel:
+    """The kernel that attention with these heads and this dtype would use."""
+    return choose_kernel(
+        Demand(
+            device=device.type,
+            dtype=DTYPES[setting.dtype],
+            head_dim_qk=setting.head_dim_qk,
+            head_dim_v=setting.head_dim_v,
+            softcap=0.0,
+            lse_gradient=False,
+        )
+    )
+
+
+def _time_shape(
+    shape: Shape, setting: Problem, kernel: Kernel, *, comm: Comm, device: torch.device
+) -> Iterator[CallTime]:
+    q, k, v, do = _tensors(shape, setting, device)
+    mask, scale = _call_mask(shape), setting.head_dim_qk**-0.5
+    out, lse = kernel.forward(q, k, v, mask=mask, scale=scale, softcap=0.0)
+    delta = (out.to(lse.dtype) * do.to(lse.dtype)).sum(-1)
+
+    def forward() -> object:
+        return kernel.forward(q, k, v, mask=mask, scale=scale, softcap=0.0)
+
+    def backward() -> object:
+        return kernel.backward(q, k, v, do, lse, delta, mask=mask, scale=scale, softcap=0.0)
+
+    runs: dict[Direction, Callable[[], object]] = {"forward": forward, "backward": backward}
+    for direction, run in runs.items():
+        yield CallTime(
+            direction=direction,
+            heads=setting.heads,
+            q_tokens=shape.q_tokens,
+            kv_tokens=shape.kv_tokens,
+            is_causal=shape.is_causal,
+            flops=call_flops(shape, setting, direction),
+            time_s=time_call(run, comm=comm, device=device),
+        )
+
+
+def call_flops(shape: Shape, setting: Problem, direction: Direction) -> int:
+    """Operations that the mask leaves, as plans count them."""
+    q, kv = shape.q_tokens, shape.kv_tokens
+    pairs = q * (q + 1) // 2 if shape.is_causal else q * kv
+    qk, v = setting.head_dim_qk, setting.head_dim_v
+    return 2 * pairs * setting.heads * (qk + v if direction == "forward" else 3 * qk + 2 * v)
+
+
+def _tensors(shape: Shape, setting: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    row, col, do = (
+        Buffer.empty(record_of(kind, setting, 1, False), tokens=tokens, batch=1, device=device).fields
+        for kind, tokens in (("q", shape.q_tokens), ("kv", shape.kv_tokens), ("do", shape.q_tokens))
+    )
+    q, k, v, d_out = (tensor.normal_() for tensor in (row["q"], col["k"], col["v"], do["do"]))
+    return q, k, v, d_out
+
+
+def _call_mask(shape: Shape) -> CallMask:
+    q, kv = range(shape.q_tokens), range(shape.kv_tokens)
+    if shape.is_causal:
+        return CallMask("causal", causal(), (q,), (kv,), len(q), len(kv))
+    return CallMask("full", full(), (q,), (kv,), len(q), len(kv))

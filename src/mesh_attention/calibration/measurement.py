@@ -1,0 +1,43 @@
+"""One measurement of everything, by all ranks of a group together."""
+
+from __future__ import annotations
+
+import torch
+
+from mesh_attention.calibration.fit import Measurement
+from mesh_attention.calibration.kernels import kernel_for, time_kernel
+from mesh_attention.calibration.links import time_links
+from mesh_attention.calibration.memory import time_memory
+from mesh_attention.calibration.timing import Report
+from mesh_attention.comm.base import Comm
+from mesh_attention.problem import Problem
+
+KERNELS_UNTIL, MEMORY_UNTIL = 0.7, 0.75
+"""Fractions of the time that a measurement takes."""
+
+
+def measure(
+    setting: Problem, *, comm: Comm, device: torch.device, ranks_per_node: int, ranks_here: int, report: Report
+) -> Measurement:
+    """Attention with a problem's heads, head sizes and dtype. `ranks_here` is how many ranks share this machine."""
+    calls = time_kernel(
+        setting, comm=comm, device=device, report=lambda doing, done: report(doing, done * KERNELS_UNTIL)
+    )
+    report("merging partials", KERNELS_UNTIL)
+    memory = time_memory(setting, comm=comm, device=device, ranks_here=ranks_here)
+    messages = time_links(
+        comm,
+        device=device,
+        ranks_per_node=ranks_per_node,
+        report=lambda doing, done: report(doing, MEMORY_UNTIL + done * (1 - MEMORY_UNTIL)),
+    )
+    is_cuda = device.type == "cuda"
+    return Measurement(
+        device=torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        threads=torch.get_num_threads(),
+        kernel=kernel_for(setting, device).name,
+        width=torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1,
+        calls=tuple(calls),
+        memory=memory,
+        messages=tuple(messages),
+    )

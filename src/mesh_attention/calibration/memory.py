@@ -1,0 +1,50 @@
+"""How fast partials are merged, what the smallest merge takes, and how much memory a rank has."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from mesh_attention.calibration.fit import MemoryTimes
+from mesh_attention.calibration.timing import time_call
+from mesh_attention.comm.base import Comm
+from mesh_attention.execution.buffers import Buffer, record_of
+from mesh_attention.kernels.merge import TORCH_MERGING
+from mesh_attention.problem import Problem
+
+LARGE_NBYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
+"""Of the running sum; several times what the caches hold."""
+
+
+def time_memory(setting: Problem, *, comm: Comm, device: torch.device, ranks_here: int) -> MemoryTimes:
+    """What a merge has to read and write counts, once each, however often it is read and written."""
+    a_token = setting.heads * setting.head_dim_v * setting.accumulator_itemsize
+    large = _merge_tensors(max(1, LARGE_NBYTES[device.type] // a_token), setting, device)
+    tiny = _merge_tensors(1, setting, device)
+    total, total_lse, partial, lse = large
+    return MemoryTimes(
+        nbytes=2 * (total.nbytes + total_lse.nbytes) + partial.nbytes + lse.nbytes,
+        large_s=time_call(lambda: TORCH_MERGING.merge_output(*large), comm=comm, device=device),
+        tiny_s=time_call(lambda: TORCH_MERGING.merge_output(*tiny), comm=comm, device=device),
+        memory_gib=memory_nbytes(device, ranks_here=ranks_here) / 2**30,
+    )
+
+
+def memory_nbytes(device: torch.device, *, ranks_here: int) -> float:
+    """Of a GPU, or a rank's part of the machine."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_here
+
+
+def _merge_tensors(tokens: int, setting: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A running sum and a partial, each with its LSE."""
+    total, partial = (
+        Buffer.empty(record_of("o", setting, 1, is_running), tokens=tokens, batch=1, device=device).fields
+        for is_running in (True, False)
+    )
+    for tensor in (*total.values(), *partial.values()):
+        tensor.normal_()
+    return total["o"], total["lse"], partial["o"], partial["lse"]

@@ -1,0 +1,56 @@
+"""Timing calls on all ranks at the same time, since ranks that share a processor also compute at the same time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from mesh_attention.comm.base import Comm
+
+SAMPLE_S = 0.01
+"""A sample is as many calls in a row as fill this: ranks that share a core take turns of some milliseconds, and a call
+that fits into one turn would look as if it had the core to itself."""
+SAMPLED_S = 0.06
+"""Samples are taken for about so long, within the bounds below."""
+LEAST_SAMPLES, MOST_SAMPLES = 3, 15
+MOST_CALLS = 1000
+
+Report = Callable[[str, float], None]
+"""Is told what is being done and the fraction done."""
+
+
+def everybody(comm: Comm, value: float) -> list[float]:
+    """Each rank's number, the same list on all; nobody goes on before all have come here."""
+    return [float(text) for text in comm.share(repr(value)).result()]
+
+
+def time_call(call: Callable[[], object], *, comm: Comm, device: torch.device) -> float:
+    """Seconds of a call after warm-up: each rank's median, and of those the median; the same on every rank."""
+    sample_s(call, device, calls=1)
+    first_s = everybody(comm, sample_s(call, device, calls=1))
+    calls = within(int(SAMPLE_S / min(first_s)), 1, MOST_CALLS)  # the others may have waited for their turn
+    samples = within(int(SAMPLED_S / (median(first_s) * calls)), LEAST_SAMPLES, MOST_SAMPLES)
+    return median(everybody(comm, median(sample_s(call, device, calls=calls) for _ in range(samples))))
+
+
+def sample_s(call: Callable[[], object], device: torch.device, *, calls: int) -> float:
+    """Seconds of one of some calls in a row."""
+    if device.type == "cuda":
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(calls):
+            call()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) * 1e-3 / calls
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - begin) / calls
+
+
+def within(number: int, least: int, most: int) -> int:
+    return max(least, min(most, number))

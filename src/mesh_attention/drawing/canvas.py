@@ -1,0 +1,106 @@
+"""What every chart here is drawn on: a white sheet measured in inches, one look, and no state outside the figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from typing_extensions import assert_never
+
+from mesh_attention.drawing.scales import Scale
+from mesh_attention.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, FADED, GRID = "#222222", "#555555", "#e2e2e2"
+TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 12.0, 10.0, 8.0
+WIDTH_IN, EDGE_IN = 8.0, 0.16
+LONGEST_TITLE = 110
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Margins:
+    """Inches between the edges of the sheet and the axes."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+
+def new_axes(*, height_in: float, margins: Margins) -> tuple[Figure, Axes]:
+    """Axes at a fixed place, so that a length in inches is known before anything is drawn."""
+    figure = new_figure(height_in=height_in)
+    width = WIDTH_IN - margins.left - margins.right
+    height = height_in - margins.top - margins.bottom
+    place = (margins.left / WIDTH_IN, margins.bottom / height_in, width / WIDTH_IN, height / height_in)
+    axes = figure.add_axes(place, facecolor="white")
+    axes.tick_params(labelsize=TEXT_SIZE, length=0, pad=7, colors=FADED, which="both")
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(FADED)
+    return figure, axes
+
+
+def set_scale(axes: Axes, which: Literal["x", "y"], scale: Scale, *, is_slanted: bool = False) -> None:
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    set_kind = axes.set_xscale if which == "x" else axes.set_yscale
+    set_limits = axes.set_xlim if which == "x" else axes.set_ylim
+    match scale.kind:
+        case "log2":
+            set_kind("log", base=2)
+        case "symlog":
+            set_kind("symlog", linthresh=scale.linear_below, linscale=0.4)
+        case "linear" | "log":
+            set_kind(scale.kind)
+        case _:
+            assert_never(scale.kind)
+    slant: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if is_slanted else {}
+    axis.set_ticks([], minor=True)
+    axis.set_ticks([at for at, _ in scale.ticks], labels=scale.tick_texts, parse_math=False, **slant)
+    set_limits(scale.low, scale.high)
+    axis.set_label_text(scale.label, fontsize=TEXT_SIZE, color=FADED)
+
+
+def new_figure(*, height_in: float) -> Figure:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"charts are drawn by matplotlib, and there is no module {error.name}; pip install 'mesh-attention[charts]'"
+        ) from error
+    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=100, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def text_width_in(texts: Iterable[str], *, size: float, weight: str = "normal") -> float:
+    """Of the widest, and never 0."""
+    figure = new_figure(height_in=1.0)
+    drawn = [figure.text(0, 0, text, fontsize=size, weight=weight, parse_math=False) for text in texts]
+    return max(1.0, *(text.get_window_extent().width for text in drawn)) / figure.dpi
+
+
+def shorten(words: str, *, most: int) -> str:
+    return words if len(words) <= most else words[: most - 1] + "…"
+
+
+def write_titles(figure: Figure, title: str, below: str = "") -> None:
+    """At the top left of the sheet; a long title is smaller, a very long one cut."""
+    height_in = figure.get_size_inches()[1]
+    title = shorten(title, most=LONGEST_TITLE)
+    room_in = WIDTH_IN - 2 * EDGE_IN
+    size = min(TITLE_SIZE, TITLE_SIZE * room_in / text_width_in([title], size=TITLE_SIZE, weight="bold"))
+    look: dict[str, Any] = {"x": EDGE_IN / WIDTH_IN, "va": "top", "parse_math": False}
+    figure.text(y=1 - 0.12 / height_in, s=title, fontsize=size, weight="bold", color=INK, **look)
+    figure.text(y=1 - 0.4 / height_in, s=below, fontsize=TEXT_SIZE, color=FADED, **look)
+
+
+def darker(colour: str) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) * 3 // 4 for i in (1, 3, 5))
+    return f"#{red:02x}{green:02x}{blue:02x}"

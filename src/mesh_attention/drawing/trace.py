@@ -1,0 +1,88 @@
+"""Timelines in the JSON trace format of Chrome, for https://ui.perfetto.dev or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from mesh_attention.drawing.files import writing
+from mesh_attention.drawing.tracks import TOUCH_S, Track, rank_tracks
+from mesh_attention.errors import UsageError
+from mesh_attention.timeline import Lane, Span, Timeline
+
+Event = dict[str, Any]
+
+
+def to_perfetto(timelines: Mapping[str, Timeline] | Timeline) -> dict[str, Any]:
+    """A rank is a process, a lane a thread. Several timelines follow each other, each under its key; all begin at 0.
+
+    Viewers lose events of one thread that overlap, so what a lane does at once is on threads such as "send 2".
+    """
+    names: list[Event] = []
+    spans: list[Event] = []
+    threads = count(1)
+    for pid, (process, lanes) in enumerate(_processes(timelines), 1):
+        names += _named("process", process, place=pid, pid=pid)
+        for lane, tracks in lanes.items():
+            for number, track in enumerate(tracks or ((),), 1):  # an idle lane is shown empty
+                tid = next(threads)
+                names += _named("thread", lane if number == 1 else f"{lane} {number}", place=tid, pid=pid, tid=tid)
+                spans += _span_events(track, pid=pid, tid=tid)
+    spans.sort(key=lambda event: (event["ts"], event["pid"], event["tid"]))
+    return {"traceEvents": names + spans, "displayTimeUnit": "ms"}
+
+
+def write_trace(path: Path | str, timelines: Mapping[str, Timeline] | Timeline) -> None:
+    text = json.dumps(to_perfetto(timelines), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    with writing(Path(path)):
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def _processes(
+    timelines: Mapping[str, Timeline] | Timeline,
+) -> Iterator[tuple[str, dict[Lane, tuple[Track, ...]]]]:
+    if isinstance(timelines, Timeline):
+        for rank, lanes in rank_tracks(timelines).items():
+            yield f"rank {rank}", lanes
+        return
+    if not timelines:
+        raise UsageError("no timelines came; expected at least one to make a trace of")
+    for name, timeline in timelines.items():
+        for rank, lanes in rank_tracks(timeline).items():
+            yield f"{name}: rank {rank}", lanes
+
+
+def _named(kind: str, name: str, *, place: int, **ids: int) -> tuple[Event, Event]:
+    return (
+        {"ph": "M", "name": f"{kind}_name", **ids, "args": {"name": name}},
+        {"ph": "M", "name": f"{kind}_sort_index", **ids, "args": {"sort_index": place}},
+    )
+
+
+def _span_events(track: Track, *, pid: int, tid: int) -> Iterator[Event]:
+    free_ns = 0
+    for span in track:
+        # Whole nanoseconds, and never before the one before has ended: rounding must not make an overlap.
+        start_ns = max(free_ns, round(span.start_s * 1e9))
+        free_ns = max(start_ns, round(span.stop_s * 1e9))
+        yield {
+            "ph": "X",
+            "name": span.name,
+            "cat": span.lane,
+            "pid": pid,
+            "tid": tid,
+            "ts": start_ns / 1000,
+            "dur": (free_ns - start_ns) / 1000,
+            "args": _args(span),
+        }
+
+
+def _args(span: Span) -> dict[str, float]:
+    seconds = span.stop_s - span.start_s
+    args: dict[str, float] = {"bytes": span.nbytes} if span.nbytes else {}
+    if span.nbytes and seconds >= TOUCH_S:
+        args["GB/s"] = float(f"{span.nbytes / seconds / 1e9:.4g}")
+    return args

@@ -1,0 +1,204 @@
+"""Clusters by name and from files: every preset is one, every cluster survives its file, and errors name the key."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mesh_attention.clusters import (
+    PRESETS,
+    cluster_from_toml,
+    cluster_named,
+    cluster_to_toml,
+    find_cluster,
+    read_cluster,
+)
+from mesh_attention.errors import ParseError, TopologyError, UsageError
+from mesh_attention.topology import Device, KernelRate, Link, Topology
+
+# Presets
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_known_by_its_name_and_says_where_its_figures_come_from(name: str) -> None:
+    preset = PRESETS[name]
+    assert cluster_named(name) == preset.topology
+    assert preset.topology.name == name
+    assert len(preset.source) > 20
+    assert cluster_named(f"{name}x24") == preset.topology.with_ranks(24)
+
+
+@pytest.mark.parametrize("text", ["mi300x256", "mi300xx256", " MI300X256 "])
+def test_a_name_that_ends_in_x_needs_no_second_one(text: str) -> None:
+    topology = cluster_named(text)
+    assert (topology.name, topology.ranks, topology.nodes) == ("mi300x", 256, 32)
+
+
+@pytest.mark.parametrize(("tokens", "tflops"), [(1024, 512), (8192, 657)])
+def test_the_h200_forecasts_the_calls_that_were_measured(tokens: int, tflops: float) -> None:
+    rate = cluster_named("h200").device.forward
+    flops = 4 * tokens**2 * 32 * 128
+    forecast = flops / (rate.call_us * 1e-6 + flops / (rate.tflops * 1e12)) / 1e12
+    assert forecast == pytest.approx(tflops, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("h10x8", TopologyError, "cluster 'h10x8': did you mean h100? expected a .toml file, or NAMExRANKS"),
+        ("labtop", TopologyError, "did you mean laptop?"),
+        (
+            "zzz",
+            TopologyError,
+            "cluster 'zzz': expected a .toml file, or NAMExRANKS such as h100x256, where NAME is one",
+        ),
+        ("", TopologyError, "cluster '': expected"),
+        ("h100x", ParseError, "cluster 'h100x': expected a number of ranks after the name, 1 or more, such as h100x64"),
+        ("h100x0", ParseError, "expected a number of ranks"),
+        ("h100x-8", ParseError, "expected a number of ranks"),
+        ("h1008", ParseError, "expected a number of ranks"),
+        ("h100x1e3", ParseError, "expected a number of ranks"),
+        ("mi300xx", ParseError, "such as mi300x64"),
+        ("h100x9999999999", ParseError, "expected a number of ranks"),
+        ("nowhere.toml", UsageError, "nowhere.toml: expected a cluster file: no such file"),
+        ("no/where", UsageError, "no/where: expected a cluster file: no such file"),
+        ("nul\0.toml", UsageError, "expected a cluster file"),
+    ],
+)
+def test_what_is_no_cluster_is_refused(text: str, error: type[UsageError], message: str) -> None:
+    with pytest.raises(error) as caught:
+        find_cluster(text)
+    assert message in str(caught.value)
+
+
+# Files
+
+
+@st.composite
+def values(draw: st.DrawFn, value_class: type) -> Any:
+    """Any value, whatever its fields are: a field that is added later is drawn as well."""
+    above_0 = st.one_of(st.integers(1, 2**62), st.floats(min_value=0, exclude_min=True, allow_infinity=False))
+    scalars = {
+        "str": st.text(st.characters(exclude_categories=["Cs"])),
+        "bool": st.booleans(),
+        "int": st.integers(1, 1000),
+        "float": above_0,
+    }
+    nested = {"Device": Device, "KernelRate": KernelRate, "Link": Link}
+    drawn = {
+        f.name: draw(values(nested[str(f.type)]) if f.type in nested else scalars[str(f.type)])
+        for f in fields(value_class)
+    }
+    if value_class is Topology:
+        drawn["ranks_per_node"] += drawn["nics_per_node"]
+    return value_class(**drawn)
+
+
+@example(topology=replace(cluster_named("h100"), name='\x00\x1f\x7f\x80"\\\r\n#'), note="# [")
+@given(topology=values(Topology), note=st.text(st.characters(exclude_categories=["Cs", "Cc"])))
+def test_a_cluster_reads_back_from_its_file(topology: Topology, note: str) -> None:
+    assert cluster_from_toml(cluster_to_toml(topology, note=note)) == topology
+
+
+def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(cluster_to_toml(cluster_named("a100x16"), note="Two lines\nof a note."), encoding="utf-8")
+    assert find_cluster(str(path)) == read_cluster(path) == cluster_named("a100x16")
+    assert path.read_text(encoding="utf-8").startswith("# A cluster for mesh-attention.\n# Two lines\n# of a note.\n")
+
+
+def test_what_has_a_default_may_be_left_out() -> None:
+    topology = cluster_from_toml(
+        """
+        name = "small"
+        ranks = 2
+        ranks_per_node = 2
+        inside = { gb_per_s = 10 }
+        between = { gb_per_s = 1.5 }
+        [device]
+        memory_gb_per_s = 100
+        memory_gib = 16
+        forward = { tflops = 1 }
+        backward = { tflops = 2 }
+        """
+    )
+    assert topology == Topology(
+        name="small",
+        ranks=2,
+        ranks_per_node=2,
+        inside=Link(gb_per_s=10),
+        between=Link(gb_per_s=1.5),
+        device=Device(forward=KernelRate(tflops=1), backward=KernelRate(tflops=2), memory_gb_per_s=100, memory_gib=16),
+    )
+
+
+GOOD = cluster_to_toml(cluster_named("h100x16"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "error", "message"),
+    [
+        ("ranks = 16", "rank = 16", ParseError, "unknown key rank; did you mean ranks? expected some of name, ranks"),
+        ("ranks = 16", "ranks = 16\nzzz = 1", ParseError, "unknown key zzz; expected some of name, ranks"),
+        ("ranks = 16\n", "", ParseError, "missing ranks (a whole number); 'mesh-attention calibrate' writes one"),
+        ("tflops = 640\n", "", ParseError, "missing device.forward.tflops (a number)"),
+        ("call_us = 12", "call_ms = 12", ParseError, "unknown key device.forward.call_ms; did you mean call_us?"),
+        ("ranks = 16", 'ranks = "16"', ParseError, "ranks = '16': expected a whole number"),
+        ("ranks = 16", "ranks = 16.0", ParseError, "ranks = 16.0: expected a whole number"),
+        ("ranks = 16", "ranks = true", ParseError, "ranks = true: expected a whole number"),
+        ("ranks = 16", f"ranks = 1{'0' * 99}", ParseError, "expected a whole number"),
+        ("tflops = 640", "tflops = true", ParseError, "device.forward.tflops = true: expected a number"),
+        ("tflops = 640", f"tflops = 1{'0' * 999}", ParseError, "expected a number"),
+        ("tflops = 640", "tflops = nan", TopologyError, "[device.forward] KernelRate tflops=nan: expected a number"),
+        (
+            "tflops = 640",
+            "tflops = -1.5",
+            TopologyError,
+            "[device.forward] KernelRate tflops=-1.5: expected a number abo",
+        ),
+        ("full_duplex = true", "full_duplex = 1", ParseError, "full_duplex = 1: expected true or false"),
+        ('name = "h100"', "name = 100", ParseError, 'name = 100: expected a string, such as "h100"'),
+        ("ranks = 16", "ranks = 0", TopologyError, "ranks=0: expected a whole number of at least 1"),
+        ("nics_per_node = 8", "nics_per_node = 9", TopologyError, "9 NICs for 8 ranks a node"),
+        ("width = 132", "width = 0", TopologyError, "[device] Device width=0: expected a number above 0"),
+        ("gb_per_s = 45.0", "gb_per_s = 0", TopologyError, "[between] Link gb_per_s=0: expected a number above 0"),
+        ("ranks = 16", "ranks = 16\ninside = 3", ParseError, "is no TOML"),
+        ("ranks = 16", "ranks = ", ParseError, "is no TOML"),
+        ("ranks = 16", f"ranks = 1{'0' * 9999}", ParseError, "is no TOML"),
+        ("ranks = 16", f"ranks = {'[' * 99999}", ParseError, "is no TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_name_and_the_key(
+    tmp_path: Path, before: str, after: str, error: type[UsageError], message: str
+) -> None:
+    assert before in GOOD
+    path = tmp_path / "wrong.toml"
+    path.write_text(GOOD.replace(before, after, 1), encoding="utf-8")
+    with pytest.raises(error) as caught:
+        read_cluster(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+
+
+def test_a_table_that_is_none_is_refused() -> None:
+    with pytest.raises(ParseError, match=r"inside = 3: expected a table, \[inside\]"):
+        cluster_from_toml('name = "x"\nranks = 1\nranks_per_node = 1\ninside = 3\nbetween = 3\ndevice = 3')
+
+
+def test_an_empty_file_is_told_what_it_lacks() -> None:
+    with pytest.raises(
+        ParseError, match=r"missing name .*, ranks .*, ranks_per_node .*, device .*, inside .*, between"
+    ):
+        cluster_from_toml("")
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bytes.toml"
+    path.write_bytes(b"name = \xff")
+    with pytest.raises(ParseError, match="byte 7 is not UTF-8"):
+        read_cluster(path)

@@ -1,0 +1,612 @@
+"""Traces and charts show what the timeline says: every span once, where it was, and nothing that cannot be read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations, pairwise
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from test_imports import modules_after
+
+from mesh_attention.drawing.charts import ChartPoint, gantt, save_chart, time_chart
+from mesh_attention.drawing.labels import Box, along, clearest, spread
+from mesh_attention.drawing.trace import to_perfetto, write_trace
+from mesh_attention.drawing.tracks import rank_tracks
+from mesh_attention.drawing.units import format_time, format_tokens, linear_ticks, log_ticks, spaced
+from mesh_attention.errors import UsageError
+from mesh_attention.timeline import LANES, RankTimes, Span, Timeline
+
+TWO_NS_IN_US = 0.002
+"""A trace counts whole nanoseconds, and spans that touch do so in it as well."""
+
+
+def timeline_of(spans: list[Span], *, name: str = "mesh 2x2 forward") -> Timeline:
+    """With the totals that the spans have."""
+    totals: dict[tuple[int, str], float] = defaultdict(float)
+    stops: dict[int, float] = defaultdict(float)
+    for span in spans:
+        totals[span.rank, span.lane] += span.stop_s - span.start_s
+        stops[span.rank] = max(stops[span.rank], span.stop_s)
+    ranks = tuple(
+        RankTimes(
+            rank=rank,
+            stop_s=stops[rank],
+            compute_s=totals[rank, "compute"],
+            wait_s=totals[rank, "wait"],
+            link_s=max(totals[rank, "send"], totals[rank, "recv"]),
+        )
+        for rank in sorted(stops)
+    )
+    return Timeline(name=name, ranks=ranks, sent_nbytes={}, peak_nbytes=0, flops=0, spans=tuple(spans))
+
+
+# Rank 3 computes, waits and computes again while two transfers run at once.
+SPANS = [
+    Span(3, "compute", 0.0, 0.002, "q3 kv3"),
+    Span(3, "wait", 0.002, 0.0025, "kv1"),
+    Span(3, "compute", 0.0025, 0.005, "q3 kv1"),
+    Span(3, "recv", 0.0, 0.0025, "kv1", 100_000_000),
+    Span(3, "send", 0.0, 0.002, "kv3", 50_000_000),
+    Span(3, "send", 0.001, 0.003, "kv2", 50_000_000),
+    Span(0, "compute", 0.0, 0.004, "q0 kv0"),
+]
+SMALL = timeline_of(SPANS)
+NO_SPANS = replace(SMALL, spans=(), name="bare")
+
+
+ANY_TEXT = st.text(max_size=8)
+
+
+@st.composite
+def timelines(draw: st.DrawFn, *, names: st.SearchStrategy[str] = ANY_TEXT) -> Timeline:
+    """Any spans, overlapping, touching or empty, of a few ranks, from nanoseconds to minutes."""
+    scale = draw(st.sampled_from((1e-7, 1e-6, 1e-3, 1.0, 60.0)))
+    spans = []
+    for number in range(draw(st.integers(1, 24))):
+        start = draw(st.floats(0, 10)) * scale
+        stop = start + draw(st.sampled_from((0.0, 1e-3, 1.0)) | st.floats(0, 3)) * scale
+        lane = draw(st.sampled_from(LANES))
+        nbytes = draw(st.integers(0, 2**40)) if lane in ("send", "recv") else 0
+        spans.append(Span(draw(st.sampled_from((0, 1, 7, 4095))), lane, start, stop, f"{number} {draw(names)}", nbytes))
+        if draw(st.booleans()):  # a span that begins where this one ends
+            spans.append(Span(spans[-1].rank, lane, stop, stop + scale, f"{number} next", nbytes))
+    return timeline_of(spans)
+
+
+def events(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] == phase]
+
+
+def process_names(trace: dict[str, Any]) -> dict[int, str]:
+    return {event["pid"]: event["args"]["name"] for event in events(trace, "M") if event["name"] == "process_name"}
+
+
+def thread_names(trace: dict[str, Any]) -> dict[tuple[int, int], str]:
+    return {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events(trace, "M")
+        if event["name"] == "thread_name"
+    }
+
+
+# Traces
+
+
+def test_a_trace_has_microseconds_bytes_and_rates() -> None:
+    trace = to_perfetto(SMALL)
+    shown = {event["name"]: event for event in events(trace, "X") if event["cat"] == "recv"}
+    assert shown["kv1"]["ts"] == 0.0
+    assert shown["kv1"]["dur"] == 2500.0
+    assert shown["kv1"]["args"] == {"bytes": 100_000_000, "GB/s": 40.0}
+    (second,) = [event for event in events(trace, "X") if event["name"] == "q3 kv1"]
+    assert (second["ts"], second["dur"], second["args"]) == (2500.0, 2500.0, {})
+
+
+def test_a_rank_is_a_process_and_a_lane_a_thread() -> None:
+    trace = to_perfetto(SMALL)
+    assert list(process_names(trace).values()) == ["rank 0", "rank 3"]
+    threads = thread_names(trace)
+    lanes = ["compute", "wait", "send", "recv", "compute", "wait", "send", "send 2", "recv"]
+    assert list(threads.values()) == lanes
+    for event in events(trace, "X"):
+        assert threads[event["pid"], event["tid"]].split()[0] == event["cat"]
+
+
+def test_viewers_are_told_the_order() -> None:
+    trace = to_perfetto({"forward": SMALL, "backward": SMALL})
+    for kind, names in (("process", process_names(trace)), ("thread", thread_names(trace))):
+        order = [e["args"]["sort_index"] for e in events(trace, "M") if e["name"] == f"{kind}_sort_index"]
+        assert order == sorted(set(order))
+        assert len(order) == len(names)
+
+
+def test_several_timelines_are_groups_of_processes() -> None:
+    trace = to_perfetto({"forecast": SMALL, "measured": SMALL})
+    names = process_names(trace)
+    assert list(names.values()) == ["forecast: rank 0", "forecast: rank 3", "measured: rank 0", "measured: rank 3"]
+    of_group = [names[event["pid"]].split(":")[0] for event in events(trace, "X")]
+    assert of_group.count("forecast") == of_group.count("measured") == len(SPANS)
+
+
+def test_two_threads_never_share_an_id() -> None:
+    ids = [tid for _, tid in thread_names(to_perfetto({"a": SMALL, "b": SMALL}))]
+    assert len(set(ids)) == len(ids)
+
+
+@given(timelines())
+@settings(max_examples=100)
+def test_a_trace_has_every_span_once_where_it_was(timeline: Timeline) -> None:
+    trace = json.loads(json.dumps(to_perfetto(timeline), allow_nan=False))
+    names = process_names(trace)
+    shown = {event["name"]: event for event in events(trace, "X")}
+    assert len(shown) == len(events(trace, "X")) == len(timeline.spans)
+    for span in timeline.spans:
+        event = shown[span.name]
+        assert (names[event["pid"]], event["cat"]) == (f"rank {span.rank}", span.lane)
+        assert event["ts"] == pytest.approx(span.start_s * 1e6, abs=TWO_NS_IN_US)
+        assert event["dur"] == pytest.approx((span.stop_s - span.start_s) * 1e6, abs=TWO_NS_IN_US)
+        assert event["args"].get("bytes", 0) == span.nbytes
+
+
+@given(timelines())
+@settings(max_examples=100)
+def test_a_trace_adds_up_to_the_totals(timeline: Timeline) -> None:
+    trace = to_perfetto(timeline)
+    names = process_names(trace)
+    busy_us: dict[tuple[str, str], float] = defaultdict(float)
+    for event in events(trace, "X"):
+        busy_us[names[event["pid"]], event["cat"]] += event["dur"]
+    error_us = TWO_NS_IN_US * len(timeline.spans)
+    for rank in timeline.ranks:
+        assert busy_us[f"rank {rank.rank}", "compute"] == pytest.approx(rank.compute_s * 1e6, abs=error_us)
+        assert busy_us[f"rank {rank.rank}", "wait"] == pytest.approx(rank.wait_s * 1e6, abs=error_us)
+    assert max(e["ts"] + e["dur"] for e in events(trace, "X")) == pytest.approx(timeline.time_s * 1e6, abs=error_us)
+
+
+@given(timelines())
+@settings(max_examples=100)
+def test_events_are_sorted_and_those_of_a_thread_never_overlap(timeline: Timeline) -> None:
+    spans = events(to_perfetto(timeline), "X")
+    assert [event["ts"] for event in spans] == sorted(event["ts"] for event in spans)
+    threads: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for event in spans:
+        threads[event["tid"]].append(event)
+    for thread in threads.values():
+        for before, after in pairwise(thread):
+            assert round((before["ts"] + before["dur"]) * 1000) <= round(after["ts"] * 1000)
+
+
+def test_spans_that_touch_but_for_rounding_share_a_thread() -> None:
+    chain = [Span(0, "recv", i * 0.1, i * 0.1 + 0.1, f"kv{i}") for i in range(30)]
+    assert any(before.stop_s > after.start_s for before, after in pairwise(chain)), "no rounding to test with"
+    assert len(rank_tracks(timeline_of(chain))[0]["recv"]) == 1
+    hair = [Span(0, "recv", 0.0, 1.6e-9, "kv0"), Span(0, "recv", 0.7e-9, 5e-9, "kv1")]
+    first, second = events(to_perfetto(timeline_of(hair)), "X")
+    assert first["tid"] == second["tid"]
+    assert first["ts"] + first["dur"] == second["ts"]
+
+
+def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
+    write_trace(tmp_path / "trace.json", {"über": SMALL})
+    text = (tmp_path / "trace.json").read_text(encoding="utf-8")
+    assert json.loads(text) == to_perfetto({"über": SMALL})
+    assert ", " not in text
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda: to_perfetto(NO_SPANS), "timeline 'bare' has totals but no spans.*ask for the spans of some ranks"),
+        (lambda: to_perfetto({"a": SMALL, "b": NO_SPANS}), "timeline 'bare' has totals but no spans"),
+        (lambda: to_perfetto({}), "no timelines came"),
+        (lambda: to_perfetto(timeline_of([Span(0, "wait", 2.0, 1.0, "a")])), "expected 0 <= start_s <= stop_s"),
+        (lambda: to_perfetto(timeline_of([Span(0, "wait", -1.0, 1.0, "a")])), "expected 0 <= start_s <= stop_s"),
+        (lambda: to_perfetto(timeline_of([Span(0, "wait", 0.0, inf, "a")])), "expected 0 <= start_s <= stop_s"),
+        (lambda: to_perfetto(timeline_of([Span(0, "wait", nan, 1.0, "a")])), "expected 0 <= start_s <= stop_s"),
+        (lambda: to_perfetto(timeline_of([Span(0, "rest", 0.0, 1.0, "a")])), "expected a lane of compute, wait"),  # type: ignore[arg-type]
+        (lambda: write_trace("/no/such/place/t.json", SMALL), "/no/such/place/t.json: cannot be written: no such"),
+        (lambda: gantt(NO_SPANS), "timeline 'bare' has totals but no spans"),
+        (lambda: gantt(SMALL, ranks=[3, 5]), r"has no spans of ranks \[5\]; it has those of \[0, 3\]"),
+        (lambda: gantt(SMALL, ranks=[]), r"it has those of \[0, 3\]"),
+        (lambda: gantt(crowd(17)), "17 ranks are more than one picture holds; name at most 16"),
+        (lambda: time_chart([], x="ranks"), "no points came"),
+        (lambda: time_chart([ChartPoint("ring", 8, 1, 0)], x="hosts"), "x='hosts': expected one of ranks, sequence"),  # type: ignore[arg-type]
+        (lambda: time_chart([ChartPoint("ring", 0, 1, 0)], x="ranks"), "expected ranks as a number above 0"),
+        (lambda: time_chart([ChartPoint("ring", "8", 1, 0)], x="ranks"), "expected ranks as a number above 0"),
+        (lambda: time_chart([ChartPoint("ring", 8, 1, 0)], x="tile"), "expected the text of a tile, such as '4x8'"),
+        (lambda: time_chart([ChartPoint("ring", 8, nan, 0)], x="ranks"), "expected seconds, 0 or above"),
+        (lambda: time_chart([ChartPoint("ring", 8, -1.0, 1)], x="ranks"), "expected seconds, 0 or above"),
+        (lambda: time_chart([ChartPoint("ring", 8, 1, -0.5)], x="ranks"), "expected seconds, 0 or above"),
+        (lambda: time_chart([ChartPoint("ring", 8, 1, 0)] * 2, x="ranks"), "ring has another point at 8"),
+        (lambda: save_chart(gantt(SMALL), "chart.gif"), "chart.gif: a chart is written as .png, .svg, .pdf"),
+        (lambda: save_chart(gantt(SMALL), "/no/such/place/a.png"), "/no/such/place/a.png: cannot be written"),
+    ],
+)
+def test_a_refusal_says_what_came_and_what_was_expected(refused: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        refused()
+
+
+def crowd(ranks: int) -> Timeline:
+    return timeline_of([Span(rank, "compute", 0.0, 1.0 + rank, "q kv") for rank in range(ranks)])
+
+
+# What is drawn
+
+
+def bars(figure: Figure) -> dict[str, list[tuple[float, float]]]:
+    """Start and stop of every bar, by lane."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for collection in figure.axes[0].collections:
+        for path in collection.get_paths():
+            left, right = path.vertices[:, 0].min(), path.vertices[:, 0].max()  # type: ignore[union-attr, call-overload, index]
+            found[str(collection.get_label())].append((float(left), float(right)))
+    return found
+
+
+def texts(figure: Figure) -> list[Text]:
+    """All that is shown, as it is placed when drawn."""
+    figure.canvas.draw()
+    found = [text for text in figure.findobj(Text) if isinstance(text, Text)]
+    return [text for text in found if text.get_visible() and text.get_text()]
+
+
+def words(figure: Figure) -> list[str]:
+    return [text.get_text() for text in texts(figure)]
+
+
+def assert_nothing_is_cut_off(figure: Figure) -> None:
+    sheet = figure.bbox
+    for text in texts(figure):
+        box = text.get_window_extent()
+        assert box.x0 >= sheet.x0 - 1, f"{text.get_text()!r} leaves the sheet on the left"
+        assert box.x1 <= sheet.x1 + 1, f"{text.get_text()!r} leaves the sheet on the right"
+        assert box.y0 >= sheet.y0 - 1, f"{text.get_text()!r} leaves the sheet below"
+        assert box.y1 <= sheet.y1 + 1, f"{text.get_text()!r} leaves the sheet above"
+
+
+def test_a_gantt_chart_has_a_bar_a_span() -> None:
+    drawn = bars(gantt(SMALL, ranks=[3]))
+    assert set(drawn) == set(LANES)
+    for lane in LANES:
+        wanted = [(span.start_s, span.stop_s) for span in SPANS if span.rank == 3 and span.lane == lane]
+        assert len(drawn[lane]) == len(wanted)
+        for bar, span in zip(sorted(drawn[lane]), sorted(wanted), strict=True):
+            assert bar == pytest.approx(span)
+
+
+def test_a_gantt_chart_shows_all_ranks_unless_some_are_named() -> None:
+    assert {"rank 0", "rank 3"} <= set(words(gantt(SMALL)))
+    assert "rank 0" not in words(gantt(SMALL, ranks=[3]))
+    assert words(gantt(SMALL)).count("wait") == 2
+
+
+def test_bars_of_one_lane_that_overlap_lie_side_by_side() -> None:
+    tracks = [c for c in gantt(SMALL, ranks=[3]).axes[0].collections if c.get_label() == "send"]
+    boxes = [track.get_paths()[0].get_extents() for track in tracks]
+    assert len(boxes) == 2
+    assert boxes[0].y1 <= boxes[1].y0 or boxes[1].y1 <= boxes[0].y0
+
+
+def test_the_title_states_the_totals() -> None:
+    shown = words(gantt(SMALL))
+    assert "mesh 2x2 forward" in shown
+    assert "time 5 ms · exposed communication 500 µs (10.0%) · utilisation 85.0%" in shown
+
+
+def test_bars_are_named_where_there_is_room() -> None:
+    short, shorter = Span(0, "compute", 1.0, 1.06, "q0 kv1 kv2"), Span(0, "compute", 1.06, 1.061, "q0 kv3")
+    shown = words(gantt(timeline_of([Span(0, "compute", 0.0, 1.0, "q0 kv0"), short, shorter])))
+    assert "q0 kv0" in shown
+    assert "q0 kv1 kv2" not in shown
+    assert "q0 kv3" not in shown
+
+
+@given(timelines(names=st.sampled_from(("q0 kv1", "$x", "kv_3^{2}$", "a much longer name of a span"))))
+@settings(max_examples=25, phases=(Phase.explicit, Phase.generate))
+def test_any_timeline_makes_a_readable_gantt_chart(timeline: Timeline) -> None:
+    figure = gantt(timeline)
+    assert_nothing_is_cut_off(figure)
+    assert sum(map(len, bars(figure).values())) == len(timeline.spans)
+    ranks = [text for text in figure.axes[0].texts if text.get_text().startswith("rank ")]
+    assert_apart([*ranks, *figure.axes[0].get_yticklabels()])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit"), [(4e-6, "µs"), (5e-4, "µs"), (0.02, "ms"), (3.0, "s"), (100.0, "s"), (400.0, "min")]
+)
+def test_the_time_axis_has_the_unit_of_its_size(seconds: float, unit: str) -> None:
+    spans = [Span(0, "compute", 0.0, seconds, "q kv")]
+    assert gantt(timeline_of(spans)).axes[0].get_xlabel() == f"time, {unit}"
+    assert time_chart([ChartPoint("a", 8, seconds, 0.0)], x="ranks").axes[0].get_ylabel() == f"time, {unit}"
+
+
+def scaling(methods: int = 6, *, unit_s: float = 0.1) -> list[ChartPoint]:
+    return [
+        ChartPoint(f"method {m}", ranks, unit_s * (8 / ranks + 0.1 * m), unit_s * 0.1 * m)
+        for m in range(methods)
+        for ranks in (8, 16, 32, 64, 128, 256)
+    ]
+
+
+def lines(figure: Figure) -> dict[str, list[tuple[float, float]]]:
+    return {
+        str(line.get_label()): [(float(x), float(y)) for x, y in line.get_xydata()]  # type: ignore[union-attr]
+        for line in figure.axes[0].lines
+    }
+
+
+def test_a_time_chart_has_a_solid_and_a_dashed_line_a_method() -> None:
+    points = scaling()
+    figure = time_chart(reversed(points), x="ranks", title="Forward")
+    drawn = lines(figure)
+    assert len(drawn) == 12
+    for method in {point.method for point in points}:
+        own = [point for point in points if point.method == method]
+        assert drawn[f"{method}: time"] == [(p.x, p.time_s) for p in own]
+        assert drawn[f"{method}: exposed communication"] == [(p.x, p.exposed_s) for p in own]
+    for line in figure.axes[0].lines:
+        assert line.is_dashed() == str(line.get_label()).endswith("exposed communication")
+    assert {"Forward", "time", "exposed communication", "ranks"} <= set(words(figure))
+
+
+def test_lengths_are_written_as_people_write_them() -> None:
+    figure = time_chart([ChartPoint("ring", 2**n, 4.0**n * 1e-9, 0.0) for n in range(17, 23)], x="sequence length")
+    assert figure.axes[0].get_xscale() == "log"
+    ticks = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert ticks == ["128k", "256k", "512k", "1m", "2m", "4m"]
+
+
+def test_tiles_stand_in_the_order_in_which_they_come() -> None:
+    tiles = ["1x16", "16x1", "4x4"]
+    figure = time_chart([ChartPoint("mesh", tile, 2.0 + len(tile), 0.5) for tile in tiles], x="tile")
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == tiles
+    assert lines(figure)["mesh: time"] == [(0.0, 6.0), (1.0, 6.0), (2.0, 5.0)]
+
+
+def test_times_far_apart_are_on_a_log_axis_that_shows_zero() -> None:
+    near = time_chart([ChartPoint("a", 8, 2.0, 0.5), ChartPoint("a", 16, 1.0, 0.0)], x="ranks").axes[0]
+    far = time_chart([ChartPoint("a", 8, 20.0, 0.5), ChartPoint("a", 16, 1.0, 0.2)], x="ranks").axes[0]
+    zero = time_chart([ChartPoint("a", 8, 20.0, 0.5), ChartPoint("a", 16, 1.0, 0.0)], x="ranks").axes[0]
+    assert [axes.get_yscale() for axes in (near, far, zero)] == ["linear", "log", "symlog"]
+    assert "0" in [label.get_text() for label in zero.get_yticklabels()]
+    assert all(axes.get_ylim()[0] <= 0.0 for axes in (near, zero))
+
+
+def test_methods_are_told_apart() -> None:
+    drawn = time_chart(scaling(20), x="ranks").axes[0].lines
+    assert len({(line.get_color(), line.get_marker()) for line in drawn}) == 20
+
+
+@st.composite
+def point_sets(draw: st.DrawFn) -> tuple[str, list[ChartPoint]]:
+    x = draw(st.sampled_from(("ranks", "sequence length", "tile")))
+    xs = {
+        "ranks": [1, 3, 8, 12, 16, 64, 100, 256, 1024],
+        "sequence length": [1000, 2**17, 100_000, 2**20, 3 * 2**19, 2**24],
+        "tile": [f"{a}x{64 // a}" for a in (1, 2, 4, 8, 16, 32, 64)] + [f"8·{a}x{8 // a}" for a in (1, 2, 4, 8)],
+    }[x]
+    scale = draw(st.sampled_from((1e-6, 1e-3, 1.0, 600.0)))
+    points = []
+    for number in range(draw(st.sampled_from((1, 2, 8, 12)))):
+        for place in draw(st.lists(st.sampled_from(xs), min_size=1, unique=True)):
+            time_s = draw(st.floats(0.5, 2) | st.floats(1e-3, 1e3)) * scale
+            exposed_s = draw(st.sampled_from((0.0, -1e-17 * time_s, time_s)) | st.floats(0, 1).map(time_s.__mul__))
+            points.append(ChartPoint(f"method {number}", place, time_s, exposed_s))
+    return x, points
+
+
+@given(point_sets())
+@settings(max_examples=40, phases=(Phase.explicit, Phase.generate))  # a chart takes too long to look for a smaller one
+def test_any_points_make_a_readable_chart(drawn: tuple[Any, list[ChartPoint]]) -> None:
+    x, points = drawn
+    figure = time_chart(points, x=x, title="Forward, 32 heads of 128, causal")
+    assert_nothing_is_cut_off(figure)
+    assert sum(map(len, lines(figure).values())) == 2 * len(points)
+    last = max(xy[0] for line in lines(figure).values() for xy in line)
+    labels = [text for text in figure.axes[0].texts if text.xy[0] == last]  # type: ignore[attr-defined]
+    assert_apart(labels)
+    assert_apart([label for label in figure.axes[0].get_yticklabels() if label.get_visible()])
+    if not any(label.get_rotation() for label in figure.axes[0].get_xticklabels()):
+        assert_apart(figure.axes[0].get_xticklabels())
+
+
+def assert_apart(labels: list[Text]) -> None:
+    for one, other in combinations(labels, 2):
+        first, second = Text.get_window_extent(one), Text.get_window_extent(other)  # without the stroke to the line
+        overlap = (
+            min(first.x1, second.x1) - max(first.x0, second.x0),
+            min(first.y1, second.y1) - max(first.y0, second.y0),
+        )
+        assert min(overlap) <= 2, f"{one.get_text()!r} covers {other.get_text()!r}"
+
+
+def test_the_label_of_a_line_that_ends_early_is_near_its_end() -> None:
+    points = [*scaling(3), ChartPoint("ulysses", 8, 0.1, 0.0)]
+    figure = time_chart(points, x="ranks")
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    (label,) = [text for text in axes.texts if text.get_text() == "ulysses"]
+    end_x, end_y = axes.transData.transform((8, 0.1))
+    box = Text.get_window_extent(label)
+    assert 0 < box.x0 - end_x < 60
+    assert abs((box.y0 + box.y1) / 2 - end_y) < 60
+
+
+def test_long_names_and_titles_are_kept_on_the_sheet() -> None:
+    points = [ChartPoint("a method with a name far too long to stand beside a line", 8, 1.0, 0.5)]
+    title = "A title that says everything there is " * 5
+    for figure in (time_chart(points, x="ranks", title=title), gantt(replace(SMALL, name=title))):
+        assert_nothing_is_cut_off(figure)
+        assert figure.axes[0].get_position().width > 0.5
+        (shown,) = [text for text in texts(figure) if text.get_text().startswith("A title")]
+        assert shown.get_fontsize() >= 7
+
+
+def test_nothing_at_all_can_be_drawn() -> None:
+    assert_nothing_is_cut_off(time_chart([ChartPoint("ring", 8, 0.0, 0.0)], x="ranks"))
+    figure = gantt(timeline_of([Span(0, "compute", 0.0, 0.0, "q kv")]))
+    assert_nothing_is_cut_off(figure)
+    assert "time 0 · exposed communication 0 (0.0%) · utilisation 100.0%" in words(figure)
+
+
+def test_many_tiles_stand_aslant() -> None:
+    tiles = [f"{u}·{a}x{16 // a}" for u in (1, 2, 4, 8) for a in (1, 2, 4, 8, 16)]
+    many = time_chart([ChartPoint("mesh", tile, 2.0, 0.5) for tile in tiles], x="tile")
+    few = time_chart([ChartPoint("mesh", tile, 2.0, 0.5) for tile in tiles[:5]], x="tile")
+    assert_nothing_is_cut_off(many)
+    assert {label.get_rotation() for label in many.axes[0].get_xticklabels()} == {45.0}
+    assert {label.get_rotation() for label in few.axes[0].get_xticklabels()} == {0.0}
+
+
+def test_dollars_are_not_formulas() -> None:
+    figure = time_chart([ChartPoint(r"$\ring$", r"$\tile$", 1.0, 0.5)], x="tile", title=r"$\mesh$")
+    assert {r"$\ring$", r"$\tile$", r"$\mesh$"} <= set(words(figure))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF"), (".PNG", b"\x89PNG")]
+)
+def test_the_same_chart_is_the_same_file(tmp_path: Path, suffix: str, start: bytes) -> None:
+    files = [tmp_path / f"{number}{suffix}" for number in range(2)]
+    for file in files:
+        save_chart(time_chart(scaling(), x="ranks"), str(file))
+    assert files[0].read_bytes().startswith(start)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert not any(word in files[0].read_bytes() for word in (b"CreationDate", b"<dc:date>", b"Software"))
+
+
+def test_drawing_imports_matplotlib_only_when_it_draws() -> None:
+    assert (
+        "matplotlib" not in modules_after("import mesh_attention.drawing.charts, mesh_attention.drawing.trace").split()
+    )
+    draw = "from mesh_attention.drawing.charts import *\ntime_chart([ChartPoint('ring', 8, 1, 0)], x='ranks')"
+    loaded = modules_after(draw).split()
+    assert "matplotlib" in loaded
+    assert "matplotlib.pyplot" not in loaded
+
+
+def test_without_matplotlib_one_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hidden:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name.split(".")[0] == "matplotlib":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Hidden, *sys.meta_path])
+    for draw in (lambda: gantt(SMALL), lambda: time_chart([ChartPoint("ring", 8, 1.0, 0.0)], x="ranks")):
+        with pytest.raises(UsageError, match=r"no module matplotlib; pip install 'mesh-attention\[charts\]'"):
+            draw()
+    to_perfetto(SMALL)  # needs none
+
+
+# Numbers and places
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0"),
+        (-1e-17, "0"),
+        (2.5e-7, "0.25 µs"),
+        (1.234e-5, "12.3 µs"),
+        (9.9996e-4, "1 ms"),
+        (0.0123, "12.3 ms"),
+        (0.5, "500 ms"),
+        (59.94, "59.9 s"),
+        (119.0, "119 s"),
+        (330.0, "5.5 min"),
+        (600_000.0, "10,000 min"),
+    ],
+)
+def test_times_read_as_people_say_them(seconds: float, text: str) -> None:
+    assert format_time(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"), [(512, "512"), (2**17, "128k"), (2**20, "1m"), (3 * 2**19, "1.5m"), (100_000, "97.7k")]
+)
+def test_lengths_read_as_people_write_them(tokens: int, text: str) -> None:
+    assert format_tokens(tokens) == text
+
+
+@given(st.floats(1e-9, 1e5))
+def test_linear_ticks_are_few_round_and_reach_the_end(stop_s: float) -> None:
+    _, ticks = linear_ticks(stop_s)
+    places = [at for at, _ in ticks]
+    assert places[0] == 0
+    assert 3 < len(places) <= 9
+    assert places[-1] <= stop_s * (1 + 1e-6)
+    assert stop_s - places[-1] < places[1] * (1 + 1e-6)
+    assert len({text for _, text in ticks}) == len(ticks)
+
+
+@given(st.floats(1e-6, 1e3), st.floats(10, 1e6))
+def test_log_ticks_are_few_and_say_what_they_mark(start_s: float, factor: float) -> None:
+    ticks = log_ticks(start_s, start_s * factor)
+    assert 1 <= len(ticks) <= 10
+    scales = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+    for at, text in ticks:
+        number, unit = text.split()
+        assert start_s <= at <= start_s * factor
+        assert float(number) * scales[unit] == pytest.approx(at)
+
+
+def test_log_ticks_are_round_in_their_own_unit() -> None:
+    assert [text for _, text in log_ticks(0.0009, 0.011)] == ["1 ms", "2 ms", "5 ms", "10 ms"]
+    assert [text for _, text in log_ticks(5.0, 130.0)] == ["5 s", "10 s", "20 s", "1 min", "2 min"]
+    assert [text for _, text in log_ticks(2e-6, 20.0)] == [
+        "10 µs", "100 µs", "1 ms", "10 ms", "100 ms", "1 s", "10 s",
+    ]  # fmt: skip
+
+
+@given(st.lists(st.integers(1, 4096), min_size=1, max_size=40))
+def test_ticks_of_a_log_axis_have_room(values: list[int]) -> None:
+    kept = spaced(values, most=10)
+    assert set(kept) <= set(values)
+    assert kept[-1] == max(values)
+    assert len(kept) <= 11
+
+
+@given(st.lists(st.floats(-50, 150), min_size=1, max_size=10))
+def test_labels_make_room_for_each_other(wanted: list[float]) -> None:
+    places = spread(wanted, gap=10, low=0, high=100)
+    assert all(-1e-6 <= place <= 100 + 1e-6 for place in places)
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    for before, after in pairwise(order):
+        assert places[after] - places[before] >= 10 - 1e-6
+
+
+@given(st.lists(st.integers(0, 10), min_size=1, max_size=10))
+def test_labels_with_room_stay_where_they_are(steps: list[int]) -> None:
+    wanted = [10.0 * i + sum(steps[: i + 1]) for i in range(len(steps))]
+    assert spread(wanted, gap=10, low=0, high=1000) == pytest.approx(wanted)
+
+
+def test_a_label_stands_where_it_covers_the_least() -> None:
+    boxes = [Box(0, 0, 10, 10), Box(20, 0, 30, 10), Box(40, 0, 50, 10)]
+    points = [(1.0, 5.0), (2.0, 5.0), (25.0, 5.0), (35.0, 5.0), (45.0, 11.0)]
+    assert clearest(boxes, taken=[], points=points) == 2
+    assert clearest(boxes, taken=[Box(45, 0, 60, 10)], points=points) == 1
+    assert clearest(boxes, taken=[], points=[]) == 0
+
+
+def test_a_line_is_followed_without_holes() -> None:
+    found = along([(0, 0), (10, 0), (10, 4)], every=3.0)
+    assert (found[0], found[-1]) == ((0, 0), (10, 4))
+    assert all(max(abs(x1 - x0), abs(y1 - y0)) <= 3 for (x0, y0), (x1, y1) in pairwise(found))
+    assert along([(1, 2)], every=3.0) == [(1, 2)]
