@@ -29,6 +29,7 @@ from mesh_attention.cli.matrix import PALETTE
 from mesh_attention.cli.sizes import format_nbytes, format_size, format_together, parse_size
 from mesh_attention.errors import ParseError
 from mesh_attention.plan.steps import Attend
+from mesh_attention.planning.limits import limits
 from mesh_attention.verification.rules import RULES
 
 EXAMPLE = "plan --ranks 16 --tile 4x4 --seq 128k --heads 32 --kv-heads 8 --head-dim 128 --causal"
@@ -226,6 +227,31 @@ def test_ring_is_the_measure_of_the_comparison(run: Run) -> None:
         assert row["against_ring"] == row["received_nbytes"] / ring["received_nbytes"]
 
 
+def test_the_lower_bound_is_the_other_measure_of_the_comparison(run: Run) -> None:
+    for line, direction in ((EXAMPLE, "forward"), (f"{EXAMPLE} --backward", "backward")):
+        answer = as_json(run(f"{line} --json"))
+        bound = limits(plan_from_json(answer["plan"]).problem, direction).received_nbytes  # type: ignore[arg-type]
+        assert answer["comparison"]["bound_nbytes"] == bound
+        for row in answer["comparison"]["rows"]:
+            assert row["against_bound"] == row["received_nbytes"] / bound >= 1
+
+
+def test_what_is_kept_from_forward_has_no_lower_bound_in_backward(run: Run) -> None:
+    def ratios(options: str) -> set[float | None]:
+        return {row["against_bound"] for row in as_json(run(f"{EXAMPLE} {options} --json"))["comparison"]["rows"]}
+
+    assert ratios("--keep kv --backward") == {None}
+    assert None not in ratios("--keep kv") | ratios("--backward")
+
+
+def test_the_comparison_shows_and_explains_the_lower_bound(run: Run) -> None:
+    rows = as_json(run(f"{EXAMPLE} --json"))["comparison"]["rows"]
+    out = run(EXAMPLE).out
+    shown = [re.split(" {2,}", line.strip())[5] for line in comparison_lines(out)]
+    assert shown == [f"{row['against_bound']:.2f}" for row in rows]
+    assert "× bound: against the least that an average rank can receive" in " ".join(out.split())
+
+
 @pytest.mark.parametrize("options", ["--backward", "--route ring", "--partials ring", "--blocks-per-call 4"])
 def test_rivals_share_layout_direction_and_schedule_options(run: Run, options: str) -> None:
     line = f"{SMALL} --ranks 8 --causal --layout contiguous {options} --json"
@@ -241,6 +267,14 @@ def test_schedule_options_reach_the_plan(run: Run) -> None:
     assert (plan["route"], plan["partials"], plan["layout"]) == ("ring", "ring", "striped")
     grouped = as_json(run(f"{EXAMPLE} --blocks-per-call 4 --json"))["plan"]
     assert grouped["moves"] != as_json(run(f"{EXAMPLE} --json"))["plan"]["moves"]
+
+
+def test_an_inner_tile_and_what_is_kept_reach_the_plan(run: Run) -> None:
+    answer = as_json(run(f"{EXAMPLE} --inner 2x4 --keep kv --backward --json"))
+    assert (answer["plan"]["inner"], answer["plan"]["keep"]) == ("2x4", "kv")
+    rival = as_json(run(f"{EXAMPLE} --tile auto --method ring --keep kv --backward --json"))["comparison"]["rows"][0]
+    ring = next(row for row in answer["comparison"]["rows"] if row["method"] == "ring")
+    assert ring == rival | {"is_this_plan": False}
 
 
 def test_a_plan_that_is_a_rival_too_is_one_marked_row(run: Run) -> None:
@@ -437,6 +471,9 @@ BAD_LINES = [
     (f"{SMALL} --method ulysses", "Ulysses degree 4", "2 KV heads"),
     (f"{SMALL} --ulysses-degree 0", "--ulysses-degree '0'", "1 or more"),
     (f"{SMALL} --ulysses-degree 3", "Ulysses degree 3", "1 2 4"),
+    (f"{SMALL} --tile 2x2 --inner 3x1", "inner tile 3x1", "must divide 2"),
+    (f"{SMALL} --inner 3", "--inner", "ROWSxCOLS"),
+    (f"{SMALL} --keep o", "--keep 'o'", "q kv q,kv"),
     (f"{SMALL} --layout spiral", "'spiral'", "contiguous, zigzag, striped"),
     (f"{SMALL} --route scenic", "--route 'scenic'", "ring, direct"),
     (f"{SMALL} --partials scenic", "--partials 'scenic'", "ring, direct"),

@@ -168,7 +168,7 @@ def test_what_is_gathered_is_kept_where_memory_allows() -> None:
 
 
 def test_too_little_memory_is_refused_with_what_is_needed() -> None:
-    with pytest.raises(MemoryLimitError, match=r"no plan stays below 9.31e-10 GiB a rank; the smallest needs .* GiB"):
+    with pytest.raises(MemoryLimitError, match=r"no plan stays below 1 B a rank; the smallest needs .* MiB"):
         tune(problem(8), cluster_named("h100x8"), memory_nbytes=1.0)
 
 
@@ -290,7 +290,7 @@ def test_losers_say_why() -> None:
         cluster_named("h100x64"),
         memory_nbytes=2 * min(t.peak_nbytes for t in found.trials),
     )
-    assert "GiB are allowed" in limited.left_out["all-gather"]
+    assert "iB are allowed" in limited.left_out["all-gather"]
 
 
 def test_a_tuning_can_be_written_and_read() -> None:

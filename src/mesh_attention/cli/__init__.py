@@ -1,4 +1,5 @@
 """The command line: one file a command, and each parses, calls the library and prints. It decides nothing.
 
-Reading order: main, options, sizes, plan, comparison, matrix, tables, verify, files, progress.
+Reading order: main, options, sizes, words, plan, comparison, matrix, tables, verify, files, progress; tune,
+tune_report, usage, tune_chart; simulate, passes, simulate_report, lanes; calibrate; demo.
 """

@@ -9,6 +9,7 @@ from math import gcd
 from mesh_attention.cli.progress import Report
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import RankCosts, imbalance, rank_costs
+from mesh_attention.planning.limits import limits
 from mesh_attention.planning.registry import Method, make_plan
 from mesh_attention.problem import Problem
 
@@ -28,6 +29,7 @@ class Row:
     sent_nbytes: int
     received_nbytes: int
     against_ring: float | None = None
+    against_bound: float | None = None
     flops: int
     imbalance: float
     peak_nbytes: int
@@ -37,14 +39,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """`counted_ranks` are those whose worst the rows state."""
+    """`counted_ranks` are those whose worst the rows state; `bound_nbytes` is the least an average rank receives."""
 
     counted_ranks: tuple[int, ...]
+    bound_nbytes: float
     rows: tuple[Row, ...]
 
 
 def compare(plan: Plan, *, blocks_per_call: int | None, report: Report) -> Comparison:
-    """The rivals share layout, direction, routes and `blocks_per_call` with the plan. Ring is the measure."""
+    """The rivals share layout, direction, routes, grouping and what is kept with the plan. Ring is the measure."""
     plans = list(_rivals(plan, blocks_per_call, report))
     if plan not in plans:
         plans.insert(0, plan)
@@ -57,9 +60,21 @@ def compare(plan: Plan, *, blocks_per_call: int | None, report: Report) -> Compa
             costs.append(rank_costs(rival, rank))
         rows.append(_row(rival, costs, is_this_plan=rival == plan))
     ring = next(row for row in rows if row.method == "ring" and row.ulysses == 1).received_nbytes
-    against_ring = [row.received_nbytes / ring if ring else None for row in rows]
-    measured = tuple(replace(row, against_ring=ratio) for row, ratio in zip(rows, against_ring, strict=True))
-    return Comparison(counted_ranks=ranks, rows=measured)
+    bound = limits(plan.problem, plan.direction).received_nbytes
+    is_bound = not (plan.schedule.keep and plan.direction == "backward")  # what was kept need not be received
+    measured = [
+        replace(
+            row,
+            against_ring=_times(row.received_nbytes, ring),
+            against_bound=_times(row.received_nbytes, bound if is_bound else 0.0),
+        )
+        for row in rows
+    ]
+    return Comparison(counted_ranks=ranks, bound_nbytes=bound, rows=tuple(measured))
+
+
+def _times(nbytes: int, measure: float) -> float | None:
+    return nbytes / measure if measure else None
 
 
 def counted_ranks(ranks: int) -> tuple[int, ...]:
@@ -88,6 +103,7 @@ def _rivals(plan: Plan, blocks_per_call: int | None, report: Report) -> Iterator
             route=plan.schedule.route if is_greedy else None,
             partials=plan.schedule.partials if is_greedy else None,
             blocks_per_call=blocks_per_call if is_greedy else None,
+            keep=plan.schedule.keep,
         )
 
 

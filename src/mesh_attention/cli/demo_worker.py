@@ -59,7 +59,7 @@ def work(problem: Problem, contenders: Sequence[Contender], progress_file: Path)
     import torch.distributed as dist
 
     torch.set_num_threads(1)  # the ranks share this machine's cores
-    os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
     dist.init_process_group("gloo")
     try:
         notes = Notes(progress_file if dist.get_rank() == 0 else None, steps=1 + len(contenders) * (1 + TIMED_RUNS))
@@ -178,6 +178,6 @@ def _is_as_planned(engine: Engine, recording: Recording, peaks: Sequence[int]) -
     return counted == (sent, received, sum(c.messages for c in costs), [c.peak_nbytes for c in costs])
 
 
-def _loopback() -> str:
+def loopback() -> str:
     names = [name for _, name in socket.if_nameindex()]
     return next(name for name in ("lo", "lo0") if name in names)

@@ -6,6 +6,8 @@ import json
 from os.path import isdir  # unlike Path.is_dir, it says no to a name that is too long
 from pathlib import Path
 
+from mesh_attention.drawing.canvas import new_figure
+from mesh_attention.drawing.charts import FORMATS
 from mesh_attention.errors import ParseError, UsageError
 from mesh_attention.plan.codec import plan_to_json, read_plan
 from mesh_attention.plan.plan import Plan
@@ -29,12 +31,24 @@ def read_plan_file(path: Path) -> Plan:
         raise ParseError(f"{path} is no plan: a field holds what it should not ({error}); {WRITES_ONE}") from error
 
 
-def check_save_path(path: Path) -> None:
-    """Raise before any work is done for a file that cannot be written."""
+def check_output(option: str, path: Path | None, *, example: str) -> None:
+    """Raise before any work is done for a file that cannot be written; none is none to write."""
+    if path is None:
+        return
     if not isdir(path.parent):
-        raise UsageError(f"--save {path}: there is no directory {path.parent}; make it first or save elsewhere")
+        raise UsageError(f"{option} {path}: there is no directory {path.parent}; make it first or save elsewhere")
     if isdir(path):
-        raise UsageError(f"--save {path}: is a directory; give a file name, such as {path / 'plan.json'}")
+        raise UsageError(f"{option} {path}: is a directory; give a file name, such as {path / example}")
+
+
+def check_chart(path: Path | None) -> None:
+    """The same for a chart, and for one that cannot be drawn."""
+    check_output("--chart", path, example="chart.png")
+    if path is None:
+        return
+    if path.suffix.lower() not in FORMATS:
+        raise UsageError(f"--chart {path}: expected a file name that ends in {' or '.join(FORMATS)}")
+    new_figure(height_in=1.0)  # refuses where there is no matplotlib
 
 
 def write_plan_file(path: Path, plan: Plan) -> None:

@@ -13,15 +13,27 @@ from typing import Annotated, Any
 import typer
 
 from mesh_attention import __version__
+from mesh_attention.cli.calibrate import calibrate_command
 from mesh_attention.cli.demo import demo_command
 from mesh_attention.cli.plan import plan_command
+from mesh_attention.cli.reproduce import reproduce_command
+from mesh_attention.cli.simulate import simulate_command
+from mesh_attention.cli.tune import tune_command
 from mesh_attention.cli.verify import verify_command
 from mesh_attention.errors import UsageError
 
 PROGRAM = "mesh-attention"
 
 app = typer.Typer(name=PROGRAM, add_completion=False)
-COMMANDS: dict[str, Callable[..., None]] = {"plan": plan_command, "verify": verify_command, "demo": demo_command}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "plan": plan_command,
+    "verify": verify_command,
+    "simulate": simulate_command,
+    "tune": tune_command,
+    "demo": demo_command,
+    "calibrate": calibrate_command,
+    "reproduce": reproduce_command,
+}
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
 

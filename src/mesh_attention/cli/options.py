@@ -1,4 +1,4 @@
-"""The options of `plan`: how each is spelt and explained, and what its text stands for."""
+"""The options of `plan`, `tune` and `simulate`: how each is spelt and explained, and what its text stands for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh_attention.cli.sizes import parse_size, parse_whole
+from mesh_attention.cli.sizes import parse_nbytes, parse_size, parse_whole
+from mesh_attention.clusters import PRESETS, find_cluster
 from mesh_attention.errors import ParseError
 from mesh_attention.masks import Mask, causal, documents, full, window
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.layout import LAYOUTS, Layout, layout_named
-from mesh_attention.plan.schedule import ROUTES, Route
+from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
+from mesh_attention.plan.steps import Kind
 from mesh_attention.planning.registry import METHODS
 from mesh_attention.problem import ITEMSIZE, Problem
+from mesh_attention.topology import Topology
+
+KEEPS: dict[str, tuple[Kind, ...]] = {",".join(keep): keep for keep in KEEPABLE if keep}
 
 
 def _option(panel: str, name: str, help_text: str, **settings: Any) -> Any:
@@ -34,9 +39,22 @@ def _output(name: str, help_text: str, **settings: Any) -> Any:
 
 
 Ranks = Annotated[str, _problem("--ranks", "How many ranks share the work.", metavar="N")]
+Cluster = Annotated[
+    str,
+    _problem(
+        "--cluster",
+        f"NAMExRANKS, such as h100x256 ({', '.join(PRESETS)}), or a .toml file that 'calibrate' wrote.",
+        metavar="CLUSTER",
+    ),
+]
+ClusterRanks = Annotated[str | None, _problem("--ranks", "How many ranks, if not as the cluster says.", metavar="N")]
 Seq = Annotated[str, _problem("--seq", "Tokens of the whole sequence: 4096, 128k, 1m (k is 1024).", metavar="SIZE")]
 SeqKv = Annotated[str | None, _problem("--seq-kv", "Keys and values, if not as many as queries.", metavar="SIZE")]
+PlannedSeq = Annotated[
+    str | None, _problem("--seq", "Tokens of the whole sequence: 4096, 128k, 1m (k is 1024).", metavar="SIZE")
+]
 Heads = Annotated[str, _problem("--heads", "Query heads.", metavar="N")]
+PlannedHeads = Annotated[str | None, _problem("--heads", "Query heads.", metavar="N")]
 KvHeads = Annotated[str | None, _problem("--kv-heads", "Key/value heads, if fewer.", metavar="N")]
 HeadDim = Annotated[str, _problem("--head-dim", "Head size.", metavar="N")]
 HeadDimV = Annotated[str | None, _problem("--head-dim-v", "Head size of V, if another.", metavar="N")]
@@ -60,16 +78,26 @@ TileText = Annotated[
 UlyssesDegree = Annotated[
     str | None, _plan("--ulysses-degree", "Ranks that trade heads for tokens; 1 if left out.", metavar="N")
 ]
+InnerText = Annotated[
+    str | None,
+    _plan("--inner", "The part of the grid that one node holds: which places are neighbours.", metavar="AxB"),
+]
 LayoutName = Annotated[
     str | None, _plan("--layout", f"{', '.join(LAYOUTS)}; what suits the mask if left out.", metavar="NAME")
 ]
 Backward = Annotated[bool, _plan("--backward", "Plan the backward pass instead of the forward one.")]
+BothPasses = Annotated[bool, _plan("--backward", "Forward and backward together.")]
 RouteName = Annotated[str | None, _plan("--route", "How shards travel; direct if left out.", metavar="|".join(ROUTES))]
 PartialsName = Annotated[
     str | None, _plan("--partials", "How partials travel; direct if left out.", metavar="|".join(ROUTES))
 ]
 BlocksPerCall = Annotated[
     str | None, _plan("--blocks-per-call", "Blocks that wait for each other to make one call.", metavar="N")
+]
+KeepText = Annotated[str | None, _plan("--keep", "What forward leaves gathered for backward.", metavar="|".join(KEEPS))]
+Memory = Annotated[
+    str | None,
+    _plan("--memory", "What a call may allocate on a rank, such as 20GiB; the device's if left out.", metavar="SIZE"),
 ]
 
 Rank = Annotated[str, _output("--rank", "The rank whose steps are shown.", metavar="N")]
@@ -78,6 +106,16 @@ Save = Annotated[
     Path | None, _output("--save", "Write every rank's steps here: .json as JSON, else as text.", metavar="FILE")
 ]
 JsonOutput = Annotated[bool, _output("--json", "Print one JSON object and nothing else.")]
+Trace = Annotated[
+    Path | None, _output("--trace", "Write what ranks do when, for ui.perfetto.dev (JSON).", metavar="FILE")
+]
+Chart = Annotated[Path | None, _output("--chart", "Draw it: .png, .svg or .pdf. Needs matplotlib.", metavar="FILE")]
+
+
+def cluster_from(text: str, ranks: str | None) -> Topology:
+    """The cluster, with as many ranks as were asked for."""
+    topology = find_cluster(text)
+    return topology if ranks is None else topology.with_ranks(parse_whole("--ranks", ranks))
 
 
 def problem_from(
@@ -130,6 +168,25 @@ def tile_from(text: str) -> Tile | None:
         return Tile.parse(text)
     except ParseError as error:
         raise ParseError(f"{error}, or auto") from error
+
+
+def inner_from(text: str | None) -> Tile | None:
+    try:
+        return None if text is None else Tile.parse(text)
+    except ParseError as error:
+        raise ParseError(f"--inner: {error}") from error
+
+
+def keep_from(text: str | None) -> tuple[Kind, ...]:
+    if text is None:
+        return ()
+    if text not in KEEPS:
+        raise ParseError(f"--keep {text!r}: expected one of {' '.join(KEEPS)}")
+    return KEEPS[text]
+
+
+def memory_from(text: str | None) -> int | None:
+    return None if text is None else parse_nbytes("--memory", text)
 
 
 def whole_from(option: str, text: str | None) -> int | None:

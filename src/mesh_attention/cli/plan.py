@@ -12,20 +12,18 @@ from rich.console import Console
 
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.comparison import Comparison, compare
-from mesh_attention.cli.files import check_save_path, write_plan_file
+from mesh_attention.cli.files import check_output, write_plan_file
 from mesh_attention.cli.matrix import draw_matrix
 from mesh_attention.cli.progress import Report, progress, unroll
-from mesh_attention.cli.sizes import count, format_size, parse_whole
+from mesh_attention.cli.sizes import count, parse_whole
 from mesh_attention.cli.tables import StepRow, comparison_caption, comparison_table, step_table
+from mesh_attention.cli.words import mask_words, size_words, tile_words
 from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import transfers
 from mesh_attention.plan.text import format_step
 from mesh_attention.planning.registry import Method, make_plan
-
-LONGEST_MASK = 40
-"""Characters of a mask in the headline; one of documents may have thousands."""
 
 
 def plan_command(
@@ -44,19 +42,20 @@ def plan_command(
     method: opt.MethodName = "mesh",
     tile: opt.TileText = "auto",
     ulysses_degree: opt.UlyssesDegree = None,
+    inner: opt.InnerText = None,
     layout: opt.LayoutName = None,
     backward: opt.Backward = False,
     route: opt.RouteName = None,
     partials: opt.PartialsName = None,
     blocks_per_call: opt.BlocksPerCall = None,
+    keep: opt.KeepText = None,
     rank: opt.Rank = "0",
     all_steps: opt.AllSteps = False,
     save: opt.Save = None,
     json_output: opt.JsonOutput = False,
 ) -> None:
     """Make a plan, show it, and set it beside the other planners'."""
-    if save is not None:
-        check_save_path(save)
+    check_output("--save", save, example="plan.json")
     problem = opt.problem_from(
         ranks=ranks,
         seq=(seq, seq_kv),
@@ -75,9 +74,11 @@ def plan_command(
             layout=opt.layout_from(layout),
             direction="backward" if backward else "forward",
             ulysses_degree=opt.whole_from("--ulysses-degree", ulysses_degree),
+            inner=opt.inner_from(inner),
             route=opt.route_from("--route", route),
             partials=opt.route_from("--partials", partials),
             blocks_per_call=grouping,
+            keep=opt.keep_from(keep),
         )
         answer = _work_out(plan, parse_whole("--rank", rank, least=0), grouping, report)
         saved = _save(plan, save, report)
@@ -148,21 +149,8 @@ def _print(answer: Answer, saved: str | None, *, all_steps: bool) -> None:
 
 
 def _headline(plan: Plan) -> str:
-    """The plan in words. Of a pair, the second is said where it differs."""
-    problem, ulysses = plan.problem, plan.assignment.ulysses
-    tile = f"{ulysses}·{plan.assignment.tile}" if ulysses > 1 else f"{plan.assignment.tile}"
-    mask = str(problem.mask)
-    if len(mask) > LONGEST_MASK:
-        mask = mask[:LONGEST_MASK] + "…"
-    tokens = f"{problem.batch} x " if problem.batch > 1 else ""
-    tokens += format_size(problem.seq_q)
-    if problem.seq_kv != problem.seq_q:
-        tokens += f" on {format_size(problem.seq_kv)}"
-    heads = count(problem.heads, "head") + (f" ({problem.kv_heads} KV)" if problem.kv_heads != problem.heads else "")
-    size = f"{problem.head_dim_qk}"
-    if problem.head_dim_v != problem.head_dim_qk:
-        size += f" and {problem.head_dim_v}"
+    problem = plan.problem
     return (
-        f"{plan.method} {tile} {plan.direction} over {count(problem.ranks, 'rank')}, {mask}, {plan.layout.name}; "
-        f"{tokens} tokens, {heads} of {size}, {problem.dtype}; digest {plan.digest[:12]}"
+        f"{plan.method} {tile_words(plan.assignment)} {plan.direction} over {count(problem.ranks, 'rank')}, "
+        f"{mask_words(problem)}, {plan.layout.name}; {size_words(problem)}; digest {plan.digest[:12]}"
     )

@@ -64,7 +64,8 @@ def _in_lockstep(
 ) -> Timeline:
     ranks = topology.ranks
     wanted = priced_ranks or (ranks if ranks <= EXACT_RANKS else SAMPLED_RANKS)
-    sampled = np.unique(np.linspace(0, ranks - 1, min(wanted, ranks)).round().astype(int))
+    # From the last one: under a causal mask the first has the fewest calls.
+    sampled = np.unique(np.linspace(ranks - 1, 0, min(wanted, ranks)).round().astype(int))
     prices = Prices(topology.device, plan.matrix, plan.direction)
     tracks: list[Track] = []
     for rank in sampled.tolist():

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -18,6 +19,7 @@ from mesh_attention.tuning.search import Report
 from mesh_attention.tuning.tune import tune
 
 log = logging.getLogger(__name__)
+PARTS = ("plan", "planning", "simulation", "tuning")
 
 
 def cache_folder() -> Path:
@@ -36,7 +38,7 @@ def cached_tune(
     folder: Path | None = None,
 ) -> tuple[Tuning, bool]:
     """As `tune`; the second value says whether it was found on disk."""
-    asked = (RESULT_VERSION, problem, topology, tuple(directions), layout, memory_nbytes)
+    asked = (RESULT_VERSION, code_digest(), problem, topology, tuple(directions), layout, memory_nbytes)
     key = hashlib.sha256(repr(asked).encode()).hexdigest()[:32]
     path = (folder or cache_folder()) / f"tuning-{key}.json"
     found = _read(path, repr(asked))
@@ -52,6 +54,14 @@ def cached_tune(
     )
     _write(path, repr(asked), tuning)
     return tuning, False
+
+
+@lru_cache(maxsize=1)
+def code_digest() -> str:
+    """Of all that a tuning follows from: what another version found may not be what this one would."""
+    package = Path(__file__).parent.parent
+    parts = [path for name in PARTS for path in sorted((package / name).rglob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in parts)).hexdigest()[:16]
 
 
 def _read(path: Path, asked: str) -> Tuning | None:

@@ -13,8 +13,6 @@ from mesh_attention.tuning.result import Trial
 if TYPE_CHECKING:
     from mesh_attention.tuning.search import PassSearch
 
-GIB = 2**30
-
 
 def why_not(loser: Trial, chosen: Trial, near_tie: float) -> str:
     """One line; it names what costs the loser most."""
@@ -45,7 +43,7 @@ def cannot_be_used(
         needs = [[f.peak_nbytes for c, f in s.tried.items() if c.family == family] for s in searches.values()]
         if all(needs):
             most = max(map(min, needs))
-            left_out[family] = f"needs {most / GIB:.3g} GiB, {limit_nbytes / GIB:.3g} GiB are allowed"
+            left_out[family] = f"needs {memory(most)}, {memory(limit_nbytes)} are allowed"
         elif family == "ulysses":
             left_out[family] = f"{problem.kv_heads} KV heads cannot be spread over {problem.ranks} ranks"
         elif family == "double ring":
@@ -55,8 +53,15 @@ def cannot_be_used(
     return left_out
 
 
+def memory(nbytes: float) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
 def _ratio(ours: float, theirs: float) -> str:
-    return f"{ours / theirs:.1f} times" if theirs else "more"
+    return f"{ours / theirs:.{2 if ours < 1.1 * theirs else 1}f} times" if theirs else "more"
 
 
 def _seconds(seconds: float) -> str:

@@ -20,6 +20,8 @@ from mesh_attention.tuning.traffic import Traffic, costs_on, traffic
 
 Report = Callable[[str, float], None]
 MOST_BLOCKS_A_CALL = 16
+AT_LEAST = 3
+"""Shapes of a family that are simulated even if their bound says that they cannot win: a rival is shown at its best."""
 FINALISTS = 12
 """Of all shapes simulated in a pass, those tried with other groupings; and the first of every family that is not more
 than `FIRST_OF_FAMILY` times slower than the best."""
@@ -76,21 +78,23 @@ class PassSearch:
         # The families that promise most go first: their times prune the rest.
         promise = {f: min((bounds[c].promise_s for c in found), default=0.0) for f, found in by_family.items()}
         for number, family in enumerate(sorted(FAMILIES, key=lambda family: promise[family])):
-            self.report(f"trying {family}", number / len(FAMILIES))
+            self.report(f"trying {family}", 0.95 * number / len(FAMILIES))
             self._run_family(_tiles_first(by_family[family], bounds), bounds)
         firsts = [tried for family in FAMILIES for tried in self.best(family)[:1]]
         near = [tried for tried in firsts if tried.forecast.time_s <= FIRST_OF_FAMILY * self.best_s]
         for tried in (*self.best()[:FINALISTS], *near):
+            self.report(f"regrouping {tried.candidate.family}", 0.95)
             for candidate in self._regrouped(tried.candidate):
                 self.simulate(candidate)
 
     def _run_family(self, candidates: Sequence[Candidate], bounds: dict[Candidate, Traffic]) -> None:
-        """The first that fits into memory, whatever its bound; after it, those that may be as fast as the best."""
+        """The first few that fit into memory, whatever their bound; after them, those that may be the fastest."""
         fitting = 0
         for candidate in candidates:
             bound = bounds[candidate]
             is_unlikely = fitting >= self.effort.least and bound.promise_s > self.effort.worth_trying * self.best_s
-            if fitting and (is_unlikely or bound.bound_s >= self.best_s):
+            is_beaten = fitting >= AT_LEAST and bound.bound_s >= self.best_s
+            if is_unlikely or is_beaten:
                 continue
             forecast = self.simulate(candidate)
             fitting += forecast.peak_nbytes <= self.limit_nbytes

@@ -15,7 +15,7 @@ from mesh_attention.problem import Problem
 from mesh_attention.simulation.lockstep import is_uniform
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import FAMILIES, Candidate, Family, shapes
-from mesh_attention.tuning.reasons import cannot_be_used, why_not
+from mesh_attention.tuning.reasons import cannot_be_used, memory, why_not
 from mesh_attention.tuning.result import Trial, Tuning
 from mesh_attention.tuning.rivals import startrail
 from mesh_attention.tuning.search import PassSearch, Report, Tried
@@ -166,6 +166,6 @@ def _ranked(by_time: Sequence[Trial]) -> tuple[Trial, ...]:
 def _does_not_fit(searches: dict[Direction, PassSearch], limit: float) -> MemoryLimitError:
     least = max(min(f.peak_nbytes for f in search.tried.values()) for search in searches.values())
     return MemoryLimitError(
-        f"no plan stays below {limit / GIB:.3g} GiB a rank; the smallest needs {least / GIB:.3g} GiB. "
+        f"no plan stays below {memory(limit)} a rank; the smallest needs {memory(least)}. "
         "Allow more, or spread the sequence over more ranks"
     )

@@ -1,0 +1,675 @@
+"""`tune` and `simulate` as their users meet them: what is printed, what is written, what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_cli
+from test_cli import Run, as_json, assert_refused
+
+from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, read_plan
+from mesh_attention.cli.lanes import busy_shares, draw_lanes, shade
+from mesh_attention.cli.passes import joined
+from mesh_attention.cli.sizes import parse_nbytes
+from mesh_attention.cli.tables import Column, fitting, table_of
+from mesh_attention.cli.tune_chart import MAIN_METHODS, doubled
+from mesh_attention.cli.usage import explicit_code, filled
+from mesh_attention.clusters import cluster_to_toml, find_cluster
+from mesh_attention.drawing.charts import ChartPoint
+from mesh_attention.errors import ParseError
+from mesh_attention.plan.assignment import Assignment, Tile, tiles_of
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.planning.limits import limits
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.timeline import LANES, RankTimes, Span, Timeline
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.cache import cached_tune
+from mesh_attention.tuning.candidates import Candidate
+from mesh_attention.tuning.result import Trial, Tuning, tuning_from_json
+from mesh_attention.tuning.tune import tune, tuned_plans
+
+run = test_cli.run
+"""The fixture."""
+
+SIZES = "--seq 64k --heads 8 --kv-heads 4 --causal"
+TUNE = f"tune --cluster h100x16 {SIZES}"
+TUNE_4 = "tune --cluster h100x4 --seq 4k --heads 4 --causal"
+SIMULATE = f"simulate --cluster h100x16 {SIZES}"
+PROBLEM = Problem.self_attention(seq=65536, heads=8, kv_heads=4, head_dim=128, ranks=16, mask=causal())
+
+
+@pytest.fixture(scope="module")
+def kept_tunings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _cache(kept_tunings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads what the user has; what one has tuned, the next may use."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept_tunings))
+
+
+@pytest.fixture(scope="module")
+def topology() -> Topology:
+    return find_cluster("h100x16")
+
+
+@pytest.fixture(scope="module")
+def tuning(topology: Topology, kept_tunings: Path) -> Tuning:
+    """What the library says to `TUNE --backward`."""
+    return cached_tune(PROBLEM, topology, directions=DIRECTIONS, folder=kept_tunings / "mesh-attention")[0]
+
+
+def section(out: str, heading: str) -> str:
+    """What stands below a heading, up to the next empty line."""
+    lines = out.splitlines()
+    start = lines.index(heading) + 1
+    stop = next((i for i in range(start, len(lines)) if not lines[i].strip()), len(lines))
+    return "\n".join(lines[start:stop])
+
+
+def table_rows(out: str) -> dict[str, list[str]]:
+    """The first line of each row of the table, by its method: the cells after it."""
+    lines = out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("───")) + 1
+    stop = next(i for i, line in enumerate(lines) if line.startswith("The first is chosen"))
+    firsts = (line for line in lines[start:stop] if not line.startswith(" "))
+    return {re.split(r" {2,}", line)[0]: re.split(r" {2,}", line.rstrip())[1:] for line in firsts}
+
+
+# tune, for people
+
+
+def test_tune_says_what_was_asked_and_on_what(run: Run) -> None:
+    code, out, err = run(f"{TUNE} --backward --memory 20GiB")
+    assert (code, err) == (0, "")
+    assert out.startswith("forward and backward; 64k tokens, 8 heads (4 KV) of 128, bfloat16, causal, zigzag")
+    assert "within 20.0 GiB a rank" in out
+    assert "on h100: 16 ranks in 2 nodes of 8, 360 GB/s a rank inside a node, 45 GB/s a NIC between (8 NICs" in out
+
+
+def test_the_table_has_every_method_once_in_the_tuners_order(run: Run, tuning: Tuning) -> None:
+    rows = table_rows(run(f"{TUNE} --backward").out)
+    assert list(rows) == [trial.family for trial in tuning.trials]
+    assert rows[tuning.chosen.family][1] == "1.00"
+
+
+def test_every_number_of_the_table_is_the_trials(run: Run, tuning: Tuning, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    rows = table_rows(run(f"{TUNE} --backward").out)
+    for trial in tuning.trials:
+        if trial.is_bound:
+            continue
+        times, slower, exposed, between, sent, against, tflops, peak = rows[trial.family][:8]
+        flops = sum(limits(PROBLEM, direction).flops for direction in DIRECTIONS)
+        shown = [times, slower, exposed, between, sent, against, tflops, peak]
+        meant = [
+            trial.time_s * 1e3,
+            trial.time_s / tuning.chosen.time_s,
+            trial.exposed_s * 1e3,
+            trial.between_nbytes / 2**20,
+            trial.sent_nbytes / 2**20,
+            trial.sent_nbytes / tuning.bound_nbytes,
+            flops / trial.time_s / 1e12,
+            trial.peak_nbytes / 2**20,
+        ]
+        assert [float(text.replace(",", "")) for text in shown] == pytest.approx(meant, rel=0.005, abs=0.006)
+    assert rows[tuning.trials[-1].family][8] == tuning.trials[-1].reason
+
+
+def test_a_bound_is_marked_and_nothing_else_is(run: Run, tuning: Tuning) -> None:
+    out = run(f"{TUNE} --backward").out
+    marked = {family for family, cells in table_rows(out).items() if cells[0].startswith("≥")}
+    assert marked == {trial.family for trial in tuning.trials if trial.is_bound} == {"startrail"}
+    assert "≥: has no plan here" in out
+
+
+def test_configurations_of_two_passes_stand_below_each_other_where_they_differ(run: Run, tuning: Tuning) -> None:
+    out = run(f"{TUNE} --backward").out
+    table = out[: out.index("The first is chosen")]
+    differing = [t for t in tuning.trials if len({str(c) for c in t.candidates.values()}) > 1]
+    assert 0 < len(differing) < len(tuning.trials)
+    assert table.count("\n  fwd ") == table.count("\n  bwd ") == len(differing)
+
+
+def test_what_cannot_be_used_is_named_with_the_reason(run: Run) -> None:
+    assert section(run(TUNE).out, "left out") == "ulysses: 4 KV heads cannot be spread over 16 ranks"
+    assert "left out" not in run(f"tune --cluster h100x16 {SIZES} --heads 16 --kv-heads 16").out
+
+
+def test_methods_that_are_left_out_for_one_reason_share_a_line(run: Run) -> None:
+    below = section(run("tune --cluster h100x1 --seq 1k --heads 4").out, "left out").splitlines()
+    assert len(below) < 5
+    assert below[0].startswith("ring, all-gather, pass-q")
+
+
+def test_the_distance_from_the_lower_bounds_is_said(run: Run, tuning: Tuning) -> None:
+    compute, communication = section(run(f"{TUNE} --backward").out, "lower bounds").splitlines()
+    assert f"takes {tuning.chosen.time_s / tuning.bound_s:.2f} times that" in compute
+    assert f"moves {tuning.chosen.sent_nbytes / tuning.bound_nbytes:.2f} times that" in communication
+
+
+def test_what_is_kept_for_backward_has_no_bound(run: Run) -> None:
+    line = f"{TUNE} --backward --memory 20GiB"
+    trials = as_json(run(f"{line} --json"))["tuning"]["trials"]
+    kept = {t["family"] for t in trials if any(c["keep"] for c in t["candidates"].values())}
+    rows = table_rows(run(line).out)
+    assert kept
+    # Time, × first, exposed, between nodes, sent in all, × bound.
+    assert {family for family, cells in rows.items() if cells[5] == "–"} == kept
+
+
+def test_a_single_node_has_no_bytes_between_nodes(run: Run) -> None:
+    out = run("tune --cluster h100x8 --seq 8k --heads 4").out
+    assert "8 ranks in one node" in out
+    assert "between" not in out
+    assert "between" in run(TUNE).out
+
+
+def test_one_rank_has_one_way(run: Run) -> None:
+    out = run("tune --cluster h100 --ranks 1 --seq 4k --heads 4").out
+    assert list(table_rows(out)) == ["ulysses"]
+    assert "1 rank in one node" in out
+
+
+@pytest.mark.parametrize("columns", [80, 100, 140])
+@pytest.mark.parametrize("options", ["", "--backward", "--backward --memory 20GiB"])
+def test_nothing_is_wider_than_the_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch, columns: int, options: str
+) -> None:
+    whole = as_json(run(f"{TUNE} {options} --json"))["tuning"]["trials"]
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = run(f"{TUNE} {options}").out
+    assert max(map(len, out.splitlines())) <= columns
+    assert "…" not in out
+    rows = table_rows(out)
+    assert list(rows) == [trial["family"] for trial in whole], "a method is cut or wrapped"
+    numbers = [cell for cells in rows.values() for cell in cells if not re.match("[a-z]", cell)]
+    assert all(re.fullmatch(r"≥?[\d,]+(\.\d+)?|–", cell) for cell in numbers), "a number is cut or wrapped"
+    dropped = {80: 4, 100: 1, 140: 0}[columns]
+    assert ("No room for" in out) == bool(dropped)
+    assert {len(cells) for cells in rows.values()} <= {8 - dropped, 9 - dropped}
+
+
+def test_the_reasons_are_whole_however_narrow_the_terminal(
+    run: Run, tuning: Tuning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run(f"{TUNE} --backward").out.splitlines()
+    column = next(line for line in lines if "why not" in line).index("why not")
+    start = next(i for i, line in enumerate(lines) if line.startswith("───")) + 1
+    stop = next(i for i, line in enumerate(lines) if line.startswith("The first is chosen"))
+    read = " ".join(" ".join(line[column:] for line in lines[start:stop]).split())
+    assert read == " ".join(trial.reason for trial in tuning.trials if trial.reason)
+
+
+# tune, in numbers
+
+
+def test_tune_as_json_agrees_with_the_library(run: Run, tuning: Tuning, topology: Topology) -> None:
+    answer = as_json(run(f"{TUNE} --backward --no-cache --json"))
+    plans = tuned_plans(PROBLEM, topology, tuning.chosen)
+    assert tuning_from_json(answer["tuning"]) == tuning
+    assert answer["digests"] == {direction: plan.digest for direction, plan in plans.items()}
+    assert answer["problem"] == asdict(PROBLEM) | {"mask": "causal"}
+    assert answer["cluster"] == asdict(topology)
+    assert (answer["directions"], answer["memory_nbytes"]) == (["forward", "backward"], None)
+    assert answer["options"]["forward"]["tile"] == str(tuning.chosen.candidates["forward"].assignment.tile)
+
+
+def test_options_reach_the_tuner(run: Run) -> None:
+    line = "tune --cluster h100x256 --ranks 8 --seq 8k --seq-kv 16k --heads 4 --head-dim-v 64 --batch 2"
+    answer = as_json(run(f"{line} --dtype float16 --window 100,7 --layout striped --memory 1g --json"))
+    problem = answer["problem"]
+    assert (problem["ranks"], answer["cluster"]["ranks"]) == (8, 8)
+    assert (problem["seq_q"], problem["seq_kv"], problem["head_dim_qk"], problem["head_dim_v"]) == (
+        8192,
+        16384,
+        128,
+        64,
+    )
+    assert (problem["batch"], problem["dtype"], problem["mask"]) == (2, "float16", "window(100,7)")
+    assert answer["memory_nbytes"] == 2**30
+    assert {c["layout"] for t in answer["tuning"]["trials"] for c in t["candidates"].values()} == {"striped"}
+
+
+def test_memory_leaves_out_what_needs_more(run: Run) -> None:
+    answer = as_json(run(f"{TUNE} --memory 80MiB --json"))["tuning"]
+    peaks = [f["peak_nbytes"] for t in answer["trials"] if not t["is_bound"] for f in t["forecasts"].values()]
+    assert max(peaks) <= 80 * 2**20
+    assert re.fullmatch(r"needs \S+ GiB, 0\.0781 GiB are allowed", answer["left_out"]["all-gather"])
+
+
+def test_a_tuning_is_kept_unless_it_is_not_wanted(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = as_json(run(f"{TUNE_4} --no-cache --json"))
+    assert list(tmp_path.rglob("*.json")) == []
+    again = [as_json(run(f"{TUNE_4} --json")) for _ in range(2)]
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+    assert [answer["is_from_cache"] for answer in (first, *again)] == [False, False, True]
+    assert first["tuning"] == again[0]["tuning"] == again[1]["tuning"]
+    assert "Kept from an earlier run" in run(TUNE_4).out
+    assert "plans simulated" in run(f"{TUNE_4} --no-cache").out
+
+
+@pytest.mark.parametrize("file", ["a100.toml", "my cluster.toml"])
+def test_a_cluster_file_is_a_cluster(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(file).write_text(cluster_to_toml(find_cluster("a100x8")))
+    line = ["tune --seq 8k --heads 4 --layout zigzag --json --cluster", file]
+    answer = as_json(run(*line))
+    assert answer["cluster"] == asdict(find_cluster("a100x8"))
+    assert " ".join(answer["code"]["cluster"].split()) == f'attention = MeshAttention(group, cluster="{file}")'
+    assert as_json(run(*line, "--ranks", "4"))["cluster"]["ranks"] == 4
+
+
+# The code that uses it
+
+
+def planned(code: str, problem: Problem) -> dict[str, str]:
+    """The digests of the plans that a `MeshAttention` makes which the code makes."""
+    names: dict[str, Any] = {"group": LocalGroup(problem.ranks), "MeshAttention": MeshAttention}
+    exec(code, names)
+    attention = names["attention"]
+    return {
+        d: attention._planner(problem, direction=d, layout=attention.layout, **attention._options).digest
+        for d in DIRECTIONS
+    }
+
+
+def test_the_code_makes_the_plans_that_were_forecast(run: Run) -> None:
+    answer = as_json(run(f"{TUNE} --backward --json"))
+    assert planned(answer["code"]["explicit"], PROBLEM) == answer["digests"]
+    assert planned(answer["code"]["cluster"], PROBLEM) == answer["digests"]
+
+
+def test_memory_and_layout_are_in_the_code(run: Run) -> None:
+    problem = Problem.self_attention(seq=4096, heads=4, head_dim=128, ranks=4, mask=causal())
+    answer = as_json(run(f"{TUNE_4} --backward --memory 512MiB --layout striped --json"))
+    call = 'MeshAttention(group, cluster="h100x4", layout="striped", memory_limit=512 * 2**20)'
+    assert answer["code"]["cluster"] == f"attention = {call}"
+    assert planned(answer["code"]["explicit"], problem) == answer["digests"]
+    assert planned(answer["code"]["cluster"], problem) == answer["digests"]
+
+
+TILE_4X4 = Candidate(order="greedy", assignment=Assignment(Tile(4, 4)), layout="striped")
+CHOICES: list[tuple[str, dict[Direction, Candidate]]] = [
+    ("MeshAttention(group, layout=", {d: replace(TILE_4X4, order="collective") for d in DIRECTIONS}),
+    ("keep=(", {d: replace(TILE_4X4, order="collective", keep=("kv",)) for d in DIRECTIONS}),
+    ("inner=(2, 4)", {d: replace(TILE_4X4, assignment=Assignment(Tile(4, 4), 1, Tile(2, 4))) for d in DIRECTIONS}),
+    ("ulysses_degree=4", {d: replace(TILE_4X4, assignment=Assignment(Tile(2, 2), 4)) for d in DIRECTIONS}),
+    ("costs=Costs(q=", {d: replace(TILE_4X4, assignment=Assignment(Tile(2, 8), 1)) for d in DIRECTIONS}),
+    ("blocks_per_call=2", {d: replace(TILE_4X4, blocks_per_call=2, route="ring") for d in DIRECTIONS}),
+    ('"backward": dict(', {"forward": TILE_4X4, "backward": replace(TILE_4X4, order="collective")}),
+]
+
+
+@pytest.mark.parametrize(("says", "candidates"), CHOICES, ids=[says for says, _ in CHOICES])
+def test_whatever_is_chosen_has_code(says: str, candidates: dict[Direction, Candidate], topology: Topology) -> None:
+    plans = tuned_plans(PROBLEM, topology, Trial(family="mesh", candidates=candidates, forecasts={}))
+    code = explicit_code(candidates, plans, topology, width=80)
+    assert says in code
+    assert planned(code, PROBLEM) == {direction: plan.digest for direction, plan in plans.items()}
+
+
+def test_the_code_on_a_narrow_terminal_is_the_code(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = as_json(run(f"{TUNE} --backward --json"))
+    for columns in (60, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        out = run(f"{TUNE} --backward").out
+        assert planned(section(out, "or, spelled out"), PROBLEM) == answer["digests"]
+        assert planned(section(out, "to use it"), PROBLEM) == answer["digests"]
+
+
+def test_without_backward_it_is_said_that_the_library_tunes_for_both(run: Run) -> None:
+    assert "chooses for forward and backward together" in run(TUNE).out
+    assert "chooses for forward and backward together" not in run(f"{TUNE} --backward").out
+
+
+def test_code_is_not_wrapped_inside_a_string_or_a_tile() -> None:
+    code = 'f(cluster="my file.toml", tile=(12, 16), route="ring")'
+    assert filled(code, width=20) == 'f(cluster="my file.toml",\n    tile=(12, 16),\n    route="ring")'
+    assert filled(code, width=100) == code
+
+
+# tune --chart and --trace
+
+
+def test_a_chart_against_ranks_has_the_tunings_of_each(run: Run, tmp_path: Path, topology: Topology) -> None:
+    file = tmp_path / "chart.png"
+    chart = as_json(run(f"{TUNE} --json --against ranks --chart", file))["chart"]
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert (chart["path"], chart["x"], chart["left_out"]) == (str(file), "ranks", [])
+    assert {point["x"] for point in chart["points"]} == {8, 16}
+    tuning = tune(PROBLEM, topology)
+    drawn = [trial for trial in tuning.trials if trial.family in (*MAIN_METHODS, tuning.chosen.family)]
+    expected = [ChartPoint(t.family, 16, t.time_s, t.exposed_s) for t in drawn]
+    found = [ChartPoint(**point) for point in chart["points"] if point["x"] == 16]
+    assert sorted(found, key=str) == sorted(expected, key=str)
+
+
+def test_a_chart_against_seq_keeps_the_ranks(run: Run, tmp_path: Path) -> None:
+    line = "tune --cluster h100x8 --seq 192k --seq-kv 96k --heads 4 --json --against seq --chart"
+    chart = as_json(run(line, tmp_path / "chart.svg"))["chart"]
+    assert {point["x"] for point in chart["points"]} == {65536, 131072, 196608}
+    other = as_json(run("tune --cluster h100x8 --seq 64k --seq-kv 32k --heads 4 --json"))["tuning"]["trials"][0]
+    shown = [p for p in chart["points"] if (p["method"], p["x"]) == (other["family"], 65536)]
+    assert [point["time_s"] for point in shown] == [other["forecasts"]["forward"]["time_s"]]
+
+
+def test_a_chart_against_tiles_has_every_tile_of_the_chosen_degree(run: Run, tmp_path: Path) -> None:
+    answer = as_json(run(f"{TUNE} --backward --json --against tile --chart", tmp_path / "chart.pdf"))
+    degree = answer["options"]["forward"]["ulysses_degree"]
+    assert degree > 1
+    tiles = [str(tile) for tile in tiles_of(16 // degree)]
+    for method in ("mesh", "attention2d"):
+        assert [p["x"] for p in answer["chart"]["points"] if p["method"] == method] == tiles
+    assert answer["chart"]["title"].endswith(f"on h100x16, Ulysses degree {degree}")
+    chosen = str(answer["options"]["forward"]["tile"])
+    mesh = next(p for p in answer["chart"]["points"] if (p["method"], p["x"]) == ("mesh", chosen))
+    best = sum(f["time_s"] for f in answer["tuning"]["trials"][0]["forecasts"].values())
+    assert best * 0.99 <= mesh["time_s"] <= best * 1.1
+
+
+def test_what_does_not_fit_into_memory_is_not_in_the_chart_and_said(run: Run, tmp_path: Path) -> None:
+    out = run(f"{TUNE} --memory 80MiB --against ranks --chart", tmp_path / "chart.png").out
+    assert "not in the chart, because no plan fits into the memory: 8\n" in out
+    out = run(f"{TUNE} --memory 80MiB --against tile --chart", tmp_path / "chart.png").out
+    assert re.search(r"no plan fits into the memory: .*attention2d [124]x", out)
+
+
+def test_numbers_double_up_to_the_last() -> None:
+    assert doubled(8, 64) == [8, 16, 32, 64]
+    assert doubled(8, 48) == [8, 16, 32, 48]
+    assert doubled(8, 8) == [1, 2, 4, 8]
+    assert doubled(8, 1) == [1]
+
+
+def test_a_trace_has_both_passes_of_the_choice(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    answer = as_json(run(f"{TUNE} --backward --json --trace", file))
+    assert answer["trace"] == str(file)
+    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert processes == {f"rank {rank}" for rank in range(16)}
+    last_s = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") / 1e6
+    times = [f["time_s"] for f in answer["tuning"]["trials"][0]["forecasts"].values()]
+    assert last_s == pytest.approx(sum(times), rel=0.02)
+    assert f"wrote {file}" in run(f"{TUNE} --backward --trace", file).out.replace("\n", "")
+
+
+# simulate
+
+
+def simulated(answer: dict[str, Any], plan: Plan, topology: Topology, *, number: int = 0) -> None:
+    """Asserts that a forecast is what the library says of the plan."""
+    found = answer["forecasts"][number]["passes"][plan.direction]
+    timeline = simulate(plan, topology)
+    bound = limits(plan.problem, plan.direction)
+    rate = getattr(topology.device, plan.direction).tflops * 1e12
+    assert found["digest"] == plan.digest
+    for name in ("time_s", "compute_s", "exposed_s", "overlap", "utilisation", "tflops", "peak_nbytes"):
+        assert found[name] == getattr(timeline, name), name
+    sent = timeline.sent_nbytes
+    assert (found["inside_nbytes"], found["between_nbytes"]) == (sent["inside"] / 16, sent["between"] / 16)
+    assert found["against_compute"] == pytest.approx(timeline.time_s * rate / bound.flops)
+    assert found["against_nbytes"] == pytest.approx(sum(sent.values()) / 16 / bound.received_nbytes)
+
+
+def test_simulate_agrees_with_the_library(run: Run, topology: Topology, tuning: Tuning) -> None:
+    candidate = tuning.chosen.candidates["forward"]
+    options = candidate.options
+    line = f"{SIMULATE} --method {options['method']} --tile {options['tile']} --route {options['route']}"
+    line += f" --ulysses-degree {options['ulysses_degree']} --partials {options['partials']}"
+    line += f" --blocks-per-call {options['blocks_per_call']}"
+    line += f" --inner {options['inner']}" if options["inner"] else ""
+    answer = as_json(run(f"{line} --json"))
+    plan = tuned_plans(PROBLEM, topology, tuning.chosen)["forward"]
+    simulated(answer, plan, topology)
+    assert answer["is_exact"] is True
+    assert (answer["problem"]["seq_q"], answer["layout"]) == (65536, "zigzag")
+
+
+def test_ring_stands_beside_it(run: Run, topology: Topology) -> None:
+    answer = as_json(run(f"{SIMULATE} --backward --method attention2d --tile 2x8 --layout striped --json"))
+    assert [forecast["method"] for forecast in answer["forecasts"]] == ["attention2d", "ring"]
+    for direction in DIRECTIONS:
+        plan = make_plan(PROBLEM, method="attention2d", tile=(2, 8), layout="striped", direction=direction)
+        simulated(answer, plan, topology)
+        found = answer["forecasts"][1]["passes"][direction]
+        ring = make_plan(PROBLEM, method="ring", layout="striped", route="ring", partials="ring", direction=direction)
+        assert found["time_s"] == pytest.approx(simulate(ring, topology).time_s, rel=0.01)
+    assert len(as_json(run(f"{SIMULATE} --method ring --route ring --partials ring --json"))["forecasts"]) == 1
+
+
+def test_both_passes_follow_each_other(run: Run) -> None:
+    forecast = as_json(run(f"{SIMULATE} --backward --json"))["forecasts"][0]
+    forward, backward, both = forecast["passes"]["forward"], forecast["passes"]["backward"], forecast["together"]
+    for name in ("time_s", "inside_nbytes", "between_nbytes"):
+        assert both[name] == pytest.approx(forward[name] + backward[name])
+    assert both["peak_nbytes"] == max(forward["peak_nbytes"], backward["peak_nbytes"])
+    assert forward["utilisation"] != backward["utilisation"]
+    assert min(forward["tflops"], backward["tflops"]) < both["tflops"] < max(forward["tflops"], backward["tflops"])
+
+
+def test_a_plan_file_is_simulated_as_it_is(run: Run, tmp_path: Path, topology: Topology) -> None:
+    file = tmp_path / "plan.txt"
+    run(f"plan --ranks 16 {SIZES} --head-dim 128 --tile 2x8 --inner 2x4 --backward --save", file)
+    plan = read_plan(file.read_text(encoding="utf-8"))
+    assert str(plan.assignment.inner) == "2x4"
+    answer = as_json(run("simulate --cluster h100 --ranks 16 --json", file))
+    assert list(answer["forecasts"][0]["passes"]) == ["backward"]
+    simulated(answer, plan, topology)
+    assert "mesh 2x8 backward; 64k tokens" in run("simulate --cluster h100x16", file).out
+
+
+def test_the_inner_tile_reaches_plan_and_forecast(run: Run) -> None:
+    options = f"{SIZES} --tile 4x4 --route ring --partials ring"
+    for inner in ("2x4", "4x2"):
+        plan = as_json(run(f"plan --ranks 16 {options} --head-dim 128 --inner {inner} --json"))["plan"]
+        assert plan["inner"] == inner
+    between = [
+        as_json(run(f"simulate --cluster h100x16 {options} {inner} --json"))["forecasts"][0]["passes"]["forward"]
+        for inner in ("", "--inner 2x4")
+    ]
+    assert between[0]["between_nbytes"] != between[1]["between_nbytes"]
+
+
+def test_what_is_kept_is_not_sent_again(run: Run) -> None:
+    line = f"{SIMULATE} --tile 2x8 --backward --json"
+    plain, kept = (as_json(run(f"{line} {keep}"))["forecasts"][0]["passes"] for keep in ("", "--keep q,kv"))
+    assert kept["backward"]["inside_nbytes"] < plain["backward"]["inside_nbytes"]
+    assert kept["forward"]["against_nbytes"] == plain["forward"]["against_nbytes"] > 1
+    assert kept["backward"]["against_nbytes"] is None
+
+
+def test_prices_are_said_to_be_exact_or_sampled(run: Run) -> None:
+    assert "Prices are exact" in run(SIMULATE).out
+    many = run(f"simulate --cluster h100x72 {SIZES} --method attention2d --layout striped --seq 72k").out
+    assert "Prices are sampled" in many
+    assert as_json(run(f"{SIMULATE} --seq 65537 --json"))["is_exact"] is False
+
+
+@pytest.mark.parametrize("columns", [80, 100, 140])
+def test_a_timeline_is_as_wide_as_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = run(f"{SIMULATE} --backward").out
+    lines = out.splitlines()
+    assert max(map(len, lines)) == columns
+    for direction in DIRECTIONS:
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"{direction}, "))
+        drawn = lines[at + 1 : at + 14]
+        assert re.match(r" {16}│0(\.0+)? [mµ]s ", drawn[0])
+        assert [line[:8].strip() for line in drawn[1::4]] == ["rank 0", "rank 8", "rank 15"]
+        assert [line[8:16].strip() for line in drawn[1:]] == [*LANES] * 3
+        assert all(re.fullmatch("[ ░▒▓█]*", line[16:]) for line in drawn[1:])
+    rows = [line for line in lines if re.match(r"(time|exposed|sent \w+ nodes|peak memory) {2,}", line)]
+    assert {len(re.split(" {2,}", row.rstrip())) for row in rows} == {7}, "a number is cut or wrapped"
+    assert len(rows) == 5
+
+
+def test_simulate_writes_a_trace_and_a_picture(run: Run, tmp_path: Path) -> None:
+    trace, chart = tmp_path / "trace.json", tmp_path / "chart.svg"
+    out = run(f"{SIMULATE} --backward --trace {trace} --chart {chart}").out
+    assert out.endswith(f"wrote {trace}\nwrote {chart}\n")
+    assert "<svg" in chart.read_text(encoding="utf-8")
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert sum(event["name"] == "process_name" for event in events) == 16
+    assert as_json(run(f"{SIMULATE} --json --trace {trace}"))["trace"] == str(trace)
+
+
+def test_a_broken_plan_is_not_simulated(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "plan.txt"
+    run("plan --ranks 4 --seq 64 --heads 4 --head-dim 8 --method ring --save", file)
+    text = file.read_text(encoding="utf-8")
+    file.write_text(re.sub(r"(?m)^(  attend .*\n)", r"\1\1", text, count=1), encoding="utf-8")
+    code, out, err = run("simulate --cluster h100x4", file)
+    assert (code, out) == (1, "")
+    assert "1 breach of the rules, the first: block (q0, kv0) is attended again" in err
+    assert f"'mesh-attention verify {file}' shows all" in err
+
+
+# Refusals
+
+BAD_LINES = [
+    ("tune", "Missing option '--cluster'", "tune --help"),
+    (f"tune --cluster h10x16 {SIZES}", "cluster 'h10x16'", "did you mean h100?"),
+    (f"tune --cluster h100x0 {SIZES}", "cluster 'h100x0'", "1 or more"),
+    (f"tune --cluster no-such.toml {SIZES}", "no-such.toml", "no such file"),
+    (f"tune --cluster no/such/cluster {SIZES}", "no/such/cluster", "no such file"),
+    (f"{TUNE} --ranks none", "--ranks 'none'", "whole number"),
+    (f"{TUNE} --memory 20", "--memory '20'", "20GiB, 512MiB or 20g"),
+    (f"{TUNE} --memory 0GiB", "--memory '0GiB'", "above 0"),
+    (f"{TUNE} --memory 20GB", "--memory '20GB'", "20GiB, 512MiB or 20g"),
+    (f"{TUNE_4} --memory 1MiB", "no plan stays below", "the smallest needs"),
+    (f"{TUNE} --layout spiral", "'spiral'", "contiguous, zigzag, striped"),
+    (f"{TUNE} --kv-heads 3", "8 heads cannot share 3 KV heads", "must be a multiple"),
+    (f"{TUNE} --chart chart.png", "--chart came without --against", "ranks, seq or tile"),
+    (f"{TUNE} --against seq", "--against came without --chart", "--chart FILE"),
+    (f"{TUNE} --chart chart.png --against time", "--against 'time'", "ranks, seq or tile"),
+    (f"{TUNE} --chart chart.gif --against seq", "--chart chart.gif", ".png or .svg or .pdf"),
+    (f"{TUNE} --chart no/such/chart.png --against seq", "no/such", "no directory"),
+    (f"{TUNE} --documents 0,1k,64k --chart chart.png --against seq", "--against seq", "leave --documents out"),
+    (f"{TUNE} --trace .", "--trace .", "is a directory"),
+    ("simulate --seq 64k --heads 8", "Missing option '--cluster'", "simulate --help"),
+    ("simulate --cluster h100x16 --heads 8", "Missing option '--seq'", "or a plan file"),
+    ("simulate --cluster h100x16 --seq 8k", "Missing option '--heads'", "or a plan file"),
+    ("simulate --cluster h100x16 no-such-plan", "no-such-plan", "expected a plan file: no such file"),
+    ("simulate --cluster h100x16 p.json --seq 1k --batch 1", "--seq, --batch came beside p.json", "leave it out"),
+    (f"{SIMULATE} --inner 3x1 --tile 4x4", "inner tile 3x1", "must divide 4"),
+    (f"{SIMULATE} --inner 3by1", "--inner", "ROWSxCOLS"),
+    (f"{SIMULATE} --keep o", "--keep 'o'", "q kv q,kv"),
+    (f"{SIMULATE} --method torus", "'torus'", "mesh, ring"),
+    (f"{SIMULATE} --method ulysses", "Ulysses degree 16", "4 KV heads"),
+    (f"{SIMULATE} --chart chart", "--chart chart", ".png or .svg or .pdf"),
+]
+
+
+@pytest.mark.parametrize(("line", "came", "expected"), BAD_LINES, ids=[line for line, _, _ in BAD_LINES])
+def test_a_bad_line_is_one_line_and_exit_code_2(run: Run, line: str, came: str, expected: str) -> None:
+    assert_refused(run(line), came, expected)
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "plan.txt"
+    run("plan --ranks 4 --seq 64 --heads 4 --head-dim 8 --save", file)
+    assert_refused(run("simulate --cluster h100", file), "for 4 ranks, and the cluster has 8", "--ranks 4")
+    assert run("simulate --cluster h100 --ranks 4", file).code == 0
+
+
+def test_a_bad_cluster_file_is_named_with_the_key(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(cluster_to_toml(find_cluster("h100x8")).replace("ranks_per_node", "ranks_a_node"))
+    assert_refused(run(f"tune {SIZES} --cluster", file), str(file), "ranks_a_node", "did you mean ranks_per_node?")
+
+
+@pytest.mark.parametrize("command", ["tune", "simulate"])
+def test_every_command_has_help(run: Run, command: str) -> None:
+    code, out, err = run(f"{command} --help")
+    assert (code, err) == (0, "")
+    assert f"mesh-attention {command}" in out
+
+
+# Parts
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("20GiB", 20 * 2**30),
+        ("512MiB", 2**29),
+        ("20g", 20 * 2**30),
+        (" 1.5 gib ", 3 * 2**29),
+        ("4k", 4096),
+        ("1T", 2**40),
+    ],
+)
+def test_memory_is_a_number_and_a_unit(text: str, nbytes: int) -> None:
+    assert parse_nbytes("--memory", text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "20", "g", "-1g", "1e3g", "20GB", "20 gigabytes", "0g", "0.0000001k", "٣g", "1_0g"]
+)
+def test_anything_else_is_no_memory(text: str) -> None:
+    with pytest.raises(ParseError, match="expected bytes above 0 with a unit"):
+        parse_nbytes("--memory", text)
+
+
+def test_the_least_important_columns_go_first() -> None:
+    columns = [
+        Column(header="a", cells=["aaaa"]),
+        Column(header="b", cells=["bbbb"], drop=1),
+        Column(header="c", cells=["cccc"], drop=2),
+    ]
+    for width, kept in ((20, "abc"), (14, "abc"), (13, "ab"), (8, "a"), (1, "a")):
+        assert "".join(column.header for column in fitting(columns, width=width, gaps=(3, 1))[0]) == kept, width
+    assert [fitting(columns, width=width, gaps=(3, 1))[1] for width in (18, 17)] == [3, 1]
+
+
+def test_words_are_wrapped_and_what_was_indented_stays_so() -> None:
+    columns = [Column(header="words", cells=["one\n  two three four"], least_width=11), Column(header="n", cells=["1"])]
+    table = table_of(columns, bold=[False], width=13, gaps=(1,))
+    assert next(iter(table.columns[0].cells)) == "one\n  two three\n    four"
+    assert next(iter(table_of(columns, bold=[False], width=40).columns[0].cells)) == "one\n  two three four"
+
+
+def test_a_slice_of_time_is_as_dark_as_it_is_busy() -> None:
+    spans = [(0.0, 1.0), (0.5, 1.5), (3.25, 3.5)]
+    assert busy_shares(spans, stop_s=4.0, slices=4) == [1.0, 0.5, 0.0, 0.25]
+    assert busy_shares(spans, stop_s=4.0, slices=2) == [0.75, 0.125]
+    assert busy_shares([(0.0, 4.0)], stop_s=4.0, slices=3) == pytest.approx([1.0, 1.0, 1.0])
+    assert busy_shares([(0.0, 0.0)], stop_s=0.0, slices=3) == [0.0, 0.0, 0.0]
+    assert [shade(share) for share in (0.0, 0.01, 0.5, 0.9, 1.0)] == [" ", "░", "▒", "▓", "█"]
+
+
+def made_timeline(direction: Direction, *, stop_s: float) -> Timeline:
+    ranks = tuple(RankTimes(rank=r, stop_s=stop_s - r, compute_s=1.0 + r, wait_s=1.0, link_s=0.5) for r in range(2))
+    spans = (Span(1, "send", 0.25, 1.0, f"kv1 {direction}", 8),)
+    sent = {"inside": 8, "between": 4}
+    return Timeline(
+        name=f"mesh 1x2 {direction}", ranks=ranks, sent_nbytes=sent, peak_nbytes=int(stop_s), flops=10, spans=spans
+    )  # type: ignore[arg-type]
+
+
+def test_passes_are_joined_end_to_end() -> None:
+    forward, backward = made_timeline("forward", stop_s=4.0), made_timeline("backward", stop_s=6.0)
+    both = joined({"forward": forward, "backward": backward})
+    assert both.name == "mesh 1x2 forward and backward"
+    assert (both.time_s, both.compute_s, both.flops, both.peak_nbytes) == (10.0, 4.0, 20, 6)
+    assert both.sent_nbytes == {"inside": 16, "between": 8}
+    assert [(span.start_s, span.stop_s) for span in both.spans] == [(0.25, 1.0), (4.25, 5.0)]
+    assert [(rank.stop_s, rank.wait_s, rank.link_s) for rank in both.ranks] == [(10.0, 8.0, 1.0), (9.0, 5.0, 1.0)]
+    assert joined({"forward": forward}) == forward
+
+
+def test_lanes_are_drawn_below_a_time_axis() -> None:
+    drawn = draw_lanes(made_timeline("forward", stop_s=4.0), ranks=(1,), width=15 + 16).plain.splitlines()
+    assert drawn[0] == " " * 15 + "│0 s"
+    assert drawn[1:] == ["rank 1 compute ", "       wait    ", "       send     ███", "       recv    "]
