@@ -113,7 +113,7 @@ def _best_of_all(problem: Problem, cluster: Topology, direction: Direction, chos
     candidate = chosen.candidates[direction]
     ours = _simulated(candidate, problem, cluster, direction)
     best, best_s, tried = candidate, ours, 0
-    for shape in shapes(problem, cluster, layouts=(candidate.layout,)):
+    for shape in shapes(problem, cluster, layout=candidate.layout):
         if traffic(shape, problem, cluster, direction).bound_s >= ours:
             continue
         for grouping in groupings(shape):

@@ -7,8 +7,23 @@ from dataclasses import replace
 
 import pytest
 
-from mesh_attention import BrokenPlanError, Contiguous, Plan, Problem, causal, check, make_plan, verify, window
+from mesh_attention import (
+    Assignment,
+    BrokenPlanError,
+    Contiguous,
+    Plan,
+    Problem,
+    Schedule,
+    ScheduleError,
+    Tile,
+    causal,
+    check,
+    make_plan,
+    verify,
+    window,
+)
 from mesh_attention.plan.buffers import held_nbytes
+from mesh_attention.plan.schedule import Fetch, Meet, Return
 from mesh_attention.plan.steps import Attend, Collective, Exchange, Finish, Free, Merge, Recv, Send, Step
 from mesh_attention.plan.text import parse_item, parse_step
 from mesh_attention.verification.rules import RULES
@@ -369,3 +384,21 @@ def test_a_finish_that_comes_too_early_loses_a_partial() -> None:
         steps.insert(attend, steps.pop(index))
 
     assert "homecoming" in {breach.rule for breach in check(edit(mesh(), 0, change))}
+
+
+def test_ranks_that_pass_on_for_each_other_in_one_turn_make_a_circle() -> None:
+    """Rings of inner rings under a mask that leaves out shards: each of two waits for the other's turn to be over."""
+    asked = Problem.self_attention(seq=64, heads=2, head_dim=8, ranks=4, mask=causal())
+    moves = (*(Fetch("kv", offset) for offset in (1, 2, 3)), Meet((0,), (0,)), Meet((0,), (1, 2, 3)), Return("o", 0))
+    plan = Plan(
+        method="mesh",
+        direction="forward",
+        problem=asked,
+        layout=Contiguous(),
+        assignment=Assignment(Tile(1, 4), 1, Tile(1, 2)),
+        schedule=Schedule(moves=moves, route="ring", partials="ring"),
+    )
+    breaches = check(plan)
+    assert {breach.rule for breach in breaches} == {"progress"}, breaches
+    with pytest.raises(ScheduleError, match="use direct routes"):
+        make_plan(asked, tile=(1, 4), inner=(1, 2), route="ring", layout="contiguous")

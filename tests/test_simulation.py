@@ -17,7 +17,6 @@ from mesh_attention.plan.schedule import ROUTES
 from mesh_attention.plan.steps import Free
 from mesh_attention.simulation import simulate as simulation
 from mesh_attention.simulation.jobs import track
-from mesh_attention.simulation.lockstep import is_uniform
 from mesh_attention.simulation.prices import Prices
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
@@ -178,7 +177,7 @@ def clusters(draw: st.DrawFn, ranks: int, *, shared: bool) -> Topology:
 def test_the_two_engines_agree(data: st.DataObject) -> None:
     plan = data.draw(uniform_plans())
     cluster = data.draw(clusters(plan.problem.ranks, shared=False))
-    assert is_uniform(plan.matrix)
+    assert plan.matrix.is_uniform
     at_once, one_by_one = simulate(plan, cluster, spans_of=range(plan.problem.ranks)), by_events(plan, cluster)
     assert at_once.time_s == pytest.approx(one_by_one.time_s, rel=1e-9)
     assert at_once.sent_nbytes == one_by_one.sent_nbytes
@@ -249,7 +248,7 @@ def test_any_mask_can_be_forecast(mask: object, method: str) -> None:
     for direction in ("forward", "backward"):
         plan = make_plan(problem(6, mask=mask), method=method, direction=direction)
         timeline = simulate(plan, topology(6, ranks_per_node=2))
-        assert not is_uniform(plan.matrix)
+        assert not plan.matrix.is_uniform
         assert timeline.is_exact
         costs = [rank_costs(plan, rank) for rank in range(6)]
         assert sum(timeline.sent_nbytes.values()) == sum(cost.sent_nbytes for cost in costs)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mesh_attention import LocalGroup, MeshAttention, Problem, causal, full, make_plan, rank_costs, verify
+from mesh_attention import LocalGroup, MeshAttention, Problem, Zigzag, causal, full, make_plan, rank_costs, verify
 from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import MemoryLimitError, TopologyError, UsageError
 from mesh_attention.masks import documents, window
@@ -23,8 +23,9 @@ from mesh_attention.planning.limits import limits
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.testing.strategies import plans
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.cache import cached_tune
+from mesh_attention.tuning.cache import cache_folder, cached_tune
 from mesh_attention.tuning.candidates import FAMILIES, Candidate, placements, shapes
+from mesh_attention.tuning.planner import tuned_planner
 from mesh_attention.tuning.result import Trial, Tuning, tuning_from_json, tuning_to_json
 from mesh_attention.tuning.rivals import startrail_degrees, startrail_units
 from mesh_attention.tuning.search import groupings
@@ -68,7 +69,7 @@ def test_the_choice_is_near_the_best_of_all_candidates(
     asked, cluster = problem(ranks, seq=seq, kv_heads=kv_heads), cluster_named(f"h100x{ranks}")
     chosen = tuned_plans(asked, cluster, tune(asked, cluster, directions=[direction]).chosen)[direction]
     best_s = float("inf")
-    for shape in shapes(asked, cluster, layouts=("zigzag",)):
+    for shape in shapes(asked, cluster, layout="zigzag"):
         for grouping in groupings(shape):
             candidate = replace(shape, blocks_per_call=grouping)
             plan = candidate.plan(asked, direction, costs_on(cluster, asked, candidate, direction))
@@ -186,7 +187,7 @@ def test_no_candidate_is_faster_than_its_bound(data: st.DataObject) -> None:
         cluster_named(f"h100x{ranks}"), ranks_per_node=per_node, nics_per_node=data.draw(st.integers(1, per_node))
     )
     cluster = with_nic(cluster, data.draw(st.floats(0.5, 100)))
-    candidate = data.draw(st.sampled_from(list(shapes(asked, cluster, layouts=(layout,)))))
+    candidate = data.draw(st.sampled_from(list(shapes(asked, cluster, layout=layout))))
     candidate = replace(candidate, blocks_per_call=data.draw(st.sampled_from(groupings(candidate))))
     direction = data.draw(st.sampled_from(DIRECTIONS))
     plan = candidate.plan(asked, direction, costs_on(cluster, asked, candidate, direction))
@@ -239,7 +240,7 @@ def test_ulysses_on_as_many_ranks_as_heads_meets_the_bound() -> None:
 def test_every_candidate_has_a_family_and_makes_its_plan() -> None:
     asked, cluster = problem(16, seq=4096, kv_heads=4), cluster_named("h100x16")
     families = set()
-    for candidate in shapes(asked, cluster, layouts=("zigzag",)):
+    for candidate in shapes(asked, cluster, layout="zigzag"):
         families.add(candidate.family)
         plan = candidate.plan(asked, "forward")
         assert plan.assignment == candidate.assignment
@@ -331,6 +332,61 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, caplog: 
 def test_masks_that_make_ranks_differ_are_tuned_as_well(mask: object) -> None:
     found = tune(problem(8, seq=8192, mask=mask), cluster_named("h100x8"))
     assert found.chosen.time_s <= min(trial.time_s for trial in found.trials) * (1 + NEAR_TIE)
+
+
+@pytest.mark.parametrize("ranks", [8, 12, 16])
+def test_layouts_that_leave_a_causal_mask_uneven_are_tuned_as_well(ranks: int) -> None:
+    """Ranks then skip shards, and rings of inner rings are not among the candidates."""
+    cluster = replace(cluster_named(f"h100x{ranks}"), ranks_per_node=4, nics_per_node=4)
+    found = tune(problem(ranks, seq=4096 * ranks, kv_heads=4), cluster, directions=DIRECTIONS, layout="contiguous")
+    for plan in tuned_plans(problem(ranks, seq=4096 * ranks, kv_heads=4), cluster, found.chosen).values():
+        verify(plan)
+
+
+@pytest.mark.parametrize("directions", ["forward", (), ("sideways",), ("backward", "forward")])
+def test_directions_must_be_a_list_of_them(directions: object) -> None:
+    with pytest.raises(UsageError, match="expected a list of forward"):
+        tune(problem(8), cluster_named("h100x8"), directions=directions)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limit", ["20GiB", -5, 0, True, float("nan")])
+def test_a_memory_limit_must_be_a_number(limit: object) -> None:
+    with pytest.raises(UsageError, match="expected a number of bytes above 0"):
+        tune(problem(8), cluster_named("h100x8"), memory_nbytes=limit)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="expected a number of bytes above 0"):
+        MeshAttention(LocalGroup(8), cluster="h100", memory_limit=limit)  # type: ignore[arg-type]
+
+
+def test_calls_without_gradients_are_tuned_for_forward_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked, cluster = problem(8, seq=1024), cluster_named("h100x8")
+    forward = tune(asked, cluster, directions=["forward"], layout="zigzag").chosen
+    planner = tuned_planner(cluster, memory_nbytes=forward.peak_nbytes)
+    plan = planner(asked, direction="forward", layout=Zigzag(), needs_gradient=False)
+    assert max(rank_costs(plan, rank).peak_nbytes for rank in range(8)) <= forward.peak_nbytes
+    with pytest.raises(MemoryLimitError):
+        planner(asked, direction="forward", layout=Zigzag(), needs_gradient=True)
+
+
+def test_without_a_home_tunings_are_kept_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cache_folder().name == "mesh-attention"
+
+
+def test_more_ranks_are_priced_before_a_choice_is_made() -> None:
+    """Above 256 ranks the first forecast prices two; the choice must stand with eight."""
+    asked, cluster = problem(288, seq=288 * 1024, heads=8, kv_heads=8), cluster_named("h100x288")
+    found = tune(asked, cluster)
+    again = {}
+    for trial in found.trials[:4]:
+        plan = tuned_plans(asked, cluster, trial)["forward"]
+        again[trial.family] = simulate(plan, cluster, priced_ranks=8).time_s
+        assert trial.time_s == pytest.approx(again[trial.family])
+    assert again[found.chosen.family] <= min(again.values()) * (1 + NEAR_TIE)
 
 
 def test_other_ranks_than_the_cluster_has_are_refused() -> None:

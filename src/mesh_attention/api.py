@@ -33,6 +33,7 @@ from mesh_attention.planning.registry import Method, make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.planner import tuned_planner
+from mesh_attention.tuning.tune import check_memory
 
 MOST_ENGINES = 128
 """Configurations kept, those used last; ranks make the same calls, so they forget the same ones."""
@@ -83,8 +84,9 @@ class MeshAttention:
     all ranks in this process, and then inputs and results are lists, one tensor a rank.
 
     With a `cluster` (``"h100x256"``, a .toml file or a Topology) the tuner chooses method, degree, tile, placement,
-    route and grouping for it, under `memory_limit` bytes a call; the ranks of the group fill its nodes one after the
-    other. Without one, and with nothing else given, the tile is the one that moves the fewest bytes.
+    route and grouping for it, under `memory_limit` bytes a call. The cluster's machines count, not its number of ranks:
+    the ranks of the group fill its nodes one after the other. Without one, and with nothing else given, the tile is the
+    one that moves the fewest bytes.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class MeshAttention:
         if planner is not None and given:
             raise UsageError(f"{', '.join(given)} came beside a planner, which decides that; give it to the planner")
         self._options = given
+        self._is_tuned = cluster is not None
         if cluster is not None:
             planner = self._tuned_planner(cluster, memory_limit, [*given, *(["planner"] if planner else [])])
         elif memory_limit is not None:
@@ -130,6 +133,8 @@ class MeshAttention:
         topology = find_cluster(cluster) if isinstance(cluster, str) else cluster
         if not isinstance(topology, Topology):
             raise UsageError(f"cluster {cluster!r}: expected a name such as h100x256, a .toml file or a Topology")
+        if memory_limit is not None:
+            check_memory(memory_limit)
         return tuned_planner(topology.with_ranks(self.ranks), memory_nbytes=memory_limit)
 
     @property
@@ -224,7 +229,8 @@ class MeshAttention:
         for rank in tensors:
             _check_tensors(*rank)
         problem = self._problem(tensors[0], options)
-        plans = {d: self._planner(problem, direction=d, layout=self.layout, **self._options) for d in DIRECTIONS}
+        asked = self._options | ({"needs_gradient": _needs_gradient(tensors)} if self._is_tuned else {})
+        plans = {d: self._planner(problem, direction=d, layout=self.layout, **asked) for d in DIRECTIONS}
         _check_keep(plans)
         scale = options.softmax_scale if options.softmax_scale is not None else problem.head_dim_qk**-0.5
         return problem, plans, _check_softmax(scale, options.softcap)
@@ -324,8 +330,9 @@ def mesh_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = Non
     Plans are kept between calls, for each group and each set of arguments.
     """
     settings = {name: arguments.pop(name) for name in _SETTINGS if name in arguments}
-    if isinstance(settings.get("tile"), list):
-        settings["tile"] = tuple(settings["tile"])
+    for name in ("tile", "inner"):
+        if isinstance(settings.get(name), list):
+            settings[name] = tuple(settings[name])
     return _attention_of(process_group(group), tuple(settings.items()))(q, k, v, **arguments)
 
 

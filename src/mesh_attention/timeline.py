@@ -24,7 +24,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """One rank's totals. `wait_s` is exposed communication: the compute lane had nothing it could do."""
+    """One rank's totals. `wait_s` is exposed communication: the compute lane had nothing it could do. `link_s` is the
+    time of the transfers it received, or of those it sent, whichever is more."""
 
     rank: int
     stop_s: float
@@ -39,7 +40,8 @@ class Timeline:
 
     `ranks` are the totals of every rank; `spans` those of the ranks that were asked for. `sent_nbytes` is what all
     ranks together sent, by link class. `is_exact` says whether every rank's calls were priced one by one; otherwise,
-    prices of some places stand for those of their neighbours.
+    prices of some places stand for those of their neighbours. (In which order ranks that share a link are served is
+    an assumption either way.)
     """
 
     name: str
@@ -73,7 +75,7 @@ class Timeline:
 
     @property
     def overlap(self) -> float:
-        """The share of the busiest link's time that is hidden behind compute; 1 when nothing was sent."""
+        """The share of the transfers' time that compute hides, of the rank with most of it; 1 if nothing was sent."""
         link_s = max((rank.link_s for rank in self.ranks), default=0.0)
         return 1.0 - min(1.0, self.exposed_s / link_s) if link_s else 1.0
 

@@ -6,9 +6,9 @@ sheet says. A link serves one transfer at a time, in each direction if it is dup
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import ceil, isfinite
-from typing import Literal
+from typing import Any, Literal
 
 from mesh_attention.errors import TopologyError
 
@@ -93,6 +93,9 @@ class Topology:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise TopologyError(f"{name}={value!r}: expected a whole number of at least 1")
+        for name, wanted in (("device", Device), ("inside", Link), ("between", Link)):
+            if not isinstance(getattr(self, name), wanted):
+                raise TopologyError(f"{name}={getattr(self, name)!r}: expected a {wanted.__name__}(...)")
         if self.nics_per_node > self.ranks_per_node:
             raise TopologyError(
                 f"{self.nics_per_node} NICs for {self.ranks_per_node} ranks a node: a rank uses one NIC, so the others "
@@ -105,11 +108,12 @@ class Topology:
     def nodes(self) -> int:
         return ceil(self.ranks / self.ranks_per_node)
 
-    def node(self, rank: int) -> int:
+    def node(self, rank: Any) -> Any:
+        """Of a rank, or of an array of them."""
         return rank // self.ranks_per_node
 
-    def nic(self, rank: int) -> int:
-        """The NIC a rank uses, counted over the cluster."""
+    def nic(self, rank: Any) -> Any:
+        """The NIC that a rank uses, or each of an array of them, counted over the cluster."""
         node, local = divmod(rank, self.ranks_per_node)
         return node * self.nics_per_node + local * self.nics_per_node // self.ranks_per_node
 
@@ -148,7 +152,3 @@ def _check_not_negative(value: object, *names: str) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
-def field_names(value_class: type) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(value_class))

@@ -114,7 +114,7 @@ class Charter:
         degree = first.assignment.ulysses
         found = [
             candidate
-            for candidate in shapes(self.problem, self.topology, layouts=(first.layout,))
+            for candidate in shapes(self.problem, self.topology, layout=first.layout)
             if candidate.assignment.ulysses == degree
         ]
         tiles = tiles_of(self.problem.ranks // degree)

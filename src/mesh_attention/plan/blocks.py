@@ -89,6 +89,22 @@ class BlockMatrix:
             self._needs[key] = needed
         return needed
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every rank needs every shard of its groups, by the mask: then all do the same with other peers.
+
+        Said of full masks and of causal ones on layouts that spread positions; never of windows or documents.
+        """
+        problem, mask = self.problem, self.problem.mask
+        if problem.ranks > min(problem.seq_q, problem.seq_kv) or mask.documents is not None or mask.left is not None:
+            return False
+        if mask.right is None:
+            return True
+        places = range(self.assignment.places)
+        last_queries = min(max(s[-1] for s in self.segments("row", place)) for place in places)
+        first_keys = max(min(s[0] for s in self.segments("col", place)) for place in places)
+        return first_keys <= last_queries + problem.seq_kv - problem.seq_q + mask.right
+
     def kept(self, keep: tuple[Kind, ...], rank: int) -> tuple[tuple[Item, ...], ...]:
         """For each kind that is kept, the shards a rank gathers in forward and has in backward, its own among them."""
         place = self.assignment.place(rank)

@@ -6,7 +6,9 @@ passes on several. Fetched in the order of offsets, that shard would wait until 
 
 from __future__ import annotations
 
+from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Assignment, Axis
+from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.schedule import Fetch, Meet, Move
 from mesh_attention.plan.steps import AXIS_OF
 
@@ -24,6 +26,21 @@ def with_early_entries(moves: tuple[Move, ...], assignment: Assignment) -> tuple
             for offset in range(inner, size, inner):
                 moves = _moved_up(moves, axis, offset, before_meet_of=offset - inner)
     return moves
+
+
+def has_inner_rings(assignment: Assignment) -> bool:
+    """Whether a group is a ring of several inner rings."""
+    return any(1 < assignment.inner_size(axis) < assignment.size(axis) for axis in AXES)
+
+
+def check_inner_rings(matrix: BlockMatrix) -> None:
+    """Raise where a mask leaves out shards: what goes round skips ranks there, and two that pass on for each other can
+    each wait for the other's turn to be over."""
+    if has_inner_rings(matrix.assignment) and not matrix.is_uniform:
+        raise ScheduleError(
+            f"inner tile {matrix.assignment.inner} on the ring route needs a mask and a layout under which every rank "
+            f"needs every shard, and {matrix.problem.mask} on {matrix.layout.name} leaves some out; use direct routes"
+        )
 
 
 def _moved_up(moves: tuple[Move, ...], axis: Axis, offset: int, *, before_meet_of: int) -> tuple[Move, ...]:

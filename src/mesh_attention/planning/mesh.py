@@ -7,12 +7,13 @@ tile of one row, on the ring route.
 from __future__ import annotations
 
 from mesh_attention.plan.assignment import Assignment, Tile
+from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route, Schedule
 from mesh_attention.plan.steps import Direction, Kind
 from mesh_attention.planning.costs import Costs, estimate_costs
-from mesh_attention.planning.entries import with_early_entries
+from mesh_attention.planning.entries import check_inner_rings, with_early_entries
 from mesh_attention.planning.greedy import greedy_moves
 from mesh_attention.planning.ulysses import trade_heads
 from mesh_attention.problem import Problem
@@ -38,6 +39,8 @@ def plan_mesh(
     costs = estimate_costs(problem, assignment, direction) if costs is None else costs
     have = keep if direction == "backward" else ()
     moves = greedy_moves(tile, direction, costs=costs, blocks_per_call=blocks_per_call, have=have)
+    if "ring" in (route, partials):
+        check_inner_rings(BlockMatrix(problem, layout, assignment))
     if route == "ring":
         moves = with_early_entries(moves, assignment)
     return Plan(

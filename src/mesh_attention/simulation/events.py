@@ -69,7 +69,7 @@ class EventEngine:
             job = self.ranks[stuck[0]].jobs[self.ranks[stuck[0]].at]
             raise PlanError(
                 f"{len(stuck)} ranks wait for ever, rank {stuck[0]} at '{job.name}': links serve transfers in the "
-                "order they are posted in, and these orders make a circle; verify the plan"
+                "order they are posted in, and these orders make a circle"
             )
 
     def _advance(self, rank: int, now: float) -> None:

@@ -47,17 +47,8 @@ class Hand:
     rounds: tuple[Whole, ...]
 
 
-def is_uniform(matrix: BlockMatrix) -> bool:
-    """Whether every rank needs every shard of its groups, by the mask; shards then differ by a token at most."""
-    problem, mask = matrix.problem, matrix.problem.mask
-    if problem.ranks > min(problem.seq_q, problem.seq_kv) or mask.documents is not None or mask.left is not None:
-        return False
-    if mask.right is None:
-        return True
-    places = range(matrix.assignment.places)
-    last_queries = min(max(s[-1] for s in matrix.segments("row", place)) for place in places)
-    first_keys = max(min(s[0] for s in matrix.segments("col", place)) for place in places)
-    return first_keys <= last_queries + problem.seq_kv - problem.seq_q + mask.right
+class NotUniformError(Exception):
+    """The ranks' programs differ in more than their peers."""
 
 
 class LockstepEngine:
@@ -74,7 +65,7 @@ class LockstepEngine:
         self.hands: dict[Delta, Hand] = {}
 
     def run(self) -> None:
-        """Raises LookupError where the jobs are not the same for all ranks after all."""
+        """Raises NotUniformError where the jobs are not the same for all ranks after all."""
         ranks = len(self.all)
         now = np.zeros(ranks)
         free = np.zeros(self.network.num_lanes)
@@ -102,7 +93,7 @@ class LockstepEngine:
         received = Counter((recv.item.kind, self.deltas[recv.source]) for recv in job.recvs)
         sent = Counter((send.item.kind, self._from(self.deltas[send.dest])) for send in job.sends)
         if received != sent:
-            raise LookupError(f"'{job.name}': what ranks receive and what they send at once is not the same")
+            raise NotUniformError(f"'{job.name}': what ranks receive and what they send at once is not the same")
         over = now
         for recv in job.recvs:
             over = np.maximum(over, self._hand_round(recv, now, free))
@@ -167,9 +158,7 @@ class LockstepEngine:
     def _new_hand(self, delta: Delta) -> Hand:
         source: Whole = np.asarray(self.peers(delta, self.all))
         network, topology = self.network, self.network.topology
-        nodes = self.all // topology.ranks_per_node
-        local = self.all % topology.ranks_per_node
-        nics = nodes * topology.nics_per_node + local * topology.nics_per_node // topology.ranks_per_node
+        nodes, nics = topology.node(self.all), topology.nic(self.all)
         is_between = nodes[source] != nodes
         out_lane = np.where(is_between, network.out_nics + nics[source], network.out_ports + source)
         in_lane = np.where(is_between, network.in_nics + nics, network.in_ports + self.all)

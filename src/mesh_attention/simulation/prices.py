@@ -95,6 +95,7 @@ def operations_a_pair(problem: Problem, direction: Direction) -> int:
     return 2 * (qk + v if direction == "forward" else 3 * qk + 2 * v)
 
 
+@lru_cache(maxsize=64)
 def total_flops(problem: Problem, direction: Direction) -> int:
     """Of the whole problem, over all ranks."""
     everything = (range(problem.seq_q), range(problem.seq_kv))

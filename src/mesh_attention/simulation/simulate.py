@@ -10,7 +10,7 @@ from mesh_attention.errors import TopologyError
 from mesh_attention.plan.plan import Plan
 from mesh_attention.simulation.events import EventEngine
 from mesh_attention.simulation.jobs import Track, track
-from mesh_attention.simulation.lockstep import LockstepEngine, is_uniform
+from mesh_attention.simulation.lockstep import LockstepEngine, NotUniformError
 from mesh_attention.simulation.network import Network
 from mesh_attention.simulation.prices import Prices, total_flops
 from mesh_attention.simulation.recorder import Recorder
@@ -33,7 +33,7 @@ def simulate(
 ) -> Timeline:
     """What the pass takes on the cluster: times of all ranks, bytes by link class, peak memory, spans of some ranks.
 
-    Plans in which all ranks do alike (`is_uniform`: full masks, and causal ones on zigzag and striped layouts) are run
+    Plans in which all ranks do alike (uniform ones: full masks, and causal ones on zigzag and striped layouts) are run
     for all ranks at once. There, on more than `EXACT_RANKS` ranks, the calls of `priced_ranks` ranks, evenly spread,
     are priced and stand for their neighbours'; all waiting and all links are those of every rank. Any other plan is run
     rank by rank.
@@ -43,20 +43,18 @@ def simulate(
             f"the plan has {plan.problem.ranks} ranks and {topology.name} has {topology.ranks}; "
             f"use topology.with_ranks({plan.problem.ranks}) or plan for {topology.ranks} ranks"
         )
+    if priced_ranks is not None and (type(priced_ranks) is not int or priced_ranks < 1):
+        raise TopologyError(f"priced_ranks={priced_ranks!r}: expected a whole number of at least 1, or None")
     wrong = [rank for rank in spans_of if not 0 <= rank < topology.ranks]
     if wrong:
         raise TopologyError(f"spans of rank {wrong[0]} were asked for; the cluster has ranks 0 to {topology.ranks - 1}")
     report = on_progress or (lambda doing, fraction: None)
-    if plan.programs is None and is_uniform(plan.matrix):
+    if plan.programs is None and plan.matrix.is_uniform:
         try:
             return _in_lockstep(plan, topology, spans_of, priced_ranks, report)
-        except _NotUniformError:
+        except NotUniformError:
             pass
     return _by_events(plan, topology, spans_of, report)
-
-
-class _NotUniformError(Exception):
-    """The ranks' programs differ in more than their peers."""
 
 
 def _in_lockstep(
@@ -73,13 +71,10 @@ def _in_lockstep(
         tracks.append(track(plan, rank, prices))
     shapes = {tuple((len(job.recvs), len(job.sends), job.waits, job.holds) for job in t.jobs) for t in tracks}
     if len(shapes) > 1:
-        raise _NotUniformError
+        raise NotUniformError("jobs of different kinds")
     nearest = np.abs(np.arange(ranks)[:, None] - sampled[None, :]).argmin(axis=1)
     recorder = Recorder(ranks, spans_of)
-    try:
-        LockstepEngine(tracks, nearest, plan.matrix, Network(topology), recorder).run()
-    except LookupError as error:
-        raise _NotUniformError from error
+    LockstepEngine(tracks, nearest, plan.matrix, Network(topology), recorder).run()
     is_even = plan.problem.seq_q % ranks == 0 and plan.problem.seq_kv % ranks == 0
     return _timeline(plan, recorder, tracks, is_exact=is_even and len(sampled) == ranks)
 

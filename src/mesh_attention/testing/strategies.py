@@ -5,12 +5,14 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from mesh_attention.masks import Mask, causal, documents, full, window
-from mesh_attention.plan.assignment import Tile, divisors, tiles_of
+from mesh_attention.plan.assignment import Assignment, Tile, divisors, tiles_of
+from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import LAYOUTS, Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.plan.steps import KINDS, Direction
 from mesh_attention.planning.costs import Costs
+from mesh_attention.planning.entries import has_inner_rings
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import ITEMSIZE, Problem
 
@@ -87,6 +89,10 @@ def plans(draw: st.DrawFn, *, max_ranks: int = 12) -> Plan:
             inner=inner,
             keep=keep,
         )
+    routes = draw(st.sampled_from(ROUTES)), draw(st.sampled_from(ROUTES))
+    matrix = BlockMatrix(problem, layout, Assignment(tile, degree, inner))
+    if "ring" in routes and has_inner_rings(matrix.assignment) and not matrix.is_uniform:
+        inner = Tile(tile.rows, 1)  # refused otherwise
     cost = st.floats(0.05, 20)
     return make_plan(
         problem,
@@ -95,8 +101,8 @@ def plans(draw: st.DrawFn, *, max_ranks: int = 12) -> Plan:
         direction=direction,
         ulysses_degree=degree,
         inner=inner,
-        route=draw(st.sampled_from(ROUTES)),
-        partials=draw(st.sampled_from(ROUTES)),
+        route=routes[0],
+        partials=routes[1],
         blocks_per_call=draw(st.integers(1, 6)),
         keep=keep,
         costs=Costs(**draw(st.fixed_dictionaries(dict.fromkeys(KINDS, cost)))),

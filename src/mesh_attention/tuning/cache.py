@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, gettempdir
 
 from mesh_attention.plan.steps import Direction
 from mesh_attention.problem import Problem
@@ -19,12 +19,16 @@ from mesh_attention.tuning.search import Report
 from mesh_attention.tuning.tune import tune
 
 log = logging.getLogger(__name__)
-PARTS = ("plan", "planning", "simulation", "tuning")
+PARTS = ("masks.py", "problem.py", "topology.py", "plan", "planning", "simulation", "tuning")
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/mesh-attention``, by default ``~/.cache/mesh-attention``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mesh-attention"
+    """``$XDG_CACHE_HOME/mesh-attention``, by default ``~/.cache/mesh-attention``; a temporary one without a home."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(named or Path.home() / ".cache") / "mesh-attention"
+    except RuntimeError:  # a user id that has no home
+        return Path(gettempdir()) / "mesh-attention"
 
 
 def cached_tune(
@@ -60,7 +64,7 @@ def cached_tune(
 def code_digest() -> str:
     """Of all that a tuning follows from: what another version found may not be what this one would."""
     package = Path(__file__).parent.parent
-    parts = [path for name in PARTS for path in sorted((package / name).rglob("*.py"))]
+    parts = [path for name in PARTS for path in sorted((package / name).rglob("*.py")) or [package / name]]
     return hashlib.sha256(b"".join(path.read_bytes() for path in parts)).hexdigest()[:16]
 
 

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Assignment, Tile, divisors, tiles_of
+from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route
 from mesh_attention.plan.steps import Direction, Kind
 from mesh_attention.planning.costs import Costs
+from mesh_attention.planning.entries import has_inner_rings
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
@@ -93,9 +95,9 @@ class Candidate:
         return make_plan(problem, direction=direction, **self.options, **given)
 
     @property
-    def complexity(self) -> tuple[int, ...]:
-        """Of two that are about as fast, the one that compares lower is the simpler."""
-        return (
+    def complexity(self) -> tuple[tuple[int, ...], str]:
+        """Of two that are about as fast, the one that compares lower is the simpler. No two compare equal."""
+        numbers = (
             FAMILIES.index(self.family),
             len(self.keep),
             int(self.assignment.inner is not None),
@@ -104,6 +106,7 @@ class Candidate:
             self.assignment.tile.rows,
             self.blocks_per_call,
         )
+        return numbers, f"{self.order} {self.layout} {self}"
 
     def __str__(self) -> str:
         parts = [self.family, f"{self.assignment.ulysses}·{self.assignment.tile}"]
@@ -119,17 +122,17 @@ class Candidate:
         return " ".join(parts)
 
 
-def shapes(problem: Problem, topology: Topology, *, layouts: tuple[str, ...]) -> Iterator[Candidate]:
+def shapes(problem: Problem, topology: Topology, *, layout: str) -> Iterator[Candidate]:
     """Every degree, tile, placement and route that makes sense, with the grouping left at 1."""
     for ulysses in divisors(problem.ranks):
         if problem.kv_heads % ulysses:
             continue
         for tile in tiles_of(problem.ranks // ulysses):
-            for layout in layouts:
-                yield from _of_tile(tile, ulysses, layout, topology)
+            matrix = BlockMatrix(problem, layout_named(layout), Assignment(tile, ulysses))
+            yield from _of_tile(tile, ulysses, layout, topology, is_uniform=matrix.is_uniform)
 
 
-def _of_tile(tile: Tile, ulysses: int, layout: str, topology: Topology) -> Iterator[Candidate]:
+def _of_tile(tile: Tile, ulysses: int, layout: str, topology: Topology, *, is_uniform: bool) -> Iterator[Candidate]:
     whole = Candidate(order="collective", assignment=Assignment(tile, ulysses), layout=layout)
     yield whole
     if tile == Tile(1, 1):
@@ -137,10 +140,9 @@ def _of_tile(tile: Tile, ulysses: int, layout: str, topology: Topology) -> Itera
     for inner in placements(tile, ulysses, topology):
         if inner is not None:
             yield replace(whole, assignment=Assignment(tile, ulysses, inner))
-        for route, partials in ROUTE_PAIRS:
-            yield replace(
-                whole, order="greedy", assignment=Assignment(tile, ulysses, inner), route=route, partials=partials
-            )
+        assignment = Assignment(tile, ulysses, inner)
+        for route, partials in ROUTE_PAIRS if is_uniform or not has_inner_rings(assignment) else ROUTE_PAIRS[:1]:
+            yield replace(whole, order="greedy", assignment=assignment, route=route, partials=partials)
 
 
 ROUTE_PAIRS: tuple[tuple[Route, Route], ...] = (("direct", "direct"), ("ring", "ring"), ("ring", "direct"))
@@ -159,8 +161,3 @@ def placements(tile: Tile, ulysses: int, topology: Topology) -> list[Tile | None
             if normal not in found:
                 found.append(normal)
     return found
-
-
-def check_grouping(groupings: tuple[int, ...]) -> None:
-    if not groupings or any(type(g) is not int or g < 1 for g in groupings):
-        raise ScheduleError(f"groupings {groupings!r}: expected whole numbers of at least 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from mesh_attention.plan.layout import Layout
@@ -15,14 +16,22 @@ from mesh_attention.tuning.tune import tuned_plans
 
 
 def tuned_planner(topology: Topology, *, memory_nbytes: float | None = None) -> Callable[..., Plan]:
-    """``planner(problem, direction=…, layout=…)``: the tuner's choice for both passes, found once a problem."""
+    """``planner(problem, direction=…, layout=…, needs_gradient=…)``: the tuner's choice, found once a problem.
+
+    For both passes together; without gradients for forward alone, and backward, which nobody runs then, is like it.
+    """
 
     @lru_cache(maxsize=128)
-    def plans(problem: Problem, layout: str) -> dict[Direction, Plan]:
-        tuning, _ = cached_tune(problem, topology, directions=DIRECTIONS, layout=layout, memory_nbytes=memory_nbytes)
-        return tuned_plans(problem, topology, tuning.chosen)
+    def plans(problem: Problem, layout: str, needs_gradient: bool) -> dict[Direction, Plan]:
+        directions = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
+        tuning, _ = cached_tune(problem, topology, directions=directions, layout=layout, memory_nbytes=memory_nbytes)
+        chosen = tuning.chosen
+        candidates = {
+            direction: chosen.candidates.get(direction, chosen.candidates["forward"]) for direction in DIRECTIONS
+        }
+        return tuned_plans(problem, topology, replace(chosen, candidates=candidates))
 
-    def planner(problem: Problem, *, direction: Direction, layout: Layout) -> Plan:
-        return plans(problem, layout.name)[direction]
+    def planner(problem: Problem, *, direction: Direction, layout: Layout, needs_gradient: bool = True) -> Plan:
+        return plans(problem, layout.name, needs_gradient)[direction]
 
     return planner

@@ -82,13 +82,17 @@ class Trial:
         return max(forecast.peak_nbytes for forecast in self.forecasts.values())
 
     @property
-    def complexity(self) -> tuple[tuple[int, ...], ...]:
+    def complexity(self) -> tuple[tuple[tuple[int, ...], str], ...]:
         return tuple(candidate.complexity for candidate in self.candidates.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """The chosen trial first, then the best of every other family, fastest first, then what cannot be used and why."""
+    """The chosen trial first, then the best of every other family, fastest first, then what cannot be used and why.
+
+    `bound_s` is what computing takes at the full kernel rate, `bound_nbytes` what an average rank receives at least if
+    forward keeps nothing for backward.
+    """
 
     trials: tuple[Trial, ...]
     left_out: dict[str, str]

@@ -55,7 +55,7 @@ def effort(ranks: int) -> Effort:
         return Effort(priced_ranks=4, least=12, most=48, worth_trying=1.1, regroupings=4)
     if ranks <= 256:
         return Effort(priced_ranks=2, least=8, most=24, worth_trying=1.05, regroupings=1)
-    return Effort(priced_ranks=1, least=5, most=16, worth_trying=1.03, regroupings=1)
+    return Effort(priced_ranks=2, least=5, most=16, worth_trying=1.03, regroupings=1)
 
 
 class PassSearch:
@@ -69,9 +69,9 @@ class PassSearch:
         self.tried: dict[Candidate, Forecast] = {}
         self.effort = effort(problem.ranks)
 
-    def run(self, candidates: Sequence[Candidate], *, priced_ranks: int) -> None:
+    def run(self, candidates: Sequence[Candidate], *, priced_ranks: int, is_uniform: bool) -> None:
         """Simulates what may win, and the most promising of every family."""
-        self.priced_ranks = priced_ranks
+        self.priced_ranks, self.is_uniform = priced_ranks, is_uniform
         candidates = [self.grouped(candidate) for candidate in candidates]
         bounds = {c: traffic(c, self.problem, self.topology, self.direction) for c in candidates}
         by_family = {family: [c for c in candidates if c.family == family] for family in FAMILIES}
@@ -93,7 +93,7 @@ class PassSearch:
         for candidate in candidates:
             bound = bounds[candidate]
             is_unlikely = fitting >= self.effort.least and bound.promise_s > self.effort.worth_trying * self.best_s
-            is_beaten = fitting >= AT_LEAST and bound.bound_s >= self.best_s
+            is_beaten = self.is_uniform and fitting >= AT_LEAST and bound.bound_s >= self.best_s
             if is_unlikely or is_beaten:
                 continue
             forecast = self.simulate(candidate)

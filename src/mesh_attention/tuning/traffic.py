@@ -7,7 +7,7 @@ then these are estimates and no bounds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,8 @@ from mesh_attention.plan.blocks import elements_a_token
 from mesh_attention.plan.schedule import Route
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.limits import limits
 from mesh_attention.problem import Problem
+from mesh_attention.simulation.prices import total_flops
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import Candidate
 
@@ -30,7 +30,7 @@ CALLS_A_MEETING = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Seconds of the busiest NIC and of the busiest port, for what can hide behind compute; and what cannot.
+    """Seconds of the busiest NIC, of the busiest port, and of what no rank can hide behind compute.
 
     `calls_s` is about what many calls instead of one add to compute, `fill_s` about how long the first of them waits.
     """
@@ -44,13 +44,20 @@ class Traffic:
 
     @property
     def bound_s(self) -> float:
-        """No schedule of this candidate takes less."""
-        return self.held_s + max(self.nic_s, self.port_s, self.compute_s)
+        """No schedule of this candidate takes less, if the plan is uniform."""
+        return max(self.nic_s, self.port_s, self.held_s + self.compute_s)
 
     @property
     def promise_s(self) -> float:
         """An estimate to begin with, no bound: links are never hidden wholly."""
         return self.bound_s + self.calls_s + self.fill_s + LEFT_EXPOSED * (self.nic_s + self.port_s)
+
+
+class Busy(NamedTuple):
+    """Seconds in which each rank receives from other nodes, and from inside its own."""
+
+    crossing_s: Counts
+    inside_s: Counts
 
 
 class Links:
@@ -59,24 +66,27 @@ class Links:
     def __init__(self, problem: Problem, topology: Topology, assignment: Assignment) -> None:
         self.problem, self.topology, self.assignment = problem, topology, assignment
         self.ranks = np.arange(topology.ranks)
-        self.nodes = self.ranks // topology.ranks_per_node
-        local = self.ranks % topology.ranks_per_node
-        self.nics = self.nodes * topology.nics_per_node + local * topology.nics_per_node // topology.ranks_per_node
+        self.nodes, self.nics = topology.node(self.ranks), topology.nic(self.ranks)
+        self.none: Counts = np.zeros(topology.ranks)
 
-    def group_s(self, kind: Kind, route: Route) -> tuple[float, float]:
-        """The busiest NIC's and the busiest port's seconds for all transfers of a kind in its group."""
+    def group_s(self, kind: Kind, route: Route) -> Busy:
+        """What all transfers of a kind in its group make of every rank's time."""
         axis = AXIS_OF[kind]
         size = self.assignment.size(axis)
         if size == 1:
-            return 0.0, 0.0
+            return self._busy(self.none, self.none, 0.0)
         crossing = self._direct(axis) if route == "direct" else self._ring(axis)
-        return self._seconds(crossing, size - 1 - crossing, self._shard_nbytes(kind))
+        return self._busy(crossing, size - 1 - crossing, self._shard_nbytes(kind))
 
-    def exchange_s(self, kind: Kind) -> float:
+    def exchange_s(self, kind: Kind) -> Busy:
         """A Ulysses exchange: a slice of the heads to and from every other rank of the group."""
         ulysses = self.assignment.ulysses
         same = self._same_node(self.ranks // ulysses)
-        return max(self._seconds(ulysses - same, same - 1, self._shard_nbytes(kind) / ulysses))
+        return self._busy(ulysses - same, same - 1, self._shard_nbytes(kind) / ulysses)
+
+    def nic_s(self, crossing_s: Counts) -> float:
+        """Of the busiest NIC, all its ranks together."""
+        return float(np.bincount(self.nics, weights=crossing_s).max())
 
     def _shard_nbytes(self, kind: Kind) -> float:
         """Of a place's shard, one slice of the heads: as many tokens more as heads fewer, so a rank's own tokens."""
@@ -85,11 +95,9 @@ class Links:
         problem = self.problem
         return problem.batch * tokens * (payload * problem.itemsize + statistics * problem.accumulator_itemsize)
 
-    def _seconds(self, crossing: Any, inside: Any, nbytes: float) -> tuple[float, float]:
+    def _busy(self, crossing: Counts, inside: Counts, nbytes: float) -> Busy:
         topology = self.topology
-        a_transfer = topology.between.seconds(nbytes)
-        by_nic = np.bincount(self.nics, weights=np.broadcast_to(crossing, self.ranks.shape) * a_transfer)
-        return float(by_nic.max()), float(np.max(inside)) * topology.inside.seconds(nbytes)
+        return Busy(crossing * topology.between.seconds(nbytes), inside * topology.inside.seconds(nbytes))
 
     def _direct(self, axis: Axis) -> Counts:
         place = self.ranks // self.assignment.ulysses
@@ -121,23 +129,27 @@ class Links:
 
 def traffic(candidate: Candidate, problem: Problem, topology: Topology, direction: Direction) -> Traffic:
     links = Links(problem, topology, candidate.assignment)
-    nic = port = held = 0.0
+    crossing, inside, held = links.none, links.none, links.none
     fetched = [kind for kind in INPUTS[direction] if not (direction == "backward" and kind in candidate.keep)]
     for kind in (*fetched, *OUTPUTS[direction]):
-        route = candidate.route if kind in fetched else candidate.partials
-        nic_s, port_s = links.group_s(kind, route)
-        if candidate.order == "collective":
-            held += max(nic_s, port_s)
-        else:
-            nic, port = nic + nic_s, port + port_s
-        if candidate.assignment.ulysses > 1:
-            held += links.exchange_s(kind)
-    compute_s = _compute_s(problem, topology, direction)
-    calls_s = _calls_s(candidate, problem, topology, direction)
+        group = links.group_s(kind, candidate.route if kind in fetched else candidate.partials)
+        is_held = candidate.order == "collective"
+        exchange = links.exchange_s(kind) if candidate.assignment.ulysses > 1 else Busy(links.none, links.none)
+        crossing = crossing + group.crossing_s + exchange.crossing_s
+        inside = inside + group.inside_s + exchange.inside_s
+        held = held + np.maximum(*exchange) + (np.maximum(*group) if is_held else 0.0)
+    nic, port = links.nic_s(crossing), float(inside.max())
     transfers = max(1, candidate.assignment.tile.rows + candidate.assignment.tile.cols - 2)
     # Along a ring, what is waited for has itself been waited for.
     fill_s = (2 if candidate.route == "ring" else 1) * (candidate.blocks_per_call - 1) / transfers * max(nic, port)
-    return Traffic(nic_s=nic, port_s=port, held_s=held, compute_s=compute_s, calls_s=calls_s, fill_s=fill_s)
+    return Traffic(
+        nic_s=nic,
+        port_s=port,
+        held_s=float(held.max()),
+        compute_s=_compute_s(problem, topology, direction),
+        calls_s=_calls_s(candidate, problem, topology, direction),
+        fill_s=fill_s,
+    )
 
 
 def costs_on(topology: Topology, problem: Problem, candidate: Candidate, direction: Direction) -> Costs:
@@ -148,7 +160,8 @@ def costs_on(topology: Topology, problem: Problem, candidate: Candidate, directi
     for kind in KINDS:
         route = candidate.route if kind in INPUTS[direction] else candidate.partials
         transfers = max(1, candidate.assignment.size(AXIS_OF[kind]) - 1)
-        found[kind] = max(1e-6, max(links.group_s(kind, route)) / transfers / block_s)
+        busy = links.group_s(kind, route)
+        found[kind] = max(1e-6, links.nic_s(busy.crossing_s), float(busy.inside_s.max())) / transfers / block_s
     return Costs(**found)
 
 
@@ -169,4 +182,4 @@ def _calls_s(candidate: Candidate, problem: Problem, topology: Topology, directi
 
 def _compute_s(problem: Problem, topology: Topology, direction: Direction) -> float:
     rate = topology.device.forward if direction == "forward" else topology.device.backward
-    return max(1e-12, limits(problem, direction).flops / (rate.tflops * 1e12))
+    return max(1e-12, total_flops(problem, direction) / problem.ranks / (rate.tflops * max(1.0, rate.masked) * 1e12))

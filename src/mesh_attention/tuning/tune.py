@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mesh_attention.errors import MemoryLimitError, TopologyError
+from mesh_attention.errors import MemoryLimitError, ScheduleError, TopologyError, UsageError
+from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import Direction, Kind
+from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
 from mesh_attention.planning.limits import limits
 from mesh_attention.planning.registry import default_layout
 from mesh_attention.problem import Problem
-from mesh_attention.simulation.lockstep import is_uniform
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import FAMILIES, Candidate, Family, shapes
+from mesh_attention.tuning.candidates import FAMILIES, Family, shapes
 from mesh_attention.tuning.reasons import cannot_be_used, memory, why_not
 from mesh_attention.tuning.result import Trial, Tuning
 from mesh_attention.tuning.rivals import startrail
@@ -24,6 +24,8 @@ from mesh_attention.tuning.traffic import costs_on
 NEAR_TIE = 0.005
 """Within this share of the fastest, the simplest wins."""
 PRICED_RANKS_AT_LAST = 8
+FAR_BEHIND = 1.6
+"""Times slower than the fastest: the first forecast is not that far off."""
 GIB = 2**30
 KEEPS: tuple[tuple[Kind, ...], ...] = (("kv",), ("q", "kv"))
 
@@ -48,13 +50,18 @@ def tune(
         )
     report = on_progress or (lambda doing, fraction: None)
     limit = memory_nbytes if memory_nbytes is not None else topology.device.memory_gib * GIB
-    layouts = _layouts(problem, layout)
-    found = list(shapes(problem, topology, layouts=layouts))
+    _check_directions(directions)
+    if memory_nbytes is not None:
+        check_memory(memory_nbytes)
+    chosen_layout = default_layout(problem) if layout is None else layout_named(layout)
+    found = list(shapes(problem, topology, layout=chosen_layout.name))
+    is_uniform = BlockMatrix(problem, chosen_layout, found[0].assignment).is_uniform
     searches = {}
     for number, direction in enumerate(directions):
         share = _share(report, number, len(directions))
         searches[direction] = PassSearch(problem, topology, direction, limit, share)
-        searches[direction].run(found, priced_ranks=_priced(problem, found[0], searches[direction].effort.priced_ranks))
+        priced = searches[direction].effort.priced_ranks if is_uniform else problem.ranks
+        searches[direction].run(found, priced_ranks=priced, is_uniform=is_uniform)
     trials = _trials(searches)
     if memory_nbytes is not None and len(directions) == 2:
         trials += _kept(searches, trials)
@@ -63,7 +70,9 @@ def tune(
     left_out = cannot_be_used(problem, {trial.family for trial in trials}, searches, limit)
     trials += startrail(found, searches)
     simulated = sum(len(search.tried) for search in searches.values())
-    trials = _best_of_families(_priced_again(trials, searches, _priced(problem, found[0], PRICED_RANKS_AT_LAST)))
+    if is_uniform:
+        trials = _priced_again(trials, searches)
+    trials = _best_of_families(trials)
     least = {direction: limits(problem, direction) for direction in directions}
     rates = {"forward": topology.device.forward.tflops, "backward": topology.device.backward.tflops}
     return Tuning(
@@ -83,18 +92,18 @@ def tuned_plans(problem: Problem, topology: Topology, trial: Trial) -> dict[Dire
     }
 
 
-def _layouts(problem: Problem, layout: str | None) -> tuple[str, ...]:
-    """The one that was asked for, or the one that suits the mask."""
-    return (default_layout(problem).name,) if layout is None else (layout_named(layout).name,)
-
-
 def _share(report: Report, number: int, of: int) -> Report:
     return lambda doing, fraction: report(doing, (number + fraction) / of)
 
 
-def _priced(problem: Problem, candidate: Candidate, ranks: int) -> int:
-    matrix = candidate.plan(problem, "forward").matrix
-    return ranks if is_uniform(matrix) else problem.ranks
+def check_memory(nbytes: object) -> None:
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int | float) or not nbytes > 0:
+        raise UsageError(f"memory limit {nbytes!r}: expected a number of bytes above 0")
+
+
+def _check_directions(directions: Sequence[Direction]) -> None:
+    if isinstance(directions, str) or not directions or [d for d in DIRECTIONS if d in directions] != list(directions):
+        raise ScheduleError(f"directions {directions!r}: expected a list of forward, of backward, or of both in order")
 
 
 def _trials(searches: dict[Direction, PassSearch]) -> list[Trial]:
@@ -124,7 +133,7 @@ def _kept(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> lis
     """The fastest trials' tiles again, with what forward gathered left to backward."""
     found = []
     for trial in sorted(trials, key=lambda trial: trial.time_s)[:3]:
-        for shape in {c for c in trial.candidates.values() if c.assignment.tile.rows * c.assignment.tile.cols > 1}:
+        for shape in dict.fromkeys(c for c in trial.candidates.values() if c.assignment.places > 1):
             for keep in KEEPS:
                 candidate = replace(shape, keep=keep)
                 tried = {d: Tried(candidate, search.simulate(candidate)) for d, search in searches.items()}
@@ -133,15 +142,15 @@ def _kept(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> lis
     return found
 
 
-def _priced_again(trials: list[Trial], searches: dict[Direction, PassSearch], priced_ranks: int) -> list[Trial]:
-    """The trials with the calls of more ranks priced: all that may still win."""
+def _priced_again(trials: list[Trial], searches: dict[Direction, PassSearch]) -> list[Trial]:
+    """With the calls of more ranks priced: all that are not far behind, and the fastest in any case."""
+    for search in searches.values():
+        search.priced_ranks, search.tried = PRICED_RANKS_AT_LAST, {}
     fastest = min(trial.time_s for trial in trials)
     again = []
-    for search in searches.values():
-        search.priced_ranks, search.tried = priced_ranks, {}
     for trial in trials:
-        if trial.time_s <= fastest * (1 + 4 * NEAR_TIE):
-            forecasts = {d: searches[d].simulate(c) for d, c in trial.candidates.items()}
+        if trial.time_s <= FAR_BEHIND * fastest:
+            forecasts = {direction: searches[direction].simulate(c) for direction, c in trial.candidates.items()}
             trial = replace(trial, forecasts=forecasts)
         again.append(trial)
     return again
@@ -164,7 +173,13 @@ def _ranked(by_time: Sequence[Trial]) -> tuple[Trial, ...]:
 
 
 def _does_not_fit(searches: dict[Direction, PassSearch], limit: float) -> MemoryLimitError:
-    least = max(min(f.peak_nbytes for f in search.tried.values()) for search in searches.values())
+    # A method must fit in every pass that was asked for.
+    needs = [
+        max(min(f.peak_nbytes for c, f in search.tried.items() if c.family == family) for search in searches.values())
+        for family in FAMILIES
+        if all(any(c.family == family for c in search.tried) for search in searches.values())
+    ]
+    least = min(needs)
     return MemoryLimitError(
         f"no plan stays below {memory(limit)} a rank; the smallest needs {memory(least)}. "
         "Allow more, or spread the sequence over more ranks"

@@ -1,8 +1,9 @@
 """Runs all programs with no data, to find an order in which they can go, or the circle in which they wait.
 
 A strict reading of the steps: the posts of a turn are made at once, when what its sends read is there; a send waits
-until its receive is posted; a read waits until what it reads has been sent; a collective waits until the whole group is
-there. Transfers that lack their other end wait for nothing here: that is another rule's to report.
+until its receive is posted; a read waits until what it reads has been sent, and all that is received in the same turn
+(posts made at once are over at once); a collective waits until the whole group is there. Transfers that lack their
+other end wait for nothing here: that is another rule's to report.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class _Rendezvous:
     waiting: dict[Event, list[int]] = field(default_factory=lambda: defaultdict(list))
     posted: Counter[Transfer] = field(default_factory=Counter)
     sent: Counter[Transfer] = field(default_factory=Counter)
-    arriving: dict[tuple[int, Item], tuple[Transfer, int]] = field(default_factory=dict)
+    arriving: dict[tuple[int, Item], list[tuple[Transfer, int]]] = field(default_factory=dict)
     joined: dict[Call, set[int]] = field(default_factory=lambda: defaultdict(set))
     members: dict[Call, set[int]] = field(default_factory=lambda: defaultdict(set))
     excused: set[tuple[int, int]] = field(default_factory=set)
@@ -101,12 +102,10 @@ class _Rendezvous:
             return None
         effects = self.evidence.effects[rank]
         for item in [item for at in self.evidence.turns[rank].get(index, (index,)) for item in effects[at].reads]:
-            arrival = self.arriving.get((rank, item))
-            if arrival is not None:
-                transfer, nth = arrival
+            for transfer, nth in self.arriving.get((rank, item), ()):
                 if self.sent[transfer] < nth <= self.evidence.sends[transfer]:
                     return ("sent", transfer), transfer.source
-                del self.arriving[rank, item]
+            self.arriving.pop((rank, item), None)
         step = self.evidence.programs[rank].steps[index]
         if isinstance(step, Send):
             transfer = self.evidence.transfer(rank, index, step)
@@ -123,11 +122,13 @@ class _Rendezvous:
 
     def _carry_out(self, rank: int, index: int, awake: list[int]) -> None:
         steps = self.evidence.programs[rank].steps
+        together: list[tuple[Transfer, int]] = []
         for at in self.evidence.turns[rank].get(index, ()):
             if isinstance(post := steps[at], Recv):
                 transfer = self.evidence.transfer(rank, at, post)
                 self.posted[transfer] += 1
-                self.arriving[rank, post.item] = (transfer, self.posted[transfer])
+                together.append((transfer, self.posted[transfer]))
+                self.arriving[rank, post.item] = together
                 self._wake(("posted", transfer), awake)
         step = steps[index]
         if isinstance(step, Send):
