@@ -148,7 +148,7 @@ def _caption(answer: Answer, dropped: Sequence[Column]) -> str:
         "exposed: what communication adds. Bytes are what an average rank sends; × bound: against the lower bound."
     ]
     if any(trial.is_bound for trial in tuning.trials):
-        words.append("≥: has no plan here, and takes at least that.")
+        words.append("≥: has no plan here, and takes at least about that.")
     if dropped:
         names = ", ".join(" ".join(column.header.split()) for column in dropped)
         words.append(f"No room for {names}: a wider terminal and --json have them.")

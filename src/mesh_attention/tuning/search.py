@@ -53,8 +53,6 @@ def effort(ranks: int) -> Effort:
     """A simulation takes as long as there are ranks, so with fewer of them more is tried."""
     if ranks <= 64:
         return Effort(priced_ranks=4, least=12, most=48, worth_trying=1.1, regroupings=4)
-    if ranks <= 256:
-        return Effort(priced_ranks=2, least=8, most=24, worth_trying=1.05, regroupings=1)
     return Effort(priced_ranks=2, least=5, most=16, worth_trying=1.03, regroupings=1)
 
 
