@@ -24,8 +24,8 @@ from mesh_attention.comm.local import block
 from mesh_attention.execution.autograd import _Outputs
 from mesh_attention.execution.compiled import compile_program
 from mesh_attention.execution.executor import Executor, Softmax
-from mesh_attention.kernels.base import Demand, Gradients
-from mesh_attention.kernels.merge import Merging
+from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores
+from mesh_attention.kernels.merge import TorchMerging
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 
 LIMIT_US = 15.0
@@ -59,11 +59,23 @@ class NoKernel:
     def supports(self, demand: Demand) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         return q, q[..., 0]
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **__: Any) -> Gradients:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
         return Gradients(q, k, v)
+
+
+class NoMerging(TorchMerging):
+    """Touches nothing."""
+
+    def start_output(self, *_: Tensor) -> None: ...
+
+    def merge_output(self, *_: Tensor) -> None: ...
+
+    def copy(self, *_: Tensor) -> None: ...
+
+    def add(self, *_: Tensor) -> None: ...
 
 
 def microseconds_a_step(
@@ -87,7 +99,7 @@ def microseconds_a_step(
             inputs=given,
             device=torch.device("cpu"),
             new_output=outputs,
-            merging=Merging(lambda *_: None, lambda *_: None),
+            merging=NoMerging(),
         )
         start = time.process_time()
         block(executor.run())

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh_attention import causal, documents, full, window
-from mesh_attention.kernels.base import CallMask, Demand, Kernel
-from mesh_attention.kernels.merge import merge_output
+from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
+from mesh_attention.kernels.merge import TorchMerging
 from mesh_attention.kernels.select import KERNELS, choose_kernel
 from mesh_attention.testing.masks import is_unmasked
 
@@ -57,12 +57,12 @@ def test_a_kernel_is_exact_or_says_why_not(
     due = torch.autograd.grad((out * do).sum() + (lse * d_lse).sum(), (q, k, v))
     call = CallMask(form, value, (q_at,), (kv_at,), 16, 16)  # type: ignore[arg-type]
     q, k, v, out, lse = (t.detach() for t in (q, k, v, out, lse))
-    ours, our_lse = kernel.forward(q, k, v, mask=call, scale=0.4, softcap=softcap)
+    ours, our_lse = kernel.forward(q, k, v, Scores(call, 0.4, softcap))
     torch.testing.assert_close(ours, out, rtol=1e-12, atol=1e-13)
     lse = lse.masked_fill(blind, -torch.inf)
     torch.testing.assert_close(our_lse, lse, rtol=1e-12, atol=1e-13)
     delta = (out * do).sum(-1) - d_lse
-    gradients = kernel.backward(q, k, v, do, lse, delta, mask=call, scale=0.4, softcap=softcap)
+    gradients = kernel.backward(q, k, v, RowGradient(do, lse, delta), Scores(call, 0.4, softcap))
     for mine, theirs in zip(gradients, due, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
@@ -77,7 +77,7 @@ def test_partials_merge_to_the_whole(sizes: list[int]) -> None:
     nothing = total_lse.clone()
     for s, v in zip(scores, values, strict=True):
         weights = torch.softmax(s, -1) if s.shape[1] else s
-        merge_output(total, total_lse, weights @ v, s.logsumexp(-1) if s.shape[1] else nothing)
+        TorchMerging().merge_output(total, total_lse, weights @ v, s.logsumexp(-1) if s.shape[1] else nothing)
     whole = torch.cat(scores, -1)
     expected = torch.softmax(whole, -1) @ torch.cat(values) if whole.shape[1] else torch.zeros(3, 2)
     torch.testing.assert_close(total, expected.double(), rtol=1e-13, atol=1e-14)
@@ -89,11 +89,11 @@ def test_tiny_gradients_do_not_vanish() -> None:
     q, k, v, do = (torch.randn(1, 2, 9, 6) for _ in range(4))
     call = CallMask("full", full(), (range(9),), (range(9),), 9, 9)
     kernel, truth = KERNELS[0], KERNELS[-1]
-    out, lse = truth.forward(q, k, v, mask=call, scale=0.4, softcap=0.0)
+    out, lse = truth.forward(q, k, v, Scores(call, 0.4))
     for size in (1.0, 1e-20, 1e-25):
         delta = (out.double() * do.double() * size).sum(-1).float()
         ours, theirs = (
-            one.backward(q, k, v, do * size, lse, delta, mask=call, scale=0.4, softcap=0.0) for one in (kernel, truth)
+            one.backward(q, k, v, RowGradient(do * size, lse, delta), Scores(call, 0.4)) for one in (kernel, truth)
         )
         for mine, due in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine / size, due / size, rtol=1e-4, atol=1e-5)

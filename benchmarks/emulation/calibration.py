@@ -19,8 +19,8 @@ import torch.distributed as dist
 from emulation.check_rate import patterns, seconds_of
 from emulation.contenders import Job
 from mesh_attention import causal, full
-from mesh_attention.kernels.base import CallMask, Demand, Kernel
-from mesh_attention.kernels.merge import TORCH_MERGING
+from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
+from mesh_attention.kernels.merge import TorchMerging
 from mesh_attention.kernels.select import choose_kernel
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 
@@ -145,14 +145,14 @@ def _kernel_call(
 ) -> Callable[[], object]:
     q, do = (torch.randn(1, job.heads, queries, job.head_dim) for _ in range(2))
     k, v = (torch.randn(1, job.kv_heads, keys, job.head_dim) for _ in range(2))
-    given: dict[str, Any] = {"scale": job.head_dim**-0.5, "softcap": 0.0}
     spans = ((range(keys - queries, keys),), (range(keys),))
-    given["mask"] = CallMask(form, causal() if form == "causal" else full(), *spans, keys, keys)  # type: ignore[arg-type]
+    mask = CallMask(form, causal() if form == "causal" else full(), *spans, keys, keys)  # type: ignore[arg-type]
+    scores = Scores(mask, job.head_dim**-0.5)
     if direction == "forward":
-        return lambda: kernel.forward(q, k, v, **given)
-    out, lse = kernel.forward(q, k, v, **given)
-    delta = (out * do).sum(-1)
-    return lambda: kernel.backward(q, k, v, do, lse, delta, **given)
+        return lambda: kernel.forward(q, k, v, scores)
+    out, lse = kernel.forward(q, k, v, scores)
+    row = RowGradient(do, lse, (out * do).sum(-1))
+    return lambda: kernel.backward(q, k, v, row, scores)
 
 
 def fit(times: Sequence[KernelTime]) -> dict[str, float]:
@@ -182,7 +182,7 @@ def calibrate_merge(job: Job, *, ranks: int) -> dict[str, float]:
     shape = (1, job.heads, -(-job.seq // ranks), job.head_dim)
     (total, partial), (total_lse, lse) = ([torch.randn(s) for _ in range(2)] for s in (shape, shape[:-1]))
     seconds = median(
-        _over_ranks(_seconds_a_call(lambda: TORCH_MERGING.merge_output(total, total_lse, partial, lse), job))
+        _over_ranks(_seconds_a_call(lambda: TorchMerging().merge_output(total, total_lse, partial, lse), job))
     )
     return {"tokens": shape[2], "nbytes_per_s": round((partial.nbytes + lse.nbytes) / seconds)}
 

@@ -15,7 +15,7 @@ from mesh_attention.calibration.fit import CallTime, Direction
 from mesh_attention.calibration.timing import Report, time_call
 from mesh_attention.comm.base import Comm
 from mesh_attention.execution.buffers import DTYPES, Buffer, record_of
-from mesh_attention.kernels.base import CallMask, Demand, Kernel
+from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
 from mesh_attention.kernels.select import choose_kernel
 from mesh_attention.masks import causal, full
 from mesh_attention.problem import Problem
@@ -68,14 +68,14 @@ def _time_shape(
 ) -> Iterator[CallTime]:
     q, k, v, do = _tensors(shape, setting, device)
     mask, scale = _call_mask(shape), setting.head_dim_qk**-0.5
-    out, lse = kernel.forward(q, k, v, mask=mask, scale=scale, softcap=0.0)
+    out, lse = kernel.forward(q, k, v, Scores(mask, scale))
     delta = (out.to(lse.dtype) * do.to(lse.dtype)).sum(-1)
 
     def forward() -> object:
-        return kernel.forward(q, k, v, mask=mask, scale=scale, softcap=0.0)
+        return kernel.forward(q, k, v, Scores(mask, scale))
 
     def backward() -> object:
-        return kernel.backward(q, k, v, do, lse, delta, mask=mask, scale=scale, softcap=0.0)
+        return kernel.backward(q, k, v, RowGradient(do, lse, delta), Scores(mask, scale))
 
     runs: dict[Direction, Callable[[], object]] = {"forward": forward, "backward": backward}
     for direction, run in runs.items():

@@ -11,7 +11,7 @@ from mesh_attention.calibration.fit import MemoryTimes
 from mesh_attention.calibration.timing import time_call
 from mesh_attention.comm.base import Comm
 from mesh_attention.execution.buffers import Buffer, record_of
-from mesh_attention.kernels.merge import TORCH_MERGING
+from mesh_attention.kernels.select import choose_merging
 from mesh_attention.problem import Problem
 
 LARGE_NBYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
@@ -24,10 +24,11 @@ def time_memory(setting: Problem, *, comm: Comm, device: torch.device, ranks_her
     large = _merge_tensors(max(1, LARGE_NBYTES[device.type] // a_token), setting, device)
     tiny = _merge_tensors(1, setting, device)
     total, total_lse, partial, lse = large
+    merging = choose_merging(device)
     return MemoryTimes(
         nbytes=2 * (total.nbytes + total_lse.nbytes) + partial.nbytes + lse.nbytes,
-        large_s=time_call(lambda: TORCH_MERGING.merge_output(*large), comm=comm, device=device),
-        tiny_s=time_call(lambda: TORCH_MERGING.merge_output(*tiny), comm=comm, device=device),
+        large_s=time_call(lambda: merging.merge_output(*large), comm=comm, device=device),
+        tiny_s=time_call(lambda: merging.merge_output(*tiny), comm=comm, device=device),
         memory_gib=memory_nbytes(device, ranks_here=ranks_here) / 2**30,
     )
 

@@ -15,8 +15,8 @@ from mesh_attention.comm.base import Comm, Parcel, Work
 from mesh_attention.errors import TransportError
 from mesh_attention.execution.buffers import Buffer, Meter, Span, record_of
 from mesh_attention.execution.compiled import Call, Compiled, Instruction, item_segments, lay_out
-from mesh_attention.kernels.base import Gradients, Kernel
-from mesh_attention.kernels.merge import TORCH_MERGING, Merging
+from mesh_attention.kernels.base import Gradients, Kernel, RowGradient, Scores
+from mesh_attention.kernels.merge import Merging, TorchMerging
 from mesh_attention.plan.steps import (
     AXIS_OF,
     INPUTS,
@@ -66,7 +66,7 @@ class Executor:
     inputs: Mapping[str, Fields]
     device: torch.device
     new_output: Callable[[str], Fields]
-    merging: Merging = TORCH_MERGING
+    merging: Merging = field(default_factory=TorchMerging)
     kept: Mapping[Item, Buffer] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
     outputs: dict[str, Fields] = field(default_factory=dict)
@@ -184,27 +184,17 @@ class Executor:
     # Steps
 
     def _attend(self, calls: tuple[Call, ...]) -> None:
-        scale, softcap = self.softmax.scale, self.softmax.softcap
         for call in calls:
             q = self.buffers[call.q].run("q", call.q_span)
             kv = self.buffers[call.kv]
             k, v = kv.run("k", call.kv_span), kv.run("v", call.kv_span)
+            scores = Scores(call.mask, self.softmax.scale, self.softmax.softcap)
             if call.do is None:
-                out, lse = self.kernel.forward(q, k, v, mask=call.mask, scale=scale, softcap=softcap)
-                self._add_output(call, out, lse)
+                self._add_output(call, *self.kernel.forward(q, k, v, scores))
             else:
                 row, at = self.buffers[call.do], call.do_span
-                gradients = self.kernel.backward(
-                    q,
-                    k,
-                    v,
-                    row.run("do", at),
-                    row.run("lse", at),
-                    row.run("delta", at),
-                    mask=call.mask,
-                    scale=scale,
-                    softcap=softcap,
-                )
+                upstream = RowGradient(row.run("do", at), row.run("lse", at), row.run("delta", at))
+                gradients = self.kernel.backward(q, k, v, upstream, scores)
                 self._add_gradients(call, gradients)
 
     def _add_output(self, call: Call, out: Tensor, lse: Tensor) -> None:
@@ -213,7 +203,7 @@ class Executor:
             self.merging.merge_output(sums.run("o", inside), sums.run("lse", inside), _run(out, part), _run(lse, part))
 
     def _add_gradients(self, call: Call, gradients: Gradients) -> None:
-        add = self.merging.add_gradient
+        add = self.merging.add
         for total, inside, part in call.rows:
             add(self._total(total).run("dq", inside), _run(gradients.dq, part))
         for total, inside, part in call.cols:
@@ -228,7 +218,7 @@ class Executor:
             self.merging.merge_output(total["o"], total["lse"], arrived["o"], arrived["lse"])
         else:
             for name in total:
-                self.merging.add_gradient(total[name], arrived[name])
+                self.merging.add(total[name], arrived[name])
 
     def _pack(self, before: Item, after: Item) -> None:
         source, dest = self.buffers[before].fields, self._allocate(after).fields

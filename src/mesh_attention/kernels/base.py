@@ -52,6 +52,22 @@ def _positions(segments: tuple[Segment, ...]) -> Tensor:
     return torch.cat([torch.arange(s.start, s.stop, s.step) for s in segments])
 
 
+class Scores(NamedTuple):
+    """How the scores of a call are made; 0 is no softcap."""
+
+    mask: CallMask
+    scale: float
+    softcap: float = 0.0
+
+
+class RowGradient(NamedTuple):
+    """What backward needs of its queries besides Q. `lse` is over *all* keys; `delta`: rowsum(O∘dO) less dLSE."""
+
+    do: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
 class Gradients(NamedTuple):
     dq: Tensor
     dk: Tensor
@@ -78,22 +94,8 @@ class Kernel(Protocol):
     def supports(self, demand: Demand) -> str | None:
         """None if it can do that; otherwise why not."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: CallMask, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         """Output, and LSE of the rectangle's scores."""
 
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        do: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        *,
-        mask: CallMask,
-        scale: float,
-        softcap: float,
-    ) -> Gradients:
-        """The rectangle's share of the gradients. `lse` is over *all* keys; `delta`: rowsum(O∘dO) less dLSE."""
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
+        """The rectangle's share of the gradients."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.base import CallMask, Demand, Gradients
+from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores
+from mesh_attention.kernels.rows import stand_in_output
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -25,31 +26,17 @@ class CpuFlashKernel:
             return "cannot take a gradient into the LSE in rows where dO is zero"
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: CallMask, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
-        bias, blind = _bias(mask, q)
-        out, lse = _forward(q, k, v, 0.0, mask.form == "causal", attn_mask=bias, scale=scale)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        bias, blind = _bias(scores.mask, q)
+        out, lse = _forward(q, k, v, 0.0, scores.mask.form == "causal", attn_mask=bias, scale=scores.scale)
         # For rows that see nothing the kernel says 0, as if they had seen one key.
         return out, lse if blind is None else lse.masked_fill(blind, -torch.inf)
 
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        do: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        *,
-        mask: CallMask,
-        scale: float,
-        softcap: float,
-    ) -> Gradients:
-        bias, _ = _bias(mask, q)
-        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # such rows are masked everywhere; -inf - -inf would be NaN
-        out = _stand_in_output(do, delta)
-        grads = _backward(do, q, k, v, out, lse, 0.0, mask.form == "causal", attn_mask=bias, scale=scale)
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
+        bias, _ = _bias(scores.mask, q)
+        lse = row.lse.masked_fill(row.lse == -torch.inf, 0.0)  # masked everywhere; -inf - -inf would be NaN
+        out, is_causal = stand_in_output(row.do, row.delta), scores.mask.form == "causal"
+        grads = _backward(row.do, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scores.scale)
         return Gradients(*grads)
 
 
@@ -60,13 +47,3 @@ def _bias(mask: CallMask, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
     seen = mask.dense(q.device)
     bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -torch.inf)
     return bias, ~seen.any(-1)
-
-
-def _stand_in_output(do: Tensor, delta: Tensor) -> Tensor:
-    """Some O with rowsum(O∘dO) = delta: all that the kernel takes from O is that sum."""
-    wide = do.to(delta.dtype)
-    largest = wide.abs().amax(-1, keepdim=True)
-    unit = wide / largest.clamp_min(torch.finfo(wide.dtype).tiny)  # so that squares of tiny gradients do not vanish
-    norm = (unit * unit).sum(-1, keepdim=True)
-    ratio = torch.where(largest > 0, delta[..., None] / (largest * norm), 0.0)
-    return (unit * ratio).to(do.dtype)

@@ -1,35 +1,59 @@
-"""Merging: a partial into a running sum, in place. Sums are float32, or float64 for float64."""
+"""Merging: a partial into a running sum, in place. Sums are float32, or float64 for float64.
+
+The protocol, and plain torch, which does it anywhere. Outputs are (batch, heads, tokens, dim) of any strides, LSE has
+the same shape without the last dimension.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-def merge_output(total: Tensor, total_lse: Tensor, partial: Tensor, lse: Tensor) -> None:
-    """Fold an output and its LSE into the running ones. Rows that saw nothing have LSE -inf and weigh nothing.
-
-    Outputs are (..., dim), LSE has the same shape without the last dimension.
-    """
-    joint = torch.logaddexp(total_lse, lse)
-    floor = joint.clamp_min(torch.finfo(joint.dtype).min)  # finite, so that -inf - floor is -inf and not NaN
-    total.mul_((total_lse - floor).exp_()[..., None])
-    total.add_(partial * (lse - floor).exp_()[..., None])
-    total_lse.copy_(joint)
-
-
-class Merging(NamedTuple):
+class Merging(Protocol):
     """A way of merging; others may be faster, none may be less exact."""
 
-    merge_output: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    add_gradient: Callable[[Tensor, Tensor], None]
+    name: str
+
+    def supports(self, device: torch.device) -> str | None:
+        """None if it works there; otherwise why not."""
+
+    def start_output(self, total: Tensor, total_lse: Tensor, partial: Tensor, lse: Tensor) -> None:
+        """The first partial of a sum: what is in the sum before is not read."""
+
+    def merge_output(self, total: Tensor, total_lse: Tensor, partial: Tensor, lse: Tensor) -> None:
+        """Fold an output and its LSE into the running ones. Rows that saw nothing have LSE -inf and weigh nothing."""
+
+    def copy(self, dest: Tensor, source: Tensor) -> None:
+        """The first partial of a gradient; packing; rounding a sum. Of any dtypes."""
+
+    def add(self, total: Tensor, partial: Tensor) -> None:
+        """A further partial of a gradient."""
 
 
-def add_gradient(total: Tensor, partial: Tensor) -> None:
-    total.add_(partial)
+class TorchMerging:
+    """Torch's own operations."""
 
+    name = "torch"
 
-TORCH_MERGING = Merging(merge_output, add_gradient)
+    def supports(self, device: torch.device) -> str | None:
+        return None
+
+    def start_output(self, total: Tensor, total_lse: Tensor, partial: Tensor, lse: Tensor) -> None:
+        total.copy_(partial)
+        total_lse.copy_(lse)
+
+    def merge_output(self, total: Tensor, total_lse: Tensor, partial: Tensor, lse: Tensor) -> None:
+        joint = torch.logaddexp(total_lse, lse)
+        floor = joint.clamp_min(torch.finfo(joint.dtype).min)  # finite, so that -inf - floor is -inf and not NaN
+        total.mul_((total_lse - floor).exp_()[..., None])
+        total.add_(partial * (lse - floor).exp_()[..., None])
+        total_lse.copy_(joint)
+
+    def copy(self, dest: Tensor, source: Tensor) -> None:
+        dest.copy_(source)
+
+    def add(self, total: Tensor, partial: Tensor) -> None:
+        total.add_(partial)

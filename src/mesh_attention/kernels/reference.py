@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.base import CallMask, Demand, Gradients
+from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores
 
 
 class ReferenceKernel:
@@ -14,46 +14,32 @@ class ReferenceKernel:
     def supports(self, demand: Demand) -> str | None:
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: CallMask, scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         q, k, v = _widen(q), _share(_widen(k), q), _share(_widen(v), q)
-        scores, _ = _scores(q, k, mask, scale, softcap)
-        lse = scores.logsumexp(-1)
-        weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp()
+        bent, _ = _scored(q, k, scores)
+        lse = bent.logsumexp(-1)
+        weights = (bent - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp()
         return weights @ v, lse
 
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        do: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        *,
-        mask: CallMask,
-        scale: float,
-        softcap: float,
-    ) -> Gradients:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
         groups = q.shape[1] // k.shape[1]
-        q, k, v, do = _widen(q), _share(_widen(k), q), _share(_widen(v), q), _widen(do)
-        scores, slope = _scores(q, k, mask, scale, softcap)
-        weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp()
-        d_scores = weights * (do @ v.mT - delta[..., None]) * slope * scale
+        q, k, v, do = _widen(q), _share(_widen(k), q), _share(_widen(v), q), _widen(row.do)
+        bent, slope = _scored(q, k, scores)
+        weights = (bent - row.lse.clamp_min(torch.finfo(row.lse.dtype).min)[..., None]).exp()
+        d_scores = weights * (do @ v.mT - row.delta[..., None]) * slope * scores.scale
         return Gradients(d_scores @ k, _unshare(d_scores.mT @ q, groups), _unshare(weights.mT @ do, groups))
 
 
-def _scores(q: Tensor, k: Tensor, mask: CallMask, scale: float, softcap: float) -> tuple[Tensor, Tensor | float]:
+def _scored(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor, Tensor | float]:
     """Masked scores, and the slope of the softcap at each."""
-    scores = q @ k.mT * scale
+    found = q @ k.mT * scores.scale
     slope: Tensor | float = 1.0
-    if softcap:
-        bent = torch.tanh(scores / softcap)
-        scores, slope = softcap * bent, 1 - bent * bent
-    if mask.form != "full":
-        scores = scores.masked_fill(~mask.dense(q.device), -torch.inf)
-    return scores, slope
+    if scores.softcap:
+        bent = torch.tanh(found / scores.softcap)
+        found, slope = scores.softcap * bent, 1 - bent * bent
+    if scores.mask.form != "full":
+        found = found.masked_fill(~scores.mask.dense(q.device), -torch.inf)
+    return found, slope
 
 
 def _widen(x: Tensor) -> Tensor:

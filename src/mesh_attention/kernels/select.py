@@ -1,12 +1,18 @@
-"""Which kernel to use. Asked, not tried: a kernel that says why not is passed over, and the choice is logged once."""
+"""Which kernel and which merging to use.
+
+Asked, not tried: one that says why not is passed over, and the choice is logged once.
+"""
 
 from __future__ import annotations
 
 import logging
 from functools import lru_cache
 
+import torch
+
 from mesh_attention.kernels.base import Demand, Kernel
 from mesh_attention.kernels.cpu import CpuFlashKernel
+from mesh_attention.kernels.merge import Merging, TorchMerging
 from mesh_attention.kernels.reference import ReferenceKernel
 
 logger = logging.getLogger(__name__)
@@ -24,3 +30,18 @@ def choose_kernel(demand: Demand) -> Kernel:
             return kernel
         logger.info("attention kernel: not %s: it %s", kernel.name, reason)
     raise AssertionError("the reference kernel supports everything")
+
+
+MERGINGS: tuple[Merging, ...] = (TorchMerging(),)
+"""Fastest first; torch's, which works anywhere, last."""
+
+
+@lru_cache(maxsize=128)
+def choose_merging(device: torch.device) -> Merging:
+    for merging in MERGINGS:
+        reason = merging.supports(device)
+        if reason is None:
+            logger.info("merging: %s, on %s", merging.name, device)
+            return merging
+        logger.info("merging: not %s: it %s", merging.name, reason)
+    raise AssertionError("torch merges anywhere")
