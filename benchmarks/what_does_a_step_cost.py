@@ -21,7 +21,7 @@ from torch import Tensor
 from mesh_attention import Problem, __version__, causal, make_plan
 from mesh_attention.comm.base import Parcel, Work
 from mesh_attention.comm.local import block
-from mesh_attention.execution.autograd import _Outputs
+from mesh_attention.execution.autograd import Outputs
 from mesh_attention.execution.compiled import compile_program
 from mesh_attention.execution.executor import Executor, Softmax
 from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores
@@ -88,7 +88,7 @@ def microseconds_a_step(
     statistic = torch.zeros(1, 1, 2)
     given = {"q": {"q": tensor}, "kv": {"k": tensor, "v": tensor}}
     given["do"] = {"lse": statistic, "delta": statistic, "do": tensor}
-    outputs = _Outputs(problem, {"q": 2, "kv": 2}, torch.device("cpu"))
+    outputs = Outputs(problem, {"q": 2, "kv": 2}, torch.device("cpu"))
     seconds = []
     for _ in range(REPEATS):
         executor = Executor(

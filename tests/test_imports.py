@@ -31,8 +31,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "comm": VALUES,
     "execution": (*VALUES, "plan", "kernels", "comm"),
     "calibration": (*VALUES, "topology", "clusters", "kernels", "comm", "execution"),
+    "replay": (*VALUES, "plan", "simulation", "topology", "timeline", "kernels", "comm", "execution", "calibration"),
     "api": (*VALUES, "plan", "planning", "tuning", "topology", "clusters", "kernels", "comm", "execution"),
-    "testing": (*VALUES, "plan", "planning", "verification", "comm"),
+    "testing": (*VALUES, "plan", "planning", "verification", "kernels", "comm"),
     "cli": (
         *VALUES,
         "plan",
@@ -49,9 +50,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "tuning",
         "drawing",
         "papers",
+        "replay",
     ),
 }
-WITH_TORCH = ("kernels", "comm", "execution", "calibration", "api", "testing")
+WITH_TORCH = ("kernels", "comm", "execution", "calibration", "replay", "api", "testing")
 
 
 def modules_after(statement: str) -> str:

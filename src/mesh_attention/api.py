@@ -16,6 +16,7 @@ from torch import Tensor
 from mesh_attention.clusters import find_cluster
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.comm.local import LocalGroup, block, forget_posted, take_turns
+from mesh_attention.comm.staged import comm_for
 from mesh_attention.comm.torch_dist import Group, TorchComm, process_group
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.execution import sharding
@@ -24,6 +25,7 @@ from mesh_attention.execution.autograd import Engine, attend
 from mesh_attention.execution.buffers import DTYPES
 from mesh_attention.execution.compiled import Compiled, compile_program
 from mesh_attention.execution.executor import Softmax
+from mesh_attention.execution.graphs import RecordedPasses
 from mesh_attention.masks import Mask, causal, documents, full, window
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.layout import Layout, layout_named
@@ -61,6 +63,7 @@ class CallOptions:
     cu_seqlens_q: tuple[int, ...] | None = None
     cu_seqlens_k: tuple[int, ...] | None = None
     softcap: float = 0.0
+    deterministic: bool = False
     seq_len: int | None = None
     seq_len_k: int | None = None
 
@@ -87,6 +90,9 @@ class MeshAttention:
     route and grouping for it, under `memory_limit` bytes a call. The cluster's machines count, not its number of ranks:
     the ranks of the group fill its nodes one after the other. Without one, and with nothing else given, the tile is the
     one that moves the fewest bytes.
+
+    With `cuda_graphs`, calls that come again are played from a CUDA graph, so that the host need not keep up with the
+    device. Each configuration then holds its memory between calls, and copies its inputs and results.
     """
 
     def __init__(
@@ -101,10 +107,14 @@ class MeshAttention:
         cluster: Topology | str | None = None,
         memory_limit: int | None = None,
         planner: Planner | None = None,
+        cuda_graphs: bool = False,
         **schedule: Any,
     ) -> None:
         self.comms, self.is_local = _comms(group)
+        self._group = self.comms[0].group if isinstance(self.comms[0], TorchComm) else None
+        self._comms_of: dict[torch.device, list[Comm]] = {}
         self._run = partial(_run_locally, self.comms) if self.is_local else _run_alone
+        self._cuda_graphs = _flag("cuda_graphs", cuda_graphs)
         self.layout = layout_named(layout) if isinstance(layout, str) else layout
         if tensor_format not in ("bshd", "bhsd"):
             raise UsageError(f"tensor_format {tensor_format!r}: expected bshd or bhsd")
@@ -123,7 +133,11 @@ class MeshAttention:
         elif memory_limit is not None:
             raise UsageError("memory_limit came without a cluster; the tuner keeps it, and needs to know the cluster")
         self._planner: Planner = make_plan if planner is None else planner
+        if self._cuda_graphs and "keep" in given:
+            raise UsageError("keep came beside cuda_graphs, whose calls leave nothing to each other; leave one out")
         self._engines: dict[object, Engine] = {}
+        self._options_of: dict[object, CallOptions] = {}
+        self._alone: dict[object, Engine] = {}  # where one kernel call is all there is, which may be a small one
 
     def _tuned_planner(self, cluster: Topology | str, memory_limit: int | None, given: list[str]) -> Planner:
         if given:
@@ -162,26 +176,29 @@ class MeshAttention:
         """The output for this rank's queries, in their format; with `return_lse`, also the LSE (batch, heads, seq).
 
         `cu_seqlens_*` are boundaries in the *whole* sequence. `seq_len` (and `seq_len_k`) is the whole length; without
-        it, every rank holds the same number of tokens. Results never depend on timing, whatever `deterministic` says.
+        it, every rank holds the same number of tokens. Results do not depend on timing, but for the last bits of dQ on
+        CUDA, where the fastest kernels add in no fixed order; with `deterministic` others are used, and they do not.
         """
-        _refuse_known(others)
-        _refuse_unknown(others, _CALL_ARGUMENTS, of="attention", allowed=REFUSED)
-        _flag("deterministic", deterministic)  # honoured either way: no result depends on timing
-        _flag("return_lse", return_lse)
-        options = CallOptions(
-            causal=_flag("causal", causal),
-            softmax_scale=None if softmax_scale is None else _number("softmax_scale", softmax_scale),
-            window_size=_window(window_size),
-            cu_seqlens_q=_boundaries("cu_seqlens_q", cu_seqlens_q),
-            cu_seqlens_k=_boundaries("cu_seqlens_k", cu_seqlens_k),
-            softcap=_number("softcap", softcap),
-            seq_len=seq_len,
-            seq_len_k=seq_len_k,
-        )
+        simple = (causal, softmax_scale, window_size, softcap, deterministic, seq_len, seq_len_k, return_lse)
+        is_simple = not others and cu_seqlens_q is None and cu_seqlens_k is None
+        if is_simple and self._alone and isinstance(q, Tensor) and type(window_size) is tuple:
+            found = self._alone.get(_form(simple, q, k, v))
+            if found is not None:
+                out, lse = attend(found, (q, k, v))
+                return (out, lse) if return_lse else out
+        if not is_simple:
+            _refuse_known(others)
+            _refuse_unknown(others, _CALL_ARGUMENTS, of="attention", allowed=REFUSED)
+            key: Any = _call_options(*simple, cu_seqlens_q, cu_seqlens_k)
+            options = key
+        else:
+            key, options = self._known_options(simple)
         ranks = self._by_rank(q, k, v)
         tensors = [[self._to_bshd(tensor) for tensor in rank] for rank in ranks]
         _check_dimensions(ranks)
-        engine = self.engine(tensors, options)
+        engine = self.engine(tensors, options, key=key)
+        if is_simple and not self.is_local and engine.only_call is not None and q.dim() == 4 and q is tensors[0][0]:
+            self._alone[_form(key[0], q, k, v)] = engine
         results = attend(engine, [tensor for rank in tensors for tensor in rank])
         outs = [self._from_bshd(out, like=rank[0]) for out, rank in zip(results[0::2], ranks, strict=True)]
         lses = [lse if rank[0].dim() == 4 else lse[0] for lse, rank in zip(results[1::2], ranks, strict=True)]
@@ -189,13 +206,27 @@ class MeshAttention:
             return (outs, lses) if return_lse else outs
         return (outs[0], lses[0]) if return_lse else outs[0]
 
+    def _known_options(self, simple: Any) -> tuple[object, CallOptions]:
+        """Checked once for the same values of the same types: a call should not take longer than its kernel."""
+        key = (simple, *map(type, simple))
+        try:
+            return key, self._options_of[key]
+        except (KeyError, TypeError):  # new, or a list for a tuple
+            options = _call_options(*simple)
+        simple = tuple(tuple(value) if isinstance(value, list) else value for value in simple)
+        key = (simple, *map(type, simple))
+        self._options_of[key] = options
+        return key, options
+
     # Plans
 
-    def engine(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions) -> Engine:
-        """Plans and programs for inputs like these; agreed on with the group the first time."""
-        needs_gradient = _needs_gradient(tensors)
-        shapes = ((tensor.shape, tensor.dtype, tensor.device.type) for rank in tensors for tensor in rank)
-        key = (options, needs_gradient, *shapes)
+    def engine(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, *, key: object | None = None) -> Engine:
+        """Plans and programs for inputs like these; agreed on with the group the first time.
+
+        `key` stands for the options, if it is quicker to look up.
+        """
+        shapes = ((tensor.shape, tensor.dtype, tensor.device) for rank in tensors for tensor in rank)
+        key = (options if key is None else key, _needs_gradient(tensors), *shapes)
         engine = self._engines.pop(key, None) or self._new_engine(tensors, options)
         self._engines[key] = engine  # the one used last comes last
         if len(self._engines) > MOST_ENGINES:
@@ -208,32 +239,60 @@ class MeshAttention:
             found = self._work_out(tensors, options)
         except UsageError as error:
             found = error  # the others must hear of it, or they would wait
-        self._run([self._agree(comm, mine, options, found) for comm, mine in zip(self.comms, tensors, strict=True)])
+        comms = self._comms_on(tensors[0][0].device)
+        self._run([self._agree(comm, mine, options, found) for comm, mine in zip(comms, tensors, strict=True)])
         if isinstance(found, UsageError):
             raise found
         problem, plans, softmax = found
 
         # Engines do not refer to us, so that a group is let go with the last reference to its MeshAttention: what is
         # left to the garbage collector may outlive the process group, and Gloo's threads do not survive that.
-        comms, run = self.comms, self._run
+        run = self._run
 
         @lru_cache(maxsize=2)
         def programs(direction: Direction) -> list[Compiled]:
             return [compile_program(plans[direction], comm.rank) for comm in comms]
 
-        return Engine(problem=problem, softmax=softmax, comms=comms, programs=programs, run=run)
+        return Engine(
+            problem=problem,
+            softmax=softmax,
+            comms=comms,
+            programs=programs,
+            run=run,
+            deterministic=options.deterministic,
+            recorded=RecordedPasses() if self._cuda_graphs else None,
+        )
+
+    def _comms_on(self, device: torch.device) -> list[Comm]:
+        """How to send what lies on a device: Gloo takes nothing from a GPU, so that is staged through the host."""
+        if self._group is None:
+            return self.comms
+        if device not in self._comms_of:
+            self._comms_of[device] = [comm_for(self._group, device)]
+        return self._comms_of[device]
 
     def _work_out(
         self, tensors: Sequence[Sequence[Tensor]], options: CallOptions
     ) -> tuple[Problem, dict[Direction, Plan], Softmax]:
         for rank in tensors:
             _check_tensors(*rank)
+        self._check_graphs(tensors[0][0].device)
         problem = self._problem(tensors[0], options)
         asked = self._options | ({"needs_gradient": _needs_gradient(tensors)} if self._is_tuned else {})
         plans = {d: self._planner(problem, direction=d, layout=self.layout, **asked) for d in DIRECTIONS}
         _check_keep(plans)
         scale = options.softmax_scale if options.softmax_scale is not None else problem.head_dim_qk**-0.5
         return problem, plans, _check_softmax(scale, options.softcap)
+
+    def _check_graphs(self, device: torch.device) -> None:
+        if not self._cuda_graphs:
+            return
+        if device.type != "cuda":
+            raise UsageError(f"cuda_graphs came, and tensors on {device}; expected them on a CUDA device")
+        if not all(comm.is_recordable for comm in self._comms_on(device)):
+            raise UsageError(
+                "cuda_graphs came, and this group's transfers cannot be recorded; use NCCL, or leave it out"
+            )
 
     def _problem(self, tensors: Sequence[Tensor], options: CallOptions) -> Problem:
         q, k, v = tensors
@@ -266,6 +325,7 @@ class MeshAttention:
         own = self._problem(tensors, options)
         asked = {name: str(getattr(own, name)) for name in own.__slots__}
         asked |= {"softmax": str(softmax), "device": tensors[0].device.type}
+        asked |= {"deterministic": str(options.deterministic), "cuda_graphs": str(self._cuda_graphs)}
         asked |= {"gradient": "needed" if _needs_gradient([tensors]) else "not needed"}
         asked |= {f"{direction} plan": f"{plan!r}" for direction, plan in plans.items()}
 
@@ -313,7 +373,7 @@ class MeshAttention:
         """The whole sequence on every rank; without gradient, except in a local group."""
         if self.is_local:
             return sharding.join_shards(list(local), self.layout, dim=dim)
-        return sharding.unshard(local, self.layout, self.comms[0], dim=dim)
+        return sharding.unshard(local, self.layout, self._comms_on(local.device)[0], dim=dim)
 
     def position_ids(self, seq_len: int, *, device: torch.device | None = None) -> Any:
         """The position in the whole sequence of each of this rank's tokens (in a local group: a list, one a rank)."""
@@ -349,6 +409,7 @@ _SETTINGS = (
     "tensor_format",
     "cluster",
     "memory_limit",
+    "cuda_graphs",
     "inner",
     "route",
     "partials",
@@ -380,6 +441,32 @@ def _comms(group: Group | LocalGroup | Comm | Sequence[Comm] | None) -> tuple[li
     return [TorchComm(group)], False  # type: ignore[arg-type]
 
 
+def _call_options(
+    is_causal: object,
+    softmax_scale: object,
+    window_size: object,
+    softcap: object,
+    deterministic: object,
+    seq_len: int | None,
+    seq_len_k: int | None,
+    return_lse: object,
+    cu_seqlens_q: Sequence[int] | Tensor | None = None,
+    cu_seqlens_k: Sequence[int] | Tensor | None = None,
+) -> CallOptions:
+    _flag("return_lse", return_lse)
+    return CallOptions(
+        causal=_flag("causal", is_causal),
+        softmax_scale=None if softmax_scale is None else _number("softmax_scale", softmax_scale),
+        window_size=_window(window_size),
+        cu_seqlens_q=_boundaries("cu_seqlens_q", cu_seqlens_q),
+        cu_seqlens_k=_boundaries("cu_seqlens_k", cu_seqlens_k),
+        softcap=_number("softcap", softcap),
+        deterministic=_flag("deterministic", deterministic),
+        seq_len=seq_len,
+        seq_len_k=seq_len_k,
+    )
+
+
 def _run_alone(ranks: Sequence[Any]) -> list[Any]:
     return [block(ranks[0])]
 
@@ -390,6 +477,14 @@ def _run_locally(comms: Sequence[Comm], ranks: Sequence[Any]) -> list[Any]:
     except BaseException:
         forget_posted(comms)
         raise
+
+
+def _form(simple: tuple[Any, ...], *tensors: Tensor) -> tuple[object, ...]:
+    """All that tells one call from another; types as well, since True is 1."""
+    form: list[object] = [simple, *map(type, simple), torch.is_grad_enabled()]
+    for tensor in tensors:
+        form += (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+    return tuple(form)
 
 
 def _check_dimensions(ranks: Sequence[Sequence[Tensor]]) -> None:

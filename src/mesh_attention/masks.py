@@ -73,7 +73,7 @@ class Mask:
 
     def pairs(self, q: Segment, kv: Segment, *, seq_q: int, seq_kv: int) -> int:
         """How many (query, key) pairs of the two segments the mask lets through."""
-        return sum(_band_pairs(*piece, self.left, self.right) for piece in self._pieces(q, kv, seq_q, seq_kv))
+        return sum(_band_pairs(*piece, self.left, self.right) for piece in self.pieces(q, kv, seq_q, seq_kv))
 
     def kind(self, q: Segment, kv: Segment, *, seq_q: int, seq_kv: int) -> BlockKind:
         count = self.pairs(q, kv, seq_q=seq_q, seq_kv=seq_kv)
@@ -85,10 +85,10 @@ class Mask:
         """Whether no pair is let through; cheaper than counting."""
         if self.documents is None:  # the common case, asked for every block
             return not (q and kv and _band_any(q, kv, seq_kv - seq_q, self.left, self.right))
-        pieces = self._pieces(q, kv, seq_q, seq_kv)
+        pieces = self.pieces(q, kv, seq_q, seq_kv)
         return not any(_band_any(*piece, self.left, self.right) for piece in pieces)
 
-    def _pieces(self, q: Segment, kv: Segment, seq_q: int, seq_kv: int) -> Iterator[tuple[Segment, Segment, int]]:
+    def pieces(self, q: Segment, kv: Segment, seq_q: int, seq_kv: int) -> Iterator[tuple[Segment, Segment, int]]:
         """The parts of the rectangle that lie in one document each, with that document's alignment."""
         if not q or not kv:
             return

@@ -35,10 +35,14 @@ class Sharing(Work, Protocol):
 
 
 class Comm(Protocol):
-    """One rank's end of a group. Ranks are counted within the group."""
+    """One rank's end of a group. Ranks are counted within the group.
+
+    `is_recordable`: what is posted, and waited for, can be part of a CUDA graph.
+    """
 
     rank: int
     size: int
+    is_recordable: bool
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         """All transfers of a turn or a collective, at once: none of them waits for another of them."""

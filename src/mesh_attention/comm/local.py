@@ -72,6 +72,8 @@ def forget_posted(comms: Sequence[Comm]) -> None:
 class LocalComm:
     """One rank's end of a local group."""
 
+    is_recordable = True
+
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self.group, self.rank, self.size = group, rank, group.size
 

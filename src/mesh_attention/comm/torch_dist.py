@@ -1,10 +1,17 @@
-"""torch.distributed: any process group or one axis of a DeviceMesh, Gloo or NCCL."""
+"""torch.distributed: any process group or one axis of a DeviceMesh, Gloo or NCCL, for tensors its backend takes itself.
+
+Gloo takes none of a CUDA device; `staged` is for those. On NCCL, posts run on the device strictly one after the other,
+in the order of posting (they share one stream), and `wait` holds up the current stream, not the host.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,12 +23,14 @@ Group = ProcessGroup | DeviceMesh
 
 
 class TorchComm:
-    """A rank's end of a torch.distributed group."""
+    """A rank's end of a torch.distributed group. With NCCL, `device` is where this rank's chunks lie."""
 
-    def __init__(self, group: Group | None = None) -> None:
+    def __init__(self, group: Group | None = None, device: torch.device | None = None) -> None:
         self.group = process_group(group)
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
+        self.is_recordable = device is not None and backends(self.group).get(device.type) == "nccl"
+        self._meeting = Meeting(device, is_due=device is not None and device.type != "cpu")
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         # One batch, so that NCCL starts them together; receives first, since Gloo is full duplex only that way.
@@ -34,7 +43,7 @@ class TorchComm:
         return _Works(dist.batch_isend_irecv(posts) if posts else [])
 
     def share(self, text: str) -> Sharing:
-        return _Sharing(text, self.group, self.size)
+        return GatheredTexts(text, self.group, self.size, self._meeting)
 
 
 def process_group(group: Group | None) -> ProcessGroup:
@@ -52,6 +61,12 @@ def process_group(group: Group | None) -> ProcessGroup:
     return chosen
 
 
+def backends(group: ProcessGroup) -> dict[str, str]:
+    """The backend of a group for each type of device it has one for, such as {"cpu": "gloo", "cuda": "nccl"}."""
+    config = dist.get_backend_config(group)
+    return {device: backend for device, _, backend in (pair.partition(":") for pair in config.split(","))}
+
+
 class _Works:
     """The requests of one post. Waited for once: Gloo would wait for another message the second time."""
 
@@ -67,22 +82,50 @@ class _Works:
             work.wait()
 
 
-class _Sharing:
-    """Blocks in `wait`: torch gathers objects only synchronously."""
+@dataclass
+class Meeting:
+    """NCCL connects a group in its first operation on a device, which all its ranks must take part in.
 
-    def __init__(self, text: str, group: ProcessGroup, size: int) -> None:
-        self.text, self.group = text, group
-        self.texts: list[str] = [""] * size
-        self.gathered = False
+    A plan may leave a rank without transfers, and texts may travel over the group's CPU backend. So, unless their
+    device is the CPU, ranks meet on it when they share their first text.
+    """
+
+    device: torch.device | None = None
+    is_due: bool = False
+
+    def hold(self, group: ProcessGroup) -> None:
+        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        self.is_due = False
+
+
+class GatheredTexts:
+    """Everybody's text. Blocks in `wait`: torch gathers objects only synchronously."""
+
+    def __init__(self, text: str, group: ProcessGroup, size: int, meeting: Meeting | None = None) -> None:
+        self.text, self.group, self.size = text, group, size
+        self.meeting = Meeting() if meeting is None else meeting
+        self.texts: list[str] | None = None
 
     def is_done(self) -> bool:
-        return self.gathered
+        return self.texts is not None
 
     def wait(self) -> None:
-        if not self.gathered:
-            dist.all_gather_object(self.texts, self.text, group=self.group)
-            self.gathered = True
+        if self.texts is not None:
+            return
+        told: list[Any] = [None] * self.size
+        with _current(self.meeting.device):
+            dist.all_gather_object(told, (self.text, self.meeting.is_due), group=self.group)
+            # Not with ranks whose tensors lie elsewhere: they would not come, and are about to be told off.
+            if all(is_due for _, is_due in told):
+                self.meeting.hold(self.group)
+        self.texts = [text for text, _ in told]
 
     def result(self) -> list[str]:
         self.wait()
+        assert self.texts is not None  # gathered by now
         return self.texts
+
+
+def _current(device: torch.device | None) -> AbstractContextManager[object]:
+    """torch gathers objects on the *current* CUDA device, which need not be the one this rank computes on."""
+    return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()

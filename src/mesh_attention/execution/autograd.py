@@ -5,8 +5,10 @@ That is one under torch.distributed, and all of them in a local group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,8 +19,10 @@ from mesh_attention.errors import UsageError
 from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Meter, fields_of, record_of
 from mesh_attention.execution.compiled import Compiled
 from mesh_attention.execution.executor import Executor, Fields, Softmax
-from mesh_attention.kernels.base import Demand, Kernel
-from mesh_attention.kernels.select import choose_kernel
+from mesh_attention.execution.graphs import RecordedPasses, Tensors
+from mesh_attention.kernels.base import Demand, Kernel, RowGradient, Scores
+from mesh_attention.kernels.rows import delta_of, row_delta
+from mesh_attention.kernels.select import choose_kernel, choose_merging
 from mesh_attention.plan.steps import Direction, Item
 from mesh_attention.problem import Problem
 
@@ -35,8 +39,12 @@ class Engine:
     programs: Callable[[Direction], Sequence[Compiled]]
     run: Callable[[Runs], list[dict[str, Fields]]]
     kernel: Callable[[Demand], Kernel] = choose_kernel
+    kernels: dict[tuple[torch.device, bool], Kernel] = field(default_factory=dict)
+    deterministic: bool = False
+    recorded: RecordedPasses | None = None
+    """For passes that are played from CUDA graphs. Nothing may be kept between them."""
     meters: list[Meter] = field(default_factory=list)
-    """One for each rank played here, of the last pass that ran; for those who look at memory."""
+    """One for each rank played here, of the last pass that ran step by step; for those who look at memory."""
 
     def execute(
         self,
@@ -45,12 +53,28 @@ class Engine:
         tokens: Sequence[dict[str, int]],
         kernel: Kernel,
         kept: Sequence[Mapping[Item, Buffer]] | None = None,
-    ) -> tuple[list[dict[str, Fields]], list[dict[Item, Buffer]]]:
+    ) -> tuple[Tensors, list[dict[Item, Buffer]]]:
         """One pass of every rank played here: its results, and what it leaves for backward.
 
         `tokens` are the local lengths of q and kv; `kept` is what forward left.
         """
+        given = kept or [{} for _ in self.comms]
+        if self.recorded is None:
+            return self._execute(direction, inputs, tokens, kernel, given)
+        return self.recorded.run(
+            (direction, kernel.name), inputs, lambda own: self._execute(direction, own, tokens, kernel, given)[0]
+        ), [{} for _ in self.comms]
+
+    def _execute(
+        self,
+        direction: Direction,
+        inputs: Sequence[Mapping[str, Fields]],
+        tokens: Sequence[dict[str, int]],
+        kernel: Kernel,
+        kept: Sequence[Mapping[Item, Buffer]],
+    ) -> tuple[list[dict[str, Fields]], list[dict[Item, Buffer]]]:
         device = next(iter(inputs[0]["q"].values())).device
+        merging = choose_merging(device)
         executors = [
             Executor(
                 compiled=compiled,
@@ -59,11 +83,12 @@ class Engine:
                 softmax=self.softmax,
                 inputs=given,
                 device=device,
-                new_output=_Outputs(self.problem, lengths, device),
+                new_output=Outputs(self.problem, lengths, device),
+                merging=merging,
                 kept=left,
             )
             for compiled, comm, given, lengths, left in zip(
-                self.programs(direction), self.comms, inputs, tokens, kept or [{} for _ in self.comms], strict=True
+                self.programs(direction), self.comms, inputs, tokens, kept, strict=True
             )
         ]
         results = self.run([executor.run() for executor in executors])
@@ -71,6 +96,24 @@ class Engine:
         for executor, result, lengths in zip(executors, results, tokens, strict=True):
             _fill_in_empty(result, executor.new_output, direction, lengths)
         return results, [executor.left_over() if direction == "forward" else {} for executor in executors]
+
+    @cached_property
+    def only_call(self) -> Scores | None:
+        """The kernel call that is all there is, where one rank has everything."""
+        if self.problem.ranks != 1:
+            return None
+        calls = [call for instruction in self.programs("forward")[0].instructions for call in instruction.calls]
+        if len(calls) != 1 or calls[0].q_span is not None or calls[0].kv_span is not None:
+            return None
+        return Scores(calls[0].mask, self.softmax.scale, self.softmax.softcap)
+
+    def kernel_for(self, device: torch.device, *, lse_gradient: bool) -> Kernel:
+        """The kernel of a pass, asked for once: looking up a demand takes longer than a small call should."""
+        found = self.kernels.get((device, lse_gradient))
+        if found is None:
+            found = self.kernel(self.demand(device, lse_gradient=lse_gradient))
+            self.kernels[device, lse_gradient] = found
+        return found
 
     def demand(self, device: torch.device, *, lse_gradient: bool) -> Demand:
         return Demand(
@@ -80,11 +123,12 @@ class Engine:
             head_dim_v=self.problem.head_dim_v,
             softcap=self.softmax.softcap,
             lse_gradient=lse_gradient,
+            deterministic=self.deterministic,
         )
 
 
 @dataclass(frozen=True)
-class _Outputs:
+class Outputs:
     """Makes the tensors the caller gets: (batch, tokens, heads, dim), and LSE (batch, heads, tokens)."""
 
     problem: Problem
@@ -118,6 +162,8 @@ def _fill_in_empty(
 
 def attend(engine: Engine, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """O and LSE of every rank played here, from its Q, K and V; differentiable once."""
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return _forward(engine, tensors)[0]
     results: tuple[Tensor, ...] = AttentionFunction.apply(engine, *tensors)  # type: ignore[no-untyped-call]
     return results
 
@@ -127,18 +173,12 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, engine: Engine, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ranks = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
-        inputs = [_forward_inputs(*rank) for rank in ranks]
-        tokens = [{"q": q.shape[1], "kv": k.shape[1]} for q, k, _ in ranks]
-        kernel = engine.kernel(engine.demand(tensors[0].device, lse_gradient=False))
-        with torch.autocast(tensors[0].device.type, enabled=False):  # dtypes are the caller's, in every kernel
-            results, kept = engine.execute("forward", inputs, tokens, kernel)
-        outs = [tensor for result in results for tensor in (_heads_first(result["o"]["o"]), result["o"]["lse"])]
-        ctx.engine, ctx.tokens = engine, tokens
+        outs, kept = _forward(engine, tensors)
+        ctx.engine = engine
         raws, ctx.kept = _as_tensors(kept)
         ctx.save_for_backward(*tensors, *outs, *raws)
         ctx.set_materialize_grads(False)
-        return tuple(outs)
+        return outs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -148,23 +188,86 @@ class AttentionFunction(torch.autograd.Function):
                 "exist; call backward without create_graph"
             )
         engine, saved = ctx.engine, ctx.saved_tensors
-        size = len(ctx.tokens)
+        size = len(engine.comms)
         tensors, outs, raws = saved[: 3 * size], saved[3 * size : 5 * size], saved[5 * size :]
         lse_gradient = any(gradient is not None for gradient in gradients[1::2])
-        kernel = engine.kernel(engine.demand(tensors[0].device, lse_gradient=lse_gradient))
-        inputs = [
-            _backward_inputs(tensors[3 * i : 3 * i + 3], outs[2 * i : 2 * i + 2], gradients[2 * i : 2 * i + 2])
-            for i in range(size)
-        ]
-        with torch.autocast(tensors[0].device.type, enabled=False):
-            results, _ = engine.execute("backward", inputs, ctx.tokens, kernel, _as_buffers(raws, ctx.kept, engine))
-        given = [
-            _heads_first(field)
-            for result in results
-            for field in (result["dq"]["dq"], result["dkv"]["dk"], result["dkv"]["dv"])
-        ]
+        kernel = engine.kernel_for(tensors[0].device, lse_gradient=lse_gradient)
+        with _as_given(tensors[0].device):
+            if engine.only_call is not None:
+                given = list(_backward_alone(engine.only_call, kernel, tensors, outs, gradients))
+            else:
+                given = _backward(engine, kernel, tensors, outs, gradients, _as_buffers(raws, ctx.kept, engine))
         needed = ctx.needs_input_grad[1:]
         return None, *(gradient if need else None for gradient, need in zip(given, needed, strict=True))
+
+
+Kept = list[dict[Item, Buffer]]
+
+
+def _forward(engine: Engine, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Kept]:
+    """O and LSE of every rank, and what each leaves for backward."""
+    device = tensors[0].device
+    kernel = engine.kernel_for(device, lse_gradient=False)
+    with _as_given(device):
+        if engine.only_call is not None:
+            q, k, v = tensors
+            out, lse = kernel.forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), engine.only_call)
+            out = out.transpose(1, 2)
+            return (out if out.dtype == q.dtype else out.to(q.dtype), lse), []
+        ranks = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
+        results, kept = engine.execute("forward", [_forward_inputs(*rank) for rank in ranks], _tokens(ranks), kernel)
+    outs = (tensor for result in results for tensor in (_heads_first(result["o"]["o"]), result["o"]["lse"]))
+    return tuple(outs), kept
+
+
+def _backward(
+    engine: Engine,
+    kernel: Kernel,
+    tensors: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    kept: Kept,
+) -> list[Tensor]:
+    """dQ, dK and dV of every rank."""
+    ranks = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
+    inputs = [
+        _backward_inputs(rank, outs[2 * i : 2 * i + 2], gradients[2 * i : 2 * i + 2]) for i, rank in enumerate(ranks)
+    ]
+    results, _ = engine.execute("backward", inputs, _tokens(ranks), kernel, kept)
+    return [
+        _heads_first(field)
+        for result in results
+        for field in (result["dq"]["dq"], result["dkv"]["dk"], result["dkv"]["dv"])
+    ]
+
+
+def _backward_alone(
+    scores: Scores,
+    kernel: Kernel,
+    tensors: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+) -> Iterator[Tensor]:
+    """dQ, dK and dV where one kernel call is all there is."""
+    q, k, v = map(_heads_first, tensors)
+    (out, lse), (d_out, d_lse) = outs, gradients
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    row = RowGradient(_heads_first(d_out), lse, out=_heads_first(out))
+    if d_lse is not None:
+        row = row._replace(delta=delta_of(row) - d_lse, out=None)
+    for gradient, tensor in zip(kernel.backward(q, k, v, row, scores), tensors, strict=True):
+        yield _heads_first(gradient).to(tensor.dtype)
+
+
+def _as_given(device: torch.device) -> AbstractContextManager[None]:
+    """Dtypes are the caller's, in every kernel."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _tokens(ranks: Sequence[Sequence[Tensor]]) -> list[dict[str, int]]:
+    return [{"q": q.shape[1], "kv": k.shape[1]} for q, k, _ in ranks]
 
 
 def _as_tensors(kept: Sequence[Mapping[Item, Buffer]]) -> tuple[list[Tensor], list[dict[Item, int]]]:
@@ -198,7 +301,7 @@ def _backward_inputs(
     """What the backward plan starts from: Q, K, V, and dO with LSE and delta = rowsum(O∘dO) less the LSE's gradient."""
     (q, k, v), (out, lse), (d_out, d_lse) = tensors, outs, gradients
     d_out = torch.zeros_like(out) if d_out is None else d_out
-    delta = (out.to(lse.dtype) * d_out.to(lse.dtype)).sum(-1).transpose(1, 2)
+    delta = row_delta(out, d_out, wide=lse.dtype).transpose(1, 2)
     if d_lse is not None:
         delta = delta - d_lse
     row = {"lse": lse, "delta": delta, "do": _heads_first(d_out)}

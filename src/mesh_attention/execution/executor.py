@@ -14,7 +14,7 @@ from torch import Tensor
 from mesh_attention.comm.base import Comm, Parcel, Work
 from mesh_attention.errors import TransportError
 from mesh_attention.execution.buffers import Buffer, Meter, Span, record_of
-from mesh_attention.execution.compiled import Call, Compiled, Instruction, item_segments, lay_out
+from mesh_attention.execution.compiled import Call, Compiled, Instruction, Run, item_segments, lay_out
 from mesh_attention.kernels.base import Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.merge import Merging, TorchMerging
 from mesh_attention.plan.steps import (
@@ -90,6 +90,8 @@ class Executor:
                 yield from self._wait(self.works.pop(item), instruction, item)
             for item in instruction.departures:
                 yield from self._wait(self.leaving.pop(item), instruction, item)
+            for item in instruction.opens:
+                self._allocate(item)
             match instruction.step:
                 case Attend():
                     self._attend(instruction.calls)
@@ -100,11 +102,11 @@ class Executor:
                 case Pack(before, after):
                     self._pack(before, after)
                 case Finish(item):
-                    self._finish(item)
+                    self._finish(item, instruction)
                 case Merge(partial):
-                    self._merge(partial)
-                case Clear(item):
-                    self._allocate(item)
+                    self._merge(partial, instruction.runs)
+                case Clear():
+                    pass  # opened, and blank when it is finished
                 case Collective():
                     yield from self._collective(instruction, instruction.step)
                 case Exchange():
@@ -164,8 +166,6 @@ class Executor:
             record = record_of(item.kind, self.problem, self.assignment.ulysses, item.form == "running")
             buffer = Buffer.empty(record, tokens=lot.tokens, batch=self.problem.batch, device=self.device)
             self.meter.take(buffer.nbytes)
-            if item.form == "running":
-                _start(buffer)
         self.buffers[item] = buffer
         return buffer
 
@@ -177,9 +177,6 @@ class Executor:
     def _chunks(self, item: Item) -> list[Tensor]:
         buffer = self.buffers[item]
         return [buffer.chunk(*span) for span in self.compiled.lots[item].spans[item]]
-
-    def _total(self, item: Item) -> Buffer:
-        return self.buffers.get(item) or self._allocate(item)
 
     # Steps
 
@@ -198,41 +195,61 @@ class Executor:
                 self._add_gradients(call, gradients)
 
     def _add_output(self, call: Call, out: Tensor, lse: Tensor) -> None:
-        for total, inside, part in call.rows:
-            sums = self._total(total)
-            self.merging.merge_output(sums.run("o", inside), sums.run("lse", inside), _run(out, part), _run(lse, part))
+        for run in call.rows:
+            self._merge_output(run, _run(out, run.other), _run(lse, run.other))
+
+    def _merge_output(self, run: Run, out: Tensor, lse: Tensor) -> None:
+        sums = self.buffers[run.item]
+        merge = self.merging.start_output if run.is_first else self.merging.merge_output
+        merge(sums.run("o", run.inside), sums.run("lse", run.inside), out, lse)
 
     def _add_gradients(self, call: Call, gradients: Gradients) -> None:
-        add = self.merging.add
-        for total, inside, part in call.rows:
-            add(self._total(total).run("dq", inside), _run(gradients.dq, part))
-        for total, inside, part in call.cols:
-            sums = self._total(total)
-            add(sums.run("dk", inside), _run(gradients.dk, part))
-            add(sums.run("dv", inside), _run(gradients.dv, part))
+        for run in call.rows:
+            self._add(run, "dq", _run(gradients.dq, run.other))
+        for run in call.cols:
+            self._add(run, "dk", _run(gradients.dk, run.other))
+            self._add(run, "dv", _run(gradients.dv, run.other))
 
-    def _merge(self, partial: Item) -> None:
-        total = self._total(running(partial.kind, partial.shard)).fields
-        arrived = self.buffers[partial].fields
-        if partial.kind == "o":
-            self.merging.merge_output(total["o"], total["lse"], arrived["o"], arrived["lse"])
-        else:
-            for name in total:
-                self.merging.add(total[name], arrived[name])
+    def _add(self, run: Run, name: str, partial: Tensor) -> None:
+        add = self.merging.copy if run.is_first else self.merging.add
+        add(self.buffers[run.item].run(name, run.inside), partial)
+
+    def _merge(self, partial: Item, runs: tuple[Run, ...]) -> None:
+        arrived = self.buffers[partial]
+        for run in runs:
+            if partial.kind == "o":
+                self._merge_output(run, arrived.run("o", run.other), arrived.run("lse", run.other))
+            else:
+                for name in arrived.fields:
+                    self._add(run, name, arrived.run(name, run.other))
 
     def _pack(self, before: Item, after: Item) -> None:
         source, dest = self.buffers[before].fields, self._allocate(after).fields
         lots = self.compiled.lots
         for ours, theirs in zip(lots[before].spans[before], lots[after].spans[after], strict=True):
-            for name, tensor in source.items():
-                _run(dest[name], theirs).copy_(_run(tensor, ours))
+            self._copy(
+                {name: _run(tensor, theirs) for name, tensor in dest.items()},
+                {name: _run(tensor, ours) for name, tensor in source.items()},
+            )
 
-    def _finish(self, item: Item) -> None:
+    def _finish(self, item: Item, instruction: Instruction) -> None:
         total = running(item.kind, item.shard)
+        sums = self.buffers[total]
+        for run in instruction.blanks:
+            _clear(sums, run.inside)
         dest = self._output(item) if item.form == "home" else self._allocate(item).fields
-        for name, tensor in self.buffers[total].fields.items():
-            dest[name].copy_(tensor)
+        for run in instruction.runs:
+            there = {name: _run(tensor, run.other) for name, tensor in dest.items()}
+            here = {name: sums.run(name, run.inside) for name in dest}
+            self._copy(there, here)
         self._release(total)
+
+    def _copy(self, dest: Fields, source: Fields) -> None:
+        if "lse" in dest and "o" in dest:  # both in one go
+            self.merging.start_output(dest["o"], dest["lse"], source["o"], source["lse"])
+        else:
+            for name, tensor in source.items():
+                self.merging.copy(dest[name], tensor)
 
     def _output(self, item: Item) -> Fields:
         fields = self.outputs[item.kind] = self.new_output(item.kind)
@@ -271,13 +288,13 @@ class Executor:
         staged = {piece: self._stage(piece) for piece in pieces}
         if inward:
             for piece, staging in staged.items():
-                _copy(staging.fields, self._heads(at_home, piece.source))
+                self._copy(staging.fields, self._heads(at_home, piece.source))
         self._keep_own_piece(whole, at_whole, at_home, inward=inward)
         work = self._post(step.sends, step.recvs, lambda piece: self._exchange_chunks(piece, whole, staged))
         yield from self._wait([work], instruction, None)
         for piece, staging in staged.items():
             if not inward:
-                _copy(self._heads(at_home, piece.source), staging.fields)
+                self._copy(self._heads(at_home, piece.source), staging.fields)
             self.meter.give(staging.nbytes)
 
     def _stage(self, piece: Item) -> Buffer:
@@ -306,7 +323,7 @@ class Executor:
         for start, stop in self._spans_in(whole, rank):
             here = {name: _run(tensor, Span(at, at + stop - start)) for name, tensor in own.items()}
             there = {name: _run(tensor, Span(start, stop)) for name, tensor in at_whole.fields.items()}
-            _copy(there, here) if inward else _copy(here, there)
+            self._copy(there, here) if inward else self._copy(here, there)
             at += stop - start
 
     def _spans_in(self, whole: Item, rank: int) -> list[Span]:
@@ -320,17 +337,12 @@ class Executor:
         return spans
 
 
-def _start(buffer: Buffer) -> None:
-    """A sum that nothing was added to: zeros, and for outputs an LSE of -inf."""
-    for name, tensor in buffer.fields.items():
-        tensor.fill_(-torch.inf if name == "lse" else 0.0)
+def _clear(sums: Buffer, span: Span | None) -> None:
+    """Sums that nothing was added to: zeros, and for outputs an LSE of -inf."""
+    for name in sums.fields:
+        sums.run(name, span).fill_(-torch.inf if name == "lse" else 0.0)
 
 
 def _run(field: Tensor, span: Span | None) -> Tensor:
     """A run of tokens of a field; all of them if no span is given."""
     return field if span is None else field.narrow(2, span[0], span[1] - span[0])
-
-
-def _copy(dest: Fields, source: Fields) -> None:
-    for name, tensor in source.items():
-        dest[name].copy_(tensor)

@@ -12,9 +12,9 @@ from torch import Tensor
 from mesh_attention.masks import Mask, Segment
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CallMask:
-    """The mask of one call.
+    """The mask of one call. The same as itself only: it is made once, and looked up in every call.
 
     ``full``: none. ``causal``: query i sees keys up to i, as many queries as keys. ``positions``: by `mask`, for tokens
     at these positions of the whole sequence.
@@ -61,11 +61,15 @@ class Scores(NamedTuple):
 
 
 class RowGradient(NamedTuple):
-    """What backward needs of its queries besides Q. `lse` is over *all* keys; `delta`: rowsum(O∘dO) less dLSE."""
+    """What backward needs of its queries besides Q. `lse` is over *all* keys.
+
+    `delta` is rowsum(O∘dO) less dLSE; where O itself is at hand and there is no dLSE, `out` may come instead.
+    """
 
     do: Tensor
     lse: Tensor
-    delta: Tensor
+    delta: Tensor | None = None
+    out: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -76,7 +80,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a kernel must be able to do for one attention call."""
+    """What a kernel must be able to do for one attention call; `deterministic`: the same bits in every run."""
 
     device: str
     dtype: torch.dtype
@@ -84,6 +88,7 @@ class Demand:
     head_dim_v: int
     softcap: float
     lse_gradient: bool
+    deterministic: bool = False
 
 
 class Kernel(Protocol):

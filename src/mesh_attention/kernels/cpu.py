@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores
-from mesh_attention.kernels.rows import stand_in_output
+from mesh_attention.kernels.rows import output_of
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -35,7 +35,7 @@ class CpuFlashKernel:
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
         bias, _ = _bias(scores.mask, q)
         lse = row.lse.masked_fill(row.lse == -torch.inf, 0.0)  # masked everywhere; -inf - -inf would be NaN
-        out, is_causal = stand_in_output(row.do, row.delta), scores.mask.form == "causal"
+        out, is_causal = output_of(row), scores.mask.form == "causal"
         grads = _backward(row.do, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scores.scale)
         return Gradients(*grads)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores
+from mesh_attention.kernels.rows import delta_of
 
 
 class ReferenceKernel:
@@ -26,7 +27,7 @@ class ReferenceKernel:
         q, k, v, do = _widen(q), _share(_widen(k), q), _share(_widen(v), q), _widen(row.do)
         bent, slope = _scored(q, k, scores)
         weights = (bent - row.lse.clamp_min(torch.finfo(row.lse.dtype).min)[..., None]).exp()
-        d_scores = weights * (do @ v.mT - row.delta[..., None]) * slope * scores.scale
+        d_scores = weights * (do @ v.mT - delta_of(row)[..., None]) * slope * scores.scale
         return Gradients(d_scores @ k, _unshare(d_scores.mT @ q, groups), _unshare(weights.mT @ do, groups))
 
 

@@ -1,13 +1,14 @@
 """Which items share an allocation, and how many bytes a program holds.
 
-Shards that are attended side by side lie in one buffer, sorted by position, so that the kernel reads them in one piece.
-Such a buffer is whole from the first item that lands in it until the last one is freed. Every other item is an
-allocation of its own. The caller's inputs are none of ours, but a packed copy of one is.
+Shards that are attended side by side lie in one buffer, sorted by position, so that the kernel reads them in one piece;
+so do the running sums of what it gives, so that they are added to in one piece. Such a buffer is whole from the first
+item that lands in it until the last one is freed. Every other item is an allocation of its own. The caller's inputs are
+none of ours, but a packed copy of one is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.steps import Attend, Effects, Exchange, Item, Recv, Send, Step, effects
@@ -22,7 +23,7 @@ def shared_buffers(steps: Iterable[Step], kept: Iterable[tuple[Item, ...]] = ())
             leader[item] = item = leader[leader[item]]
         return item
 
-    sides = {side for step in steps if isinstance(step, Attend) for side in (step.rows, step.cols, step.grads)}
+    sides = {side for step in steps if isinstance(step, Attend) for side in _sides(step)}
     for side in sorted(side for side in sides.union(kept) if len(side) > 1):
         for item in side:
             leader.setdefault(item, item)
@@ -31,6 +32,14 @@ def shared_buffers(steps: Iterable[Step], kept: Iterable[tuple[Item, ...]] = ())
     for item in leader:
         groups.setdefault(find(item), []).append(item)
     return tuple(sorted(tuple(sorted(group)) for group in groups.values()))
+
+
+def _sides(step: Attend) -> Iterator[tuple[Item, ...]]:
+    """What an attend reads or adds to side by side."""
+    yield from (step.rows, step.cols, step.grads)
+    sums = effects(step).adds
+    yield sums[: len(step.rows)]
+    yield sums[len(step.rows) :]
 
 
 def held_nbytes(

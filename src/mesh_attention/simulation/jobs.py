@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mesh_attention.plan.calls import kernel_calls
+from mesh_attention.plan.memory import peak_nbytes
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Attend, Collective, Exchange, Free, Item, Recv, Send, Step, transfers
 from mesh_attention.plan.text import format_step
@@ -62,7 +63,7 @@ def track(plan: Plan, rank: int, prices: Prices) -> Track:
                 leaving.setdefault(send.item, set()).add(len(jobs))
             arriving.update((recv.item, len(jobs)) for recv in recvs)
         jobs.append(Job(_main(steps), seconds, tuple(sorted(waits)), sends, recvs, holds))
-    return Track(rank, tuple(jobs), program.peak_nbytes)
+    return Track(rank, tuple(jobs), peak_nbytes(plan, rank, program.steps, calls))
 
 
 def _main(steps: tuple[Step, ...]) -> Step:

@@ -73,6 +73,32 @@ def waiting_again_does_nothing(comm: Comm) -> Generator[Work, None, None]:
     assert torch.equal(landing, _bytes_of(before, 7))
 
 
+def turns_are_waited_for_in_any_order(comm: Comm) -> Generator[Work, None, None]:
+    """Many are outstanding, and the last is waited for first."""
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    landings = [torch.zeros(size, dtype=torch.uint8) for size in range(1, 31)]
+    works = [
+        comm.post(
+            [Parcel([_bytes_of(comm.rank, number % 16, number + 1)], after, "kv")], [Parcel([landing], before, "kv")]
+        )
+        for number, landing in enumerate(landings)
+    ]
+    yield from reversed(works)
+    for number, landing in enumerate(landings):
+        assert torch.equal(landing, _bytes_of(before, number % 16, number + 1))
+
+
+def what_was_sent_may_be_overwritten_after_waiting(comm: Comm) -> Generator[Work, None, None]:
+    """As buffers that are used again are, at once and by the next arrival."""
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    chunk, landing = _bytes_of(comm.rank, 0, 4096), torch.zeros(4096, dtype=torch.uint8)
+    for number in range(1, 9):
+        yield comm.post([Parcel([chunk], after, "kv")], [Parcel([landing], before, "kv")])
+        chunk.fill_(16 * comm.rank + number)
+        assert torch.equal(landing, _bytes_of(before, number - 1, 4096))
+        landing.zero_()
+
+
 def an_empty_collective_is_done(comm: Comm) -> Generator[Work, None, None]:
     yield comm.post([], [])
 
@@ -90,6 +116,8 @@ CHECKS: tuple[Check, ...] = (
     a_send_posted_before_its_receive_waits_for_it,
     everybody_can_exchange_with_everybody,
     waiting_again_does_nothing,
+    turns_are_waited_for_in_any_order,
+    what_was_sent_may_be_overwritten_after_waiting,
     an_empty_collective_is_done,
     texts_are_shared_in_rank_order,
 )

@@ -1,0 +1,115 @@
+"""One rank of many, played alone: no other rank is there, yet every transfer is a real copy of its size.
+
+What would arrive is copied from pinned host memory to the device, what would leave from the device to pinned host
+memory, both at once, each direction on a stream and a copy engine of its own, in the order posted. So kernels, memory
+and links are as busy as they would be. What arrives is noise of a believable size, never a result. Left out: other
+ranks being late, and other traffic on the network. On CPU the copies are made while they are posted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from mesh_attention.comm.base import Parcel, Sharing, Work
+from mesh_attention.comm.streams import current_stream
+
+
+class ReplayComm:
+    """The transport of the only rank there is."""
+
+    is_recordable = True
+
+    def __init__(self, rank: int, size: int, *, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._host = {"in": torch.empty(0, dtype=torch.uint8), "out": torch.empty(0, dtype=torch.uint8)}
+        self._streams = (
+            {way: torch.cuda.Stream(device) for way in self._host} if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        )
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        into, from_ = ([chunk for parcel in side for chunk in parcel.chunks] for side in (recvs, sends))
+        self._make_room(max((chunk.numel() for chunk in chain(into, from_)), default=0))
+        if self._streams is None:
+            self._copy_in(into)
+            self._copy_out(from_)
+            return _Copied((), self.device)
+        compute = current_stream(self.device)
+        posted = compute.record_event()
+        done = []
+        try:
+            for way, chunks, copy in (("in", into, self._copy_in), ("out", from_, self._copy_out)):
+                if chunks:
+                    stream = self._streams[way]
+                    stream.wait_event(posted)
+                    torch.cuda.set_stream(stream)
+                    copy(chunks)
+                    done.append(stream.record_event())
+        finally:
+            torch.cuda.set_stream(compute)
+        return _Copied(tuple(done), self.device)
+
+    def share(self, text: str) -> Sharing:
+        """Everybody says what this rank says."""
+        return _Echo([text] * self.size)
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for messages of this size before anything is timed: pinning memory takes long."""
+        self._make_room(nbytes)
+
+    def _copy_in(self, chunks: list[Tensor]) -> None:
+        for chunk in chunks:
+            chunk.copy_(self._host["in"][: chunk.numel()], non_blocking=True)
+
+    def _copy_out(self, chunks: list[Tensor]) -> None:
+        for chunk in chunks:
+            self._host["out"][: chunk.numel()].copy_(chunk, non_blocking=True)
+
+    def _make_room(self, nbytes: int) -> None:
+        if nbytes <= self._host["in"].numel():
+            return
+        if self._streams is not None:
+            torch.cuda.synchronize(self.device)  # copies from what is replaced may be under way
+        # Normal numbers in bfloat16: read in pairs, as float32, they are normal too, but for their last digits.
+        noise = torch.randn(-(-nbytes // 2)).to(torch.bfloat16).view(torch.uint8)[:nbytes]
+        is_pinned = self._streams is not None
+        self._host = {"in": noise.pin_memory() if is_pinned else noise}
+        self._host["out"] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+
+
+class SilentComm(ReplayComm):
+    """Nothing travels, nothing is waited for: what is left of a replay is its compute."""
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        return _Copied((), self.device)
+
+
+class _Copied:
+    """Copies under way; waiting makes the current stream wait, not the host."""
+
+    def __init__(self, events: tuple[torch.cuda.Event, ...], device: torch.device) -> None:
+        self.events, self.device = events, device
+
+    def is_done(self) -> bool:
+        return all(event.query() for event in self.events)  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        for event in self.events:
+            current_stream(self.device).wait_event(event)
+
+
+class _Echo:
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def result(self) -> list[str]:
+        return self.texts

@@ -1,0 +1,273 @@
+"""torch.distributed over Gloo for tensors on a CUDA device: every chunk goes through pinned host memory.
+
+For groups without NCCL, and for several ranks on one GPU, which NCCL refuses. Tensors in host memory go the same way,
+with plain copies. Not for groups whose backend takes the tensors itself: that is `torch_dist`. `comm_for` chooses.
+
+*Out:* a chunk is copied to the host on a stream of its own, after what was queued when it was posted. A thread waits
+for the copy and sends it, in the order of posting, so that `post` never waits for the device. *In:* the receive is
+posted at once, into host memory. Whoever waits for it copies it to the device on another stream, after what was queued
+when it was posted, and lets the current stream wait for the copy.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mesh_attention.comm.base import Comm, Parcel, Sharing, Work
+from mesh_attention.comm.torch_dist import GatheredTexts, Group, TorchComm, backends, process_group
+from mesh_attention.errors import ProblemError, TransportError
+
+
+def comm_for(group: Group | None, device: torch.device) -> Comm:
+    """A transport for tensors on a device: by the group's backend, or staged where that is Gloo and the device CUDA."""
+    chosen = process_group(group)
+    if device.type == "cuda" and backends(chosen).get("cuda", "gloo") == "gloo":
+        return StagedComm(chosen)
+    return TorchComm(chosen, device)
+
+
+class StagedComm:
+    """A rank's end of a Gloo group. Its thread starts with the first send and ends with the comm."""
+
+    is_recordable = False  # messages go by way of the host
+
+    def __init__(self, group: Group | None = None) -> None:
+        self.group = process_group(group)
+        if backends(self.group).get("cpu") != "gloo":
+            raise ProblemError(
+                f"StagedComm came with a group of {dist.get_backend_config(self.group)}; "
+                "it sends from host memory: expected Gloo for the CPU, as in cpu:gloo,cuda:nccl"
+            )
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+        self._stages: dict[torch.device, Stage] = {}
+        self._fault = _Fault()
+        self._outbox: SimpleQueue[_Departure | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        self._fault.check()
+        devices = {chunk.device for parcel in (*recvs, *sends) for chunk in parcel.chunks}
+        if not devices:
+            return _StagedWork([], [], None, self._fault)
+        if len(devices) > 1:
+            raise ProblemError(f"chunks of one post lie on {', '.join(map(str, devices))}; expected one device")
+        stage = self._stage(devices.pop())
+        queued = stage.mark()
+        # Receives first: Gloo is full duplex only that way.
+        arrivals = [self._expect(chunk, parcel, stage, queued) for parcel in recvs for chunk in parcel.chunks]
+        departures = [self._dispatch(chunk, parcel, stage, queued) for parcel in sends for chunk in parcel.chunks]
+        return _StagedWork(arrivals, departures, stage, self._fault)
+
+    def share(self, text: str) -> Sharing:
+        return GatheredTexts(text, self.group, self.size)
+
+    def _stage(self, device: torch.device) -> Stage:
+        if device not in self._stages:
+            self._stages[device] = CudaStage(device) if device.type == "cuda" else HostStage()
+        return self._stages[device]
+
+    def _expect(self, chunk: Tensor, parcel: Parcel, stage: Stage, queued: Any) -> _Arrival:
+        host = stage.landing(chunk)
+        name = f"{parcel.label} from rank {parcel.peer}"
+        request = self._fault.attempt(name, lambda: dist.irecv(host, group=self.group, group_src=parcel.peer))
+        return _Arrival(name, request, host, chunk, queued)
+
+    def _dispatch(self, chunk: Tensor, parcel: Parcel, stage: Stage, queued: Any) -> _Departure:
+        if self._thread is None:
+            self._start()
+        departure = _Departure(chunk, parcel, stage.fetch(chunk, queued), self.group, self._fault)
+        self._outbox.put(departure)
+        return departure
+
+    def _start(self) -> None:
+        # The thread knows the outbox alone: it must keep neither the comm nor its group alive.
+        arguments, name = (self._outbox,), f"mesh-attention sends of rank {self.rank}"
+        self._thread = threading.Thread(target=_send_in_order, args=arguments, name=name, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._outbox.put, None)
+
+
+class _Fault:
+    """What went wrong first. Nothing is sent or waited for after it: ends that got out of step would never meet.
+
+    Words, not the exception: that would hold the frames it came through, and they the group.
+    """
+
+    message: str | None = None
+
+    def check(self) -> None:
+        if self.message is not None:
+            raise TransportError(self.message)
+
+    def note(self, transfer: str, error: Exception) -> None:
+        self.message = self.message or f"{transfer}: {error}"
+
+    def attempt(self, transfer: str, call: Callable[[], Any]) -> Any:
+        """What the call gives. If it fails, so does everything after it."""
+        self.check()
+        try:
+            return call()
+        except Exception as error:
+            self.note(transfer, error)
+        return self.check()
+
+
+class _Arrival(NamedTuple):
+    """A receive into host memory, and where its bytes go from there."""
+
+    name: str
+    request: Any
+    host: Tensor
+    chunk: Tensor
+    queued: Any
+
+
+class _Departure:
+    """A chunk on its way out: sent by the thread, waited for by whoever posted it."""
+
+    def __init__(
+        self,
+        chunk: Tensor,
+        parcel: Parcel,
+        fetched: tuple[Tensor, Callable[[], None]],
+        group: ProcessGroup,
+        fault: _Fault,
+    ) -> None:
+        self.name = f"{parcel.label} to rank {parcel.peer}"
+        self.peer, self.group, self.fault = parcel.peer, group, fault
+        self.host, self.wait_for_copy = fetched
+        self.chunk: Tensor | None = chunk  # must not be freed before it is copied
+        self.request: Any = None
+        self.handled = threading.Event()
+
+    def send(self) -> None:
+        try:
+            if self.fault.message is None:
+                self.wait_for_copy()
+                self.request = dist.isend(self.host, group=self.group, group_dst=self.peer)
+        except Exception as error:
+            self.fault.note(self.name, error)
+        finally:
+            self.chunk = None
+            del self.group
+            self.handled.set()
+
+    def wait(self) -> None:
+        self.handled.wait()
+        self.fault.check()
+        self.request.wait()
+
+
+def _send_in_order(outbox: SimpleQueue[_Departure | None]) -> None:
+    while (departure := outbox.get()) is not None:
+        departure.send()
+        del departure  # idle, the thread holds on to nothing
+
+
+class _StagedWork:
+    """The transfers of one post. Gloo tells only those who wait, so nothing counts as done before."""
+
+    def __init__(
+        self, arrivals: list[_Arrival], departures: list[_Departure], stage: Stage | None, fault: _Fault
+    ) -> None:
+        self.arrivals, self.departures, self.stage, self.fault = arrivals, departures, stage, fault
+
+    def is_done(self) -> bool:
+        return self.stage is None
+
+    def wait(self) -> None:
+        if self.stage is None:
+            return
+        try:
+            for arrival in self.arrivals:
+                self.fault.attempt(arrival.name, arrival.request.wait)
+                self.stage.land(arrival.host, arrival.chunk, arrival.queued)
+        finally:
+            self.stage.settle()  # after an error, too: the chunks may be freed now, and copies be under way
+        for departure in self.departures:
+            self.fault.attempt(departure.name, departure.wait)
+        self.arrivals, self.departures, self.stage = [], [], None
+
+
+class Stage(Protocol):
+    """Moves chunks between a device and the host."""
+
+    def mark(self) -> Any:
+        """Stands for everything queued so far."""
+
+    def fetch(self, chunk: Tensor, queued: Any) -> tuple[Tensor, Callable[[], None]]:
+        """A host copy that is made when `queued` is over, and a function that waits until it is made."""
+
+    def landing(self, chunk: Tensor) -> Tensor:
+        """Host memory for a chunk to arrive in."""
+
+    def land(self, host: Tensor, chunk: Tensor, queued: Any) -> None:
+        """Copy into the chunk when `queued` is over. The host memory may be let go at once."""
+
+    def settle(self) -> None:
+        """Whatever is queued from now on comes after all that has landed."""
+
+
+class HostStage:
+    """Chunks that lie in host memory: copies are made on the spot."""
+
+    def mark(self) -> None:
+        return None
+
+    def fetch(self, chunk: Tensor, queued: None) -> tuple[Tensor, Callable[[], None]]:
+        return chunk.clone(), lambda: None
+
+    def landing(self, chunk: Tensor) -> Tensor:
+        return torch.empty_like(chunk)
+
+    def land(self, host: Tensor, chunk: Tensor, queued: None) -> None:
+        chunk.copy_(host)
+
+    def settle(self) -> None:
+        pass
+
+
+class CudaStage:
+    """Chunks of a CUDA device; a stream for each direction, so that copies overlap with each other and with compute.
+
+    torch keeps pinned memory for reuse, and hands it out again only when the copies queued on it are over.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.outward, self.inward = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def mark(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
+        return event
+
+    def fetch(self, chunk: Tensor, queued: torch.cuda.Event) -> tuple[Tensor, Callable[[], None]]:
+        host = self.landing(chunk)
+        self.outward.wait_event(queued)
+        with torch.cuda.stream(self.outward):
+            host.copy_(chunk, non_blocking=True)
+        # Blocking: the thread sleeps until then, instead of spinning.
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied.record(self.outward)
+        return host, copied.synchronize
+
+    def landing(self, chunk: Tensor) -> Tensor:
+        return torch.empty(chunk.shape, dtype=chunk.dtype, device="cpu", pin_memory=True)
+
+    def land(self, host: Tensor, chunk: Tensor, queued: torch.cuda.Event) -> None:
+        self.inward.wait_event(queued)
+        with torch.cuda.stream(self.inward):
+            chunk.copy_(host, non_blocking=True)
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self.inward)

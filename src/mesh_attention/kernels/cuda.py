@@ -1,0 +1,218 @@
+"""torch's own attention on NVIDIA GPUs: cuDNN's kernel and flash-attn 2's, through aten operators.
+
+cuDNN is about twice as fast on Hopper, takes unmasked and aligned causal calls, and builds a plan for every shape it
+meets. flash-attn 2 takes any window and any shape. Neither backward gives the same bits twice unless asked to: both add
+up dQ in the order in which blocks finish. cuDNN's cannot be asked to through torch; flash-attn's can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention.kernels.bands import Window
+from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores
+from mesh_attention.kernels.windowed import (
+    FlashRow,
+    WindowOp,
+    aligned,
+    backward_by_windows,
+    forward_by_windows,
+    tokens_first,
+    unfit,
+)
+
+_cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+_flash_forward = torch.ops.aten._flash_attention_forward.default
+_flash_backward = torch.ops.aten._flash_attention_backward.default
+
+NOT_DETERMINISTIC = "adds up dQ in no fixed order"
+
+_FEWEST_FOR_CUDNN = 64
+"""Below this many queries or keys cuDNN gains nothing, and it refuses a single key."""
+
+_FIRST_SOUND_CUDNN = 91501
+"""Until 9.15.0 lengths that are no multiple of 128 read past their end; torch draws the line at the same number."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFlashOp:
+    """flash-attn 2 as torch carries it: grouped heads as they are, one head size, any window.
+
+    `is_deterministic` asks for a backward that gives the same bits every time, by torch's process-wide switch.
+    """
+
+    is_deterministic: bool = False
+
+    def refuses(self, window: Window, head_dim_qk: int, head_dim_v: int) -> str | None:
+        if head_dim_qk != head_dim_v:
+            return f"torch's flash kernel needs one head size, not {head_dim_qk} and {head_dim_v}"
+        if not torch.backends.cuda.is_flash_attention_available():
+            return "torch was built without flash attention"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = (aligned(x).transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = _flash_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, False, False, scale=scale, **_reaches(window)
+        )
+        return out.transpose(1, 2), lse
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: FlashRow, window: Window, scale: float) -> Gradients:
+        q, k, v, do, out = (aligned(x).transpose(1, 2) for x in (q, k, v, row.do, row.out))
+        seed = _no_dropout(q.device)
+        with _same_bits() if self.is_deterministic else nullcontext():
+            grads = _flash_backward(
+                *(do, q, k, v, out, row.lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, False, seed, seed),
+                scale=scale,
+                **_reaches(window),
+            )
+        return Gradients(*(gradient.transpose(1, 2) for gradient in grads))
+
+
+@dataclass(frozen=True, slots=True)
+class CudnnOp:
+    """cuDNN for unmasked and aligned causal windows that are not tiny, another op for the rest."""
+
+    rest: WindowOp
+
+    def refuses(self, window: Window, head_dim_qk: int, head_dim_v: int) -> str | None:
+        return None if _suits_cudnn(window) else self.rest.refuses(window, head_dim_qk, head_dim_v)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+        if not _suits_cudnn(window):
+            return self.rest.forward(q, k, v, window, scale)
+        q, k, v = aligned(q), aligned(k), aligned(v)
+        out, lse, *_ = _cudnn_forward(q, k, v, None, True, 0.0, window.is_causal, False, scale=scale)
+        return out, lse[..., 0]
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: FlashRow, window: Window, scale: float) -> Gradients:
+        if not _suits_cudnn(window):
+            return self.rest.backward(q, k, v, row, window, scale)
+        q, k, v = aligned(q), aligned(k), aligned(v)
+        # torch keeps cuDNN's plans by the strides of Q, K and V alone: O and dO must always lie the same way.
+        out, do = (x if _lies_tokens_first(x) else tokens_first(x) for x in (row.out, row.do))
+        seed, lse = _no_dropout(q.device), row.lse.contiguous()[..., None]
+        lengths = q.shape[2], k.shape[2]
+        grads = _cudnn_backward(
+            *(do, q, k, v, out, lse, seed, seed, None, None, None, *lengths, 0.0, window.is_causal), scale=scale
+        )
+        return Gradients(*grads)
+
+
+class TorchFlashKernel:
+    """flash-attn 2 as torch carries it; `is_deterministic` for gradients that are the same bits every time."""
+
+    def __init__(self, *, is_deterministic: bool = False) -> None:
+        self.name = "torch flash, deterministic" if is_deterministic else "torch flash"
+        self._op = TorchFlashOp(is_deterministic)
+
+    def supports(self, demand: Demand) -> str | None:
+        reason = unfit(demand)
+        if reason is not None:
+            return reason
+        if demand.head_dim_qk != demand.head_dim_v:
+            return f"needs one head size, not {demand.head_dim_qk} and {demand.head_dim_v}"
+        if demand.deterministic and not self._op.is_deterministic:
+            return NOT_DETERMINISTIC
+        return _refusal(torch.backends.cuda.can_use_flash_attention, demand)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        return forward_by_windows(self._op, q, k, v, scores)
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
+        return backward_by_windows(self._op, q, k, v, row, scores)
+
+
+class CudnnKernel:
+    """cuDNN where it can, torch's flash for windows; the fastest that a plain torch has on Hopper and Blackwell.
+
+    Deterministic, it goes forward only: backward is torch's flash, since cuDNN's gradients differ from run to run.
+    """
+
+    def __init__(self, *, is_deterministic: bool = False) -> None:
+        self.name = "cudnn, deterministic" if is_deterministic else "cudnn"
+        flash = TorchFlashOp(is_deterministic)
+        self._forward: WindowOp = CudnnOp(rest=flash)
+        self._backward: WindowOp = flash if is_deterministic else self._forward
+        self._is_deterministic = is_deterministic
+
+    def supports(self, demand: Demand) -> str | None:
+        reason = unfit(demand) or _cudnn_is_unfit()
+        if reason is not None:
+            return reason
+        if demand.deterministic and not self._is_deterministic:
+            return NOT_DETERMINISTIC
+        if demand.deterministic and demand.head_dim_qk != demand.head_dim_v:
+            return f"needs one head size to be deterministic, not {demand.head_dim_qk} and {demand.head_dim_v}"
+        return _refusal(torch.backends.cuda.can_use_cudnn_attention, demand)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        return forward_by_windows(self._forward, q, k, v, scores)
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
+        return backward_by_windows(self._backward, q, k, v, row, scores)
+
+
+def _cudnn_is_unfit() -> str | None:
+    major, minor = torch.cuda.get_device_capability()
+    if major not in (9, 10):
+        return f"runs better than flash on compute capability 9 and 10 only, not on {major}.{minor}"
+    version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    if version is None or version < _FIRST_SOUND_CUDNN:
+        return f"needs cuDNN {_FIRST_SOUND_CUDNN} or later for lengths that are no multiple of 128, not {version}"
+    return None
+
+
+def _refusal(can_use: Callable[[Any], bool], demand: Demand) -> str | None:
+    """torch's own answer for these head sizes, forward and backward, on the current device."""
+    with torch.enable_grad():  # what is asked for without gradients is forward alone
+        q, v = (
+            torch.empty((1, 1, 2 * _FEWEST_FOR_CUDNN, dim), dtype=demand.dtype, device=demand.device).requires_grad_()
+            for dim in (demand.head_dim_qk, demand.head_dim_v)
+        )
+        if can_use(torch.backends.cuda.SDPAParams(q, q, v, None, 0.0, False, False)):
+            return None
+    return (
+        f"cannot do {demand.dtype} with head sizes {demand.head_dim_qk} and {demand.head_dim_v} here, says "
+        f"torch.backends.cuda.{getattr(can_use, '__name__', 'can_use')}"
+    )
+
+
+def _suits_cudnn(window: Window) -> bool:
+    return (window.is_full or window.is_causal) and min(len(window.q), len(window.kv)) >= _FEWEST_FOR_CUDNN
+
+
+def _lies_tokens_first(tensor: Tensor) -> bool:
+    return tensor.transpose(1, 2).is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
+def _reaches(window: Window) -> dict[str, int | None]:
+    return {"window_size_left": window.left, "window_size_right": window.right}
+
+
+@lru_cache(maxsize=64)
+def _no_dropout(device: torch.device) -> Tensor:
+    """The random state that the backward operators insist on and, without dropout, do not read."""
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+@contextmanager
+def _same_bits() -> Iterator[None]:
+    """torch's deterministic mode, without its filling of fresh memory; as before afterwards."""
+    memory: Any = torch.utils.deterministic
+    mode, fill = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")
+    memory.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        memory.fill_uninitialized_memory = fill

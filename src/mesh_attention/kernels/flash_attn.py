@@ -1,0 +1,198 @@
+"""The flash-attn packages, where one is installed: 3 for Hopper, 4 for Blackwell, 2 from Ampere on.
+
+Nothing is imported before a kernel for CUDA is asked for. A package is taken if its forward and backward have the
+parameters used here, whatever its version says. Their backward adds up dQ in the order in which blocks finish.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention.kernels.bands import Window
+from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores
+from mesh_attention.kernels.cuda import NOT_DETERMINISTIC, TorchFlashOp
+from mesh_attention.kernels.windowed import (
+    FlashRow,
+    WindowOp,
+    aligned,
+    backward_by_windows,
+    forward_by_windows,
+    unfit,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Where a package keeps its functions, on which compute capabilities it is used, and for which head sizes.
+
+    `takes_windows`: backward takes any window, not only causal ones.
+    """
+
+    name: str
+    module: str
+    forward: str
+    backward: str
+    capabilities: tuple[int, ...]
+    head_dims: range
+    takes_windows: bool = True
+
+
+FLASH_ATTN_2 = Release(
+    name="flash-attn 2",
+    module="flash_attn.flash_attn_interface",
+    forward="_flash_attn_forward",
+    backward="_flash_attn_backward",
+    capabilities=(8, 9, 10, 11, 12),
+    head_dims=range(8, 257, 8),
+)
+FLASH_ATTN_3 = Release(
+    name="flash-attn 3",
+    module="flash_attn_interface",
+    forward="_flash_attn_forward",
+    backward="_flash_attn_backward",
+    capabilities=(9,),
+    head_dims=range(8, 257, 8),
+)
+FLASH_ATTN_4 = Release(
+    name="flash-attn 4",
+    module="flash_attn.cute.interface",
+    forward="_flash_attn_fwd",
+    backward="_flash_attn_bwd",
+    capabilities=(10,),
+    head_dims=range(64, 129, 64),
+    takes_windows=False,
+)
+
+_FORWARD_NEEDS = ("q", "k", "v", "softmax_scale", "window_size_left", "window_size_right")
+_BACKWARD_NEEDS = (*_FORWARD_NEEDS, "dout", "out", "dq", "dk", "dv")
+_LSE_NAMES = ("softmax_lse", "lse")
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function and its parameters, to be called by those names it has."""
+
+    call: Callable[..., Any]
+    parameters: Mapping[str, inspect.Parameter]
+
+    def __call__(self, window: Window, **arguments: Any) -> Any:
+        given = {"dropout_p": 0.0, "causal": False, "is_causal": False, "softcap": 0.0, "alibi_slopes": None}
+        given |= {"return_softmax": False, "return_lse": True, "deterministic": False} | arguments
+        given |= {"window_size_left": self._reach("left", window.left)}
+        given |= {"window_size_right": self._reach("right", window.right)}
+        return self.call(**{name: value for name, value in given.items() if name in self.parameters})
+
+    def _reach(self, side: str, reach: int | None) -> int | None:
+        """Unbounded is None where that is the default, else -1."""
+        if reach is None and self.parameters[f"window_size_{side}"].default is not None:
+            return -1
+        return reach
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    forward: Function
+    backward: Function
+
+
+@lru_cache(maxsize=16)
+def find_functions(release: Release) -> Functions | str:
+    """A package's functions; or why they cannot be used."""
+    try:
+        module = importlib.import_module(release.module)
+    except ImportError as error:
+        return f"cannot be imported ({error})"
+    found = []
+    for name, needs in ((release.forward, _FORWARD_NEEDS), (release.backward, _BACKWARD_NEEDS)):
+        call = getattr(module, name, None)
+        if call is None:
+            return f"has no {release.module}.{name}"
+        function = Function(call, _parameters(call))
+        missing = [parameter for parameter in needs if parameter not in function.parameters]
+        if missing:
+            return f"has a {name} without {', '.join(missing)}"
+        found.append(function)
+    return Functions(*found)
+
+
+def _parameters(call: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """By name. A custom operator of torch hides them behind ``*args``; the function it was made of has them."""
+    return inspect.signature(getattr(call, "_init_fn", call)).parameters
+
+
+@dataclass(frozen=True, slots=True)
+class FlashAttnOp:
+    """A package's functions; windows that they do not take go to `rest`."""
+
+    functions: Functions
+    takes_windows: bool
+    rest: WindowOp
+
+    def refuses(self, window: Window, head_dim_qk: int, head_dim_v: int) -> str | None:
+        return None if self._takes(window) else self.rest.refuses(window, head_dim_qk, head_dim_v)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+        if not self._takes(window):
+            return self.rest.forward(q, k, v, window, scale)
+        q, k, v = (aligned(x).transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = self.functions.forward(window, q=q, k=k, v=v, softmax_scale=scale)
+        return out.transpose(1, 2), lse
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: FlashRow, window: Window, scale: float) -> Gradients:
+        if not self._takes(window):
+            return self.rest.backward(q, k, v, row, window, scale)
+        q, k, v, do, out = (aligned(x).transpose(1, 2) for x in (q, k, v, row.do, row.out))
+        given = {"dout": do, "q": q, "k": k, "v": v, "out": out} | dict.fromkeys(_LSE_NAMES, row.lse.contiguous())
+        grads = {f"d{name}": torch.empty_like(given[name], memory_format=torch.contiguous_format) for name in "qkv"}
+        self.functions.backward(window, softmax_scale=scale, **given, **grads)
+        return Gradients(*(gradient.transpose(1, 2) for gradient in grads.values()))
+
+    def _takes(self, window: Window) -> bool:
+        return self.takes_windows or (window.left is None and window.right in (None, 0))
+
+
+class FlashAttnKernel:
+    """A release of flash-attn, if it is installed."""
+
+    def __init__(self, release: Release) -> None:
+        self.name, self._release = release.name, release
+
+    def supports(self, demand: Demand) -> str | None:
+        reason = unfit(demand)
+        if reason is not None:
+            return reason
+        if demand.deterministic:
+            return NOT_DETERMINISTIC
+        dims = demand.head_dim_qk, demand.head_dim_v
+        if dims[0] != dims[1] or dims[0] not in self._release.head_dims:
+            return f"needs one head size among {_spell(self._release.head_dims)}, not {dims[0]} and {dims[1]}"
+        major, minor = torch.cuda.get_device_capability()
+        if major not in self._release.capabilities:
+            return f"runs on compute capability {_spell(self._release.capabilities)}, not on {major}.{minor}"
+        functions = find_functions(self._release)
+        return functions if isinstance(functions, str) else None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        return forward_by_windows(self._op(), q, k, v, scores)
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
+        return backward_by_windows(self._op(), q, k, v, row, scores)
+
+    def _op(self) -> FlashAttnOp:
+        functions = find_functions(self._release)
+        assert isinstance(functions, Functions), "asked without supports()"
+        return FlashAttnOp(functions, self._release.takes_windows, rest=TorchFlashOp())
+
+
+def _spell(numbers: range | tuple[int, ...]) -> str:
+    if isinstance(numbers, range) and len(numbers) > 3:
+        return f"{numbers[0]}, {numbers[1]}, …, {numbers[-1]}"
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,144 @@
+"""What kernels that take a window have in common: any mask by windows, an output that stands in, aligned tensors."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mesh_attention.kernels.bands import Window, windows
+from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores
+from mesh_attention.kernels.rows import delta_of, stand_in_rows
+from mesh_attention.kernels.sliced import SlicedReferenceKernel
+
+logger = logging.getLogger(__name__)
+
+_SLICED = SlicedReferenceKernel()
+
+
+class FlashRow(NamedTuple):
+    """What a flash backward takes of its queries besides Q.
+
+    `out` only stands in: rowsum(out∘do) is delta. `lse` is 0 where a query sees nothing anywhere.
+    """
+
+    do: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class WindowOp(Protocol):
+    """Attention over one window's queries and keys; tensors are (batch, heads, tokens, dim), of any strides."""
+
+    def refuses(self, window: Window, head_dim_qk: int, head_dim_v: int) -> str | None:
+        """None if it takes that window; otherwise why not."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+        """Output and LSE, (batch, heads, queries) in float32."""
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: FlashRow, window: Window, scale: float) -> Gradients: ...
+
+
+def unfit(demand: Demand) -> str | None:
+    """Why no flash kernel can meet the demand; None if one may."""
+    if demand.device != "cuda":
+        return f"runs on cuda, not on {demand.device}"
+    if demand.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bfloat16 or float16, not {demand.dtype}"
+    if demand.head_dim_qk % 8 or demand.head_dim_v % 8:
+        return f"needs head sizes that are multiples of 8, not {demand.head_dim_qk} and {demand.head_dim_v}"
+    if demand.softcap:
+        return "has no softcap"
+    if demand.lse_gradient:
+        return "cannot take a gradient into the LSE in rows where dO is zero"
+    return None
+
+
+def forward_by_windows(op: WindowOp, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    cuts = _cuts(op, scores.mask, q, v)
+    if cuts is None:
+        return _SLICED.forward(q, k, v, scores)
+    batch, heads, tokens, _ = q.shape
+    if len(cuts) == 1 and len(cuts[0].q) == tokens:
+        return op.forward(q, _run(k, cuts[0].kv), _run(v, cuts[0].kv), cuts[0], scores.scale)
+    out = q.new_zeros((batch, tokens, heads, v.shape[-1])).transpose(1, 2)
+    lse = torch.full((batch, heads, tokens), -torch.inf, dtype=torch.float32, device=q.device)
+    for cut in cuts:
+        found = op.forward(_run(q, cut.q), _run(k, cut.kv), _run(v, cut.kv), cut, scores.scale)
+        _run(out, cut.q).copy_(found[0])
+        _run(lse, cut.q).copy_(found[1])
+    return out, lse
+
+
+def backward_by_windows(op: WindowOp, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
+    cuts = _cuts(op, scores.mask, q, v)
+    if cuts is None:
+        return _SLICED.backward(q, k, v, row, scores)
+    flash = _flash_row(row, scores.mask)
+    if len(cuts) == 1 and len(cuts[0].q) == q.shape[2] and len(cuts[0].kv) == k.shape[2]:
+        return op.backward(q, k, v, flash, cuts[0], scores.scale)
+    sums = Gradients(*(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)))
+    for cut in cuts:
+        part = FlashRow(*(_run(x, cut.q) for x in flash))
+        found = op.backward(_run(q, cut.q), _run(k, cut.kv), _run(v, cut.kv), part, cut, scores.scale)
+        _run(sums.dq, cut.q).copy_(found.dq)
+        _run(sums.dk, cut.kv).add_(found.dk)
+        _run(sums.dv, cut.kv).add_(found.dv)
+    return sums
+
+
+def _flash_row(row: RowGradient, mask: CallMask) -> FlashRow:
+    if row.out is None:
+        return FlashRow(row.do, *stand_in_rows(row.do, delta_of(row), row.lse))
+    if mask.form == "positions":  # some rows may see nothing
+        return FlashRow(row.do, row.out, row.lse.masked_fill(row.lse == -torch.inf, 0.0))
+    return FlashRow(row.do, row.out, row.lse)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it, so that every head of every token starts at 16 bytes and is of one piece.
+
+    Fused kernels load 16 bytes at a time; records put statistics before dO, and a run may start at any token.
+    """
+    if tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0:
+        outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        if all(size == 1 or stride * tensor.element_size() % 16 == 0 for size, stride in outer):
+            return tensor
+    return tokens_first(tensor)
+
+
+def tokens_first(tensor: Tensor) -> Tensor:
+    """A copy that lies in memory as (batch, tokens, heads, dim)."""
+    return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _cuts(op: WindowOp, mask: CallMask, q: Tensor, v: Tensor) -> tuple[Window, ...] | None:
+    """The call in windows that the op takes; None, with a word in the log, if it does not."""
+    cuts = windows(mask)
+    if cuts is None:
+        _log_once(f"no windows of token strides {_strides(mask.q)} × {_strides(mask.kv)}")
+        return None
+    for cut in cuts:
+        reason = op.refuses(cut, q.shape[-1], v.shape[-1])
+        if reason is not None:
+            _log_once(reason)
+            return None
+    return cuts
+
+
+@lru_cache(maxsize=64)
+def _log_once(reason: str) -> None:
+    logger.info("attention kernel: some calls by %s: %s", _SLICED.name, reason)
+
+
+def _strides(segments: tuple[range, ...]) -> str:
+    return ",".join(str(segment.step) for segment in segments)
+
+
+def _run(tensor: Tensor, tokens: range) -> Tensor:
+    if len(tokens) == tensor.shape[2]:
+        return tensor
+    return tensor.narrow(2, tokens.start, len(tokens))

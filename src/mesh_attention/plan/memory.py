@@ -1,0 +1,44 @@
+"""What a pass takes on a device: its buffers, and what the kernel call at work gives and needs besides.
+
+A program states the buffers alone. A call's output, its gradients and a fused kernel's scratch live until they are
+added to the sums; they are counted as the fast CUDA kernels have them. Kernels that write out the scores take more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.buffers import held_nbytes
+from mesh_attention.plan.calls import KernelCall
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import Direction, Step
+
+
+def peak_nbytes(plan: Plan, rank: int, steps: Sequence[Step], calls: Mapping[int, Sequence[KernelCall]]) -> int:
+    """The most that one rank has at once. `calls` are the program's, by step."""
+    matrix = plan.matrix
+    kept, has_kept = matrix.kept(plan.schedule.keep, rank), plan.direction == "backward"
+    held = held_nbytes(steps, matrix, kept=kept, has_kept=has_kept)
+    for index, of_step in calls.items():
+        held[index] += max((scratch_nbytes(call, matrix, plan.direction) for call in of_step), default=0)
+    return max(held, default=0)
+
+
+def scratch_nbytes(call: KernelCall, matrix: BlockMatrix, direction: Direction) -> int:
+    """Of one call: what it gives, and what the fast CUDA kernels need besides.
+
+    Forward: output and LSE. Backward: the gradients, dQ in float32, dO and LSE in one piece, an output that stands in
+    for O, and where queries share KV heads, the gradients of K and V for every query head.
+    """
+    problem, ulysses = matrix.problem, matrix.assignment.ulysses
+    narrow, wide = problem.itemsize, problem.accumulator_itemsize
+    qk, v = problem.head_dim_qk, problem.head_dim_v
+    heads, kv_heads = problem.heads // ulysses, problem.kv_heads // ulysses
+    q, kv = (problem.batch * sum(map(len, segments)) for segments in (call.q, call.kv))
+    outputs = q * heads * (v * narrow + wide)
+    if direction == "forward":
+        return outputs
+    spread_heads = heads if heads > kv_heads else 0
+    row = heads * (v * narrow + qk * (narrow + wide))
+    return outputs + q * row + kv * (kv_heads + spread_heads) * (qk + v) * narrow

@@ -1,0 +1,4 @@
+"""Replay: one device plays one rank of a plan, at real sizes, with real copies for transfers. See `comm.replay`.
+
+Reading order: actor (one rank of one plan, ready to run), result (what was measured), replay (runs and compares them).
+"""

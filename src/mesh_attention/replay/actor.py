@@ -1,0 +1,168 @@
+"""One rank of one plan with made-up inputs, ready to run as often as wanted; and the one kernel it is measured against.
+
+Inputs are normal numbers: zeros would run faster than anything real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from math import isqrt, log
+
+import torch
+from torch import Tensor
+
+from mesh_attention.comm.base import Comm
+from mesh_attention.comm.local import block
+from mesh_attention.execution.autograd import Outputs
+from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, fields_of, record_of
+from mesh_attention.execution.compiled import Compiled, compile_program
+from mesh_attention.execution.executor import Executor, Fields, Softmax
+from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
+from mesh_attention.kernels.select import choose_kernel, choose_merging
+from mesh_attention.masks import causal, full
+from mesh_attention.plan.assignment import Axis
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, Direction, Item, Kind
+from mesh_attention.problem import Problem
+
+
+class Actor:
+    """One rank's part in one pass."""
+
+    def __init__(self, plan: Plan, rank: int, *, device: torch.device) -> None:
+        self.plan, self.rank, self.device = plan, rank, device
+        self.problem, self.matrix = plan.problem, plan.matrix
+        self.kernel, self.merging = kernel_for(plan.problem, device), choose_merging(device)
+        self.tokens = {"q": self._home_tokens("row"), "kv": self._home_tokens("col")}
+
+    def _home_tokens(self, axis: Axis) -> int:
+        return sum(map(len, self.matrix.home_segments(axis, self.rank)))
+
+    @cached_property
+    def compiled(self) -> Compiled:
+        return compile_program(self.plan, self.rank)
+
+    @cached_property
+    def inputs(self) -> dict[str, Fields]:
+        return {kind: self._input(kind) for kind in INPUTS[self.plan.direction]}
+
+    @cached_property
+    def flops(self) -> int:
+        """What this rank has to compute."""
+        place, assignment = self.plan.assignment.place(self.rank), self.plan.assignment
+        rows, cols = assignment.group("row", place), assignment.group("col", place)
+        return sum(self.matrix.flops(row, col, self.plan.direction) for row in rows for col in cols)
+
+    @property
+    def device_nbytes(self) -> int:
+        """What the plan says that a pass takes besides its inputs, and what forward kept."""
+        kept = {id(self.compiled.lots[item]): self.compiled.lots[item].nbytes for item in self.compiled.kept}
+        return self.compiled.device_nbytes - (sum(kept.values()) if self.plan.direction == "backward" else 0)
+
+    @property
+    def largest_message_nbytes(self) -> int:
+        return max((self.matrix.nbytes(item).total for item in self.compiled.lots), default=0)
+
+    def run(self, comm: Comm) -> Mapping[str, Fields]:
+        """One pass. On a GPU it is only queued when this returns."""
+        executor = Executor(
+            compiled=self.compiled,
+            comm=comm,
+            kernel=self.kernel,
+            softmax=Softmax(scale=self.problem.head_dim_qk**-0.5),
+            inputs=self.inputs,
+            device=self.device,
+            new_output=Outputs(self.problem, self.tokens, self.device),
+            merging=self.merging,
+            kept=self._kept if self.plan.direction == "backward" else {},
+        )
+        return block(executor.run())
+
+    @cached_property
+    def _kept(self) -> dict[Item, Buffer]:
+        """What forward would have left, one buffer for all items that lie together."""
+        made: dict[tuple[Item, ...], Buffer] = {}
+        for item in self.compiled.kept:
+            lot = self.compiled.lots[item]
+            if lot.items not in made:
+                record = record_of(item.kind, self.problem, self.plan.assignment.ulysses, False)
+                made[lot.items] = Buffer.empty(record, tokens=lot.tokens, batch=self.problem.batch, device=self.device)
+                for tensor in made[lot.items].fields.values():
+                    tensor.normal_()
+        return {item: made[self.compiled.lots[item].items] for item in self.compiled.kept}
+
+    def _input(self, kind: Kind) -> Fields:
+        tokens, batch = self.tokens["q" if AXIS_OF[kind] == "row" else "kv"], self.problem.batch
+        made: dict[str, Tensor] = {}
+        for name, heads, dim in fields_of(kind, self.problem):
+            if name in STATISTICS:
+                size = (batch, heads, tokens)
+                made[name] = torch.randn(size, device=self.device) + (log(self.problem.seq_kv) if name == "lse" else 0)
+            else:
+                dtype = DTYPES[self.problem.dtype]
+                made[name] = torch.randn((batch, tokens, heads, dim), device=self.device, dtype=dtype).transpose(1, 2)
+        return made
+
+
+class OneKernel:
+    """One call with as much work as a rank has: what the device does when nothing disturbs it."""
+
+    def __init__(self, problem: Problem, *, device: torch.device) -> None:
+        self.problem, self.kernel = problem, kernel_for(problem, device)
+        everything = (range(problem.seq_q), range(problem.seq_kv))
+        pairs = problem.mask.pairs(*everything, seq_q=problem.seq_q, seq_kv=problem.seq_kv) // problem.ranks
+        is_causal = problem.mask.right is not None
+        self.tokens = max(1, isqrt(2 * pairs if is_causal else pairs))
+        self.pairs = self.tokens * (self.tokens + 1) // 2 if is_causal else self.tokens**2
+        span = (range(self.tokens),)
+        mask = causal() if is_causal else full()
+        form = CallMask("causal" if is_causal else "full", mask, span, span, self.tokens, self.tokens)
+        self.scores = Scores(form, problem.head_dim_qk**-0.5)
+        self.device = device
+
+    def flops(self, direction: Direction) -> int:
+        qk, v = self.problem.head_dim_qk, self.problem.head_dim_v
+        inner = qk + v if direction == "forward" else 3 * qk + 2 * v
+        return 2 * self.pairs * self.problem.batch * self.problem.heads * inner
+
+    @cached_property
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        problem = self.problem
+        sizes = (
+            (problem.heads, problem.head_dim_qk),
+            (problem.kv_heads, problem.head_dim_qk),
+            (problem.kv_heads, problem.head_dim_v),
+            (problem.heads, problem.head_dim_v),
+        )
+        dtype = DTYPES[problem.dtype]
+        q, k, v, do = (
+            torch.randn((problem.batch, self.tokens, *size), device=self.device, dtype=dtype).transpose(1, 2)
+            for size in sizes
+        )
+        return q, k, v, do
+
+    @cached_property
+    def _row(self) -> RowGradient:
+        q, k, v, do = self._tensors
+        out, lse = self.kernel.forward(q, k, v, self.scores)
+        return RowGradient(do, lse, (out.float() * do.float()).sum(-1))
+
+    def run(self, direction: Direction) -> object:
+        q, k, v, _ = self._tensors
+        if direction == "forward":
+            return self.kernel.forward(q, k, v, self.scores)
+        return self.kernel.backward(q, k, v, self._row, self.scores)
+
+
+def kernel_for(problem: Problem, device: torch.device) -> Kernel:
+    return choose_kernel(
+        Demand(
+            device=device.type,
+            dtype=DTYPES[problem.dtype],
+            head_dim_qk=problem.head_dim_qk,
+            head_dim_v=problem.head_dim_v,
+            softcap=0.0,
+            lse_gradient=False,
+        )
+    )

@@ -1,0 +1,162 @@
+"""`replay`: plays plans on a device, interleaved, so that what disturbs one disturbs all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from mesh_attention.comm.base import Comm
+from mesh_attention.comm.replay import ReplayComm, SilentComm
+from mesh_attention.errors import UsageError
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import Direction
+from mesh_attention.replay.actor import Actor, OneKernel
+from mesh_attention.replay.result import Contender, KernelPass, Pass, Replayed
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.topology import Topology
+
+Report = Callable[[str, float], None]
+"""Is told what is being done and the fraction done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A plan for each pass, under a name."""
+
+    name: str
+    description: str
+    plans: Mapping[Direction, Plan]
+
+
+def replay(
+    parts: Sequence[Part],
+    topology: Topology,
+    *,
+    rank: int,
+    device: torch.device,
+    rounds: int = 5,
+    on_progress: Report | None = None,
+) -> Replayed:
+    """Every part's passes, in every round one after the other, with the one kernel among them.
+
+    `topology` is what the simulator's forecasts are made for: this device behind this device's link.
+    """
+    if not parts:
+        raise UsageError("nothing to replay; give at least one plan")
+    report = on_progress or (lambda doing, fraction: None)
+    takes = [_Take(part, rank, direction, device) for part in parts for direction in part.plans]
+    problem = next(iter(parts[0].plans.values())).problem
+    kernel = OneKernel(problem, device=device)
+    kernel_times: dict[Direction, list[float]] = {direction: [] for part in parts for direction in part.plans}
+    comm = ReplayComm(rank, problem.ranks, device=device)
+    comm.reserve(max(take.actor.largest_message_nbytes for take in takes))
+    for number, take in enumerate(takes):
+        report(f"warming up {take.name}", 0.5 * number / len(takes))
+        take.warm_up(comm, topology)
+    for direction in kernel_times:
+        kernel.run(direction)
+    for number in range(rounds):
+        report(f"round {number + 1} of {rounds}", 0.5 + 0.5 * number / rounds)
+        for direction, times in kernel_times.items():
+            times.append(clock(lambda direction=direction: kernel.run(direction), device).device_s)  # type: ignore[misc]
+        for take in takes:
+            take.once(comm)
+    return Replayed(
+        rank=rank,
+        contenders=tuple(_contender(part, [take for take in takes if take.part is part]) for part in parts),
+        kernel=tuple(
+            KernelPass(direction=direction, flops=kernel.flops(direction), times_s=tuple(times))
+            for direction, times in kernel_times.items()
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Clocked:
+    """Until the device was done, and until the host had queued everything."""
+
+    device_s: float
+    host_s: float
+
+
+def clock(run: Callable[[], object], device: torch.device) -> Clocked:
+    """One run, from an idle device to an idle device."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        run()
+        elapsed = time.perf_counter() - begin
+        return Clocked(elapsed, elapsed)
+    torch.cuda.synchronize(device)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin = time.perf_counter()
+    start.record()
+    result = run()
+    stop.record()
+    host_s = time.perf_counter() - begin
+    stop.synchronize()
+    del result
+    return Clocked(float(start.elapsed_time(stop)) * 1e-3, host_s)
+
+
+@dataclass
+class _Take:
+    """One pass of one part, and what was measured of it so far."""
+
+    part: Part
+    rank: int
+    direction: Direction
+    device: torch.device
+    clocked: list[Clocked] = field(default_factory=list)
+    silent_s: list[float] = field(default_factory=list)
+    forecast_s: float = 0.0
+    peak_nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        self.actor = Actor(self.part.plans[self.direction], self.rank, device=self.device)
+        self.silence = SilentComm(self.rank, self.actor.problem.ranks, device=self.device)
+
+    @property
+    def name(self) -> str:
+        return f"{self.part.name} {self.direction}"
+
+    def warm_up(self, comm: Comm, topology: Topology) -> None:
+        """Once, so that what is made at first use is there; the peak is that of the second run."""
+        timeline = simulate(self.actor.plan, topology)
+        self.forecast_s = timeline.ranks[self.rank].stop_s
+        self.actor.run(comm)
+        self.peak_nbytes = self._peak(comm)
+
+    def once(self, comm: Comm) -> None:
+        self.clocked.append(clock(lambda: self.actor.run(comm), self.device))
+        self.silent_s.append(clock(lambda: self.actor.run(self.silence), self.device).device_s)
+
+    def _peak(self, comm: Comm) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.actor.run(comm)
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+
+def _contender(part: Part, takes: Sequence[_Take]) -> Contender:
+    passes = tuple(
+        Pass(
+            direction=take.direction,
+            flops=take.actor.flops,
+            times_s=tuple(one.device_s for one in take.clocked),
+            compute_s=median(take.silent_s),
+            host_s=median(one.host_s for one in take.clocked),
+            forecast_s=take.forecast_s,
+            plan_nbytes=take.actor.device_nbytes,
+            peak_nbytes=take.peak_nbytes,
+        )
+        for take in takes
+    )
+    return Contender(name=part.name, description=part.description, passes=passes)

@@ -1,0 +1,268 @@
+"""Every kernel of the GPU against float64, over masks, head sizes, lengths and the strides that buffers have.
+
+What is demanded follows from the dtype's rounding u: the LSE is float32 throughout; outputs are rounded once after one
+product with rounded weights; gradients go through two more products with rounded factors. A mask that is off by one
+diagonal in 300 shows as more than 0.05 in the gradients and 0.003 in the LSE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mesh_attention import Mask, causal, documents, full, window
+from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores
+from mesh_attention.kernels.reference import ReferenceKernel
+from mesh_attention.kernels.select import KERNELS, choose_kernel
+from mesh_attention.kernels.sliced import SlicedReferenceKernel
+
+DEVICE = "cuda"
+BATCH, HEADS = 2, 4
+LSE_TOLERANCE = 2.0**-12
+FUSED = [kernel for kernel in KERNELS if kernel.name not in ("cpu flash", "reference", "reference in slices")]
+LENGTHS = (1, 2, 3, 7, 16, 33, 63, 64, 65, 100, 127, 128, 129, 130, 191, 193, 250, 255, 256, 257, 299, 300)
+
+
+def positions(mask: Mask, q: range, kv: range, seq_q: int, seq_kv: int | None = None) -> CallMask:
+    return CallMask("positions", mask, (q,), (kv,), seq_q, seq_q if seq_kv is None else seq_kv)
+
+
+MASKS = {
+    "full": CallMask("full", full(), (range(300),), (range(200),), 300, 200),
+    "causal": CallMask("causal", causal(), (range(300),), (range(300),), 300, 300),
+    "window": positions(window(64, 0), range(300), range(300), 300),
+    "offset window": positions(window(10, 5), range(100, 300), range(250), 300),
+    "documents": positions(causal() & documents([0, 70, 71, 200, 300]), range(50, 300), range(260), 300),
+    "striped": positions(causal(), range(1, 900, 3), range(2, 900, 3), 900),
+    "blind rows": positions(window(1, 0), range(300), range(200, 290), 300),
+    "bottom right": positions(causal(), range(200), range(300), 200, 300),
+    "tall": positions(window(20, 300), range(600), range(100, 160), 600),
+    "mixed strides": positions(causal(), range(300), range(0, 900, 3), 900),
+}
+
+
+class Case(NamedTuple):
+    """A call as an executor makes it: Q, K and V, gradients of rows over more keys than the call's, and its scores."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    row: RowGradient
+    scores: Scores
+
+
+def case(
+    mask: CallMask, dtype: torch.dtype, *, dims: tuple[int, int] = (128, 128), kv_heads: int = HEADS, heads: int = HEADS
+) -> Case:
+    """Random tensors that lie in records, as buffers do: K beside V, and dO behind its LSE and delta."""
+    torch.manual_seed(1)
+    d_qk, d_v = dims
+    tokens_q, tokens_kv = (sum(map(len, side)) for side in (mask.q, mask.kv))
+    q = torch.randn((tokens_q, BATCH, heads, d_qk), device=DEVICE).to(dtype).permute(1, 2, 0, 3)
+    kv = torch.randn((tokens_kv, BATCH, kv_heads * (d_qk + d_v)), device=DEVICE).to(dtype)
+    k = kv[..., : kv_heads * d_qk].view(tokens_kv, BATCH, kv_heads, d_qk).permute(1, 2, 0, 3)
+    v = kv[..., kv_heads * d_qk :].view(tokens_kv, BATCH, kv_heads, d_v).permute(1, 2, 0, 3)
+    record = torch.zeros((tokens_q, BATCH, heads * (8 + d_v * dtype.itemsize)), dtype=torch.uint8, device=DEVICE)
+    statistics = record[..., : heads * 8].view(torch.float32).view(tokens_q, BATCH, 2, heads).permute(2, 1, 3, 0)
+    do = record[..., heads * 8 :].view(dtype).view(tokens_q, BATCH, heads, d_v).permute(1, 2, 0, 3)
+    do.copy_(torch.randn(do.shape, device=DEVICE))
+    scores = Scores(mask, d_qk**-0.5)
+    _, lse = exact_forward(q, k, v, scores)
+    statistics[0] = torch.logaddexp(lse, lse + torch.randn_like(lse))  # over keys of other calls as well
+    statistics[1] = (torch.randn_like(do) * do).sum(-1)
+    return Case(q, k, v, RowGradient(do, statistics[0], statistics[1]), scores)
+
+
+def exact_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    return ReferenceKernel().forward(q.double(), k.double(), v.double(), scores)
+
+
+def exact_backward(given: Case) -> Gradients:
+    row = RowGradient(*(x.double() for x in given.row))
+    return ReferenceKernel().backward(given.q.double(), given.k.double(), given.v.double(), row, given.scores)
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    """Relative, over the whole tensor."""
+    assert not ours.isnan().any()
+    return ((ours.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+
+
+def check(kernel: Kernel, given: Case) -> None:
+    rounding = torch.finfo(given.q.dtype).eps / 2
+    out, lse = kernel.forward(given.q, given.k, given.v, given.scores)
+    exact, exact_lse = exact_forward(given.q, given.k, given.v, given.scores)
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=LSE_TOLERANCE)
+    assert error(out, exact) <= 2 * rounding
+    assert not out.transpose(2, 3)[exact_lse[:, :, None].expand(out.mT.shape) == -torch.inf].any()
+    gradients = kernel.backward(given.q, given.k, given.v, given.row, given.scores)
+    for mine, due in zip(gradients, exact_backward(given), strict=True):
+        assert mine.shape == due.shape
+        assert error(mine, due) <= 6 * rounding
+
+
+def need(
+    kernel: Kernel, dtype: torch.dtype, dims: tuple[int, int] = (128, 128), *, deterministic: bool = False
+) -> None:
+    demand = Demand(
+        device=DEVICE,
+        dtype=dtype,
+        head_dim_qk=dims[0],
+        head_dim_v=dims[1],
+        softcap=0.0,
+        lse_gradient=False,
+        deterministic=deterministic,
+    )
+    reason = kernel.supports(demand)
+    if reason is not None:
+        pytest.skip(f"{kernel.name} {reason}")
+
+
+every_kernel = pytest.mark.parametrize("kernel", FUSED, ids=lambda kernel: kernel.name)
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+@every_kernel
+@every_dtype
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask_with_grouped_heads(kernel: Kernel, dtype: torch.dtype, kv_heads: int, mask: str) -> None:
+    need(kernel, dtype)
+    check(kernel, case(MASKS[mask], dtype, kv_heads=kv_heads))
+
+
+@every_kernel
+@every_dtype
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (256, 256), (192, 128), (64, 128)])
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_every_head_size(kernel: Kernel, dtype: torch.dtype, dims: tuple[int, int], mask: str) -> None:
+    need(kernel, dtype, dims)
+    check(kernel, case(MASKS[mask], dtype, dims=dims, kv_heads=2))
+
+
+@every_kernel
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_length(kernel: Kernel, length: int) -> None:
+    need(kernel, torch.bfloat16)
+    own, others = range(length), range(length, 301)
+    check(kernel, case(CallMask("causal", causal(), (own,), (own,), 301, 301), torch.bfloat16))
+    for q, kv in ((own, others), (others, own)):
+        check(kernel, case(CallMask("full", full(), (q,), (kv,), 301, 301), torch.bfloat16, kv_heads=2))
+
+
+@every_kernel
+@every_dtype
+@pytest.mark.parametrize("heads", [1, 3])
+def test_records_that_are_not_aligned(kernel: Kernel, dtype: torch.dtype, heads: int) -> None:
+    need(kernel, dtype)
+    given = case(MASKS["causal"], dtype, heads=heads, kv_heads=heads)
+    assert any(stride * dtype.itemsize % 16 for stride in given.row.do.stride()[:3])
+    check(kernel, given)
+
+
+@every_kernel
+def test_strides_of_do_may_change_between_calls(kernel: Kernel) -> None:
+    """torch's cuDNN plans know the strides of Q, K and V only."""
+    need(kernel, torch.bfloat16)
+    given = case(MASKS["full"], torch.bfloat16)
+    for lay in (lambda x: x, lambda x: x.clone(), lambda x: x.contiguous(), lambda x: x.mT.contiguous().mT):
+        check(kernel, given._replace(row=given.row._replace(do=lay(given.row.do))))
+
+
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FLASH_ATTENTION}
+
+
+@pytest.mark.parametrize(
+    "kernel", [kernel for kernel in FUSED if kernel.name in BACKENDS], ids=lambda kernel: kernel.name
+)
+@every_dtype
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_no_worse_than_the_operator_itself(kernel: Kernel, dtype: torch.dtype, is_causal: bool, kv_heads: int) -> None:
+    """With delta in place of the output, errors stay within 1.5 times those of plain torch."""
+    need(kernel, dtype)
+    form, mask = ("causal", causal()) if is_causal else ("full", full())
+    call = CallMask(form, mask, (range(1024),), (range(1024),), 1024, 1024)  # type: ignore[arg-type]
+    given = case(call, dtype, kv_heads=kv_heads)
+    out, lse = exact_forward(given.q, given.k, given.v, given.scores)
+    row = RowGradient(given.row.do, lse.float(), (out * given.row.do.double()).sum(-1).float())
+    given = given._replace(row=row)
+    q, k, v = (x.detach().clone().requires_grad_() for x in (given.q, given.k, given.v))
+    with sdpa_kernel(BACKENDS[kernel.name]):
+        plain = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=kv_heads != HEADS)
+        plain_gradients = torch.autograd.grad(plain, (q, k, v), given.row.do)
+    ours, _ = kernel.forward(given.q, given.k, given.v, given.scores)
+    assert error(ours, out) <= 1.5 * error(plain.detach(), out)
+    gradients = kernel.backward(given.q, given.k, given.v, given.row, given.scores)
+    for mine, theirs, due in zip(gradients, plain_gradients, exact_backward(given), strict=True):
+        assert error(mine, due) <= 1.5 * error(theirs, due)
+
+
+@pytest.mark.parametrize("kernel", [k for k in FUSED if "deterministic" in k.name], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("mask", ["causal", "window"])
+def test_deterministic_kernels_give_the_same_bits(kernel: Kernel, mask: str) -> None:
+    need(kernel, torch.bfloat16, deterministic=True)
+    tokens = range(4096)
+    value, form = {"causal": (causal(), "causal"), "window": (window(1000, 0), "positions")}[mask]
+    call = CallMask(form, value, (tokens,), (tokens,), 4096, 4096)  # type: ignore[arg-type]
+    given = case(call, torch.bfloat16, kv_heads=1)
+    first, *others = (kernel.backward(given.q, given.k, given.v, given.row, given.scores) for _ in range(4))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    assert torch.get_deterministic_debug_mode() == 0
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """In bytes, over what was held before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found: list[int] = []
+    yield found
+    found.append(torch.cuda.max_memory_allocated() - before)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_the_sliced_reference_is_exact_in_bounded_memory(softcap: float) -> None:
+    kernel, tokens = SlicedReferenceKernel(), range(4096)
+    call = CallMask("causal", causal(), (tokens,), (tokens,), 4096, 4096)
+    given = case(call, torch.float32, dims=(40, 24), kv_heads=2)
+    given = given._replace(scores=given.scores._replace(softcap=softcap))
+    with peak_memory() as peak:
+        out, lse = kernel.forward(given.q, given.k, given.v, given.scores)
+        gradients = kernel.backward(given.q, given.k, given.v, given.row, given.scores)
+    assert peak[0] <= 2**30 + 2**27
+    exact, exact_lse = exact_forward(given.q, given.k, given.v, given.scores)
+    assert max(error(out, exact), error(lse, exact_lse)) <= 1e-5
+    assert max(error(*pair) for pair in zip(gradients, exact_backward(given), strict=True)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "cudnn"),
+        ({"deterministic": True}, "cudnn, deterministic"),
+        ({"head_dim_qk": 256, "head_dim_v": 256, "deterministic": True}, "torch flash, deterministic"),
+        ({"lse_gradient": True}, "reference in slices"),
+        ({"softcap": 1.0}, "reference in slices"),
+        ({"dtype": torch.float32}, "reference in slices"),
+        ({"head_dim_qk": 60, "head_dim_v": 60}, "reference in slices"),
+    ],
+)
+def test_the_choice_on_hopper(changes: dict[str, object], name: str) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("not on Hopper")
+    plain: dict[str, object] = {"device": DEVICE, "dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128}
+    demand = Demand(**(plain | {"softcap": 0.0, "lse_gradient": False} | changes))  # type: ignore[arg-type]
+    choose_kernel.cache_clear()
+    chosen = choose_kernel(demand)
+    assert chosen.name in (name, "flash-attn 3")

@@ -1,0 +1,154 @@
+"""Gloo with staging on a real device: four processes share one GPU, which NCCL would refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attention_cases import BY_NAME, dense_answer, relative_error, whole_tensors
+
+from mesh_attention.api import MeshAttention
+from mesh_attention.comm.base import Parcel
+from mesh_attention.comm.local import block
+from mesh_attention.comm.staged import StagedComm, comm_for
+from mesh_attention.comm.torch_dist import TorchComm
+from mesh_attention.testing.comm_conformance import CHECKS
+from mesh_attention.testing.run_ranks import RankPool
+
+pytestmark = pytest.mark.xdist_group("gpu")
+DEVICE = "cuda"
+TENTH_OF_A_SECOND = 200_000_000
+"""In cycles of the device, about."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+def run_checks(group: Any) -> None:
+    comm = StagedComm(group)
+    with torch.device(DEVICE):  # where the checks make their tensors
+        for check in CHECKS:
+            block(check(comm))
+    assert [device.type for device in comm._stages] == [DEVICE]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_staging_is_held_to_the_checks_of_every_transport(pool: RankPool, ranks: int) -> None:
+    pool.run(ranks, run_checks)
+
+
+def errors_of(group: Any, options: dict[str, Any], dtype: torch.dtype) -> list[float]:
+    """This rank's relative errors of the output and the gradients, against dense attention in one process."""
+    case = BY_NAME["causal"]
+    attention = MeshAttention(StagedComm(group), **options)
+    truth = dense_answer(case, dtype)
+    q, k, v, d_out = (attention.shard(t.to(DEVICE)) for t in whole_tensors(case, dtype)[:4])
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out = attention(*inputs, seq_len=case.seq_q, **case.call)
+    gradients = torch.autograd.grad((out * d_out).sum(), inputs)
+    due = [attention.shard(t) for t in (truth.out, *truth.gradients)]
+    errors = [relative_error(ours.cpu(), theirs) for ours, theirs in zip((out, *gradients), due, strict=True)]
+    return [*errors, relative_error(attention.unshard(out).cpu(), truth.out)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "ring", "route": "ring"},
+        {"method": "mesh", "tile": (2, 2)},
+        {"method": "mesh", "tile": (2, 2), "blocks_per_call": 2, "keep": ("kv",)},
+        {"method": "attention2d", "tile": (2, 2)},
+        {"method": "mesh", "tile": (1, 2), "ulysses_degree": 2},
+    ],
+    ids=lambda options: "-".join(str(value) for value in options.values()),
+)
+def test_attention_of_four_processes_is_exact(pool: RankPool, options: dict[str, Any], dtype: torch.dtype) -> None:
+    tolerance = 1e-12 if dtype is torch.float64 else 16 * torch.finfo(dtype).eps
+    for errors in pool.run(4, errors_of, options, dtype):
+        assert max(errors) <= tolerance
+
+
+# Streams
+
+
+def exchange_behind_compute(group: Any, is_side_stream: bool) -> dict[str, bool]:
+    """Posts while the device is busy, queues more, waits, and uses both chunks again at once."""
+    comm, peer = StagedComm(group), 1 - dist.get_rank(group)
+    with torch.cuda.stream(torch.cuda.Stream() if is_side_stream else torch.cuda.default_stream()):
+        chunk, landing = (torch.zeros(1 << 22, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+        parcels = [Parcel([chunk], peer, "kv")], [Parcel([landing], peer, "kv")]
+        comm.post(*parcels).wait()  # pinned memory and streams are there from now on
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2 * TENTH_OF_A_SECOND)
+        chunk.fill_(7 + comm.rank)
+        found_before = landing.clone()
+        queued = torch.cuda.current_stream().record_event()
+        work = comm.post(*parcels)
+        answers = {"post waits for nothing": not queued.query()}
+        torch.cuda._sleep(10 * TENTH_OF_A_SECOND)
+        work.wait()
+        answers["later work is not waited for"] = not torch.cuda.current_stream().query()
+        arrived = landing.clone()
+        chunk.fill_(99)
+        landing.fill_(99)
+        torch.cuda.synchronize()
+    answers["earlier work reads what was there"] = not bool(found_before.any())
+    answers["what was queued before is sent, and there after waiting"] = arrived.unique().tolist() == [7 + peer]
+    return answers
+
+
+@pytest.mark.parametrize("is_side_stream", [False, True])
+def test_copies_keep_the_order_of_the_stream(pool: RankPool, is_side_stream: bool) -> None:
+    for answers in pool.run(2, exchange_behind_compute, is_side_stream):
+        assert [what for what, holds in answers.items() if not holds] == []
+
+
+def exchange_what_is_freed(group: Any) -> list[int]:
+    """The turns in which something else arrived than was sent; chunks are let go as soon as they are posted."""
+    comm, peer, size = StagedComm(group), 1 - dist.get_rank(group), 1 << 20
+    wrong: list[int] = []
+    for turn in range(60):
+        landing = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
+        chunk = torch.full((size,), turn + comm.rank, dtype=torch.uint8, device=DEVICE)
+        work = comm.post([Parcel([chunk], peer, "kv")], [Parcel([landing], peer, "kv")])
+        del chunk
+        torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)  # takes the memory, if it can be had
+        work.wait()
+        if not bool((landing == turn + peer).all()):
+            wrong.append(turn)
+    return wrong
+
+
+def test_chunks_may_be_let_go_once_posted(pool: RankPool) -> None:
+    assert pool.run(2, exchange_what_is_freed) == [[], []]
+
+
+# Choosing
+
+
+def choose(group: Any) -> str:
+    return type(comm_for(group, torch.device(DEVICE, 0))).__name__
+
+
+def test_a_gloo_group_stages(pool: RankPool) -> None:
+    assert pool.run(2, choose) == ["StagedComm"] * 2
+
+
+def share_over_nccl(group: Any) -> list[str]:
+    """Alone, since NCCL wants a GPU for each rank: the texts go over Gloo, the meeting over NCCL."""
+    mixed = dist.new_group([dist.get_rank()], backend="cpu:gloo,cuda:nccl", use_local_synchronization=True)
+    comm = comm_for(mixed, torch.device(DEVICE, 0))
+    assert isinstance(comm, TorchComm)
+    return [text for word in ("one", "two") for text in comm.share(word).result()]
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch with NCCL")
+def test_a_group_with_nccl_uses_it(pool: RankPool) -> None:
+    assert pool.run(1, share_over_nccl) == [["one", "two"]]

@@ -1,0 +1,338 @@
+"""Kernels for CUDA, on a CPU: the operators are faked densely, everything around them is what runs on a GPU."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from flash_fakes import FakeAten, flash_attn_2, flash_attn_3, flash_attn_4
+from torch import Tensor
+
+from mesh_attention import Mask, causal, documents, full, window
+from mesh_attention.kernels import cuda, flash_attn
+from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
+from mesh_attention.kernels.cuda import CudnnKernel, TorchFlashKernel
+from mesh_attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FlashAttnKernel, Release
+from mesh_attention.kernels.reference import ReferenceKernel
+from mesh_attention.kernels.select import KERNELS, choose_kernel
+from mesh_attention.kernels.sliced import SlicedReferenceKernel
+from mesh_attention.kernels.windowed import aligned
+
+PACKAGES: dict[Release, Callable[[list[str]], ModuleType]] = {
+    FLASH_ATTN_2: flash_attn_2,
+    FLASH_ATTN_3: flash_attn_3,
+    FLASH_ATTN_4: flash_attn_4,
+}
+KERNELS_BY_NAME: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        CudnnKernel(),
+        CudnnKernel(is_deterministic=True),
+        TorchFlashKernel(),
+        TorchFlashKernel(is_deterministic=True),
+        *map(FlashAttnKernel, PACKAGES),
+    )
+}
+
+
+@pytest.fixture
+def aten(monkeypatch: pytest.MonkeyPatch) -> FakeAten:
+    fake = FakeAten()
+    for name in ("cudnn_forward", "cudnn_backward", "flash_forward", "flash_backward"):
+        monkeypatch.setattr(cuda, f"_{name}", getattr(fake, name))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    return fake
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """All three releases installed; their calls."""
+    calls: list[str] = []
+    for release, make in PACKAGES.items():
+        monkeypatch.setitem(sys.modules, release.module, make(calls))
+        parts = release.module.split(".")
+        for depth in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(".".join(parts[:depth])))
+    flash_attn.find_functions.cache_clear()
+    return calls
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    clear = flash_attn.find_functions.cache_clear
+    yield
+    clear()
+    choose_kernel.cache_clear()
+
+
+def positions(mask: Mask, q: range, kv: range, seq_q: int, seq_kv: int | None = None) -> CallMask:
+    return CallMask("positions", mask, (q,), (kv,), seq_q, seq_q if seq_kv is None else seq_kv)
+
+
+MASKS = {
+    "full": CallMask("full", full(), (range(70),), (range(90),), 90, 90),
+    "causal": CallMask("causal", causal(), (range(80),), (range(80),), 80, 80),
+    "small": CallMask("causal", causal(), (range(9),), (range(9),), 9, 9),
+    "one key": CallMask("full", full(), (range(70),), (range(1),), 90, 90),
+    "window": positions(window(13, 1), range(4, 82), range(2, 91), 100),
+    "documents": positions(causal() & documents([0, 5, 39, 100]), range(2, 82), range(79), 100),
+    "striped": positions(causal(), range(1, 240, 3), range(2, 240, 3), 240),
+    "mixed strides": positions(causal(), range(30), range(0, 60, 2), 60),
+    "blind": positions(window(1, 0), range(32), range(8, 21), 32),
+    "bottom right": positions(causal(), range(70), range(100), 70, 100),
+    "tall": positions(window(3, 9), range(60), range(20, 31), 60),
+}
+
+
+def call(mask: CallMask, *, heads: int = 4, kv_heads: int = 4, dim: int = 8) -> tuple[Tensor, ...]:
+    """Q, K, V, dO, LSE and delta as buffers hold them: K beside V, dO behind its statistics."""
+    torch.manual_seed(0)
+    tokens_q, tokens_kv = (sum(map(len, side)) for side in (mask.q, mask.kv))
+    q = torch.randn(tokens_q, 2, heads, dim).permute(1, 2, 0, 3)
+    kv = torch.randn(tokens_kv, 2, 2, kv_heads, dim).permute(2, 1, 3, 0, 4)
+    row = torch.randn(tokens_q, 2, heads * (2 + dim))
+    do = row[..., 2 * heads :].view(tokens_q, 2, heads, dim).permute(1, 2, 0, 3)
+    statistics = row[..., : 2 * heads].view(tokens_q, 2, 2, heads).permute(2, 1, 3, 0)
+    _, lse = ReferenceKernel().forward(q, kv[0], kv[1], Scores(mask, 0.3))
+    statistics[0] = lse + statistics[0].abs()
+    return q, kv[0], kv[1], do, statistics[0], statistics[1]
+
+
+def check(kernel: Kernel, mask: CallMask, tensors: tuple[Tensor, ...]) -> None:
+    q, k, v, *row = tensors
+    scores = Scores(mask, 0.3)
+    for mine, due in zip(kernel.forward(q, k, v, scores), ReferenceKernel().forward(q, k, v, scores), strict=True):
+        torch.testing.assert_close(mine, due, rtol=1e-5, atol=1e-5)
+    ours, theirs = (one.backward(q, k, v, RowGradient(*row), scores) for one in (kernel, ReferenceKernel()))
+    for mine, due in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, due, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", KERNELS_BY_NAME)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_every_mask_is_exact(aten: FakeAten, packages: list[str], kernel: str, mask: str, kv_heads: int) -> None:
+    check(KERNELS_BY_NAME[kernel], MASKS[mask], call(MASKS[mask], kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("kernel", KERNELS_BY_NAME)
+def test_records_that_are_not_aligned_are_copied(aten: FakeAten, packages: list[str], kernel: str) -> None:
+    """An odd number of heads puts dO at an odd multiple of 8 bytes."""
+    for heads in (1, 3):
+        check(KERNELS_BY_NAME[kernel], MASKS["causal"], call(MASKS["causal"], heads=heads, kv_heads=heads))
+
+
+def test_strides_of_do_may_change_between_calls(aten: FakeAten) -> None:
+    """torch's cuDNN plans know the strides of Q, K and V only; the fake refuses a plan made for others."""
+    q, k, v, do, *row = call(MASKS["full"])
+    for lay in (do, do.clone(), do.contiguous(), do.mT.contiguous().mT):
+        check(CudnnKernel(), MASKS["full"], (q, k, v, lay, *row))
+
+
+@pytest.mark.parametrize(
+    ("mask", "calls"),
+    [
+        ("full", ["cudnn forward", "cudnn backward"]),
+        ("causal", ["cudnn forward causal", "cudnn backward causal"]),
+        ("striped", ["cudnn forward causal", "cudnn backward causal"]),
+        ("small", ["flash forward", "flash backward"]),
+        ("one key", ["flash forward", "flash backward"]),
+        ("window", ["flash forward", "flash backward"]),
+        ("mixed strides", []),
+    ],
+)
+def test_cudnn_gets_what_it_is_good_at(aten: FakeAten, mask: str, calls: list[str]) -> None:
+    check(CudnnKernel(), MASKS[mask], call(MASKS[mask]))
+    assert aten.calls == calls
+
+
+def test_a_window_by_cudnn_alone_goes_to_the_reference(aten: FakeAten, caplog: pytest.LogCaptureFixture) -> None:
+    """torch's flash has one head size, cuDNN may have two."""
+    mask = MASKS["window"]
+    q, k, v, *row = call(mask)
+    tensors = (torch.cat([q, q], -1), torch.cat([k, k], -1), v, *row)
+    with caplog.at_level(logging.INFO, logger="mesh_attention"):
+        check(CudnnKernel(), mask, tensors)
+    assert aten.calls == []
+    assert "reference in slices: torch's flash kernel needs one head size, not 16 and 8" in caplog.text
+
+
+def test_a_torch_without_flash_still_has_cudnn(aten: FakeAten, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    for mask in ("window", "causal"):
+        check(CudnnKernel(), MASKS[mask], call(MASKS[mask]))
+    assert aten.calls == ["cudnn forward causal", "cudnn backward causal"]
+
+
+def test_packages_get_what_they_take(aten: FakeAten, packages: list[str]) -> None:
+    for release in PACKAGES:
+        for mask in ("full", "causal", "window"):
+            check(FlashAttnKernel(release), MASKS[mask], call(MASKS[mask]))
+    both = ["forward", "backward"]
+    assert packages == [
+        f"{name} {way}" for name, count in ((2, 3), (3, 3), (4, 2)) for _ in range(count) for way in both
+    ]
+    assert aten.calls == ["flash forward", "flash backward"], "flash-attn 4 has causal windows only"
+
+
+def test_deterministic_gradients_use_torchs_switch_and_put_it_back(aten: FakeAten) -> None:
+    for kernel in ("torch flash", "torch flash, deterministic", "cudnn, deterministic"):
+        check(KERNELS_BY_NAME[kernel], MASKS["causal"], call(MASKS["causal"]))
+    assert aten.modes == [0, 2, 2]
+    assert aten.calls[-2:] == ["cudnn forward causal", "flash backward"]
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        with pytest.raises(RuntimeError, match="out of memory"), cuda._same_bits():
+            raise RuntimeError("out of memory")
+        assert torch.get_deterministic_debug_mode() == 1
+        assert torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
+def test_aligned_copies_only_what_it_must() -> None:
+    whole = torch.randn(2, 10, 4, 8, dtype=torch.bfloat16).transpose(1, 2)
+    for fine in (whole, whole[:, :, 3:], whole[:, :2], whole[..., 3:4, :]):
+        assert aligned(fine) is fine
+    shifted = torch.randn(641, dtype=torch.bfloat16)[1:].view(2, 10, 4, 8).transpose(1, 2)
+    for odd in (whole[..., 1:], whole.mT, whole[..., :7].contiguous(), shifted):
+        copy = aligned(odd)
+        assert torch.equal(copy, odd)
+        assert copy.transpose(1, 2).is_contiguous()
+        assert copy.data_ptr() != odd.data_ptr()
+
+
+@pytest.mark.parametrize("mask", [name for name in MASKS if name != "one key"])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_the_sliced_reference_is_the_reference(mask: str, softcap: float) -> None:
+    kernel = SlicedReferenceKernel(nbytes=2_500)  # a few rows
+    q, k, v, *row = call(MASKS[mask], kv_heads=2)
+    assert len(list(kernel._slices(q, k))) > 1
+    scores = Scores(MASKS[mask], 0.3, softcap)
+    for mine, due in zip(kernel.forward(q, k, v, scores), ReferenceKernel().forward(q, k, v, scores), strict=True):
+        torch.testing.assert_close(mine, due)
+    ours, theirs = (one.backward(q, k, v, RowGradient(*row), scores) for one in (kernel, ReferenceKernel()))
+    for mine, due in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, due, rtol=1e-5, atol=1e-5)
+
+
+def test_slices_keep_to_their_memory() -> None:
+    q, k = torch.empty(2, 4, 100, 8), torch.empty(2, 1, 50, 8)
+    slices = list(SlicedReferenceKernel(nbytes=2 * 4 * 50 * 4 * 30)._slices(q, k))
+    assert slices == [slice(0, 30), slice(30, 60), slice(60, 90), slice(90, 100)]
+    assert len(list(SlicedReferenceKernel(nbytes=1)._slices(q, k))) == 100
+
+
+def demand(**changes: object) -> Demand:
+    plain: dict[str, object] = {"device": "cuda", "dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128}
+    return Demand(**(plain | {"softcap": 0.0, "lse_gradient": False} | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A GPU whose torch takes everything."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91600)
+    monkeypatch.setattr(cuda, "_refusal", lambda can_use, demand: None)
+    return monkeypatch
+
+
+def test_on_a_cpu_no_kernel_looks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("CUDA was asked")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", refuse)
+    monkeypatch.setattr(flash_attn, "find_functions", refuse)
+    for kernel in KERNELS[1:-1]:
+        for changes in ({}, {"deterministic": True}, {"head_dim_v": 64}):
+            assert kernel.supports(demand(device="cpu", **changes)) == "runs on cuda, not on cpu", kernel.name
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float32}, "needs bfloat16 or float16, not torch.float32"),
+        ({"head_dim_qk": 60}, "needs head sizes that are multiples of 8, not 60 and 128"),
+        ({"softcap": 2.0}, "has no softcap"),
+        ({"lse_gradient": True}, "cannot take a gradient into the LSE in rows where dO is zero"),
+    ],
+)
+def test_what_no_fused_kernel_can_do(
+    hopper: pytest.MonkeyPatch, packages: list[str], changes: dict[str, object], reason: str
+) -> None:
+    for kernel in KERNELS_BY_NAME.values():
+        assert kernel.supports(demand()) is None or kernel.name == "flash-attn 4"
+        assert kernel.supports(demand(**changes)) == reason, kernel.name
+    assert choose_kernel(demand(**changes)).name == "reference in slices"
+
+
+def test_each_kernel_says_where_it_stops(hopper: pytest.MonkeyPatch, packages: list[str]) -> None:
+    sizes = demand(head_dim_qk=192)
+    assert TorchFlashKernel().supports(sizes) == "needs one head size, not 192 and 128"
+    assert CudnnKernel().supports(sizes) is None
+    exact = demand(head_dim_qk=192, deterministic=True)
+    assert CudnnKernel(is_deterministic=True).supports(exact) == (
+        "needs one head size to be deterministic, not 192 and 128"
+    )
+    three, four = FlashAttnKernel(FLASH_ATTN_3), FlashAttnKernel(FLASH_ATTN_4)
+    assert three.supports(sizes) == "needs one head size among 8, 16, …, 256, not 192 and 128"
+    assert four.supports(demand(head_dim_qk=96, head_dim_v=96)) == "needs one head size among 64, 128, not 96 and 96"
+    assert four.supports(demand()) == "runs on compute capability 10, not on 9.0"
+    for kernel in (CudnnKernel(), TorchFlashKernel(), three):
+        assert kernel.supports(demand(deterministic=True)) == "adds up dQ in no fixed order"
+    hopper.setattr(torch.backends.cudnn, "version", lambda: 91500)
+    assert str(CudnnKernel().supports(demand())).startswith("needs cuDNN 91501 or later")
+    hopper.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    assert CudnnKernel().supports(demand()) == (
+        "runs better than flash on compute capability 9 and 10 only, not on 8.6"
+    )
+
+
+def test_torch_is_asked_about_gradients() -> None:
+    asked = []
+
+    def can_use_nothing(params: object) -> bool:
+        sizes = params.query.shape[-1], params.value.shape[-1]  # type: ignore[attr-defined]
+        asked.append((*sizes, params.query.requires_grad and torch.is_grad_enabled()))  # type: ignore[attr-defined]
+        return False
+
+    with torch.no_grad():
+        reason = cuda._refusal(can_use_nothing, demand(device="cpu", head_dim_v=64))
+    assert asked == [(128, 64, True)]
+    assert reason == (
+        "cannot do torch.bfloat16 with head sizes 128 and 64 here, says torch.backends.cuda.can_use_nothing"
+    )
+    assert cuda._refusal(lambda params: True, demand(device="cpu")) is None
+
+
+def test_the_choice_is_logged_with_its_reasons(hopper: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="mesh_attention"):
+        assert choose_kernel(demand()).name == "cudnn"
+        assert choose_kernel(demand(deterministic=True)).name == "cudnn, deterministic"
+    assert "not flash-attn 3: it cannot be imported (No module named 'flash_attn_interface')" in caplog.text
+    assert "not cudnn: it adds up dQ in no fixed order" in caplog.text
+
+
+def test_flash_attn_3_goes_first_where_it_is_installed(hopper: pytest.MonkeyPatch, packages: list[str]) -> None:
+    assert choose_kernel(demand()).name == "flash-attn 3"
+    assert choose_kernel(demand(deterministic=True)).name == "cudnn, deterministic"
+    hopper.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    choose_kernel.cache_clear()
+    assert choose_kernel(demand()).name == "flash-attn 2"
+
+
+def test_a_package_with_other_parameters_is_passed_over(hopper: pytest.MonkeyPatch, packages: list[str]) -> None:
+    module = sys.modules[FLASH_ATTN_3.module]
+    hopper.setattr(module, "_flash_attn_backward", lambda dout, q, k, v, out, softmax_lse, window_size: None)
+    flash_attn.find_functions.cache_clear()
+    reason = FlashAttnKernel(FLASH_ATTN_3).supports(demand())
+    assert reason == (
+        "has a _flash_attn_backward without softmax_scale, window_size_left, window_size_right, dq, dk, dv"
+    )
+    hopper.delattr(module, "_flash_attn_backward")
+    flash_attn.find_functions.cache_clear()
+    assert FlashAttnKernel(FLASH_ATTN_3).supports(demand()) == "has no flash_attn_interface._flash_attn_backward"

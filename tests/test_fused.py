@@ -1,0 +1,213 @@
+"""Mergings and row sums conform: torch's here, Triton's in a process of its own, where Triton interprets its kernels.
+
+Triton decides when it is imported whether it compiles or interprets, hence the process. It runs this file again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+
+from mesh_attention.kernels import fused, rows
+from mesh_attention.kernels.fused import FusedMerging
+from mesh_attention.kernels.merge import Merging, TorchMerging
+from mesh_attention.kernels.select import choose_merging
+from mesh_attention.testing.merging_conformance import CHECKS, ROW_CHECKS, TYPICAL, Case, Check, RowCheck, cases
+
+CPU = torch.device("cpu")
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+MERGING: Merging = FusedMerging("cpu") if IS_INTERPRETED else TorchMerging()
+ROWS: ModuleType = fused if IS_INTERPRETED else rows
+EXAMPLES = 30 if IS_INTERPRETED else 60
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+in_plain_python = pytest.mark.skipif(IS_INTERPRETED, reason="already interpreted")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rounding() -> Any:
+    """Triton's interpreter cuts a float32 to make a bfloat16, where a GPU rounds to the nearest even."""
+    if not IS_INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    cut = interpreter._convert_float
+
+    def convert(values: Any, source: Any, dest: Any, mode: Any) -> Any:
+        if (str(source), str(dest)) == ("fp32", "bf16"):
+            return torch.from_numpy(values.copy()).bfloat16().view(torch.uint16).numpy()
+        return cut(values, source, dest, mode)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_convert_float", convert)
+        yield
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@given(case=cases())
+@example(case=TYPICAL)
+@settings(max_examples=EXAMPLES)
+def test_merging(check: Check, case: Case) -> None:
+    check(MERGING, CPU, case)
+
+
+@pytest.mark.parametrize("check", ROW_CHECKS, ids=lambda check: check.__name__)
+@given(case=cases())
+@example(case=TYPICAL)
+@settings(max_examples=EXAMPLES)
+def test_rows(check: RowCheck, case: Case) -> None:
+    check(ROWS, CPU, case)
+
+
+@needs_triton
+@in_plain_python
+def test_fused_kernels_conform_when_interpreted() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    quiet = ["-W", "ignore::RuntimeWarning"]  # numpy minds inf - inf
+    done = subprocess.run(
+        [*command, *quiet], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\b1[1-9] passed", done.stdout), done.stdout
+
+
+def test_nothing_imports_triton() -> None:
+    code = (
+        "import mesh_attention, mesh_attention.api, mesh_attention.kernels.rows, sys, torch\n"
+        "from mesh_attention.kernels.select import choose_merging\n"
+        "choose_merging(torch.device('cpu'))\n"
+        "print('triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_fused_merging_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert FusedMerging().supports(CPU) == "runs on cuda, not on cpu"
+    assert choose_merging(CPU).name == "torch"
+    fused.lacks.cache_clear()
+    monkeypatch.setattr(fused, "_is_installed", lambda: False)
+    assert FusedMerging().supports(torch.device("cuda")) == "needs triton, which is not installed"
+    monkeypatch.setattr(fused, "_is_installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    fused.lacks.cache_clear()
+    assert FusedMerging().supports(torch.device("cuda")) == "needs compute capability 8.0, not 7.5"
+    fused.lacks.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("strides", "others", "itemsize", "unit"),
+    [
+        ((4128, 128, 4128, 1), (4096, 128, 4096, 1), 4, 4),
+        ((1032, 128, 1032, 1), (1024, 128, 1024, 1), 2, 8),
+        ((258, 128, 258, 1), (256, 128, 256, 1), 4, 2),
+        ((81, 27, 9, 3), (0, 0, 0, 1), 4, 1),
+    ],
+)
+def test_strides_are_counted_in_16_bytes_where_they_can_be(
+    strides: tuple[int, ...], others: tuple[int, ...], itemsize: int, unit: int
+) -> None:
+    ours, theirs, given_unit = fused._steps(strides, others, itemsize)
+    assert given_unit == unit
+    for before, after in ((strides, ours), (others, theirs)):
+        assert (*(step * unit for step in after[:-1]), after[-1]) == before
+
+
+# What the compiler makes of the kernels for an H200; it needs no GPU for that.
+
+LSE_POINTERS = {"a_stat": "fp32", "b_stat": "fp32", "c_stat": "fp32"}
+
+
+def ptx(name: str, pointers: dict[str, str], **constants: Any) -> list[str]:
+    """The global loads and stores, barriers and local memory of a kernel, in order."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from mesh_attention.kernels import triton_kernels
+
+    kernel = getattr(triton_kernels, name)
+    block, in_tile = fused._tile(128, 4)
+    constants |= {"heads": 32, "dim": 128, "block": block, "rows": in_tile}
+    names = [parameter.name for parameter in kernel.params]
+    constants |= {name: 1 for name in names if name.endswith("_dim")}
+    signature = {
+        parameter.name: "constexpr"
+        if parameter.name in constants
+        else "*" + pointers[parameter.name]
+        if parameter.name in pointers
+        else parameter.annotation_type
+        for parameter in kernel.params
+    }
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in pointers if name in names},
+    )
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    return re.findall(r"\b(?:ld|st)\.(?:global|local)[\w.]*|bar\.sync", text)
+
+
+@needs_triton
+@in_plain_python
+@pytest.mark.parametrize(
+    ("name", "pointers", "constants", "wide"),
+    [
+        ("merge_rows", {"a": "fp32", "b": "bf16"}, {"unit": 4, "is_first": False}, {"ld.global.v4.b32": 8}),
+        ("merge_rows", {"a": "fp32", "b": "bf16"}, {"unit": 4, "is_first": True}, {"st.global.v4.b32": 8}),
+        ("add_rows", {"a": "fp32", "b": "bf16"}, {"unit": 4, "is_first": False}, {"ld.global.v4.b32": 8}),
+        ("add_rows", {"a": "bf16", "b": "fp32"}, {"unit": 4, "is_first": True}, {"st.global.v2.b32": 8}),
+        ("dot_rows", {"a": "bf16", "b": "bf16"}, {"unit": 8}, {"ld.global.v4.b32": 8}),
+        ("stand_in_rows", {"a": "bf16", "b": "bf16"}, {"unit": 8, "has_lse": True}, {"st.global.v4.b32": 4}),
+    ],
+)
+def test_kernels_load_and_store_several_elements_at_once(
+    name: str,
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    wide: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = ptx(name, pointers | LSE_POINTERS, **constants)
+    assert not [one for one in found if ".local" in one or one.endswith(".b16")]
+    for instruction, times in wide.items():
+        assert found.count(instruction) == times
+
+
+@needs_triton
+@in_plain_python
+def test_the_running_lse_is_written_when_all_warps_have_read_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = ptx("merge_rows", {"a": "fp32", "b": "bf16"} | LSE_POINTERS, unit=4, is_first=False)
+    barrier = found.index("bar.sync")
+    assert not [one for one in found[barrier:] if one.startswith("ld.global")]
+    assert found[barrier + 1 :] == ["st.global.b32"]
+
+
+@needs_triton
+@in_plain_python
+@pytest.mark.parametrize("name", ["merge_rows", "add_rows", "dot_rows", "stand_in_rows"])
+def test_only_the_stride_over_dim_selects_a_compilation(name: str) -> None:
+    from mesh_attention.kernels import triton_kernels
+
+    parameters = getattr(triton_kernels, name).params
+    special = [one.name for one in parameters if not (one.is_constexpr or one.do_not_specialize)]
+    assert set(special) - {"a", "b", "a_stat", "b_stat", "c_stat"} == {"a_dim", "b_dim"}
+    assert {one.annotation_type for one in parameters if one.do_not_specialize} == {"i64", "i32"}

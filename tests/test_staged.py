@@ -1,0 +1,356 @@
+"""Gloo with staging, on host memory: everything but the copies to and from a device, with real processes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attention_cases import BY_NAME, methods, whole_tensors
+from pool import shared_pool
+
+from mesh_attention.api import MeshAttention
+from mesh_attention.comm.base import Comm, Parcel
+from mesh_attention.comm.local import block
+from mesh_attention.comm.staged import CudaStage, HostStage, StagedComm, comm_for
+from mesh_attention.comm.torch_dist import TorchComm
+from mesh_attention.comm.wrappers import Delaying, Recording
+from mesh_attention.errors import ProblemError, TransportError
+from mesh_attention.testing.comm_conformance import CHECKS
+from mesh_attention.testing.run_ranks import RankError, RankPool
+
+pytestmark = pytest.mark.xdist_group("processes")
+WRAPPERS: dict[str, Callable[[Comm], Comm]] = {
+    "bare": lambda comm: comm,
+    "recording": Recording,
+    "delaying": lambda comm: Delaying(comm, 0.002),
+}
+
+
+def bytes_of(number: int, size: int = 64) -> torch.Tensor:
+    return torch.full((size,), number, dtype=torch.uint8)
+
+
+def run_checks(group: Any, wrapper: str) -> None:
+    comm = StagedComm(group)  # one for all of them: each leaves it as it was
+    for check in CHECKS:
+        block(check(WRAPPERS[wrapper](comm)))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_staging_is_held_to_the_checks_of_every_transport(wrapper: str, ranks: int) -> None:
+    shared_pool().run(ranks, run_checks, wrapper)
+
+
+# Copies that take their time, as those behind compute on a device do
+
+
+class LateStage(HostStage):
+    """Copies out only when it is waited for, the first ones slowest."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def fetch(self, chunk: torch.Tensor, queued: None) -> tuple[torch.Tensor, Callable[[], None]]:
+        host, seconds = self.landing(chunk).fill_(255), self.seconds
+        self.seconds /= 2
+
+        def copy() -> None:
+            time.sleep(seconds)
+            host.copy_(chunk)
+
+        return host, copy
+
+
+def send_late(group: Any) -> tuple[list[int], float]:
+    """What arrived in eight turns whose copies take half a second in all, and how long posting them took."""
+    comm = StagedComm(group)
+    comm._stages[torch.device("cpu")] = LateStage(0.25)
+    landings = [bytes_of(0) for _ in range(8)]
+    start = time.monotonic()
+    works = [
+        comm.post([Parcel([bytes_of(number + 1)], 1 - comm.rank, "kv")], [Parcel([landing], 1 - comm.rank, "kv")])
+        for number, landing in enumerate(landings)
+    ]
+    seconds = time.monotonic() - start
+    assert not any(work.is_done() for work in works)
+    for work in works:
+        work.wait()
+        assert work.is_done()
+    return [int(landing.unique()) for landing in landings], seconds
+
+
+def test_posting_waits_for_no_copy_and_sends_wait_for_theirs() -> None:
+    for arrived, seconds in shared_pool().run(2, send_late):
+        assert arrived == list(range(1, 9))
+        assert seconds < 0.2
+
+
+class Told:
+    """Stands in for torch.cuda, its streams and events, and chunks: writes down what each is told, and where."""
+
+    def __init__(self, name: str, log: list[str], place: list[str]) -> None:
+        self.name, self.log, self.place = name, log, place
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __getattr__(self, verb: str) -> Callable[..., Told]:
+        def tell(*others: object, **options: object) -> Told:
+            where = f"{self.place[-1]}: " if verb == "copy_" else ""
+            self.log.append(f"{where}{self.name}.{verb}({', '.join(map(str, (*others, *options)))})")
+            return Told(f"event of {self.name}", self.log, self.place)
+
+        return tell
+
+    @contextmanager
+    def stream(self, chosen: Told) -> Iterator[None]:
+        self.place.append(chosen.name)
+        yield
+        self.place.pop()
+
+
+def test_a_device_copies_on_streams_of_its_own_behind_what_was_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    place = ["compute"]
+    cuda, out, back, copied, compute, chunk, host = (
+        Told(name, log, place) for name in ("cuda", "out", "back", "copied", "compute", "chunk", "host")
+    )
+    streams = iter((out, back))
+    monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(streams))
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: copied)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(CudaStage, "landing", lambda stage, chunk: host)
+    stage: Any = CudaStage(torch.device("cuda:0"))
+    queued = stage.mark()
+    stage.fetch(chunk, queued)[1]()
+    stage.land(host, chunk, queued)
+    stage.settle()
+    assert log == [
+        "compute.record_event()",
+        "out.wait_event(event of compute)",
+        "out: host.copy_(chunk, non_blocking)",
+        "copied.record(out)",
+        "copied.synchronize()",
+        "back.wait_event(event of compute)",
+        "back: chunk.copy_(host, non_blocking)",
+        "compute.wait_stream(back)",
+    ]
+
+
+# The same results
+
+
+def bits_of(group: Any, transport: type, options: dict[str, Any]) -> list[torch.Tensor]:
+    """A training step of attention in float64: the output and the gradients."""
+    case = BY_NAME["causal"]
+    attention = MeshAttention(transport(group), **options)
+    q, k, v, d_out, _ = (attention.shard(t) if t.dim() == 4 else t for t in whole_tensors(case))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    out = attention(*inputs, seq_len=case.seq_q, causal=True)
+    return [out.detach(), *torch.autograd.grad((out * d_out).sum(), inputs)]
+
+
+def test_a_training_step_has_the_bits_it_has_without_staging() -> None:
+    pool = shared_pool()
+    for options in methods(4, 2):
+        staged, direct = (pool.run(4, bits_of, transport, options) for transport in (StagedComm, TorchComm))
+        for ours, theirs in zip(staged, direct, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+# Errors
+
+
+def tell(call: Callable[[], Any]) -> str:
+    start = time.monotonic()
+    try:
+        call()
+    except TransportError as error:
+        return f"{error}" if time.monotonic() - start < 5 else f"late: {error}"
+    return "nothing was raised"
+
+
+def lose_a_peer(group: Any) -> None:
+    """Rank 2 leaves; rank 0 tells what each of its works says then, by raising it."""
+    comm = StagedComm(group)
+    hello = [
+        comm.post([Parcel([bytes_of(1)], peer, "q")], [Parcel([bytes_of(0)], peer, "q")])
+        for peer in {0, 1, 2} - {comm.rank}
+    ]
+    for work in hello:
+        work.wait()
+    if comm.rank == 2:
+        os._exit(7)
+    if comm.rank == 0:
+        first = comm.post([], [Parcel([bytes_of(0)], 2, "kv")])
+        second = comm.post([], [Parcel([bytes_of(0)], 1, "o")])
+        told = [tell(first.wait), tell(second.wait), tell(first.wait)]
+        told.append(tell(lambda: comm.post([Parcel([bytes_of(0)], 1, "o")], [])))
+        hello[0].wait()  # over long ago
+        raise RuntimeError(json.dumps(told))
+
+
+def test_a_peer_that_died_is_named_by_everything_that_was_under_way() -> None:
+    with RankPool(3, group_timeout_s=60.0) as pool, pytest.raises(RankError) as caught:
+        pool.run(3, lose_a_peer)
+    errors = {rank: (name, message) for rank, name, message in caught.value.errors}
+    assert errors.keys() == {0, 2}
+    told = json.loads(errors[0][1])
+    assert len(told) == 4
+    assert all(message.startswith("kv from rank 2: ") for message in told)
+
+
+class BrokenStage(HostStage):
+    def fetch(self, chunk: torch.Tensor, queued: None) -> tuple[torch.Tensor, Callable[[], None]]:
+        def copy() -> None:
+            time.sleep(0.2)  # until all is posted
+            raise RuntimeError("the device is gone")
+
+        return chunk.clone(), copy
+
+
+def break_the_thread(group: Any) -> list[str]:
+    comm = StagedComm(group)
+    comm._stages[torch.device("cpu")] = BrokenStage()
+    sends = [comm.post([Parcel([bytes_of(0)], 1 - comm.rank, kind)], []) for kind in ("kv", "o")]
+    told = [tell(send.wait) for send in sends]
+    assert not any(send.is_done() for send in sends)
+    return told
+
+
+def test_what_goes_wrong_in_the_thread_is_raised_by_whoever_waits() -> None:
+    for rank, told in enumerate(shared_pool().run(2, break_the_thread)):
+        assert told == [f"kv to rank {1 - rank}: the device is gone"] * 2
+
+
+# The thread, and what it holds
+
+
+def leave_nothing(group: Any) -> dict[str, bool]:
+    """Without the garbage collector: what is left to it may outlive the process group."""
+    gc.collect()
+    gc.disable()
+    try:
+        comm = StagedComm(group)
+        before = set(threading.enumerate())
+        comm.post([], []).wait()
+        lazily = set(threading.enumerate()) == before
+        peer = 1 - comm.rank
+        chunk = bytes_of(1)
+        work = comm.post([Parcel([chunk], peer, "kv")], [Parcel([bytes_of(0)], peer, "kv")])
+        departure = weakref.ref(work.departures[0])
+        work.wait()
+        time.sleep(0.2)  # the thread has turned to the next one by then, and waits for it
+        (thread,) = set(threading.enumerate()) - before
+        idle = departure() is None and thread.is_alive()
+        gone = [weakref.ref(comm), weakref.ref(work), weakref.ref(chunk)]
+        del comm, work, chunk
+        freed = all(reference() is None for reference in gone)
+        thread.join(5)
+        return {"started lazily": lazily, "idle": idle, "freed": freed, "ended": not thread.is_alive()}
+    finally:
+        gc.enable()
+
+
+def test_the_thread_ends_with_its_comm_and_keeps_nothing_alive() -> None:
+    for answers in shared_pool().run(2, leave_nothing):
+        assert answers == {"started lazily": True, "idle": True, "freed": True, "ended": True}
+
+
+def fail_and_let_go(group: Any) -> bool:
+    gc.collect()
+    gc.disable()
+    try:
+        comm = StagedComm(group)
+        comm._stages[torch.device("cpu")] = BrokenStage()
+        work = comm.post([Parcel([bytes_of(1)], 1 - comm.rank, "kv")], [])
+        for _ in range(2):
+            assert "the device is gone" in tell(work.wait)
+        gone = weakref.ref(comm), weakref.ref(work)
+        del comm, work
+        return all(reference() is None for reference in gone)
+    finally:
+        gc.enable()
+
+
+def test_an_error_keeps_nothing_alive() -> None:
+    assert all(shared_pool().run(2, fail_and_let_go))
+
+
+# Choosing
+
+
+def choose(group: Any, config: str | None, device: str) -> str:
+    if config is not None:
+        dist.get_backend_config, kept = lambda group: config, dist.get_backend_config
+    try:
+        return type(comm_for(group, torch.device(device))).__name__
+    finally:
+        if config is not None:
+            dist.get_backend_config = kept
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "chosen"),
+    [
+        (None, "cpu", "TorchComm"),
+        (None, "cuda:0", "StagedComm"),
+        ("cpu:gloo", "cuda:0", "StagedComm"),
+        ("cpu:gloo,cuda:nccl", "cuda:0", "TorchComm"),
+        ("cpu:gloo,cuda:nccl", "cpu", "TorchComm"),
+        ("cuda:nccl", "cuda:0", "TorchComm"),
+    ],
+)
+def test_the_transport_is_chosen_by_the_groups_backend_for_the_device(
+    config: str | None, device: str, chosen: str
+) -> None:
+    assert shared_pool().run(1, choose, config, device) == [chosen]
+
+
+def stage_without_gloo(group: Any) -> str:
+    dist.get_backend_config, kept = lambda group: "cuda:nccl", dist.get_backend_config
+    try:
+        StagedComm(group)
+    except ProblemError as error:
+        return str(error)
+    finally:
+        dist.get_backend_config = kept
+    return "nothing was raised"
+
+
+def test_staging_without_gloo_is_refused() -> None:
+    (message,) = shared_pool().run(1, stage_without_gloo)
+    assert message.startswith("StagedComm came with a group of cuda:nccl; ")
+
+
+def meet(group: Any, devices: list[str]) -> list[str]:
+    """Where ranks meet that share two texts and think themselves on these devices."""
+    calls: list[str] = []
+    kept = dist.all_reduce
+    dist.all_reduce = lambda tensor, group: calls.append(str(tensor.device))
+    try:
+        comm = TorchComm(group, torch.device(devices[dist.get_rank(group)]))
+        for text in "ab":
+            assert comm.share(text).result() == [text] * comm.size
+    finally:
+        dist.all_reduce = kept
+    return calls
+
+
+def test_ranks_meet_on_their_device_once_if_all_are_on_one() -> None:
+    pool = shared_pool()
+    assert pool.run(2, meet, ["meta", "meta"]) == [["meta"]] * 2
+    assert pool.run(2, meet, ["meta", "cpu"]) == [[]] * 2
+    assert pool.run(2, meet, ["cpu", "cpu"]) == [[]] * 2
