@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Torch first and by itself: pinned, it is a CPU build where one is offered.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test test-gpu check format bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/mesh-attention demo
@@ -14,6 +14,10 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+# With the Python at hand, which must have torch for CUDA, pytest and hypothesis: nothing is installed.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -rs $(ARGS)
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .

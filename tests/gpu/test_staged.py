@@ -46,12 +46,13 @@ def test_staging_is_held_to_the_checks_of_every_transport(pool: RankPool, ranks:
 def errors_of(group: Any, options: dict[str, Any], dtype: torch.dtype) -> list[float]:
     """This rank's relative errors of the output and the gradients, against dense attention in one process."""
     case = BY_NAME["causal"]
-    attention = MeshAttention(StagedComm(group), **options)
+    attention = MeshAttention(group, **options)
     truth = dense_answer(case, dtype)
     q, k, v, d_out = (attention.shard(t.to(DEVICE)) for t in whole_tensors(case, dtype)[:4])
     inputs = [t.requires_grad_() for t in (q, k, v)]
     out = attention(*inputs, seq_len=case.seq_q, **case.call)
     gradients = torch.autograd.grad((out * d_out).sum(), inputs)
+    assert isinstance(attention._comms_on(q.device)[0], StagedComm)
     due = [attention.shard(t) for t in (truth.out, *truth.gradients)]
     errors = [relative_error(ours.cpu(), theirs) for ours, theirs in zip((out, *gradients), due, strict=True)]
     return [*errors, relative_error(attention.unshard(out).cpu(), truth.out)]

@@ -81,7 +81,7 @@ def fit_topology(
         name=name,
         ranks=ranks,
         ranks_per_node=ranks_per_node,
-        device=_fit_device(measurement),
+        device=fit_device(measurement),
         inside=links.inside,
         between=links.between,
         nics_per_node=links.nics_per_node,
@@ -89,7 +89,7 @@ def fit_topology(
     )
 
 
-def _fit_device(measurement: Measurement) -> Device:
+def fit_device(measurement: Measurement) -> Device:
     memory = measurement.memory
     forward, backward = (
         fit_kernel_rate([call for call in measurement.calls if call.direction == direction], width=measurement.width)

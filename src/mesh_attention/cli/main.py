@@ -16,6 +16,7 @@ from mesh_attention import __version__
 from mesh_attention.cli.calibrate import calibrate_command
 from mesh_attention.cli.demo import demo_command
 from mesh_attention.cli.plan import plan_command
+from mesh_attention.cli.replay import replay_command
 from mesh_attention.cli.reproduce import reproduce_command
 from mesh_attention.cli.simulate import simulate_command
 from mesh_attention.cli.tune import tune_command
@@ -32,6 +33,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "tune": tune_command,
     "demo": demo_command,
     "calibrate": calibrate_command,
+    "replay": replay_command,
     "reproduce": reproduce_command,
 }
 for _name, _command in COMMANDS.items():

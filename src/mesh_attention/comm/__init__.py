@@ -1,1 +1,4 @@
-"""Network: how items travel. Reading order: base (the protocol), torch_dist, local, wrappers."""
+"""Network: how items travel.
+
+Reading order: base (the protocol), torch_dist, staged (CUDA tensors over Gloo), local, replay, wrappers; streams.
+"""

@@ -43,10 +43,14 @@ def format_tokens(tokens: float) -> str:
 def linear_ticks(stop_s: float, *, most: int = 8) -> tuple[str, list[Tick]]:
     """The unit, and round numbers of it from 0 to `stop_s`."""
     unit, scale = unit_of(stop_s)
-    step = _round_up(stop_s / scale / most)
+    return unit, [(at * scale, text) for at, text in round_ticks(stop_s / scale, most=most)]
+
+
+def round_ticks(stop: float, *, most: int = 8) -> list[Tick]:
+    """Round numbers from 0 to `stop`."""
+    step = _round_up(stop / most)
     decimals = max(0, -floor(log10(step)))
-    steps = floor(stop_s / scale / step + 1e-9)
-    return unit, [(i * step * scale, f"{i * step:,.{decimals}f}") for i in range(steps + 1)]
+    return [(i * step, f"{i * step:,.{decimals}f}") for i in range(floor(stop / step + 1e-9) + 1)]
 
 
 def log_ticks(start_s: float, stop_s: float) -> list[Tick]:

@@ -39,7 +39,7 @@ class Engine:
     programs: Callable[[Direction], Sequence[Compiled]]
     run: Callable[[Runs], list[dict[str, Fields]]]
     kernel: Callable[[Demand], Kernel] = choose_kernel
-    kernels: dict[tuple[torch.device, bool], Kernel] = field(default_factory=dict)
+    kernels: dict[tuple[torch.device, bool, bool], Kernel] = field(default_factory=dict)
     deterministic: bool = False
     recorded: RecordedPasses | None = None
     """For passes that are played from CUDA graphs. Nothing may be kept between them."""
@@ -109,10 +109,10 @@ class Engine:
 
     def kernel_for(self, device: torch.device, *, lse_gradient: bool) -> Kernel:
         """The kernel of a pass, asked for once: looking up a demand takes longer than a small call should."""
-        found = self.kernels.get((device, lse_gradient))
+        key = device, lse_gradient, self.deterministic or torch.are_deterministic_algorithms_enabled()
+        found = self.kernels.get(key)
         if found is None:
-            found = self.kernel(self.demand(device, lse_gradient=lse_gradient))
-            self.kernels[device, lse_gradient] = found
+            found = self.kernels[key] = self.kernel(self.demand(device, lse_gradient=lse_gradient))
         return found
 
     def demand(self, device: torch.device, *, lse_gradient: bool) -> Demand:
@@ -123,7 +123,7 @@ class Engine:
             head_dim_v=self.problem.head_dim_v,
             softcap=self.softmax.softcap,
             lse_gradient=lse_gradient,
-            deterministic=self.deterministic,
+            deterministic=self.deterministic or torch.are_deterministic_algorithms_enabled(),
         )
 
 

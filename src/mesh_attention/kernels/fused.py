@@ -123,12 +123,38 @@ def _launch(name: str, like: Tensor, args: tuple[Any, ...], *constants: Any, ite
     batch, heads, tokens, dim = like.shape
     block, rows = _tile(dim, itemsize)
     tiles = -(-tokens * heads // rows)
-    launch, device = _kernel(name)[(batch * tiles,)], like.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):  # Triton launches on the current one
-            launch(*args, tokens, tiles, heads, dim, block, rows, *constants)
+    grid, args = (batch * tiles, 1, 1), (*args, tokens, tiles, heads, dim, block, rows, *constants)
+    device = like.device
+    if device.type != "cuda":
+        _kernel(name)[grid](*args)
+    elif device.index == torch.cuda.current_device():
+        _launch_here(name, grid, args, device.index)
     else:
-        launch(*args, tokens, tiles, heads, dim, block, rows, *constants)
+        with torch.cuda.device(device):  # Triton launches on the current one
+            _launch_here(name, grid, args, device.index)
+
+
+def _launch_here(name: str, grid: tuple[int, int, int], args: tuple[Any, ...], index: int) -> None:
+    """Compiled once for each form of arguments, and from then on launched as compiled: Triton's own look-up of what to
+    launch takes several times as long as the launch."""
+    form = (name, index, *(_form(arg) for arg in args[: -_CONSTANTS[name]]), *args[-_CONSTANTS[name] :])
+    compiled = _COMPILED.get(form)
+    if compiled is None:
+        _COMPILED[form] = _kernel(name)[grid](*args)
+    else:
+        compiled[grid](*args, stream=torch._C._cuda_getCurrentRawStream(index))
+
+
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+_CONSTANTS = {"merge_rows": 6, "add_rows": 6, "dot_rows": 5, "stand_in_rows": 6}
+"""How many of a kernel's arguments are constants to its compiler; they come last."""
+
+
+def _form(arg: Any) -> Any:
+    """What the compiler may look at: dtype and alignment; whether a number is 1, divisible by 16, and of 32 bits."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    return arg == 1, arg % 16 == 0, arg < 2**31
 
 
 @lru_cache(maxsize=256)

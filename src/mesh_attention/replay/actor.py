@@ -98,7 +98,9 @@ class Actor:
         for name, heads, dim in fields_of(kind, self.problem):
             if name in STATISTICS:
                 size = (batch, heads, tokens)
-                made[name] = torch.randn(size, device=self.device) + (log(self.problem.seq_kv) if name == "lse" else 0)
+                wide = torch.float64 if self.problem.dtype == "float64" else torch.float32
+                shift = log(self.problem.seq_kv) if name == "lse" else 0.0
+                made[name] = torch.randn(size, device=self.device, dtype=wide) + shift
             else:
                 dtype = DTYPES[self.problem.dtype]
                 made[name] = torch.randn((batch, tokens, heads, dim), device=self.device, dtype=dtype).transpose(1, 2)
@@ -146,7 +148,7 @@ class OneKernel:
     def _row(self) -> RowGradient:
         q, k, v, do = self._tensors
         out, lse = self.kernel.forward(q, k, v, self.scores)
-        return RowGradient(do, lse, (out.float() * do.float()).sum(-1))
+        return RowGradient(do, lse, (out.to(lse.dtype) * do.to(lse.dtype)).sum(-1))
 
     def run(self, direction: Direction) -> object:
         q, k, v, _ = self._tensors

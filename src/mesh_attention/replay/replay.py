@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -12,24 +12,16 @@ import torch
 from mesh_attention.comm.base import Comm
 from mesh_attention.comm.replay import ReplayComm, SilentComm
 from mesh_attention.errors import UsageError
-from mesh_attention.plan.plan import Plan
+from mesh_attention.execution.graphs import Recorded
 from mesh_attention.plan.steps import Direction
 from mesh_attention.replay.actor import Actor, OneKernel
+from mesh_attention.replay.parts import Part
 from mesh_attention.replay.result import Contender, KernelPass, Pass, Replayed
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 
 Report = Callable[[str, float], None]
 """Is told what is being done and the fraction done."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A plan for each pass, under a name."""
-
-    name: str
-    description: str
-    plans: Mapping[Direction, Plan]
 
 
 def replay(
@@ -39,24 +31,27 @@ def replay(
     rank: int,
     device: torch.device,
     rounds: int = 5,
+    cuda_graphs: bool = True,
     on_progress: Report | None = None,
 ) -> Replayed:
     """Every part's passes, in every round one after the other, with the one kernel among them.
 
-    `topology` is what the simulator's forecasts are made for: this device behind this device's link.
+    `topology` is what the simulator's forecasts are made for: this device behind this device's link. Without
+    `cuda_graphs` the host queues every step, as it does for transports that cannot be recorded.
     """
     if not parts:
         raise UsageError("nothing to replay; give at least one plan")
     report = on_progress or (lambda doing, fraction: None)
-    takes = [_Take(part, rank, direction, device) for part in parts for direction in part.plans]
+    is_recorded = cuda_graphs and device.type == "cuda"
+    takes = [_Take(part, rank, direction, device, is_recorded) for part in parts for direction in part.plans]
     problem = next(iter(parts[0].plans.values())).problem
     kernel = OneKernel(problem, device=device)
     kernel_times: dict[Direction, list[float]] = {direction: [] for part in parts for direction in part.plans}
     comm = ReplayComm(rank, problem.ranks, device=device)
     comm.reserve(max(take.actor.largest_message_nbytes for take in takes))
     for number, take in enumerate(takes):
-        report(f"warming up {take.name}", 0.5 * number / len(takes))
-        take.warm_up(comm, topology)
+        report(f"preparing {take.name}", 0.5 * number / len(takes))
+        take.prepare(comm, topology)
     for direction in kernel_times:
         kernel.run(direction)
     for number in range(rounds):
@@ -64,7 +59,7 @@ def replay(
         for direction, times in kernel_times.items():
             times.append(clock(lambda direction=direction: kernel.run(direction), device).device_s)  # type: ignore[misc]
         for take in takes:
-            take.once(comm)
+            take.once()
     return Replayed(
         rank=rank,
         contenders=tuple(_contender(part, [take for take in takes if take.part is part]) for part in parts),
@@ -110,37 +105,46 @@ class _Take:
     rank: int
     direction: Direction
     device: torch.device
-    clocked: list[Clocked] = field(default_factory=list)
+    is_recorded: bool
+    times_s: list[float] = field(default_factory=list)
     silent_s: list[float] = field(default_factory=list)
+    host_s: float = 0.0
     forecast_s: float = 0.0
     peak_nbytes: int | None = None
 
     def __post_init__(self) -> None:
         self.actor = Actor(self.part.plans[self.direction], self.rank, device=self.device)
-        self.silence = SilentComm(self.rank, self.actor.problem.ranks, device=self.device)
+        self.run: Callable[[], object] = lambda: None
+        self.run_silently: Callable[[], object] = lambda: None
 
     @property
     def name(self) -> str:
         return f"{self.part.name} {self.direction}"
 
-    def warm_up(self, comm: Comm, topology: Topology) -> None:
-        """Once, so that what is made at first use is there; the peak is that of the second run."""
-        timeline = simulate(self.actor.plan, topology)
-        self.forecast_s = timeline.ranks[self.rank].stop_s
-        self.actor.run(comm)
-        self.peak_nbytes = self._peak(comm)
+    def prepare(self, comm: Comm, topology: Topology) -> None:
+        """Run it step by step, so that what is made at first use is there, and look at its memory; then record it."""
+        self.forecast_s = simulate(self.actor.plan, topology).ranks[self.rank].stop_s
+        silence = SilentComm(self.rank, self.actor.problem.ranks, device=self.device)
+        self.run, self.run_silently = (lambda: self.actor.run(comm)), (lambda: self.actor.run(silence))
+        self.run()
+        self.peak_nbytes = self._peak()
+        self.host_s = clock(self.run, self.device).host_s
+        if self.is_recorded:
+            recorded = Recorded(self.run)
+            recorded.play()  # so that the silent one finds noise, as it should, where nothing arrives
+            self.run, self.run_silently = recorded.play, Recorded(self.run_silently, memory_of=recorded).play
 
-    def once(self, comm: Comm) -> None:
-        self.clocked.append(clock(lambda: self.actor.run(comm), self.device))
-        self.silent_s.append(clock(lambda: self.actor.run(self.silence), self.device).device_s)
+    def once(self) -> None:
+        self.times_s.append(clock(self.run, self.device).device_s)
+        self.silent_s.append(clock(self.run_silently, self.device).device_s)
 
-    def _peak(self, comm: Comm) -> int | None:
+    def _peak(self) -> int | None:
         if self.device.type != "cuda":
             return None
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.actor.run(comm)
+        self.run()
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
 
@@ -150,9 +154,9 @@ def _contender(part: Part, takes: Sequence[_Take]) -> Contender:
         Pass(
             direction=take.direction,
             flops=take.actor.flops,
-            times_s=tuple(one.device_s for one in take.clocked),
+            times_s=tuple(take.times_s),
             compute_s=median(take.silent_s),
-            host_s=median(one.host_s for one in take.clocked),
+            host_s=take.host_s,
             forecast_s=take.forecast_s,
             plan_nbytes=take.actor.device_nbytes,
             peak_nbytes=take.peak_nbytes,

@@ -1,0 +1,242 @@
+"""How close does a rank of 256 come to one kernel's rate? A *replay*: one GPU plays one rank, forward and backward.
+
+    python benchmarks/how_close_to_one_kernel.py                        # the four problems, on a GPU; about 3 minutes
+    python benchmarks/how_close_to_one_kernel.py --methods ring mesh --out benchmarks/results
+    python benchmarks/how_close_to_one_kernel.py --quick --device cpu   # a small problem, to see that it runs
+
+32 heads × 128, bfloat16, causal, zigzag. Kernels, merges and buffers are real, transfers are copies of their size
+between the GPU and pinned host memory, both ways at once. Left out: other ranks being late, and contention in the
+network. Methods take turns in every round, with the one kernel among them. Plans are the tuner's, for this GPU behind
+this link. A problem's rows are printed, and files written, as soon as they are there; last comes a JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mesh_attention import Problem, causal
+from mesh_attention.cli.replay_device import Surroundings, check_memory, device_from, surroundings_of
+from mesh_attention.cli.replay_rows import Row, bar_groups, kernel_as_json, row_as_json, rows_of
+from mesh_attention.cli.sizes import format_size
+from mesh_attention.drawing.charts import save_chart
+from mesh_attention.drawing.rates import BarGroup, rate_chart
+from mesh_attention.plan.steps import DIRECTIONS
+from mesh_attention.replay.parts import tuned_parts
+from mesh_attention.replay.replay import replay
+from mesh_attention.replay.result import Replayed
+from mesh_attention.replay.scene import measure_scene
+from mesh_attention.topology import Topology
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME = "how_close_to_one_kernel"
+METHODS = ("ring", "mesh", "ulysses×mesh", "attention2d")
+PROBLEMS = tuple(
+    Problem.self_attention(seq=seq, heads=32, kv_heads=kv_heads, head_dim=128, ranks=256, mask=causal())
+    for seq in (2**20, 2**19)
+    for kv_heads in (32, 8)
+)
+QUICK = (Problem.self_attention(seq=1024, heads=4, kv_heads=2, head_dim=16, ranks=8, dtype="float32", mask=causal()),)
+
+COLUMNS = (
+    *(("problem", 10), ("method", 12), ("plan, forward; backward", 41), ("fwd TF/s", 8), ("% one", 5), ("×ring", 5)),
+    *(("both TF/s", 9), ("% one", 5), ("×ring", 5), ("exposed ms", 10), ("forecast", 8), ("memory", 6)),
+)
+CAPTION = (
+    "% one: of one kernel's rate on as much work. ×ring: how many times as fast. Exposed: what transfers add to both "
+    "passes.\nForecast and memory: how far the simulator's time and the plan's bytes are from what was measured; the "
+    "worse of the passes."
+)
+
+
+def main() -> int:
+    given = _arguments()
+    device = device_from(given.device)
+    problems = QUICK if given.quick else PROBLEMS
+    run = Run(given, device, surroundings_of(problems[0], device))
+    versions = ", ".join(f"{name} {number}" for name, number in run.around.versions.items())
+    run.say(f"replay on {run.around.device}, kernel {run.around.kernel}, merging {run.around.merging}; {versions}")
+    for problem in problems:
+        run.play(problem)
+    run.say(CAPTION)
+    run.write()
+    print(json.dumps(run.facts))
+    return 0
+
+
+@dataclass
+class Run:
+    """What was asked, and what was found so far."""
+
+    given: argparse.Namespace
+    device: torch.device
+    around: Surroundings
+    lines: list[str] = field(default_factory=list)
+    scenes: dict[int, Topology] = field(default_factory=dict)
+    found: list[tuple[Problem, Replayed]] = field(default_factory=list)
+
+    def say(self, *lines: str) -> None:
+        self.lines += lines
+        print(*lines, sep="\n", flush=True)
+
+    def play(self, problem: Problem) -> None:
+        if problem.kv_heads not in self.scenes:
+            scene = self.scenes[problem.kv_heads] = measure_scene(problem, device=self.device, report=_quietly)
+            self.say(_scene_words(problem, scene))
+        if not self.found:
+            self.say(_line([name for name, _ in COLUMNS]))
+        self.found.append((problem, _replay(problem, self.scenes[problem.kv_heads], self.given, self.device)))
+        self.say(*_table_lines(*self.found[-1]))
+        self.write()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {
+            "benchmark": NAME,
+            "command": shlex.join(["python", *sys.argv]),
+            **asdict(self.around),
+            "rounds": self.given.rounds,
+            "scenes": {kv_heads: asdict(scene) for kv_heads, scene in self.scenes.items()},
+            "problems": [_fact(*one) for one in self.found],
+        }
+
+    def write(self) -> None:
+        if self.given.out is not None:
+            self.given.out.mkdir(parents=True, exist_ok=True)
+            _write(self.given.out, self.lines, self.facts, _chart(self.found, device=self.around.device))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--methods", nargs="+", default=METHODS, metavar="NAME", help=f"such as {' '.join(METHODS)}")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", help="cuda if there is one")
+    parser.add_argument("--rank", type=int, help="the rank that is played; the middle one if left out")
+    parser.add_argument("--no-graphs", action="store_true", help="queue every step, as without CUDA graphs")
+    parser.add_argument("--quick", action="store_true", help="a small problem of 8 ranks")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the table, JSON and a chart there")
+    return parser.parse_args()
+
+
+def _replay(problem: Problem, scene: Topology, given: argparse.Namespace, device: torch.device) -> Replayed:
+    topology = replace(scene, ranks=problem.ranks)
+    rank = problem.ranks // 2 if given.rank is None else given.rank
+    methods = [method.replace("ulysses-", "ulysses×") for method in given.methods]
+    parts = tuned_parts(problem, topology, methods, directions=DIRECTIONS, layout="zigzag")
+    is_recorded = device.type == "cuda" and not given.no_graphs
+    check_memory(parts, rank=rank, device=device, is_recorded=is_recorded)
+    return replay(parts, topology, rank=rank, device=device, rounds=given.rounds, cuda_graphs=is_recorded)
+
+
+def _quietly(doing: str, fraction: float) -> None:
+    """Nobody watches."""
+
+
+# The table
+
+
+def _scene_words(problem: Problem, scene: Topology) -> str:
+    device = scene.device
+    return (
+        f"with {problem.kv_heads} KV heads: {device.forward.tflops:g} and {device.backward.tflops:g} TFLOP/s fitted, "
+        f"{scene.between.gb_per_s:g} GB/s each way at once, {scene.between.latency_us:g} µs"
+    )
+
+
+def _problem_words(problem: Problem) -> str:
+    return f"{format_size(problem.seq_q)} {problem.kv_heads} KV"
+
+
+def _line(cells: Sequence[str]) -> str:
+    is_text = {name for name, _ in COLUMNS[:3]}
+    return "  ".join(
+        cell.ljust(width) if name in is_text else cell.rjust(width)
+        for cell, (name, width) in zip(cells, COLUMNS, strict=True)
+    ).rstrip()
+
+
+def _table_lines(problem: Problem, replayed: Replayed) -> list[str]:
+    rows = rows_of(replayed)
+    methods = dict.fromkeys(row.method for row in rows)
+    lines = [_line(_cells(problem, [row for row in rows if row.method == method])) for method in methods]
+    forward, both = (rate.tflops for rate in replayed.kernel), rows[-1].tflops / rows[-1].share
+    rates = [f"{rate:.3g}" for rate in (next(forward), both)]
+    kernel = [_problem_words(problem), "one kernel", "", rates[0], "100", "", rates[1], "100", "", "", "", ""]
+    return [*lines, _line(kernel)]
+
+
+def _cells(problem: Problem, rows: Sequence[Row]) -> list[str]:
+    forward, backward, both = rows
+    errors = [row.memory_error for row in (forward, backward)]
+    known = [error for error in errors if error is not None]
+    plans = dict.fromkeys((forward.plan, backward.plan))
+    return [
+        _problem_words(problem),
+        forward.method,
+        "; ".join(plans),
+        *(f"{forward.tflops:.3g}", f"{forward.share:.0%}".rstrip("%"), _times(forward)),
+        *(f"{both.tflops:.3g}", f"{both.share:.0%}".rstrip("%"), _times(both)),
+        f"{both.exposed_s * 1e3:.2f}",
+        f"{max((forward.forecast_error, backward.forecast_error), key=abs):+.1%}",
+        f"{max(known, key=abs):+.1%}" if known else "–",
+    ]
+
+
+def _times(row: Row) -> str:
+    return "–" if row.times_ring is None else f"{row.times_ring:.2f}"
+
+
+# Files
+
+
+def _fact(problem: Problem, replayed: Replayed) -> dict[str, Any]:
+    return {
+        "problem": asdict(problem) | {"mask": str(problem.mask)},
+        "layout": "zigzag",
+        "rank": replayed.rank,
+        "rows": [row_as_json(row) for row in rows_of(replayed)],
+        "one_kernel": [kernel_as_json(one) for one in replayed.kernel],
+    }
+
+
+def _write(folder: Path, lines: list[str], facts: dict[str, Any], chart: Figure | None) -> None:
+    (folder / f"{NAME}.txt").write_text("\n".join([f"$ {facts['command']}", facts["date"], *lines, ""]))
+    (folder / f"{NAME}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    if chart is not None:
+        save_chart(chart, folder / f"{NAME}.png")
+
+
+def _chart(found: Sequence[tuple[Problem, Replayed]], *, device: str) -> Figure | None:
+    """None where there is no matplotlib."""
+    if find_spec("matplotlib") is None:
+        return None
+    groups = [
+        BarGroup(name=f"{format_size(problem.seq_q)}\n{problem.kv_heads} KV\n{label}", bars=group.bars, line=group.line)
+        for problem, replayed in found
+        for group, label in zip(bar_groups(replayed), ("forward", "backward", "both"), strict=True)
+        if label != "backward"
+    ]
+    problem = found[0][0]
+    return rate_chart(
+        groups,
+        unit="TFLOP/s",
+        expected="forecast",
+        line="one kernel",
+        title=f"One rank of {problem.ranks}, replayed on {device}",
+        below=f"{problem.heads} heads × {problem.head_dim_qk}, {problem.dtype}, causal, zigzag",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

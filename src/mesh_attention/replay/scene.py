@@ -1,0 +1,69 @@
+"""The stage a replay is set on: this device behind its own link to the host, measured, as a cluster of many like it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from mesh_attention.calibration.fit import Measurement, fit_device, fit_line
+from mesh_attention.calibration.kernels import kernel_for, time_kernel
+from mesh_attention.calibration.memory import time_memory
+from mesh_attention.calibration.timing import sample_s
+from mesh_attention.comm.base import Parcel
+from mesh_attention.comm.replay import ReplayComm
+from mesh_attention.problem import Problem
+from mesh_attention.topology import Link, Topology
+
+Report = Callable[[str, float], None]
+MESSAGE_NBYTES = (2**18, 2**20, 2**22, 2**24, 2**26)
+MESSAGES_IN_A_ROW, SAMPLES = 8, 5
+
+
+def measure_scene(problem: Problem, *, device: torch.device, report: Report) -> Topology:
+    """A cluster of as many ranks as the problem has, each with this device, and its host's memory as its peer."""
+    comm = ReplayComm(0, 1, device=device)
+    calls = time_kernel(problem, comm=comm, device=device, report=lambda doing, fraction: report(doing, 0.8 * fraction))
+    report("merging partials", 0.8)
+    memory = time_memory(problem, comm=comm, device=device, ranks_here=1)
+    report("copies to the host and back", 0.9)
+    link = measure_link(device)
+    is_cuda = device.type == "cuda"
+    measurement = Measurement(
+        device=torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        threads=torch.get_num_threads(),
+        kernel=kernel_for(problem, device).name,
+        width=torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1,
+        calls=tuple(calls),
+        memory=memory,
+        messages=(),
+    )
+    return Topology(
+        name=measurement.device,
+        ranks=problem.ranks,
+        ranks_per_node=1,
+        device=fit_device(measurement),
+        inside=link,
+        between=link,
+    )
+
+
+def measure_link(device: torch.device) -> Link:
+    """Copies in and out at once, as in a replay: the rate is that of one direction while the other is as busy."""
+    comm = ReplayComm(0, 2, device=device)
+    comm.reserve(max(MESSAGE_NBYTES))
+    points = []
+    for nbytes in MESSAGE_NBYTES:
+        out, back = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+        parcels = [Parcel([out], 1, "")], [Parcel([back], 1, "")]
+
+        def in_a_row(parcels: tuple[list[Parcel], list[Parcel]] = parcels) -> None:
+            for work in [comm.post(*parcels) for _ in range(MESSAGES_IN_A_ROW)]:
+                work.wait()
+
+        sample_s(in_a_row, device, calls=1)
+        times = [sample_s(in_a_row, device, calls=1) / MESSAGES_IN_A_ROW for _ in range(SAMPLES)]
+        points.append((float(nbytes), median(times)))
+    line = fit_line(points)
+    return Link(gb_per_s=float(f"{1e-9 / line.slope:.4g}"), latency_us=float(f"{line.base * 1e6:.4g}"))

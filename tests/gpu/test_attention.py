@@ -1,0 +1,262 @@
+"""The production path on a GPU: every planner, every mask, all ranks in one process, against dense attention."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from attention_cases import BY_NAME, CASES, Answer, Case, dense_answer, methods, spread_out, whole_tensors
+from torch import Tensor
+
+from mesh_attention import Problem, causal, make_plan
+from mesh_attention.api import MeshAttention
+from mesh_attention.comm.local import LocalGroup
+from mesh_attention.comm.replay import ReplayComm
+from mesh_attention.errors import UsageError
+from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.replay.actor import Actor
+
+CUDA = torch.device("cuda")
+ROUNDINGS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18, torch.float64: 2.0**-40}
+"""Half a unit in the last place; wide dtypes less, for what thousands of additions lose."""
+SLACK = 6
+"""Roundings on the way from inputs to gradients: P, dS, dO·V, and a partial's own."""
+
+
+def attend(attention: MeshAttention, case: Case, dtype: torch.dtype) -> Answer:
+    q, k, v, d_out, d_lse = (t.to(CUDA) for t in whole_tensors(case, dtype))
+    inputs = [t.requires_grad_(need) for t, need in zip((q, k, v), case.needs_grad, strict=True)]
+    shards = [attention.shard(spread_out(t) if case.strided else t) for t in inputs]
+    call = {"seq_len": case.seq_q, "seq_len_k": case.seq_kv} | case.call
+    if case.packed:
+        shards = [[t[0] for t in side] for side in shards]
+    outs, lses = attention(*shards, return_lse=True, **call)
+    if case.packed:
+        outs, lses = [t[None] for t in outs], [t[None] for t in lses]
+    out, lse = attention.unshard(outs), attention.unshard(lses, dim=2)
+    loss = (out.double() * d_out.double()).sum()
+    if case.lse_gradient:
+        loss = loss + (lse.double() * d_lse.double()).sum()
+    given_back = iter(torch.autograd.grad(loss, [t for t in inputs if t.requires_grad]))
+    gradients = tuple((next(given_back) if t.requires_grad else torch.zeros_like(t)).cpu() for t in inputs)
+    return Answer(out.detach().cpu(), lse.detach().cpu(), gradients)  # type: ignore[arg-type]
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    """Against 1 at least, which inputs are about: what is a small difference of them has their roundings."""
+    if not theirs.numel():
+        return 0.0
+    return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp_min(1.0))
+
+
+def assert_close(case: Case, ours: Answer, truth: Answer, tolerance: float) -> None:
+    assert relative_error(ours.out, truth.out) <= tolerance
+    seen = truth.lse.isfinite()
+    assert torch.equal(ours.lse.isfinite(), seen)
+    assert relative_error(ours.lse[seen], truth.lse[seen]) <= tolerance
+    for mine, theirs, need in zip(ours.gradients, truth.gradients, case.needs_grad, strict=True):
+        if need:
+            assert relative_error(mine, theirs) <= tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_mask_in_one_process(case: Case, dtype: torch.dtype) -> None:
+    truth = dense_answer(case, dtype)
+    assert_close(case, attend(MeshAttention(LocalGroup(1)), case, dtype), truth, SLACK * ROUNDINGS[dtype])
+    for ranks, which in ((4, slice(1, 4)), (16, slice(3, 5))):
+        for options in methods(ranks, case.kv_heads)[which]:
+            ours = attend(MeshAttention(LocalGroup(ranks), **options), case, dtype)
+            assert_close(case, ours, truth, SLACK * ROUNDINGS[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["causal", "causal-documents-window", "lse-gradient"])
+def test_wide_dtypes_go_the_same_way(name: str, dtype: torch.dtype) -> None:
+    case = BY_NAME[name]
+    for options in methods(4, case.kv_heads):
+        ours = attend(MeshAttention(LocalGroup(4), **options), case, dtype)
+        assert_close(case, ours, dense_answer(case, dtype), SLACK * ROUNDINGS[dtype])
+
+
+# Larger ones, where the fast kernels are at work
+
+
+LARGE: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "full": {},
+    "window": {"causal": True, "window_size": (700, 0)},
+    "documents": {"causal": True, "cu_seqlens_q": [0, 300, 1100, 1801, 3072]},
+}
+PLANNERS: dict[str, dict[str, Any]] = {
+    "ring": {"method": "ring", "route": "ring"},
+    "pass-q": {"method": "pass-q"},
+    "mesh": {"method": "mesh", "tile": (4, 4)},
+    "mesh, grouped": {"method": "mesh", "tile": (4, 4), "blocks_per_call": 4},
+    "mesh, kept": {"method": "mesh", "tile": (4, 4), "keep": ("kv",)},
+    "attention2d": {"method": "attention2d", "tile": (4, 4)},
+    "ulysses": {"method": "ulysses"},
+    "ulysses 4 x mesh": {"method": "mesh", "ulysses_degree": 4, "tile": (2, 2)},
+    "usp": {"method": "ring", "ulysses_degree": 4},
+}
+
+
+def tensors(dtype: torch.dtype, *, tokens: int = 3072, heads: int = 16, dim: int = 128, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator(CUDA).manual_seed(seed)
+    return [torch.randn((1, tokens, heads, dim), generator=generator, device=CUDA).to(dtype) for _ in range(4)]
+
+
+def spread(options: dict[str, Any], call: dict[str, Any], dtype: torch.dtype, ranks: int, **more: Any) -> list[Tensor]:
+    """Output and gradients over some ranks."""
+    attention = MeshAttention(LocalGroup(ranks), **options)
+    q, k, v, d_out = tensors(dtype, **more)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = attention.unshard(attention(*(attention.shard(t) for t in leaves), **call))
+    return [out.detach(), *torch.autograd.grad((out * d_out).sum(), leaves)]
+
+
+def errors(ours: list[Tensor], truth: list[Tensor]) -> list[float]:
+    return [float((a.double() - b).square().mean().sqrt()) for a, b in zip(ours, truth, strict=True)]
+
+
+def truth_of(call: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
+    """In float64, of the same rounded inputs, by one reference kernel."""
+    attention = MeshAttention(LocalGroup(1))
+    q, k, v, d_out = (t.double() for t in tensors(dtype))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    (out,) = attention([leaves[0]], [leaves[1]], [leaves[2]], **call)
+    return [out.detach(), *torch.autograd.grad((out * d_out).sum(), leaves)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", LARGE)
+def test_16_ranks_are_about_as_exact_as_one_kernel(mask: str, dtype: torch.dtype) -> None:
+    truth = truth_of(LARGE[mask], dtype)
+    single = errors(spread({}, LARGE[mask], dtype, 1), truth)
+    worst: dict[str, float] = {}
+    for name, options in PLANNERS.items():
+        layout = {} if mask in ("causal", "full") else {"layout": "contiguous"}
+        found = errors(spread({**options, **layout}, LARGE[mask], dtype, 16), truth)
+        worst[name] = max(error / alone for error, alone in zip(found, single, strict=True))
+    print(mask, dtype, {name: round(ratio, 3) for name, ratio in worst.items()})
+    assert max(worst.values()) <= 1.5
+
+
+def test_striped_layouts_use_fast_kernels_exactly() -> None:
+    truth = truth_of(LARGE["causal"], torch.bfloat16)
+    single = errors(spread({}, LARGE["causal"], torch.bfloat16, 1), truth)
+    found = errors(spread({"tile": (2, 2), "layout": "striped"}, LARGE["causal"], torch.bfloat16, 4), truth)
+    assert all(error <= 1.5 * alone for error, alone in zip(found, single, strict=True))
+
+
+# Graphs, streams, allocators
+
+
+@pytest.mark.parametrize("name", ["ring", "mesh, grouped", "attention2d", "ulysses 4 x mesh"])
+def test_playing_a_graph_gives_what_steps_give(name: str) -> None:
+    graphed, stepped = (MeshAttention(LocalGroup(16), cuda_graphs=on, **PLANNERS[name]) for on in (True, False))
+    for seed in range(5):
+        q, k, v, d_out = tensors(torch.bfloat16, seed=seed)
+        results = []
+        for attention in (graphed, stepped):
+            leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+            out = attention.unshard(attention(*(attention.shard(t) for t in leaves), causal=True))
+            results.append([out.detach(), *torch.autograd.grad((out * d_out).sum(), leaves)])
+        assert torch.equal(results[0][0], results[1][0])
+        for ours, theirs in zip(*results, strict=True):
+            assert relative_error(ours, theirs) <= SLACK * ROUNDINGS[torch.bfloat16]  # dQ is added in no fixed order
+
+
+def test_graphs_leave_earlier_results_alone() -> None:
+    attention = MeshAttention(LocalGroup(4), tile=(2, 2), cuda_graphs=True)
+    shards = [[attention.shard(t) for t in tensors(torch.bfloat16, seed=seed)[:3]] for seed in range(4)]
+    outs = [attention(*given, causal=True) for given in shards]
+    again = [attention(*given, causal=True) for given in shards]
+    for before, after in zip(outs, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_graphs_are_refused_where_they_cannot_be_had() -> None:
+    attention = MeshAttention(LocalGroup(2), cuda_graphs=True)
+    with pytest.raises(UsageError, match="expected them on a CUDA device"):
+        attention(*([torch.randn(1, 4, 2, 8)] * 2 for _ in range(3)))
+    with pytest.raises(UsageError, match="keep came beside cuda_graphs"):
+        MeshAttention(LocalGroup(2), cuda_graphs=True, keep=("kv",))
+
+
+def test_any_stream_will_do() -> None:
+    expected = spread(PLANNERS["mesh"], {"causal": True}, torch.bfloat16, 16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = spread(PLANNERS["mesh"], {"causal": True}, torch.bfloat16, 16)
+    stream.synchronize()
+    assert torch.equal(found[0], expected[0])
+
+
+def test_gradients_are_the_same_bits_if_asked_for() -> None:
+    call = {"causal": True, "deterministic": True}
+    once, again = (spread(PLANNERS["mesh, grouped"], call, torch.bfloat16, 16) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+def test_expandable_segments_change_nothing() -> None:
+    """In a process of its own: the allocator is chosen when CUDA is first used."""
+    wanted = "test_playing_a_graph_gives_what_steps_give or test_any_stream_will_do or test_memory"
+    settings = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__)), "-k", wanted]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+# Memory
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("kv_heads", [32, 8])
+@pytest.mark.parametrize("name", PLANNERS)
+def test_memory_is_what_the_plan_states(name: str, kv_heads: int, direction: Direction) -> None:
+    options = PLANNERS[name]
+    ranks = 16 if name != "ulysses" else 8
+    problem = Problem.self_attention(
+        seq=ranks * 2048, heads=32, kv_heads=kv_heads, head_dim=128, ranks=ranks, mask=causal(), dtype="bfloat16"
+    )
+    plan = make_plan(problem, direction=direction, layout="zigzag", **options)
+    actor = Actor(plan, ranks // 2, device=CUDA)
+    comm = ReplayComm(ranks // 2, ranks, device=CUDA)
+    for _ in range(2):
+        actor.run(comm)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    actor.run(comm)
+    torch.cuda.synchronize()
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken == pytest.approx(actor.device_nbytes, rel=0.02)
+
+
+# NCCL
+
+
+def test_nccl_of_one_rank() -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29611")
+    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        attention = MeshAttention()
+        q, k, v, d_out = tensors(torch.bfloat16)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        out = attention(*leaves, causal=True)
+        found = [out.detach(), *torch.autograd.grad((out * d_out).sum(), leaves)]
+        expected = spread({}, {"causal": True}, torch.bfloat16, 1)
+        assert torch.equal(found[0], expected[0])
+        for ours, theirs in zip(found, expected, strict=True):
+            assert relative_error(ours, theirs) <= SLACK * ROUNDINGS[torch.bfloat16]
+        torch.testing.assert_close(attention.unshard(out.detach()), out.detach())
+    finally:
+        dist.destroy_process_group()
