@@ -88,14 +88,18 @@ def test_one_pass_has_no_row_for_both(run: Run) -> None:
 
 def test_the_one_kernel_has_a_line_of_its_own(run: Run) -> None:
     out = " ".join(run(f"{REPLAY} --backward").out.split())
-    assert re.search(r"a call of 31 tokens: \S+ TFLOP/s forward and \S+ TFLOP/s backward", out)
+    assert re.search(r"a call of 32 tokens: \S+ TFLOP/s forward and \S+ TFLOP/s backward", out)
 
 
-def test_a_terminal_of_100_columns_has_room(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+@pytest.mark.parametrize("columns", [72, 100])
+def test_narrow_terminals_have_room_and_are_told_what_is_left_out(
+    run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     out = run(f"{REPLAY} --backward").out
-    assert max(len(line.rstrip()) for line in out.splitlines()) <= 100
-    assert "a wider terminal and --json have them" in " ".join(out.split())
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= columns
+    assert all(re.search(r" [+-]?\d+\.\d$", " ".join(row)) for row in rows(out) if row[0] not in METHODS)
+    assert columns == 100 or "a wider terminal and --json have them" in " ".join(out.split())
 
 
 def test_where_the_host_would_be_the_limit_is_marked(answer: Any) -> None:
@@ -134,7 +138,7 @@ def test_json_has_every_round_of_every_row(answer: Any) -> None:
         assert row["plan_nbytes"] > 0
         assert (row["peak_nbytes"], row["memory_error"]) == (None, None)
     for one in answer["one_kernel"]:
-        assert one["tokens"] == 31
+        assert one["tokens"] == 32
         assert len(one["times_s"]) == 2
 
 

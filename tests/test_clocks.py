@@ -13,7 +13,7 @@ from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.plan.text import parse_move
 from mesh_attention.planning.clocks import Clocks, price_moves
-from mesh_attention.planning.greedy import OWN_ROW_WORTHS, _Order, greedy_moves
+from mesh_attention.planning.greedy import OWN_ROW_WORTHS, CountedOrder, greedy_moves
 from mesh_attention.planning.optimum import optimal_moves
 from mesh_attention.testing.strategies import directions
 
@@ -262,7 +262,7 @@ def test_the_greedy_order_knows_its_own_price(
     """It chooses between orders by the clocks it keeps while it makes them. With large calls these may be late: after
     a wait for one more shard it may choose a call that does not need that shard."""
     for own_row_worth in OWN_ROW_WORTHS:
-        order = _Order(tile, direction, costs, blocks_per_call, have, own_row_worth)
+        order = CountedOrder(tile, direction, costs, blocks_per_call, have, own_row_worth)
         kept = order.complete_all()
         whole = (*order.moves, *(Return(kind, 0) for kind in OUTPUTS[direction]))
         price = price_moves(whole, tile, direction, costs=costs, have=have).makespan

@@ -184,8 +184,8 @@ class MeshAttention:
         if is_simple and self._alone and isinstance(q, Tensor) and type(window_size) is tuple:
             found = self._alone.get(_form(simple, q, k, v))
             if found is not None:
-                out, lse = attend(found, (q, k, v))
-                return (out, lse) if return_lse else out
+                results = attend(found, (q, k, v))
+                return results if return_lse else results[0]
         if not is_simple:
             _refuse_known(others)
             _refuse_unknown(others, _CALL_ARGUMENTS, of="attention", allowed=REFUSED)
@@ -479,12 +479,15 @@ def _run_locally(comms: Sequence[Comm], ranks: Sequence[Any]) -> list[Any]:
         raise
 
 
-def _form(simple: tuple[Any, ...], *tensors: Tensor) -> tuple[object, ...]:
-    """All that tells one call from another; types as well, since True is 1."""
-    form: list[object] = [simple, *map(type, simple), torch.is_grad_enabled()]
-    for tensor in tensors:
-        form += (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
-    return tuple(form)
+def _form(simple: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
+    """All that tells one call from another; types as well, since True is 1. Written out: it is all that a small call
+    should wait for."""
+    return (
+        *(simple, *map(type, simple), torch.is_grad_enabled()),
+        *(q.shape, q.dtype, q.device, q.requires_grad),
+        *(k.shape, k.dtype, k.device, k.requires_grad),
+        *(v.shape, v.dtype, v.device, v.requires_grad),
+    )
 
 
 def _check_dimensions(ranks: Sequence[Sequence[Tensor]]) -> None:

@@ -14,9 +14,12 @@ from mesh_attention.execution.graphs import Recorded
 SAMPLE_S = 0.01
 """A sample is as many calls in a row as fill this: ranks that share a core take turns of some milliseconds, and a call
 that fits into one turn would look as if it had the core to itself."""
-SAMPLED_S = {"cpu": 0.06, "cuda": 0.25}
-"""Samples are taken for about so long, within the bounds below. A GPU takes a while to reach the clock it can hold."""
-LEAST_SAMPLES, MOST_SAMPLES = 3, 25
+SAMPLED_S = 0.06
+"""Samples are taken for about so long, within the bounds below."""
+REST_S = 0.1
+"""A GPU rests for so long before a call is timed: at its power limit it slows down, by a tenth within a few tenths of a
+second, and what came before should not count."""
+LEAST_SAMPLES, MOST_SAMPLES = 3, 15
 MOST_CALLS = 1000
 
 Report = Callable[[str, float], None]
@@ -33,9 +36,17 @@ def time_call(call: Callable[[], object], *, comm: Comm, device: torch.device) -
     sample_s(call, device, calls=1)
     first_s = everybody(comm, sample_s(call, device, calls=1))
     calls = within(int(SAMPLE_S / min(first_s)), 1, MOST_CALLS)  # the others may have waited for their turn
-    samples = within(int(SAMPLED_S[device.type] / (median(first_s) * calls)), LEAST_SAMPLES, MOST_SAMPLES)
+    samples = within(int(SAMPLED_S / (median(first_s) * calls)), LEAST_SAMPLES, MOST_SAMPLES)
     in_a_row = _repeated(call, calls, device)
+    rest(device, REST_S)
     return median(everybody(comm, median(sample_s(in_a_row, device, calls=1) / calls for _ in range(samples))))
+
+
+def rest(device: torch.device, seconds: float) -> None:
+    """Let a GPU finish and cool down; a CPU has no need to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        time.sleep(seconds)
 
 
 def _repeated(call: Callable[[], object], calls: int, device: torch.device) -> Callable[[], object]:

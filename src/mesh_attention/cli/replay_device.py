@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mesh_attention import __version__
 from mesh_attention.cli.sizes import count, format_nbytes
 from mesh_attention.errors import MemoryLimitError, UsageError
+from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
 
 if TYPE_CHECKING:
@@ -64,14 +65,14 @@ def device_from(text: str | None) -> torch.device:
 def surroundings_of(problem: Problem, device: torch.device) -> Surroundings:
     import torch
 
-    from mesh_attention.kernels.select import choose_merging
-    from mesh_attention.replay.actor import kernel_for
+    from mesh_attention.replay.actor import Actor
 
+    actor = Actor(make_plan(problem, method="ring"), 0, device=device)  # any plan's: the problem and the device decide
     is_cuda = device.type == "cuda"
     return Surroundings(
         device=torch.cuda.get_device_name(device) if is_cuda else f"cpu, {count(torch.get_num_threads(), 'thread')}",
-        kernel=kernel_for(problem, device).name,
-        merging=choose_merging(device).name,
+        kernel=actor.kernel.name,
+        merging=actor.merging.name,
         versions=versions(),
         machine=f"{platform.system()} {platform.machine()}, {count(os.cpu_count() or 1, 'core')}",
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),

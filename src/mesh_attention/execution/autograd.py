@@ -208,16 +208,23 @@ def _forward(engine: Engine, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, .
     """O and LSE of every rank, and what each leaves for backward."""
     device = tensors[0].device
     kernel = engine.kernel_for(device, lse_gradient=False)
+    only_call = engine.only_call
+    if only_call is not None and not torch.is_autocast_enabled(device.type):
+        return _forward_alone(only_call, kernel, *tensors), []
     with _as_given(device):
-        if engine.only_call is not None:
-            q, k, v = tensors
-            out, lse = kernel.forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), engine.only_call)
-            out = out.transpose(1, 2)
-            return (out if out.dtype == q.dtype else out.to(q.dtype), lse), []
+        if only_call is not None:
+            return _forward_alone(only_call, kernel, *tensors), []
         ranks = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
         results, kept = engine.execute("forward", [_forward_inputs(*rank) for rank in ranks], _tokens(ranks), kernel)
     outs = (tensor for result in results for tensor in (_heads_first(result["o"]["o"]), result["o"]["lse"]))
     return tuple(outs), kept
+
+
+def _forward_alone(scores: Scores, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """O and LSE where one kernel call is all there is."""
+    out, lse = kernel.forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scores)
+    out = out.transpose(1, 2)
+    return (out if out.dtype == q.dtype else out.to(q.dtype)), lse
 
 
 def _backward(

@@ -191,8 +191,8 @@ class Executor:
             else:
                 row, at = self.buffers[call.do], call.do_span
                 upstream = RowGradient(row.run("do", at), row.run("lse", at), row.run("delta", at))
-                gradients = self.kernel.backward(q, k, v, upstream, scores)
-                self._add_gradients(call, gradients)
+                # Not in a variable, which would live on until the next call has given its own.
+                self._add_gradients(call, self.kernel.backward(q, k, v, upstream, scores))
 
     def _add_output(self, call: Call, out: Tensor, lse: Tensor) -> None:
         for run in call.rows:

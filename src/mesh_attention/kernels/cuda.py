@@ -42,7 +42,7 @@ _FIRST_SOUND_CUDNN = 91501
 """Until 9.15.0 lengths that are no multiple of 128 read past their end; torch draws the line at the same number."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TorchFlashOp:
     """flash-attn 2 as torch carries it: grouped heads as they are, one head size, any window.
 
@@ -77,7 +77,7 @@ class TorchFlashOp:
         return Gradients(*(gradient.transpose(1, 2) for gradient in grads))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CudnnOp:
     """cuDNN for unmasked and aligned causal windows that are not tiny, another op for the rest."""
 

@@ -128,7 +128,7 @@ def _parameters(call: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(getattr(call, "_init_fn", call)).parameters
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class FlashAttnOp:
     """A package's functions; windows that they do not take go to `rest`."""
 

@@ -33,6 +33,8 @@ class FlashRow(NamedTuple):
 class WindowOp(Protocol):
     """Attention over one window's queries and keys; tensors are (batch, heads, tokens, dim), of any strides."""
 
+    def __hash__(self) -> int: ...
+
     def refuses(self, window: Window, head_dim_qk: int, head_dim_v: int) -> str | None:
         """None if it takes that window; otherwise why not."""
 
@@ -58,7 +60,7 @@ def unfit(demand: Demand) -> str | None:
 
 
 def forward_by_windows(op: WindowOp, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    cuts = _cuts(op, scores.mask, q, v)
+    cuts = _cuts(op, scores.mask, q.shape[-1], v.shape[-1])
     if cuts is None:
         return _SLICED.forward(q, k, v, scores)
     batch, heads, tokens, _ = q.shape
@@ -74,7 +76,7 @@ def forward_by_windows(op: WindowOp, q: Tensor, k: Tensor, v: Tensor, scores: Sc
 
 
 def backward_by_windows(op: WindowOp, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
-    cuts = _cuts(op, scores.mask, q, v)
+    cuts = _cuts(op, scores.mask, q.shape[-1], v.shape[-1])
     if cuts is None:
         return _SLICED.backward(q, k, v, row, scores)
     flash = _flash_row(row, scores.mask)
@@ -103,11 +105,15 @@ def aligned(tensor: Tensor) -> Tensor:
 
     Fused kernels load 16 bytes at a time; records put statistics before dO, and a run may start at any token.
     """
-    if tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0:
-        outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-        if all(size == 1 or stride * tensor.element_size() % 16 == 0 for size, stride in outer):
-            return tensor
+    if tensor.data_ptr() % 16 == 0 and _has_aligned_rows(tensor.shape, tensor.stride(), tensor.itemsize):
+        return tensor
     return tokens_first(tensor)
+
+
+@lru_cache(maxsize=4096)
+def _has_aligned_rows(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    outer = zip(shape[:-1], strides[:-1], strict=True)
+    return strides[-1] == 1 and all(size == 1 or stride * itemsize % 16 == 0 for size, stride in outer)
 
 
 def tokens_first(tensor: Tensor) -> Tensor:
@@ -115,14 +121,15 @@ def tokens_first(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _cuts(op: WindowOp, mask: CallMask, q: Tensor, v: Tensor) -> tuple[Window, ...] | None:
+@lru_cache(maxsize=4096)
+def _cuts(op: WindowOp, mask: CallMask, head_dim_qk: int, head_dim_v: int) -> tuple[Window, ...] | None:
     """The call in windows that the op takes; None, with a word in the log, if it does not."""
     cuts = windows(mask)
     if cuts is None:
         _log_once(f"no windows of token strides {_strides(mask.q)} × {_strides(mask.kv)}")
         return None
     for cut in cuts:
-        reason = op.refuses(cut, q.shape[-1], v.shape[-1])
+        reason = op.refuses(cut, head_dim_qk, head_dim_v)
         if reason is not None:
             _log_once(reason)
             return None

@@ -8,6 +8,7 @@ do not need it: each passes it straight to the next one that does.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Literal
 
 from typing_extensions import assert_never
@@ -39,6 +40,10 @@ from mesh_attention.plan.steps import (
     transfers,
 )
 
+MEETS_THAT_HIDE = 2
+"""Meets between the turn of partials that go straight home and whatever waits for them: one may be short, and several
+partials leave at once. Along a ring they are waited for anyway, to be passed on."""
+
 
 def lower(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank: int) -> Program:
     """The program of one rank; no other rank's is built."""
@@ -61,7 +66,8 @@ def lower(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank
     if matrix.assignment.ulysses == 1:
         own = {Item(kind, rank) for kind in INPUTS[direction]} - (kept_items if is_backward else set())
         packed = with_packs(packed, own=own, kept=kept)
-    steps = with_frees(packed, kept=set() if is_backward else kept_items)
+    hiding = MEETS_THAT_HIDE if schedule.partials == "direct" else 1
+    steps = with_frees(packed, kept=set() if is_backward else kept_items, hiding=hiding)
     held = held_nbytes(steps, matrix, kept=kept, has_kept=is_backward)
     return Program(rank=rank, steps=steps, peak_nbytes=max(held, default=0))
 
@@ -78,7 +84,8 @@ class _Lowering:
         self.place = matrix.assignment.place(rank)
         self.head_slice = matrix.assignment.head_slice(rank)
         self.steps: list[Step] = []
-        self.arrived: list[Item] = []  # partials received and not merged yet
+        self.meets = 0
+        self.arrived: list[tuple[Item, int]] = []  # partials not merged yet, and how many meets came before them
 
     # Moves
 
@@ -89,6 +96,7 @@ class _Lowering:
 
     def meet(self, rows: tuple[int, ...], cols: tuple[int, ...]) -> None:
         """One attend for each set of rows that have the same live columns."""
+        self.meets += 1
         peer = self.assignment.peer
         col_shards = sorted(peer("col", self.place, offset) for offset in cols)
         by_cols: dict[tuple[int, ...], list[int]] = {}
@@ -109,15 +117,16 @@ class _Lowering:
         axis, route = AXIS_OF[kind], self.schedule.partials
         around = (self.matrix, route, axis, self.place, offset)
         shard = self.assignment.peer(axis, self.place, offset)
-        # Along the ring, what arrived for this shard goes on with it. Direct, what arrived for the own shard at
-        # earlier turns has had time to get here.
-        self._merge_arrived(kind, shard if route == "ring" else self.place)
+        if route == "ring":  # what arrived for this shard goes on with it
+            self._merge_arrived(kind, shard)
+        else:
+            self._merge_arrived(kind, self.place, meets_ago=MEETS_THAT_HIDE)
         contributes = self.matrix.needs(axis, self.place, shard)
         if contributes:
             self.steps.append(Finish(Item(kind, shard)))
         arriving = [self._partial_from(kind, hop) for hop in partial_hops_in(*around)]
         self.steps += arriving
-        self.arrived += [recv.item for recv in arriving]
+        self.arrived += [(recv.item, self.meets) for recv in arriving]
         if contributes:
             self.steps.append(Send(Item(kind, shard), self._rank_of(partial_dest(*around))))
 
@@ -141,7 +150,7 @@ class _Lowering:
             hops = partial_hops_in(self.matrix, "direct", AXIS_OF[kind], self.place, offset)
             recvs += [self._partial_from(kind, hop) for hop in hops]
         self._collective("reduce", kind, sends, recvs)
-        self.arrived += [recv.item for recv in recvs]
+        self.arrived += [(recv.item, self.meets) for recv in recvs]
         self._merge_arrived(kind, self.place)
         self._finish_own(kind)
 
@@ -179,10 +188,15 @@ class _Lowering:
     def _rank_of(self, place: int) -> int:
         return self.assignment.rank(place, head_slice=self.head_slice)
 
-    def _merge_arrived(self, kind: Kind, shard: int) -> None:
-        for item in [item for item in self.arrived if (item.kind, item.shard) == (kind, shard)]:
-            self.steps.append(Merge(item))
-            self.arrived.remove(item)
+    def _merge_arrived(self, kind: Kind, shard: int, *, meets_ago: int = 0) -> None:
+        """Partials that were posted so many meets ago, or more."""
+        waiting = []
+        for item, meets in self.arrived:
+            if (item.kind, item.shard) == (kind, shard) and self.meets - meets >= meets_ago:
+                self.steps.append(Merge(item))
+            else:
+                waiting.append((item, meets))
+        self.arrived = waiting
 
     def _finish_own(self, kind: Kind) -> None:
         if self.matrix.segments(AXIS_OF[kind], self.place):
@@ -235,11 +249,11 @@ def _renamed(step: Attend, names: dict[Item, Item]) -> Attend:
     return Attend(rows, cols, grads)
 
 
-def with_frees(steps: Sequence[Step], *, kept: Collection[Item] = ()) -> tuple[Step, ...]:
+def with_frees(steps: Sequence[Step], *, kept: Collection[Item] = (), hiding: int = 1) -> tuple[Step, ...]:
     """The steps with every item freed after its last use; what is the caller's stays, and what is kept.
 
-    An item whose last use is a send is freed after the next attend: freeing waits for the send, and by then it has had
-    something to hide behind.
+    An input whose last use is a send is freed after the next attend, a partial after the next `hiding` ones: freeing
+    waits for the send, and by then it has had something to hide behind.
     """
     last_use: dict[Item, int] = {}
     for index, step in enumerate(steps):
@@ -250,12 +264,15 @@ def with_frees(steps: Sequence[Step], *, kept: Collection[Item] = ()) -> tuple[S
     freed_after: dict[int, list[Step]] = {}
     for item, index in last_use.items():
         if item.form != "home" and item not in kept:
-            freed_after.setdefault(_free_point(steps, index), []).append(Free(item))
+            freed_after.setdefault(_free_point(steps, index, hiding), []).append(Free(item))
     return tuple(s for index, step in enumerate(steps) for s in (step, *freed_after.get(index, ())))
 
 
-def _free_point(steps: Sequence[Step], last_use: int) -> int:
-    if not isinstance(steps[last_use], Send):
+def _free_point(steps: Sequence[Step], last_use: int, hiding: int) -> int:
+    step = steps[last_use]
+    if not isinstance(step, Send):
         return last_use
+    # A rank soon needs what it receives in the turn in which it passes an input on: the send is over by then.
+    wanted = 1 if step.item.kind in ("q", "kv", "do") else hiding
     attends = (index for index in range(last_use, len(steps)) if isinstance(steps[index], Attend))
-    return next(attends, len(steps) - 1)
+    return next(islice(attends, wanted - 1, None), len(steps) - 1)

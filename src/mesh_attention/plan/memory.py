@@ -12,7 +12,7 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.calls import KernelCall
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import Direction, Step
+from mesh_attention.plan.steps import Attend, Direction, Step
 
 
 def peak_nbytes(plan: Plan, rank: int, steps: Sequence[Step], calls: Mapping[int, Sequence[KernelCall]]) -> int:
@@ -21,8 +21,23 @@ def peak_nbytes(plan: Plan, rank: int, steps: Sequence[Step], calls: Mapping[int
     kept, has_kept = matrix.kept(plan.schedule.keep, rank), plan.direction == "backward"
     held = held_nbytes(steps, matrix, kept=kept, has_kept=has_kept)
     for index, of_step in calls.items():
-        held[index] += max((scratch_nbytes(call, matrix, plan.direction) for call in of_step), default=0)
+        needed = [scratch_nbytes(call, matrix, plan.direction) for call in of_step]
+        if _is_at_home(steps[index]):
+            needed = [total - _copied_nbytes(call, matrix) for total, call in zip(needed, of_step, strict=True)]
+        held[index] += max(needed, default=0)
     return max(held, default=0)
+
+
+def _is_at_home(step: Step) -> bool:
+    """Whether an attend reads dO from the caller's tensors, where it lies in one piece already."""
+    return isinstance(step, Attend) and any(item.form == "home" for item in step.grads)
+
+
+def _copied_nbytes(call: KernelCall, matrix: BlockMatrix) -> int:
+    """Of dO, copied into one piece."""
+    problem = matrix.problem
+    heads = problem.heads // matrix.assignment.ulysses
+    return problem.batch * sum(map(len, call.q)) * heads * problem.head_dim_v * problem.itemsize
 
 
 def scratch_nbytes(call: KernelCall, matrix: BlockMatrix, direction: Direction) -> int:
@@ -40,5 +55,5 @@ def scratch_nbytes(call: KernelCall, matrix: BlockMatrix, direction: Direction) 
     if direction == "forward":
         return outputs
     spread_heads = heads if heads > kv_heads else 0
-    row = heads * (v * narrow + qk * (narrow + wide))
-    return outputs + q * row + kv * (kv_heads + spread_heads) * (qk + v) * narrow
+    gradients = q * heads * qk * (narrow + wide) + kv * (kv_heads + spread_heads) * (qk + v) * narrow
+    return outputs + gradients + _copied_nbytes(call, matrix)

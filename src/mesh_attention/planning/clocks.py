@@ -4,15 +4,16 @@ The moves are a program, walked in order by compute's clock. It starts at 0 with
 
 - A fetch is posted when compute gets to it: when the meet before it has ended. The link carries one transfer at a time,
   in posting order, so a fetch takes it from then on or after what was posted before, for its cost.
-- A meet starts when compute gets to it and all that its rows and columns need has arrived. Each of its blocks takes 1.
+- A meet starts when compute gets to it and all that its rows and columns need has arrived. Each of its blocks takes 1,
+  and besides there is the price of a call, by `Costs.of_call`.
 - A return is posted when compute gets to it, and takes the link as a fetch does. What it sends must be complete. All
   ranks make the same moves, so what arrives for the own row takes the same slot.
 - `return o 0` and its like end the own row or column. They come after its last meet and after the other returns of
   that kind, and take no time: merging is free here, as is everything that is not named.
 
-It is over when compute has ended and the link is free. Not in the model: a price for a call, latency, memory, masks
-that make blocks unequal, a link that carries two things at once, and ring routes, where a fetch also waits for the one
-before it on its axis: that is what this rank passes on.
+It is over when compute has ended and the link is free. Not in the model: latency, memory, masks that make blocks
+unequal, a link that carries two things at once, and ring routes, where a fetch also waits for the one before it on its
+axis: that is what this rank passes on.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Together
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.plan.text import format_move
 from mesh_attention.planning.costs import Costs
+from mesh_attention.planning.order import mask_of
 
 
 class Clocks(NamedTuple):
@@ -89,7 +91,8 @@ class _Walk:
         needed = {(kind, at) for kind in INPUTS[self.direction] for at in (rows if AXIS_OF[kind] == "row" else cols)}
         missing = needed - self.arrival.keys()
         self._require(not missing, lambda: f"{_listed(missing)} not fetched before it")
-        self.now = max(self.now, *(self.arrival[item] for item in needed)) + len(blocks)
+        price = self.costs.of_call(mask_of(rows), mask_of(cols))
+        self.now = max(self.now, *(self.arrival[item] for item in needed)) + price
         self.left -= blocks
 
     def send_back(self, kind: Kind, offset: int) -> None:

@@ -1,8 +1,13 @@
-"""What a transfer costs, in blocks: how many blocks of compute hide one transfer of each kind. Real numbers."""
+"""What transfers and kernel calls cost, in blocks of compute. Real numbers.
+
+A transfer costs as many blocks as hide it. A call of r rows and c columns costs r·c blocks, and besides: `call` for
+being one, `row` for every row and `col` for every column that its partial results are added to. Rows and columns that
+do not lie side by side are attended in several calls.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Assignment, check_assignment
@@ -13,10 +18,13 @@ from mesh_attention.problem import Problem
 FLOPS_PER_BYTE = 12_000.0
 """A Hopper GPU behind a 400 Gb/s link: 600 TFLOP/s of attention over 50 GB/s."""
 
+CALL_PRICES = ("call", "row", "col")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Blocks of compute that hide one transfer of each kind."""
+    """Blocks of compute that hide one transfer of each kind, and what a call costs besides its blocks: here nothing, as
+    in the paper."""
 
     q: float = 1.0
     kv: float = 1.0
@@ -24,12 +32,33 @@ class Costs:
     o: float = 1.0
     dq: float = 1.0
     dkv: float = 1.0
+    call: float = 0.0
+    row: float = 0.0
+    col: float = 0.0
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            cost = getattr(self, f.name)
-            if not isinstance(cost, int | float) or not 0 < cost < float("inf"):
-                raise ScheduleError(f"cost of {f.name} is {cost!r}: expected a number above 0")
+            cost, may_be_0 = getattr(self, f.name), f.name in CALL_PRICES
+            is_number = isinstance(cost, int | float) and 0 <= cost < float("inf")
+            if not is_number or not (cost or may_be_0):
+                expected = "0 or a number above" if may_be_0 else "a number above 0"
+                raise ScheduleError(f"cost of {f.name} is {cost!r}: expected {expected}")
+
+    @property
+    def has_call_prices(self) -> bool:
+        return any(getattr(self, name) for name in CALL_PRICES)
+
+    def without_call_prices(self) -> Costs:
+        return replace(self, **dict.fromkeys(CALL_PRICES, 0.0)) if self.has_call_prices else self
+
+    def of_call(self, rows: int, cols: int) -> float:
+        """The price of attending rows with columns. Both are sets of offsets, as bit masks."""
+        num_rows, num_cols = rows.bit_count(), cols.bit_count()
+        if not self.call + self.row + self.col:
+            return num_rows * num_cols
+        row_runs, col_runs = (rows & ~(rows << 1)).bit_count(), (cols & ~(cols << 1)).bit_count()
+        touched = self.row * num_rows * col_runs + self.col * num_cols * row_runs
+        return num_rows * num_cols + self.call * row_runs * col_runs + touched
 
     def of(self, kind: Kind) -> float:
         cost: float = getattr(self, kind)
@@ -52,11 +81,16 @@ def estimate_costs(
     if direction == "backward":
         inner += 2 * problem.head_dim_qk + problem.head_dim_v
     block_flops = 2 * max(1, pairs) * problem.heads * inner / assignment.places**2
-    return Costs(**{kind: flops_per_byte * _nbytes(kind, problem, assignment) / block_flops for kind in KINDS})
+    nbytes = shard_sizes(problem, assignment)
+    return Costs(**{kind: flops_per_byte * nbytes[kind] / block_flops for kind in KINDS})
+
+
+def shard_sizes(problem: Problem, assignment: Assignment) -> dict[Kind, float]:
+    """Bytes of a place's average shard of each kind, over all slices of the heads, a batch entry."""
+    return {kind: _nbytes(kind, problem, assignment) for kind in KINDS}
 
 
 def _nbytes(kind: Kind, problem: Problem, assignment: Assignment) -> float:
-    """Bytes of a place's average shard, over all slices of the heads, a batch entry."""
     payload, statistics = elements_a_token(kind, problem)
     tokens = (problem.seq_q if AXIS_OF[kind] == "row" else problem.seq_kv) / assignment.places
     return tokens * (payload * problem.itemsize + statistics * problem.accumulator_itemsize)

@@ -12,7 +12,7 @@ from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route, Schedule
 from mesh_attention.plan.steps import Direction, Kind
-from mesh_attention.planning.costs import Costs, estimate_costs
+from mesh_attention.planning.costs import Costs, estimate_costs, shard_sizes
 from mesh_attention.planning.entries import check_inner_rings, with_early_entries
 from mesh_attention.planning.greedy import greedy_moves
 from mesh_attention.planning.ulysses import trade_heads
@@ -29,7 +29,7 @@ def plan_mesh(
     inner: Tile | None = None,
     route: Route = "direct",
     partials: Route = "direct",
-    blocks_per_call: int = 1,
+    blocks_per_call: int | None = None,
     costs: Costs | None = None,
     keep: tuple[Kind, ...] = (),
     method: str = "mesh",
@@ -38,7 +38,15 @@ def plan_mesh(
     assignment = Assignment(tile, ulysses_degree, inner)
     costs = estimate_costs(problem, assignment, direction) if costs is None else costs
     have = keep if direction == "backward" else ()
-    moves = greedy_moves(tile, direction, costs=costs, blocks_per_call=blocks_per_call, have=have)
+    moves = greedy_moves(
+        tile,
+        direction,
+        costs=costs,
+        blocks_per_call=blocks_per_call,
+        have=have,
+        route=route,
+        sizes=tuple(shard_sizes(problem, assignment).items()),
+    )
     if "ring" in (route, partials):
         check_inner_rings(BlockMatrix(problem, layout, assignment))
     if route == "ring":

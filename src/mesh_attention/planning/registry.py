@@ -40,6 +40,7 @@ def make_plan(
     `inner` says which places are neighbours (see `plan.assignment`): the part of the grid that one node holds.
     `keep` names what forward leaves gathered for backward: ("kv",), ("q",) or ("q", "kv"), on one tile for both.
     `route`, `partials`, `blocks_per_call` and `costs` shape a greedy schedule; attention2d has none and refuses them.
+    Without `blocks_per_call`, costs that have the price of a call decide how large each is; else a call is a block.
     """
     if method not in METHODS:
         raise ScheduleError(f"method {method!r}: expected one of {', '.join(METHODS)}")
@@ -68,7 +69,7 @@ def make_plan(
         inner=inner,
         route="direct" if route is None else route,
         partials="direct" if partials is None else partials,
-        blocks_per_call=1 if blocks_per_call is None else blocks_per_call,
+        blocks_per_call=blocks_per_call,
         costs=costs,
         keep=keep,
         method=method,

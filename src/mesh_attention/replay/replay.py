@@ -9,6 +9,7 @@ from statistics import median
 
 import torch
 
+from mesh_attention.calibration.timing import rest
 from mesh_attention.comm.base import Comm
 from mesh_attention.comm.replay import ReplayComm, SilentComm
 from mesh_attention.errors import UsageError
@@ -20,6 +21,7 @@ from mesh_attention.replay.result import Contender, KernelPass, Pass, Replayed
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 
+REST_S = 0.2
 Report = Callable[[str, float], None]
 """Is told what is being done and the fraction done."""
 
@@ -79,13 +81,13 @@ class Clocked:
 
 
 def clock(run: Callable[[], object], device: torch.device) -> Clocked:
-    """One run, from an idle device to an idle device."""
+    """One run, from a device that has rested to one that is idle: at its power limit, a GPU that was busy is slower."""
+    rest(device, REST_S)
     if device.type != "cuda":
         begin = time.perf_counter()
         run()
         elapsed = time.perf_counter() - begin
         return Clocked(elapsed, elapsed)
-    torch.cuda.synchronize(device)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin = time.perf_counter()
     start.record()

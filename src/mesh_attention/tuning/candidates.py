@@ -47,17 +47,23 @@ FAMILIES: tuple[Family, ...] = (
 )
 """Simplest first: near-ties go to the simpler. StarTrail is not among them: it has no plan of its own, see `rivals`."""
 
+BY_PRICE = 1 << 16
+"""Where grouping by price stands among the numbers of blocks a call: it is the least simple."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to plan a problem. Grouping and routes mean nothing to collectives, and then have these defaults."""
+    """One way to plan a problem. Grouping and routes mean nothing to collectives, and then have these defaults.
+
+    With `blocks_per_call` None, calls are as large as is worth their price on the cluster.
+    """
 
     order: Order
     assignment: Assignment
     layout: str
     route: Route = "direct"
     partials: Route = "direct"
-    blocks_per_call: int = 1
+    blocks_per_call: int | None = 1
     keep: tuple[Kind, ...] = ()
 
     @property
@@ -86,8 +92,8 @@ class Candidate:
             return options | {"method": "attention2d"}
         rows, cols = assignment.tile.rows, assignment.tile.cols
         method = "ring" if rows == 1 else "pass-q" if cols == 1 else "mesh"
-        grouping = {"route": self.route, "partials": self.partials, "blocks_per_call": self.blocks_per_call}
-        return options | {"method": method} | grouping
+        options |= {"method": method, "route": self.route, "partials": self.partials}
+        return options if self.blocks_per_call is None else options | {"blocks_per_call": self.blocks_per_call}
 
     def plan(self, problem: Problem, direction: Direction, costs: Costs | None = None) -> Plan:
         """`costs` order a greedy schedule; collectives have none."""
@@ -104,7 +110,7 @@ class Candidate:
             int(self.route != self.partials),
             self.assignment.ulysses,
             self.assignment.tile.rows,
-            self.blocks_per_call,
+            self.blocks_per_call or BY_PRICE,
         )
         return numbers, f"{self.order} {self.layout} {self}"
 
@@ -116,7 +122,7 @@ class Candidate:
             parts.append(f"inner {self.assignment.inner}")
         if self.order == "greedy":
             same = self.route if self.route == self.partials else f"{self.route}/{self.partials}"
-            parts += [same, f"{self.blocks_per_call} a call"]
+            parts += [same, f"{self.blocks_per_call} a call" if self.blocks_per_call else "by price"]
         if self.keep:
             parts.append(f"keep {'+'.join(self.keep)}")
         return " ".join(parts)

@@ -124,7 +124,7 @@ class PassSearch:
     def _regrouped(self, candidate: Candidate) -> Iterator[Candidate]:
         """With the next larger and smaller groupings, or with all."""
         found = groupings(candidate)
-        at, reach = found.index(candidate.blocks_per_call), self.effort.regroupings
+        at, reach = found.index(candidate.blocks_per_call or 1), self.effort.regroupings
         for grouping in found[max(0, at - reach) : at + reach + 1]:
             yield replace(candidate, blocks_per_call=grouping)
 

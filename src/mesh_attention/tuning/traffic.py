@@ -141,7 +141,9 @@ def traffic(candidate: Candidate, problem: Problem, topology: Topology, directio
     nic, port = links.nic_s(crossing), float(inside.max())
     transfers = max(1, candidate.assignment.tile.rows + candidate.assignment.tile.cols - 2)
     # Along a ring, what is waited for has itself been waited for.
-    fill_s = (2 if candidate.route == "ring" else 1) * (candidate.blocks_per_call - 1) / transfers * max(nic, port)
+    fill_s = (
+        (2 if candidate.route == "ring" else 1) * ((candidate.blocks_per_call or 1) - 1) / transfers * max(nic, port)
+    )
     return Traffic(
         nic_s=nic,
         port_s=port,
@@ -153,7 +155,7 @@ def traffic(candidate: Candidate, problem: Problem, topology: Topology, directio
 
 
 def costs_on(topology: Topology, problem: Problem, candidate: Candidate, direction: Direction) -> Costs:
-    """What a transfer of each kind costs in blocks of compute, by the links its group runs over."""
+    """In blocks of compute: a transfer of each kind on the links its group runs over; a call, if that decides."""
     links, tile = Links(problem, topology, candidate.assignment), candidate.assignment.tile
     block_s = _compute_s(problem, topology, direction) / (tile.rows * tile.cols)
     found: dict[str, float] = {}
@@ -162,7 +164,27 @@ def costs_on(topology: Topology, problem: Problem, candidate: Candidate, directi
         transfers = max(1, candidate.assignment.size(AXIS_OF[kind]) - 1)
         busy = links.group_s(kind, route)
         found[kind] = max(1e-6, links.nic_s(busy.crossing_s), float(busy.inside_s.max())) / transfers / block_s
-    return Costs(**found)
+    is_by_price = candidate.blocks_per_call is None
+    return Costs(**found, **(_call_prices(problem, topology, direction, block_s) if is_by_price else {}))
+
+
+def _call_prices(problem: Problem, topology: Topology, direction: Direction, block_s: float) -> dict[str, float]:
+    """What a meeting costs besides its blocks: its calls, and the memory it touches for a row and for a column."""
+    device = topology.device
+    rate = device.forward if direction == "forward" else device.backward
+    call_s = CALLS_A_MEETING * (rate.call_us + device.launch_us) * 1e-6
+    memory_s = 1 / (device.memory_gb_per_s * 1e9)
+    row_nbytes, col_nbytes = _touched_nbytes(problem, direction)
+    return {"call": call_s / block_s, "row": row_nbytes * memory_s / block_s, "col": col_nbytes * memory_s / block_s}
+
+
+def _touched_nbytes(problem: Problem, direction: Direction) -> tuple[float, float]:
+    """Bytes moved to add a partial result of a row, and of a column, to its running sum."""
+    moved = problem.batch * (2 * problem.accumulator_itemsize + problem.itemsize)
+    tokens_q, tokens_kv = problem.seq_q / problem.ranks, problem.seq_kv / problem.ranks
+    qk, v = problem.head_dim_qk, problem.head_dim_v
+    row = moved * tokens_q * problem.heads * (v if direction == "forward" else qk)
+    return row, 0.0 if direction == "forward" else moved * tokens_kv * problem.kv_heads * (qk + v)
 
 
 def _calls_s(candidate: Candidate, problem: Problem, topology: Topology, direction: Direction) -> float:
@@ -170,13 +192,10 @@ def _calls_s(candidate: Candidate, problem: Problem, topology: Topology, directi
     tile, device = candidate.assignment.tile, topology.device
     rate = device.forward if direction == "forward" else device.backward
     is_whole = candidate.order == "collective"
-    meetings = 1 if is_whole else tile.rows * tile.cols / min(candidate.blocks_per_call, tile.cols)
+    meetings = 1 if is_whole else tile.rows * tile.cols / min(candidate.blocks_per_call or 1, tile.cols)
     rows, cols = (tile.rows, tile.cols) if is_whole else (meetings, tile.rows * tile.cols)
-    moved = 2 * problem.accumulator_itemsize + problem.itemsize
-    tokens_q, tokens_kv = problem.seq_q / problem.ranks, problem.seq_kv / problem.ranks
-    row_nbytes = moved * problem.batch * tokens_q * problem.heads * problem.head_dim_v
-    col_nbytes = moved * problem.batch * tokens_kv * problem.kv_heads * (problem.head_dim_qk + problem.head_dim_v)
-    touched = rows * row_nbytes + (cols * col_nbytes if direction == "backward" else 0.0)
+    row_nbytes, col_nbytes = _touched_nbytes(problem, direction)
+    touched = rows * row_nbytes + cols * col_nbytes
     return CALLS_A_MEETING * meetings * rate.call_us * 1e-6 + touched / (device.memory_gb_per_s * 1e9)
 
 

@@ -1,0 +1,147 @@
+"""A schedule in the making: what is here, what has met, and two clocks, one for compute and one for the link.
+
+What to do next is not decided here, but by the orders that build on this: `greedy` and `priced`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import copy
+
+from mesh_attention.plan.assignment import Axis, Tile
+from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
+from mesh_attention.planning.costs import Costs
+
+Call = tuple[int, int]
+"""A rectangle as two sets of offsets: rows, columns. Sets are bit masks."""
+
+
+class Order:
+    """The moves so far, and the state they lead to. Times are in blocks."""
+
+    def __init__(self, tile: Tile, direction: Direction, costs: Costs, have: tuple[Kind, ...]) -> None:
+        self.tile, self.costs = tile, costs
+        self.inputs: dict[Axis, tuple[Kind, ...]] = {
+            axis: tuple(kind for kind in INPUTS[direction] if AXIS_OF[kind] == axis and kind not in have)
+            for axis in ("row", "col")
+        }
+        self.fetch_cost = {axis: sum(map(costs.of, kinds)) for axis, kinds in self.inputs.items()}
+        self.results: dict[Axis, Kind] = {AXIS_OF[kind]: kind for kind in OUTPUTS[direction]}
+        self.sizes: dict[Axis, int] = {"row": tile.rows, "col": tile.cols}
+        self.moves: list[Move] = []
+        self.now = self.link_free = 0.0
+        self.blocks_left = tile.rows * tile.cols
+        self.all_cols = (1 << tile.cols) - 1
+        self.done = [0] * tile.rows  # columns already attended, a row
+        self.left: dict[Axis, list[int]] = {"row": [tile.cols] * tile.rows, "col": [tile.rows] * tile.cols}
+        self.next_return: dict[Axis, int] = dict.fromkeys(self.results, 1)  # in order: a ring of partials relies on it
+        self.complete: list[Return] = []  # and not sent yet
+        # How many are here or on their way, and how many have arrived: the own one, or all if none is to be fetched.
+        self.fetched: dict[Axis, int] = {axis: 1 if kinds else self.sizes[axis] for axis, kinds in self.inputs.items()}
+        self.here = dict(self.fetched)
+        self.arrivals: list[tuple[float, Axis]] = []  # of those on their way, in order
+        self.touched: dict[Axis, int] = {axis: (1 << count) - 1 for axis, count in self.fetched.items()}
+
+    def branch(self) -> Order:
+        """A copy that goes its own way from here."""
+        other = copy(self)
+        other.moves, other.done, other.arrivals = self.moves[:], self.done[:], self.arrivals[:]
+        other.left = {axis: counts[:] for axis, counts in self.left.items()}
+        other.complete = self.complete[:]
+        other.next_return, other.fetched, other.here = dict(self.next_return), dict(self.fetched), dict(self.here)
+        return other
+
+    @property
+    def makespan(self) -> float:
+        return max(self.now, self.link_free)
+
+    # The link
+
+    def post_returns(self) -> None:
+        """Send the partials of every row (and column) that is complete."""
+        for result in self.complete:
+            self._occupy_link(self.costs.of(result.kind))
+        self.moves += self.complete
+        self.complete = []
+
+    def axes_left(self) -> list[Axis]:
+        """Where something is left to fetch; columns first: ties go to KV."""
+        axes: tuple[Axis, ...] = ("col", "row")
+        return [axis for axis in axes if self.fetched[axis] < self.sizes[axis]]
+
+    def fetch(self, axes: list[Axis], *, own_row_worth: int) -> None:
+        """Fetch, of these, the row or the column that unlocks more blocks for its cost."""
+        other_rows = self.fetched["row"] - 1
+        unlocks: dict[Axis, int] = {"col": other_rows + own_row_worth, "row": self.fetched["col"]}
+        axis = max(axes, key=lambda axis: unlocks[axis] / self.fetch_cost[axis])
+        self.moves += [Fetch(kind, self.fetched[axis]) for kind in self.inputs[axis]]
+        self.fetched[axis] += 1
+        self.arrivals.append((self._occupy_link(self.fetch_cost[axis]), axis))
+
+    def wait(self) -> None:
+        """Until the next shard is here."""
+        self.now = max(self.now, self.arrivals[0][0])
+        self._land()
+
+    def _occupy_link(self, cost: float) -> float:
+        self.link_free = max(self.link_free, self.now) + cost
+        return self.link_free
+
+    def _land(self) -> None:
+        while self.arrivals and self.arrivals[0][0] <= self.now:
+            self.here[self.arrivals.pop(0)[1]] += 1
+
+    # Compute
+
+    @property
+    def is_all_here(self) -> bool:
+        return self.here == self.sizes
+
+    def rows_here(self) -> list[int]:
+        """The own row last: it leaves nowhere, so nobody waits for it."""
+        return [*range(1, self.here["row"]), 0]
+
+    def meet(self, call: Call) -> None:
+        rows, cols = offsets_of(call[0]), offsets_of(call[1])
+        for row in rows:
+            self.done[row] |= call[1]
+            self.left["row"][row] -= len(cols)
+        for col in cols:
+            self.left["col"][col] -= len(rows)
+        self.blocks_left -= len(rows) * len(cols)
+        self.touched = self.touched_after(call)
+        self.now += self.costs.of_call(*call)
+        self.moves.append(Meet(rows, cols))
+        self._complete()
+        self._land()
+
+    def touched_after(self, call: Call) -> dict[Axis, int]:
+        return {"row": self.touched["row"] | call[0], "col": self.touched["col"] | call[1]}
+
+    def _complete(self) -> None:
+        for axis, kind in self.results.items():
+            while (offset := self.next_return[axis]) < self.sizes[axis] and not self.left[axis][offset]:
+                self.complete.append(Return(kind, offset))
+                self.next_return[axis] += 1
+
+    def next_to_complete(self, axis: Axis) -> tuple[int, float]:
+        """Offset and worth. The own row or column comes last: it leaves nowhere, so nobody waits for it."""
+        if axis not in self.results:
+            return 0, -1.0
+        offset = self.next_return[axis]
+        if offset < self.sizes[axis]:
+            return offset, self.costs.of(self.results[axis]) / self.left[axis][offset]
+        return 0, 0.0 if self.left[axis][0] else -1.0
+
+
+def mask_of(offsets: Iterable[int]) -> int:
+    return sum([1 << offset for offset in offsets])
+
+
+def offsets_of(mask: int) -> tuple[int, ...]:
+    offsets = []
+    while mask:
+        offsets.append((mask & -mask).bit_length() - 1)
+        mask &= mask - 1
+    return tuple(offsets)
