@@ -91,7 +91,7 @@ class CudnnOp:
             return self.rest.forward(q, k, v, window, scale)
         q, k, v = aligned(q), aligned(k), aligned(v)
         out, lse, *_ = _cudnn_forward(q, k, v, None, True, 0.0, window.is_causal, False, scale=scale)
-        return out, lse[..., 0]
+        return out, lse.squeeze(-1)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: FlashRow, window: Window, scale: float) -> Gradients:
         if not _suits_cudnn(window):

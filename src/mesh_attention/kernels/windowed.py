@@ -63,9 +63,9 @@ def forward_by_windows(op: WindowOp, q: Tensor, k: Tensor, v: Tensor, scores: Sc
     cuts = _cuts(op, scores.mask, q.shape[-1], v.shape[-1])
     if cuts is None:
         return _SLICED.forward(q, k, v, scores)
+    if _is_whole(cuts, scores.mask):
+        return op.forward(q, k, v, cuts[0], scores.scale)
     batch, heads, tokens, _ = q.shape
-    if len(cuts) == 1 and len(cuts[0].q) == tokens:
-        return op.forward(q, _run(k, cuts[0].kv), _run(v, cuts[0].kv), cuts[0], scores.scale)
     out = q.new_zeros((batch, tokens, heads, v.shape[-1])).transpose(1, 2)
     lse = torch.full((batch, heads, tokens), -torch.inf, dtype=torch.float32, device=q.device)
     for cut in cuts:
@@ -80,7 +80,7 @@ def backward_by_windows(op: WindowOp, q: Tensor, k: Tensor, v: Tensor, row: RowG
     if cuts is None:
         return _SLICED.backward(q, k, v, row, scores)
     flash = _flash_row(row, scores.mask)
-    if len(cuts) == 1 and len(cuts[0].q) == q.shape[2] and len(cuts[0].kv) == k.shape[2]:
+    if _is_whole(cuts, scores.mask):
         return op.backward(q, k, v, flash, cuts[0], scores.scale)
     sums = Gradients(*(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)))
     for cut in cuts:
@@ -134,6 +134,13 @@ def _cuts(op: WindowOp, mask: CallMask, head_dim_qk: int, head_dim_v: int) -> tu
             _log_once(reason)
             return None
     return cuts
+
+
+@lru_cache(maxsize=4096)
+def _is_whole(cuts: tuple[Window, ...], mask: CallMask) -> bool:
+    """Whether one window is the whole call, so that its results are the call's."""
+    sides = ((len(cuts[0].q), mask.q), (len(cuts[0].kv), mask.kv)) if len(cuts) == 1 else ()
+    return bool(sides) and all(count == sum(map(len, side)) for count, side in sides)
 
 
 @lru_cache(maxsize=64)
