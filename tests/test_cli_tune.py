@@ -423,14 +423,15 @@ def simulated(answer: dict[str, Any], plan: Plan, topology: Topology, *, number:
 
 
 def test_simulate_agrees_with_the_library(run: Run, topology: Topology, tuning: Tuning) -> None:
-    candidate = tuning.chosen.candidates["forward"]
-    options = candidate.options
+    counted = replace(tuning.chosen.candidates["forward"], blocks_per_call=2)
+    chosen = replace(tuning.chosen, candidates={"forward": counted})
+    options = counted.options
     line = f"{SIMULATE} --method {options['method']} --tile {options['tile']} --route {options['route']}"
     line += f" --ulysses-degree {options['ulysses_degree']} --partials {options['partials']}"
     line += f" --blocks-per-call {options['blocks_per_call']}"
     line += f" --inner {options['inner']}" if options["inner"] else ""
     answer = as_json(run(f"{line} --json"))
-    plan = tuned_plans(PROBLEM, topology, tuning.chosen)["forward"]
+    plan = tuned_plans(PROBLEM, topology, chosen)["forward"]
     simulated(answer, plan, topology)
     assert answer["is_exact"] is True
     assert (answer["problem"]["seq_q"], answer["layout"]) == (65536, "zigzag")

@@ -18,7 +18,7 @@ from mesh_attention.errors import MemoryLimitError, TopologyError, UsageError
 from mesh_attention.masks import documents, window
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.blocks import elements_a_token
-from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Direction
+from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Attend, Direction
 from mesh_attention.planning.limits import limits
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.testing.strategies import plans
@@ -86,6 +86,19 @@ def test_the_plans_of_the_choice_are_right_and_take_what_was_forecast() -> None:
         assert simulate(plan, cluster, priced_ranks=8).time_s == pytest.approx(chosen.forecasts[direction].time_s)
 
 
+def test_the_choice_is_tried_by_the_price_of_calls() -> None:
+    """Behind slow links a number of blocks a call is never as good; see decision 13."""
+    asked, cluster = (
+        problem(64, seq=1 << 18),
+        with_nic(replace(cluster_named("h100x64"), ranks_per_node=1, nics_per_node=1), 50.0),
+    )
+    mesh = next(trial for trial in tune(asked, cluster).trials if trial.family == "mesh")
+    assert mesh.candidates["forward"].blocks_per_call is None
+    counted = replace(mesh.candidates["forward"], blocks_per_call=4)
+    plan = counted.plan(asked, "forward", costs_on(cluster, asked, counted, "forward"))
+    assert mesh.time_s < simulate(plan, cluster, priced_ranks=8).time_s
+
+
 def test_tuning_twice_gives_the_same() -> None:
     asked, cluster = problem(16), cluster_named("h100x16")
     assert tune(asked, cluster) == tune(asked, cluster)
@@ -107,10 +120,11 @@ def test_more_bandwidth_never_makes_the_forecast_slower(
     assert fast.time_s <= slow.time_s * (1 + 2 * NEAR_TIE)
 
 
-def test_one_node_and_a_short_sequence_choose_no_overlap() -> None:
-    chosen = tune(problem(8, seq=2048, kv_heads=1), cluster_named("h100x8")).chosen
-    assert all(candidate.order == "collective" for candidate in chosen.candidates.values())
-    assert chosen.family in ("all-gather", "attention2d")
+def test_one_node_and_a_short_sequence_choose_few_calls() -> None:
+    """The own block, which hides some of the transfers, and all the rest at once."""
+    asked, cluster = problem(8, seq=2048, kv_heads=1), cluster_named("h100x8")
+    plan = tuned_plans(asked, cluster, tune(asked, cluster).chosen)["forward"]
+    assert sum(isinstance(step, Attend) for step in plan.program(3).steps) <= 2
 
 
 def test_a_long_sequence_on_two_ranks_chooses_ring() -> None:

@@ -85,7 +85,7 @@ def exact_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tens
 
 
 def exact_backward(given: Case) -> Gradients:
-    row = RowGradient(*(x.double() for x in given.row))
+    row = RowGradient(*(None if x is None else x.double() for x in given.row))
     return ReferenceKernel().backward(given.q.double(), given.k.double(), given.v.double(), row, given.scores)
 
 

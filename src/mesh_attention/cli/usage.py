@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import INPUTS, OUTPUTS, Direction
-from mesh_attention.planning.costs import Costs
+from mesh_attention.planning.costs import CALL_PRICES, Costs
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import Candidate
@@ -97,10 +98,11 @@ def _least_costs(candidate: Candidate, plan: Plan, topology: Topology) -> dict[s
 
 def _rounded(candidate: Candidate, plan: Plan, topology: Topology) -> Iterator[dict[str, float]]:
     yield {}
-    costs = costs_on(topology, plan.problem, candidate, plan.direction)
+    costs = asdict(costs_on(topology, plan.problem, candidate, plan.direction))
+    kinds = (*INPUTS[plan.direction], *OUTPUTS[plan.direction])
+    names = [*kinds, *(price for price in CALL_PRICES if costs[price])]
     for digits in DIGITS:
-        kinds = (*INPUTS[plan.direction], *OUTPUTS[plan.direction])
-        yield {kind: float(f"{costs.of(kind):.{digits}g}") for kind in kinds}
+        yield {name: float(f"{costs[name]:.{digits}g}") for name in names}
 
 
 def _text(value: object) -> str:

@@ -135,10 +135,18 @@ def shapes(problem: Problem, topology: Topology, *, layout: str) -> Iterator[Can
             continue
         for tile in tiles_of(problem.ranks // ulysses):
             matrix = BlockMatrix(problem, layout_named(layout), Assignment(tile, ulysses))
-            yield from _of_tile(tile, ulysses, layout, topology, is_uniform=matrix.is_uniform)
+            routes = _routes(problem)
+            yield from _of_tile(tile, ulysses, layout, topology, routes if matrix.is_uniform else routes[:1], routes)
 
 
-def _of_tile(tile: Tile, ulysses: int, layout: str, topology: Topology, *, is_uniform: bool) -> Iterator[Candidate]:
+def _of_tile(
+    tile: Tile,
+    ulysses: int,
+    layout: str,
+    topology: Topology,
+    through_inner_rings: Routes,
+    routes: Routes,
+) -> Iterator[Candidate]:
     whole = Candidate(order="collective", assignment=Assignment(tile, ulysses), layout=layout)
     yield whole
     if tile == Tile(1, 1):
@@ -147,11 +155,17 @@ def _of_tile(tile: Tile, ulysses: int, layout: str, topology: Topology, *, is_un
         if inner is not None:
             yield replace(whole, assignment=Assignment(tile, ulysses, inner))
         assignment = Assignment(tile, ulysses, inner)
-        for route, partials in ROUTE_PAIRS if is_uniform or not has_inner_rings(assignment) else ROUTE_PAIRS[:1]:
+        for route, partials in through_inner_rings if has_inner_rings(assignment) else routes:
             yield replace(whole, order="greedy", assignment=assignment, route=route, partials=partials)
 
 
-ROUTE_PAIRS: tuple[tuple[Route, Route], ...] = (("direct", "direct"), ("ring", "ring"), ("ring", "direct"))
+Routes = tuple[tuple[Route, Route], ...]
+ROUTE_PAIRS: Routes = (("direct", "direct"), ("ring", "ring"), ("ring", "direct"))
+
+
+def _routes(problem: Problem) -> Routes:
+    """In 16 bits partials do not go round a ring: rounded once a hop, they lose twice what one kernel does."""
+    return tuple(pair for pair in ROUTE_PAIRS if problem.itemsize > 2 or pair[1] == "direct")
 
 
 def placements(tile: Tile, ulysses: int, topology: Topology) -> list[Tile | None]:

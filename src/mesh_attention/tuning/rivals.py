@@ -55,7 +55,7 @@ def startrail(candidates: list[Candidate], searches: Mapping[Direction, PassSear
 
 def _fastest(candidate: Candidate, search: PassSearch) -> Candidate:
     """Of all groupings of this candidate, and of all that was tried with its tile."""
-    for grouping in groupings(candidate):
+    for grouping in (None, *groupings(candidate)):
         search.simulate(replace(candidate, blocks_per_call=grouping))
     assignment = (candidate.assignment.tile, candidate.assignment.ulysses)
     same = [c for c in search.tried if (c.assignment.tile, c.assignment.ulysses) == assignment and not c.keep]

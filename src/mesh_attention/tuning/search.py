@@ -22,10 +22,13 @@ Report = Callable[[str, float], None]
 MOST_BLOCKS_A_CALL = 16
 AT_LEAST = 3
 """Shapes of a family that are simulated even if their bound says that they cannot win: a rival is shown at its best."""
-FINALISTS = 12
-"""Of all shapes simulated in a pass, those tried with other groupings; and the first of every family that is not more
-than `FIRST_OF_FAMILY` times slower than the best."""
-FIRST_OF_FAMILY = 1.5
+FINALISTS = 8
+"""Of all shapes simulated in a pass, those tried with other groupings; and the first two of every family, where they
+are not more than `FIRST_OF_FAMILY` times slower than the best."""
+FIRSTS = 2
+LONGEST_PRICED_FIRST = 80
+"""Rows and columns of a tile together."""
+FIRST_OF_FAMILY = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class PassSearch:
         for number, family in enumerate(sorted(FAMILIES, key=lambda family: promise[family])):
             self.report(f"trying {family}", 0.95 * number / len(FAMILIES))
             self._run_family(_tiles_first(by_family[family], bounds), bounds)
-        firsts = [tried for family in FAMILIES for tried in self.best(family)[:1]]
+        firsts = [tried for family in FAMILIES for tried in self.best(family)[:FIRSTS]]
         near = [tried for tried in firsts if tried.forecast.time_s <= FIRST_OF_FAMILY * self.best_s]
         for tried in (*self.best()[:FINALISTS], *near):
             self.report(f"regrouping {tried.candidate.family}", 0.95)
@@ -94,7 +97,7 @@ class PassSearch:
             is_beaten = self.is_uniform and fitting >= AT_LEAST and bound.bound_s >= self.best_s
             if is_unlikely or is_beaten:
                 continue
-            forecast = self.simulate(candidate)
+            forecast = self.simulate(_first_try(candidate))
             fitting += forecast.peak_nbytes <= self.limit_nbytes
             if fitting == self.effort.most:
                 return
@@ -122,11 +125,23 @@ class PassSearch:
         return min(found, key=lambda c: traffic(c, self.problem, self.topology, self.direction).promise_s)
 
     def _regrouped(self, candidate: Candidate) -> Iterator[Candidate]:
-        """With the next larger and smaller groupings, or with all."""
-        found = groupings(candidate)
-        at, reach = found.index(candidate.blocks_per_call or 1), self.effort.regroupings
-        for grouping in found[max(0, at - reach) : at + reach + 1]:
-            yield replace(candidate, blocks_per_call=grouping)
+        """By the price of calls; where a number may be better, with the next larger and smaller groupings, or all."""
+        if candidate.order == "collective":
+            return
+        yield replace(candidate, blocks_per_call=None)
+        found, reach = groupings(candidate), self.effort.regroupings
+        if candidate.route == "ring" or reach > 1:
+            at = found.index(candidate.blocks_per_call or self.grouped(candidate).blocks_per_call or 1)
+            for grouping in found[max(0, at - reach) : at + reach + 1]:
+                yield replace(candidate, blocks_per_call=grouping)
+
+
+def _first_try(candidate: Candidate) -> Candidate:
+    """By the price of calls; not along a ring, where shards wait for each other in ways that have no price, and not if
+    the tile is so long that planning takes more time than a simulation."""
+    tile, is_direct = candidate.assignment.tile, (candidate.order, candidate.route) == ("greedy", "direct")
+    is_quick = tile.rows + tile.cols <= LONGEST_PRICED_FIRST
+    return replace(candidate, blocks_per_call=None) if is_direct and is_quick else candidate
 
 
 def _tiles_first(candidates: Sequence[Candidate], bounds: dict[Candidate, Traffic]) -> list[Candidate]:
