@@ -137,7 +137,9 @@ class MeshAttention:
             raise UsageError("keep came beside cuda_graphs, whose calls leave nothing to each other; leave one out")
         self._engines: dict[object, Engine] = {}
         self._options_of: dict[object, CallOptions] = {}
-        self._alone: dict[object, Engine] = {}  # where one kernel call is all there is, which may be a small one
+        self._alone: dict[
+            object, Callable[..., Any]
+        ] = {}  # where one kernel call is all there is, which may be a small one
 
     def _tuned_planner(self, cluster: Topology | str, memory_limit: int | None, given: list[str]) -> Planner:
         if given:
@@ -184,7 +186,7 @@ class MeshAttention:
         if is_simple and self._alone and isinstance(q, Tensor) and type(window_size) is tuple:
             found = self._alone.get(_form(simple, q, k, v))
             if found is not None:
-                results = attend(found, (q, k, v))
+                results = found(q, k, v)
                 return results if return_lse else results[0]
         if not is_simple:
             _refuse_known(others)
@@ -198,7 +200,7 @@ class MeshAttention:
         _check_dimensions(ranks)
         engine = self.engine(tensors, options, key=key)
         if is_simple and not self.is_local and engine.only_call is not None and q.dim() == 4 and q is tensors[0][0]:
-            self._alone[_form(key[0], q, k, v)] = engine
+            self._alone[_form(key[0], q, k, v)] = _alone(engine, tensors)
         results = attend(engine, [tensor for rank in tensors for tensor in rank])
         outs = [self._from_bshd(out, like=rank[0]) for out, rank in zip(results[0::2], ranks, strict=True)]
         lses = [lse if rank[0].dim() == 4 else lse[0] for lse, rank in zip(results[1::2], ranks, strict=True)]
@@ -480,14 +482,22 @@ def _run_locally(comms: Sequence[Comm], ranks: Sequence[Any]) -> list[Any]:
 
 
 def _form(simple: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
-    """All that tells one call from another; types as well, since True is 1. Written out: it is all that a small call
-    should wait for."""
+    """All that tells one call from another; types as well, since True is 1. Written out: a small call waits for it."""
     return (
-        *(simple, *map(type, simple), torch.is_grad_enabled()),
-        *(q.shape, q.dtype, q.device, q.requires_grad),
-        *(k.shape, k.dtype, k.device, k.requires_grad),
-        *(v.shape, v.dtype, v.device, v.requires_grad),
+        *(simple, *map(type, simple)),
+        *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"),
+        torch.are_deterministic_algorithms_enabled(),
     )
+
+
+def _alone(engine: Engine, tensors: Sequence[Sequence[Tensor]]) -> Callable[..., Any]:
+    """What to call next time."""
+    device = tensors[0][0].device
+    if _needs_gradient(tensors) or torch.is_autocast_enabled(device.type):
+        return lambda *given: attend(engine, given)
+    return engine.alone(device)
 
 
 def _check_dimensions(ranks: Sequence[Sequence[Tensor]]) -> None:

@@ -107,6 +107,19 @@ class Engine:
             return None
         return Scores(calls[0].mask, self.softmax.scale, self.softmax.softcap)
 
+    def alone(self, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Forward where one kernel call is all there is, as one function: a small call waits for every line here."""
+        assert self.only_call is not None
+        forward, scores = self.kernel_for(device, lse_gradient=False).forward, self.only_call
+        dtype = DTYPES[self.problem.dtype]
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse = forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scores)
+            out = out.transpose(1, 2)
+            return (out if out.dtype == dtype else out.to(dtype)), lse
+
+        return run
+
     def kernel_for(self, device: torch.device, *, lse_gradient: bool) -> Kernel:
         """The kernel of a pass, asked for once: looking up a demand takes longer than a small call should."""
         key = device, lse_gradient, self.deterministic or torch.are_deterministic_algorithms_enabled()
@@ -208,23 +221,13 @@ def _forward(engine: Engine, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, .
     """O and LSE of every rank, and what each leaves for backward."""
     device = tensors[0].device
     kernel = engine.kernel_for(device, lse_gradient=False)
-    only_call = engine.only_call
-    if only_call is not None and not torch.is_autocast_enabled(device.type):
-        return _forward_alone(only_call, kernel, *tensors), []
     with _as_given(device):
-        if only_call is not None:
-            return _forward_alone(only_call, kernel, *tensors), []
+        if engine.only_call is not None:
+            return engine.alone(device)(*tensors), []
         ranks = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
         results, kept = engine.execute("forward", [_forward_inputs(*rank) for rank in ranks], _tokens(ranks), kernel)
     outs = (tensor for result in results for tensor in (_heads_first(result["o"]["o"]), result["o"]["lse"]))
     return tuple(outs), kept
-
-
-def _forward_alone(scores: Scores, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """O and LSE where one kernel call is all there is."""
-    out, lse = kernel.forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scores)
-    out = out.transpose(1, 2)
-    return (out if out.dtype == q.dtype else out.to(q.dtype)), lse
 
 
 def _backward(

@@ -22,6 +22,7 @@ from mesh_attention.kernels.windowed import (
     FlashRow,
     WindowOp,
     aligned,
+    all_aligned,
     backward_by_windows,
     forward_by_windows,
     tokens_first,
@@ -89,9 +90,10 @@ class CudnnOp:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
         if not _suits_cudnn(window):
             return self.rest.forward(q, k, v, window, scale)
-        q, k, v = aligned(q), aligned(k), aligned(v)
-        out, lse, *_ = _cudnn_forward(q, k, v, None, True, 0.0, window.is_causal, False, scale=scale)
-        return out, lse.squeeze(-1)
+        if not all_aligned(q, k, v):
+            q, k, v = aligned(q), aligned(k), aligned(v)
+        found = _cudnn_forward(q, k, v, None, True, 0.0, window.right == 0, False, scale=scale)
+        return found[0], found[1].squeeze(-1)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: FlashRow, window: Window, scale: float) -> Gradients:
         if not _suits_cudnn(window):
@@ -187,7 +189,11 @@ def _refusal(can_use: Callable[[Any], bool], demand: Demand) -> str | None:
 
 
 def _suits_cudnn(window: Window) -> bool:
-    return (window.is_full or window.is_causal) and min(len(window.q), len(window.kv)) >= _FEWEST_FOR_CUDNN
+    """Unmasked, or causal with as many queries as keys; not tiny."""
+    q, kv, left, right = window
+    if left is not None or (right is not None and (right or len(q) != len(kv))):
+        return False
+    return len(q) >= _FEWEST_FOR_CUDNN and len(kv) >= _FEWEST_FOR_CUDNN
 
 
 def _lies_tokens_first(tensor: Tensor) -> bool:

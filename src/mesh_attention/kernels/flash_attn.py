@@ -164,6 +164,7 @@ class FlashAttnKernel:
 
     def __init__(self, release: Release) -> None:
         self.name, self._release = release.name, release
+        self._found: FlashAttnOp | None = None
 
     def supports(self, demand: Demand) -> str | None:
         reason = unfit(demand)
@@ -187,9 +188,11 @@ class FlashAttnKernel:
         return backward_by_windows(self._op(), q, k, v, row, scores)
 
     def _op(self) -> FlashAttnOp:
-        functions = find_functions(self._release)
-        assert isinstance(functions, Functions), "asked without supports()"
-        return FlashAttnOp(functions, self._release.takes_windows, rest=TorchFlashOp())
+        if self._found is None:  # one op for all calls: what is looked up by it is found again
+            functions = find_functions(self._release)
+            assert isinstance(functions, Functions), "asked without supports()"
+            self._found = FlashAttnOp(functions, self._release.takes_windows, rest=TorchFlashOp())
+        return self._found
 
 
 def _spell(numbers: range | tuple[int, ...]) -> str:

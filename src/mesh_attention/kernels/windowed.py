@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -105,9 +105,21 @@ def aligned(tensor: Tensor) -> Tensor:
 
     Fused kernels load 16 bytes at a time; records put statistics before dO, and a run may start at any token.
     """
-    if tensor.data_ptr() % 16 == 0 and _has_aligned_rows(tensor.shape, tensor.stride(), tensor.itemsize):
+    if not tensor.data_ptr() % 16 and _has_aligned_rows(tensor.shape, tensor.stride(), tensor.itemsize):
         return tensor
     return tokens_first(tensor)
+
+
+def all_aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `aligned` would leave all three as they are, asked at once."""
+    is_at_16 = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
+    return is_at_16 and _have_aligned_rows(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.itemsize)
+
+
+@lru_cache(maxsize=4096)
+def _have_aligned_rows(*forms: Any) -> bool:
+    *pairs, itemsize = forms
+    return all(_has_aligned_rows(pairs[at], pairs[at + 1], itemsize) for at in range(0, len(pairs), 2))
 
 
 @lru_cache(maxsize=4096)

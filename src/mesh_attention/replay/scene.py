@@ -57,7 +57,8 @@ def measure_link(device: torch.device) -> Link:
     points = []
     for nbytes in MESSAGE_NBYTES:
         out, back = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-        parcels = [Parcel([out], 1, "")], [Parcel([back], 1, "")]
+        # In two chunks, as the shards of a zigzag layout.
+        parcels = [Parcel(out.chunk(2), 1, "")], [Parcel(back.chunk(2), 1, "")]
 
         def in_a_row(parcels: tuple[list[Parcel], list[Parcel]] = parcels) -> None:
             for work in [comm.post(*parcels) for _ in range(MESSAGES_IN_A_ROW)]:
