@@ -188,19 +188,18 @@ class MeshAttention:
             if found is not None:
                 results = found(q, k, v)
                 return results if return_lse else results[0]
-        if not is_simple:
+        if is_simple:
+            options = self._known_options(simple)
+        else:
             _refuse_known(others)
             _refuse_unknown(others, _CALL_ARGUMENTS, of="attention", allowed=REFUSED)
-            key: Any = _call_options(*simple, cu_seqlens_q, cu_seqlens_k)
-            options = key
-        else:
-            key, options = self._known_options(simple)
+            options = _call_options(*simple, cu_seqlens_q, cu_seqlens_k)
         ranks = self._by_rank(q, k, v)
         tensors = [[self._to_bshd(tensor) for tensor in rank] for rank in ranks]
         _check_dimensions(ranks)
-        engine = self.engine(tensors, options, key=key)
-        if is_simple and not self.is_local and engine.only_call is not None and q.dim() == 4 and q is tensors[0][0]:
-            self._alone[_form(key[0], q, k, v)] = _alone(engine, tensors)
+        engine = self.engine(tensors, options)
+        if is_simple and not self.is_local and engine.only_call is not None and q is tensors[0][0]:
+            self._remember(_form(simple, q, k, v), _alone(engine, tensors))
         results = attend(engine, [tensor for rank in tensors for tensor in rank])
         outs = [self._from_bshd(out, like=rank[0]) for out, rank in zip(results[0::2], ranks, strict=True)]
         lses = [lse if rank[0].dim() == 4 else lse[0] for lse, rank in zip(results[1::2], ranks, strict=True)]
@@ -208,27 +207,30 @@ class MeshAttention:
             return (outs, lses) if return_lse else outs
         return (outs[0], lses[0]) if return_lse else outs[0]
 
-    def _known_options(self, simple: Any) -> tuple[object, CallOptions]:
+    def _known_options(self, simple: Any) -> CallOptions:
         """Checked once for the same values of the same types: a call should not take longer than its kernel."""
         key = (simple, *map(type, simple))
         try:
-            return key, self._options_of[key]
-        except (KeyError, TypeError):  # new, or a list for a tuple
-            options = _call_options(*simple)
-        simple = tuple(tuple(value) if isinstance(value, list) else value for value in simple)
-        key = (simple, *map(type, simple))
-        self._options_of[key] = options
-        return key, options
+            return self._options_of[key]
+        except TypeError:  # a list for a tuple
+            return _call_options(*simple)
+        except KeyError:
+            if len(self._options_of) >= MOST_ENGINES:
+                self._options_of.clear()
+            return self._options_of.setdefault(key, _call_options(*simple))
+
+    def _remember(self, form: tuple[object, ...], call: Callable[..., Any]) -> None:
+        if type(form[0][2]) is tuple:  # type: ignore[index]  # window_size; a list cannot be looked up
+            if len(self._alone) >= MOST_ENGINES:
+                self._alone.clear()
+            self._alone[form] = call
 
     # Plans
 
-    def engine(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, *, key: object | None = None) -> Engine:
-        """Plans and programs for inputs like these; agreed on with the group the first time.
-
-        `key` stands for the options, if it is quicker to look up.
-        """
+    def engine(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions) -> Engine:
+        """Plans and programs for inputs like these; agreed on with the group the first time."""
         shapes = ((tensor.shape, tensor.dtype, tensor.device) for rank in tensors for tensor in rank)
-        key = (options if key is None else key, _needs_gradient(tensors), *shapes)
+        key = (options, _needs_gradient(tensors), *shapes)
         engine = self._engines.pop(key, None) or self._new_engine(tensors, options)
         self._engines[key] = engine  # the one used last comes last
         if len(self._engines) > MOST_ENGINES:
