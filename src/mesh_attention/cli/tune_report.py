@@ -114,7 +114,7 @@ def _name(trial: Trial) -> str:
 
 def configuration(candidate: Candidate) -> str:
     """As the candidate says it, less its method and what goes without saying."""
-    text = str(candidate).removeprefix(candidate.family).replace(" 1 a call", "").replace(" by price", "").strip()
+    text = str(candidate).removeprefix(candidate.family).replace(" 1 a call", "").strip()
     return re.sub(r"(\d+) a call", r"\1/call", text)
 
 
@@ -144,8 +144,9 @@ def _caption(answer: Answer, dropped: Sequence[Column]) -> str:
     source = "kept from an earlier run" if answer.is_from_cache else f"{count(tuning.simulated, 'plan')} simulated"
     words = [
         "The first is chosen. 8·2x4: Ulysses degree · query shards x KV shards of a rank; inner: the part of that grid "
-        "in one node; direct or ring: how shards travel (/ how partials do); 4/call: so many blocks make a call, "
-        "else as many as are worth its price. exposed: what communication adds. Bytes are what an average rank sends; × bound: against the lower bound."
+        "in one node; direct or ring: how shards travel (/ how partials do); 4/call: so many blocks make a call, by "
+        "price: as many as are worth it. exposed: what communication adds. Bytes are what an average rank sends; "
+        "× bound: against the lower bound."
     ]
     if any(trial.is_bound for trial in tuning.trials):
         words.append("≥: has no plan here, and takes at least about that.")
