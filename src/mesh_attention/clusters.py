@@ -2,8 +2,9 @@
 
 Presets are starting points. Kernels and memory of `h200` and all of `laptop` were measured. The other devices are
 estimates from public kernel benchmarks, every fabric is its data sheet less what programs usually lose (a fifth of
-NVLink, a tenth of a NIC), and latencies are estimates. Memory rates are those of a merge in one kernel;
-torch's operations reached a fifth of it on the H200. `calibrate` replaces all this with what a machine really does.
+NVLink, a tenth of a NIC), and latencies are estimates. Memory rates are those of a merge in one kernel. A rested H200
+computes at 715 and 605 TFLOP/s, one at its power limit at 638 and 559; the preset is between. `calibrate` replaces all
+this with what a machine really does.
 """
 
 from __future__ import annotations
@@ -90,11 +91,11 @@ _H100 = _node_of_8(
 _H200 = _node_of_8(
     "h200",
     device=Device(
-        forward=KernelRate(tflops=675, call_us=12, masked=0.82),
-        backward=KernelRate(tflops=570, call_us=43, masked=0.88),
-        memory_gb_per_s=4300,
+        forward=KernelRate(tflops=675, call_us=7, masked=0.83),
+        backward=KernelRate(tflops=570, call_us=55, masked=0.85),
+        memory_gb_per_s=3480,
         memory_gib=139.8,
-        launch_us=5,
+        launch_us=3.3,
         width=132,
     ),
     port_gb_per_s=450,
