@@ -7,7 +7,9 @@
 32 heads × 128, bfloat16, causal, zigzag. Kernels, merges and buffers are real, transfers are copies of their size
 between the GPU and pinned host memory, both ways at once. Left out: other ranks being late, and contention in the
 network. Methods take turns in every round, with the one kernel among them. Plans are the tuner's, for this GPU behind
-this link. A problem's rows are printed, and files written, as soon as they are there; last comes a JSON line.
+this link. The GPU rests for 0.2 s before every run: one that is always busy computes about a tenth slower, by any
+method and by one kernel alike. A problem's rows are printed, and files written, as soon as they are there; last comes
+a JSON line.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Route
 from mesh_attention.plan.steps import DIRECTIONS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.plan.text import parse_move
 from mesh_attention.planning.clocks import Clocks, price_moves
+from mesh_attention.planning.costs import estimate_gpu_costs
 from mesh_attention.planning.greedy import greedy_moves
 from mesh_attention.planning.holding import ONE_SIZE, held_share
 from mesh_attention.planning.order import mask_of
@@ -234,3 +235,17 @@ def test_a_gpu_behind_a_50_gb_link_comes_near_its_kernel(
     plan = candidate.plan(problem, direction, costs_on(cluster, problem, candidate, direction))
     timeline = simulate(plan, cluster, priced_ranks=3)
     assert timeline.flops / 256 / timeline.ranks[128].stop_s / 1e12 >= tflops
+
+
+def test_without_a_cluster_a_gpu_has_prices_of_calls_too() -> None:
+    """About those of the preset: a plan that nobody tuned is not made of single blocks."""
+    problem = Problem.self_attention(seq=1 << 20, heads=32, kv_heads=8, head_dim=128, ranks=256, mask=causal())
+    cluster = cluster_named("h200x256")
+    for direction in DIRECTIONS:
+        candidate = Candidate(order="greedy", assignment=Assignment(Tile(8, 32)), layout="zigzag", blocks_per_call=None)
+        ours = estimate_gpu_costs(problem, candidate.assignment, direction)
+        theirs = costs_on(cluster, problem, candidate, direction)
+        assert (ours.row, ours.col) == pytest.approx((theirs.row, theirs.col), rel=0.3)
+        assert ours.call == pytest.approx(theirs.call, rel=0.7)
+        plan = make_plan(problem, tile=(8, 32), direction=direction, costs=ours)
+        assert sum(isinstance(move, Meet) for move in plan.schedule.moves) < 60

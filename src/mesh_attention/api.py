@@ -25,18 +25,20 @@ from mesh_attention.execution.autograd import Engine, attend
 from mesh_attention.execution.buffers import DTYPES
 from mesh_attention.execution.compiled import Compiled, compile_program
 from mesh_attention.execution.executor import Softmax
-from mesh_attention.execution.graphs import RecordedPasses
+from mesh_attention.execution.graphs import GraphMemory, RecordedPasses
 from mesh_attention.masks import Mask, causal, documents, full, window
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.layout import Layout, layout_named
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
-from mesh_attention.planning.registry import Method, make_plan
+from mesh_attention.planning.costs import estimate_gpu_costs
+from mesh_attention.planning.registry import COLLECTIVE_METHODS, Method, make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.planner import tuned_planner
 from mesh_attention.tuning.tune import check_memory
 
+NO_WINDOW = (-1, -1)
 MOST_ENGINES = 128
 """Configurations kept, those used last; ranks make the same calls, so they forget the same ones."""
 Planner = Callable[..., Plan]
@@ -92,7 +94,8 @@ class MeshAttention:
     one that moves the fewest bytes.
 
     With `cuda_graphs`, calls that come again are played from a CUDA graph, so that the host need not keep up with the
-    device. Each configuration then holds its memory between calls, and copies its inputs and results.
+    device. Its memory is then held between calls, and inputs and results are copied. On one rank, where a call is one
+    kernel, it changes nothing. Over NCCL this has not been tried with more than one rank.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class MeshAttention:
         self._comms_of: dict[torch.device, list[Comm]] = {}
         self._run = partial(_run_locally, self.comms) if self.is_local else _run_alone
         self._cuda_graphs = _flag("cuda_graphs", cuda_graphs)
+        self._graph_memories: dict[torch.device, GraphMemory] = {}
         self.layout = layout_named(layout) if isinstance(layout, str) else layout
         if tensor_format not in ("bshd", "bhsd"):
             raise UsageError(f"tensor_format {tensor_format!r}: expected bshd or bhsd")
@@ -132,9 +136,8 @@ class MeshAttention:
             planner = self._tuned_planner(cluster, memory_limit, [*given, *(["planner"] if planner else [])])
         elif memory_limit is not None:
             raise UsageError("memory_limit came without a cluster; the tuner keeps it, and needs to know the cluster")
+        self._is_plain = planner is None and not {"blocks_per_call", "costs"} & given.keys()
         self._planner: Planner = make_plan if planner is None else planner
-        if self._cuda_graphs and "keep" in given:
-            raise UsageError("keep came beside cuda_graphs, whose calls leave nothing to each other; leave one out")
         self._engines: dict[object, Engine] = {}
         self._options_of: dict[object, CallOptions] = {}
         self._alone: dict[
@@ -165,7 +168,7 @@ class MeshAttention:
         *,
         causal: bool = False,
         softmax_scale: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
+        window_size: tuple[int, int] = NO_WINDOW,
         cu_seqlens_q: Sequence[int] | Tensor | None = None,
         cu_seqlens_k: Sequence[int] | Tensor | None = None,
         softcap: float = 0.0,
@@ -183,8 +186,11 @@ class MeshAttention:
         """
         simple = (causal, softmax_scale, window_size, softcap, deterministic, seq_len, seq_len_k, return_lse)
         is_simple = not others and cu_seqlens_q is None and cu_seqlens_k is None
-        if is_simple and self._alone and isinstance(q, Tensor) and type(window_size) is tuple:
-            found = self._alone.get(_form(simple, q, k, v))
+        if is_simple and self._alone and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
+            try:
+                found = self._alone.get(_form(simple, q, k, v))
+            except TypeError:  # a list for a tuple: to be checked as any new call
+                found = None
             if found is not None:
                 results = found(q, k, v)
                 return results if return_lse else results[0]
@@ -209,7 +215,7 @@ class MeshAttention:
 
     def _known_options(self, simple: Any) -> CallOptions:
         """Checked once for the same values of the same types: a call should not take longer than its kernel."""
-        key = (simple, *map(type, simple))
+        key = (simple, *map(type, simple), *_window_types(simple[2]))
         try:
             return self._options_of[key]
         except TypeError:  # a list for a tuple
@@ -220,10 +226,12 @@ class MeshAttention:
             return self._options_of.setdefault(key, _call_options(*simple))
 
     def _remember(self, form: tuple[object, ...], call: Callable[..., Any]) -> None:
-        if type(form[0][2]) is tuple:  # type: ignore[index]  # window_size; a list cannot be looked up
+        try:
             if len(self._alone) >= MOST_ENGINES:
                 self._alone.clear()
             self._alone[form] = call
+        except TypeError:  # cannot be looked up, so never quicker
+            return
 
     # Plans
 
@@ -264,8 +272,13 @@ class MeshAttention:
             programs=programs,
             run=run,
             deterministic=options.deterministic,
-            recorded=RecordedPasses() if self._cuda_graphs else None,
+            recorded=RecordedPasses(self._graph_memory(tensors[0][0].device)) if self._cuda_graphs else None,
         )
+
+    def _graph_memory(self, device: torch.device) -> GraphMemory:
+        if device not in self._graph_memories:
+            self._graph_memories[device] = GraphMemory(device)
+        return self._graph_memories[device]
 
     def _comms_on(self, device: torch.device) -> list[Comm]:
         """How to send what lies on a device: Gloo takes nothing from a GPU, so that is staged through the host."""
@@ -284,9 +297,24 @@ class MeshAttention:
         problem = self._problem(tensors[0], options)
         asked = self._options | ({"needs_gradient": _needs_gradient(tensors)} if self._is_tuned else {})
         plans = {d: self._planner(problem, direction=d, layout=self.layout, **asked) for d in DIRECTIONS}
+        if tensors[0][0].device.type == "cuda" and self._is_plain:
+            plans = {d: self._priced(plan) for d, plan in plans.items()}
         _check_keep(plans)
+        if self._cuda_graphs and plans["forward"].schedule.keep:
+            raise UsageError(
+                f"{plans['forward']!r} keeps {', '.join(plans['forward'].schedule.keep)} for backward, and with "
+                "cuda_graphs calls leave nothing to each other; leave cuda_graphs, keep or memory_limit out"
+            )
         scale = options.softmax_scale if options.softmax_scale is not None else problem.head_dim_qk**-0.5
         return problem, plans, _check_softmax(scale, options.softcap)
+
+    def _priced(self, plan: Plan) -> Plan:
+        """The same with calls grouped by what they cost on a GPU: a block a call is too fine for one."""
+        if plan.method in COLLECTIVE_METHODS:
+            return plan
+        costs = estimate_gpu_costs(plan.problem, plan.assignment, plan.direction)
+        options = self._options | {"tile": plan.assignment.tile, "costs": costs}
+        return self._planner(plan.problem, direction=plan.direction, layout=self.layout, **options)
 
     def _check_graphs(self, device: torch.device) -> None:
         if not self._cuda_graphs:
@@ -486,12 +514,16 @@ def _run_locally(comms: Sequence[Comm], ranks: Sequence[Any]) -> list[Any]:
 def _form(simple: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
     """All that tells one call from another; types as well, since True is 1. Written out: a small call waits for it."""
     return (
-        *(simple, *map(type, simple)),
+        *(simple, *map(type, simple), *_window_types(simple[2])),
         *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"),
         torch.are_deterministic_algorithms_enabled(),
     )
+
+
+def _window_types(sides: object) -> tuple[type, ...]:
+    return () if sides is NO_WINDOW or not isinstance(sides, tuple) else tuple(map(type, sides))
 
 
 def _alone(engine: Engine, tensors: Sequence[Sequence[Tensor]]) -> Callable[..., Any]:

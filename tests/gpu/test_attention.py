@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from attention_cases import BY_NAME, CASES, Answer, Case, dense_answer, methods, spread_out, whole_tensors
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mesh_attention import Problem, causal, make_plan
 from mesh_attention.api import MeshAttention
@@ -182,12 +183,66 @@ def test_graphs_leave_earlier_results_alone() -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("name", ["causal", "softcap", "documents", "not-contiguous", "batch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_mask_and_kernel_can_be_played(name: str, dtype: torch.dtype) -> None:
+    case = BY_NAME[name]
+    truth = dense_answer(case, dtype)
+    attention = MeshAttention(LocalGroup(4), tile=(2, 2), cuda_graphs=True)
+    for _ in range(3):
+        assert_close(case, attend(attention, case, dtype), truth, SLACK * ROUNDINGS[dtype])
+
+
+def test_graphs_play_for_layers_that_are_computed_again() -> None:
+    """Two layers of one configuration, the first one's forward once more in backward, in autograd's thread."""
+    graphed, stepped = (MeshAttention(LocalGroup(4), tile=(2, 2), cuda_graphs=on) for on in (True, False))
+
+    def layers(attention: MeshAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def layer(x: Tensor) -> Tensor:
+            return attention.unshard(attention(*(attention.shard(t) for t in (x, k, v)), causal=True))
+
+        return layer(checkpoint(layer, q, use_reentrant=False))
+
+    for seed in range(4):
+        q, k, v, d_out = tensors(torch.bfloat16, seed=seed)
+        results = []
+        for attention in (graphed, stepped):
+            leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+            out = layers(attention, *leaves)
+            results.append([out.detach(), *torch.autograd.grad((out * d_out).sum(), leaves)])
+        assert torch.equal(results[0][0], results[1][0])
+        for ours, theirs in zip(*results, strict=True):
+            assert relative_error(ours, theirs) <= SLACK * ROUNDINGS[torch.bfloat16]
+
+
+def test_graphs_play_on_two_streams_without_meeting() -> None:
+    attention = MeshAttention(LocalGroup(4), tile=(2, 2), cuda_graphs=True)
+    shards = [[attention.shard(t) for t in tensors(torch.bfloat16, seed=seed)[:3]] for seed in range(2)]
+    expected = [attention(*given, causal=True) for given in (*shards, *shards)][2:]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in shards]
+    found: list[list[list[Tensor]]] = [[] for _ in shards]
+    for _ in range(5):
+        for stream, given, kept in zip(streams, shards, found, strict=True):
+            with torch.cuda.stream(stream):
+                kept.append(attention(*given, causal=True))
+    torch.cuda.synchronize()
+    for due, kept in zip(expected, found, strict=True):
+        assert all(torch.equal(a, b) for outs in kept for a, b in zip(outs, due, strict=True))
+
+
 def test_graphs_are_refused_where_they_cannot_be_had() -> None:
     attention = MeshAttention(LocalGroup(2), cuda_graphs=True)
     with pytest.raises(UsageError, match="expected them on a CUDA device"):
         attention(*([torch.randn(1, 4, 2, 8)] * 2 for _ in range(3)))
-    with pytest.raises(UsageError, match="keep came beside cuda_graphs"):
-        MeshAttention(LocalGroup(2), cuda_graphs=True, keep=("kv",))
+    keeping = MeshAttention(LocalGroup(2), cuda_graphs=True, keep=("kv",))
+    q, k, v, _ = tensors(torch.bfloat16, tokens=256)
+    with pytest.raises(UsageError, match="keeps kv for backward, and with cuda_graphs"):
+        keeping(*(keeping.shard(t) for t in (q, k, v)))
+    attention = MeshAttention(LocalGroup(2), cuda_graphs=True)
+    outs, lses = attention(*(attention.shard(t.requires_grad_()) for t in (q, k, v)), return_lse=True)
+    with pytest.raises(UsageError, match="a gradient into the LSE came"):
+        (torch.cat(outs).sum() + torch.cat(lses, 2).sum()).backward()
 
 
 def test_any_stream_will_do() -> None:

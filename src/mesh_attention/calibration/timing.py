@@ -56,7 +56,7 @@ def _repeated(call: Callable[[], object], calls: int, device: torch.device) -> C
         for _ in range(calls):
             call()
 
-    return Recorded(repeat).play if device.type == "cuda" else repeat
+    return Recorded(repeat, device).play if device.type == "cuda" else repeat
 
 
 def sample_s(call: Callable[[], object], device: torch.device, *, calls: int) -> float:

@@ -48,7 +48,7 @@ class Delaying:
     seconds: float
 
     def __post_init__(self) -> None:
-        self.rank, self.size, self.is_recordable = self.inner.rank, self.inner.size, self.inner.is_recordable
+        self.rank, self.size, self.is_recordable = self.inner.rank, self.inner.size, False
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         return _Later(self.inner.post(sends, recvs), self.seconds)
@@ -77,7 +77,7 @@ class Failing:
     when: Callable[[Parcel], bool]
 
     def __post_init__(self) -> None:
-        self.rank, self.size, self.is_recordable = self.inner.rank, self.inner.size, self.inner.is_recordable
+        self.rank, self.size, self.is_recordable = self.inner.rank, self.inner.size, False
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         return self.inner.post([self._checked(p) for p in sends], [self._checked(p) for p in recvs])

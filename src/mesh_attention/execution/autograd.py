@@ -204,6 +204,11 @@ class AttentionFunction(torch.autograd.Function):
         size = len(engine.comms)
         tensors, outs, raws = saved[: 3 * size], saved[3 * size : 5 * size], saved[5 * size :]
         lse_gradient = any(gradient is not None for gradient in gradients[1::2])
+        if lse_gradient and engine.recorded is not None and engine.only_call is None:
+            raise UsageError(
+                "a gradient into the LSE came, and with cuda_graphs all ranks must record the same passes; use "
+                "MeshAttention without cuda_graphs for what depends on the LSE"
+            )
         kernel = engine.kernel_for(tensors[0].device, lse_gradient=lse_gradient)
         with _as_given(tensors[0].device):
             if engine.only_call is not None:

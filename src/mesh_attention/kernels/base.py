@@ -29,13 +29,11 @@ class CallMask:
 
     def dense(self, device: torch.device) -> Tensor:
         """(queries, keys), True where the query sees the key."""
-        q, kv = _positions(self.q).to(device)[:, None], _positions(self.kv).to(device)[None, :]
+        q, kv = _positions(self.q, device)[:, None], _positions(self.kv, device)[None, :]
         shift: Tensor | int = self.seq_kv - self.seq_q
         seen = torch.ones(1, dtype=torch.bool, device=device)
         if self.mask.documents is not None:
-            q_cuts, kv_cuts = (
-                torch.tensor(cuts, device=device) for cuts in (self.mask.documents.q, self.mask.documents.kv)
-            )
+            q_cuts, kv_cuts = (_cuts(cuts, device) for cuts in (self.mask.documents.q, self.mask.documents.kv))
             q_doc, kv_doc = torch.searchsorted(q_cuts, q, right=True), torch.searchsorted(kv_cuts, kv, right=True)
             seen = q_doc == kv_doc
             shift = kv_cuts[q_doc] - q_cuts[q_doc]
@@ -47,9 +45,15 @@ class CallMask:
         return seen.expand(q.shape[0], kv.shape[1])
 
 
+def _positions(segments: tuple[Segment, ...], device: torch.device) -> Tensor:
+    """Made where they are needed: a copy from the host cannot be part of a CUDA graph."""
+    return torch.cat([torch.arange(s.start, s.stop, s.step, device=device) for s in segments])
+
+
 @lru_cache(maxsize=256)
-def _positions(segments: tuple[Segment, ...]) -> Tensor:
-    return torch.cat([torch.arange(s.start, s.stop, s.step) for s in segments])
+def _cuts(cuts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Copied to the device once, at first use, which is before anything is recorded."""
+    return torch.tensor(cuts, device=device)
 
 
 class Scores(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -74,6 +74,17 @@ FLASH_ATTN_4 = Release(
 _FORWARD_NEEDS = ("q", "k", "v", "softmax_scale", "window_size_left", "window_size_right")
 _BACKWARD_NEEDS = (*_FORWARD_NEEDS, "dout", "out", "dq", "dk", "dv")
 _LSE_NAMES = ("softmax_lse", "lse")
+_GIVEN: dict[str, Any] = {
+    "dropout_p": 0.0,
+    "causal": False,
+    "is_causal": False,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "return_softmax": False,
+    "return_lse": True,
+    "deterministic": False,
+}
+"""What every call says, to functions that have such a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +95,7 @@ class Function:
     parameters: Mapping[str, inspect.Parameter]
 
     def __call__(self, window: Window, **arguments: Any) -> Any:
-        given = {"dropout_p": 0.0, "causal": False, "is_causal": False, "softcap": 0.0, "alibi_slopes": None}
-        given |= {"return_softmax": False, "return_lse": True, "deterministic": False} | arguments
+        given = _GIVEN | arguments
         given |= {"window_size_left": self._reach("left", window.left)}
         given |= {"window_size_right": self._reach("right", window.right)}
         return self.call(**{name: value for name, value in given.items() if name in self.parameters})
@@ -95,6 +105,15 @@ class Function:
         if reach is None and self.parameters[f"window_size_{side}"].default is not None:
             return -1
         return reach
+
+
+def _is_surplus(parameter: inspect.Parameter, needs: Collection[str]) -> bool:
+    """Whether a function insists on something that it is not given."""
+    is_optional = parameter.default is not parameter.empty or parameter.kind in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
+    )
+    return not is_optional and parameter.name not in (*needs, *_GIVEN, *_LSE_NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +138,9 @@ def find_functions(release: Release) -> Functions | str:
         missing = [parameter for parameter in needs if parameter not in function.parameters]
         if missing:
             return f"has a {name} without {', '.join(missing)}"
+        surplus = [parameter.name for parameter in function.parameters.values() if _is_surplus(parameter, needs)]
+        if surplus:
+            return f"needs {', '.join(surplus)} for its {name}, which is not known here"
         found.append(function)
     return Functions(*found)
 

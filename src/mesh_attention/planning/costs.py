@@ -18,6 +18,10 @@ from mesh_attention.problem import Problem
 FLOPS_PER_BYTE = 12_000.0
 """A Hopper GPU behind a 400 Gb/s link: 600 TFLOP/s of attention over 50 GB/s."""
 
+GPU_TFLOPS, GPU_MEMORY_GB_PER_S = 600.0, 3500.0
+GPU_CALL_US: dict[Direction, float] = {"forward": 20.0, "backward": 120.0}
+"""A Hopper GPU's, for the two or so kernel calls that a mask makes of a meeting, and their launches."""
+
 CALL_PRICES = ("call", "row", "col")
 
 
@@ -83,6 +87,23 @@ def estimate_costs(
     block_flops = 2 * max(1, pairs) * problem.heads * inner / assignment.places**2
     nbytes = shard_sizes(problem, assignment)
     return Costs(**{kind: flops_per_byte * nbytes[kind] / block_flops for kind in KINDS})
+
+
+def estimate_gpu_costs(problem: Problem, assignment: Assignment, direction: Direction) -> Costs:
+    """`estimate_costs` with the price of calls on a Hopper GPU: what a launch and what touching running sums take."""
+    costs = estimate_costs(problem, assignment, direction)
+    inner = problem.head_dim_qk + problem.head_dim_v
+    inner += (2 * problem.head_dim_qk + problem.head_dim_v) if direction == "backward" else 0
+    everything = {"q": range(problem.seq_q), "kv": range(problem.seq_kv)}
+    pairs = problem.mask.pairs(**everything, seq_q=problem.seq_q, seq_kv=problem.seq_kv)
+    block_s = 2 * max(1, pairs) * problem.heads * inner / assignment.places**2 / (GPU_TFLOPS * 1e12)
+    # Sums are read and written, the partial is read. Shards of a place hold all the heads of its Ulysses group.
+    widths = (2 * problem.accumulator_itemsize + problem.itemsize) / problem.itemsize
+    sizes, memory_s = shard_sizes(problem, assignment), widths / (GPU_MEMORY_GB_PER_S * 1e9)
+    row, col = (sizes["q"], 0.0) if direction == "forward" else (sizes["dq"], sizes["dkv"])
+    call_s = GPU_CALL_US[direction] * 1e-6 * assignment.ulysses
+    prices = {"call": call_s / block_s, "row": row * memory_s / block_s, "col": col * memory_s / block_s}
+    return replace(costs, **prices)
 
 
 def shard_sizes(problem: Problem, assignment: Assignment) -> dict[Kind, float]:

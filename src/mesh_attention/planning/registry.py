@@ -18,6 +18,8 @@ from mesh_attention.problem import Problem
 
 Method = Literal["mesh", "ring", "pass-q", "attention2d", "ulysses"]
 METHODS: tuple[Method, ...] = get_args(Method)
+COLLECTIVE_METHODS: tuple[Method, ...] = ("attention2d", "ulysses")
+"""Those without an order of their own, and so without costs."""
 
 
 def make_plan(
@@ -54,7 +56,7 @@ def make_plan(
     inner = None if inner is None else as_tile(inner)
     given = {"route": route, "partials": partials, "blocks_per_call": blocks_per_call, "costs": costs}
     surplus = [name for name, value in given.items() if value is not None]
-    if surplus and method in ("attention2d", "ulysses"):
+    if surplus and method in COLLECTIVE_METHODS:
         raise ScheduleError(f"{method} uses collectives and has no {', '.join(surplus)}; leave it out or use mesh")
     if method == "attention2d":
         return plan_attention2d(

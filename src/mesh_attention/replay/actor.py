@@ -148,7 +148,7 @@ class OneKernel:
     def _row(self) -> RowGradient:
         q, k, v, do = self._tensors
         out, lse = self.kernel.forward(q, k, v, self.scores)
-        return RowGradient(do, lse, (out.to(lse.dtype) * do.to(lse.dtype)).sum(-1))
+        return RowGradient(do, lse, out=out.to(do.dtype))
 
     def run(self, direction: Direction) -> object:
         q, k, v, _ = self._tensors

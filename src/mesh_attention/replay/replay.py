@@ -43,6 +43,10 @@ def replay(
     """
     if not parts:
         raise UsageError("nothing to replay; give at least one plan")
+    if rounds < 1:
+        raise UsageError(f"rounds={rounds}: expected at least 1")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events and graphs are of the current one
     report = on_progress or (lambda doing, fraction: None)
     is_recorded = cuda_graphs and device.type == "cuda"
     takes = [_Take(part, rank, direction, device, is_recorded) for part in parts for direction in part.plans]
@@ -132,9 +136,10 @@ class _Take:
         self.peak_nbytes = self._peak()
         self.host_s = clock(self.run, self.device).host_s
         if self.is_recorded:
-            recorded = Recorded(self.run)
+            recorded = Recorded(self.run, self.device)
             recorded.play()  # so that the silent one finds noise, as it should, where nothing arrives
-            self.run, self.run_silently = recorded.play, Recorded(self.run_silently, memory_of=recorded).play
+            pool = recorded.graph.pool()
+            self.run, self.run_silently = recorded.play, Recorded(self.run_silently, self.device, pool=pool).play
 
     def once(self) -> None:
         self.times_s.append(clock(self.run, self.device).device_s)

@@ -24,6 +24,8 @@ MESSAGES_IN_A_ROW, SAMPLES = 8, 5
 
 def measure_scene(problem: Problem, *, device: torch.device, report: Report) -> Topology:
     """A cluster of as many ranks as the problem has, each with this device, and its host's memory as its peer."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events and graphs are of the current one
     comm = ReplayComm(0, 1, device=device)
     calls = time_kernel(problem, comm=comm, device=device, report=lambda doing, fraction: report(doing, 0.8 * fraction))
     report("merging partials", 0.8)
@@ -66,7 +68,7 @@ def measure_link(device: torch.device) -> Link:
 
         sample_s(in_a_row, device, calls=1)
         # From a graph: the host is slower at posting small copies than the device at making them.
-        play = Recorded(in_a_row).play if device.type == "cuda" else in_a_row
+        play = Recorded(in_a_row, device).play if device.type == "cuda" else in_a_row
         times = [sample_s(play, device, calls=1) / MESSAGES_IN_A_ROW for _ in range(SAMPLES)]
         points.append((float(nbytes), median(times)))
     line = fit_line(points)
