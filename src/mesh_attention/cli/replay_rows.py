@@ -106,13 +106,7 @@ def plan_words(contender: Contender, direction: Direction) -> str:
     texts = contender.description.split("; ")
     directions = [one.direction for one in contender.passes]
     text = texts[directions.index(direction)] if len(texts) == len(directions) else contender.description
-    return (
-        text.removeprefix(contender.name)
-        .replace(" 1 a call", "")
-        .replace(" by price", "")
-        .replace(" a call", "/call")
-        .strip()
-    )
+    return text.removeprefix(contender.name).replace(" 1 a call", "").replace(" a call", "/call").strip()
 
 
 # For machines
