@@ -43,13 +43,15 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "execution",
         "calibration",
     ),
-    "api": (*VALUES, "plan", "planning", "tuning", "topology", "clusters", "kernels", "comm", "execution"),
+    "arguments": (*VALUES, "execution"),
+    "api": (*VALUES, "arguments", "plan", "planning", "tuning", "topology", "clusters", "kernels", "comm", "execution"),
     "testing": (*VALUES, "plan", "planning", "verification", "kernels", "comm"),
     "cli": (
         *VALUES,
         "plan",
         "planning",
         "verification",
+        "arguments",
         "api",
         "comm",
         "execution",
@@ -64,7 +66,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "replay",
     ),
 }
-WITH_TORCH = ("kernels", "comm", "execution", "calibration", "replay", "api", "testing")
+WITH_TORCH = ("kernels", "comm", "execution", "calibration", "replay", "arguments", "api", "testing")
 
 
 def modules_after(statement: str) -> str:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache, partial
-from operator import index
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from mesh_attention.arguments import (
+    CALL_ARGUMENTS,
+    NO_WINDOW,
+    REFUSED,
+    CallOptions,
+    call_options,
+    check_dimensions,
+    check_softmax,
+    check_tensors,
+    describe,
+    dtype_name,
+    flag,
+    form_of,
+    needs_gradient,
+    refuse_known,
+    refuse_unknown,
+    whole_length,
+    window_types,
+)
 from mesh_attention.clusters import find_cluster
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.comm.local import LocalGroup, block, forget_posted, take_turns
@@ -22,11 +37,9 @@ from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.execution import sharding
 from mesh_attention.execution.agreement import agree
 from mesh_attention.execution.autograd import Engine, attend
-from mesh_attention.execution.buffers import DTYPES
 from mesh_attention.execution.compiled import Compiled, compile_program
 from mesh_attention.execution.executor import Softmax
 from mesh_attention.execution.graphs import GraphMemory, RecordedPasses
-from mesh_attention.masks import Mask, causal, documents, full, window
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.layout import Layout, layout_named
 from mesh_attention.plan.plan import Plan
@@ -38,48 +51,11 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.planner import tuned_planner
 from mesh_attention.tuning.tune import check_memory
 
-NO_WINDOW = (-1, -1)
 MOST_ENGINES = 128
 """Configurations kept, those used last; ranks make the same calls, so they forget the same ones."""
 Planner = Callable[..., Plan]
 """``planner(problem, direction=…, layout=…)`` gives a plan."""
 TensorFormat = Literal["bshd", "bhsd"]
-REFUSED = {
-    "dropout_p": "dropout",
-    "attn_mask": "a dense mask",
-    "attn_bias": "an attention bias",
-    "alibi_slopes": "ALiBi",
-    "block_table": "a paged KV cache",
-    "q_descale": "scaled low-precision inputs",
-}
-"""Arguments of other attention functions that have a meaning we do not compute."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions:
-    """What a call asks for besides its tensors; the names are flash-attn's."""
-
-    causal: bool = False
-    softmax_scale: float | None = None
-    window_size: tuple[int, int] = (-1, -1)
-    cu_seqlens_q: tuple[int, ...] | None = None
-    cu_seqlens_k: tuple[int, ...] | None = None
-    softcap: float = 0.0
-    deterministic: bool = False
-    seq_len: int | None = None
-    seq_len_k: int | None = None
-
-    def mask(self) -> Mask:
-        mask = full() if tuple(self.window_size) == (-1, -1) else window(*self.window_size)
-        if self.causal:
-            mask &= causal()
-        if self.cu_seqlens_q is not None:
-            mask &= documents(self.cu_seqlens_q, self.cu_seqlens_k)
-        elif self.cu_seqlens_k is not None:
-            raise UsageError(
-                "cu_seqlens_k came without cu_seqlens_q; give both, or cu_seqlens_q alone for one sequence"
-            )
-        return mask
 
 
 class MeshAttention:
@@ -117,15 +93,13 @@ class MeshAttention:
         self._group = self.comms[0].group if isinstance(self.comms[0], TorchComm) else None
         self._comms_of: dict[torch.device, list[Comm]] = {}
         self._run = partial(_run_locally, self.comms) if self.is_local else _run_alone
-        self._cuda_graphs = _flag("cuda_graphs", cuda_graphs)
+        self._cuda_graphs = flag("cuda_graphs", cuda_graphs)
         self._graph_memories: dict[torch.device, GraphMemory] = {}
         self.layout = layout_named(layout) if isinstance(layout, str) else layout
         if tensor_format not in ("bshd", "bhsd"):
             raise UsageError(f"tensor_format {tensor_format!r}: expected bshd or bhsd")
         self.tensor_format = tensor_format
-        _refuse_unknown(
-            schedule, ("inner", "route", "partials", "blocks_per_call", "costs", "keep"), of="MeshAttention"
-        )
+        refuse_unknown(schedule, ("inner", "route", "partials", "blocks_per_call", "costs", "keep"), of="MeshAttention")
         options = {"method": method, "tile": None if tile == "auto" else tile, "ulysses_degree": ulysses_degree}
         given = {name: value for name, value in (options | schedule).items() if value is not None}
         if planner is not None and given:
@@ -188,7 +162,7 @@ class MeshAttention:
         is_simple = not others and cu_seqlens_q is None and cu_seqlens_k is None
         if is_simple and self._alone and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
             try:
-                found = self._alone.get(_form(simple, q, k, v))
+                found = self._alone.get(form_of(simple, q, k, v))
             except TypeError:  # a list for a tuple: to be checked as any new call
                 found = None
             if found is not None:
@@ -197,15 +171,15 @@ class MeshAttention:
         if is_simple:
             options = self._known_options(simple)
         else:
-            _refuse_known(others)
-            _refuse_unknown(others, _CALL_ARGUMENTS, of="attention", allowed=REFUSED)
-            options = _call_options(*simple, cu_seqlens_q, cu_seqlens_k)
+            refuse_known(others)
+            refuse_unknown(others, CALL_ARGUMENTS, of="attention", allowed=REFUSED)
+            options = call_options(*simple, cu_seqlens_q, cu_seqlens_k)
         ranks = self._by_rank(q, k, v)
         tensors = [[self._to_bshd(tensor) for tensor in rank] for rank in ranks]
-        _check_dimensions(ranks)
+        check_dimensions(ranks)
         engine = self.engine(tensors, options)
         if is_simple and not self.is_local and engine.only_call is not None and q is tensors[0][0]:
-            self._remember(_form(simple, q, k, v), _alone(engine, tensors))
+            self._remember(form_of(simple, q, k, v), _alone(engine, tensors))
         results = attend(engine, [tensor for rank in tensors for tensor in rank])
         outs = [self._from_bshd(out, like=rank[0]) for out, rank in zip(results[0::2], ranks, strict=True)]
         lses = [lse if rank[0].dim() == 4 else lse[0] for lse, rank in zip(results[1::2], ranks, strict=True)]
@@ -215,15 +189,15 @@ class MeshAttention:
 
     def _known_options(self, simple: Any) -> CallOptions:
         """Checked once for the same values of the same types: a call should not take longer than its kernel."""
-        key = (simple, *map(type, simple), *_window_types(simple[2]))
+        key = (simple, *map(type, simple), *window_types(simple[2]))
         try:
             return self._options_of[key]
         except TypeError:  # a list for a tuple
-            return _call_options(*simple)
+            return call_options(*simple)
         except KeyError:
             if len(self._options_of) >= MOST_ENGINES:
                 self._options_of.clear()
-            return self._options_of.setdefault(key, _call_options(*simple))
+            return self._options_of.setdefault(key, call_options(*simple))
 
     def _remember(self, form: tuple[object, ...], call: Callable[..., Any]) -> None:
         try:
@@ -238,7 +212,7 @@ class MeshAttention:
     def engine(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions) -> Engine:
         """Plans and programs for inputs like these; agreed on with the group the first time."""
         shapes = ((tensor.shape, tensor.dtype, tensor.device) for rank in tensors for tensor in rank)
-        key = (options, _needs_gradient(tensors), *shapes)
+        key = (options, needs_gradient(tensors), *shapes)
         engine = self._engines.pop(key, None) or self._new_engine(tensors, options)
         self._engines[key] = engine  # the one used last comes last
         if len(self._engines) > MOST_ENGINES:
@@ -292,10 +266,10 @@ class MeshAttention:
         self, tensors: Sequence[Sequence[Tensor]], options: CallOptions
     ) -> tuple[Problem, dict[Direction, Plan], Softmax]:
         for rank in tensors:
-            _check_tensors(*rank)
+            check_tensors(*rank)
         self._check_graphs(tensors[0][0].device)
         problem = self._problem(tensors[0], options)
-        asked = self._options | ({"needs_gradient": _needs_gradient(tensors)} if self._is_tuned else {})
+        asked = self._options | ({"needs_gradient": needs_gradient(tensors)} if self._is_tuned else {})
         plans = {d: self._planner(problem, direction=d, layout=self.layout, **asked) for d in DIRECTIONS}
         if tensors[0][0].device.type == "cuda" and self._is_plain:
             plans = {d: self._priced(plan) for d, plan in plans.items()}
@@ -306,7 +280,7 @@ class MeshAttention:
                 "cuda_graphs calls leave nothing to each other; leave cuda_graphs, keep or memory_limit out"
             )
         scale = options.softmax_scale if options.softmax_scale is not None else problem.head_dim_qk**-0.5
-        return problem, plans, _check_softmax(scale, options.softcap)
+        return problem, plans, check_softmax(scale, options.softcap)
 
     def _priced(self, plan: Plan) -> Plan:
         """The same with calls grouped by what they cost on a GPU: a block a call is too fine for one."""
@@ -331,15 +305,15 @@ class MeshAttention:
         seq_k = options.seq_len if options.seq_len_k is None else options.seq_len_k
         cuts_k = options.cu_seqlens_q if options.cu_seqlens_k is None else options.cu_seqlens_k
         return Problem(
-            seq_q=_length(options.seq_len, options.cu_seqlens_q, q, self.ranks),
-            seq_kv=_length(seq_k, cuts_k, k, self.ranks),
+            seq_q=whole_length(options.seq_len, options.cu_seqlens_q, q, self.ranks),
+            seq_kv=whole_length(seq_k, cuts_k, k, self.ranks),
             heads=q.shape[2],
             kv_heads=k.shape[2],
             head_dim_qk=q.shape[3],
             head_dim_v=v.shape[3],
             ranks=self.ranks,
             batch=q.shape[0],
-            dtype=_dtype_name(q),
+            dtype=dtype_name(q),
             mask=options.mask(),
         )
 
@@ -358,7 +332,7 @@ class MeshAttention:
         asked = {name: str(getattr(own, name)) for name in own.__slots__}
         asked |= {"softmax": str(softmax), "device": tensors[0].device.type}
         asked |= {"deterministic": str(options.deterministic), "cuda_graphs": str(self._cuda_graphs)}
-        asked |= {"gradient": "needed" if _needs_gradient([tensors]) else "not needed"}
+        asked |= {"gradient": "needed" if needs_gradient([tensors]) else "not needed"}
         asked |= {f"{direction} plan": f"{plan!r}" for direction, plan in plans.items()}
 
         def expected(rank: int) -> dict[str, int]:
@@ -382,7 +356,7 @@ class MeshAttention:
     def _to_bshd(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, Tensor) or tensor.dim() not in (3, 4):
             raise ProblemError(
-                f"{_describe(tensor)}: expected a tensor of 4 dimensions ({self.tensor_format}), "
+                f"{describe(tensor)}: expected a tensor of 4 dimensions ({self.tensor_format}), "
                 "or of 3 (tokens, heads, dim)"
             )
         if tensor.dim() == 3:
@@ -448,18 +422,6 @@ _SETTINGS = (
     "blocks_per_call",
     "keep",
 )
-_CALL_ARGUMENTS = (
-    "causal",
-    "softmax_scale",
-    "window_size",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "softcap",
-    "deterministic",
-    "return_lse",
-    "seq_len",
-    "seq_len_k",
-)
 
 
 def _comms(group: Group | LocalGroup | Comm | Sequence[Comm] | None) -> tuple[list[Comm], bool]:
@@ -471,32 +433,6 @@ def _comms(group: Group | LocalGroup | Comm | Sequence[Comm] | None) -> tuple[li
     if hasattr(group, "share"):
         return [group], False  # type: ignore[list-item]
     return [TorchComm(group)], False  # type: ignore[arg-type]
-
-
-def _call_options(
-    is_causal: object,
-    softmax_scale: object,
-    window_size: object,
-    softcap: object,
-    deterministic: object,
-    seq_len: int | None,
-    seq_len_k: int | None,
-    return_lse: object,
-    cu_seqlens_q: Sequence[int] | Tensor | None = None,
-    cu_seqlens_k: Sequence[int] | Tensor | None = None,
-) -> CallOptions:
-    _flag("return_lse", return_lse)
-    return CallOptions(
-        causal=_flag("causal", is_causal),
-        softmax_scale=None if softmax_scale is None else _number("softmax_scale", softmax_scale),
-        window_size=_window(window_size),
-        cu_seqlens_q=_boundaries("cu_seqlens_q", cu_seqlens_q),
-        cu_seqlens_k=_boundaries("cu_seqlens_k", cu_seqlens_k),
-        softcap=_number("softcap", softcap),
-        deterministic=_flag("deterministic", deterministic),
-        seq_len=seq_len,
-        seq_len_k=seq_len_k,
-    )
 
 
 def _run_alone(ranks: Sequence[Any]) -> list[Any]:
@@ -511,51 +447,12 @@ def _run_locally(comms: Sequence[Comm], ranks: Sequence[Any]) -> list[Any]:
         raise
 
 
-def _form(simple: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
-    """All that tells one call from another; types as well, since True is 1. Written out: a small call waits for it."""
-    return (
-        *(simple, *map(type, simple), *_window_types(simple[2])),
-        *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-        torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"),
-        torch.are_deterministic_algorithms_enabled(),
-    )
-
-
-def _window_types(sides: object) -> tuple[type, ...]:
-    return () if sides is NO_WINDOW or not isinstance(sides, tuple) else tuple(map(type, sides))
-
-
 def _alone(engine: Engine, tensors: Sequence[Sequence[Tensor]]) -> Callable[..., Any]:
     """What to call next time."""
     device = tensors[0][0].device
-    if _needs_gradient(tensors) or torch.is_autocast_enabled(device.type):
+    if needs_gradient(tensors) or torch.is_autocast_enabled(device.type):
         return lambda *given: attend(engine, given)
     return engine.alone(device)
-
-
-def _check_dimensions(ranks: Sequence[Sequence[Tensor]]) -> None:
-    dimensions = {tensor.dim() for rank in ranks for tensor in rank}
-    if len(dimensions) > 1:
-        raise ProblemError(f"q, k and v have {sorted(dimensions)} dimensions: expected the same, 3 or 4")
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, ours, theirs in (("k", q, k), ("v", q, v)):
-        if ours.dtype != theirs.dtype or ours.device != theirs.device:
-            raise ProblemError(
-                f"q is {ours.dtype} on {ours.device} and {name} is {theirs.dtype} on {theirs.device}; expected the same"
-            )
-    if k.shape[:3] != v.shape[:3]:
-        raise ProblemError(f"k is {tuple(k.shape)} and v is {tuple(v.shape)}: batch, tokens and heads must be the same")
-    if q.shape[0] != k.shape[0]:
-        raise ProblemError(f"q has batch {q.shape[0]} and k has batch {k.shape[0]}: expected the same")
-    if q.shape[3] != k.shape[3]:
-        raise ProblemError(f"q has head size {q.shape[3]} and k has {k.shape[3]}: expected the same (v may differ)")
-
-
-def _needs_gradient(tensors: Sequence[Sequence[Tensor]]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for rank in tensors for tensor in rank)
 
 
 def _check_keep(plans: dict[Direction, Plan]) -> None:
@@ -566,72 +463,3 @@ def _check_keep(plans: dict[Direction, Plan]) -> None:
             f"{forward!r} keeps {forward.schedule.keep}, {backward!r} expects {backward.schedule.keep}: "
             "what is kept must be the same, on the same tile"
         )
-
-
-def _check_softmax(scale: float, softcap: float) -> Softmax:
-    if not math.isfinite(scale) or not (math.isfinite(softcap) and softcap >= 0):
-        raise UsageError(
-            f"softmax_scale={scale}, softcap={softcap}: expected finite numbers, softcap 0 (none) or above"
-        )
-    return Softmax(scale=float(scale), softcap=float(softcap))
-
-
-def _length(given: int | None, cuts: tuple[int, ...] | None, tensor: Tensor, ranks: int) -> int:
-    if given is not None:
-        return given
-    return cuts[-1] if cuts is not None else int(tensor.shape[1]) * ranks
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    for name, dtype in DTYPES.items():
-        if tensor.dtype == dtype:
-            return name
-    raise ProblemError(f"q is {tensor.dtype}: expected one of {', '.join(DTYPES)}")
-
-
-def _boundaries(name: str, cuts: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
-    if cuts is None:
-        return None
-    try:
-        return tuple(index(cut) for cut in (cuts.tolist() if isinstance(cuts, Tensor) else cuts))
-    except TypeError:
-        raise UsageError(f"{name}={cuts!r}: expected running totals, whole numbers in one dimension") from None
-
-
-def _window(sides: object) -> tuple[int, int]:
-    if isinstance(sides, tuple | list) and len(sides) == 2 and all(type(side) is int for side in sides):
-        return sides[0], sides[1]
-    raise UsageError(f"window_size={sides!r}: expected (left, right) in tokens, -1 for unbounded")
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise UsageError(f"{name}={value!r}: expected True or False")
-    return value
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"{name}={value!r}: expected a number")
-    return float(value)
-
-
-def _describe(tensor: object) -> str:
-    return f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"{type(tensor).__name__}"
-
-
-def _refuse_known(others: dict[str, Any]) -> None:
-    for name, meaning in REFUSED.items():
-        value = others.get(name)
-        if value is not None and not (isinstance(value, int | float) and value == 0):
-            raise UsageError(f"{name} came, but {meaning} is not supported; leave {name} out")
-
-
-def _refuse_unknown(
-    given: dict[str, Any], known: Sequence[str], *, of: str, allowed: dict[str, str] | None = None
-) -> None:
-    for name in given:
-        if name not in known and name not in (allowed or {}):
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UsageError(f"unknown argument {name!r} of {of}; {hint}expected some of {', '.join(known)}")

@@ -94,7 +94,8 @@ def measure(
     import torch
     import torch.distributed as dist
 
-    from mesh_attention.api import CallOptions, MeshAttention
+    from mesh_attention.api import MeshAttention
+    from mesh_attention.arguments import CallOptions
     from mesh_attention.comm.torch_dist import TorchComm
     from mesh_attention.comm.wrappers import Recording
 
