@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from mesh_attention.calibration.fit import Measurement
+from mesh_attention.calibration.fit import CallTime, Measurement, MemoryTimes, MessageTime
 from mesh_attention.calibration.kernels import kernel_for, time_kernel
 from mesh_attention.calibration.links import time_links
 from mesh_attention.calibration.memory import time_memory
@@ -31,6 +33,18 @@ def measure(
         ranks_per_node=ranks_per_node,
         report=lambda doing, done: report(doing, MEMORY_UNTIL + done * (1 - MEMORY_UNTIL)),
     )
+    return measured_on(device, setting, calls=calls, memory=memory, messages=messages)
+
+
+def measured_on(
+    device: torch.device,
+    setting: Problem,
+    *,
+    calls: Sequence[CallTime],
+    memory: MemoryTimes,
+    messages: Sequence[MessageTime] = (),
+) -> Measurement:
+    """The times, with what they were taken on."""
     is_cuda = device.type == "cuda"
     return Measurement(
         device=torch.cuda.get_device_name(device) if is_cuda else "cpu",

@@ -79,24 +79,24 @@ def estimate_costs(
     check_assignment(assignment, problem)
     if direction not in DIRECTIONS:
         raise ScheduleError(f"direction {direction!r}: expected {' or '.join(DIRECTIONS)}")
+    block_flops, nbytes = _block_flops(problem, assignment, direction), shard_sizes(problem, assignment)
+    return Costs(**{kind: flops_per_byte * nbytes[kind] / block_flops for kind in KINDS})
+
+
+def _block_flops(problem: Problem, assignment: Assignment, direction: Direction) -> float:
+    """Of an average block, over all slices of the heads, a batch entry."""
     everything = {"q": range(problem.seq_q), "kv": range(problem.seq_kv)}
     pairs = problem.mask.pairs(**everything, seq_q=problem.seq_q, seq_kv=problem.seq_kv)
     inner = problem.head_dim_qk + problem.head_dim_v
     if direction == "backward":
         inner += 2 * problem.head_dim_qk + problem.head_dim_v
-    block_flops = 2 * max(1, pairs) * problem.heads * inner / assignment.places**2
-    nbytes = shard_sizes(problem, assignment)
-    return Costs(**{kind: flops_per_byte * nbytes[kind] / block_flops for kind in KINDS})
+    return 2 * max(1, pairs) * problem.heads * inner / assignment.places**2
 
 
 def estimate_gpu_costs(problem: Problem, assignment: Assignment, direction: Direction) -> Costs:
     """`estimate_costs` with the price of calls on a Hopper GPU: what a launch and what touching running sums take."""
     costs = estimate_costs(problem, assignment, direction)
-    inner = problem.head_dim_qk + problem.head_dim_v
-    inner += (2 * problem.head_dim_qk + problem.head_dim_v) if direction == "backward" else 0
-    everything = {"q": range(problem.seq_q), "kv": range(problem.seq_kv)}
-    pairs = problem.mask.pairs(**everything, seq_q=problem.seq_q, seq_kv=problem.seq_kv)
-    block_s = 2 * max(1, pairs) * problem.heads * inner / assignment.places**2 / (GPU_TFLOPS * 1e12)
+    block_s = _block_flops(problem, assignment, direction) / (GPU_TFLOPS * 1e12)
     # Sums are read and written, the partial is read. Shards of a place hold all the heads of its Ulysses group.
     widths = (2 * problem.accumulator_itemsize + problem.itemsize) / problem.itemsize
     sizes, memory_s = shard_sizes(problem, assignment), widths / (GPU_MEMORY_GB_PER_S * 1e9)

@@ -12,14 +12,15 @@ from math import isqrt, log
 import torch
 from torch import Tensor
 
+from mesh_attention.calibration.kernels import kernel_for
 from mesh_attention.comm.base import Comm
 from mesh_attention.comm.local import block
 from mesh_attention.execution.autograd import Outputs
 from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, fields_of, record_of
 from mesh_attention.execution.compiled import Compiled, compile_program
 from mesh_attention.execution.executor import Executor, Fields, Softmax
-from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
-from mesh_attention.kernels.select import choose_kernel, choose_merging
+from mesh_attention.kernels.base import CallMask, RowGradient, Scores
+from mesh_attention.kernels.select import choose_merging
 from mesh_attention.masks import causal, full
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.plan import Plan
@@ -155,16 +156,3 @@ class OneKernel:
         if direction == "forward":
             return self.kernel.forward(q, k, v, self.scores)
         return self.kernel.backward(q, k, v, self._row, self.scores)
-
-
-def kernel_for(problem: Problem, device: torch.device) -> Kernel:
-    return choose_kernel(
-        Demand(
-            device=device.type,
-            dtype=DTYPES[problem.dtype],
-            head_dim_qk=problem.head_dim_qk,
-            head_dim_v=problem.head_dim_v,
-            softcap=0.0,
-            lse_gradient=False,
-        )
-    )

@@ -7,8 +7,9 @@ from statistics import median
 
 import torch
 
-from mesh_attention.calibration.fit import Measurement, fit_device, fit_line
-from mesh_attention.calibration.kernels import kernel_for, time_kernel
+from mesh_attention.calibration.fit import fit_device, fit_line
+from mesh_attention.calibration.kernels import time_kernel
+from mesh_attention.calibration.measurement import measured_on
 from mesh_attention.calibration.memory import time_memory
 from mesh_attention.calibration.timing import sample_s
 from mesh_attention.comm.base import Parcel
@@ -32,16 +33,7 @@ def measure_scene(problem: Problem, *, device: torch.device, report: Report) -> 
     memory = time_memory(problem, comm=comm, device=device, ranks_here=1)
     report("copies to the host and back", 0.9)
     link = measure_link(device)
-    is_cuda = device.type == "cuda"
-    measurement = Measurement(
-        device=torch.cuda.get_device_name(device) if is_cuda else "cpu",
-        threads=torch.get_num_threads(),
-        kernel=kernel_for(problem, device).name,
-        width=torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1,
-        calls=tuple(calls),
-        memory=memory,
-        messages=(),
-    )
+    measurement = measured_on(device, problem, calls=calls, memory=memory)
     return Topology(
         name=measurement.device,
         ranks=problem.ranks,
