@@ -7,7 +7,7 @@ diagonal in 300 shows as more than 0.05 in the gradients and 0.003 in the LSE.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -178,6 +178,61 @@ def test_strides_of_do_may_change_between_calls(kernel: Kernel) -> None:
 
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FLASH_ATTENTION}
+
+
+LAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads first": lambda x: x.contiguous(),
+    "tokens first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "one of three": lambda x: (
+        x.new_empty(x.shape[0], x.shape[2], 3, *x.shape[1::2]).unbind(2)[1].transpose(1, 2).copy_(x)
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in FUSED if kernel.name == "cudnn"], ids=["cudnn"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lay", LAYS)
+def test_torchs_own_attention_beside_ours_changes_neither(kernel: Kernel, lay: str, is_causal: bool) -> None:
+    """In one process, where torch keeps cuDNN's plans by the strides of Q, K and V alone, whatever those of dO are."""
+    need(kernel, torch.bfloat16)
+    orders = [(of_torch, of_ours, first) for of_torch in LAYS for of_ours in LAYS for first in ("torch", "ours")]
+    for number, order in enumerate(orders):
+        check_beside(kernel, LAYS[lay], is_causal, 200 + 8 * number, *order)  # each length has plans of its own
+
+
+def check_beside(
+    kernel: Kernel,
+    lay: Callable[[Tensor], Tensor],
+    is_causal: bool,
+    tokens: int,
+    of_torch: str,
+    of_ours: str,
+    first: str,
+) -> None:
+    form, mask = ("causal", causal()) if is_causal else ("full", full())
+    call = CallMask(form, mask, (range(tokens),), (range(tokens),), tokens, tokens)  # type: ignore[arg-type]
+    q, k, v, d_out = (torch.randn(2, 4, tokens, 64, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    q, k, v = map(lay, (q, k, v))
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    due = torch.autograd.grad(functional.scaled_dot_product_attention(*wide, is_causal=is_causal), wide, d_out.double())
+    calls = {
+        "torch": lambda: by_torch(q, k, v, LAYS[of_torch](d_out), is_causal),
+        "ours": lambda: by_us(kernel, q, k, v, LAYS[of_ours](d_out), Scores(call, 64**-0.5)),
+    }
+    for who in sorted(calls, reverse=first == "torch"):
+        for mine, exact in zip(calls[who](), due, strict=True):
+            assert (mine.double() - exact).norm() <= 0.02 * exact.norm(), (who, first, of_torch, of_ours)
+
+
+def by_torch(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, is_causal: bool) -> Sequence[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.autograd.grad(functional.scaled_dot_product_attention(*leaves, is_causal=is_causal), leaves, d_out)
+
+
+def by_us(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, scores: Scores) -> Sequence[Tensor]:
+    out, lse = kernel.forward(q, k, v, scores)
+    return kernel.backward(q, k, v, RowGradient(d_out, lse, out=out), scores)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from mesh_attention.kernels.windowed import (
     all_aligned,
     backward_by_windows,
     forward_by_windows,
-    tokens_first,
     unfit,
 )
 
@@ -41,6 +40,10 @@ _FEWEST_FOR_CUDNN = 64
 
 _FIRST_SOUND_CUDNN = 91501
 """Until 9.15.0 lengths that are no multiple of 128 read past their end; torch draws the line at the same number."""
+
+
+_OUR_PLANS = -0.0
+"""The probability of dropout: none, and yet another key than 0.0 where torch looks for a plan, byte by byte."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,12 +102,13 @@ class CudnnOp:
         if not _suits_cudnn(window):
             return self.rest.backward(q, k, v, row, window, scale)
         q, k, v = aligned(q), aligned(k), aligned(v)
-        # torch keeps cuDNN's plans by the strides of Q, K and V alone: O and dO must always lie the same way.
-        out, do = (x if _lies_tokens_first(x) else tokens_first(x) for x in (row.out, row.do))
+        # torch keeps cuDNN's backward plans by the strides of Q, K and V alone: with other strides of O or dO a plan
+        # gives wrong gradients. So ours always lie the same way, and our plans are not those of torch's own attention.
+        out, do = (_laid_as(x, q) for x in (row.out, row.do))
         seed, lse = _no_dropout(q.device), row.lse.contiguous()[..., None]
         lengths = q.shape[2], k.shape[2]
         grads = _cudnn_backward(
-            *(do, q, k, v, out, lse, seed, seed, None, None, None, *lengths, 0.0, window.is_causal), scale=scale
+            *(do, q, k, v, out, lse, seed, seed, None, None, None, *lengths, _OUR_PLANS, window.is_causal), scale=scale
         )
         return Gradients(*grads)
 
@@ -196,8 +200,23 @@ def _suits_cudnn(window: Window) -> bool:
     return len(q) >= _FEWEST_FOR_CUDNN and len(kv) >= _FEWEST_FOR_CUDNN
 
 
-def _lies_tokens_first(tensor: Tensor) -> bool:
-    return tensor.transpose(1, 2).is_contiguous() and tensor.data_ptr() % 16 == 0
+def _laid_as(tensor: Tensor, q: Tensor) -> Tensor:
+    """The tensor, or a copy of it, that lies in memory as cuDNN lays O for this Q: in one piece, dims in Q's order."""
+    due = _strides_as(q.stride(), tensor.shape)
+    lies = all(size == 1 or a == b for size, a, b in zip(tensor.shape, tensor.stride(), due, strict=True))
+    if lies and not tensor.data_ptr() % 16:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, due).copy_(tensor)
+
+
+@lru_cache(maxsize=4096)
+def _strides_as(strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a tensor without gaps, whose dims follow each other as strides say."""
+    made, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: strides[dim]):
+        made[dim] = step
+        step *= shape[dim]
+    return tuple(made)
 
 
 def _reaches(window: Window) -> dict[str, int | None]:
