@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +16,13 @@ from mesh_attention.execution.compiled import compile_program
 from mesh_attention.masks import documents, window
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import ROUTES
-from mesh_attention.plan.steps import Free
+from mesh_attention.plan.steps import Free, transfers
+from mesh_attention.plan.text import format_item, format_step
 from mesh_attention.simulation import simulate as simulation
 from mesh_attention.simulation.jobs import track
 from mesh_attention.simulation.prices import Prices
 from mesh_attention.simulation.simulate import simulate
-from mesh_attention.timeline import Timeline
+from mesh_attention.timeline import Span, Timeline
 from mesh_attention.topology import Device, KernelRate, Link, Topology, filled
 
 RATE = KernelRate(tflops=1.0, call_us=0.0)
@@ -191,7 +193,7 @@ def test_the_two_engines_agree(data: st.DataObject) -> None:
 
 def _brief(timeline: Timeline) -> list[tuple[object, ...]]:
     """Spans as they can be compared: a wait of one engine may be two of the other's, so the totals speak for those."""
-    kept = [(s.rank, s.lane, round(s.start_s, 9), round(s.stop_s, 9), s.nbytes) for s in timeline.spans]
+    kept = [(s.rank, s.lane, round(s.start_s, 9), round(s.stop_s, 9), s.name, s.nbytes) for s in timeline.spans]
     return sorted(span for span in kept if span[1] != "wait" and span[2] != span[3])
 
 
@@ -278,6 +280,29 @@ def test_prices_of_some_ranks_stand_for_the_others_and_it_is_said() -> None:
     assert whole.is_exact
     assert not some.is_exact
     assert some.time_s == pytest.approx(whole.time_s, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tile": (2, 3)}, {"method": "attention2d", "tile": (2, 3)}, {"tile": (1, 3), "ulysses_degree": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_spans_are_named_by_the_steps_of_their_own_rank(options: dict[str, Any], direction: Any) -> None:
+    plan = make_plan(problem(6), direction=direction, **options)
+    whole = simulate(plan, topology(6), spans_of=range(6))
+    for rank in range(6):
+        steps = plan.program(rank).steps
+        names = {format_step(step) for step in steps}
+        names |= {f"{format_item(send.item)} to {send.dest}" for step in steps for send in transfers(step)[0]}
+        names |= {f"{format_item(recv.item)} from {recv.source}" for step in steps for recv in transfers(step)[1]}
+        for span in (*alone_of(plan, rank), *(span for span in whole.spans if span.rank == rank)):
+            assert span.name in names, span
+        assert list(alone_of(plan, rank)) == [span for span in whole.spans if span.rank == rank]
+
+
+def alone_of(plan: Plan, rank: int) -> tuple[Span, ...]:
+    return simulate(plan, topology(6), spans_of=[rank]).spans
 
 
 def test_other_ranks_than_the_cluster_has_are_refused() -> None:

@@ -22,10 +22,11 @@ from mesh_attention.simulation.recorder import Recorder
 class _Transfer:
     """One item under way; `jobs` are the (rank, job index) of the ends that have posted it."""
 
-    __slots__ = ("ends", "item", "jobs", "nbytes", "path", "start")
+    __slots__ = ("ends", "items", "jobs", "nbytes", "path", "start")
 
-    def __init__(self, item: Item, ends: tuple[int, int], path: Path, nbytes: int) -> None:
-        self.item, self.ends, self.path, self.nbytes = item, ends, path, nbytes
+    def __init__(self, ends: tuple[int, int], path: Path, nbytes: int) -> None:
+        self.ends, self.path, self.nbytes = ends, path, nbytes
+        self.items: dict[bool, Item] = {}  # as the sender calls it (True), and the receiver
         self.jobs: list[tuple[int, int]] = []
         self.start: float | None = None
 
@@ -116,8 +117,9 @@ class EventEngine:
             transfer = waiting.popleft()
         else:
             path = self.network.path(source, dest)
-            transfer = _Transfer(item, (source, dest), path, self.matrix.nbytes(item).total)
+            transfer = _Transfer((source, dest), path, self.matrix.nbytes(item).total)
             self.unmatched.setdefault((source, dest, sent, is_send), deque()).append(transfer)
+        transfer.items[is_send] = item
         transfer.jobs.append((rank, self.ranks[rank].at))
         self.queues.setdefault((rank, is_send, transfer.path.link_class), deque()).append(transfer)
         return transfer
@@ -144,7 +146,8 @@ class EventEngine:
     def _finish(self, transfer: _Transfer, now: float) -> None:
         (source, dest), path = transfer.ends, transfer.path
         assert transfer.start is not None  # only started transfers end
-        self.recorder.transfer(transfer.ends, transfer.item, path.link_class, transfer.start, now, transfer.nbytes)
+        items = transfer.items[True], transfer.items[False]
+        self.recorder.transfer(transfer.ends, items, path.link_class, transfer.start, now, transfer.nbytes)
         queues = [self.queues[source, True, path.link_class], self.queues[dest, False, path.link_class]]
         candidates: list[_Transfer] = []
         for queue in queues:

@@ -9,8 +9,9 @@ by rank here, and by readiness there; all else is the same, and tests hold the t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +19,8 @@ from numpy.typing import NDArray
 
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.steps import AXIS_OF, Item, Recv
-from mesh_attention.simulation.jobs import Track
+from mesh_attention.plan.steps import Item
+from mesh_attention.simulation.jobs import Job, Track
 from mesh_attention.simulation.network import Network
 from mesh_attention.simulation.recorder import Recorder
 from mesh_attention.topology import LinkClass
@@ -52,11 +53,21 @@ class NotUniformError(Exception):
 
 
 class LockstepEngine:
-    """Runs the jobs of `tracks[0]` on all ranks; `seconds_of[r]` is the track whose prices stand for rank r's."""
+    """Runs the jobs of `tracks[0]` on all ranks; `seconds_of[r]` is the track whose prices stand for rank r's.
+
+    `shown` are the own jobs of ranks whose spans are recorded, for the names of what they do.
+    """
 
     def __init__(
-        self, tracks: Sequence[Track], seconds_of: Whole, matrix: BlockMatrix, network: Network, recorder: Recorder
+        self,
+        tracks: Sequence[Track],
+        seconds_of: Whole,
+        matrix: BlockMatrix,
+        network: Network,
+        recorder: Recorder,
+        shown: Mapping[int, Sequence[Job]],
     ) -> None:
+        self.shown = shown
         self.jobs, self.rank = tracks[0].jobs, tracks[0].rank
         self.matrix, self.network, self.recorder = matrix, network, recorder
         self.seconds = np.array([[job.seconds for job in track.jobs] for track in tracks])[seconds_of].T
@@ -95,11 +106,12 @@ class LockstepEngine:
         if received != sent:
             raise NotUniformError(f"'{job.name}': what ranks receive and what they send at once is not the same")
         over = now
-        for recv in job.recvs:
-            over = np.maximum(over, self._hand_round(recv, now, free))
+        for number in range(len(job.recvs)):
+            over = np.maximum(over, self._hand_round(index, number, now, free))
         return over
 
-    def _hand_round(self, recv: Recv, now: Floats, free: Floats) -> Floats:
+    def _hand_round(self, index: int, number: int, now: Floats, free: Floats) -> Floats:
+        recv = self.jobs[index].recvs[number]
         hand = self._hand(self.deltas[recv.source])
         nbytes = self.matrix.nbytes(recv.item).total
         times = [self.network.seconds(nbytes, link_class) for link_class in CLASSES]
@@ -111,7 +123,7 @@ class LockstepEngine:
             end = start + np.where(kind, times[1], times[0])
             free[out_lane] = free[in_lane] = end
             starts[dest], stop[dest] = start, end
-        self._record_transfers(recv, hand, starts, stop, nbytes)
+        self._record_transfers(index, number, hand, starts, stop, nbytes)
         self.in_s += stop - starts
         # Each rank sends to one: what comes in from all is what goes out from all, in another order.
         self.out_s[hand.source] += stop - starts
@@ -168,32 +180,35 @@ class LockstepEngine:
     # What happened
 
     def _record_compute(self, index: int, now: Floats, start: Floats) -> None:
-        for rank in self.recorder.spans_of:
-            job = self.jobs[index]
-            self.recorder.wait(rank, now[rank], start[rank], job.name)
-            self.recorder.compute(rank, start[rank], start[rank] + self.seconds[index, rank], job.name)
+        for rank, jobs in self.shown.items():
+            self.recorder.wait(rank, now[rank], start[rank], jobs[index].name)
+            self.recorder.compute(rank, start[rank], start[rank] + self.seconds[index, rank], jobs[index].name)
 
     def _record_wait(self, index: int, start: Floats, stop: Floats) -> None:
-        for rank in self.recorder.spans_of:
-            self.recorder.wait(rank, start[rank], stop[rank], self.jobs[index].name)
+        for rank, jobs in self.shown.items():
+            self.recorder.wait(rank, start[rank], stop[rank], jobs[index].name)
 
-    def _record_transfers(self, recv: Recv, hand: Hand, start: Floats, stop: Floats, nbytes: int) -> None:
+    def _record_transfers(self, index: int, number: int, hand: Hand, start: Floats, stop: Floats, nbytes: int) -> None:
         count = int(hand.is_between.sum())
         self.recorder.sent["between"] += count * nbytes
         self.recorder.sent["inside"] += (len(self.all) - count) * nbytes
-        wanted = list(self.recorder.spans_of)
+        wanted = list(self.shown)
         for dest in np.union1d(wanted, np.flatnonzero(np.isin(hand.source, wanted))).astype(int) if wanted else ():
             ends = (int(hand.source[dest]), int(dest))
-            self.recorder.transfer_span(ends, self._seen_from(recv.item, dest), start[dest], stop[dest], nbytes)
+            self.recorder.transfer_span(ends, self._items(index, number, ends), start[dest], stop[dest], nbytes)
 
-    def _seen_from(self, item: Item, rank: int) -> Item:
-        """The item that stands to a rank as this one does to the rank whose jobs these are."""
-        assignment, axis = self.matrix.assignment, AXIS_OF[item.kind]
-        place, own = assignment.place(rank), assignment.place(self.rank)
-        if item.form == "piece":
-            return item
-        offset = next(k for k in range(assignment.size(axis)) if assignment.peer(axis, own, k) == item.shard)
-        return item._replace(shard=assignment.peer(axis, place, offset))
+    def _items(self, index: int, number: int, ends: tuple[int, int]) -> tuple[Item, Item]:
+        """What the sender and the receiver of a transfer call it; of an end that is not shown, any."""
+        (source, dest), recvs = ends, self.jobs[index].recvs
+        item, sender = recvs[number].item, recvs[number].source
+        sent = received = item
+        if source in self.shown:
+            earlier = sum(recv.item.kind == item.kind and recv.source == sender for recv in recvs[:number])
+            sends = (send for send in self.shown[source][index].sends if send.dest == dest)
+            sent = next(islice((send.item for send in sends if send.item.kind == item.kind), earlier, None))
+        if dest in self.shown:
+            received = self.shown[dest][index].recvs[number].item
+        return sent, received
 
     def _totals(self, computed: Floats, stopped: Floats) -> None:
         self.recorder.compute_s = computed.tolist()

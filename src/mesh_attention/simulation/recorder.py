@@ -28,21 +28,29 @@ class Recorder:
         self._span(rank, "wait", start, stop, name)
 
     def transfer(
-        self, ends: tuple[int, int], item: Item, link_class: LinkClass, start: float, stop: float, nbytes: int
+        self,
+        ends: tuple[int, int],
+        items: tuple[Item, Item],
+        link_class: LinkClass,
+        start: float,
+        stop: float,
+        nbytes: int,
     ) -> None:
         source, dest = ends
         self.out_s[source] += stop - start
         self.in_s[dest] += stop - start
         self.sent[link_class] += nbytes
-        self.transfer_span(ends, item, start, stop, nbytes)
+        self.transfer_span(ends, items, start, stop, nbytes)
 
-    def transfer_span(self, ends: tuple[int, int], item: Item, start: float, stop: float, nbytes: int) -> None:
-        """At both ends, where they are asked for."""
-        source, dest = ends
+    def transfer_span(
+        self, ends: tuple[int, int], items: tuple[Item, Item], start: float, stop: float, nbytes: int
+    ) -> None:
+        """At both ends, where they are asked for. `items` is what the sender and the receiver call it."""
+        (source, dest), (sent, received) = ends, items
         if source in self.spans_of:
-            self._span(source, "send", start, stop, f"{format_item(item)} to {dest}", nbytes)
+            self._span(source, "send", start, stop, f"{format_item(sent)} to {dest}", nbytes)
         if dest in self.spans_of:
-            self._span(dest, "recv", start, stop, f"{format_item(item)} from {source}", nbytes)
+            self._span(dest, "recv", start, stop, f"{format_item(received)} from {source}", nbytes)
 
     def stop(self, rank: int, now: float) -> None:
         self.stop_s[rank] = max(self.stop_s[rank], now)

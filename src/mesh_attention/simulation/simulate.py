@@ -74,7 +74,9 @@ def _in_lockstep(
         raise NotUniformError("jobs of different kinds")
     nearest = np.abs(np.arange(ranks)[:, None] - sampled[None, :]).argmin(axis=1)
     recorder = Recorder(ranks, spans_of)
-    LockstepEngine(tracks, nearest, plan.matrix, Network(topology), recorder).run()
+    priced = {track.rank: track.jobs for track in tracks}
+    shown = {rank: priced.get(rank) or track(plan, rank, prices).jobs for rank in recorder.spans_of}
+    LockstepEngine(tracks, nearest, plan.matrix, Network(topology), recorder, shown).run()
     is_even = plan.problem.seq_q % ranks == 0 and plan.problem.seq_kv % ranks == 0
     return _timeline(plan, recorder, tracks, is_exact=is_even and len(sampled) == ranks)
 
