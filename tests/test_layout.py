@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
 
 from mesh_attention import Layout, ParseError, Problem, Striped, Zigzag, causal, flops_by_rank, imbalance, make_plan
-from mesh_attention.plan.layout import inverse_permutation, layout_named, permutation, position_ids
+from mesh_attention.plan.layout import Chunks, inverse_permutation, layout_named, permutation, position_ids
 from mesh_attention.testing.strategies import layouts
 
 
@@ -13,9 +15,21 @@ from mesh_attention.testing.strategies import layouts
 def test_shards_cover_every_token_once_and_differ_by_at_most_one(layout: Layout, tokens: int, ranks: int) -> None:
     shards = [position_ids(layout, rank, tokens=tokens, ranks=ranks) for rank in range(ranks)]
     assert sorted(position for shard in shards for position in shard) == list(range(tokens))
-    sizes = {len(shard) for shard in shards}
-    assert max(sizes) - min(sizes) <= 1
     assert all(shard == sorted(shard) for shard in shards)
+    if layout != Chunks():
+        sizes = {len(shard) for shard in shards}
+        assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 200), st.integers(1, 40))
+def test_chunks_are_those_of_torch_and_of_a_dtensor(tokens: int, ranks: int) -> None:
+    whole = torch.arange(tokens)
+    due = [chunk.tolist() for chunk in whole.chunk(ranks)]
+    due += [[] for _ in range(ranks - len(due))]
+    assert [position_ids(Chunks(), rank, tokens=tokens, ranks=ranks) for rank in range(ranks)] == due
+    for rank, shard in enumerate(due):
+        size, offset = Shard.local_shard_size_and_offset(tokens, ranks, rank)
+        assert list(range(offset, offset + size)) == shard
 
 
 @given(layouts(), st.integers(1, 200), st.integers(1, 40))
@@ -53,5 +67,5 @@ def test_contiguous_causal_work_is_uneven() -> None:
 
 
 def test_an_unknown_layout_names_the_known_ones() -> None:
-    with pytest.raises(ParseError, match="layout 'diagonal': expected one of contiguous, zigzag, striped"):
+    with pytest.raises(ParseError, match="layout 'diagonal': expected one of contiguous, zigzag, striped, chunks"):
         layout_named("diagonal")

@@ -13,6 +13,7 @@ from mesh_attention.arguments import (
     CALL_ARGUMENTS,
     NO_WINDOW,
     REFUSED,
+    SIMPLE_ARGUMENTS,
     CallOptions,
     call_options,
     check_dimensions,
@@ -40,6 +41,7 @@ from mesh_attention.execution.autograd import Engine, attend
 from mesh_attention.execution.compiled import Compiled, compile_program
 from mesh_attention.execution.executor import Softmax
 from mesh_attention.execution.graphs import GraphMemory, RecordedPasses
+from mesh_attention.execution.operators import Asked, are_observed, number_of, untraced
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.layout import Layout, layout_named
 from mesh_attention.plan.plan import Plan
@@ -112,6 +114,8 @@ class MeshAttention:
             raise UsageError("memory_limit came without a cluster; the tuner keeps it, and needs to know the cluster")
         self._is_plain = planner is None and not {"blocks_per_call", "costs"} & given.keys()
         self._planner: Planner = make_plan if planner is None else planner
+        self._has_operator = not self.is_local and "keep" not in given
+        self._number = number_of(self)
         self._engines: dict[object, Engine] = {}
         self._options_of: dict[object, CallOptions] = {}
         self._alone: dict[
@@ -160,6 +164,12 @@ class MeshAttention:
         """
         simple = (causal, softmax_scale, window_size, softcap, deterministic, seq_len, seq_len_k, return_lse)
         is_simple = not others and cu_seqlens_q is None and cu_seqlens_k is None
+        if are_observed():
+            if self._has_operator:
+                return self._through_operator(q, k, v, simple, (cu_seqlens_q, cu_seqlens_k), others)
+            if torch.compiler.is_compiling():
+                given = dict(zip(SIMPLE_ARGUMENTS, simple, strict=True))
+                return untraced(self, q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **given, **others)
         if is_simple and self._alone and isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
             try:
                 found = self._alone.get(form_of(simple, q, k, v))
@@ -187,6 +197,36 @@ class MeshAttention:
             return (outs, lses) if return_lse else outs
         return (outs[0], lses[0]) if return_lse else outs[0]
 
+    def _through_operator(self, q: Any, k: Any, v: Any, simple: Any, cuts: Any, others: dict[str, Any]) -> Any:
+        """The same for those who look at operators: under torch.compile all of this is traced, with shapes alone."""
+        refuse_known(others)
+        refuse_unknown(others, CALL_ARGUMENTS, of="attention", allowed=REFUSED)
+        call_options(*simple, *(None if isinstance(cut, Tensor) else cut for cut in cuts))
+        *asked, return_lse = simple
+        tensors = [self._to_bshd(tensor) for tensor in (q, k, v)]
+        check_dimensions([(q, k, v)])
+        cuts = (cut if cut is None or isinstance(cut, Tensor) else torch.tensor(cut) for cut in cuts)
+        gradient = needs_gradient([tensors])
+        out, lse = torch.ops.mesh_attention.attend(*tensors, *cuts, *asked, gradient, self._number)
+        out = self._from_bshd(out, like=q)
+        return (out, lse if q.dim() == 4 else lse[0]) if return_lse else out
+
+    def engine_for(self, tensors: Sequence[Tensor], asked: Asked) -> Engine:
+        """The engine of an operator's call."""
+        options = call_options(
+            asked.causal,
+            asked.softmax_scale,
+            tuple(asked.window_size),
+            asked.softcap,
+            asked.deterministic,
+            asked.seq_len,
+            asked.seq_len_k,
+            False,
+            asked.cu_seqlens_q,
+            asked.cu_seqlens_k,
+        )
+        return self.engine([tensors], options, gradient=asked.gradient)
+
     def _known_options(self, simple: Any) -> CallOptions:
         """Checked once for the same values of the same types: a call should not take longer than its kernel."""
         key = (simple, *map(type, simple), *window_types(simple[2]))
@@ -209,24 +249,32 @@ class MeshAttention:
 
     # Plans
 
-    def engine(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions) -> Engine:
-        """Plans and programs for inputs like these; agreed on with the group the first time."""
+    def engine(
+        self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, *, gradient: bool | None = None
+    ) -> Engine:
+        """Plans and programs for inputs like these; agreed on with the group the first time.
+
+        `gradient` says whether there will be a backward pass, where tensors and grad mode do not.
+        """
+        gradient = needs_gradient(tensors) if gradient is None else gradient
         shapes = ((tensor.shape, tensor.dtype, tensor.device) for rank in tensors for tensor in rank)
-        key = (options, needs_gradient(tensors), *shapes)
-        engine = self._engines.pop(key, None) or self._new_engine(tensors, options)
+        key = (options, gradient, *shapes)
+        engine = self._engines.pop(key, None) or self._new_engine(tensors, options, gradient)
         self._engines[key] = engine  # the one used last comes last
         if len(self._engines) > MOST_ENGINES:
             del self._engines[next(iter(self._engines))]
         return engine
 
-    def _new_engine(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions) -> Engine:
+    def _new_engine(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool) -> Engine:
         found: tuple[Problem, dict[Direction, Plan], Softmax] | UsageError
         try:
-            found = self._work_out(tensors, options)
+            found = self._work_out(tensors, options, gradient)
         except UsageError as error:
             found = error  # the others must hear of it, or they would wait
         comms = self._comms_on(tensors[0][0].device)
-        self._run([self._agree(comm, mine, options, found) for comm, mine in zip(comms, tensors, strict=True)])
+        self._run(
+            [self._agree(comm, mine, options, gradient, found) for comm, mine in zip(comms, tensors, strict=True)]
+        )
         if isinstance(found, UsageError):
             raise found
         problem, plans, softmax = found
@@ -263,13 +311,13 @@ class MeshAttention:
         return self._comms_of[device]
 
     def _work_out(
-        self, tensors: Sequence[Sequence[Tensor]], options: CallOptions
+        self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool
     ) -> tuple[Problem, dict[Direction, Plan], Softmax]:
         for rank in tensors:
             check_tensors(*rank)
         self._check_graphs(tensors[0][0].device)
         problem = self._problem(tensors[0], options)
-        asked = self._options | ({"needs_gradient": needs_gradient(tensors)} if self._is_tuned else {})
+        asked = self._options | ({"needs_gradient": gradient} if self._is_tuned else {})
         plans = {d: self._planner(problem, direction=d, layout=self.layout, **asked) for d in DIRECTIONS}
         if tensors[0][0].device.type == "cuda" and self._is_plain:
             plans = {d: self._priced(plan) for d, plan in plans.items()}
@@ -322,6 +370,7 @@ class MeshAttention:
         comm: Comm,
         tensors: Sequence[Tensor],
         options: CallOptions,
+        gradient: bool,
         found: tuple[Problem, dict[Direction, Plan], Softmax] | UsageError,
     ) -> Generator[Work, None, None]:
         """One rank's part of agreeing: what its own tensors ask for, and what was worked out from rank 0's."""
@@ -332,7 +381,7 @@ class MeshAttention:
         asked = {name: str(getattr(own, name)) for name in own.__slots__}
         asked |= {"softmax": str(softmax), "device": tensors[0].device.type}
         asked |= {"deterministic": str(options.deterministic), "cuda_graphs": str(self._cuda_graphs)}
-        asked |= {"gradient": "needed" if needs_gradient([tensors]) else "not needed"}
+        asked |= {"gradient": "needed" if gradient else "not needed"}
         asked |= {f"{direction} plan": f"{plan!r}" for direction, plan in plans.items()}
 
         def expected(rank: int) -> dict[str, int]:
@@ -358,6 +407,11 @@ class MeshAttention:
             raise ProblemError(
                 f"{describe(tensor)}: expected a tensor of 4 dimensions ({self.tensor_format}), "
                 "or of 3 (tokens, heads, dim)"
+            )
+        if hasattr(tensor, "device_mesh"):
+            raise UsageError(
+                "a DTensor came; give it to mesh_attention.integrations.dtensors.attend_dtensor(attention, q, k, v), "
+                "or give its to_local()"
             )
         if tensor.dim() == 3:
             return tensor[None]  # without cu_seqlens_q: one document

@@ -56,18 +56,17 @@ class CallOptions:
         return mask
 
 
-CALL_ARGUMENTS = (
+SIMPLE_ARGUMENTS = (
     "causal",
     "softmax_scale",
     "window_size",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
     "softcap",
     "deterministic",
-    "return_lse",
     "seq_len",
     "seq_len_k",
+    "return_lse",
 )
+CALL_ARGUMENTS = (*SIMPLE_ARGUMENTS, "cu_seqlens_q", "cu_seqlens_k")
 
 
 def call_options(
@@ -100,7 +99,7 @@ def form_of(simple: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[o
     """All that tells one call from another; types as well, since True is 1. Written out: a small call waits for it."""
     return (
         *(simple, *map(type, simple), *window_types(simple[2])),
-        *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+        *(type(q), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"),
         torch.are_deterministic_algorithms_enabled(),

@@ -176,7 +176,7 @@ def _fill_in_empty(
 def attend(engine: Engine, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """O and LSE of every rank played here, from its Q, K and V; differentiable once."""
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-        return _forward(engine, tensors)[0]
+        return run_forward(engine, tensors)[0]
     results: tuple[Tensor, ...] = AttentionFunction.apply(engine, *tensors)  # type: ignore[no-untyped-call]
     return results
 
@@ -186,7 +186,7 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, engine: Engine, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outs, kept = _forward(engine, tensors)
+        outs, kept = run_forward(engine, tensors)
         ctx.engine = engine
         raws, ctx.kept = _as_tensors(kept)
         ctx.save_for_backward(*tensors, *outs, *raws)
@@ -203,18 +203,8 @@ class AttentionFunction(torch.autograd.Function):
         engine, saved = ctx.engine, ctx.saved_tensors
         size = len(engine.comms)
         tensors, outs, raws = saved[: 3 * size], saved[3 * size : 5 * size], saved[5 * size :]
-        lse_gradient = any(gradient is not None for gradient in gradients[1::2])
-        if lse_gradient and engine.recorded is not None and engine.only_call is None:
-            raise UsageError(
-                "a gradient into the LSE came, and with cuda_graphs all ranks must record the same passes; use "
-                "MeshAttention without cuda_graphs for what depends on the LSE"
-            )
-        kernel = engine.kernel_for(tensors[0].device, lse_gradient=lse_gradient)
-        with _as_given(tensors[0].device):
-            if engine.only_call is not None:
-                given = list(_backward_alone(engine.only_call, kernel, tensors, outs, gradients))
-            else:
-                given = _backward(engine, kernel, tensors, outs, gradients, _as_buffers(raws, ctx.kept, engine))
+        kept = _as_buffers(raws, ctx.kept, engine) if raws else None
+        given = run_backward(engine, tensors, outs, gradients, kept)
         needed = ctx.needs_input_grad[1:]
         return None, *(gradient if need else None for gradient, need in zip(given, needed, strict=True))
 
@@ -222,8 +212,8 @@ class AttentionFunction(torch.autograd.Function):
 Kept = list[dict[Item, Buffer]]
 
 
-def _forward(engine: Engine, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Kept]:
-    """O and LSE of every rank, and what each leaves for backward."""
+def run_forward(engine: Engine, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Kept]:
+    """O and LSE of every rank, and what each leaves for backward; without a gradient."""
     device = tensors[0].device
     kernel = engine.kernel_for(device, lse_gradient=False)
     with _as_given(device):
@@ -235,15 +225,36 @@ def _forward(engine: Engine, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, .
     return tuple(outs), kept
 
 
+def run_backward(
+    engine: Engine,
+    tensors: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    kept: Kept | None = None,
+) -> list[Tensor]:
+    """dQ, dK and dV of every rank, from what went into forward, what came out, and the gradients of that."""
+    lse_gradient = any(gradient is not None for gradient in gradients[1::2])
+    if lse_gradient and engine.recorded is not None and engine.only_call is None:
+        raise UsageError(
+            "a gradient into the LSE came, and with cuda_graphs all ranks must record the same passes; use "
+            "MeshAttention without cuda_graphs for what depends on the LSE"
+        )
+    kernel = engine.kernel_for(tensors[0].device, lse_gradient=lse_gradient)
+    with _as_given(tensors[0].device):
+        if engine.only_call is not None:
+            return list(_backward_alone(engine.only_call, kernel, tensors, outs, gradients))
+        return _backward(engine, kernel, tensors, outs, gradients, kept)
+
+
 def _backward(
     engine: Engine,
     kernel: Kernel,
     tensors: Sequence[Tensor],
     outs: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
-    kept: Kept,
+    kept: Kept | None,
 ) -> list[Tensor]:
-    """dQ, dK and dV of every rank."""
+    """dQ, dK and dV of every rank, by the backward plan."""
     ranks = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
     inputs = [
         _backward_inputs(rank, outs[2 * i : 2 * i + 2], gradients[2 * i : 2 * i + 2]) for i, rank in enumerate(ranks)

@@ -1,7 +1,7 @@
 """Layouts: which rank is home to which token positions. Any length, any number of ranks.
 
-Shards differ by at most one token. A layout does not know of tiles or degrees: data is sharded once, and every plan
-for it reads the same shards.
+Shards differ by at most one token, except with `Chunks`, whose cuts are torch's. A layout does not know of tiles or
+degrees: data is sharded once, and every plan for it reads the same shards.
 """
 
 from __future__ import annotations
@@ -76,7 +76,19 @@ class Striped(Layout):
         return (range(rank, tokens, ranks),)
 
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Striped())}
+@final
+@dataclass(frozen=True, slots=True)
+class Chunks(Layout):
+    """Rank r holds the r-th of `torch.chunk`'s runs, as a DTensor does: equal ones, then a shorter one, then none."""
+
+    name: ClassVar[str] = "chunks"
+
+    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
+        size = -(-tokens // ranks)
+        return (range(min(rank * size, tokens), min((rank + 1) * size, tokens)),)
+
+
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Striped(), Chunks())}
 
 
 def layout_named(name: str) -> Layout:

@@ -1,0 +1,292 @@
+"""Batches over ranks: a rank's part of a whole batch, and one loss out of everybody's.
+
+    local = shard_batch(attention, batch)
+    loss = batch_loss(model(**local).loss, local, group=mesh)
+    loss.backward()
+
+Every rank of the attention's group is given the same whole batch. Labels are shifted, position ids made and boundaries
+found before anything is cut: the next token may live on another rank. It imports no model library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from mesh_attention.api import MeshAttention
+from mesh_attention.arguments import describe
+from mesh_attention.comm.local import block
+from mesh_attention.comm.torch_dist import Group, process_group
+from mesh_attention.errors import DisagreementError, UsageError
+from mesh_attention.execution.agreement import agree
+from mesh_attention.integrations.sequences import (
+    CUTS,
+    LENGTHS,
+    Row,
+    cuts_of_restarts,
+    find_misplaced,
+    join_rows,
+    longest_document,
+    read_documents,
+    real_tokens,
+    split_rows,
+)
+
+IGNORED = -100
+"""The label of a token that has none, as in transformers and torch."""
+KNOWN = (
+    "input_ids",
+    "inputs_embeds",
+    "labels",
+    "shift_labels",
+    "position_ids",
+    "attention_mask",
+    *CUTS,
+    *LENGTHS,
+    "num_items_in_batch",
+)
+Gradients = Literal["averaged", "summed"]
+
+
+def shard_batch(attention: MeshAttention, batch: Mapping[str, Any], *, is_compared: bool = True) -> dict[str, Any]:
+    """What this rank passes to ``model(**local)``, out of the whole batch that every rank of the group has.
+
+    `batch` holds ``input_ids`` or ``inputs_embeds`` (batch, tokens, …), and may hold ``labels`` (as transformers has
+    them: not shifted, -100 for none) or ``shift_labels``, ``position_ids``, a 2D ``attention_mask``, and
+    ``cu_seq_lens_q/k`` with ``max_length_q/k``. Position ids that restart, without an attention mask, are packed
+    documents, as in transformers. Anything else is refused. Padding predicts nothing: it has no labels, whatever token
+    comes next.
+
+    The result has this rank's tokens, position ids and shifted labels, and of the whole sequence the boundaries, the
+    attention mask, and ``num_items_in_batch``, so that the model's loss is this rank's sum over the labelled tokens of
+    the whole batch. Its ``labels`` are all -100: a model computes no loss without them, and one that would shift a
+    rank's own labels has none to get wrong.
+
+    Ranks compare the batches they were given (a few hundred bytes a rank); `is_compared` False leaves that out.
+    """
+    if attention.is_local:
+        raise UsageError(
+            "shard_batch came with a local group, whose ranks are all in this process, and a model runs one rank in "
+            "each; use a torch.distributed group (of one process, if need be)"
+        )
+    whole: _Whole | UsageError
+    try:
+        whole = _read(batch, attention.ranks)
+    except UsageError as error:
+        whole = error  # the others must hear of it, or they would wait
+    if is_compared:
+        _compare(attention, batch, whole)
+    if isinstance(whole, UsageError):
+        raise whole
+    return _local(attention, whole)
+
+
+def batch_loss(
+    loss: Tensor,
+    local: Mapping[str, Any],
+    *,
+    group: Group | None,
+    gradients: Gradients = "averaged",
+) -> Tensor:
+    """`reduce_loss` of what the model gave for a batch of `shard_batch`: the mean over all labelled tokens."""
+    if "shift_labels" not in local:
+        raise UsageError("batch_loss came with a batch without labels; give labels to shard_batch")
+    num_items = (local["shift_labels"] != IGNORED).sum()
+    return reduce_loss(loss * local["num_items_in_batch"], num_items, group=group, gradients=gradients)
+
+
+def reduce_loss(
+    loss_sum: Tensor, num_items: int | Tensor, *, group: Group | None, gradients: Gradients = "averaged"
+) -> Tensor:
+    """The mean loss over all tokens of all ranks of `group`, with the gradient of this rank's part.
+
+    `loss_sum` is the sum of this rank's token losses, `num_items` the number of its labelled tokens. `group` is a
+    process group, or a DeviceMesh of any number of axes (all ranks that hold different tokens: dp × cp), or None for
+    all ranks.
+
+    The mean is L = (Σ sums) / N over the labelled tokens N of all ranks, so its gradient is the *sum* over ranks of
+    ∇(own sum) / N. What averages gradients over these ranks (FSDP2, DDP) divides that by their number W, which is
+    therefore multiplied in first; with `gradients="summed"` it is not. Ranks may have any number of labelled tokens,
+    also none. When none has any, the mean is nan and the gradient zero: seen in the log, harmless to the weights.
+    """
+    if gradients not in ("averaged", "summed"):
+        raise UsageError(f"gradients={gradients!r}: expected averaged (FSDP2, DDP) or summed")
+    if not isinstance(loss_sum, Tensor) or loss_sum.dim() != 0:
+        raise UsageError(f"loss_sum is {describe(loss_sum)}: expected the sum of this rank's losses, a scalar tensor")
+    items = torch.as_tensor(num_items, device=loss_sum.device)
+    if items.dim() != 0 or items.is_floating_point() or items.dtype == torch.bool:
+        raise UsageError(f"num_items={num_items!r}: expected this rank's number of labelled tokens, a whole number")
+    groups = _groups(group)
+    sums = torch.stack([loss_sum.detach().double(), items.double()])
+    for one in groups:  # all axes in turn: everybody's sum
+        dist.all_reduce(sums, group=one)
+    total, count = sums
+    factor = prod(dist.get_world_size(one) for one in groups) if gradients == "averaged" else 1
+    scale = torch.where(count > 0, factor / count, 0.0)
+    mean: Tensor = _Mean.apply(loss_sum, (total / count).to(loss_sum.dtype), scale.to(loss_sum.dtype))  # type: ignore[no-untyped-call]
+    return mean
+
+
+class _Mean(torch.autograd.Function):
+    """A value that was worked out elsewhere, with the gradient of `loss_sum` times `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, loss_sum: Tensor, value: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient * ctx.saved_tensors[0], None, None
+
+
+def _groups(group: Group | None) -> list[ProcessGroup]:
+    return group.get_all_groups() if isinstance(group, DeviceMesh) else [process_group(group)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Whole:
+    """A whole batch, checked."""
+
+    tokens: dict[str, Tensor]
+    """Per-token tensors by the model's name for them."""
+    position_ids: Tensor
+    rows: tuple[Row, ...]
+    attention_mask: Tensor | None
+    num_items: Tensor | int | None
+
+
+def _read(batch: Mapping[str, Any], ranks: int) -> _Whole:
+    given = {name: value for name, value in batch.items() if value is not None}
+    for name in given:
+        if name not in KNOWN:
+            raise UsageError(
+                f"shard_batch does not know {name!r}, so it cannot tell how to cut it; it knows {', '.join(KNOWN)}; "
+                "pass anything else to the model beside the batch"
+            )
+    inputs = [name for name in ("input_ids", "inputs_embeds") if name in given]
+    if len(inputs) != 1:
+        raise UsageError(f"the batch holds {', '.join(inputs) or 'no tokens'}: expected input_ids or inputs_embeds")
+    rows, seq_len = _sizes(given, inputs[0], ranks)
+    tokens: dict[str, Tensor] = {inputs[0]: given[inputs[0]]}
+    mask = _per_token(given, "attention_mask", (rows, seq_len))
+    labels = _shifted(given, mask, (rows, seq_len))
+    if labels is not None:
+        tokens["shift_labels"] = labels
+    positions = _per_token(given, "position_ids", (rows, seq_len), may_be_one_row=True)
+    found = _rows(given, positions, mask, (rows, seq_len))
+    device = tokens[inputs[0]].device
+    plain = torch.arange(seq_len, device=device)
+    if positions is not None and find_misplaced(positions, plain.to(positions.device), found) is not None:
+        raise UsageError(
+            "position_ids are neither 0, 1, 2, … over the whole row nor over each of its documents, so a rank could "
+            "not check that it was given its own; leave them out, or give cu_seq_lens with them"
+        )
+    counted = None if labels is None else (labels != IGNORED).sum().clamp(min=1)
+    return _Whole(
+        tokens=tokens,
+        position_ids=plain[None] if positions is None else positions,
+        rows=found,
+        attention_mask=mask,
+        num_items=given.get("num_items_in_batch", counted),
+    )
+
+
+def _sizes(given: Mapping[str, Any], name: str, ranks: int) -> tuple[int, int]:
+    tensor, dims = given[name], 2 if name == "input_ids" else 3
+    if not isinstance(tensor, Tensor) or tensor.dim() != dims:
+        raise UsageError(f"{name} is {describe(tensor)}: expected (batch, tokens{', width' if dims == 3 else ''})")
+    if tensor.shape[0] < 1 or tensor.shape[1] < ranks:
+        raise UsageError(
+            f"{name} is {describe(tensor)} for {ranks} ranks: expected at least one row, and at least one token a rank"
+        )
+    return tensor.shape[0], tensor.shape[1]
+
+
+def _per_token(
+    given: Mapping[str, Any], name: str, shape: tuple[int, int], *, may_be_one_row: bool = False
+) -> Tensor | None:
+    tensor = given.get(name)
+    if tensor is None:
+        return None
+    shapes = [shape, (1, shape[1])] if may_be_one_row else [shape]
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape) not in shapes:
+        raise UsageError(f"{name} is {describe(tensor)}: expected {' or '.join(map(str, shapes))}, the whole sequence")
+    return tensor
+
+
+def _shifted(given: Mapping[str, Any], mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    """Labels of the next token, over the whole row: transformers' rule, which does not stop at documents."""
+    labels, shifted = (_per_token(given, name, shape) for name in ("labels", "shift_labels"))
+    if labels is not None and shifted is not None:
+        raise UsageError("the batch holds labels and shift_labels; leave one out")
+    if labels is not None:
+        shifted = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
+    if shifted is None or mask is None:
+        return shifted
+    return shifted.masked_fill(mask.to(shifted.device) == 0, IGNORED)
+
+
+def _rows(
+    given: Mapping[str, Any], positions: Tensor | None, mask: Tensor | None, shape: tuple[int, int]
+) -> tuple[Row, ...]:
+    batch, seq_len = shape
+    documents: Sequence[tuple[int, ...]] = ((0, seq_len),) * batch
+    if any(name in given for name in CUTS):
+        documents = split_rows(read_documents(given), batch=batch)
+        if documents[0][-1] != seq_len:
+            raise UsageError(f"cu_seq_lens end at {documents[0][-1]} a row and the batch has {seq_len} tokens a row")
+    elif any(name in given for name in LENGTHS):
+        raise UsageError("max_length came without cu_seq_lens_q and cu_seq_lens_k; give all of them or none")
+    elif positions is not None and mask is None:
+        documents = cuts_of_restarts(positions) * (batch // positions.shape[0])
+    real = ((0, seq_len),) * batch if mask is None else real_tokens(mask)
+    return tuple(map(Row, documents, real))
+
+
+def _local(attention: MeshAttention, whole: _Whole) -> dict[str, Any]:
+    local: dict[str, Any] = {name: attention.shard(tensor) for name, tensor in whole.tokens.items()}
+    local["position_ids"] = attention.shard(whole.position_ids)
+    if "shift_labels" in local:
+        local["labels"] = torch.full_like(local["shift_labels"], IGNORED)
+        local["num_items_in_batch"] = whole.num_items
+    if whole.attention_mask is not None:
+        local["attention_mask"] = whole.attention_mask
+    # The whole length is said here as well: a rank cannot work it out from its own tokens when ranks differ by one.
+    cuts = join_rows([row.cuts for row in whole.rows])
+    local |= dict.fromkeys(CUTS, cuts) | dict.fromkeys(LENGTHS, longest_document(cuts))
+    return local | {"use_cache": False}  # a cache would keep every layer's keys, and nothing could be decoded with it
+
+
+def _compare(attention: MeshAttention, batch: Mapping[str, Any], whole: _Whole | UsageError) -> None:
+    if isinstance(whole, UsageError):
+        asked, refusal = {}, str(whole)
+    else:
+        asked, refusal = {name: _fingerprint(value) for name, value in sorted(batch.items())}, None
+    try:
+        block(agree(attention.comms[0], asked=asked, holds={}, expected=lambda rank: {}, refusal=refusal))
+    except DisagreementError as error:
+        raise DisagreementError(
+            f"{error}. Every rank of the attention's group must be given the same whole batch: a data sampler must "
+            "tell apart data-parallel ranks only, and shuffle alike on the others"
+        ) from None
+
+
+def _fingerprint(value: object) -> str:
+    """A short text that differs when tensors of whole numbers do; of other tensors, their shape."""
+    if not isinstance(value, Tensor):
+        return str(value)
+    text = f"{tuple(value.shape)} {value.dtype}"
+    if value.is_floating_point():
+        return text
+    numbers = value.flatten().long()
+    weights = torch.arange(1, numbers.numel() + 1, device=numbers.device) * 0x9E3779B1  # wraps around, as it should
+    return f"{text} #{int(((numbers + 1) * weights).sum()) & 0xFFFFFFFF:08x}"

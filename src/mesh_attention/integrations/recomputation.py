@@ -1,0 +1,65 @@
+"""Activation checkpointing under a mode: what runs again in backward runs under the mode again.
+
+Inside the context that is so anyway. Outside of it, torch would run the checkpointed function as if there had been no
+mode, and attend to a rank's tokens alone. So an attention call that is being checkpointed puts the mode around the
+function that will run again. Both kinds of torch.utils.checkpoint are known; others' are not, nor is one whose saved
+tensors other hooks take (`save_on_cpu` inside of it).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from mesh_attention.errors import UsageError
+
+
+class Under:
+    """A function that runs under a mode, wherever it is called."""
+
+    def __init__(self, mode: TorchFunctionMode, function: Callable[..., Any]) -> None:
+        self.mode, self.function = mode, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.mode:
+            return self.function(*args, **kwargs)
+
+
+def recompute_under(mode: TorchFunctionMode) -> None:
+    """If this call is being checkpointed, let it run under the mode when it runs again."""
+    if torch.compiler.is_compiling():
+        return
+    _follow_saved_tensors(mode)
+    _follow_callers(mode, sys._getframe(1))
+
+
+def _follow_saved_tensors(mode: TorchFunctionMode) -> None:
+    """use_reentrant=False: saved tensors go to a hook that knows what to run again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or "_checkpoint_hook" not in hooks[0].__qualname__:
+        return
+    cells = (cell.cell_contents for cell in hooks[0].__closure__ or ())
+    region = next((content for content in cells if hasattr(content, "recompute_fn")), None)
+    if region is None:
+        raise UsageError(f"torch.utils.checkpoint of torch {torch.__version__} is not known; attend outside of it")
+    _wrap(region, "recompute_fn", mode)
+
+
+def _follow_callers(mode: TorchFunctionMode, frame: FrameType | None) -> None:
+    """use_reentrant=True: the function runs without gradients first; one of our callers remembers it."""
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            _wrap(frame.f_locals["ctx"], "run_function", mode)
+        frame = frame.f_back
+
+
+def _wrap(holder: Any, name: str, mode: TorchFunctionMode) -> None:
+    function = getattr(holder, name)
+    if not (isinstance(function, Under) and function.mode is mode):
+        setattr(holder, name, Under(mode, function))

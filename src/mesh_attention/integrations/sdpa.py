@@ -1,0 +1,256 @@
+"""torch's scaled_dot_product_attention, run over a mesh: a mode that sees the calls of this thread.
+
+Nothing is patched: code that imported the function by name is seen, and other threads are not. What else torch offers
+for attention (fused kernels, flex attention) would attend to this rank's tokens alone, so it is refused. Two things
+are not seen: TorchScript, and kernels that are no operators of torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from mesh_attention.api import MeshAttention
+from mesh_attention.arguments import flag
+from mesh_attention.errors import UsageError
+from mesh_attention.integrations.dtensors import attend_dtensor
+from mesh_attention.integrations.recomputation import recompute_under
+
+SDPA = (
+    F.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
+WITHOUT_THE_WORD = ("_transformer_encoder_layer_fwd",)
+"""Functions that attend and do not say so in their name."""
+
+
+class MeshSdpa(TorchFunctionMode):
+    """Sends scaled_dot_product_attention to a MeshAttention. `lengths` are whole lengths that ranks may hold parts of.
+
+    `chunked` is the one for DTensors, whose shards lie differently.
+    """
+
+    def __init__(self, attention: MeshAttention, *, lengths: Iterable[int], chunked: MeshAttention) -> None:
+        super().__init__()
+        self.attention, self.chunked = attention, chunked
+        self.lengths = WholeLengths(attention, lengths)
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        role = _role(func)
+        if role == "sdpa":
+            return self.attend(*args, **kwargs)
+        if role == "multi-head":
+            return self._multi_head(func, args, kwargs)
+        if role == "fused" and not _is_called_by_us():
+            raise UsageError(
+                f"{func.__name__} was called under context_parallel, where it would attend to this rank's tokens "
+                "alone; use torch.nn.functional.scaled_dot_product_attention"
+            )
+        return func(*args, **kwargs)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """scaled_dot_product_attention, with its arguments, over the whole sequence."""
+        # Modes further out must not see what we run: kernels of ours go by names that are refused.
+        with torch._C.DisableTorchFunction():
+            _check_arguments(attn_mask, dropout_p)
+            call = {"softmax_scale": scale}
+            causal, shares_heads = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
+            _check_tensors(query, key, value, shares_heads)
+            recompute_under(self)
+            query, key, value = _as_autocast(query, key, value)
+            if any(isinstance(x, DTensor) for x in (query, key, value)):
+                call |= _causal_call(causal, query.shape[-2], key.shape[-2])
+                return self._attend_dtensors(query, key, value, call)
+            seq_q, seq_k = (self.lengths.of(x.shape[-2]) for x in (query, key))
+            call |= _causal_call(causal, seq_q, seq_k) | {"seq_len": seq_q, "seq_len_k": seq_k}
+            out = self._attend(query, key, value, call)
+            return out.reshape(*query.shape[:-1], value.shape[-1])
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, call: dict[str, Any]) -> Tensor:
+        given = [_four_dims(x) for x in (query, key, value)]
+        if self.attention.tensor_format == "bhsd":
+            return self.attention(*given, **call)  # type: ignore[no-any-return]
+        return self.attention(*(x.transpose(1, 2) for x in given), **call).transpose(1, 2)  # type: ignore[no-any-return]
+
+    def _attend_dtensors(self, query: Any, key: Any, value: Any, call: dict[str, Any]) -> Tensor:
+        if {x.dim() for x in (query, key, value)} != {4}:
+            raise UsageError(f"query is a DTensor of shape {tuple(query.shape)}; expected (batch, heads, seq, dim)")
+        if self.chunked.tensor_format == "bhsd":
+            return attend_dtensor(self.chunked, query, key, value, **call)  # type: ignore[no-any-return]
+        given = (x.transpose(1, 2) for x in (query, key, value))
+        return attend_dtensor(self.chunked, *given, **call).transpose(1, 2)  # type: ignore[no-any-return]
+
+    def _multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """nn.MultiheadAttention: torch's own function, with the attention inside it sent here.
+
+        A function that torch hands to a mode runs without the mode, so the call inside it would not be seen.
+        """
+        given = inspect.signature(func).bind(*args, **kwargs)
+        given.apply_defaults()
+        if given.arguments["need_weights"]:
+            raise UsageError(
+                "nn.MultiheadAttention was asked for its weights (need_weights=True, the default) under "
+                "context_parallel; no rank has them for the whole sequence: call it with need_weights=False"
+            )
+        if given.arguments["bias_k"] is not None or given.arguments["add_zero_attn"]:
+            raise UsageError(
+                "nn.MultiheadAttention with add_bias_kv or add_zero_attn adds a token on every rank under "
+                "context_parallel, instead of one to the sequence; make it without"
+            )
+        return _with_names(func, has_torch_function=_nothing, scaled_dot_product_attention=self.attend)(*args, **kwargs)
+
+
+class WholeLengths:
+    """Which whole length a rank holds a part of, from the part's length; equal parts of all ranks if it is none."""
+
+    def __init__(self, attention: MeshAttention, lengths: Iterable[int]) -> None:
+        self.ranks, layout = attention.ranks, attention.layout
+        parts = {
+            n: [sum(map(len, layout.segments(rank, tokens=n, ranks=self.ranks))) for rank in range(self.ranks)]
+            for n in sorted(set(lengths))
+        }
+        own = attention.comms[0].rank
+        self._wholes = {part[own]: n for n, part in parts.items()}
+        # Every rank comes to the same verdict, whichever rank's parts coincide.
+        self._alike = {n: [m for m in parts if m != n and _coincide(parts[n], parts[m])] for n in parts}
+
+    def of(self, part: int) -> int:
+        whole = self._wholes.get(part, part * self.ranks)
+        for other in self._alike.get(whole, ()):
+            raise UsageError(
+                f"{part} tokens came, which may be this rank's part of {whole} or of {other}: buffers of both lengths "
+                "were given; give those of one of them, or pad them to lengths that differ by the number of ranks"
+            )
+        return whole
+
+
+def _coincide(parts: Sequence[int], others: Sequence[int]) -> bool:
+    return any(one == other for one, other in zip(parts, others, strict=True))
+
+
+def _check_arguments(attn_mask: object, dropout_p: object) -> None:
+    if attn_mask is not None:
+        raise UsageError(
+            "attn_mask came under context_parallel, and a rank's part of a dense mask does not say what the whole is; "
+            "leave it out, use is_causal=True, or call MeshAttention, which has windows and documents"
+        )
+    if dropout_p != 0:
+        raise UsageError(f"dropout_p={dropout_p} came under context_parallel; dropout is not supported: expected 0")
+
+
+def _check_tensors(query: object, key: object, value: object, shares_heads: bool) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.is_nested:
+            raise UsageError(
+                f"{name} is {_kind(tensor)}; expected a dense tensor (batch, heads, seq, dim) under context_parallel"
+            )
+    assert isinstance(query, Tensor)
+    assert isinstance(key, Tensor)
+    assert isinstance(value, Tensor)
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        raise UsageError(f"query, key and value have shapes {shapes}; expected the same batch: nothing is broadcast")
+    heads, kv_heads = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key))
+    if heads != kv_heads and not shares_heads:
+        raise UsageError(
+            f"query has {heads} heads and key has {kv_heads}; expected the same, or enable_gqa=True for heads that "
+            "share keys"
+        )
+
+
+def _kind(tensor: object) -> str:
+    return f"a tensor of {tensor.dim()} dims" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+
+
+def _four_dims(tensor: Tensor) -> Tensor:
+    """As (batch, heads, seq, dim): what comes before the heads is batch."""
+    if tensor.dim() > 4:
+        return tensor.flatten(0, -4)
+    return tensor[(None,) * (4 - tensor.dim())]
+
+
+def _as_autocast(*tensors: Tensor) -> list[Tensor]:
+    """What autocast does to the arguments of scaled_dot_product_attention; it leaves float64 alone."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+
+
+def _causal_call(causal: bool, seq_q: int, seq_k: int) -> dict[str, Any]:
+    """torch aligns the *first* query with the first key; MeshAttention, as flash-attn, the last with the last."""
+    if not causal or seq_q == seq_k:
+        return {"causal": causal}
+    if seq_q > seq_k:
+        return {"window_size": (-1, seq_q - seq_k)}
+    # Keys beyond the last query are a document of their own, without queries.
+    return {"causal": True, "cu_seqlens_q": (0, seq_q, seq_q), "cu_seqlens_k": (0, seq_q, seq_k)}
+
+
+def _role(func: Any) -> Literal["other", "sdpa", "multi-head", "fused"]:
+    """What a function of torch is to us. Backward functions do nothing without what forward left."""
+    name = getattr(func, "__name__", "").partition(".")[0]
+    if ("att" not in name and name not in WITHOUT_THE_WORD) or "backward" in name:
+        return "other"
+    if func in SDPA:
+        return "sdpa"
+    if func is F.multi_head_attention_forward:
+        return "multi-head"
+    is_ours = (getattr(func, "__module__", None) or "").endswith(".mesh_attention")
+    attends = "attention" in name or "attn" in name or name in WITHOUT_THE_WORD
+    return "fused" if attends and not is_ours else "other"
+
+
+# torch.compile traces a mode, but not names of functions; so it is to ask once, while tracing.
+_role._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _is_called_by_us() -> bool:
+    """Whether a kernel of ours runs: a MeshAttention may be called under the mode as well."""
+    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("mesh_attention.kernels."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _with_names(func: FunctionType, **names: Callable[..., Any]) -> FunctionType:
+    """The same function, to which some global names mean something else."""
+    missing = sorted(name for name in names if name not in func.__code__.co_names)
+    if missing:
+        raise UsageError(
+            f"{func.__name__} of torch {torch.__version__} does not call {', '.join(missing)}; not supported"
+        )
+    made = FunctionType(func.__code__, func.__globals__ | names, func.__name__, func.__defaults__, func.__closure__)
+    made.__kwdefaults__ = func.__kwdefaults__
+    return made
+
+
+def _nothing(tensors: object) -> bool:
+    """No argument asks to be handed to a mode."""
+    return False

@@ -1,0 +1,154 @@
+"""Rows of a whole batch: packed documents, padding, and the positions a rank's tokens stand at.
+
+Everything here speaks of the whole sequence, before it is sharded, so that it is the same on every rank. It knows
+nothing of models and sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention.errors import MaskError, UsageError
+
+CUTS = ("cu_seq_lens_q", "cu_seq_lens_k")
+LENGTHS = ("max_length_q", "max_length_k")
+"""transformers' names for packed documents: boundaries in the flattened batch, and the longest document."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a batch: the boundaries of its documents, and the run of its tokens that are not padding."""
+
+    cuts: tuple[int, ...]
+    real: tuple[int, int]
+
+    def boundaries(self, *, is_causal: bool) -> tuple[int, ...]:
+        """Where to cut the row so that no real token sees padding.
+
+        Tokens before a causal mask's diagonal are all it lets through, so padding at the end needs no cut.
+        """
+        start, stop = self.real
+        if start == stop:
+            return self.cuts  # nothing but padding: no token of it counts
+        extra = (start,) if is_causal else (start, stop)
+        return tuple(sorted({*self.cuts, *extra}))
+
+
+def plain_row(seq_len: int) -> Row:
+    return Row((0, seq_len), (0, seq_len))
+
+
+def real_tokens(attention_mask: Tensor) -> tuple[tuple[int, int], ...]:
+    """The run of real tokens in each row of a 2D padding mask, as (start, stop); it waits for the device once."""
+    seq_len = attention_mask.shape[1]
+    real = attention_mask != 0
+    count = real.sum(1)
+    start = real.int().argmax(1)  # the first of them
+    stop = seq_len - real.flip(1).int().argmax(1)
+    found = torch.stack([start, stop, count], dim=1).tolist()
+    for row, (first, end, tokens) in enumerate(found):
+        if tokens and end - first != tokens:
+            raise MaskError(
+                f"row {row} of attention_mask has {end - first - tokens} masked tokens between real ones; expected "
+                "padding at the start and at the end only, with all real tokens in one run"
+            )
+    return tuple((first, end) if tokens else (0, 0) for first, end, tokens in found)
+
+
+def read_documents(given: Mapping[str, Any]) -> tuple[int, ...]:
+    """The boundaries that `cu_seq_lens_q/k` and `max_length_q/k` speak of, in the flattened batch."""
+    q, k = (given.get(name) for name in CUTS)
+    if q is None or k is None:
+        raise UsageError(f"{CUTS[0] if q is None else CUTS[1]} is missing beside the other; give both")
+    cuts = read_cuts(CUTS[0], q)
+    if k is not q and read_cuts(CUTS[1], k) != cuts:
+        raise UsageError("cu_seq_lens_q and cu_seq_lens_k differ; expected the same, as each token is query and key")
+    for name in LENGTHS:
+        length = given.get(name)
+        if length is not None and int(length) < longest_document(cuts):
+            raise UsageError(f"{name}={int(length)} is less than the longest document, {longest_document(cuts)} tokens")
+    return cuts
+
+
+def read_cuts(name: str, cuts: Sequence[int] | Tensor) -> tuple[int, ...]:
+    """Boundaries as numbers: running totals that start at 0. A tensor on a device is waited for."""
+    try:
+        numbers = tuple(index(cut) for cut in (cuts.tolist() if isinstance(cuts, Tensor) else cuts))
+    except TypeError:
+        raise MaskError(f"{name}={cuts!r}: expected running totals, whole numbers in one dimension") from None
+    if len(numbers) < 2 or numbers[0] != 0 or any(a > b for a, b in pairwise(numbers)):
+        raise MaskError(f"{name}={_shorten(numbers)}: expected running totals that start at 0 and never fall")
+    return numbers
+
+
+def split_rows(cuts: tuple[int, ...], *, batch: int) -> tuple[tuple[int, ...], ...]:
+    """Boundaries in the flattened batch, as transformers has them, as those of each row."""
+    total = cuts[-1]
+    seq_len, rest = divmod(total, batch)
+    ends = {row * seq_len for row in range(batch + 1)}
+    if rest or not ends <= set(cuts):
+        raise MaskError(
+            f"cu_seq_lens {_shorten(cuts)} came for a batch of {batch}: expected boundaries in the flattened batch, "
+            f"with one at the end of every row (rows are laid end to end, so that the last is {batch} times the whole "
+            "length)"
+        )
+    return (
+        tuple(
+            tuple(sorted({cut - start for cut in cuts if start <= cut <= start + seq_len}))
+            for start in range(0, total, max(1, seq_len))
+        )
+        or ((0, 0),) * batch
+    )
+
+
+def join_rows(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The boundaries of each row as those in the flattened batch; undoes `split_rows`."""
+    seq_len = rows[0][-1]
+    return tuple(sorted({row * seq_len + cut for row, cuts in enumerate(rows) for cut in cuts}))
+
+
+def longest_document(cuts: tuple[int, ...]) -> int:
+    return max((b - a for a, b in pairwise(cuts)), default=0)
+
+
+def cuts_of_restarts(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
+    """The boundaries in each row of whole position ids: wherever a position is not the one before plus one."""
+    seq_len = position_ids.shape[1]
+    jumps = (position_ids.diff(dim=1) != 1).nonzero().tolist()
+    return tuple(
+        (0, *(column + 1 for place, column in jumps if place == row), seq_len) for row in range(position_ids.shape[0])
+    )
+
+
+def find_misplaced(position_ids: Tensor, positions: Tensor, rows: Sequence[Row]) -> int | None:
+    """The first row whose real tokens do not stand where they should; it waits for the device once.
+
+    `positions` are those of the tokens in the whole sequence. Right are these, or, in every document, the distance from
+    its start. Of padding, position ids say nothing.
+    """
+    if position_ids.shape[0] not in (1, len(rows)):
+        raise UsageError(f"position_ids have {position_ids.shape[0]} rows and the batch has {len(rows)}")
+    verdicts = []
+    for number, row in enumerate(rows):
+        given = position_ids[number if position_ids.shape[0] > 1 else 0]
+        cuts = torch.tensor(row.boundaries(is_causal=False), device=positions.device)
+        start = cuts[torch.bucketize(positions, cuts[1:-1], right=True)]
+        padding = (positions < row.real[0]) | (positions >= row.real[1])
+        plain, restarted = ((given == due) | padding for due in (positions, positions - start))
+        verdicts.append(plain.all() | restarted.all())
+        if position_ids.shape[0] == 1 and len(set(rows)) == 1:
+            break
+    wrong = [row for row, right in enumerate(torch.stack(verdicts).tolist()) if not right]
+    return wrong[0] if wrong else None
+
+
+def _shorten(cuts: Sequence[int]) -> str:
+    shown = ", ".join(map(str, cuts[:8]))
+    return f"({shown}{', …' if len(cuts) > 8 else ''})"

@@ -1,0 +1,271 @@
+"""The attention function that transformers' layers call: arguments checked, rows of a batch grouped by their mask.
+
+Tensors are transformers': (batch, heads, tokens, dim), of this rank's tokens. All that is said about the whole sequence
+(padding, packed documents, its length) must be the same on every rank. Every argument is honoured, known to be without
+effect on attention, or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mesh_attention.api import MeshAttention
+from mesh_attention.arguments import describe
+from mesh_attention.comm.local import block
+from mesh_attention.errors import MaskError, UsageError
+from mesh_attention.execution.agreement import agree
+from mesh_attention.integrations.sequences import CUTS, LENGTHS, Row, find_misplaced, read_documents, split_rows
+from mesh_attention.integrations.transformers.masks import DECODING, BatchMask, shard_length
+from mesh_attention.integrations.transformers.memory import Memory
+
+HONOURED = (
+    "scaling",
+    "dropout",
+    "is_causal",
+    "sliding_window",
+    "softcap",
+    "s_aux",
+    "position_ids",
+    "output_attentions",
+    *CUTS,
+    *LENGTHS,
+)
+WITHOUT_EFFECT = (
+    "use_cache",
+    "num_items_in_batch",
+    "shift_labels",
+    "output_hidden_states",
+    "output_router_logits",
+)
+"""Arguments that travel through the layers and say nothing about attention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a layer asks for, checked: the mask of each row of the batch, the length of the whole sequence, the rest."""
+
+    mask: BatchMask
+    rows: tuple[Row, ...]
+    seq_len: int
+    softmax_scale: float | None
+    softcap: float
+    sinks: Tensor | None
+
+    def groups(self) -> dict[tuple[int, ...], list[int]]:
+        """Rows that can share a call, by where they are cut."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for number, row in enumerate(self.rows):
+            found.setdefault(row.boundaries(is_causal=self.mask.is_causal), []).append(number)
+        return found
+
+
+class LayerAttention:
+    """What the layers of models call for one `MeshAttention`, and what is remembered between them."""
+
+    def __init__(self, attention: MeshAttention) -> None:
+        self.attention = attention
+        self._has_met = False
+        self._documents: Memory[tuple[tuple[int, ...], ...]] = Memory()
+        self._checked: Memory[None] = Memory()
+        self._positions: Memory[Tensor] = Memory()
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: object,
+        **arguments: Any,
+    ) -> tuple[Tensor, None]:
+        """This rank's output, (batch, tokens, heads, dim); there are no attention weights to give."""
+        request = self._agreed(module, (query, key, value), attention_mask, arguments)
+        tensors = as_autocast(query, key, value)
+        groups = request.groups()
+        if len(groups) == 1:
+            return self._attend(tensors, next(iter(groups)), request), None
+        parts = [
+            self._attend([torch.cat([t[row : row + 1] for row in rows]) for t in tensors], cuts, request)
+            for cuts, rows in groups.items()
+        ]
+        order = [row for rows in groups.values() for row in rows]
+        singles = dict(zip(order, (one for part in parts for one in part.unbind()), strict=True))
+        return torch.stack([singles[row] for row in range(len(order))]), None
+
+    def _attend(self, tensors: Sequence[Tensor], cuts: tuple[int, ...], request: Request) -> Tensor:
+        attention, band = self.attention, request.mask.band
+        is_bshd = attention.tensor_format == "bshd"
+        right = -1 if request.mask.is_causal or band.right is None else band.right
+        given: Any = attention(
+            *(tensor.transpose(1, 2) if is_bshd else tensor for tensor in tensors),
+            causal=request.mask.is_causal,
+            window_size=(-1 if band.left is None else band.left, right),
+            cu_seqlens_q=cuts if len(cuts) > 2 else None,
+            softmax_scale=request.softmax_scale,
+            softcap=request.softcap,
+            seq_len=request.seq_len,
+            return_lse=request.sinks is not None,
+        )
+        out, lse = given if request.sinks is not None else (given, None)
+        out = out if is_bshd else out.transpose(1, 2)
+        return out if request.sinks is None or lse is None else with_sinks(out, lse, request.sinks)
+
+    # Checks
+
+    def _agreed(
+        self, module: nn.Module, tensors: Sequence[Tensor], mask: object, arguments: Mapping[str, Any]
+    ) -> Request:
+        """The request; the first time, ranks tell each other of refusals, or those without one would wait."""
+        if self._has_met or torch.compiler.is_compiling():
+            return self._request(module, tensors, mask, arguments)
+        request: Request | UsageError
+        try:
+            request = self._request(module, tensors, mask, arguments)
+        except UsageError as error:
+            request = error
+        is_refused = isinstance(request, UsageError)
+        refusal = str(request) if is_refused else None
+        block(agree(self.attention.comms[0], asked={}, holds={}, expected=lambda rank: {}, refusal=refusal))
+        if isinstance(request, UsageError):
+            raise request
+        self._has_met = True
+        return request
+
+    def _request(
+        self, module: nn.Module, tensors: Sequence[Tensor], mask: object, arguments: Mapping[str, Any]
+    ) -> Request:
+        query, key, _ = tensors
+        refuse_arguments(module, arguments)
+        known = check_mask(mask, arguments)
+        if query.shape[2] != key.shape[2]:
+            raise UsageError(DECODING)
+        batch, tokens = query.shape[0], query.shape[2]
+        seq_len, rows = self._rows(known, batch, tokens, arguments)
+        if not torch.compiler.is_compiling():  # which cannot look at values
+            self._check_positions(arguments.get("position_ids"), rows, seq_len, tokens)
+        return Request(
+            mask=known,
+            rows=rows,
+            seq_len=seq_len,
+            softmax_scale=arguments.get("scaling"),
+            softcap=arguments.get("softcap") or 0.0,
+            sinks=check_sinks(arguments.get("s_aux"), heads=query.shape[1]),
+        )
+
+    def _rows(
+        self, mask: BatchMask, batch: int, tokens: int, arguments: Mapping[str, Any]
+    ) -> tuple[int, tuple[Row, ...]]:
+        """The whole length and the rows: of boundaries and padding, if given, or else as many tokens on every rank."""
+        packing = {name: arguments.get(name) for name in (*CUTS, *LENGTHS)}
+        seq_len = mask.seq_len
+        documents: tuple[tuple[int, ...], ...] | None = None
+        if any(packing[name] is not None for name in CUTS):
+            documents = self._documents.ask(
+                lambda: split_rows(read_documents(packing), batch=batch), batch, *packing.values()
+            )
+            if seq_len is not None and documents[0][-1] != seq_len:
+                raise MaskError(
+                    f"cu_seq_lens speak of {documents[0][-1]} tokens a row and attention_mask of {seq_len}; expected "
+                    "both to be of the whole sequence"
+                )
+            seq_len = documents[0][-1]
+        seq_len = tokens * self.attention.ranks if seq_len is None else seq_len
+        due = shard_length(self.attention, seq_len)
+        if due != tokens:
+            raise UsageError(
+                f"the whole sequence has {seq_len} tokens, of which this rank holds {due}, but it was given {tokens}; "
+                "cut inputs with shard_batch or MeshAttention.shard, and give cu_seq_lens of the whole sequence"
+            )
+        real = mask.real or ((0, seq_len),) * batch
+        return seq_len, tuple(map(Row, documents or ((0, seq_len),) * batch, real))
+
+    def _check_positions(self, position_ids: object, rows: tuple[Row, ...], seq_len: int, tokens: int) -> None:
+        if not isinstance(position_ids, Tensor):
+            raise UsageError(
+                "the layer passed no position_ids to attention, so nobody can tell whether this rank's tokens stand "
+                "where they should; mesh attention runs models whose layers pass them on (Llama, Qwen, Gemma, …)"
+            )
+        if position_ids.dim() != 2 or position_ids.shape[1] != tokens:
+            raise UsageError(f"position_ids is {describe(position_ids)}: expected (batch or 1, {tokens}), one a token")
+        device = position_ids.device
+
+        def check() -> None:
+            positions = self._positions.ask(
+                lambda: self.attention.position_ids(seq_len, device=device), seq_len, device
+            )
+            wrong = find_misplaced(position_ids, positions, rows)
+            if wrong is not None:
+                raise UsageError(_misplaced(position_ids, wrong, rows[wrong], positions))
+
+        self._checked.ask(check, position_ids, rows, seq_len)
+
+
+def _misplaced(position_ids: Tensor, row: int, due: Row, positions: Tensor) -> str:
+    given = position_ids[min(row, position_ids.shape[0] - 1)]
+    shown = ", ".join(map(str, given[:4].tolist())), ", ".join(map(str, given[-2:].tolist()))
+    return (
+        f"position_ids of row {row} ({shown[0]}, …, {shown[1]}) are not those of this rank's tokens, which stand at "
+        f"{positions[0]} to {positions[-1]} of the whole sequence{' and its documents' if len(due.cuts) > 2 else ''}; "
+        "pass position_ids of shard_batch or MeshAttention.position_ids to the model; where they restart for packed "
+        "documents, and where ranks hold unequal numbers of tokens, also cu_seq_lens_q/k of the whole sequence"
+    )
+
+
+def refuse_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name not in HONOURED and name not in WITHOUT_EFFECT and value is not None:
+            raise UsageError(
+                f"{type(module).__name__} passed {name} to attention, and mesh attention does not know what that would "
+                "mean; leave it out, or use another attn_implementation"
+            )
+    if arguments.get("dropout"):
+        raise UsageError(
+            f"attention dropout of {arguments['dropout']} came; mesh attention has none; set "
+            "config.attention_dropout to 0, or call model.eval()"
+        )
+    if arguments.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+        raise UsageError("output_attentions came, and no rank ever has attention weights; use eager for that")
+
+
+def check_mask(mask: object, arguments: Mapping[str, Any]) -> BatchMask:
+    """The mask, and that what else is said about it says the same."""
+    if not isinstance(mask, BatchMask):
+        what = "no mask" if mask is None else describe(mask)
+        raise MaskError(
+            f"{what} came as attention_mask where one made for mesh attention was expected: a mask of one's own (4D) "
+            "cannot be read, and a model that makes its masks without transformers' mask interface cannot be run; "
+            "give a 2D attention_mask of the whole sequence, or cu_seq_lens"
+        )
+    is_causal, window = arguments.get("is_causal"), arguments.get("sliding_window")
+    if is_causal is not None and bool(is_causal) != mask.is_causal:
+        raise MaskError(f"is_causal={is_causal} came with the mask {mask.band}; set config.is_causal instead")
+    reach = mask.band.left
+    if window is not None and reach not in ((window - 1,) if mask.is_causal else (window - 1, window)):
+        raise MaskError(f"sliding_window={window} came with the mask {mask.band}, which has another window")
+    return mask
+
+
+def check_sinks(sinks: object, *, heads: int) -> Tensor | None:
+    if sinks is None or (isinstance(sinks, Tensor) and tuple(sinks.shape) == (heads,)):
+        return sinks
+    raise UsageError(f"s_aux is {describe(sinks)}: expected attention sinks, one a head ({heads})")
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The output when every row also attends to a sink, a score with no value: e^lse of e^lse + e^sink remains."""
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
+    return (out * share.transpose(1, 2)[..., None]).to(out.dtype)
+
+
+def as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
+    """Under autocast in its dtype, as matrix products would be: rotary embeddings may leave Q and K in another."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors]

@@ -1,0 +1,328 @@
+"""A rank's part of a batch, and one loss out of everybody's: exact whatever ranks hold, and hard to get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from pool import shared_pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import cross_entropy
+
+from mesh_attention import LocalGroup, UsageError
+from mesh_attention.api import MeshAttention
+from mesh_attention.integrations.batches import batch_loss, reduce_loss, shard_batch
+from mesh_attention.plan.layout import LAYOUTS
+from mesh_attention.testing.run_ranks import RankPool
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+
+@pytest.fixture(scope="module")
+def pool() -> RankPool:
+    return shared_pool()
+
+
+def cut(batch: dict[str, Any], ranks: int, layout: str = "zigzag") -> list[dict[str, Any]]:
+    """What each rank would get; without comparing, since no two of them run at once here."""
+    group = LocalGroup(ranks)
+    attentions = [MeshAttention(group.comm(rank), layout=layout) for rank in range(ranks)]
+    return [shard_batch(attention, batch, is_compared=False) for attention in attentions]
+
+
+def joined(parts: list[dict[str, Any]], name: str, layout: str = "zigzag") -> Tensor:
+    whole: Tensor = MeshAttention(LocalGroup(len(parts)), layout=layout).unshard([part[name] for part in parts])
+    return whole
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[dict[str, Any], int, str]:
+    ranks = draw(st.integers(1, 5))
+    rows, seq = draw(st.integers(1, 3)), draw(st.integers(ranks, 17))
+    ids = torch.arange(1, rows * seq + 1).reshape(rows, seq)
+    labels = torch.where(torch.rand(rows, seq, generator=torch.Generator().manual_seed(seq)) < 0.3, -100, ids)
+    return {"input_ids": ids, "labels": labels}, ranks, draw(st.sampled_from(sorted(LAYOUTS)))
+
+
+@given(batches())
+def test_every_token_is_beside_its_label_and_position(case: tuple[dict[str, Any], int, str]) -> None:
+    batch, ranks, layout = case
+    parts = cut(batch, ranks, layout)
+    seq = batch["input_ids"].shape[1]
+    assert torch.equal(joined(parts, "input_ids", layout), batch["input_ids"])
+    assert torch.equal(joined(parts, "position_ids", layout), torch.arange(seq)[None])
+    shifted = joined(parts, "shift_labels", layout)
+    assert torch.equal(shifted[:, :-1], batch["labels"][:, 1:])
+    assert (shifted[:, -1] == -100).all()
+    labelled = int((shifted != -100).sum())
+    for part in parts:
+        assert part["num_items_in_batch"] == max(1, labelled)
+        assert (part["labels"] == -100).all()
+        assert part["cu_seq_lens_q"] == tuple(range(0, batch["input_ids"].numel() + 1, seq))
+        assert not part["use_cache"]
+
+
+def test_padding_predicts_nothing_and_its_mask_stays_whole() -> None:
+    ids = torch.arange(1, 17).reshape(2, 8)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0]])
+    parts = cut({"input_ids": ids, "labels": ids, "attention_mask": mask}, 2)
+    assert torch.equal(
+        joined(parts, "shift_labels") != -100, torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0], [1] * 5 + [0] * 3]) > 0
+    )
+    for part in parts:
+        assert torch.equal(part["attention_mask"], mask)
+        assert part["num_items_in_batch"] == 10
+
+
+def test_position_ids_that_restart_are_documents() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7]])
+    for part in cut({"input_ids": torch.ones(2, 8, dtype=torch.long), "position_ids": positions}, 2):
+        assert part["cu_seq_lens_q"] == part["cu_seq_lens_k"] == (0, 3, 5, 8, 16)
+        assert part["max_length_q"] == part["max_length_k"] == 8
+        assert "labels" not in part
+        assert part["position_ids"].shape == (2, 4)
+
+
+def test_position_ids_of_left_padding_are_no_documents() -> None:
+    positions, mask = torch.tensor([[1, 1, 0, 1, 2, 3]]), torch.tensor([[0, 0, 1, 1, 1, 1]])
+    ids = torch.ones(1, 6, dtype=torch.long)
+    (part,) = cut({"input_ids": ids, "position_ids": positions, "attention_mask": mask}, 1)
+    assert part["cu_seq_lens_q"] == (0, 6)
+
+
+def test_embeddings_and_shifted_labels_are_taken_as_well() -> None:
+    embeddings, shifted = torch.randn(2, 7, 3), torch.randint(0, 9, (2, 7))
+    parts = cut({"inputs_embeds": embeddings, "shift_labels": shifted, "num_items_in_batch": 99}, 3)
+    assert torch.equal(joined(parts, "inputs_embeds"), embeddings)
+    assert torch.equal(joined(parts, "shift_labels"), shifted)
+    assert all(part["num_items_in_batch"] == 99 for part in parts)
+
+
+# What is refused
+
+IDS = torch.ones(2, 8, dtype=torch.long)
+CUTS = torch.tensor([0, 5, 8, 16])
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"input_ids": IDS, "token_type_ids": IDS}, "shard_batch does not know 'token_type_ids'"),
+        ({"labels": IDS}, "the batch holds no tokens"),
+        ({"input_ids": IDS, "inputs_embeds": IDS[..., None]}, "the batch holds input_ids, inputs_embeds"),
+        ({"input_ids": IDS[0]}, r"input_ids is a tensor of shape \(8,\): expected \(batch, tokens\)"),
+        ({"input_ids": [1, 2]}, "input_ids is list"),
+        ({"inputs_embeds": IDS}, r"expected \(batch, tokens, width\)"),
+        ({"input_ids": IDS[:, :1]}, "at least one token a rank"),
+        ({"input_ids": IDS[:0]}, "at least one row"),
+        ({"input_ids": IDS, "labels": IDS[:, 1:]}, r"labels is a tensor of shape \(2, 7\): expected \(2, 8\)"),
+        ({"input_ids": IDS, "labels": IDS, "shift_labels": IDS}, "labels and shift_labels; leave one out"),
+        (
+            {"input_ids": IDS, "attention_mask": IDS[:, :4]},
+            r"attention_mask is .*expected \(2, 8\), the whole sequence",
+        ),
+        ({"input_ids": IDS, "attention_mask": torch.tensor([[1, 0, 1, 1] * 2] * 2)}, "masked tokens between real ones"),
+        ({"input_ids": IDS, "position_ids": torch.ones(3, 2, 8)}, r"expected \(2, 8\) or \(1, 8\), the whole sequence"),
+        ({"input_ids": IDS, "position_ids": torch.arange(8)[None] + 3}, "neither 0, 1, 2, … over the whole row nor"),
+        ({"input_ids": IDS, "position_ids": torch.arange(8)[None] * 2}, "neither 0, 1, 2, … over the whole row nor"),
+        ({"input_ids": IDS, "cu_seq_lens_q": CUTS}, "cu_seq_lens_k is missing"),
+        ({"input_ids": IDS, "cu_seq_lens_q": CUTS, "cu_seq_lens_k": CUTS + 0.5}, "expected running totals"),
+        ({"input_ids": IDS, "cu_seq_lens_q": CUTS, "cu_seq_lens_k": CUTS, "max_length_k": 7}, "max_length_k=7 is less"),
+        (
+            {"input_ids": IDS, "cu_seq_lens_q": [0, 3, 6], "cu_seq_lens_k": [0, 3, 6]},
+            "end at 3 a row and the batch has 8",
+        ),
+        ({"input_ids": IDS, "cu_seq_lens_q": [0, 16], "cu_seq_lens_k": [0, 16]}, "one at the end of every row"),
+        ({"input_ids": IDS, "max_length_q": 8}, "max_length came without cu_seq_lens"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(batch: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        cut(batch, 2)
+
+
+def test_a_local_group_is_refused() -> None:
+    with pytest.raises(UsageError, match="a local group, whose ranks are all in this process"):
+        shard_batch(MeshAttention(LocalGroup(2)), {"input_ids": IDS})
+
+
+def cut_differently(group: Any, difference: str) -> str:
+    odd = dist.get_rank(group) == 1
+    batch: dict[str, Any] = {"input_ids": torch.arange(16).reshape(2, 8)}
+    if odd and difference == "order":
+        batch["input_ids"] = batch["input_ids"].flip(1)
+    if difference == "mask":
+        batch["attention_mask"] = torch.ones(2, 8)
+        batch["attention_mask"][0, : 3 if odd else 2] = 0
+        batch["attention_mask"] = batch["attention_mask"].long()
+    if odd and difference == "refusal":
+        batch["colour"] = 3
+    try:
+        shard_batch(MeshAttention(group), batch)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("difference", "message"),
+    [
+        ("order", "input_ids is (2, 8) torch.int64 #"),
+        ("mask", "attention_mask is (2, 8) torch.int64 #"),
+    ],
+)
+def test_ranks_with_different_batches_are_told(pool: RankPool, difference: str, message: str) -> None:
+    for answer in pool.run(3, cut_differently, difference):
+        assert answer.startswith("DisagreementError")
+        assert message in answer
+        assert "must be given the same whole batch" in answer
+
+
+def test_a_refusal_on_one_rank_reaches_the_others(pool: RankPool) -> None:
+    answers = pool.run(3, cut_differently, "refusal")
+    assert [answer.startswith("UsageError: shard_batch does not know 'colour'") for answer in answers] == [0, 1, 0]
+    assert all("rank 1 refused the call" in answer for answer in (answers[0], answers[2]))
+
+
+# Loss
+
+
+@lru_cache(maxsize=1)
+def mesh_of_eight() -> DeviceMesh:
+    return DeviceMesh("cpu", torch.arange(8).reshape(2, 4), mesh_dim_names=("dp", "cp"))
+
+
+class Net(nn.Module):
+    """A model with attention, and a loss as transformers computes it: a sum over a number that it is told."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+        random = torch.Generator().manual_seed(3)
+        draw = lambda *shape: nn.Parameter(torch.randn(shape, generator=random, dtype=torch.float64))  # noqa: E731
+        self.tokens, self.qkv, self.head = draw(11, 6), draw(6, 3, 2, 4), draw(8, 11)
+
+    def forward(self, input_ids: Tensor, shift_labels: Tensor, num_items_in_batch: Any, **rest: Any) -> Tensor:
+        x = self.tokens[input_ids] * (1 + rest["position_ids"][..., None] / 10)
+        q, k, v = torch.einsum("bsw,wchd->cbshd", x, self.qkv)
+        logits = self.attend(q, k, v, rest["cu_seq_lens_q"][1]).flatten(2) @ self.head
+        loss = cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), ignore_index=-100, reduction="sum")
+        return loss / num_items_in_batch
+
+
+def texts(dp: int) -> dict[str, Tensor]:
+    """Two data-parallel batches with very different numbers of labels."""
+    ids = torch.randint(11, (1, 13), generator=torch.Generator().manual_seed(dp))
+    labels = ids.clone()
+    labels[:, (4 if dp else 12) :] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def alone() -> tuple[float, list[Tensor]]:
+    """The mean over the tokens of both batches, in one process."""
+    attention = MeshAttention(LocalGroup(1).comm(0))
+    net = Net(lambda q, k, v, seq: attention(q, k, v, causal=True, seq_len=seq))
+    parts = [shard_batch(attention, texts(dp)) for dp in range(2)]
+    sums = [net(**part) * part["num_items_in_batch"] for part in parts]
+    loss = sum(sums) / sum(int(part["num_items_in_batch"]) for part in parts)
+    loss.backward()
+    return loss.item(), [p.grad for p in net.parameters()]
+
+
+def loss_on_a_mesh(group: Any, how: str) -> tuple[float, list[Tensor]]:
+    """Eight ranks, two batches: gradients averaged by FSDP2, or summed by hand."""
+    mesh = mesh_of_eight()
+    attention = MeshAttention(mesh["cp"])
+    net: nn.Module = Net(lambda q, k, v, seq: attention(q, k, v, causal=True, seq_len=seq))
+    parameters = list(net.parameters())
+    if how == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        net = fully_shard(net, mesh=mesh._flatten("all"))
+        parameters = list(net.parameters())
+    local = shard_batch(attention, texts(mesh.get_local_rank("dp")))
+    local.pop("labels")
+    loss = batch_loss(net(**local), local, group=mesh, gradients="summed" if how == "summed" else "averaged")
+    loss.backward()
+    gradients = [parameter.grad for parameter in parameters]
+    if how == "fsdp2":
+        return loss.item(), [gradient.full_tensor() for gradient in gradients]
+    if how == "summed":
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=group)
+    return loss.item(), gradients
+
+
+@pytest.mark.parametrize("how", ["summed", "fsdp2"])
+def test_the_loss_and_gradients_of_dp_times_cp_are_those_of_one_process(pool: RankPool, how: str) -> None:
+    due, due_gradients = alone()
+    for loss, gradients in pool.run(8, loss_on_a_mesh, how):
+        assert loss == pytest.approx(due, rel=1e-12)
+        for ours, theirs in zip(gradients, due_gradients, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
+def reduce(group: Any, items: list[int], gradients: str, as_tensor: bool) -> tuple[float, float]:
+    rank = dist.get_rank(group)
+    weight = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    loss_sum = weight * items[rank] * (rank + 1)
+    count: Any = torch.tensor(items[rank]) if as_tensor else items[rank]
+    loss = reduce_loss(loss_sum, count, group=group, gradients=gradients)  # type: ignore[arg-type]
+    (loss * 3).backward()
+    assert weight.grad is not None
+    return loss.item(), weight.grad.item()
+
+
+@pytest.mark.parametrize("gradients", ["averaged", "summed"])
+def test_the_mean_is_over_the_tokens_of_all_ranks(pool: RankPool, gradients: str) -> None:
+    items = [5, 0, 7]
+    mean = 2 * (5 * 1 + 7 * 3) / 12
+    factor = 3 if gradients == "averaged" else 1
+    for rank, (loss, gradient) in enumerate(pool.run(3, reduce, items, gradients, gradients == "summed")):
+        assert loss == pytest.approx(mean, rel=1e-15)
+        assert gradient == pytest.approx(3 * factor * items[rank] * (rank + 1) / 12, rel=1e-15)
+
+
+def test_the_mean_of_no_tokens_is_nan_and_moves_nothing(pool: RankPool) -> None:
+    for loss, gradient in pool.run(2, reduce, [0, 0], "averaged", False):
+        assert loss != loss
+        assert gradient == 0
+
+
+def refuse_loss(group: Any) -> list[str]:
+    scalar = torch.tensor(1.0)
+    calls: list[Callable[[], object]] = [
+        lambda: reduce_loss(scalar, 3, group=group, gradients="mean"),  # type: ignore[arg-type]
+        lambda: reduce_loss(torch.ones(2), 3, group=group),
+        lambda: reduce_loss(1.0, 3, group=group),  # type: ignore[arg-type]
+        lambda: reduce_loss(scalar, 0.5, group=group),  # type: ignore[arg-type]
+        lambda: reduce_loss(scalar, torch.tensor([3]), group=group),
+        lambda: batch_loss(scalar, {"input_ids": IDS}, group=group),
+    ]
+    messages = []
+    for call in calls:
+        try:
+            call()
+        except UsageError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_loss_that_is_not_one_is_refused(pool: RankPool) -> None:
+    (messages,) = pool.run(1, refuse_loss)
+    starts = [
+        "gradients='mean': expected averaged (FSDP2, DDP) or summed",
+        "loss_sum is a tensor of shape (2,)",
+        "loss_sum is float",
+        "num_items=0.5: expected this rank's number of labelled tokens",
+        "num_items=tensor([3])",
+        "batch_loss came with a batch without labels",
+    ]
+    assert [message.startswith(start) for message, start in zip(messages, starts, strict=True)] == [True] * 6

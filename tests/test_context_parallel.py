@@ -1,0 +1,543 @@
+"""torch's context_parallel with another import: real processes over Gloo, float64, against one process."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import shared_pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention  # by name, before any context
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from mesh_attention import MeshAttention
+from mesh_attention.integrations.context_parallel import context_parallel, context_parallel_unshard
+from mesh_attention.testing.run_ranks import RankPool
+
+pytestmark = pytest.mark.xdist_group("processes")
+F64 = torch.float64
+
+
+@pytest.fixture(scope="module")
+def pool() -> RankPool:
+    return shared_pool()
+
+
+def mesh_of(group: Any) -> DeviceMesh:
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+
+
+def error(ours: Tensor, due: Tensor) -> float:
+    assert ours.shape == due.shape
+    return ((ours - due).abs().max() / due.abs().max()).item()
+
+
+# The line to meet: a script that was written for torch's context_parallel
+
+
+class Model(nn.Module):
+    """Embedding, rotation by position, attention, loss; nothing in it knows of ranks."""
+
+    def __init__(self, heads: int, kv_heads: int, *, is_causal: bool, head_dim: int = 8) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim, self.is_causal = heads, kv_heads, head_dim, is_causal
+        self.embedding = nn.Embedding(32, 16, dtype=F64)
+        self.qkv = nn.Linear(16, (heads + 2 * kv_heads) * head_dim, dtype=F64)
+        self.out = nn.Linear(heads * head_dim, 32, dtype=F64)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.qkv(self.embedding(ids)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = x.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k = q * positions, k * positions
+        gqa = self.heads != self.kv_heads
+        x = scaled_dot_product_attention(q, k, v, is_causal=self.is_causal, enable_gqa=gqa)
+        return self.out(x.transpose(1, 2).flatten(2))
+
+
+def training_step(model: Model, seq: int, mesh: DeviceMesh | None) -> tuple[Tensor, list[Tensor]]:
+    """Whole logits, and gradients of the parameters; without a mesh: one process."""
+    generator = torch.Generator().manual_seed(seq)
+    ids, labels = (torch.randint(32, (2, seq), generator=generator) for _ in range(2))
+    positions = torch.linspace(-1, 1, seq, dtype=F64)[:, None].cos().repeat(1, model.head_dim)
+    shapes = [t.shape for t in (ids, labels, positions)]
+    context = nullcontext()
+    if mesh is not None:
+        context = context_parallel(
+            mesh, buffers=[ids, labels, positions], buffer_seq_dims=[1, 1, 0], no_restore_buffers={labels}
+        )
+    with context:
+        logits = model(ids, positions)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss.backward()
+        whole = context_parallel_unshard(mesh, [logits], [1])[0] if mesh is not None else logits.detach()
+    assert [t.shape for t in (ids, positions)] == [shapes[0], shapes[2]]
+    if mesh is not None and mesh.size() > 1:
+        assert labels.shape != shapes[1]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return whole, gradients
+
+
+def step_errors(group: Any, cases: list[tuple[int, int, int, bool]]) -> list[float]:
+    errors = []
+    for seq, heads, kv_heads, is_causal in cases:
+        torch.manual_seed(0)
+        model = Model(heads, kv_heads, is_causal=is_causal)
+        due, due_gradients = training_step(model, seq, None)
+        model.zero_grad(set_to_none=True)
+        whole, gradients = training_step(model, seq, mesh_of(group))
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=group)
+        errors += [error(whole, due), *map(error, gradients, due_gradients)]
+    return errors
+
+
+def test_a_script_for_torchs_context_parallel_equals_one_process(pool: RankPool) -> None:
+    cases = [(32, 4, 4, True), (32, 4, 4, False), (30, 4, 2, True), (37, 6, 2, False), (3, 2, 2, True)]
+    for errors in pool.run(4, step_errors, cases):
+        assert max(errors) <= 1e-12
+
+
+# What scaled_dot_product_attention can be asked for
+
+
+def sdpa_cases() -> dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]]:
+    whole, short, long = (2, 4, 19, 8), (2, 4, 7, 8), (2, 4, 31, 8)
+    return {
+        "scale": ([whole] * 3, {"scale": 0.3, "is_causal": True}),
+        "two head sizes": ([whole, whole, (2, 4, 19, 5)], {}),
+        "no heads": ([(3, 19, 8)] * 3, {"is_causal": True}),
+        "tokens alone": ([(19, 8)] * 3, {"is_causal": True}),
+        "two batch dims": ([(2, 3, 4, 19, 8)] * 3, {"is_causal": True}),
+        "grouped heads": ([whole, (2, 2, 19, 8), (2, 2, 19, 8)], {"enable_gqa": True}),
+        "cross": ([whole, long, long], {}),
+        "causal, more queries": ([whole, short, short], {"is_causal": True}),
+        "causal, more keys": ([whole, long, long], {"is_causal": True}),
+    }
+
+
+def sdpa_errors(group: Any) -> dict[str, list[float]]:
+    mesh, errors = mesh_of(group), {}
+    for name, (shapes, call) in sdpa_cases().items():
+        torch.manual_seed(1)
+        wholes = [torch.randn(shape, dtype=F64) for shape in shapes]
+        due_inputs = [t.clone().requires_grad_() for t in wholes]
+        due = scaled_dot_product_attention(*due_inputs, **call)
+        weights = torch.randn_like(due)
+        due_gradients = torch.autograd.grad((due * weights).sum(), due_inputs)
+        with context_parallel(mesh, buffers=[*wholes, weights], buffer_seq_dims=[-2] * 4):
+            inputs = [t.clone().requires_grad_() for t in wholes]
+            out = scaled_dot_product_attention(*inputs, **call)
+            gradients = torch.autograd.grad((out * weights).sum(), inputs)
+            ours = context_parallel_unshard(mesh, [out, *gradients], [-2] * 4)
+        errors[name] = [error(one, other) for one, other in zip(ours, (due, *due_gradients), strict=True)]
+    return errors
+
+
+def test_every_argument_of_sdpa_means_what_it_means_in_torch(pool: RankPool) -> None:
+    for errors in pool.run(3, sdpa_errors):
+        assert {name for name, found in errors.items() if max(found) > 1e-12} == set()
+
+
+def autocast_dtypes(group: Any) -> list[Any]:
+    mesh, answers = mesh_of(group), []
+    for given in (torch.float32, F64):
+        x = torch.randn(1, 2, 8, 4, dtype=given)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            due = scaled_dot_product_attention(x, x, x).dtype
+            with context_parallel(mesh):
+                answers.append((scaled_dot_product_attention(x, x, x).dtype, due))
+    return answers
+
+
+def test_autocast_does_to_sdpa_what_it_does_without_the_context(pool: RankPool) -> None:
+    for answers in pool.run(2, autocast_dtypes):
+        assert answers == [(torch.bfloat16, torch.bfloat16), (F64, F64)]
+
+
+# Modules of torch that attend
+
+
+def module_errors(group: Any) -> dict[str, float]:
+    mesh, errors = mesh_of(group), {}
+    torch.manual_seed(2)
+    attend = nn.MultiheadAttention(16, 4, batch_first=True, dtype=F64)
+    layer = nn.TransformerEncoderLayer(16, 4, dropout=0.0, batch_first=True, dtype=F64)
+
+    def heads(x: Tensor) -> Tensor:
+        return attend(x, x, x, need_weights=False)[0]
+
+    def causal_heads(x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=F64)
+        return attend(x, x, x, need_weights=False, attn_mask=mask, is_causal=True)[0]
+
+    for name, function, is_training in (
+        ("heads", heads, True),
+        ("causal heads", causal_heads, True),
+        ("heads, fast path", heads, False),
+        ("layer", layer, True),
+        ("layer, fast path", layer, False),
+    ):
+        attend.train(is_training)
+        layer.train(is_training)
+        x = torch.randn(2, 21, 16, dtype=F64)
+        with nullcontext() if is_training else torch.no_grad():
+            due = function(x)
+            with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+                (ours,) = context_parallel_unshard(mesh, [function(x)], [1])
+        errors[name] = error(ours, due)
+    return errors
+
+
+def test_torchs_own_modules_attend_to_the_whole_sequence(pool: RankPool) -> None:
+    for errors in pool.run(2, module_errors):
+        assert {name for name, found in errors.items() if found > 1e-12} == set()
+
+
+# Buffers
+
+
+def use_buffers(group: Any) -> None:
+    mesh = mesh_of(group)
+    base = torch.arange(60.0).reshape(10, 6)
+    view, copy = base.t()[1:5], base.clone()
+    ids = torch.arange(20).reshape(2, 10)
+    form = (view.shape, view.stride(), view.data_ptr())
+    for raises in (False, True):
+        kept = torch.arange(10)
+        given = {"buffers": [view, ids, ids, kept], "buffer_seq_dims": [1, 1, -1, 0], "no_restore_buffers": {kept}}
+        with pytest.raises(KeyError) if raises else nullcontext(), context_parallel(mesh, **given):
+            positions = MeshAttention(group).position_ids(10)
+            assert torch.equal(kept, positions)
+            assert torch.equal(ids, torch.stack([positions, positions + 10]))
+            assert torch.equal(view, copy.t()[1:5, positions])
+            assert torch.equal(base, copy)  # whoever shares the memory sees nothing of it
+            (whole,) = context_parallel_unshard(mesh, [view], [1])
+            assert torch.equal(whole, copy.t()[1:5])
+            view.zero_()
+            ids.add_(7)
+            if raises:
+                raise KeyError
+        assert (view.shape, view.stride(), view.data_ptr()) == form
+        assert torch.equal(base, copy)
+        assert torch.equal(ids, torch.arange(20).reshape(2, 10))
+        assert torch.equal(kept, positions)
+
+
+def test_buffers_are_sharded_in_place_and_come_back_as_they_were(pool: RankPool) -> None:
+    pool.run(3, use_buffers)
+
+
+def go_backward_too_late(group: Any) -> str:
+    x, weight = torch.randn(4, 3), torch.ones(3, requires_grad=True)
+    with context_parallel(mesh_of(group), buffers=[x], buffer_seq_dims=[0]):
+        loss = (x * weight).sum()
+    try:
+        loss.backward()
+    except RuntimeError as refusal:
+        return str(refusal)
+    return "nothing was raised"
+
+
+def test_a_graph_that_saved_a_buffer_does_not_read_it_after_it_was_restored(pool: RankPool) -> None:
+    for answer in pool.run(2, go_backward_too_late):
+        assert "modified by an inplace operation" in answer
+
+
+# When the mode is there, and when not
+
+
+class Watching(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def watch_from_outside(group: Any) -> list[Any]:
+    x = torch.randn(1, 2, 4, 8)
+    with Watching() as watching, context_parallel(mesh_of(group)):
+        watching.seen.clear()
+        scaled_dot_product_attention(x, x, x)
+        return [func.__name__ for func in watching.seen]
+
+
+def test_modes_further_out_do_not_meet_what_runs_inside_attention(pool: RankPool) -> None:
+    assert pool.run(2, watch_from_outside) == [[], []]
+
+
+def run_around(group: Any) -> None:
+    mesh = mesh_of(group)
+    torch.manual_seed(3)
+    x = torch.randn(1, 2, 12, 4, dtype=F64)
+    due = scaled_dot_product_attention(x, x, x)
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        mine = x.clone()
+        spread = scaled_dot_product_attention(mine, mine, mine)
+        with context_parallel(mesh):
+            assert torch.equal(scaled_dot_product_attention(mine, mine, mine), spread)
+        assert torch.equal(scaled_dot_product_attention(mine, mine, mine), spread)
+        direct = MeshAttention(group, tensor_format="bhsd")(mine, mine, mine)
+        assert torch.equal(direct, spread)
+        elsewhere: list[Tensor] = []
+        thread = threading.Thread(target=lambda: elsewhere.append(scaled_dot_product_attention(mine, mine, mine)))
+        thread.start()
+        thread.join()
+        assert error(context_parallel_unshard(mesh, [spread], [2])[0], due) <= 1e-12
+    alone = scaled_dot_product_attention(mine, mine, mine)
+    assert torch.equal(elsewhere[0], alone)
+    assert error(spread, alone) > 0.01
+    with pytest.raises(KeyError), context_parallel(mesh):
+        raise KeyError
+    assert torch.equal(scaled_dot_product_attention(mine, mine, mine), alone)
+
+
+def test_only_this_thread_attends_across_ranks_and_only_inside(pool: RankPool) -> None:
+    pool.run(2, run_around)
+
+
+CHECKPOINTS = [(reentrant, inside) for reentrant in (False, True) for inside in (False, True)]
+
+
+def checkpoint_errors(group: Any) -> list[float]:
+    """The gradient of a checkpointed call; backward in the context or after it."""
+    mesh, errors = mesh_of(group), []
+    for use_reentrant, inside in CHECKPOINTS:
+        torch.manual_seed(4)
+        x = torch.randn(1, 10, 16, dtype=F64)
+        weight = torch.randn(16, 48, dtype=F64, requires_grad=True)
+
+        def layer(x: Tensor, weight: Tensor) -> Tensor:
+            q, k, v = (x @ weight).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+            return scaled_dot_product_attention(q, k, v, is_causal=True).tanh()
+
+        (due,) = torch.autograd.grad(layer(x, weight).square().sum(), weight)
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], no_restore_buffers={x}):
+            loss = checkpoint(layer, x, weight, use_reentrant=use_reentrant).square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        dist.all_reduce(weight.grad, group=group)
+        errors.append(error(weight.grad, due))
+    return errors
+
+
+def test_what_a_checkpoint_runs_again_attends_across_ranks_in_and_after_the_context(pool: RankPool) -> None:
+    for errors in pool.run(2, checkpoint_errors):
+        assert max(errors) <= 1e-12
+
+
+def compiled_errors(group: Any) -> list[float]:
+    mesh = mesh_of(group)
+    torch.manual_seed(5)
+    x, weight = torch.randn(1, 2, 11, 4, dtype=F64), torch.randn(4, dtype=F64, requires_grad=True)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def layer(x: Tensor) -> Tensor:
+        return scaled_dot_product_attention(x * weight, x, x.tanh(), is_causal=True).square()
+
+    due = layer(x)
+    (due_gradient,) = torch.autograd.grad(due.sum(), weight)
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        out = layer(x)
+        (gradient,) = torch.autograd.grad(out.sum(), weight)
+        (ours,) = context_parallel_unshard(mesh, [out], [2])
+    dist.all_reduce(gradient, group=group)
+    assert torch.equal(layer(x), due)
+    return [error(ours, due.detach()), error(gradient, due_gradient)]
+
+
+def test_a_function_that_was_compiled_before_attends_across_ranks_inside(pool: RankPool) -> None:
+    assert max(map(max, pool.run(2, compiled_errors))) <= 1e-12
+
+
+# Meshes and methods
+
+
+@lru_cache(maxsize=1)
+def two_axes() -> DeviceMesh:
+    return init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "cp"))
+
+
+def slice_error(group: Any) -> float:
+    mesh = two_axes()["cp"]
+    torch.manual_seed(two_axes().get_local_rank("dp"))
+    x = torch.randn(1, 2, 9, 4, dtype=F64)  # each replica has its own
+    due = scaled_dot_product_attention(x, x, x, is_causal=True)
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        (ours,) = context_parallel_unshard(mesh, [scaled_dot_product_attention(x, x, x, is_causal=True)], [2])
+    return error(ours, due)
+
+
+def test_one_axis_of_a_larger_mesh_attends_by_itself(pool: RankPool) -> None:
+    assert max(pool.run(8, slice_error)) <= 1e-12
+
+
+def option_errors(group: Any) -> list[float]:
+    mesh, errors = mesh_of(group), []
+    for options in ({"method": "ring", "layout": "striped"}, {"tile": (2, 2), "tensor_format": "bhsd"}):
+        attention = MeshAttention(group, **options)  # type: ignore[arg-type]
+        x = torch.linspace(-1, 1, 2 * 18 * 4, dtype=F64).reshape(1, 2, 18, 4)
+        due = scaled_dot_product_attention(x, x, x, is_causal=True)
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2], attention=attention):
+            out = scaled_dot_product_attention(x, x, x, is_causal=True)
+        errors.append(error(context_parallel_unshard(mesh, [out], [2], attention=attention)[0], due))
+        mine = attention.shard(x, dim=2)
+        with context_parallel(mesh, attention=attention, seq_lens=[18]):
+            errors.append(error(scaled_dot_product_attention(mine, mine, mine, is_causal=True), out))
+    return errors
+
+
+def test_a_mesh_attention_chooses_method_and_layout(pool: RankPool) -> None:
+    assert max(map(max, pool.run(4, option_errors))) <= 1e-12
+
+
+# What is refused
+
+
+@contextmanager
+def context(mesh: DeviceMesh, **given: Any) -> Any:
+    with context_parallel(mesh, **given):
+        yield
+
+
+def refusals(group: Any) -> dict[str, str]:
+    mesh = mesh_of(group)
+    x, half = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    heads = nn.MultiheadAttention(8, 2, batch_first=True)
+    odd = nn.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True)
+    layer = nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.5)
+    ops, sdpa, tokens = torch.ops.aten, scaled_dot_product_attention, x[0]
+    other = MeshAttention(dist.new_group([dist.get_rank()], use_local_synchronization=True))
+
+    def enter(**given: Any) -> Callable[[], Any]:
+        return lambda: context(mesh, **given).__enter__()
+
+    def inside(function: Callable[[], Any], **given: Any) -> Callable[[], Any]:
+        def run() -> None:
+            with context(mesh, **given):
+                function()
+
+        return run
+
+    a, b = torch.zeros(9), torch.zeros(10)
+    trials = {
+        "mask": inside(lambda: sdpa(x, x, x, attn_mask=torch.ones(6, 6))),
+        "dropout": inside(lambda: sdpa(x, x, x, dropout_p=0.1)),
+        "heads": inside(lambda: sdpa(x, half, half)),
+        "broadcast": inside(lambda: sdpa(torch.cat([x, x]), x, x)),
+        "one dim": inside(lambda: sdpa(x[0, 0, 0], x, x)),
+        "operator": inside(lambda: ops._scaled_dot_product_flash_attention_for_cpu(x, x, x)),
+        "native": inside(
+            lambda: torch._native_multi_head_attention(
+                *[tokens] * 3, 8, 2, torch.randn(24, 8), torch.randn(24), torch.randn(8, 8), torch.randn(8)
+            )
+        ),
+        "weights": inside(lambda: heads(tokens, tokens, tokens)),
+        "bias": inside(lambda: odd(tokens, tokens, tokens, need_weights=False)),
+        "padding": inside(
+            lambda: heads(*[tokens] * 3, need_weights=False, key_padding_mask=torch.zeros(4, 6, dtype=torch.bool))
+        ),
+        "training dropout": inside(lambda: layer(*[tokens] * 3, need_weights=False)),
+        "lengths": inside(lambda: sdpa(x, x, x), buffers=[torch.zeros(12), torch.zeros(11)], buffer_seq_dims=[0, 0]),
+        "dims": enter(buffers=[a]),
+        "no dim": enter(buffers=[a], buffer_seq_dims=[1]),
+        "twice": enter(buffers=[x, x], buffer_seq_dims=[1, 2]),
+        "not among": enter(buffers=[a], buffer_seq_dims=[0], no_restore_buffers={b}),
+        "gradient": enter(buffers=[nn.Parameter(torch.zeros(4))], buffer_seq_dims=[0]),
+        "list": enter(buffers=[[1, 2]], buffer_seq_dims=[0]),
+        "sparse": enter(buffers=[torch.eye(3).to_sparse()], buffer_seq_dims=[0]),
+        "group": enter(attention=other),
+        "length": enter(seq_lens=[0]),
+        "mesh": lambda: context(group).__enter__(),
+        "balancer": lambda: context_parallel_unshard(mesh, [a], [0], object()),  # type: ignore[arg-type]
+        "seq_dims": lambda: context_parallel_unshard(mesh, [a], []),
+        "unshard dim": lambda: context_parallel_unshard(mesh, [a], [1]),
+    }
+    answers = {}
+    for name, trial in trials.items():
+        try:
+            trial()
+        except Exception as refusal:
+            answers[name] = f"{type(refusal).__name__}: {refusal}"
+    assert torch.equal(sdpa(x, x, x), sdpa(x, x, x))  # nothing is left behind
+    return answers
+
+
+REFUSED = {
+    "mask": "attn_mask came under context_parallel, and a rank's part of a dense mask does not say",
+    "dropout": "dropout_p=0.1 came under context_parallel; dropout is not supported",
+    "heads": "query has 4 heads and key has 2; expected the same, or enable_gqa=True",
+    "broadcast": "have shapes (2, 4, 6, 8), (1, 4, 6, 8), (1, 4, 6, 8); expected the same batch",
+    "one dim": "query is a tensor of 1 dims; expected a dense tensor (batch, heads, seq, dim)",
+    "operator": "_scaled_dot_product_flash_attention_for_cpu was called under context_parallel, where it would attend",
+    "native": "_native_multi_head_attention was called under context_parallel",
+    "weights": "nn.MultiheadAttention was asked for its weights (need_weights=True, the default)",
+    "bias": "nn.MultiheadAttention with add_bias_kv or add_zero_attn adds a token on every rank",
+    "padding": "attn_mask came under context_parallel",
+    "training dropout": "dropout_p=0.5 came under context_parallel",
+    "lengths": "6 tokens came, which may be this rank's part of 12 or of 11: buffers of both lengths were given",
+    "dims": "1 buffers and 0 buffer_seq_dims came; expected one dim for each buffer",
+    "no dim": "buffer 0 has shape (9,); its seq dim 1 is none of its dims",
+    "twice": "buffer 1 came twice, with dims 1 and 2",
+    "not among": "no_restore_buffers holds a tensor that is not among buffers",
+    "gradient": "buffer 0 requires a gradient, which a change in place would lose",
+    "list": "buffer 0 is a list; expected a tensor",
+    "sparse": "buffer 0 is a Tensor (torch.sparse_coo); expected a plain, dense tensor",
+    "group": "expected a MeshAttention of the mesh's: [0, 1]",
+    "length": "seq_lens has 0; expected whole lengths in tokens",
+    "mesh": "mesh is a ProcessGroup; expected a DeviceMesh of one axis",
+    "balancer": "shards are those of a MeshAttention's layout: give `attention`",
+    "seq_dims": "1 buffers and 0 seq_dims came; expected one dim for each buffer",
+    "unshard dim": "Tensor with seq dim 1; expected a plain tensor that has this dim",
+}
+
+
+def test_what_cannot_be_done_right_is_refused(pool: RankPool) -> None:
+    for answers in pool.run(2, refusals):
+        assert answers.keys() == REFUSED.keys()
+        for name, message in REFUSED.items():
+            assert answers[name].startswith("UsageError: ")
+            assert message in answers[name]
+
+
+def refuse_two_axes(group: Any) -> str:
+    try:
+        context(two_axes()).__enter__()
+    except Exception as refusal:
+        return f"{type(refusal).__name__}: {refusal}"
+    return "nothing was raised"
+
+
+def test_a_mesh_of_two_axes_is_refused(pool: RankPool) -> None:
+    for answer in pool.run(8, refuse_two_axes):
+        assert answer == "ProblemError: a DeviceMesh with 2 axes came; expected one axis, such as device_mesh['cp']"
+
+
+def refuse_flex(group: Any) -> str:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    x = torch.randn(1, 2, 8, 16)
+    with warnings.catch_warnings(), context_parallel(mesh_of(group)):
+        warnings.simplefilter("ignore")
+        try:
+            flex_attention(x, x, x)
+        except Exception as refusal:
+            return str(refusal)
+    return "nothing was raised"
+
+
+def test_flex_attention_is_refused(pool: RankPool) -> None:
+    assert "flex_attention was called under context_parallel" in pool.run(1, refuse_flex)[0]

@@ -1,0 +1,208 @@
+"""transformers models on ranks: the same logits and gradients as one process with eager attention, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import shared_pool
+from tiny_models import BATCHES, CONFIGS, Exact, make_model, relative_error, tokens, truth
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from mesh_attention.api import MeshAttention
+from mesh_attention.integrations.batches import batch_loss, shard_batch
+from mesh_attention.integrations.transformers import register, unregister
+from mesh_attention.testing.run_ranks import RankPool
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+METHODS: list[dict[str, Any]] = [
+    {"method": "ring"},
+    {"method": "mesh", "tile": (2, 2), "layout": "striped"},
+    {"method": "mesh", "tile": (1, 2), "ulysses_degree": 2, "tensor_format": "bhsd"},
+    {"method": "mesh", "tile": (2, 2)},
+    {"method": "mesh", "tile": (2, 1), "ulysses_degree": 2, "layout": "contiguous"},
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> RankPool:
+    return shared_pool()
+
+
+def errors_of(group: Any, model_name: str, batch_name: str, options: dict[str, Any]) -> dict[str, float]:
+    """Relative errors of the logits of this rank's real tokens, of the loss, and of all gradients."""
+    logits, loss, gradients = truth(model_name, batch_name)
+    attention = MeshAttention(group, **options)
+    register(attention)
+    try:
+        with Exact():
+            model = make_model(model_name, "mesh_attention")
+            batch = BATCHES[batch_name]()
+            local = shard_batch(attention, batch)
+            out = model(**local)
+            ours = batch_loss(out.loss, local, group=group, gradients="summed")
+            ours.backward()
+    finally:
+        unregister()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+    real = attention.shard(batch.get("attention_mask", torch.ones_like(batch["input_ids"]))) == 1
+    errors = {name: relative_error(p.grad, gradients[name]) for name, p in model.named_parameters()}
+    errors["logits"] = relative_error(out.logits[real], attention.shard(logits)[real])
+    errors["loss"] = abs(ours.item() - loss) / loss
+    return errors
+
+
+def cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Some models with every batch, the others with every second one; all of them meet every method."""
+    for i, model_name in enumerate(CONFIGS):
+        for j, batch_name in enumerate(BATCHES):
+            if model_name in ("llama", "mistral", "gemma2") or (i + j) % 2:
+                yield model_name, batch_name, METHODS[(i + j // 2) % len(METHODS)]
+
+
+@pytest.mark.parametrize(("model_name", "batch_name", "options"), list(cases()))
+def test_logits_and_gradients_are_those_of_one_process(
+    pool: RankPool, model_name: str, batch_name: str, options: dict[str, Any]
+) -> None:
+    for errors in pool.run(4, errors_of, model_name, batch_name, options):
+        assert max(errors.values()) <= 1e-9, errors
+
+
+def fully_sharded_errors(group: Any, model_name: str, batch_name: str) -> list[float]:
+    """Errors of the loss and of all gradients when FSDP2 holds the parameters and averages the gradients."""
+    _, loss, gradients = truth(model_name, batch_name)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    attention = MeshAttention(mesh)
+    register(attention)
+    try:
+        with Exact():
+            model = make_model(model_name, "mesh_attention")
+            for part in (*model.model.layers, model):
+                fully_shard(part, mesh=mesh)
+            local = shard_batch(attention, BATCHES[batch_name]())
+            ours = batch_loss(model(**local).loss, local, group=mesh)
+            ours.backward()
+    finally:
+        unregister()
+    errors = [relative_error(p.grad.full_tensor(), gradients[name]) for name, p in model.named_parameters()]
+    return [abs(ours.item() - loss) / loss, *errors]
+
+
+def test_fully_sharded_models_have_the_gradients_of_one_process(pool: RankPool) -> None:
+    for errors in pool.run(4, fully_sharded_errors, "gemma3", "padded both"):
+        assert max(errors) <= 1e-9
+
+
+def difference_made(group: Any, change: str, model_name: str, batch_name: str) -> float:
+    """The largest difference, in logits and gradients, that a change to a model makes to it."""
+    attention = MeshAttention(group)
+    register(attention)
+    try:
+        local = shard_batch(attention, BATCHES[batch_name]())
+        results = []
+        for change_model in (CHANGES["nothing"], CHANGES[change]):
+            model = make_model(model_name, "mesh_attention").train()
+            change_model(model)
+            out = model(**local)
+            out.loss.backward()
+            results.append([out.logits.detach(), *(parameter.grad for parameter in model.parameters())])
+    finally:
+        unregister()
+    return max(relative_error(ours, due) for due, ours in zip(*results, strict=True))
+
+
+def compile_layers(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda model: None,
+    "checkpointing": lambda model: model.gradient_checkpointing_enable(),
+    "reentrant checkpointing": lambda model: model.gradient_checkpointing_enable({"use_reentrant": True}),
+    "compiled layers": compile_layers,
+}
+
+
+@pytest.mark.parametrize("change", ["checkpointing", "reentrant checkpointing"])
+def test_gradient_checkpointing_changes_nothing(pool: RankPool, change: str) -> None:
+    assert max(pool.run(4, difference_made, change, "gemma2", "padded left")) == 0
+
+
+def test_layers_are_compiled_without_breaks_and_give_the_same(pool: RankPool) -> None:
+    differences = pool.run(2, difference_made, "compiled layers", "mistral", "packed by boundaries")
+    assert max(differences) <= 1e-6  # norms are in float32 here
+
+
+# Without shard_batch
+
+
+def logits_by_hand(group: Any, layout: str, seq: int) -> float:
+    """A model given shards and position ids by hand, with the cache that transformers makes unless told not to."""
+    attention = MeshAttention(group, layout=layout)
+    register(attention)
+    try:
+        with Exact(), torch.no_grad():
+            ids = tokens(2, seq)["input_ids"]
+            due = make_model("mistral")(ids).logits
+            model = make_model("mistral", "mesh_attention")
+            out = model(attention.shard(ids), position_ids=attention.position_ids(seq)[None])
+    finally:
+        unregister()
+    return relative_error(attention.unshard(out.logits), due)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_shards_and_position_ids_are_enough_when_ranks_hold_as_many_tokens(pool: RankPool, layout: str) -> None:
+    assert max(pool.run(4, logits_by_hand, layout, 24)) <= 1e-9
+
+
+def refusal_by_hand(group: Any, layout: str, mistake: str) -> str:
+    attention = MeshAttention(group, layout=layout)
+    register(attention)
+    try:
+        model = make_model("llama", "mesh_attention")
+        seq = 22 if mistake == "uneven" else 24
+        call: dict[str, Any] = {"input_ids": attention.shard(tokens(1, seq)["input_ids"])}
+        if mistake == "packed":  # as transformers would take it, in each rank's own tokens
+            restarted = torch.cat([torch.arange(10), torch.arange(14)])
+            call["position_ids"] = attention.shard(restarted[None])
+        if mistake == "uneven":
+            call["position_ids"] = attention.position_ids(seq)[None]
+        if mistake == "own mask":
+            call["position_ids"] = attention.position_ids(seq)[None]
+            call["attention_mask"] = torch.ones_like(call["input_ids"])
+        model(**call)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        unregister()
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_forgotten_position_ids_are_refused_on_every_rank(pool: RankPool, layout: str) -> None:
+    answers = pool.run(4, refusal_by_hand, layout, "forgotten positions")
+    for rank, answer in enumerate(answers):
+        assert "are not those of this rank's tokens" in answer
+        if layout == "contiguous" and rank == 0:  # its own are right, by chance
+            assert answer.startswith("DisagreementError: rank 1 refused the call: position_ids of row 0 (0, 1, 2, 3, …")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("packed", "where they restart for packed documents"),
+        ("uneven", "where ranks hold unequal numbers of tokens, also cu_seq_lens_q/k of the whole sequence"),
+        ("own mask", "give the mask of the whole sequence on every rank, not this rank's part"),
+    ],
+)
+def test_mistakes_in_cutting_are_refused_on_every_rank(pool: RankPool, mistake: str, message: str) -> None:
+    for answer in pool.run(4, refusal_by_hand, "zigzag", mistake):
+        assert message in answer

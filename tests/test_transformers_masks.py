@@ -1,0 +1,386 @@
+"""What transformers' models ask for, in one process: masks recognised exactly, and everything else refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import make_model, tokens
+from torch import Tensor, nn
+from transformers import StaticCache, masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from mesh_attention import LocalGroup, UsageError, causal, documents, full
+from mesh_attention.api import MeshAttention
+from mesh_attention.integrations.batches import shard_batch
+from mesh_attention.integrations.sequences import Row, cuts_of_restarts, join_rows, split_rows
+from mesh_attention.integrations.transformers import register, unregister
+from mesh_attention.integrations.transformers.attention import LayerAttention
+from mesh_attention.integrations.transformers.masks import BatchMask, band_of, check_meanings, make_mask
+from mesh_attention.integrations.transformers.memory import Memory
+from mesh_attention.testing.masks import is_unmasked
+
+pytestmark = pytest.mark.xdist_group("processes")  # one process imports transformers, not all
+
+
+def alone() -> MeshAttention:
+    return MeshAttention(LocalGroup(1).comm(0))
+
+
+@pytest.fixture
+def attention() -> Iterator[MeshAttention]:
+    made = alone()
+    register(made)
+    yield made
+    unregister()
+
+
+# Masks
+
+
+def windows(draw_from: st.SearchStrategy[int]) -> st.SearchStrategy[Callable[..., Any]]:
+    return st.one_of(
+        st.just(masking_utils.causal_mask_function),
+        st.just(masking_utils.bidirectional_mask_function),
+        draw_from.map(masking_utils.sliding_window_overlay),
+        draw_from.map(masking_utils.sliding_window_causal_mask_function),
+        draw_from.map(masking_utils.sliding_window_bidirectional_mask_function),
+    )
+
+
+mask_functions = st.recursive(
+    windows(st.integers(1, 9)),
+    lambda inner: st.lists(inner, min_size=1, max_size=3).map(lambda parts: masking_utils.and_masks(*parts)),
+    max_leaves=4,
+)
+
+
+def dense(function: Callable[..., Any], batch: int, seq: int) -> Tensor:
+    """What transformers itself makes of a mask function: (batch, seq, seq), True where a query sees a key."""
+    mask = masking_utils.sdpa_mask(batch, seq, seq, mask_function=function, allow_is_causal_skip=False)
+    assert mask is not None
+    return mask[:, 0]
+
+
+def dense_row(band: Any, cuts: tuple[int, ...], seq: int) -> Tensor:
+    mask = band & documents(cuts)
+    return torch.tensor([[is_unmasked(mask, x, y, seq, seq) for y in range(seq)] for x in range(seq)])
+
+
+@given(mask_functions, st.integers(1, 10))
+def test_a_mask_function_is_read_as_what_it_lets_through(function: Callable[..., Any], seq: int) -> None:
+    assert torch.equal(dense(function, 1, seq)[0], dense_row(band_of(function), (0, seq), seq))
+
+
+@st.composite
+def padded_rows(draw: st.DrawFn) -> Tensor:
+    seq, rows = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    mask = torch.zeros(rows, seq, dtype=torch.bool)
+    for row in range(rows):
+        start, stop = sorted(draw(st.lists(st.integers(0, seq), min_size=2, max_size=2)))
+        mask[row, start:stop] = True
+    return mask
+
+
+@given(mask_functions, padded_rows())
+def test_padding_is_honoured_for_all_real_tokens(function: Callable[..., Any], padding: Tensor) -> None:
+    rows, seq = padding.shape
+    made = make_mask(
+        alone(), batch_size=rows, q_length=seq, kv_length=seq, mask_function=function, attention_mask=padding
+    )
+    assert made.seq_len == seq
+    assert made.real is not None
+    said = dense(masking_utils.and_masks(function, masking_utils.padding_mask_function(padding)), rows, seq)
+    for row in range(rows):
+        cuts = Row((0, seq), made.real[row]).boundaries(is_causal=made.is_causal)
+        assert torch.equal(dense_row(made.band, cuts, seq)[padding[row]], said[row][padding[row]])
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+def test_documents_are_those_transformers_finds_in_whole_position_ids(lengths: list[int]) -> None:
+    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
+    seq = sum(lengths)
+    indices = masking_utils.find_packed_sequence_indices(position_ids)
+    function = masking_utils.causal_mask_function
+    if indices is not None:
+        function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(indices))
+    (cuts,) = cuts_of_restarts(position_ids)
+    assert torch.equal(dense(function, 1, seq)[0], dense_row(causal(), cuts, seq))
+
+
+@given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_boundaries_of_rows_are_those_of_the_flattened_batch_and_back(lengths: list[list[int]]) -> None:
+    longest = max(map(sum, lengths))
+    rows = tuple(tuple(sorted({*torch.tensor([0, *row]).cumsum(0).tolist(), longest})) for row in lengths)
+    assert split_rows(join_rows(rows), batch=len(rows)) == rows
+
+
+def test_a_transformers_that_means_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_meanings()
+    monkeypatch.setattr(masking_utils, "causal_mask_function", lambda b, h, q, kv: kv < q)
+    with pytest.raises(UsageError, match="this version of transformers means something else"):
+        check_meanings()
+
+
+# What is refused: masks
+
+
+def ask_mask(attention: MeshAttention | None = None, **changes: Any) -> BatchMask:
+    asked = {"batch_size": 2, "q_length": 8, "kv_length": 8, "mask_function": masking_utils.causal_mask_function}
+    return make_mask(attention or alone(), **(asked | changes))
+
+
+def with_hole() -> Tensor:
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[1, 3:5] = False
+    return mask
+
+
+one_of_four = partial(MeshAttention, LocalGroup(4).comm(1))
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (
+            lambda: ask_mask(mask_function=masking_utils.chunked_causal_mask_function(4, torch.zeros(2))),
+            r"a mask that is not known here \(chunked_overlay\)",
+        ),
+        (
+            lambda: ask_mask(mask_function=masking_utils.or_masks(masking_utils.causal_mask_function)),
+            r"a mask that is not known here \(or_masks\)",
+        ),
+        (
+            lambda: ask_mask(mask_function=masking_utils.blockwise_overlay(torch.zeros(2, 8))),
+            r"a mask that is not known here \(blockwise_overlay\)",
+        ),
+        (lambda: ask_mask(mask_function=lambda b, h, q, k: k <= q), "a mask that is not known here"),
+        (lambda: ask_mask(use_vmap=True), "adds a mask function of its own"),
+        (lambda: ask_mask(q_offset=3), "generate with another implementation"),
+        (lambda: ask_mask(q_offset=torch.tensor(0)), "a StaticCache"),
+        (lambda: ask_mask(kv_offset=3), "generate with another implementation"),
+        (lambda: ask_mask(kv_length=11), "not of the same tokens"),
+        (lambda: ask_mask(attention_mask=torch.ones(2, 8), kv_length=11), "not of the same tokens"),
+        (lambda: ask_mask(attention_mask=torch.ones(3, 8)), "the batch has 2 rows"),
+        (lambda: ask_mask(attention_mask=with_hole()), "row 1 of attention_mask has 2 masked tokens between real ones"),
+        (
+            lambda: ask_mask(one_of_four(), attention_mask=torch.ones(2, 8)),
+            "speaks of 8 tokens, of which this rank holds 2, but it was given 8; give the mask of the whole sequence",
+        ),
+        (lambda: ask_mask(cache_position=torch.arange(8)), "unknown argument 'cache_position' of the mask function"),
+    ],
+)
+def test_a_mask_that_cannot_be_honoured_is_refused(ask: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ask()
+
+
+# What is refused: arguments of attention
+
+
+CAUSAL = BatchMask(band=causal())
+
+
+def ask_layer(
+    attention: MeshAttention | None = None,
+    mask: object = CAUSAL,
+    rows: int = 1,
+    keys: int = 8,
+    **arguments: Any,
+) -> Tensor:
+    layer = LayerAttention(attention or alone())
+    q, k, v = torch.randn(rows, 4, 8, 4), torch.randn(rows, 2, keys, 4), torch.randn(rows, 2, keys, 4)
+    return layer(nn.Identity(), q, k, v, mask, **({"position_ids": torch.arange(8)[None]} | arguments))[0]
+
+
+def cuts(*ends: int, k: tuple[int, ...] | None = None) -> dict[str, Any]:
+    return {"cu_seq_lens_q": torch.tensor(ends), "cu_seq_lens_k": torch.tensor(ends if k is None else k)}
+
+
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"dropout": 0.1}, "attention dropout of 0.1 came"),
+    ({"output_attentions": True}, "output_attentions came"),
+    ({"position_bias": torch.zeros(1)}, "Identity passed position_bias to attention"),
+    ({"mask": None}, "no mask came as attention_mask"),
+    ({"mask": torch.zeros(1, 1, 8, 8)}, r"a tensor of shape \(1, 1, 8, 8\) came as attention_mask"),
+    ({"is_causal": False}, "is_causal=False came with the mask causal"),
+    ({"is_causal": True, "mask": BatchMask(band=full())}, "is_causal=True came with the mask full"),
+    ({"sliding_window": 4}, "sliding_window=4 came with the mask causal, which has another window"),
+    ({"keys": 9}, "generate with another implementation"),
+    ({"s_aux": torch.zeros(3)}, r"s_aux is a tensor of shape \(3,\): expected attention sinks, one a head \(4\)"),
+    ({"position_ids": None}, "the layer passed no position_ids"),
+    ({"position_ids": torch.arange(7)[None]}, r"expected \(batch or 1, 8\)"),
+    ({"position_ids": torch.zeros(3, 1, 8)}, r"expected \(batch or 1, 8\)"),
+    ({"position_ids": torch.arange(8)[None] + 1}, "are not those of this rank's tokens"),
+    ({"position_ids": torch.arange(8).expand(2, 8)}, "position_ids have 2 rows and the batch has 1"),
+    ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}, "where they restart .* also cu_seq_lens_q/k of the"),
+    ({"cu_seq_lens_q": torch.tensor([0, 8])}, "cu_seq_lens_k is missing"),
+    (cuts(0, 4, 8, k=(0, 5, 8)), "cu_seq_lens_q and cu_seq_lens_k differ"),
+    (cuts(0, 4, 8) | {"max_length_q": 3}, "max_length_q=3 is less than the longest document, 4 tokens"),
+    (cuts(0, 5, 3, 8), "running totals that start at 0 and never fall"),
+    (cuts(0, 4, 7), "the whole sequence has 7 tokens, of which this rank holds 7, but it was given 8"),
+    (cuts(0, 10, 16) | {"rows": 2}, "with one at the end of every row"),
+    (cuts(0, 8, 15) | {"rows": 2}, "with one at the end of every row"),
+    (
+        cuts(0, 9) | {"mask": BatchMask(band=causal(), seq_len=8, real=((0, 8),))},
+        "cu_seq_lens speak of 9 tokens a row and attention_mask of 8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ARGUMENTS, ids=lambda value: value if isinstance(value, str) else "")
+def test_an_argument_that_cannot_be_honoured_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ask_layer(**arguments)
+
+
+def test_what_is_without_effect_is_let_through() -> None:
+    ask_layer(use_cache=True, num_items_in_batch=3, output_hidden_states=True, position_bias=None, is_causal=True)
+
+
+def test_position_ids_are_looked_at_once_a_forward() -> None:
+    looked = []
+    memory: Memory[None] = Memory()
+    first, other = torch.arange(4), torch.arange(4)
+    for tensor in (first, first, other, other):
+        memory.ask(lambda: looked.append("at values"), tensor, 4)
+    assert len(looked) == 2
+    other.add_(1)
+    memory.ask(lambda: looked.append("at values"), other, 4)
+    memory.ask(lambda: looked.append("at values"), other, 5)
+    assert len(looked) == 4
+    del other  # another tensor may come to lie at its address
+    for _ in range(3):
+        memory.ask(lambda: looked.append("at values"), torch.arange(1, 5), 5)
+    assert len(looked) == 7
+
+
+def test_sinks_take_their_share_of_every_row() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 8, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    given = {"position_ids": torch.arange(8)[None], "scaling": 0.5, "s_aux": sinks}
+    out, _ = LayerAttention(alone())(nn.Identity(), q, k, v, CAUSAL, **given)
+    scores = (q @ k.repeat_interleave(2, 1).mT * 0.5).masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf)
+    shares = torch.cat([scores, sinks[None, :, None, None].expand(1, 4, 8, 1)], dim=-1).softmax(-1)[..., :-1]
+    due = (shares @ v.repeat_interleave(2, 1)).transpose(1, 2)
+    assert torch.allclose(out, due, rtol=1e-12, atol=1e-14)
+    ours, theirs = (torch.autograd.grad((x * x).sum(), sinks, retain_graph=True)[0] for x in (out, due))
+    assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+# Models
+
+
+def test_a_model_that_decodes_is_told_to_use_another_implementation(attention: MeshAttention) -> None:
+    model = make_model("llama", "mesh_attention").eval()
+    ids = tokens(1, 8)["input_ids"]
+    prefill = model(ids, use_cache=True)  # whole, so it can be run
+    with pytest.raises(UsageError, match="generate with another implementation"):
+        model(ids[:, :1], past_key_values=prefill.past_key_values)
+    with pytest.raises(UsageError, match="generate with another implementation"):
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+    with pytest.raises(UsageError, match="a StaticCache"):
+        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=16))
+
+
+def test_a_cache_that_is_only_filled_changes_nothing(attention: MeshAttention) -> None:
+    model = make_model("gemma2", "mesh_attention").eval()
+    local = shard_batch(attention, tokens(2, 9) | {"attention_mask": torch.ones(2, 9)})
+    filled = model(**(local | {"use_cache": True}))
+    assert filled.past_key_values.get_seq_length() == 9
+    assert torch.equal(filled.logits, model(**local).logits)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"output_attentions": True}, "output_attentions came"),
+        ({"attention_mask": torch.zeros(2, 1, 9, 9)}, "a mask of one's own"),
+        ({"something": torch.zeros(1)}, "LlamaAttention passed something to attention"),
+    ],
+)
+def test_what_a_model_passes_on_is_refused(attention: MeshAttention, call: dict[str, Any], message: str) -> None:
+    model = make_model("llama", "mesh_attention")
+    with pytest.raises(UsageError, match=message):
+        model(**(shard_batch(attention, tokens(2, 9)) | call))
+
+
+def test_dropout_is_refused_in_training_only(attention: MeshAttention) -> None:
+    model = make_model("llama", "mesh_attention", attention_dropout=0.1)
+    local = shard_batch(attention, tokens(1, 9))
+    model.eval()(**local)
+    with pytest.raises(UsageError, match=r"attention dropout of 0\.1 came"):
+        model.train()(**local)
+
+
+def test_masks_of_a_model_of_its_own_are_refused(attention: MeshAttention) -> None:
+    model = make_model("gemma3", "mesh_attention", use_bidirectional_attention=True)
+    with pytest.raises(UsageError, match="adds a mask function of its own"):
+        model(**shard_batch(attention, tokens(1, 9)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_autocast_is_that_of_matrix_products(attention: MeshAttention, name: str) -> None:
+    model = make_model(name, "mesh_attention").float().eval()
+    local = shard_batch(attention, {"input_ids": tokens(2, 9)["input_ids"]})
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        ours = model(**local).logits
+        model.set_attn_implementation("eager")
+        theirs = model(local["input_ids"]).logits
+    with torch.no_grad():
+        exact = model(local["input_ids"]).logits
+    assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()
+
+
+# Registration
+
+
+def test_nothing_is_registered_at_import() -> None:
+    assert "mesh_attention" not in ALL_ATTENTION_FUNCTIONS.valid_keys()
+
+
+def test_models_find_it_at_construction_and_later(attention: MeshAttention) -> None:
+    local = shard_batch(attention, tokens(1, 9))
+    made, later = make_model("llama", "mesh_attention"), make_model("llama", "eager")
+    later.set_attn_implementation("mesh_attention")
+    assert torch.equal(made(**local).logits, later(**local).logits)
+
+
+def test_several_names_stand_for_several_groups(attention: MeshAttention) -> None:
+    register(attention)  # again: nothing changes
+    with pytest.raises(UsageError, match="'mesh_attention' is registered already"):
+        register(alone())
+    other = alone()
+    register(other, name="another_mesh")
+    try:
+        model = make_model("llama", "another_mesh")
+        model(**shard_batch(other, tokens(1, 9)))
+        assert other._engines
+        assert not attention._engines
+    finally:
+        unregister("another_mesh")
+    with pytest.raises(KeyError, match="another_mesh"):
+        model(**shard_batch(attention, tokens(1, 9)))
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda: register(LocalGroup(2)), "expected a MeshAttention"),  # type: ignore[arg-type]
+        (lambda: register(MeshAttention(LocalGroup(2))), "a local group, whose ranks are all in this process"),
+        (lambda: register(alone(), name="sdpa"), "in which transformers reads nothing"),
+        (lambda: register(alone(), name="my_flash_mesh"), "in which transformers reads nothing"),
+        (lambda: register(alone(), name=""), "in which transformers reads nothing"),
+        (lambda: unregister("nobody"), "'nobody' is not a registered MeshAttention"),
+        (lambda: unregister("sdpa"), "'sdpa' is not a registered MeshAttention"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused(attempt: Callable[[], None], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        attempt()
