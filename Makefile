@@ -2,12 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Torch first and by itself: pinned, it is a CPU build where one is offered.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-gpu check format bench clean
+.PHONY: demo test test-gpu check format bench docs clean
 
-demo: $(VENV)/ready
+# What a user has, without the tools of development.
+demo: $(VENV)/installed
 	$(BIN)/mesh-attention demo
 	$(BIN)/mesh-attention plan --ranks 16 --tile 4x4 --seq 128k --heads 32 --kv-heads 8 --head-dim 128 --causal --save $(VENV)/demo-plan.json
 	$(BIN)/mesh-attention verify $(VENV)/demo-plan.json
@@ -31,10 +33,17 @@ format: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/how_fast_is_planning.py
 
-$(VENV)/ready: pyproject.toml constraints.txt
+docs: $(VENV)/ready
+	$(BIN)/mkdocs build --strict
+
+$(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) "$(TORCH)"
+	$(PIP) --constraint constraints.txt --editable '.[charts]'
+	touch $@
+
+$(VENV)/ready: $(VENV)/installed
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:

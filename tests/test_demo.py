@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from test_draw import check_trace, page_data
 
-from mesh_attention import Problem, causal, make_plan, rank_costs
-from mesh_attention.cli.demo import WorkerError, run_processes
+from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, rank_costs
+from mesh_attention.calibration.fit import CallTime, Measurement, MemoryTimes
+from mesh_attention.cli import demo as demo_command_module
+from mesh_attention.cli import demo_report
+from mesh_attention.cli.demo import WorkerError, _contenders, _problem, _report, _row, run_processes
+from mesh_attention.cli.demo_worker import Measured, Pass, Seen, make_inputs
 from mesh_attention.cli.main import main
+from mesh_attention.execution.recorder import record
 
 pytestmark = pytest.mark.xdist_group("processes")
 COMMAND = [sys.executable, "-c", "import sys; from mesh_attention.cli.main import main; sys.exit(main())", "demo"]
@@ -24,11 +33,18 @@ METHODS = {
 }
 
 
-def test_the_demo_is_right_and_moves_what_the_plans_say() -> None:
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """One run for all tests: what it said, and where it ran."""
+    folder = tmp_path_factory.mktemp("demo")
     arguments = ["--ranks", "4", "--seq", "512", "--json"]
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=300, cwd=folder)
     assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    return json.loads(done.stdout), folder
+
+
+def test_the_demo_is_right_and_moves_what_the_plans_say(demo: tuple[dict[str, Any], Path]) -> None:
+    answer, _ = demo
     assert answer["ok"]
     assert [row["method"] for row in answer["methods"]] == list(METHODS)
     problem = Problem.self_attention(seq=512, heads=8, kv_heads=4, head_dim=64, ranks=4, dtype="float32", mask=causal())
@@ -43,6 +59,107 @@ def test_the_demo_is_right_and_moves_what_the_plans_say() -> None:
         assert row["messages"] == max(sum(cost.messages for cost in rank) for rank in costs)
         assert row["peak_nbytes"] == max(cost.peak_nbytes for rank in costs for cost in rank)
         assert row["time_s"] > 0
+
+
+def test_the_demo_leaves_a_report_of_what_it_measured(demo: tuple[dict[str, Any], Path]) -> None:
+    answer, cwd = demo
+    folder = cwd / "mesh-attention-report"
+    names = {"report.html", "matrix.png", "steps.png", "timeline.png", "against_ring.png", "trace.json"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert answer["report"] == "mesh-attention-report/report.html"
+    data = page_data(folder / "report.html")["scenes"]
+    here, elsewhere = data[: len(METHODS)], data[len(METHODS) :]
+    assert [(scene["ranks"], scene["method"]) for scene in here] == [(4, method) for method in METHODS]
+    assert {scene["ranks"] for scene in elsewhere} == {16, 64}
+    for scene in data:
+        for one in scene["passes"].values():
+            assert bool(one.get("measured")) == (scene in here), scene["method"]
+    processes = check_trace(json.loads((folder / "trace.json").read_text()))
+    for direction in ("forward", "backward"):
+        for kind in ("forecast", "measured"):
+            assert sum(name.startswith(f"mesh 2×2 {direction}, {kind}: rank") for name in processes) == 4
+
+
+def report_of(folder: Path) -> tuple[Path | None, str | None]:
+    """The report of what a local group recorded, without processes."""
+    problem = _problem(2, 64)
+    contenders = _contenders(problem)
+    methods = []
+    for contender in contenders:
+        attention = MeshAttention(LocalGroup(2), **contender.options)
+        q, k, v, _ = ([shard.requires_grad_() for shard in attention.shard(t)] for t in make_inputs(problem))
+        with record(attention) as recording:
+            out = attention(q, k, v, causal=True)
+            torch.autograd.grad([o.sum() for o in out], [*q, *k, *v])
+        passes = tuple(Pass(plan=one.plan, timeline=one.timeline) for one in recording.passes())
+        methods.append(Measured(**NOTHING, passes=passes))
+    rows = [_row(contender, [seen]) for contender, seen in zip(contenders, methods, strict=True)]
+    return _report(folder, problem, contenders, Seen(methods=methods, calibration=NONSENSE), rows)
+
+
+NOTHING: Any = dict.fromkeys(("forward_error", "gradient_error"), 0.0) | {
+    "sent_nbytes": 0,
+    "received_nbytes": 0,
+    "messages": 0,
+    "peak_nbytes": 0,
+    "is_as_planned": True,
+    "times_s": (1.0,),
+}
+NONSENSE = Measurement(
+    device="cpu",
+    threads=1,
+    kernel="any",
+    width=1,
+    calls=tuple(
+        CallTime(direction=d, heads=8, q_tokens=n, kv_tokens=n, is_causal=False, flops=n**2, time_s=1 / n)  # type: ignore[arg-type]
+        for d in ("forward", "backward")
+        for n in (64, 128)
+    ),
+    memory=MemoryTimes(nbytes=2**20, large_s=1e-3, tiny_s=1e-5, memory_gib=1.0),
+    messages=(),
+)
+"""More work takes less time, as it may seem on a busy machine."""
+
+
+def test_times_that_make_no_sense_are_replaced_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_report, "FORECAST_RANKS", (4,))
+    page, reason = report_of(tmp_path / "report")
+    assert reason is None
+    assert page is not None
+    assert "by the laptop preset, because calibrating gave times that make no sense" in page.read_text()
+
+
+def test_without_matplotlib_there_is_still_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_report, "FORECAST_RANKS", (4,))
+    monkeypatch.setattr(demo_report, "has_charts", lambda: False)
+    report_of(tmp_path / "report")
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.html", "trace.json"}
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    page, reason = report_of(taken)
+    assert page is None
+    assert reason is not None
+    assert "is a file; give a folder" in reason
+    assert taken.read_text() == "mine"
+
+
+def test_the_table_stays_when_there_is_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the command goes on when processes have run and the folder turns out to be of no use."""
+    monkeypatch.chdir(tmp_path)
+    Path("mesh-attention-report").write_text("mine")
+    seen = Seen(methods=[Measured(**NOTHING)] * len(METHODS), calibration=NONSENSE)
+    monkeypatch.setattr(demo_command_module, "run_processes", lambda *_, **__: [seen] * 4)
+    assert main(["demo", "--ranks", "4", "--seq", "512"]) == 0
+    said = capsys.readouterr()
+    assert "ulysses × mesh" in said.out
+    assert re.search(r"no report was written: .*mesh-attention-report: is a file", said.err)
 
 
 def fail_on_rank_1(progress_file: Path) -> str:
@@ -63,6 +180,8 @@ def test_a_process_that_fails_is_named_with_its_error() -> None:
         (["--ranks", "65"], "--ranks 65: expected at most 64"),
         (["--seq", "4q"], "--seq '4q': expected a whole number such as 4096"),
         (["--seq", "1m"], "--seq 1048576: expected at most 65536"),
+        (["--report", f"{__file__}"], "is a file; give a folder"),
+        (["--report", "there", "--no-report"], "--report there came beside --no-report; leave one of them out"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_starts(

@@ -1,6 +1,7 @@
 """Exact attention over long sequences, spread over many ranks: state a problem, plan it, prove it, forecast it, run it.
 
-Importing this package does not import torch; asking it for `MeshAttention`, `mesh_attention` or `LocalGroup` does.
+Importing this package does not import torch; asking it for `MeshAttention`, `mesh_attention`, `LocalGroup` or `record`
+does.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from mesh_attention.masks import BlockKind, Mask, causal, documents, full, windo
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.codec import parse_plan, plan_from_json, plan_to_json, read_plan
 from mesh_attention.plan.layout import (
+    Chunks,
     Contiguous,
     Layout,
     Striped,
@@ -51,6 +53,7 @@ from mesh_attention.verification.evidence import Breach
 if TYPE_CHECKING:
     from mesh_attention.api import MeshAttention, mesh_attention
     from mesh_attention.comm.local import LocalGroup
+    from mesh_attention.execution.recorder import record
 
 __version__ = "0.1.0"
 
@@ -60,6 +63,7 @@ __all__ = [
     "BlockKind",
     "Breach",
     "BrokenPlanError",
+    "Chunks",
     "Contiguous",
     "Costs",
     "Device",
@@ -116,6 +120,7 @@ __all__ = [
     "rank_costs",
     "read_cluster",
     "read_plan",
+    "record",
     "simulate",
     "tune",
     "tuned_plans",
@@ -134,4 +139,8 @@ def __getattr__(name: str) -> Any:
         from mesh_attention.comm.local import LocalGroup
 
         return LocalGroup
+    if name == "record":
+        from mesh_attention.execution.recorder import record
+
+        return record
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,7 +23,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mesh_attention.cli.demo_worker import TIMED_RUNS, Contender, Measured, work
+from mesh_attention.cli.demo_report import LOOK_AT, Ran, has_charts, write_report
+from mesh_attention.cli.demo_worker import TIMED_RUNS, Contender, Measured, Seen, work
+from mesh_attention.cli.pictures import make_folder
 from mesh_attention.cli.progress import Report, progress
 from mesh_attention.cli.sizes import BYTES, count, format_size, format_together, parse_size, parse_whole
 from mesh_attention.errors import MeshAttentionError, UsageError
@@ -38,33 +40,87 @@ LARGEST_ERROR = 1e-4
 """Relative, float32 against float64; what is right stays below 1e-5, and a lost or doubled block is above 1e-2."""
 ULYSSES_DEGREE = 2
 POLL_S = 0.2
+REPORT, NOT_WANTED = "mesh-attention-report", "--no-report came"
 
 Ranks = Annotated[str, typer.Option("--ranks", help="How many processes share the work.", metavar="N")]
 Seq = Annotated[str, typer.Option("--seq", help="Tokens of the whole sequence: 4096, 4k (k is 1024).", metavar="SIZE")]
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--report", help="Where the report goes: a page, pictures, a trace.", metavar="FOLDER", show_default=REPORT
+    ),
+]
+NoReport = Annotated[bool, typer.Option("--no-report", help="Record and write nothing.")]
 
 
-def demo_command(ranks: Ranks = "8", seq: Seq = "4k", json_output: JsonOutput = False) -> None:
+def demo_command(
+    ranks: Ranks = "8",
+    seq: Seq = "4k",
+    folder: Folder = None,
+    no_report: NoReport = False,
+    json_output: JsonOutput = False,
+) -> None:
     """Attend over processes on this machine with each method, and compare with single-process attention.
+
+    One more pass of each is recorded, and a report of what happened when is left in a folder.
 
     Exit code 0: all are right. 1: a result or a count is not what it should be, or a process failed.
     """
     problem = _problem(parse_whole("--ranks", ranks), parse_size("--seq", seq))
     contenders = _contenders(problem)
+    if folder is not None:
+        if no_report:
+            raise UsageError(f"--report {folder} came beside --no-report; leave one of them out")
+        make_folder("--report", folder)
+    is_recorded = not no_report and problem.ranks > 1
     try:
         with progress(f"starting on {count(problem.ranks, 'rank')}") as report:
-            by_rank = run_processes(work, problem, contenders, ranks=problem.ranks, report=report)
+            by_rank = run_processes(work, problem, contenders, is_recorded, ranks=problem.ranks, report=report)
     except WorkerError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
-    rows = [_row(contender, seen) for contender, *seen in zip(contenders, *by_rank, strict=True)]
+    by_method = list(zip(*(seen.methods for seen in by_rank), strict=True))
+    rows = [_row(contender, seen) for contender, seen in zip(contenders, by_method, strict=True)]
     is_right = all(row.is_right for row in rows)
-    if json_output:
-        typer.echo(json.dumps({"ok": is_right, **_facts(problem), "methods": [asdict(row) for row in rows]}))
-    else:
+    if not json_output:
         _print(problem, rows)
+    page: Path | None = None
+    reason: str | None = NOT_WANTED if no_report else "one rank has nothing to show; take two or more"
+    if is_recorded:
+        page, reason = _report(folder or Path(REPORT), problem, contenders, by_rank[0], rows)
+    if json_output:
+        told = {"ok": is_right, **_facts(problem), "methods": [asdict(row) for row in rows]}
+        typer.echo(json.dumps(told | {"report": None if page is None else str(page), "no_report": reason}))
+    else:
+        _tell_report(page, reason)
     if not is_right:
         raise typer.Exit(1)
+
+
+def _report(
+    folder: Path, problem: Problem, contenders: Sequence[Contender], first: Seen, rows: Sequence[Row]
+) -> tuple[Path | None, str | None]:
+    """The page, or why there is none: a folder that cannot be written does not make the results above wrong."""
+    assert first.calibration is not None  # recorded
+    ran = [
+        Ran(contender=contender, passes=seen.passes, time_s=row.time_s)
+        for contender, seen, row in zip(contenders, first.methods, rows, strict=True)
+    ]
+    try:
+        with progress("drawing") as report:
+            return write_report(folder, problem, ran, first.calibration, report=report), None
+    except UsageError as error:
+        return None, str(error)
+
+
+def _tell_report(page: Path | None, reason: str | None) -> None:
+    if page is not None:
+        typer.echo(f"\nreport: {page}\n{LOOK_AT}")
+        if not has_charts():
+            typer.echo("Its pictures are left out: pip install 'mesh-attention[charts]' for them.")
+    elif reason != NOT_WANTED:
+        typer.echo(f"\nno report was written: {reason}", err=True)
 
 
 # What is run

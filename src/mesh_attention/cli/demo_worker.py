@@ -10,12 +10,16 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mesh_attention.calibration.fit import Measurement
+from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import rank_costs
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.problem import Problem
+from mesh_attention.timeline import Timeline
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
     from mesh_attention.execution.autograd import Engine
 
 TIMED_RUNS = 3
+CALIBRATION_STEPS = 6
+"""Of the progress bar: it takes about as long as so many runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +57,26 @@ class Measured:
     peak_nbytes: int
     is_as_planned: bool
     times_s: tuple[float, ...]
+    passes: tuple[Pass, ...] = ()
 
 
-def work(problem: Problem, contenders: Sequence[Contender], progress_file: Path) -> list[Measured]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A pass as it was recorded: of all ranks, on rank 0."""
+
+    plan: Plan
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What one rank has to tell; without a recording there is no calibration either."""
+
+    methods: list[Measured]
+    calibration: Measurement | None = None
+
+
+def work(problem: Problem, contenders: Sequence[Contender], is_recorded: bool, progress_file: Path) -> Seen:
     """What this rank measures of each method. The launcher has set rank, size and address in the environment."""
     import torch
     import torch.distributed as dist
@@ -62,14 +85,17 @@ def work(problem: Problem, contenders: Sequence[Contender], progress_file: Path)
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
     dist.init_process_group("gloo")
     try:
-        notes = Notes(progress_file if dist.get_rank() == 0 else None, steps=1 + len(contenders) * (1 + TIMED_RUNS))
+        steps = 1 + len(contenders) * (1 + TIMED_RUNS + is_recorded) + CALIBRATION_STEPS * is_recorded
+        notes = Notes(progress_file if dist.get_rank() == 0 else None, steps=steps)
         notes.tell("attention in one process")
         inputs, truth = make_inputs(problem), [torch.empty(shape) for shape in _shapes(problem)]
         if dist.get_rank() == 0:
             truth = single_process_attention(problem, inputs)
         for tensor in truth:
             dist.broadcast(tensor, src=0)
-        return [measure(problem, contender, inputs, truth, notes) for contender in contenders]
+        attend = partial(measure, problem, inputs=inputs, truth=truth, notes=notes, is_recorded=is_recorded)
+        methods = [attend(contender) for contender in contenders]
+        return Seen(methods=methods, calibration=calibrate(problem, notes) if is_recorded else None)
     finally:
         dist.destroy_process_group()
 
@@ -81,16 +107,29 @@ class Notes:
         self.path, self.steps, self.done = path, steps, 0
 
     def tell(self, doing: str) -> None:
+        self._write(self.done, doing)
+        self.done += 1
+
+    def tell_part(self, doing: str, fraction: float) -> None:
+        """Of the last steps, calibration."""
+        self._write(self.done + fraction * (self.steps - self.done), doing)
+
+    def _write(self, done: float, doing: str) -> None:
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(f"{self.done / self.steps} {doing}\n")
-        self.done += 1
+                file.write(f"{done / self.steps} {doing}\n")
 
 
 def measure(
-    problem: Problem, contender: Contender, inputs: Sequence[Tensor], truth: Sequence[Tensor], notes: Notes
+    problem: Problem,
+    contender: Contender,
+    *,
+    inputs: Sequence[Tensor],
+    truth: Sequence[Tensor],
+    notes: Notes,
+    is_recorded: bool,
 ) -> Measured:
-    """A first run for errors and counts, which is also the warm-up, and then the timed runs."""
+    """A first run for errors and counts, which is also the warm-up; then the timed runs; then one that is recorded."""
     import torch
     import torch.distributed as dist
 
@@ -119,6 +158,10 @@ def measure(
         start = time.perf_counter()
         torch.autograd.grad(attention(q, k, v, causal=True, seq_len=problem.seq_q), (q, k, v), d_out)
         times_s.append(time.perf_counter() - start)
+    passes: tuple[Pass, ...] = ()
+    if is_recorded:
+        notes.tell(f"{contender.name} {contender.tile}: recorded run")
+        passes = recorded(attention, (q, k, v), d_out, seq=problem.seq_q)
     return Measured(
         forward_error=errors[0],
         gradient_error=max(errors[1:]),
@@ -128,6 +171,44 @@ def measure(
         peak_nbytes=max(peaks),
         is_as_planned=is_as_planned,
         times_s=tuple(times_s),
+        passes=passes,
+    )
+
+
+def recorded(
+    attention: MeshAttention, inputs: tuple[Tensor, Tensor, Tensor], d_out: Tensor, *, seq: int
+) -> tuple[Pass, ...]:
+    """Forward and backward once, noted; ranks begin each together. Rank 0 tells of all ranks, the others nothing."""
+    import torch
+    import torch.distributed as dist
+
+    from mesh_attention.execution.recorder import record
+
+    with record(attention) as recording:
+        dist.barrier()
+        out = attention(*inputs, causal=True, seq_len=seq)
+        dist.barrier()
+        torch.autograd.grad(out, inputs, d_out)
+    passes = recording.passes()
+    return tuple(Pass(plan=one.plan, timeline=one.timeline) for one in passes) if dist.get_rank() == 0 else ()
+
+
+def calibrate(problem: Problem, notes: Notes) -> Measurement:
+    """What a forecast for this machine needs, as `mesh-attention calibrate` measures it."""
+    import torch
+    import torch.distributed as dist
+
+    from mesh_attention.calibration.measurement import measure as measure_machine
+    from mesh_attention.comm.torch_dist import TorchComm
+
+    ranks = dist.get_world_size()
+    return measure_machine(
+        problem,
+        comm=TorchComm(),
+        device=torch.device("cpu"),
+        ranks_per_node=ranks,
+        ranks_here=ranks,
+        report=lambda doing, fraction: notes.tell_part(f"calibrating: {doing}", fraction),
     )
 
 

@@ -15,6 +15,7 @@ import typer
 from mesh_attention import __version__
 from mesh_attention.cli.calibrate import calibrate_command
 from mesh_attention.cli.demo import demo_command
+from mesh_attention.cli.draw import draw_command
 from mesh_attention.cli.plan import plan_command
 from mesh_attention.cli.replay import replay_command
 from mesh_attention.cli.reproduce import reproduce_command
@@ -31,6 +32,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "verify": verify_command,
     "simulate": simulate_command,
     "tune": tune_command,
+    "draw": draw_command,
     "demo": demo_command,
     "calibrate": calibrate_command,
     "replay": replay_command,

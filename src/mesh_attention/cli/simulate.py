@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,28 +11,22 @@ import typer
 
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.comparison import counted_ranks
-from mesh_attention.cli.files import check_chart, check_output, read_plan_file
+from mesh_attention.cli.files import check_chart, check_output
 from mesh_attention.cli.passes import forecast, passes
-from mesh_attention.cli.progress import Report, progress, unroll
+from mesh_attention.cli.planned import checked_plan, plan_errors, plan_on, refuse_more, required, ring_like
+from mesh_attention.cli.progress import Report, progress
 from mesh_attention.cli.simulate_report import Contender, as_json, bounds_of, print_forecasts
-from mesh_attention.cli.sizes import count
 from mesh_attention.drawing.charts import gantt, save_chart
 from mesh_attention.drawing.trace import write_trace
-from mesh_attention.errors import PlanError, UsageError
 from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import Candidate
-from mesh_attention.tuning.traffic import costs_on
-from mesh_attention.verification.check import check
 
 BESIDE_A_FILE = ("file", "cluster", "ranks", "trace", "chart", "json_output")
 """The options that go with a plan file; it says all else."""
-COLLECTIVE = ("attention2d", "ulysses")
 
 File = Annotated[
     Path | None,
@@ -79,15 +71,15 @@ def simulate_command(
     check_output("--trace", trace, example="trace.json")
     check_chart(chart)
     topology = opt.cluster_from(cluster, ranks)
-    with _plan_errors(), progress("planning") as report:
+    with plan_errors(), progress("planning") as report:
         if file is not None:
-            _refuse_more(context, file)
+            refuse_more(context, file, allowed=BESIDE_A_FILE)
             asked = _from_file(file, topology, report)
         else:
             problem = opt.problem_from(
                 ranks=str(topology.ranks),
-                seq=(_required("--seq", seq), seq_kv),
-                heads=(_required("--heads", heads), kv_heads),
+                seq=(required("--seq", seq), seq_kv),
+                heads=(required("--heads", heads), kv_heads),
                 head_dim=(head_dim, head_dim_v),
                 batch=batch,
                 dtype=dtype,
@@ -115,16 +107,6 @@ def simulate_command(
             typer.echo(f"wrote {path}")
 
 
-@contextmanager
-def _plan_errors() -> Iterator[None]:
-    """A plan file that breaks a rule is exit code 1, as in `verify`."""
-    try:
-        yield
-    except PlanError as error:
-        typer.echo(f"mesh-attention: error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(1) from error
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """A plan for each pass, and ring's to set beside them."""
@@ -145,75 +127,17 @@ class Asked:
 def _from_options(
     problem: Problem, topology: Topology, options: dict[str, Any], directions: tuple[Direction, ...]
 ) -> Asked:
-    plans = {direction: _plan(problem, topology, direction, options) for direction in directions}
-    ring = {direction: _ring(plan, topology) for direction, plan in plans.items()}
+    plans = {direction: plan_on(problem, topology, direction, options) for direction in directions}
+    ring = {direction: ring_like(plan, topology) for direction, plan in plans.items()}
     return Asked(topology=topology, plans=plans, ring=ring)
-
-
-def _ring(plan: Plan, topology: Topology) -> Plan:
-    """Ring-Attention as it is usually run, with the plan's layout and what it keeps."""
-    options = {"method": "ring", "layout": plan.layout, "route": "ring", "partials": "ring"}
-    options |= {"blocks_per_call": None, "keep": plan.schedule.keep}
-    return _plan(plan.problem, topology, plan.direction, options)
-
-
-def _plan(problem: Problem, topology: Topology, direction: Direction, options: dict[str, Any]) -> Plan:
-    """As the tuner plans: in the order that suits the cluster's links."""
-    plan = make_plan(problem, direction=direction, **options)
-    if plan.method in COLLECTIVE:
-        return plan
-    candidate = Candidate(
-        order="greedy",
-        assignment=plan.assignment,
-        layout=plan.layout.name,
-        route=plan.schedule.route,
-        partials=plan.schedule.partials,
-        blocks_per_call=options["blocks_per_call"] or 1,
-        keep=plan.schedule.keep,
-    )
-    costs = costs_on(topology, problem, candidate, direction)
-    return make_plan(problem, direction=direction, **options, costs=costs)
-
-
-def _required(option: str, text: str | None) -> str:
-    if text is None:
-        raise UsageError(f"Missing option '{option}'; give the problem, or a plan file instead")
-    return text
 
 
 # From a file
 
 
-def _refuse_more(context: typer.Context, file: Path) -> None:
-    """A plan file says what the problem is and how it is planned."""
-    surplus = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if parameter.name not in BESIDE_A_FILE and _is_given(context, parameter.name)
-    ]
-    if surplus:
-        raise UsageError(f"{', '.join(surplus)} came beside {file}, which says that; leave it out")
-
-
-def _is_given(context: typer.Context, name: str | None) -> bool:
-    source = context.get_parameter_source(name or "")
-    return source is not None and source.name == "COMMANDLINE"
-
-
 def _from_file(file: Path, topology: Topology, report: Report) -> Asked:
-    plan = read_plan_file(file)
-    if plan.problem.ranks != topology.ranks:
-        raise UsageError(
-            f"{file} is for {count(plan.problem.ranks, 'rank')}, and the cluster has {topology.ranks:,}; "
-            f"give --ranks {plan.problem.ranks} for as many of its machines"
-        )
-    breaches = check(unroll(plan, report), on_progress=report)
-    if breaches:
-        raise PlanError(
-            f"{file} has {count(len(breaches), 'breach')} of the rules, the first: {breaches[0].message}; "
-            f"'mesh-attention verify {file}' shows all"
-        )
-    return Asked(topology=topology, plans={plan.direction: plan}, ring={plan.direction: _ring(plan, topology)})
+    plan = checked_plan(file, topology, report)
+    return Asked(topology=topology, plans={plan.direction: plan}, ring={plan.direction: ring_like(plan, topology)})
 
 
 # Forecasts

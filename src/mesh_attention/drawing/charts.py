@@ -14,8 +14,6 @@ from mesh_attention.drawing.canvas import (
     EDGE_IN,
     FADED,
     GRID,
-    INK,
-    SMALL_SIZE,
     TEXT_SIZE,
     WIDTH_IN,
     Margins,
@@ -28,11 +26,12 @@ from mesh_attention.drawing.canvas import (
 )
 from mesh_attention.drawing.files import writing
 from mesh_attention.drawing.labels import Box, Point, along, clearest, spread
+from mesh_attention.drawing.lanes import LANE_IN, draw_ranks, names_in, rows_of, shown_ranks, totals
 from mesh_attention.drawing.scales import Scale, number_scale, text_scale, time_scale
-from mesh_attention.drawing.tracks import Track, rank_tracks
-from mesh_attention.drawing.units import format_time, format_tokens, linear_ticks
+from mesh_attention.drawing.tracks import rank_tracks
+from mesh_attention.drawing.units import format_tokens, linear_ticks
 from mesh_attention.errors import UsageError
-from mesh_attention.timeline import LANES, Lane, Timeline
+from mesh_attention.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,11 +46,6 @@ FORMATS: dict[str, dict[str, None]] = {  # and what would tell one run's file fr
 }
 DPI = 200
 """Twice what a page of 800 pixels shows."""
-
-MOST_RANKS = 16
-LANE_COLOURS: dict[Lane, str] = {"compute": "#4477aa", "wait": "#ee6677", "send": "#228833", "recv": "#ccbb44"}
-LANE_IN, RANK_GAP = 0.24, 0.6
-"""A lane's height in inches, and the gap between ranks in lanes."""
 
 COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#222222", "#882255", "#332288", "#999933"
 """Told apart by colour-blind eyes; markers help where they come round again."""
@@ -89,95 +83,15 @@ def save_chart(figure: Figure, path: Path | str) -> None:
 def gantt(timeline: Timeline, *, ranks: Sequence[int] | None = None) -> Figure:
     """What lanes were busy with, against time; of all ranks that have spans unless some are named."""
     tracks = rank_tracks(timeline)
-    shown = _shown_ranks(tuple(tracks), ranks, timeline.name)
-    rows = len(shown) * (len(LANES) + RANK_GAP)
-    names = {f"rank {rank}": number * (len(LANES) + RANK_GAP) for number, rank in enumerate(shown)}
-    margins = Margins(left=_names_in(names), right=0.3, top=0.72, bottom=0.55)
-    figure, axes = new_axes(height_in=rows * LANE_IN + margins.top + margins.bottom, margins=margins)
+    shown = shown_ranks(tuple(tracks), ranks, timeline.name)
+    margins = Margins(left=names_in(shown), right=0.3, top=0.72, bottom=0.55)
+    figure, axes = new_axes(height_in=rows_of(shown) * LANE_IN + margins.top + margins.bottom, margins=margins)
     stop_s = max(timeline.time_s, *(span.stop_s for span in timeline.spans)) or 1e-6
     unit, ticks = linear_ticks(stop_s)
     set_scale(axes, "x", Scale(kind="linear", low=0.0, high=1.005 * stop_s, ticks=ticks, label=f"time, {unit}"))
-    axes.set_ylim(rows - RANK_GAP / 2, -RANK_GAP / 2)
-    axes.grid(axis="x", color=GRID, linewidth=0.8)
-    for rank, top in zip(shown, names.values(), strict=True):
-        for row, lane in enumerate(LANES):
-            _draw_lane(axes, lane, tracks[rank][lane], top=top + row)
-    _name_rows(axes, names, left_in=margins.left)
-    write_titles(figure, timeline.name, _totals(timeline))
+    draw_ranks(axes, tracks, shown, left_in=margins.left)
+    write_titles(figure, timeline.name, totals(timeline))
     return figure
-
-
-def _shown_ranks(there: Sequence[int], asked: Sequence[int] | None, name: str) -> Sequence[int]:
-    shown = there if asked is None else tuple(dict.fromkeys(asked))
-    missing = [rank for rank in shown if rank not in there]
-    if missing or not shown:
-        raise UsageError(f"timeline {name!r} has no spans of ranks {missing}; it has those of {list(there)}")
-    if len(shown) > MOST_RANKS:
-        raise UsageError(
-            f"timeline {name!r}: {len(shown)} ranks are more than one picture holds; "
-            f"name at most {MOST_RANKS}, such as ranks={tuple(shown[:4])}, or write a trace of all"
-        )
-    return shown
-
-
-def _names_in(names: Iterable[str]) -> float:
-    """Inches that the names of ranks and lanes take."""
-    ranks_in = text_width_in(names, size=TEXT_SIZE, weight="bold")
-    return EDGE_IN + ranks_in + 0.15 + text_width_in(LANES, size=TEXT_SIZE) + 0.1
-
-
-def _name_rows(axes: Axes, names: dict[str, float], *, left_in: float) -> None:
-    middles = [(top + row + 0.5, lane) for top in names.values() for row, lane in enumerate(LANES)]
-    axes.set_yticks([at for at, _ in middles], [lane for _, lane in middles])
-    for name, top in names.items():
-        axes.annotate(
-            name,
-            (0, top + len(LANES) / 2),
-            xytext=(72 * (EDGE_IN - left_in), 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=TEXT_SIZE,
-            weight="bold",
-            color=INK,
-            annotation_clip=False,
-        )
-        if top:
-            axes.axhline(top - RANK_GAP / 2, color=GRID, linewidth=0.8)
-
-
-def _draw_lane(axes: Axes, lane: Lane, tracks: Sequence[Track], *, top: float) -> None:
-    """Spans that overlap share the lane's height."""
-    colour = LANE_COLOURS[lane]
-    height = 0.86 / max(1, len(tracks))
-    for number, track in enumerate(tracks):
-        y = top + 0.07 + number * height
-        bars = [(span.start_s, span.stop_s - span.start_s) for span in track]
-        # An edge of its own shade: a span too short to see is still a stroke.
-        axes.broken_barh(bars, (y, height), facecolor=colour, edgecolor=darker(colour), linewidth=0.5, label=lane)
-        if height * LANE_IN * 72 > SMALL_SIZE:
-            _name_spans(axes, track, y=y + height / 2)
-
-
-def _name_spans(axes: Axes, track: Track, *, y: float) -> None:
-    """Inside the bars that are wide enough."""
-    pixels_a_second = axes.bbox.width / axes.get_xlim()[1]
-    for span in track:
-        width = (span.stop_s - span.start_s) * pixels_a_second
-        if width < 3 * len(span.name):  # no letter is narrower; measuring takes time
-            continue
-        look: dict[str, Any] = {"fontsize": SMALL_SIZE, "color": INK if span.lane == "recv" else "white"}
-        middle = (span.start_s + span.stop_s) / 2
-        name = axes.text(middle, y, span.name, ha="center", va="center_baseline", parse_math=False, **look)
-        if name.get_window_extent().width > width - 2:
-            name.remove()
-
-
-def _totals(timeline: Timeline) -> str:
-    share = timeline.exposed_s / timeline.time_s if timeline.time_s else 0.0
-    return (
-        f"time {format_time(timeline.time_s)} · exposed communication {format_time(timeline.exposed_s)} ({share:.1%})"
-        f" · utilisation {timeline.utilisation:.1%}"
-    )
 
 
 def time_chart(points: Iterable[ChartPoint], *, x: ChartX, title: str = "") -> Figure:

@@ -1,0 +1,124 @@
+"""One pass as plain data: the grid, every rank's program and costs, and the timelines in whole ticks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from math import floor, log10
+from typing import Any
+
+from mesh_attention.drawing.page.aligning import steps_of_spans, transfers_of_spans
+from mesh_attention.drawing.page.relative import program_text
+from mesh_attention.drawing.tracks import rank_tracks
+from mesh_attention.plan.assignment import Axis
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import Program
+from mesh_attention.plan.queries import RankCosts, rank_costs
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item, Kind
+from mesh_attention.timeline import LANES, Lane, Span, Timeline
+
+Data = dict[str, Any]
+TICKS = 1e5
+"""A timeline has at least this many; finer than any screen."""
+
+
+def pass_data(plan: Plan, forecast: Timeline, measured: Timeline | None) -> Data:
+    plan = plan.unrolled()  # so that each program is worked out once
+    programs = plan.programs or ()
+    text_of = [program_text(plan.assignment, program) for program in programs]
+    texts = list(dict.fromkeys(text_of))
+    return {
+        "tile": [plan.assignment.tile.rows, plan.assignment.tile.cols],
+        "ulysses": plan.assignment.ulysses,
+        "layout": plan.layout.name,
+        "keep": list(plan.schedule.keep),
+        "rows": _peers(plan, "row"),
+        "cols": _peers(plan, "col"),
+        "texts": texts,
+        "text_of": even([texts.index(text) for text in text_of]),
+        "sizes": _sizes(plan),
+        "costs": _costs([rank_costs(plan, rank) for rank in range(plan.problem.ranks)]),
+        "forecast": timeline_data(forecast, programs),
+        "measured": None if measured is None else timeline_data(measured, programs),
+    }
+
+
+def even(values: Sequence[int]) -> int | list[int]:
+    """One number where all are the same."""
+    return values[0] if len(set(values)) == 1 else list(values)
+
+
+def _peers(plan: Plan, axis: Axis) -> list[list[int]]:
+    """For each place the members of its group by offset; itself first."""
+    assignment = plan.assignment
+    sizes = range(assignment.size(axis))
+    return [[assignment.peer(axis, place, offset) for offset in sizes] for place in range(assignment.places)]
+
+
+def _sizes(plan: Plan) -> Data:
+    """Bytes of a shard of each kind as it travels between places."""
+    places = range(plan.assignment.places)
+    kinds = INPUTS[plan.direction] + OUTPUTS[plan.direction]
+    return {kind: even([plan.matrix.nbytes(Item(kind, place)).total for place in places]) for kind in kinds}
+
+
+def _costs(costs: Sequence[RankCosts]) -> Data:
+    kinds: list[Kind] = [kind for kind in AXIS_OF if any(kind in cost.received or kind in cost.sent for cost in costs)]
+    return {
+        "received": {kind: even([_total(cost.received, kind) for cost in costs]) for kind in kinds},
+        "sent": {kind: even([_total(cost.sent, kind) for cost in costs]) for kind in kinds},
+        "flops": even([cost.flops for cost in costs]),
+        "peak": even([cost.peak_nbytes for cost in costs]),
+        "calls": even([cost.kernel_calls for cost in costs]),
+        "messages": even([cost.messages for cost in costs]),
+    }
+
+
+def _total(by_kind: Any, kind: Kind) -> int:
+    return by_kind[kind].total if kind in by_kind else 0
+
+
+def timeline_data(timeline: Timeline, programs: Sequence[Program]) -> Data:
+    """Times in ticks of `tick_s`. A span is three numbers: what, how long after the last began, how long.
+
+    What: the index of the step, or of the transfer among the sends or receives; below 0, of a name that fits none.
+    """
+    tick_s = 10.0 ** floor(log10(timeline.time_s / TICKS)) if timeline.time_s else 1.0
+    names: dict[str, int] = {}
+    by_rank = rank_tracks(timeline) if timeline.spans else {}
+    spans = {
+        str(rank): _lanes([s for tracks in lanes.values() for s in chain(*tracks)], programs, rank, tick_s, names)
+        for rank, lanes in by_rank.items()
+    }
+    return {
+        "tick_s": tick_s,
+        **{name: _short(getattr(timeline, name)) for name in ("time_s", "compute_s", "exposed_s", "tflops")},
+        **{name: _short(getattr(timeline, name)) for name in ("overlap", "utilisation")},
+        "is_exact": timeline.is_exact,
+        "stop": even([round(times.stop_s / tick_s) for times in timeline.ranks]),
+        "compute": even([round(times.compute_s / tick_s) for times in timeline.ranks]),
+        "names": list(names),
+        "spans": spans,
+    }
+
+
+def _lanes(spans: Iterable[Span], programs: Sequence[Program], rank: int, tick_s: float, names: dict[str, int]) -> Data:
+    own = programs[rank].steps
+    ordered = sorted(spans, key=lambda span: (span.start_s, span.stop_s, LANES.index(span.lane)))
+    computed = [span for span in ordered if span.lane in ("compute", "wait")]
+    moved = [span for span in ordered if span.lane in ("send", "recv")]
+    places = [*zip(computed, steps_of_spans(computed, own, programs[0].steps), strict=True)]
+    places += zip(moved, transfers_of_spans(moved, own), strict=True)
+    lanes: dict[Lane, list[int]] = {lane: [] for lane in LANES}
+    begun = dict.fromkeys(LANES, 0)
+    for span, place in places:
+        what = -1 - names.setdefault(span.name, len(names)) if place is None else place
+        start, stop = round(span.start_s / tick_s), round(span.stop_s / tick_s)
+        lanes[span.lane] += [what, start - begun[span.lane], stop - start]
+        begun[span.lane] = start
+    return {lane: numbers for lane, numbers in lanes.items() if numbers}
+
+
+def _short(value: float) -> float:
+    """Six digits: what is shown has three."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,282 @@
+"""`record`: what really happened when, as a `Timeline` like those that `simulate` forecasts.
+
+    with record(attention) as recording:
+        out = attention(q, k, v, causal=True)
+        out.sum().backward()
+    for one in recording.passes():        # on every rank of the group: they tell each other
+        print(one.timeline.name, one.timeline.time_s)
+
+Spans have the simulator's names. Times are seconds since the first rank began the pass. *compute* is a step at work:
+its kernel calls and copies, and posting. *wait* is a step that cannot begin, or a collective that is not over. *send*
+and *recv* last from when a transfer was posted until it was seen done, which says when it was under way, not how long
+its bytes took: the other end may have posted later, and transfers that are posted together are seen done together.
+
+On a CPU under torch.distributed, a thread for each post waits for it, so that it is seen at once. In a local group,
+where ranks take turns on one thread, and on CUDA, where moments are those of the device's stream, it is seen by
+whoever waits for it. Ranks of one machine have one clock. Those of several are set by the moment at which they leave a
+meeting, which is as exact as a small message is short.
+
+Nothing is noted, and nothing costs time, outside of `with record(...)`; a backward pass of a call made inside it is
+noted whenever it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from platform import node
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mesh_attention.comm.base import Comm
+from mesh_attention.errors import UsageError
+from mesh_attention.execution.autograd import Engine
+from mesh_attention.execution.watching import Notes, Observer, Posted, WatchedComm
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import Program
+from mesh_attention.plan.queries import program_flops
+from mesh_attention.plan.steps import Attend, Free, Recv
+from mesh_attention.plan.text import format_item, format_step
+from mesh_attention.timeline import Lane, RankTimes, Span, Timeline
+from mesh_attention.topology import LinkClass
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Recordable(Protocol):
+    """What `MeshAttention` has that a recording needs."""
+
+    comms: list[Comm]
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def engine(self) -> Callable[[Sequence[Sequence[Tensor]], Any], Engine]: ...
+
+
+@contextmanager
+def record(attention: Recordable) -> Iterator[Recording]:
+    """Note what every pass of calls inside the block does when. `Recording.passes` gives the timelines."""
+    if attention.ranks == 1:
+        raise UsageError("a recording of one rank was asked for: its calls are single kernels without steps; use two")
+    recording = Recording(attention.comms)
+    before, engine_of = vars(attention).get("engine"), attention.engine
+
+    def watched(tensors: Sequence[Sequence[Tensor]], options: Any) -> Engine:
+        return recording.watched(engine_of(tensors, options), tensors[0][0])
+
+    vars(attention)["engine"] = watched
+    try:
+        yield recording
+    finally:
+        if before is None:
+            del vars(attention)["engine"]
+        else:
+            vars(attention)["engine"] = before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedPass:
+    plan: Plan
+    timeline: Timeline
+
+
+@dataclass
+class Recording:
+    """Of the ranks that this process plays."""
+
+    comms: Sequence[Comm]
+    _engines: dict[int, tuple[Engine, Engine]] = field(default_factory=dict)
+    _observers: list[Observer] = field(default_factory=list)
+
+    def watched(self, engine: Engine, like: Tensor) -> Engine:
+        """An engine that runs the same and is noted."""
+        if engine.recorded is not None:
+            raise UsageError("a recording was asked for of calls played from CUDA graphs; leave cuda_graphs out for it")
+        if id(engine) not in self._engines:
+            self._engines[id(engine)] = engine, self._watched(engine, like.device)
+        return self._engines[id(engine)][1]
+
+    def _watched(self, engine: Engine, device: torch.device) -> Engine:
+        if not self._observers:  # one for each rank, whatever engines it has
+            self._observers = [Observer(is_alone=len(engine.comms) == 1) for _ in engine.comms]
+            self.comms = engine.comms  # which know the device that ranks meet on
+        observers = self._observers
+        return replace(
+            engine,
+            comms=[WatchedComm(comm, observer) for comm, observer in zip(engine.comms, observers, strict=True)],
+            programs=lambda direction: [
+                observer.watched(compiled, device)
+                for compiled, observer in zip(engine.programs(direction), observers, strict=True)
+            ],
+            run=lambda runs: engine.run([observer.steps(run) for run, observer in zip(runs, observers, strict=True)]),
+        )
+
+    def passes(self) -> tuple[RecordedPass, ...]:
+        """Every pass that was run to its end, in order, with all ranks' spans. All ranks of the group call this."""
+        met = [sharing.result() for sharing in [comm.share("") for comm in self.comms]]
+        now_s = time.perf_counter()
+        assert all(len(texts) == self.comms[0].size for texts in met)
+        notes = [_whole(observer) for observer in self._observers] or [[] for _ in self.comms]
+        told = [_Story(machine=_machine(), now_s=now_s, passes=[asdict(_told(one)) for one in mine]) for mine in notes]
+        sharings = [comm.share(json.dumps(asdict(story))) for comm, story in zip(self.comms, told, strict=True)]
+        stories = [_Story(**json.loads(text)) for text in sharings[0].result()]
+        for sharing in sharings:
+            sharing.wait()
+        counts = {len(story.passes) for story in stories}
+        if len(counts) > 1:
+            raise UsageError(f"ranks recorded {sorted(counts)} passes; record the same calls on all of them")
+        plans = [one.compiled.plan for one in notes[0]]
+        return tuple(
+            RecordedPass(plan=plan, timeline=_timeline(plan, stories, number)) for number, plan in enumerate(plans)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """One pass of one rank. Spans are (lane, start, stop, name, bytes), in seconds of the rank's own clock."""
+
+    rank: int
+    start_s: float
+    stop_s: float
+    spans: list[tuple[Lane, float, float, str, int]]
+    sent: dict[int, int]
+    flops: int
+    peak_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Story:
+    """All passes of one rank, what its clock said when all met, and which machine it runs on."""
+
+    machine: str
+    now_s: float
+    passes: list[dict[str, Any]]
+
+
+def _whole(observer: Observer) -> list[Notes]:
+    return [notes for notes in observer.passes if notes.is_whole]
+
+
+def _machine() -> str:
+    """Processes that are told the same share a clock."""
+    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else node()
+
+
+# From notes to spans
+
+
+def _told(notes: Notes) -> _Told:
+    compiled = notes.compiled
+    start_s, stop_s = (notes.clock.seconds(notes.moments[at].mark) for at in (0, -1))
+    program = Program(rank=compiled.rank, steps=compiled.steps, peak_nbytes=compiled.peak_nbytes)
+    sent: dict[int, int] = {}
+    for posted in notes.posts:
+        for send, nbytes in zip(posted.sends, posted.sent_nbytes, strict=True):
+            sent[send.dest] = sent.get(send.dest, 0) + nbytes
+    return _Told(
+        rank=compiled.rank,
+        start_s=start_s,
+        stop_s=stop_s,
+        spans=[*_lane_spans(notes), *(span for posted in notes.posts for span in _transfer_spans(posted, notes))],
+        sent=sent,
+        flops=program_flops(compiled.plan, program),
+        peak_nbytes=compiled.device_nbytes,
+    )
+
+
+def _lane_spans(notes: Notes) -> list[tuple[Lane, float, float, str, int]]:
+    """Compute and wait, without gaps. A step that waits before it has posted anything has not begun its work."""
+    spans: list[tuple[Lane, float, float, str, int]] = []
+    name, at, is_work, has_posted = "", 0.0, False, False
+
+    def close(lane: Lane, until: float) -> None:
+        if until <= at:
+            return
+        if spans and spans[-1][0] == lane == "wait" and spans[-1][2:4] == (at, name):
+            spans[-1] = (lane, spans[-1][1], until, name, 0)
+        else:
+            spans.append((lane, at, until, name, 0))
+
+    for moment in notes.moments:
+        now = notes.clock.seconds(moment.mark)
+        if moment.what == "post":
+            has_posted = True
+            continue
+        if moment.what == "wait":
+            if not has_posted:
+                continue  # and so the wait begins where the step did, or the wait before ended
+            close("compute", now)
+        elif moment.what == "go":
+            close("wait", now)
+        elif is_work:
+            close("compute", now)
+        if moment.instruction is not None:
+            step = moment.instruction.step
+            name = format_step(next((s for s in moment.instruction.turn if isinstance(s, Attend | Recv)), step))
+            is_work, has_posted = not isinstance(step, Free), False
+        at = now
+    return spans
+
+
+def _transfer_spans(posted: Posted, notes: Notes) -> Iterator[tuple[Lane, float, float, str, int]]:
+    start = notes.clock.seconds(posted.posted)
+    stop = notes.clock.seconds(notes.moments[-1].mark if posted.seen is None else posted.seen)
+    for send, nbytes in zip(posted.sends, posted.sent_nbytes, strict=True):
+        yield "send", start, max(start, stop), f"{format_item(send.item)} to {send.dest}", nbytes
+    for recv, nbytes in zip(posted.recvs, posted.received_nbytes, strict=True):
+        yield "recv", start, max(start, stop), f"{format_item(recv.item)} from {recv.source}", nbytes
+
+
+# From all ranks' spans to a timeline
+
+
+def _timeline(plan: Plan, stories: Sequence[_Story], number: int) -> Timeline:
+    told = [_Told(**story.passes[number]) for story in stories]
+    is_one_machine = len({story.machine for story in stories}) == 1
+    shifts = [0.0 if is_one_machine else -story.now_s for story in stories]
+    zero_s = min(one.start_s + shift for one, shift in zip(told, shifts, strict=True))
+    spans = [
+        Span(one.rank, lane, start + shift - zero_s, stop + shift - zero_s, name, nbytes)
+        for one, shift in zip(told, shifts, strict=True)
+        for lane, start, stop, name, nbytes in one.spans
+    ]
+    sent: dict[LinkClass, int] = {"inside": 0, "between": 0}
+    for one, story in zip(told, stories, strict=True):
+        for dest, nbytes in one.sent.items():
+            sent["inside" if story.machine == stories[int(dest)].machine else "between"] += nbytes
+    tile = f"{f'{plan.assignment.ulysses}·' if plan.assignment.ulysses > 1 else ''}{plan.assignment.tile}"
+    return Timeline(
+        name=f"{plan.method} {tile} {plan.direction}",
+        ranks=tuple(
+            _times(one.rank, spans, one.stop_s + shift - zero_s) for one, shift in zip(told, shifts, strict=True)
+        ),
+        sent_nbytes=sent,
+        peak_nbytes=max(one.peak_nbytes for one in told),
+        flops=sum(one.flops for one in told),
+        spans=tuple(sorted(spans, key=lambda span: (span.rank, span.start_s))),
+    )
+
+
+def _times(rank: int, spans: Sequence[Span], stop_s: float) -> RankTimes:
+    """`link_s` is how long something was under way, however much at once."""
+    compute_s = sum(span.stop_s - span.start_s for span in spans if (span.rank, span.lane) == (rank, "compute"))
+    under_way = [
+        _covered_s(span for span in spans if (span.rank, span.lane) == (rank, lane)) for lane in ("send", "recv")
+    ]
+    return RankTimes(rank=rank, stop_s=stop_s, compute_s=compute_s, wait_s=stop_s - compute_s, link_s=max(under_way))
+
+
+def _covered_s(spans: Iterator[Span]) -> float:
+    covered_s, free_s = 0.0, 0.0
+    for span in sorted(spans, key=lambda span: span.start_s):
+        covered_s += max(0.0, span.stop_s - max(span.start_s, free_s))
+        free_s = max(free_s, span.stop_s)
+    return covered_s

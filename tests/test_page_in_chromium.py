@@ -1,0 +1,432 @@
+"""The explorer as a person meets it: in a browser, wide and narrow, light and dark, with pointer and keys."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from page_scenes import all_kinds, scene
+
+from mesh_attention.drawing.page import Scene, write_page
+from mesh_attention.plan.steps import Attend
+from mesh_attention.plan.text import format_step
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.xdist_group("chromium"),
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
+]
+WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 400, "height": 800}
+TITLE = "Six & eight <ranks>"
+READ = "(selector) => [...document.querySelectorAll(selector)].map((e) => e.textContent)"
+
+
+@pytest.fixture(scope="module")
+def scenes() -> list[Scene]:
+    return [*all_kinds(), scene(16, "mesh", tile=(4, 4), blocks_per_call=4, seq=4096, shown=(0, 5))]
+
+
+@pytest.fixture(scope="module")
+def address(scenes: list[Scene], tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    write_page(path, scenes, title=TITLE, notes=["Forecasts are for h100."])
+    return path.as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+class View:
+    """A tab with the page in it, and all it complained about or asked for."""
+
+    def __init__(self, browser: Any, address: str, **options: Any) -> None:
+        self.context = browser.new_context(**{"viewport": WIDE, "reduced_motion": "reduce", **options})
+        self.tab = self.context.new_page()
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.tab.on("console", lambda message: self.said.append(message.text))
+        self.tab.on("pageerror", lambda error: self.said.append(str(error)))
+        self.tab.on("request", lambda request: self.asked.append(request.url))
+        self.address = address
+
+    def go(self, **choice: object) -> View:
+        """Through the address: the first time as a link would, then as one who edits it."""
+        values = "#" + "&".join(f"{name}={value}" for name, value in choice.items())
+        if self.tab.url == "about:blank":
+            self.tab.goto(self.address + values)
+        else:
+            self.run(
+                "(hash) => new Promise((seen) => { addEventListener('hashchange', seen); location.hash = hash; })",
+                values,
+            )
+        return self
+
+    def run(self, script: str, argument: Any = None) -> Any:
+        return self.tab.evaluate(script, argument)
+
+    def texts(self, selector: str) -> list[str]:
+        return list(self.run(READ, selector))
+
+    def html(self, *ids: str) -> list[str]:
+        return [self.run("(id) => document.getElementById(id).innerHTML", id_) for id_ in ids]
+
+    def chosen(self) -> dict[str, str]:
+        return dict(self.run("() => Object.fromEntries(new URLSearchParams(location.hash.slice(1)))"))
+
+
+@pytest.fixture
+def view(browser: Any, address: str) -> Iterator[View]:
+    opened = View(browser, address)
+    yield opened
+    opened.context.close()
+    assert opened.said == []
+    assert {
+        url for url in opened.asked if not url.startswith(address) and url not in ("data:,", "about:blank")
+    } == set()
+
+
+def choice_of(one: Scene, **more: object) -> dict[str, object]:
+    return {"ranks": one.ranks, "method": one.method, "tile": one.tile, **more}
+
+
+# What is shown is what the plan says
+
+
+def test_steps_are_the_program_letter_for_letter(view: View, scenes: list[Scene]) -> None:
+    for one in scenes:
+        for direction in one.directions:
+            for rank in sorted({0, one.ranks // 2, one.ranks - 1}):
+                view.go(**choice_of(one, **{"pass": direction, "rank": rank}))
+                wanted = [format_step(step) for step in one.plans[direction].program(rank).steps]
+                assert view.texts("#steps code") == wanted, (one.method, direction, rank)
+
+
+def test_blocks_are_done_as_the_program_attends_them(view: View, scenes: list[Scene]) -> None:
+    one = next(s for s in scenes if s.method == "ulysses × mesh")
+    steps = one.plans["backward"].program(5).steps
+    states = "(state) => [...document.querySelectorAll(`.block.${state}`)].map((b) => [+b.dataset.row, +b.dataset.col])"
+    view.go(**choice_of(one, **{"pass": "backward", "rank": 5}))
+    done: set[tuple[int, int]] = set()
+    for step in steps:
+        blocks = {(q.shard, kv.shard) for q in step.rows for kv in step.cols} if isinstance(step, Attend) else set()
+        assert {tuple(block) for block in view.run(states, "now")} == blocks
+        assert {tuple(block) for block in view.run(states, "done")} == done
+        done |= blocks
+        view.tab.keyboard.press("ArrowRight")
+    assert {tuple(block) for block in view.run(states, "done")} == done
+    assert view.texts(".block:not(.done):not(.empty)") == []
+
+
+def test_shards_are_on_their_way_until_the_forecast_says_they_are_here(view: View, scenes: list[Scene]) -> None:
+    one = next(s for s in scenes if s.ranks == 8 and s.method == "ring")
+    view.go(**choice_of(one, **{"pass": "forward", "rank": 3}))
+    steps = one.plans["forward"].program(3).steps
+    spans = [s for s in one.forecasts["forward"].spans if s.rank == 3]
+    begins = sorted(s.start_s for s in spans if s.lane == "compute")
+    arrives = {s.name.split(" ")[0]: s.stop_s for s in spans if s.lane == "recv"}
+    attend = [index for index, step in enumerate(steps) if isinstance(step, Attend)][1]
+    view.go(**choice_of(one, **{"pass": "forward", "rank": 3, "step": attend}))
+    listed = dict(zip(view.texts(".stock dt"), view.texts(".stock dd"), strict=True))
+    asked = {format_step(step).split(" ")[1] for step in steps[:attend] if format_step(step).startswith("recv")}
+    coming = {name for name in asked if arrives[name] > begins[2] + 1e-9}
+    assert set(listed["on its way"].split(", ")) - {"nothing"} == coming
+    assert asked - coming <= set(listed["holds"].split(", "))
+    assert listed["done"] == "1 of 8 blocks"
+
+
+def test_bytes_in_words_are_the_plan_s(view: View, scenes: list[Scene]) -> None:
+    view.go(ranks=8, method="mesh", tile="2×4")
+    words = " ".join(view.texts("#compare-words"))
+    assert re.search(r"A rank receives [\d.,]+ [KM]iB; with ring [\d.,]+ [KM]iB: [\d.]+ times (less|more)", words), (
+        words
+    )
+
+
+def test_forecast_and_measured_are_named_and_never_mixed_up(view: View) -> None:
+    view.go(ranks=6, method="mesh", tile="2×3", rank=1)
+    names = view.texts(".source-name")
+    assert names == ["Forecast: rank 1, forward", "Measured: rank 1, forward"]
+    view.go(ranks=8, method="mesh", tile="2×4", rank=1)
+    assert view.texts(".source-name") == ["Forecast: rank 1, forward"]
+    assert "nothing measured" in view.texts("#timeline-words")[0]
+    assert "measured" not in " ".join(view.texts("#timeline svg text")).lower()
+
+
+def test_a_rank_without_spans_says_which_have_some(view: View) -> None:
+    view.go(ranks=16, method="mesh", rank=7, step=3)
+    assert "No spans of rank 7 were kept; there are some of rank 0, 5." in view.texts("#timeline text")
+    assert len(view.texts("#steps li")) > 30
+    view.go(ranks=16, method="mesh", rank=5, step=3)
+    assert view.run("() => document.querySelectorAll('.span').length") > 30
+
+
+# Every control changes the picture
+
+
+def test_every_control_changes_the_picture(view: View) -> None:
+    view.go(ranks=6, method="mesh", tile="2×3", rank=1)
+    drawn = ("matrix", "steps", "timeline", "choice-words", "compare")
+    seen = [view.html(*drawn)]
+    for name, value in (("ranks", "8"), ("method", "ring"), ("pass", "backward"), ("ranks", "6")):
+        view.tab.locator(f"input[name={name}][value='{value}']").check(force=True)
+        seen.append(view.html(*drawn))
+    view.tab.locator("#rank").select_option("4")
+    seen.append(view.html(*drawn))
+    for before, after in pairwise(seen):
+        assert all(a != b for a, b in zip(before[:4], after[:4], strict=True))
+    assert view.chosen() == {
+        "ranks": "6",
+        "method": "ring",
+        "tile": "1×6",
+        "pass": "backward",
+        "rank": "4",
+        "step": "0",
+    }
+
+
+def test_tiles_on_offer_are_those_that_exist(view: View, scenes: list[Scene]) -> None:
+    view.go(ranks=6, method="mesh", tile="2×3")
+    assert view.texts("#tile-chips .chip") == ["2×3", "3×2"]
+    before = view.html("matrix", "steps")
+    view.tab.locator("input[name=tile][value='3×2']").check(force=True)
+    assert all(a != b for a, b in zip(before, view.html("matrix", "steps"), strict=True))
+    view.tab.locator("input[name=ranks][value='3']").check(force=True)
+    assert (view.texts("#method-chips .chip"), view.texts("#tile-chips .chip")) == (["pass-q"], ["3×1"])
+    assert view.texts("#ranks-chips .chip") == sorted({str(s.ranks) for s in scenes}, key=int)
+
+
+def test_stepping_moves_matrix_list_cursor_and_words_together(view: View) -> None:
+    view.go(ranks=6, method="mesh", tile="2×3", rank=1)
+    steps = len(view.texts("#steps li"))
+    parts = ("matrix", "steps", "timeline", "now-words")
+    before = view.html(*parts)
+    view.tab.locator("#slider").fill(str(steps // 2))
+    assert all(a != b for a, b in zip(before, view.html(*parts), strict=True))
+    current = view.run("() => document.querySelector('#steps [aria-selected=true]').dataset.step")
+    assert current == view.chosen()["step"] == str(steps // 2)
+    view.tab.locator("#next").click()
+    view.tab.locator("#next").click()
+    view.tab.locator("#prev").click()
+    assert view.chosen()["step"] == str(steps // 2 + 1)
+
+
+def test_the_current_step_is_in_sight_and_the_page_stays_where_it_is(view: View) -> None:
+    view.go(ranks=16, method="mesh", rank=5)
+    steps = len(view.texts("#steps li"))
+    for step in (steps - 2, steps // 2, 0):
+        view.tab.locator("#slider").fill(str(step))
+        is_seen = view.run(
+            "() => { const list = document.getElementById('steps').getBoundingClientRect();"
+            "const item = document.querySelector('#steps [aria-selected=true]').getBoundingClientRect();"
+            "return item.top >= list.top && item.bottom <= list.bottom; }"
+        )
+        assert is_seen
+        assert view.run("() => scrollY") == 0
+
+
+def test_playing_goes_on_by_itself_and_stops(view: View) -> None:
+    view.go(ranks=3, method="pass-q", rank=1)
+    view.tab.locator("#play").click()
+    view.tab.wait_for_function("() => Number(new URLSearchParams(location.hash.slice(1)).get('step')) >= 2")
+    assert view.tab.locator("#play").get_attribute("aria-label") == "Pause"
+    view.tab.locator("#play").click()
+    assert view.tab.locator("#play").get_attribute("aria-label") == "Play"
+
+
+def test_pointing_at_a_block_says_who_computes_it_and_a_click_chooses_the_rank(view: View) -> None:
+    view.go(ranks=6, method="mesh", tile="2×3", rank=1)
+    block = view.run(
+        "() => { const b = document.querySelector('.tile[data-place=\"4\"] .number').getBoundingClientRect();"
+        "return [b.x + b.width / 2, b.y + b.height / 2]; }"
+    )
+    view.tab.mouse.move(*block)
+    assert "computed by rank 4" in view.texts("#block-words")[0]
+    view.tab.mouse.click(*block)
+    assert view.chosen()["rank"] == "4"
+    assert view.texts("#steps-title") == ["The program of rank 4"]
+
+
+def test_spans_bars_and_rows_can_be_clicked(view: View) -> None:
+    view.go(ranks=6, method="mesh", tile="2×3", rank=1)
+    view.tab.locator("#timeline .lanes.measured .span.compute").nth(3).click()
+    assert view.chosen()["step"] != "0"
+    assert re.search(r": .+ to .+, ", view.texts("#span-words")[0])
+    view.tab.locator(".bar-row", has_text="ring").first.click()
+    assert view.chosen()["method"] == "ring"
+    view.tab.locator("#overview .rank-row").nth(5).click(force=True)
+    assert view.chosen()["rank"] == "5"
+
+
+# Keys, links, themes, sizes
+
+
+def test_keys_alone_are_enough(view: View) -> None:
+    view.go(ranks=6, method="mesh", tile="2×3", rank=1)
+    view.tab.keyboard.press("End")
+    assert view.texts("#where")[0].startswith("end / ")
+    view.tab.keyboard.press("ArrowLeft")
+    view.tab.keyboard.press("Home")
+    assert view.chosen()["step"] == "0"
+    view.tab.locator("#matrix").focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowRight"):  # the first shows where one is
+        view.tab.keyboard.press(key)
+    assert view.texts("#block-words")[0].startswith("Block q2 × kv2")
+    view.tab.keyboard.press("Enter")
+    assert view.chosen()["rank"] == "2"
+    view.tab.locator("input[name=method]:checked").focus()
+    view.tab.keyboard.press("ArrowDown")
+    assert view.chosen()["method"] == "attention2d"
+    assert view.run("() => document.activeElement.value") == "attention2d"
+    assert view.run("() => getComputedStyle(document.activeElement.nextSibling).outlineStyle") == "solid"
+
+
+def test_every_control_has_a_name(view: View) -> None:
+    view.go(ranks=6, method="mesh")
+    nameless = view.run(
+        "() => [...document.querySelectorAll('button, input, select, [tabindex]')].filter((e) => !(e.ariaLabel ||"
+        "(e.labels && e.labels.length) || e.getAttribute('aria-labelledby') || e.textContent.trim())).map((e) => e.id)"
+    )
+    assert nameless == []
+    assert view.run(
+        "() => [...document.querySelectorAll('[aria-labelledby]')].every((e) => "
+        "document.getElementById(e.getAttribute('aria-labelledby')))"
+    )
+
+
+def test_a_link_brings_the_same_view_back(view: View) -> None:
+    choice = {"ranks": 8, "method": "ulysses × mesh", "tile": "2·(2×2)", "pass": "backward", "rank": 5, "step": 7}
+    view.go(**choice)
+    assert view.chosen() == {name: str(value) for name, value in choice.items()}
+    drawn = view.html("matrix", "steps", "timeline")
+    link = view.run("() => location.href")
+    view.tab.goto("about:blank")
+    view.tab.goto(link)
+    assert view.html("matrix", "steps", "timeline") == drawn
+    view.go(ranks=8, method="nonsense", rank=99, step=-4)
+    assert view.chosen()["rank"] == "7"
+    assert view.chosen()["step"] == "0"
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_nothing_is_cut_off_or_too_small(browser: Any, address: str, scenes: list[Scene], size: dict[str, int]) -> None:
+    view = View(browser, address, viewport=size, has_touch=size is NARROW)
+    for one in scenes:
+        view.go(**choice_of(one, **{"pass": one.directions[-1], "rank": one.ranks - 1, "step": 3}))
+        assert view.run("() => document.documentElement.scrollWidth <= innerWidth"), one.method
+        cut = view.run(
+            "() => [...document.querySelectorAll('h1, p, li, .chip span, .bar-row, .bar-name, .bar-value, dd, #where')]"
+            ".filter((e) => e.checkVisibility() && e.scrollWidth > e.clientWidth + 1 && e.clientWidth)"
+            ".map((e) => e.textContent)"
+        )
+        assert cut == []
+        outside = view.run(
+            "() => [...document.querySelectorAll('svg text')].filter((t) => { const a = t.getBoundingClientRect();"
+            "const b = t.ownerSVGElement.getBoundingClientRect(); return a.width && (a.left < b.left - 1 ||"
+            "a.right > b.right + 1 || a.top < b.top - 2 || a.bottom > b.bottom + 2); }).map((t) => t.textContent)"
+        )
+        assert outside == [], one.method
+        assert view.run(OVERLAPPING) == [], one.method
+    small = view.run(
+        "() => [...document.querySelectorAll('.chip, button.icon, select, .quiet')].filter((e) => e.checkVisibility())"
+        ".map((e) => e.getBoundingClientRect()).filter((b) => b.width < 40 || b.height < 40).length"
+    )
+    assert small == 0
+    assert view.said == []
+    view.context.close()
+
+
+# Texts of one picture that lie on each other; what stands in blocks and spans is centred in them and left out.
+OVERLAPPING = """() => [...document.querySelectorAll('.picture svg, .scrolled svg')].flatMap((picture) => {
+  const texts = [...picture.querySelectorAll('text:not(.number)')].map((t) => [t.textContent, t.getBBox()]);
+  const apart = (a, b) => a.x + a.width <= b.x + 1 || b.x + b.width <= a.x + 1 ||
+    a.y + a.height <= b.y + 4 || b.y + b.height <= a.y + 4;
+  return texts.flatMap(([name, a], i) =>
+    texts.slice(i + 1).filter(([, b]) => !apart(a, b)).map(([other]) => `${name}|${other}`));
+})"""
+
+CONTRAST = """(pairs) => {
+  const parse = (text) => { const c = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+    c.fillStyle = text; c.fillRect(0, 0, 1, 1); return [...c.getImageData(0, 0, 1, 1).data]; };
+  const linear = (v) => v / 255 <= 0.03928 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const ground = (e) => {
+    for (let at = e; at; at = at.parentElement) {
+      const c = parse(getComputedStyle(at).backgroundColor);
+      if (c[3] > 250) return c;
+    }
+    return [255, 255, 255];
+  };
+  const ratio = (a, b) => {
+    const [x, y] = [light(a), light(b)].sort((p, q) => q - p);
+    return (x + 0.05) / (y + 0.05);
+  };
+  return pairs.map(([text, under]) => {
+    const e = document.querySelector(text);
+    if (!e) return [text, null];
+    const style = getComputedStyle(e);
+    const ink = parse(e instanceof SVGElement ? style.fill : style.color);
+    const below = under ? parse(getComputedStyle(document.querySelector(under)).fill) : ground(e);
+    return [`${text} on ${under || 'its ground'}`, ratio(ink, below)];
+  });
+}"""
+TEXTS = [
+    *[
+        [name, None]
+        for name in ("h1", "#problem", "legend", ".chip input:checked + span", ".chip input:not(:checked) + span")
+    ],
+    *[[name, None] for name in ("h2", "#steps li.past code", "#steps li[aria-selected=true] code", ".verb-recv b")],
+    *[[name, None] for name in (".verb-send b", ".verb-compute b", ".index", ".readout", ".legend li", "dt", "dd")],
+    *[[name, None] for name in (".words p", "#timeline-words", ".bar-name", ".bar-row[aria-pressed=true] .bar-value")],
+    *[
+        [name, None]
+        for name in (".bar-value small", "#notes li", "footer p", "#where", ".lane-name", "#timeline .small")
+    ],
+    *[[name, None] for name in (".shard", ".shard.mine", ".source-name", "#growth text.mine", "h3")],
+    [".span-name.compute", ".span.compute"],
+]
+NUMBERS = [[".tile .number", f".tone-{tone} path:not(.under)"] for tone in (0, 1, 2, 3, 4, 5, 6)]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_texts_can_be_read_in_both_themes(browser: Any, address: str, theme: str) -> None:
+    view = View(browser, address, color_scheme=theme)
+    for is_switched in (False, True):
+        found: dict[str, float | None] = {}
+        view.go(ranks=6, method="mesh", tile="2×3", rank=1, step=9)
+        if is_switched:
+            view.tab.locator("#theme").click()
+        found |= dict(view.run(CONTRAST, TEXTS))
+        view.go(ranks=8, method="ring", rank=5)  # its rows have all tones but that of rank 5
+        found |= dict(view.run(CONTRAST, NUMBERS))
+        assert {name for name, ratio in found.items() if ratio is None} == set()
+        assert {name: ratio for name, ratio in found.items() if ratio is not None and ratio < 4.5} == {}
+    is_dark = view.run("() => document.documentElement.dataset.theme") == "dark"
+    assert is_dark == (theme == "light")
+    view.context.close()
+
+
+def test_titles_with_markup_are_shown_as_they_are(view: View) -> None:
+    view.go()
+    assert view.texts("h1") == [TITLE]
+    assert view.tab.title() == TITLE
+    assert json.loads(view.texts("#data")[0])["scenes"]
+
+
+def test_print_leaves_out_what_cannot_be_pressed(view: View) -> None:
+    view.go(ranks=6, method="mesh", tile="2×3")
+    view.tab.emulate_media(media="print")
+    shown = "(selector) => document.querySelector(selector).checkVisibility()"
+    assert not view.run(shown, ".player")
+    assert not view.run(shown, "#controls")
+    assert view.run(shown, "#matrix svg")
