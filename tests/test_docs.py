@@ -2,52 +2,298 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pool import shared_pool
+from snippets import Block, blocks, commands, differences, is_session, run_here, run_in_order
 
+from mesh_attention import errors
+from mesh_attention.cli.main import main
+
+starts_processes = pytest.mark.xdist_group("processes")
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, *sorted(DOCS.rglob("*.md"))]
+LANGUAGES = {"python", "console", "text", "bash", "toml", ""}
+NOT_RUN = ("make", "pip", "git", "bash", "sbatch", "torchrun", "python")
+"""Commands of console blocks that need a network, a cluster or minutes; the files and targets they name must exist."""
 
 
-def snippets(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_snippets_run(page: Path) -> None:
-    for snippet in snippets(page):
-        exec(compile(snippet, str(page), "exec"), {})
+def pages_with(language: str) -> list[Path]:
+    return [page for page in PAGES if any(block.language == language for block in blocks(page))]
 
 
-def test_the_readme_says_what_its_snippets_print(capsys: pytest.CaptureFixture[str]) -> None:
-    attend, plan, tune = snippets(ROOT / "README.md")
-    exec(attend, {})
-    assert float(re.findall(r"tensor\((.*)\)", capsys.readouterr().out)[0]) < 1e-5
-    exec(plan, {})
-    assert "a rank receives 353 MiB, with ring 480 MiB" in capsys.readouterr().out
-    exec(tune, {})
-    assert re.match(r"\S+ +\d+\.\d\d ms  chosen\n", capsys.readouterr().out)
+def compare(block: Block, printed: str) -> None:
+    missing = list(differences(block.shown or "", printed))
+    assert not missing, f"{block.page}:{block.line}: shown but not printed: {missing}\n\nprinted:\n{printed}"
+
+
+# Snippets
+
+
+@pytest.mark.parametrize("page", [page for page in pages_with("python") if page != README], ids=name_of)
+def test_snippets_run_and_print_what_is_shown(page: Path) -> None:
+    names: dict[str, object] = {"__name__": "snippet"}
+    for block in blocks(page):
+        if block.runs_here:
+            names = names if is_session(page) else {"__name__": "snippet"}
+            compare(block, run_here(block, names))
+
+
+@starts_processes
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(block.processes for block in blocks(page))], ids=name_of
+)
+def test_snippets_for_several_processes_run_on_them(page: Path) -> None:
+    together = [block for block in blocks(page) if block.processes]
+    ranks = together[0].processes
+    assert ranks == 8, "the default group of the pool has 8 ranks"
+    assert all(block.processes == ranks for block in together)
+    for block, *printed in zip(together, *shared_pool().run(ranks, run_in_order, together), strict=True):
+        compare(block, "\n".join(printed))
+
+
+@starts_processes
+@pytest.mark.parametrize(
+    "block",
+    [block for page in PAGES for block in blocks(page) if block.torchrun],
+    ids=lambda block: f"{Path(block.page).name}:{block.line}",
+)
+def test_scripts_run_under_torchrun(block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(block.source)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={block.torchrun}"]
+    done = run([*torchrun, str(script)])
+    assert done.returncode == 0, done.stderr
+    compare(block, done.stdout)
+
+
+@pytest.mark.parametrize("page", pages_with("console"), ids=name_of)
+def test_commands_run_and_print_what_is_shown(
+    page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page):
+        for command, shown in commands(block) if block.language == "console" else ():
+            program, *arguments = shlex.split(command, comments=True)
+            if program != "mesh-attention":
+                check_command(program, arguments)
+                continue
+            capsys.readouterr()
+            assert main(arguments) == 0, capsys.readouterr().err
+            missing = list(differences(shown, capsys.readouterr().out))
+            assert not missing, f"{page}:{block.line}: shown but not printed: {missing}"
+
+
+def check_command(program: str, arguments: list[str]) -> None:
+    """What a command names must be there, even if it is not run here."""
+    assert program in NOT_RUN, f"{program}: mesh-attention commands are run, {', '.join(NOT_RUN)} are looked at"
+    if program == "make":
+        assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE), arguments
+    for argument in arguments:
+        if argument.endswith((".py", ".sh", ".sbatch")):
+            assert (ROOT / argument).exists(), argument
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_blocks_say_what_they_are(page: Path) -> None:
+    for block in blocks(page):
+        assert block.language in LANGUAGES, f"{block.page}:{block.line}: {block.language}"
+        for mark in block.marks:
+            known = re.fullmatch(r"raises|launched|one session|on \d+ processes|under torchrun \d+|file: \S+", mark)
+            assert known, f"{block.page}:{block.line}: unknown mark {mark!r}"
+        assert not block.raises or block.shown, f"{block.page}:{block.line}: show what is raised"
+    assert page.read_text().count("```") == 2 * len(blocks(page)), "a block that is not closed, or inside another"
+
+
+def test_the_readme_says_what_its_snippets_print() -> None:
+    printed = "\n".join(run_here(block, {}) for block in blocks(README) if block.runs_here)
+    assert float(re.findall(r"tensor\((\S*)\)", printed)[0]) < 1e-5
+    assert "a rank receives 353 MiB, with ring 480 MiB" in printed
+    assert re.search(r"^\S+ +\d+\.\d\d ms  chosen$", printed, flags=re.MULTILINE)
+
+
+# Figures
+
+
+def figures() -> Iterator[tuple[Path, str, str]]:
+    """(page, result file, paragraph) for every paragraph or table that says where its figures are from."""
+    for page in PAGES:
+        text = page.read_text()
+        for match in re.finditer(r"<!-- figures of (\S+) -->\n(.*?)(?:\n\n|\Z)", text, flags=re.DOTALL):
+            yield page, match[1], match[2]
+
+
+NUMBER = re.compile(r"(?<![\w.·])\d+(?:,\d{3})*(?:\.\d+)?(?![\w·]|\.\d)")
+"""Not those that are part of a name, such as 512k or 4x4."""
+
+
+def test_figures_are_those_of_the_stored_results() -> None:
+    found = list(figures())
+    assert found
+    for page, result, paragraph in found:
+        stored = set(NUMBER.findall((ROOT / result).read_text()))
+        without_links = re.sub(r"\]\([^)]*\)|`[^`]*`", "]", paragraph)
+        wrong = [number for number in NUMBER.findall(without_links) if number not in stored]
+        assert not wrong, f"{page.name}: {wrong} not in {result}:\n{paragraph}"
+
+
+# Pictures, files and links
 
 
 def test_the_picture_is_what_its_script_draws() -> None:
-    drawn = runpy.run_path(str(ROOT / "docs" / "make_tiles_picture.py"))["picture"]()
-    assert (ROOT / "docs" / "tiles.svg").read_text() == drawn
+    drawn = runpy.run_path(str(DOCS / "make_tiles_picture.py"))["picture"]()
+    assert (DOCS / "tiles.svg").read_text() == drawn
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_that_a_page_shows_are_the_files() -> None:
+    shown = [
+        (block, mark.removeprefix("file: "))
+        for page in PAGES
+        for block in blocks(page)
+        for mark in block.marks
+        if mark.startswith("file: ")
+    ]
+    assert {path for _, path in shown} == {name_of(path) for path in (DOCS / "launch").iterdir() if path.is_file()}
+    for block, path in shown:
+        assert block.source == (ROOT / path).read_text(), f"{block.page}:{block.line} is not {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), target
+    text = FENCED.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = page if not path else (page.parent / path).resolve()
+        assert there.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors(there), f"{page.name}: {target}, expected one of {sorted(anchors(there))}"
+
+
+FENCED = re.compile(r"^ *```.*?^ *```$", flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub and MkDocs both make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_anchors_are_the_same_on_every_site() -> None:
+    for page in PAGES:
+        for anchor in anchors(page):
+            assert "--" not in anchor, f"{page.name}: #{anchor} is another on GitHub than in MkDocs; reword the heading"
 
 
 def test_the_folder_map_names_every_module() -> None:
-    readme = (ROOT / "README.md").read_text()
+    readme = README.read_text()
     for path in (ROOT / "src" / "mesh_attention").glob("*/*.py"):
         if (
             path.parent.name not in ("cli", "testing")  # the folder map says what these hold as a whole
             and path.stem != "__init__"
         ):
             assert path.stem in readme, f"{path.parent.name}/{path.stem} is missing from the folder map"
+
+
+# Errors
+
+
+def test_every_error_class_is_explained_and_raised() -> None:
+    page = DOCS / "errors.md"
+    headings = re.findall(r"^#+ (\w+)$", page.read_text(), flags=re.MULTILINE)
+    classes = {
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+    assert classes - set(headings) == set()
+    raised = {block.shown.split(":")[0].strip() for block in blocks(page) if block.raises and block.shown}
+    base = {"MeshAttentionError", "PlanError"}  # raised as their subclasses only
+    assert classes - base <= raised
+
+
+def test_refusals_that_are_quoted_in_tables_are_in_the_code() -> None:
+    """Where provoking each would take a model or a cluster. … stands for what a message fills in."""
+    sources = [path.read_text() for path in (ROOT / "src" / "mesh_attention" / "integrations").rglob("*.py")]
+    joined = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))  # texts that go on in the next line
+    quoted = re.findall(r"^\| `([^`]+)` \|", (DOCS / "transformers.md").read_text(), flags=re.MULTILINE)
+    assert len(quoted) > 5
+    for message in quoted:
+        for part in message.split("…"):
+            assert part.strip() in joined, message
+
+
+# Launching
+
+
+def run(command: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | changes
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_launch_scripts_are_bash() -> None:
+    for script in (DOCS / "launch").iterdir():
+        done = run(["bash", "-n", str(script)])
+        assert done.returncode == 0, done.stderr
+        assert os.access(script, os.X_OK), f"{script.name} cannot be started"
+        if shutil.which("shellcheck"):
+            done = run(["shellcheck", str(script)])
+            assert done.returncode == 0, done.stdout
+
+
+SRUN = """#!/usr/bin/env bash
+# As Slurm does: the command on every node at once; here all nodes are this machine.
+shift  # --kill-on-bad-exit
+for node in $(seq "$SLURM_JOB_NUM_NODES"); do "$@" & jobs+=($!); done
+for job in "${jobs[@]}"; do wait "$job" || exit 1; done
+"""
+
+
+@starts_processes
+def test_the_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
+    """Through torchrun.sh, two launchers that meet on this machine; Slurm itself is played."""
+    scripts = {
+        "srun": SRUN,
+        "scontrol": "#!/usr/bin/env bash\necho localhost\necho elsewhere\n",
+        "torchrun": f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"\n',
+    }
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "RANKS_PER_NODE": "1",
+    }
+    (program,) = (block for block in blocks(DOCS / "launch.md") if "launched" in block.marks)
+    (tmp_path / "train.py").write_text(program.source)
+    done = run(["bash", str(DOCS / "launch" / "slurm.sbatch"), str(tmp_path / "train.py")], **job)
+    assert done.returncode == 0, done.stderr
+    compare(program, done.stdout)
+
+
+def test_the_torchrun_script_says_what_it_needs() -> None:
+    done = run(["bash", str(DOCS / "launch" / "torchrun.sh"), "train.py"], HEAD="")
+    assert done.returncode != 0
+    assert "HEAD: the node at which all meet" in done.stderr
