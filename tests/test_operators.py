@@ -20,6 +20,7 @@ from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.comm.wrappers import Recording
 from mesh_attention.execution.operators import Asked
 from mesh_attention.integrations.checkpointing import saved_attention
+from mesh_attention.integrations.flops import flop_formulas
 
 pytestmark = [
     pytest.mark.xdist_group("processes"),
@@ -162,7 +163,7 @@ def test_fake_tensors_get_shapes_and_nothing_is_run() -> None:
 def test_flops_are_counted_as_torch_counts_them() -> None:
     attention = alone(tensor_format="bhsd")
     q, k, v = (torch.randn(2, 4, 10, dim, requires_grad=True) for dim in (8, 8, 6))
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as counter:
         out = attention(q, k, v)
         assert counter.get_total_flops() == sdpa_flop_count(q.shape, k.shape, v.shape)
         out.sum().backward()

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from mesh_attention.api import MeshAttention
+from mesh_attention.errors import UsageError
 from mesh_attention.integrations.batches import batch_loss, shard_batch
 from mesh_attention.integrations.transformers import register, unregister
 from mesh_attention.testing.run_ranks import RankPool
@@ -206,3 +207,25 @@ def test_forgotten_position_ids_are_refused_on_every_rank(pool: RankPool, layout
 def test_mistakes_in_cutting_are_refused_on_every_rank(pool: RankPool, mistake: str, message: str) -> None:
     for answer in pool.run(4, refusal_by_hand, "zigzag", mistake):
         assert message in answer
+
+
+def refusal_of_a_loss(group: Any, implementation: str) -> str:
+    attention = MeshAttention(group)
+    register(attention)
+    try:
+        model = make_model("llama", implementation)
+        local = shard_batch(attention, BATCHES["plain"]())
+        batch_loss(model(**local).loss, local, group=group)
+    except UsageError as refusal:
+        return str(refusal)
+    finally:
+        unregister()
+    return "none"
+
+
+@pytest.mark.parametrize(("ranks", "implementation", "is_refused"), [(2, "eager", True), (2, "mesh_attention", False)])
+def test_a_loss_of_a_model_that_attends_by_other_means_is_refused(
+    pool: RankPool, ranks: int, implementation: str, is_refused: bool
+) -> None:
+    for said in pool.run(ranks, refusal_of_a_loss, implementation):
+        assert ("every rank attended to its own tokens alone" in said) == is_refused, said

@@ -116,6 +116,8 @@ class MeshAttention:
         self._planner: Planner = make_plan if planner is None else planner
         self._has_operator = not self.is_local and "keep" not in given
         self._number = number_of(self)
+        self.runs = 0
+        """How many passes forward were asked for so far, but for one rank alone."""
         self._engines: dict[object, Engine] = {}
         self._options_of: dict[object, CallOptions] = {}
         self._alone: dict[
@@ -256,6 +258,7 @@ class MeshAttention:
 
         `gradient` says whether there will be a backward pass, where tensors and grad mode do not.
         """
+        self.runs += 1
         gradient = needs_gradient(tensors) if gradient is None else gradient
         shapes = ((tensor.shape, tensor.dtype, tensor.device) for rank in tensors for tensor in rank)
         key = (options, gradient, *shapes)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it loads no compiler until it is called
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.flop_counter import register_flop_formula
 
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.autograd import Engine, run_backward, run_forward
@@ -115,7 +114,7 @@ def _(d_out: Tensor | None, d_lse: Tensor | None, *given: Any) -> tuple[Tensor, 
 
 
 def _engine(tensors: Sequence[Tensor], asked: Asked) -> Engine:
-    engine = _caller(asked.caller).engine_for(tensors, asked)
+    engine = caller_of(asked.caller).engine_for(tensors, asked)
     plan = engine.programs("forward")[0].plan
     if plan.schedule.keep:
         raise UsageError(
@@ -125,7 +124,7 @@ def _engine(tensors: Sequence[Tensor], asked: Asked) -> Engine:
     return engine
 
 
-def _caller(number: int) -> Caller:
+def caller_of(number: int) -> Caller:
     try:
         found: Caller = _callers[number]
     except KeyError:
@@ -162,22 +161,3 @@ def _refuse_second(ctx: Any, *gradients: Tensor | None) -> None:
 
 attend_operator.register_autograd(_gradients, setup_context=_set_up)
 backward_operator.register_autograd(_refuse_second)
-
-
-# Work, as torch counts it: without regard to masks
-
-
-@register_flop_formula(torch.ops.mesh_attention.attend, get_raw=True)
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *asked: Any, out_val: Any = None) -> int:
-    return 2 * _pairs(q, k, Asked(*asked)) * (q.shape[3] + v.shape[3])
-
-
-@register_flop_formula(torch.ops.mesh_attention.attend_backward, get_raw=True)
-def _backward_flops(d_out: Any, d_lse: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, out_val: Any = None) -> int:
-    return 2 * _pairs(q, k, Asked(*given[2:])) * (3 * q.shape[3] + 2 * v.shape[3])
-
-
-def _pairs(q: Tensor, k: Tensor, asked: Asked) -> int:
-    """This rank's even share of all (query, key) pairs: its queries against the whole sequence."""
-    whole = asked.seq_len_k or asked.seq_len or k.shape[1] * _caller(asked.caller).ranks
-    return q.shape[0] * q.shape[2] * q.shape[1] * whole

@@ -56,7 +56,24 @@ KNOWN = (
 Gradients = Literal["averaged", "summed"]
 
 
-def shard_batch(attention: MeshAttention, batch: Mapping[str, Any], *, is_compared: bool = True) -> dict[str, Any]:
+class LocalBatch(dict[str, Any]):
+    """This rank's part of a batch, which remembers how often its attention had run before."""
+
+    def __init__(self, entries: Mapping[str, Any], attention: MeshAttention) -> None:
+        super().__init__(entries)
+        self._attention, self._runs = attention, attention.runs
+
+    def check_that_attention_ran(self) -> None:
+        """A model with another attention implementation would attend to this rank's tokens alone, and say nothing."""
+        if self._attention.ranks > 1 and self._attention.runs == self._runs:
+            raise UsageError(
+                "the model gave a loss without having called mesh attention, so every rank attended to its own tokens "
+                'alone; set its attention with model.set_attn_implementation("mesh_attention"). (A config object that '
+                "two models share has the implementation of the last one.)"
+            )
+
+
+def shard_batch(attention: MeshAttention, batch: Mapping[str, Any], *, is_compared: bool = True) -> LocalBatch:
     """What this rank passes to ``model(**local)``, out of the whole batch that every rank of the group has.
 
     `batch` holds ``input_ids`` or ``inputs_embeds`` (batch, tokens, …), and may hold ``labels`` (as transformers has
@@ -86,7 +103,7 @@ def shard_batch(attention: MeshAttention, batch: Mapping[str, Any], *, is_compar
         _compare(attention, batch, whole)
     if isinstance(whole, UsageError):
         raise whole
-    return _local(attention, whole)
+    return LocalBatch(_local(attention, whole), attention)
 
 
 def batch_loss(
@@ -96,9 +113,14 @@ def batch_loss(
     group: Group | None,
     gradients: Gradients = "averaged",
 ) -> Tensor:
-    """`reduce_loss` of what the model gave for a batch of `shard_batch`: the mean over all labelled tokens."""
+    """`reduce_loss` of what the model gave for a batch of `shard_batch`: the mean over all labelled tokens.
+
+    A loss that came without any call of the batch's attention is refused.
+    """
     if "shift_labels" not in local:
         raise UsageError("batch_loss came with a batch without labels; give labels to shard_batch")
+    if isinstance(local, LocalBatch):
+        local.check_that_attention_ran()
     num_items = (local["shift_labels"] != IGNORED).sum()
     return reduce_loss(loss * local["num_items_in_batch"], num_items, group=group, gradients=gradients)
 

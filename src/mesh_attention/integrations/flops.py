@@ -1,0 +1,36 @@
+"""FLOPs of attention for torch's counter: ``FlopCounterMode(custom_mapping=flop_formulas())``.
+
+Counted as torch counts its own attention: without regard to masks, and in backward with the scores computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention.execution.operators import Asked, caller_of
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """A formula for each operator. A rank counts its even share: its queries against the whole sequence."""
+    attend, backward = torch.ops.mesh_attention.attend, torch.ops.mesh_attention.attend_backward
+    formulas: dict[Any, Callable[..., int]] = {attend: _forward, backward: _backward}
+    for formula in formulas.values():
+        formula._get_raw = True  # type: ignore[attr-defined] # tensors, not their shapes
+    return formulas
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *asked: Any, out_val: Any = None) -> int:
+    return 2 * _pairs(q, k, Asked(*asked)) * (q.shape[3] + v.shape[3])
+
+
+def _backward(d_out: Any, d_lse: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, out_val: Any = None) -> int:
+    return 2 * _pairs(q, k, Asked(*given[2:])) * (3 * q.shape[3] + 2 * v.shape[3])
+
+
+def _pairs(q: Tensor, k: Tensor, asked: Asked) -> int:
+    whole = asked.seq_len_k or asked.seq_len or k.shape[1] * caller_of(asked.caller).ranks
+    return q.shape[0] * q.shape[2] * q.shape[1] * whole
