@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
-from mesh_attention.integrations.batches import batch_loss, reduce_loss, shard_batch
+from mesh_attention.integrations.batches import batch_loss, count_items, reduce_loss, shard_batch
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.testing.run_ranks import RankPool
 
@@ -99,10 +99,10 @@ def test_position_ids_of_left_padding_are_no_documents() -> None:
 
 def test_embeddings_and_shifted_labels_are_taken_as_well() -> None:
     embeddings, shifted = torch.randn(2, 7, 3), torch.randint(0, 9, (2, 7))
-    parts = cut({"inputs_embeds": embeddings, "shift_labels": shifted, "num_items_in_batch": 99}, 3)
+    parts = cut({"inputs_embeds": embeddings, "shift_labels": shifted}, 3)
     assert torch.equal(joined(parts, "inputs_embeds"), embeddings)
     assert torch.equal(joined(parts, "shift_labels"), shifted)
-    assert all(part["num_items_in_batch"] == 99 for part in parts)
+    assert all(part["num_items_in_batch"] == 14 for part in parts)
 
 
 # What is refused
@@ -225,11 +225,11 @@ def texts(dp: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def alone() -> tuple[float, list[Tensor]]:
-    """The mean over the tokens of both batches, in one process."""
+def alone(batches: int) -> tuple[float, list[Tensor]]:
+    """The mean over the tokens of all batches, in one process."""
     attention = MeshAttention(LocalGroup(1).comm(0))
     net = Net(lambda q, k, v, seq: attention(q, k, v, causal=True, seq_len=seq))
-    parts = [shard_batch(attention, texts(dp)) for dp in range(2)]
+    parts = [shard_batch(attention, texts(number)) for number in range(batches)]
     sums = [net(**part) * part["num_items_in_batch"] for part in parts]
     loss = sum(sums) / sum(int(part["num_items_in_batch"]) for part in parts)
     loss.backward()
@@ -247,22 +247,28 @@ def loss_on_a_mesh(group: Any, how: str) -> tuple[float, list[Tensor]]:
 
         net = fully_shard(net, mesh=mesh._flatten("all"))
         parameters = list(net.parameters())
-    local = shard_batch(attention, texts(mesh.get_local_rank("dp")))
-    local.pop("labels")
-    loss = batch_loss(net(**local), local, group=mesh, gradients="summed" if how == "summed" else "averaged")
-    loss.backward()
+    numbers = [mesh.get_local_rank("dp") + 2 * call for call in range(2 if how == "accumulated" else 1)]
+    locals_ = [shard_batch(attention, texts(number)) for number in numbers]
+    options: dict[str, Any] = {"gradients": "averaged" if how == "fsdp2" else "summed"}
+    if how == "accumulated":
+        options["total_items"] = count_items(locals_, group=mesh)
+    loss = 0.0
+    for local in locals_:
+        local.pop("labels")
+        part = batch_loss(net(**local), local, group=mesh, **options)
+        part.backward()
+        loss += part.item()
     gradients = [parameter.grad for parameter in parameters]
     if how == "fsdp2":
-        return loss.item(), [gradient.full_tensor() for gradient in gradients]
-    if how == "summed":
-        for gradient in gradients:
-            dist.all_reduce(gradient, group=group)
-    return loss.item(), gradients
+        return loss, [gradient.full_tensor() for gradient in gradients]
+    for gradient in gradients:
+        dist.all_reduce(gradient, group=group)
+    return loss, gradients
 
 
-@pytest.mark.parametrize("how", ["summed", "fsdp2"])
+@pytest.mark.parametrize("how", ["summed", "fsdp2", "accumulated"])
 def test_the_loss_and_gradients_of_dp_times_cp_are_those_of_one_process(pool: RankPool, how: str) -> None:
-    due, due_gradients = alone()
+    due, due_gradients = alone(4 if how == "accumulated" else 2)
     for loss, gradients in pool.run(8, loss_on_a_mesh, how):
         assert loss == pytest.approx(due, rel=1e-12)
         for ours, theirs in zip(gradients, due_gradients, strict=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from mesh_attention import LocalGroup, MeshAttention, UsageError
+from mesh_attention import LocalGroup, MeshAttention, UsageError, record
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.comm.wrappers import Recording
 from mesh_attention.execution.operators import Asked
@@ -204,6 +206,34 @@ def test_what_was_compiled_needs_its_attention_alive() -> None:
     gc.collect()
     with pytest.raises(UsageError, match="no longer exists; keep it as long as"):
         torch.ops.mesh_attention.attend(q, q, q, *asked)
+
+
+def test_a_graph_keeps_its_attention_until_backward() -> None:
+    q = torch.randn(1, 6, 2, 8, requires_grad=True)
+    with FlopCounterMode(display=False):
+        out = alone()(q, q, q)
+        gc.collect()
+        out.sum().backward()
+    assert q.grad is not None
+
+
+def test_a_copy_of_a_model_has_the_same_attention_and_pickling_is_refused() -> None:
+    layer = Layer(alone())
+    assert copy.deepcopy(layer).attention is layer.attention
+    with pytest.raises(UsageError, match="a MeshAttention cannot be pickled"):
+        pickle.dumps(layer)
+
+
+def recorded_operators(group: Any) -> list[str]:
+    layer = Layer(MeshAttention(group, tile=(1, 2)))
+    x = layer.attention.shard(whole_input(20))
+    with record(layer.attention) as recording:
+        checkpoint(layer, x, use_reentrant=False, context_fn=saved_attention, causal=True).sum().backward()
+    return [one.plan.direction for one in recording.passes()]
+
+
+def test_operators_are_recorded_as_calls_are() -> None:
+    assert shared_pool().run(2, recorded_operators) == [["forward", "backward"]] * 2
 
 
 def kept_under_checkpointing(group: Any) -> tuple[float, str]:

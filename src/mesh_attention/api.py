@@ -140,6 +140,15 @@ class MeshAttention:
     def ranks(self) -> int:
         return self.comms[0].size
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshAttention:
+        """Itself: a copy of a model runs on the same group, by the same plans."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "a MeshAttention cannot be pickled, because its group belongs to this process; save a model's state_dict"
+        )
+
     def __call__(
         self,
         q: Any,

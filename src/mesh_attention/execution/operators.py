@@ -142,6 +142,8 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) ->
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:5], *output)  # Q, K, V, boundaries, O, LSE
     ctx.asked = inputs[5:]
+    # Backward finds its engine by the same number. (While tracing there is no telling what will run when.)
+    ctx.caller = _callers.get(inputs[-1]) if type(inputs[-1]) is int else None
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -16,8 +16,8 @@ where ranks take turns on one thread, and on CUDA, where moments are those of th
 whoever waits for it. Ranks of one machine have one clock. Those of several are set by the moment at which they leave a
 meeting, which is as exact as a small message is short.
 
-Nothing is noted, and nothing costs time, outside of `with record(...)`; a backward pass of a call made inside it is
-noted whenever it runs.
+Nothing is noted, and nothing costs time, outside of `with record(...)`. A backward pass of a call made inside it is
+noted whenever it runs; of an operator (under torch.compile or saved attention), if it runs inside as well.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Recordable(Protocol):
     def ranks(self) -> int: ...
 
     @property
-    def engine(self) -> Callable[[Sequence[Sequence[Tensor]], Any], Engine]: ...
+    def engine(self) -> Callable[..., Engine]: ...
 
 
 @contextmanager
@@ -69,8 +69,8 @@ def record(attention: Recordable) -> Iterator[Recording]:
     recording = Recording(attention.comms)
     before, engine_of = vars(attention).get("engine"), attention.engine
 
-    def watched(tensors: Sequence[Sequence[Tensor]], options: Any) -> Engine:
-        return recording.watched(engine_of(tensors, options), tensors[0][0])
+    def watched(tensors: Sequence[Sequence[Tensor]], options: Any, **more: Any) -> Engine:
+        return recording.watched(engine_of(tensors, options, **more), tensors[0][0])
 
     vars(attention)["engine"] = watched
     try:

@@ -10,7 +10,7 @@ found before anything is cut: the next token may live on another rank. It import
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -51,7 +51,6 @@ KNOWN = (
     "attention_mask",
     *CUTS,
     *LENGTHS,
-    "num_items_in_batch",
 )
 Gradients = Literal["averaged", "summed"]
 
@@ -112,21 +111,39 @@ def batch_loss(
     *,
     group: Group | None,
     gradients: Gradients = "averaged",
+    total_items: int | Tensor | None = None,
 ) -> Tensor:
     """`reduce_loss` of what the model gave for a batch of `shard_batch`: the mean over all labelled tokens.
 
-    A loss that came without any call of the batch's attention is refused.
+    A loss that came without any call of the batch's attention is refused. To accumulate gradients over several batches,
+    give the `total_items` of all of them, which `count_items` counts.
     """
     if "shift_labels" not in local:
         raise UsageError("batch_loss came with a batch without labels; give labels to shard_batch")
     if isinstance(local, LocalBatch):
         local.check_that_attention_ran()
     num_items = (local["shift_labels"] != IGNORED).sum()
-    return reduce_loss(loss * local["num_items_in_batch"], num_items, group=group, gradients=gradients)
+    loss_sum = loss * local["num_items_in_batch"]
+    return reduce_loss(loss_sum, num_items, group=group, gradients=gradients, total_items=total_items)
+
+
+def count_items(batches: Iterable[Mapping[str, Any]], *, group: Group | None) -> Tensor:
+    """The labelled tokens in batches of `shard_batch`, of all ranks of `group` together."""
+    count = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
+    if not isinstance(count, Tensor):
+        raise UsageError("count_items came without batches; give those whose gradients are accumulated")
+    for one in _groups(group):
+        dist.all_reduce(count, group=one)
+    return count
 
 
 def reduce_loss(
-    loss_sum: Tensor, num_items: int | Tensor, *, group: Group | None, gradients: Gradients = "averaged"
+    loss_sum: Tensor,
+    num_items: int | Tensor,
+    *,
+    group: Group | None,
+    gradients: Gradients = "averaged",
+    total_items: int | Tensor | None = None,
 ) -> Tensor:
     """The mean loss over all tokens of all ranks of `group`, with the gradient of this rank's part.
 
@@ -138,6 +155,9 @@ def reduce_loss(
     ∇(own sum) / N. What averages gradients over these ranks (FSDP2, DDP) divides that by their number W, which is
     therefore multiplied in first; with `gradients="summed"` it is not. Ranks may have any number of labelled tokens,
     also none. When none has any, the mean is nan and the gradient zero: seen in the log, harmless to the weights.
+
+    `total_items` is N where gradients of several calls are accumulated: the labelled tokens of all ranks in all of
+    them. The values of these calls then add up to the mean.
     """
     if gradients not in ("averaged", "summed"):
         raise UsageError(f"gradients={gradients!r}: expected averaged (FSDP2, DDP) or summed")
@@ -151,6 +171,8 @@ def reduce_loss(
     for one in groups:  # all axes in turn: everybody's sum
         dist.all_reduce(sums, group=one)
     total, count = sums
+    if total_items is not None:
+        count = torch.as_tensor(total_items, device=sums.device).double()
     factor = prod(dist.get_world_size(one) for one in groups) if gradients == "averaged" else 1
     scale = torch.where(count > 0, factor / count, 0.0)
     mean: Tensor = _Mean.apply(loss_sum, (total / count).to(loss_sum.dtype), scale.to(loss_sum.dtype))  # type: ignore[no-untyped-call]
@@ -183,7 +205,7 @@ class _Whole:
     position_ids: Tensor
     rows: tuple[Row, ...]
     attention_mask: Tensor | None
-    num_items: Tensor | int | None
+    num_items: Tensor | None
 
 
 def _read(batch: Mapping[str, Any], ranks: int) -> _Whole:
@@ -218,7 +240,7 @@ def _read(batch: Mapping[str, Any], ranks: int) -> _Whole:
         position_ids=plain[None] if positions is None else positions,
         rows=found,
         attention_mask=mask,
-        num_items=given.get("num_items_in_batch", counted),
+        num_items=counted,
     )
 
 

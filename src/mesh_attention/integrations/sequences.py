@@ -68,7 +68,7 @@ def read_documents(given: Mapping[str, Any]) -> tuple[int, ...]:
     if q is None or k is None:
         raise UsageError(f"{CUTS[0] if q is None else CUTS[1]} is missing beside the other; give both")
     cuts = read_cuts(CUTS[0], q)
-    if k is not q and read_cuts(CUTS[1], k) != cuts:
+    if read_cuts(CUTS[1], k) != cuts:
         raise UsageError("cu_seq_lens_q and cu_seq_lens_k differ; expected the same, as each token is query and key")
     for name in LENGTHS:
         length = given.get(name)
@@ -115,7 +115,7 @@ def join_rows(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def longest_document(cuts: tuple[int, ...]) -> int:
-    return max((b - a for a, b in pairwise(cuts)), default=0)
+    return max([0, *(b - a for a, b in pairwise(cuts))])  # max(…, default=…) cannot be traced
 
 
 def cuts_of_restarts(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:

@@ -20,8 +20,9 @@ from mesh_attention.comm.local import block
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.execution.agreement import agree
 from mesh_attention.integrations.sequences import CUTS, LENGTHS, Row, find_misplaced, read_documents, split_rows
-from mesh_attention.integrations.transformers.masks import DECODING, BatchMask, shard_length
+from mesh_attention.integrations.transformers.masks import DECODING, BatchMask, make_mask, shard_length
 from mesh_attention.integrations.transformers.memory import Memory
+from mesh_attention.integrations.transformers.models import refuse_mixing, refuse_rotary, refuse_router_loss
 
 HONOURED = (
     "scaling",
@@ -32,6 +33,7 @@ HONOURED = (
     "s_aux",
     "position_ids",
     "output_attentions",
+    "output_router_logits",
     *CUTS,
     *LENGTHS,
 )
@@ -40,7 +42,6 @@ WITHOUT_EFFECT = (
     "num_items_in_batch",
     "shift_labels",
     "output_hidden_states",
-    "output_router_logits",
 )
 """Arguments that travel through the layers and say nothing about attention."""
 
@@ -69,10 +70,15 @@ class LayerAttention:
 
     def __init__(self, attention: MeshAttention) -> None:
         self.attention = attention
-        self._has_met = False
+        self._is_to_meet = True
         self._documents: Memory[tuple[tuple[int, ...], ...]] = Memory()
         self._checked: Memory[None] = Memory()
         self._positions: Memory[Tensor] = Memory()
+
+    def make_mask(self, **asked: Any) -> BatchMask:
+        """The mask of layers. Models ask for it in every forward, on every rank, before the first layer attends."""
+        self._is_to_meet = True
+        return make_mask(self.attention, **asked)
 
     def __call__(
         self,
@@ -120,8 +126,11 @@ class LayerAttention:
     def _agreed(
         self, module: nn.Module, tensors: Sequence[Tensor], mask: object, arguments: Mapping[str, Any]
     ) -> Request:
-        """The request; the first time, ranks tell each other of refusals, or those without one would wait."""
-        if self._has_met or torch.compiler.is_compiling():
+        """The request; once a forward, ranks tell each other of refusals, or those without one would wait.
+
+        When that is does not depend on what this rank remembers, which might be other things than another rank does.
+        """
+        if torch.compiler.is_compiling() or not self._is_to_meet:
             return self._request(module, tensors, mask, arguments)
         request: Request | UsageError
         try:
@@ -133,7 +142,7 @@ class LayerAttention:
         block(agree(self.attention.comms[0], asked={}, holds={}, expected=lambda rank: {}, refusal=refusal))
         if isinstance(request, UsageError):
             raise request
-        self._has_met = True
+        self._is_to_meet = False
         return request
 
     def _request(
@@ -146,6 +155,7 @@ class LayerAttention:
             raise UsageError(DECODING)
         batch, tokens = query.shape[0], query.shape[2]
         seq_len, rows = self._rows(known, batch, tokens, arguments)
+        refuse_rotary(getattr(module, "config", None), self.attention, rows, seq_len)
         if not torch.compiler.is_compiling():  # which cannot look at values
             self._check_positions(arguments.get("position_ids"), rows, seq_len, tokens)
         return Request(
@@ -230,6 +240,9 @@ def refuse_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
         )
     if arguments.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         raise UsageError("output_attentions came, and no rank ever has attention weights; use eager for that")
+    config = getattr(module, "config", None)
+    refuse_mixing(config)
+    refuse_router_loss(config, arguments)
 
 
 def check_mask(mask: object, arguments: Mapping[str, Any]) -> BatchMask:

@@ -12,7 +12,10 @@ Answer = TypeVar("Answer")
 
 
 class Memory(Generic[Answer]):
-    """The last answer, for as long as the same tensors, unchanged, and equal other things are asked about."""
+    """The last answer, for as long as the same tensors, unchanged, and equal other things are asked about.
+
+    Of tensors made in inference mode nothing is remembered: they do not count how often they were written to.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[list[Any], Answer] | None = None
@@ -27,7 +30,9 @@ class Memory(Generic[Answer]):
 
 def _mark(thing: Any) -> Any:
     # Held weakly: a batch must not live on here, and an address says nothing once it can be used again.
-    return (weakref.ref(thing), _version(thing)) if isinstance(thing, Tensor) else thing
+    if not isinstance(thing, Tensor):
+        return thing
+    return None if thing.is_inference() else (weakref.ref(thing), thing._version)
 
 
 def _are_same(marks: list[Any], things: tuple[Any, ...]) -> bool:
@@ -37,10 +42,5 @@ def _are_same(marks: list[Any], things: tuple[Any, ...]) -> bool:
 def _is_same(mark: Any, thing: Any) -> bool:
     if isinstance(thing, Tensor):
         is_mark = isinstance(mark, tuple) and len(mark) == 2 and isinstance(mark[0], weakref.ref)
-        return is_mark and mark[0]() is thing and mark[1] == _version(thing)
+        return is_mark and mark[0]() is thing and mark[1] == thing._version
     return bool(type(mark) is type(thing) and mark == thing)
-
-
-def _version(tensor: Tensor) -> int:
-    """How often it was written to; tensors of inference mode do not count that, and may not be written to outside."""
-    return 0 if tensor.is_inference() else tensor._version

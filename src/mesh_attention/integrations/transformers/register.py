@@ -5,8 +5,6 @@ Both, because a model whose implementation makes no masks is given none, and wou
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -14,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import UsageError
 from mesh_attention.integrations.transformers.attention import LayerAttention
-from mesh_attention.integrations.transformers.masks import check_meanings, make_mask
+from mesh_attention.integrations.transformers.masks import check_meanings
 
 NAME = "mesh_attention"
 MEANINGFUL = ("flash", "sdpa", "flex", "eager", "paged", "/", "|", ":")
@@ -41,9 +39,10 @@ def register(attention: MeshAttention, *, name: str = NAME) -> None:
     if held is not None or name in AttentionMaskInterface._global_mapping:
         raise UsageError(f"{name!r} is registered already; choose another name, or unregister({name!r}) first")
     check_meanings()
-    AttentionInterface.register(name, LayerAttention(attention))
+    layers = LayerAttention(attention)
+    AttentionInterface.register(name, layers)
     # Not traced by torch.compile: it reads closures, and the padding's values. Layers can be compiled, one by one.
-    untraced = torch.compiler.disable(partial(make_mask, attention))  # type: ignore[no-untyped-call]
+    untraced = torch.compiler.disable(layers.make_mask)  # type: ignore[no-untyped-call]
     AttentionMaskInterface.register(name, untraced)
 
 

@@ -1,0 +1,125 @@
+"""Models that a rank cannot run on its own tokens alone, told by their configs, and refused.
+
+All but attention must treat tokens one by one: a rank's tokens are neither neighbours nor all there are. Not so are
+convolutions and recurrences over tokens, rotary frequencies made from the largest position, and a router's loss. The
+verdict is made of what is the same on every rank, so all ranks come to the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mesh_attention.api import MeshAttention
+from mesh_attention.errors import UsageError
+from mesh_attention.integrations.sequences import Row
+
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
+HYBRIDS = (
+    "mamba_d_conv",
+    "mamba_d_state",
+    "mamba_expand",
+    "mamba_num_heads",
+    "ssm_state_size",
+    "ssm_cfg",
+    "conv_kernel",
+    "conv_kernel_size",
+    "conv_L_cache",
+    "short_conv_kernel_size",
+    "linear_conv_kernel_dim",
+    "linear_num_key_heads",
+    "linear_num_heads",
+    "linear_attn_config",
+    "lru_width",
+    "layers_block_type",
+    "block_types",
+    "hybrid_override_pattern",
+    "hybrid_layer_pattern",
+    "attn_layer_period",
+)
+"""Attributes of configs by which a model that mixes tokens outside attention is known, where no layer types are."""
+
+
+def refuse_mixing(config: object) -> None:
+    """Refuse a model with layers other than attention that look at several tokens."""
+    layers = getattr(config, "layer_types", None)
+    if layers is not None:
+        others = [name for name in layers if name not in ATTENTION_LAYERS]
+        if others:
+            raise UsageError(_mixes(config, f"layer_types has {others[0]!r}"))
+        return
+    for name in HYBRIDS:
+        if getattr(config, name, None) is not None:
+            raise UsageError(_mixes(config, f"its config has {name}"))
+
+
+def _mixes(config: object, why: str) -> str:
+    return (
+        f"{_name(config)} mixes tokens outside of plain attention ({why}); there, a rank would take its own tokens for "
+        "neighbours and for all there are, and be silently wrong; run it with another attn_implementation on whole "
+        "sequences, or use a model whose layers are full or sliding attention"
+    )
+
+
+def refuse_router_loss(config: object, arguments: Mapping[str, Any]) -> None:
+    asked = arguments.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if asked is None else asked:
+        raise UsageError(
+            "output_router_logits came: the auxiliary loss of a router would be made of this rank's own tokens, and "
+            "counted once for every rank; set config.output_router_logits to False, and compute that loss outside of "
+            "the model, over the tokens of all ranks"
+        )
+
+
+def refuse_rotary(config: object, attention: MeshAttention, rows: Sequence[Row], seq_len: int) -> None:
+    """Refuse rotary frequencies that follow from the largest position, where ranks could differ in it."""
+    for rotary in _rotaries(getattr(config, "rope_parameters", None)):
+        kind = str(rotary.get("rope_type", rotary.get("type", "default")))
+        limit = getattr(config, "max_position_embeddings", None)
+        if kind == "longrope":
+            limit = rotary.get("original_max_position_embeddings", limit)
+        elif "dynamic" not in kind:
+            continue
+        if limit is None or seq_len <= limit:
+            continue
+        if kind == "longrope" and limit < _least_end(attention, rows, seq_len):
+            continue
+        raise UsageError(
+            f"{_name(config)} has rotary embeddings of type {kind}, whose frequencies follow from the largest position, "
+            f"and of {seq_len} tokens ranks hold different largest ones, on both sides of the {limit} that decide; "
+            f"give at most {limit} tokens, "
+            + (
+                "or so many, without padding and documents, that every rank's last token is beyond these (layout "
+                '"striped" ends late on every rank)'
+                if kind == "longrope"
+                else "or use another rope_type, such as yarn"
+            )
+        )
+
+
+def _rotaries(parameters: Any) -> Iterator[Mapping[str, Any]]:
+    """The rotary parameters of a model, or of each of its layer types."""
+    if not parameters:
+        return
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        for value in parameters.values():
+            if isinstance(value, Mapping):
+                yield value
+    else:
+        yield parameters
+
+
+def _least_end(attention: MeshAttention, rows: Sequence[Row], seq_len: int) -> int:
+    """The end of the rank that ends first; 0 where positions may start anew, which would be anybody's guess."""
+    whole = (0, seq_len)
+    if any(row.cuts != whole or row.real != whole for row in rows):
+        return 0
+    ends = []
+    for rank in range(attention.ranks):
+        segments = attention.layout.segments(rank, tokens=seq_len, ranks=attention.ranks)
+        ends += [max(positions[-1] for positions in segments if len(positions)) + 1] if any(map(len, segments)) else []
+    return min(ends)
+
+
+def _name(config: object) -> str:
+    return str(getattr(config, "model_type", None) or type(config).__name__)
