@@ -26,6 +26,10 @@ def masks_for(tokens: int) -> list[object]:
     return [full(), causal(), window(tokens // 5, 1), documents([0, tokens // 3, tokens // 3 + 1, tokens])]
 
 
+BALANCED = [layout for layout in LAYOUTS.values() if layout.name != "chunks"]
+"""Shards differ by at most one token. Chunks, which do not, are met once here, and in plans that are drawn."""
+
+
 @pytest.mark.parametrize("group_size", [1, 4, 8])
 @pytest.mark.parametrize("ranks", range(1, 17))
 def test_every_small_plan_is_right(ranks: int, group_size: int) -> None:
@@ -35,7 +39,7 @@ def test_every_small_plan_is_right(ranks: int, group_size: int) -> None:
         problem = Problem.self_attention(
             seq=tokens, heads=8, kv_heads=8 // group_size, head_dim=4, ranks=ranks, mask=mask
         )
-        for layout in LAYOUTS.values():
+        for layout in LAYOUTS.values() if group_size == 1 else BALANCED:
             for tile in tiles_of(ranks):
                 for direction in DIRECTIONS:
                     common = {"tile": tile, "layout": layout, "direction": direction}
@@ -50,7 +54,7 @@ def test_every_small_ulysses_product_is_right(ranks: int) -> None:
     for degree in (u for u in (2, 4, 8) if ranks % u == 0):
         for mask in masks_for(tokens):
             problem = Problem.self_attention(seq=tokens, heads=16, kv_heads=8, head_dim=2, ranks=ranks, mask=mask)
-            for layout in LAYOUTS.values():
+            for layout in BALANCED:
                 for tile in tiles_of(ranks // degree):
                     for direction in DIRECTIONS:
                         common = {"tile": tile, "layout": layout, "direction": direction, "ulysses_degree": degree}

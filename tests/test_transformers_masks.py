@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +20,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from mesh_attention import LocalGroup, UsageError, causal, documents, full
 from mesh_attention.api import MeshAttention
 from mesh_attention.integrations.batches import shard_batch
-from mesh_attention.integrations.sequences import Row, cuts_of_restarts, join_rows, split_rows
+from mesh_attention.integrations.sequences import Row, cuts_of_restarts, join_rows, plain_row, split_rows
 from mesh_attention.integrations.transformers import register, unregister
-from mesh_attention.integrations.transformers.attention import LayerAttention
+from mesh_attention.integrations.transformers.attention import LayerAttention, refuse_arguments
 from mesh_attention.integrations.transformers.masks import BatchMask, band_of, check_meanings, make_mask
 from mesh_attention.integrations.transformers.memory import Memory
+from mesh_attention.integrations.transformers.models import refuse_mixing, refuse_rotary
 from mesh_attention.testing.masks import is_unmasked
 
 pytestmark = pytest.mark.xdist_group("processes")  # one process imports transformers, not all
@@ -260,6 +263,17 @@ def test_position_ids_are_looked_at_once_a_forward() -> None:
     assert len(looked) == 7
 
 
+def test_tensors_of_inference_mode_are_looked_at_every_time() -> None:
+    looked = []
+    memory: Memory[None] = Memory()
+    with torch.inference_mode():
+        ids = torch.arange(4)
+        for _ in range(2):
+            memory.ask(lambda: looked.append("at values"), ids)
+            ids.add_(1)
+    assert len(looked) == 2
+
+
 def test_sinks_take_their_share_of_every_row() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 8, 4, dtype=torch.float64) for heads in (4, 2, 2))
@@ -309,6 +323,73 @@ def test_what_a_model_passes_on_is_refused(attention: MeshAttention, call: dict[
     model = make_model("llama", "mesh_attention")
     with pytest.raises(UsageError, match=message):
         model(**(shard_batch(attention, tokens(2, 9)) | call))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("convolutions", {}, r"lfm2 mixes tokens outside of plain attention \(layer_types has 'conv'\)"),
+        ("convolutions", {"layer_types": None}, r"\(its config has conv_L_cache\)"),
+        ("llama", {"mamba_d_conv": 4}, r"llama mixes tokens .* \(its config has mamba_d_conv\)"),
+        ("llama", {"layer_types": ["full_attention", "indexed_attention"]}, "layer_types has 'indexed_attention'"),
+        ("experts", {"output_router_logits": True}, "output_router_logits came: the auxiliary loss"),
+    ],
+)
+def test_models_that_look_at_several_tokens_outside_attention_are_refused(
+    attention: MeshAttention, name: str, changes: dict[str, Any], message: str
+) -> None:
+    model = make_model(name, "mesh_attention")
+    for key, value in changes.items():
+        setattr(model.config, key, value)
+    with pytest.raises(UsageError, match=message):
+        refuse_arguments(Configured(model.config), {})
+
+
+class Configured(nn.Module):
+    """A module with a config, as layers are."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
+def test_a_model_with_convolutions_over_tokens_is_refused(attention: MeshAttention) -> None:
+    with pytest.raises(UsageError, match="lfm2 mixes tokens outside of plain attention"):
+        make_model("convolutions", "mesh_attention")(**shard_batch(attention, tokens(1, 9)))
+
+
+def test_a_hybrid_without_other_layers_is_run(attention: MeshAttention) -> None:
+    refuse_mixing(make_model("convolutions", layer_types=["full_attention"] * 2).config)
+
+
+def test_the_loss_of_a_router_is_refused(attention: MeshAttention) -> None:
+    local = shard_batch(attention, tokens(1, 9))
+    make_model("experts", "mesh_attention")(**local)
+    with pytest.raises(UsageError, match="output_router_logits came"):
+        make_model("experts", "mesh_attention")(**local, output_router_logits=True)
+    with pytest.raises(UsageError, match="output_router_logits came"):
+        make_model("experts", "mesh_attention", output_router_logits=True)(**local)
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.sampled_from(["zigzag", "contiguous", "striped"]))
+def test_long_rotary_is_let_through_when_every_rank_chooses_as_one_process_would(
+    limit: int, seq: int, ranks: int, layout: str
+) -> None:
+    attention = MeshAttention(LocalGroup(ranks), layout=layout)
+    ends = [int(ids.max()) + 1 for ids in attention.position_ids(seq) if len(ids)]
+    rotary = {"rope_type": "longrope", "original_max_position_embeddings": limit}
+    for parameters in (rotary, {"full_attention": rotary, "sliding_attention": {"rope_type": "default"}}):
+        config = SimpleNamespace(rope_parameters=parameters, max_position_embeddings=100)
+        is_same = all((end > limit) == (seq > limit) for end in ends)
+        with nullcontext() if is_same else pytest.raises(UsageError, match=r"\(longrope\)"):
+            refuse_rotary(config, attention, [plain_row(seq)], seq)
+
+
+def test_documents_and_padding_count_as_short_for_long_rotary() -> None:
+    config = SimpleNamespace(rope_parameters={"rope_type": "longrope"}, max_position_embeddings=4)
+    for row in (Row((0, 20, 40), (0, 40)), Row((0, 40), (3, 40))):
+        with pytest.raises(UsageError, match="without padding and documents"):
+            refuse_rotary(config, alone(), [row], 40)
 
 
 def test_dropout_is_refused_in_training_only(attention: MeshAttention) -> None:

@@ -20,8 +20,11 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -61,7 +64,28 @@ CONFIGS: dict[str, Any] = {
         experts_implementation="eager",
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
+    # Frequencies that depend on whether a position beyond 16 came.
+    "dynamic rotary": lambda: LlamaConfig(
+        **SIZES | {"max_position_embeddings": 16},
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    ),
+    "long rotary": lambda: Phi3Config(
+        **{name: size for name, size in SIZES.items() if name != "head_dim"},
+        original_max_position_embeddings=16,
+        rope_parameters={
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 2,
+            "long_factor": [4.0] * 2,
+            "rope_theta": 1e4,
+        },
+    ),
+    "convolutions": lambda: Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+    "experts": lambda: MixtralConfig(
+        **SIZES, num_local_experts=3, num_experts_per_tok=2, experts_implementation="eager"
+    ),
 }
+UNUSUAL = ("dynamic rotary", "long rotary", "convolutions", "experts")
+"""Models that are refused, always or for some batches."""
 
 
 def make_model(name: str, implementation: str = "eager", **changes: Any) -> Any:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import flag
 from mesh_attention.errors import UsageError
+from mesh_attention.integrations.autocast import as_autocast
 from mesh_attention.integrations.dtensors import attend_dtensor
 from mesh_attention.integrations.recomputation import recompute_under
 
@@ -80,7 +81,7 @@ class MeshSdpa(TorchFunctionMode):
             causal, shares_heads = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
             _check_tensors(query, key, value, shares_heads)
             recompute_under(self)
-            query, key, value = _as_autocast(query, key, value)
+            query, key, value = as_autocast(query, key, value)
             if any(isinstance(x, DTensor) for x in (query, key, value)):
                 call |= _causal_call(causal, query.shape[-2], key.shape[-2])
                 return self._attend_dtensors(query, key, value, call)
@@ -190,15 +191,6 @@ def _four_dims(tensor: Tensor) -> Tensor:
     if tensor.dim() > 4:
         return tensor.flatten(0, -4)
     return tensor[(None,) * (4 - tensor.dim())]
-
-
-def _as_autocast(*tensors: Tensor) -> list[Tensor]:
-    """What autocast does to the arguments of scaled_dot_product_attention; it leaves float64 alone."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
 def _causal_call(causal: bool, seq_q: int, seq_k: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ effect on attention, or refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,12 @@ from mesh_attention.arguments import describe
 from mesh_attention.comm.local import block
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.execution.agreement import agree
+from mesh_attention.integrations.autocast import as_autocast
 from mesh_attention.integrations.sequences import CUTS, LENGTHS, Row, find_misplaced, read_documents, split_rows
 from mesh_attention.integrations.transformers.masks import DECODING, BatchMask, make_mask, shard_length
 from mesh_attention.integrations.transformers.memory import Memory
 from mesh_attention.integrations.transformers.models import refuse_mixing, refuse_rotary, refuse_router_loss
+from mesh_attention.integrations.transformers.operators import checked_cuts, number_of
 
 HONOURED = (
     "scaling",
@@ -52,6 +54,7 @@ class Request:
 
     mask: BatchMask
     rows: tuple[Row, ...]
+    position_ids: Tensor
     seq_len: int
     softmax_scale: float | None
     softcap: float
@@ -71,6 +74,7 @@ class LayerAttention:
     def __init__(self, attention: MeshAttention) -> None:
         self.attention = attention
         self._is_to_meet = True
+        self._number = number_of(self)
         self._documents: Memory[tuple[tuple[int, ...], ...]] = Memory()
         self._checked: Memory[None] = Memory()
         self._positions: Memory[Tensor] = Memory()
@@ -107,11 +111,14 @@ class LayerAttention:
         attention, band = self.attention, request.mask.band
         is_bshd = attention.tensor_format == "bshd"
         right = -1 if request.mask.is_causal or band.right is None else band.right
+        documents: Sequence[int] | Tensor | None = cuts if len(cuts) > 2 else None
+        if torch.compiler.is_compiling():
+            documents = checked_cuts(request.position_ids, cuts, request.rows, self._number)
         given: Any = attention(
             *(tensor.transpose(1, 2) if is_bshd else tensor for tensor in tensors),
             causal=request.mask.is_causal,
             window_size=(-1 if band.left is None else band.left, right),
-            cu_seqlens_q=cuts if len(cuts) > 2 else None,
+            cu_seqlens_q=documents,
             softmax_scale=request.softmax_scale,
             softcap=request.softcap,
             seq_len=request.seq_len,
@@ -130,20 +137,35 @@ class LayerAttention:
 
         When that is does not depend on what this rank remembers, which might be other things than another rank does.
         """
-        if torch.compiler.is_compiling() or not self._is_to_meet:
+        if torch.compiler.is_compiling():  # positions are checked when it runs
             return self._request(module, tensors, mask, arguments)
-        request: Request | UsageError
-        try:
+        found: list[Request] = []
+
+        def ask() -> None:
             request = self._request(module, tensors, mask, arguments)
-        except UsageError as error:
-            request = error
-        is_refused = isinstance(request, UsageError)
-        refusal = str(request) if is_refused else None
-        block(agree(self.attention.comms[0], asked={}, holds={}, expected=lambda rank: {}, refusal=refusal))
-        if isinstance(request, UsageError):
-            raise request
+            self._check_positions(request.position_ids, request.rows)
+            found.append(request)
+
+        self._meet(ask)
+        return found[0]
+
+    def check_agreed(self, position_ids: Tensor, rows: tuple[Row, ...]) -> None:
+        self._meet(lambda: self._check_positions(position_ids, rows))
+
+    def _meet(self, check: Callable[[], None]) -> None:
+        if not self._is_to_meet:
+            check()
+            return
+        error: UsageError | None = None
+        try:
+            check()
+        except UsageError as refusal:
+            error = refusal
+        said = None if error is None else str(error)
+        block(agree(self.attention.comms[0], asked={}, holds={}, expected=lambda rank: {}, refusal=said))
+        if error is not None:
+            raise error
         self._is_to_meet = False
-        return request
 
     def _request(
         self, module: nn.Module, tensors: Sequence[Tensor], mask: object, arguments: Mapping[str, Any]
@@ -156,11 +178,10 @@ class LayerAttention:
         batch, tokens = query.shape[0], query.shape[2]
         seq_len, rows = self._rows(known, batch, tokens, arguments)
         refuse_rotary(getattr(module, "config", None), self.attention, rows, seq_len)
-        if not torch.compiler.is_compiling():  # which cannot look at values
-            self._check_positions(arguments.get("position_ids"), rows, seq_len, tokens)
         return Request(
             mask=known,
             rows=rows,
+            position_ids=check_shape(arguments.get("position_ids"), tokens),
             seq_len=seq_len,
             softmax_scale=arguments.get("scaling"),
             softcap=arguments.get("softcap") or 0.0,
@@ -194,15 +215,8 @@ class LayerAttention:
         real = mask.real or ((0, seq_len),) * batch
         return seq_len, tuple(map(Row, documents or ((0, seq_len),) * batch, real))
 
-    def _check_positions(self, position_ids: object, rows: tuple[Row, ...], seq_len: int, tokens: int) -> None:
-        if not isinstance(position_ids, Tensor):
-            raise UsageError(
-                "the layer passed no position_ids to attention, so nobody can tell whether this rank's tokens stand "
-                "where they should; mesh attention runs models whose layers pass them on (Llama, Qwen, Gemma, …)"
-            )
-        if position_ids.dim() != 2 or position_ids.shape[1] != tokens:
-            raise UsageError(f"position_ids is {describe(position_ids)}: expected (batch or 1, {tokens}), one a token")
-        device = position_ids.device
+    def _check_positions(self, position_ids: Tensor, rows: tuple[Row, ...]) -> None:
+        seq_len, device = rows[0].cuts[-1], position_ids.device
 
         def check() -> None:
             positions = self._positions.ask(
@@ -212,7 +226,18 @@ class LayerAttention:
             if wrong is not None:
                 raise UsageError(_misplaced(position_ids, wrong, rows[wrong], positions))
 
-        self._checked.ask(check, position_ids, rows, seq_len)
+        self._checked.ask(check, position_ids, rows)
+
+
+def check_shape(position_ids: object, tokens: int) -> Tensor:
+    if not isinstance(position_ids, Tensor):
+        raise UsageError(
+            "the layer passed no position_ids to attention, so nobody can tell whether this rank's tokens stand "
+            "where they should; mesh attention runs models whose layers pass them on (Llama, Qwen, Gemma, …)"
+        )
+    if position_ids.dim() != 2 or position_ids.shape[1] != tokens:
+        raise UsageError(f"position_ids is {describe(position_ids)}: expected (batch or 1, {tokens}), one a token")
+    return position_ids
 
 
 def _misplaced(position_ids: Tensor, row: int, due: Row, positions: Tensor) -> str:
@@ -273,12 +298,3 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """The output when every row also attends to a sink, a score with no value: e^lse of e^lse + e^sink remains."""
     share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
     return (out * share.transpose(1, 2)[..., None]).to(out.dtype)
-
-
-def as_autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Under autocast in its dtype, as matrix products would be: rotary embeddings may leave Q and K in another."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return [tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors]

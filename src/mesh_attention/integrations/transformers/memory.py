@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 Answer = TypeVar("Answer")
@@ -14,13 +15,16 @@ Answer = TypeVar("Answer")
 class Memory(Generic[Answer]):
     """The last answer, for as long as the same tensors, unchanged, and equal other things are asked about.
 
-    Of tensors made in inference mode nothing is remembered: they do not count how often they were written to.
+    Of tensors made in inference mode nothing is remembered: they do not count how often they were written to. Nor is
+    anything while a compiler traces, which would compile again whenever the memory is another.
     """
 
     def __init__(self) -> None:
         self._last: tuple[list[Any], Answer] | None = None
 
     def ask(self, answer: Callable[[], Answer], *about: Any) -> Answer:
+        if torch.compiler.is_compiling():
+            return answer()
         if self._last is not None and _are_same(self._last[0], about):
             return self._last[1]
         given = answer()

@@ -84,17 +84,21 @@ def refuse_rotary(config: object, attention: MeshAttention, rows: Sequence[Row],
             continue
         if kind == "longrope" and limit < _least_end(attention, rows, seq_len):
             continue
-        raise UsageError(
-            f"{_name(config)} has rotary embeddings of type {kind}, whose frequencies follow from the largest position, "
-            f"and of {seq_len} tokens ranks hold different largest ones, on both sides of the {limit} that decide; "
-            f"give at most {limit} tokens, "
-            + (
-                "or so many, without padding and documents, that every rank's last token is beyond these (layout "
-                '"striped" ends late on every rank)'
-                if kind == "longrope"
-                else "or use another rope_type, such as yarn"
-            )
-        )
+        raise UsageError(_depends(config, kind, limit, seq_len))
+
+
+def _depends(config: object, kind: str, limit: int, seq_len: int) -> str:
+    instead = (
+        "or so many, without padding and documents, that every rank's last token is beyond these (with layout "
+        '"striped" every rank ends late)'
+        if kind == "longrope"
+        else "or use another rope_type, such as yarn"
+    )
+    return (
+        f"{_name(config)} has rotary embeddings ({kind}), whose frequencies follow from the largest position where "
+        f"that is beyond {limit}; {seq_len} tokens came, of which each rank knows another largest position; give at "
+        f"most {limit} tokens, {instead}"
+    )
 
 
 def _rotaries(parameters: Any) -> Iterator[Mapping[str, Any]]:
@@ -114,11 +118,8 @@ def _least_end(attention: MeshAttention, rows: Sequence[Row], seq_len: int) -> i
     whole = (0, seq_len)
     if any(row.cuts != whole or row.real != whole for row in rows):
         return 0
-    ends = []
-    for rank in range(attention.ranks):
-        segments = attention.layout.segments(rank, tokens=seq_len, ranks=attention.ranks)
-        ends += [max(positions[-1] for positions in segments if len(positions)) + 1] if any(map(len, segments)) else []
-    return min(ends)
+    shards = (attention.layout.segments(rank, tokens=seq_len, ranks=attention.ranks) for rank in range(attention.ranks))
+    return min(max(segment[-1] for segment in shard) + 1 for shard in shards if shard)
 
 
 def _name(config: object) -> str:

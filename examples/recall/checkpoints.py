@@ -1,0 +1,86 @@
+"""Checkpoints that any number of ranks can write and any other number can read: ``DIR/step-000120/``.
+
+A checkpoint is written beside its final name and renamed when every rank is done, so that one which has that name is
+whole, whatever happens meanwhile. What is random here follows from the seed and the step, so these are all that is
+kept of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from mesh_attention.errors import UsageError
+
+SETTINGS = "settings.json"
+KEPT = 2
+"""The newest ones; those before are removed."""
+
+
+def save_checkpoint(
+    folder: Path, model: nn.Module, optimizer: Optimizer, *, step: int, settings: Mapping[str, Any]
+) -> Path:
+    """Write what is needed to go on at `step`. Every rank calls it."""
+    final, partial = folder / f"step-{step:06}", folder / f".step-{step:06}.partial"
+    is_first = dist.get_rank() == 0
+    if is_first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        (partial / SETTINGS).write_text(json.dumps(dict(settings), indent=1) + "\n")
+    dist.barrier()
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments, "step": step}, checkpoint_id=partial)
+    dist.barrier()
+    if is_first:
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
+        for old in _whole(folder)[:-KEPT]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def find_checkpoint(folder: Path, *, settings: Mapping[str, Any]) -> tuple[Path, int]:
+    """The newest whole checkpoint and its step; refuses one of another run."""
+    found = _whole(folder)
+    if not found:
+        raise UsageError(f"--resume: there is no checkpoint in {folder}; leave --resume out to begin one there")
+    newest = found[-1]
+    theirs = json.loads((newest / SETTINGS).read_text())
+    for name, ours in json.loads(json.dumps(dict(settings))).items():
+        if theirs.get(name) != ours:
+            raise UsageError(
+                f"{newest} was made with {name}={theirs.get(name)}, and this run has {name}={ours}; a run goes on with "
+                "what it was begun with: give the same, or another --checkpoint"
+            )
+    return newest, int(newest.name.removeprefix("step-"))
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Each rank reads its part, however many ranks wrote it."""
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+
+def refuse_used(folder: Path) -> None:
+    """A run that does not go on must not mix its checkpoints with another's."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--checkpoint {folder} is a file; expected a folder, or a name for a new one")
+    if found := _whole(folder):
+        raise UsageError(f"{folder} holds {found[-1].name}; add --resume to go on with it, or choose another folder")
+
+
+def _whole(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if (path / SETTINGS).is_file())
