@@ -371,6 +371,17 @@ def test_under_torchrun_a_file_that_is_there_ends_every_rank(
     assert path.read_text() == "mine"
 
 
+def measured(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What it prints. Times of a busy machine may make no sense, which is refused; then they are taken again."""
+    for _ in range(5):
+        code = main(arguments)
+        printed = capsys.readouterr()
+        if code == 0:
+            return printed.out
+        assert "make no sense" in printed.err or "again" in printed.err, printed.err
+    raise AssertionError(printed.err)
+
+
 def test_one_rank_measures_its_kernels_and_is_given_links(
     joined_as: Callable[[Any], None],
     tmp_path: Path,
@@ -382,8 +393,7 @@ def test_one_rank_measures_its_kernels_and_is_given_links(
     path = tmp_path / "there.toml"
     path.write_text("old")
     joined_as(LocalGroup(1).comm(0))
-    assert main([*SMALL, "--links-of", "h100", "--out", str(path), "--force"]) == 0
-    out = capsys.readouterr().out
+    out = measured([*SMALL, "--links-of", "h100", "--out", str(path), "--force"], capsys)
     assert out.count("not measured, as h100's") == 2
     assert "messages" not in out
     topology, h100 = read_cluster(path), cluster_named("h100")

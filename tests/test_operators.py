@@ -88,9 +88,7 @@ def compiled_against_plain(group: Any, options: dict[str, Any], backend: str) ->
     return found
 
 
-@pytest.mark.parametrize(
-    "options", [{"method": "ring"}, {"tile": (2, 2)}, {"tile": (1, 2), "ulysses_degree": 2}], ids=str
-)
+@pytest.mark.parametrize("options", [{"tile": (2, 2)}, {"tile": (1, 2), "ulysses_degree": 2}], ids=str)
 def test_a_compiled_model_is_one_graph_with_the_same_results(options: dict[str, Any]) -> None:
     for errors in shared_pool().run(4, compiled_against_plain, options, "aot_eager"):
         assert max(errors) <= 1e-12
