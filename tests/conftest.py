@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)  # tests run side by side, and their tensors are small
 settings.register_profile(
-    "repeatable", max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    "repeatable", max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 settings.load_profile("repeatable")
 
