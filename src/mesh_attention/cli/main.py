@@ -18,7 +18,6 @@ from mesh_attention.cli.demo import demo_command
 from mesh_attention.cli.draw import draw_command
 from mesh_attention.cli.plan import plan_command
 from mesh_attention.cli.replay import replay_command
-from mesh_attention.cli.reproduce import reproduce_command
 from mesh_attention.cli.simulate import simulate_command
 from mesh_attention.cli.tune import tune_command
 from mesh_attention.cli.verify import verify_command
@@ -36,7 +35,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo_command,
     "calibrate": calibrate_command,
     "replay": replay_command,
-    "reproduce": reproduce_command,
 }
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
