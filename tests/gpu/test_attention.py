@@ -33,7 +33,9 @@ SLACK = 6
 def attend(attention: MeshAttention, case: Case, dtype: torch.dtype) -> Answer:
     q, k, v, d_out, d_lse = (t.to(CUDA) for t in whole_tensors(case, dtype))
     inputs = [t.requires_grad_(need) for t, need in zip((q, k, v), case.needs_grad, strict=True)]
-    shards = [attention.shard(spread_out(t) if case.strided else t) for t in inputs]
+    shards = [attention.shard(t) for t in inputs]
+    if case.strided:
+        shards = [[spread_out(t) for t in side] for side in shards]
     call = {"seq_len": case.seq_q, "seq_len_k": case.seq_kv} | case.call
     if case.packed:
         shards = [[t[0] for t in side] for side in shards]
