@@ -25,6 +25,7 @@ from mesh_attention.kernels.windowed import (
     all_aligned,
     backward_by_windows,
     forward_by_windows,
+    tokens_first,
     unfit,
 )
 
@@ -102,6 +103,8 @@ class CudnnOp:
         if not _suits_cudnn(window):
             return self.rest.backward(q, k, v, row, window, scale)
         q, k, v = aligned(q), aligned(k), aligned(v)
+        if 0 in q.stride():  # expanded: strides like Q's would leave the last axis of O not contiguous
+            q = tokens_first(q)
         # torch keeps cuDNN's backward plans by the strides of Q, K and V alone: with other strides of O or dO a plan
         # gives wrong gradients. So ours always lie the same way, and our plans are not those of torch's own attention.
         out, do = (_laid_as(x, q) for x in (row.out, row.do))
