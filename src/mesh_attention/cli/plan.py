@@ -15,7 +15,6 @@ from mesh_attention.cli.comparison import Comparison, compare
 from mesh_attention.cli.files import check_output, write_plan_file
 from mesh_attention.cli.matrix import draw_matrix
 from mesh_attention.cli.progress import Report, progress, unroll
-from mesh_attention.cli.sizes import count, parse_whole
 from mesh_attention.cli.tables import StepRow, comparison_caption, comparison_table, step_table
 from mesh_attention.cli.words import mask_words, size_words, tile_words
 from mesh_attention.plan.buffers import held_nbytes
@@ -24,6 +23,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import transfers
 from mesh_attention.plan.text import format_step
 from mesh_attention.planning.registry import Method, make_plan
+from mesh_attention.units import count, parse_whole
 
 
 def plan_command(
