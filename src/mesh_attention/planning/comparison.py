@@ -1,26 +1,23 @@
-"""One plan beside what the other planners make of the same problem, in numbers. Prints nothing."""
+"""One plan beside the plans that the other methods make of the same problem, in numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import gcd
 
-from mesh_attention.cli.progress import Report
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.queries import RankCosts, imbalance, rank_costs
+from mesh_attention.plan.queries import RankCosts, imbalance, rank_costs, sampled_ranks
 from mesh_attention.planning.limits import limits
-from mesh_attention.planning.registry import Method, make_plan
+from mesh_attention.planning.registry import COLLECTIVE_METHODS, Method, make_plan
 from mesh_attention.problem import Problem
 
-ALL_RANKS = 64
-"""Up to this many ranks, every one is counted."""
-SAMPLED_RANKS = 16
+Report = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A plan and the worst of its counted ranks, for each number by itself."""
+    """A plan; each number is that of the worst of the counted ranks."""
 
     method: str
     ulysses: int
@@ -39,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """`counted_ranks` are those whose worst the rows state; `bound_nbytes` is the least an average rank receives."""
+    """`bound_nbytes` is a lower bound on the bytes that an average rank receives."""
 
     counted_ranks: tuple[int, ...]
     bound_nbytes: float
@@ -47,11 +44,11 @@ class Comparison:
 
 
 def compare(plan: Plan, *, blocks_per_call: int | None, report: Report) -> Comparison:
-    """The rivals share layout, direction, routes, grouping and what is kept with the plan. Ring is the measure."""
+    """Rivals have the layout, direction, routes, grouping and kept inputs of the plan."""
     plans = list(_rivals(plan, blocks_per_call, report))
     if plan not in plans:
         plans.insert(0, plan)
-    ranks = counted_ranks(plan.problem.ranks)
+    ranks = sampled_ranks(plan.problem.ranks)
     rows = []
     for number, rival in enumerate(plans):
         costs: list[RankCosts] = []
@@ -61,27 +58,17 @@ def compare(plan: Plan, *, blocks_per_call: int | None, report: Report) -> Compa
         rows.append(_row(rival, costs, is_this_plan=rival == plan))
     ring = next(row for row in rows if row.method == "ring" and row.ulysses == 1).received_nbytes
     bound = limits(plan.problem, plan.direction).received_nbytes
-    is_bound = not (plan.schedule.keep and plan.direction == "backward")  # what was kept need not be received
+    # What forward kept is not received again: the bound does not hold.
+    has_bound = bound and not (plan.schedule.keep and plan.direction == "backward")
     measured = [
         replace(
             row,
-            against_ring=_times(row.received_nbytes, ring),
-            against_bound=_times(row.received_nbytes, bound if is_bound else 0.0),
+            against_ring=row.received_nbytes / ring if ring else None,
+            against_bound=row.received_nbytes / bound if has_bound else None,
         )
         for row in rows
     ]
     return Comparison(counted_ranks=ranks, bound_nbytes=bound, rows=tuple(measured))
-
-
-def _times(nbytes: int, measure: float) -> float | None:
-    return nbytes / measure if measure else None
-
-
-def counted_ranks(ranks: int) -> tuple[int, ...]:
-    """All of them, or some, evenly spread from the first to the last."""
-    if ranks <= ALL_RANKS:
-        return tuple(range(ranks))
-    return tuple(index * (ranks - 1) // (SAMPLED_RANKS - 1) for index in range(SAMPLED_RANKS))
 
 
 def _rivals(plan: Plan, blocks_per_call: int | None, report: Report) -> Iterator[Plan]:
@@ -91,40 +78,41 @@ def _rivals(plan: Plan, blocks_per_call: int | None, report: Report) -> Iterator
         wanted.append(("mesh", degree))
     if plan.problem.kv_heads % plan.problem.ranks == 0:
         wanted.append(("ulysses", None))
+    schedule = plan.schedule
+    greedy = {"route": schedule.route, "partials": schedule.partials, "blocks_per_call": blocks_per_call}
     for number, (method, ulysses_degree) in enumerate(wanted):
         report(f"planning {method}", number / len(wanted))
-        is_greedy = method not in ("attention2d", "ulysses")
         yield make_plan(
             plan.problem,
             method=method,
             layout=plan.layout,
             direction=plan.direction,
             ulysses_degree=ulysses_degree,
-            route=plan.schedule.route if is_greedy else None,
-            partials=plan.schedule.partials if is_greedy else None,
-            blocks_per_call=blocks_per_call if is_greedy else None,
-            keep=plan.schedule.keep,
+            keep=schedule.keep,
+            **({} if method in COLLECTIVE_METHODS else greedy),  # type: ignore[arg-type]
         )
 
 
 def _mixed_degree(problem: Problem) -> int | None:
     """The largest Ulysses degree that fits and leaves a grid of more than one place."""
     common = gcd(problem.ranks, problem.kv_heads)
-    degrees = (u for u in range(common, 1, -1) if common % u == 0 and u < problem.ranks)
-    return next(degrees, None)
+    return next((u for u in range(common, 1, -1) if common % u == 0 and u < problem.ranks), None)
 
 
-def _row(plan: Plan, costs: Sequence[RankCosts], *, is_this_plan: bool) -> Row:
+def _row(plan: Plan, costs: list[RankCosts], *, is_this_plan: bool) -> Row:
+    def worst(name: str) -> int:
+        return max(getattr(cost, name) for cost in costs)
+
     return Row(
         method=plan.method,
         ulysses=plan.assignment.ulysses,
         tile=str(plan.assignment.tile),
         is_this_plan=is_this_plan,
-        sent_nbytes=max(cost.sent_nbytes for cost in costs),
-        received_nbytes=max(cost.received_nbytes for cost in costs),
-        flops=max(cost.flops for cost in costs),
+        sent_nbytes=worst("sent_nbytes"),
+        received_nbytes=worst("received_nbytes"),
+        flops=worst("flops"),
         imbalance=imbalance(cost.flops for cost in costs),
-        peak_nbytes=max(cost.peak_nbytes for cost in costs),
-        kernel_calls=max(cost.kernel_calls for cost in costs),
-        messages=max(cost.messages for cost in costs),
+        peak_nbytes=worst("peak_nbytes"),
+        kernel_calls=worst("kernel_calls"),
+        messages=worst("messages"),
     )
