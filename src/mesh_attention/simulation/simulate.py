@@ -12,7 +12,7 @@ from mesh_attention.simulation.events import EventEngine
 from mesh_attention.simulation.jobs import Track, track
 from mesh_attention.simulation.lockstep import LockstepEngine, NotUniformError
 from mesh_attention.simulation.network import Network
-from mesh_attention.simulation.prices import Prices, total_flops
+from mesh_attention.simulation.prices import Prices
 from mesh_attention.simulation.recorder import Recorder
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
@@ -100,7 +100,7 @@ def _timeline(plan: Plan, recorder: Recorder, tracks: list[Track], *, is_exact: 
         ranks=recorder.rank_times(),
         sent_nbytes=recorder.sent,
         peak_nbytes=max(track.peak_nbytes for track in tracks),
-        flops=total_flops(plan.problem, plan.direction),
+        flops=plan.problem.flops(plan.direction),
         spans=tuple(sorted(recorder.spans, key=lambda span: (span.rank, span.start_s))),
         is_exact=is_exact,
     )
