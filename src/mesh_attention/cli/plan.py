@@ -16,7 +16,7 @@ from mesh_attention.cli.files import check_output, write_plan_file
 from mesh_attention.cli.matrix import draw_matrix
 from mesh_attention.cli.progress import Report, progress, unroll
 from mesh_attention.cli.tables import StepRow, comparison_caption, comparison_table, step_table
-from mesh_attention.cli.words import mask_words, size_words, tile_words
+from mesh_attention.cli.words import mask_words, size_words
 from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.plan import Plan
@@ -151,6 +151,6 @@ def _print(answer: Answer, saved: str | None, *, all_steps: bool) -> None:
 def _headline(plan: Plan) -> str:
     problem = plan.problem
     return (
-        f"{plan.method} {tile_words(plan.assignment)} {plan.direction} over {count(problem.ranks, 'rank')}, "
+        f"{plan.method} {plan.assignment} {plan.direction} over {count(problem.ranks, 'rank')}, "
         f"{mask_words(problem)}, {plan.layout.name}; {size_words(problem)}; digest {plan.digest[:12]}"
     )

@@ -93,10 +93,8 @@ def _by_events(plan: Plan, topology: Topology, spans_of: Collection[int], report
 
 
 def _timeline(plan: Plan, recorder: Recorder, tracks: list[Track], *, is_exact: bool) -> Timeline:
-    assignment = plan.assignment
-    ulysses = f"{assignment.ulysses}·" if assignment.ulysses > 1 else ""
     return Timeline(
-        name=f"{plan.method} {ulysses}{assignment.tile} {plan.direction}",
+        name=f"{plan.method} {plan.assignment} {plan.direction}",
         ranks=recorder.rank_times(),
         sent_nbytes=recorder.sent,
         peak_nbytes=max(track.peak_nbytes for track in tracks),
