@@ -46,7 +46,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "arguments": (*VALUES, "execution"),
     "api": (*VALUES, "arguments", "plan", "planning", "tuning", "topology", "clusters", "kernels", "comm", "execution"),
-    "integrations": (*VALUES, "plan", "comm", "execution", "arguments", "api"),
+    "integrations": (*VALUES, "plan", "kernels", "comm", "execution", "arguments", "api"),
     "testing": (*VALUES, "plan", "planning", "verification", "kernels", "comm"),
     "cli": (
         *VALUES,

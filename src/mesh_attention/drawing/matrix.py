@@ -205,13 +205,7 @@ def _draw_groups(axes: Axes, plan: Plan, own: int, side_in: float) -> None:
 
 def _title(plan: Plan) -> str:
     who = "rank" if plan.assignment.ulysses == 1 else "place"
-    return f"{plan.method} {tile_words(plan)}: which {who} computes which block"
-
-
-def tile_words(plan: Plan) -> str:
-    assignment = plan.assignment
-    tile = f"{assignment.tile.rows}×{assignment.tile.cols}"
-    return f"{assignment.ulysses}·({tile})" if assignment.ulysses > 1 else tile
+    return f"{plan.method} {plan.assignment}: which {who} computes which block"
 
 
 def problem_words(plan: Plan) -> str:
