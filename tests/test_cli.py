@@ -96,9 +96,9 @@ def matrix_lines(out: str) -> dict[int, list[str]]:
     return {int(label): cells.split() for label, _, cells in rows}
 
 
-@pytest.mark.parametrize("mask", ["", "--causal", "--window 9,0"])
-def test_the_matrix_names_the_rank_that_attends_each_block(run: Run, mask: str) -> None:
-    line = f"{SMALL} --ranks 8 --tile 2x4 --layout contiguous {mask}"
+@pytest.mark.parametrize("options", ["", "--causal", "--window 9,0", "--inner 1x2"])
+def test_the_matrix_names_the_rank_that_attends_each_block(run: Run, options: str) -> None:
+    line = f"{SMALL} --ranks 8 --tile 2x4 --layout contiguous {options}"
     drawn = matrix_lines(run(line).out)
     plan = plan_from_json(as_json(run(f"{line} --json"))["plan"])
     attended = {

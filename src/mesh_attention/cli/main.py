@@ -19,7 +19,6 @@ from mesh_attention.cli.demo import demo_command
 from mesh_attention.cli.draw import draw_command
 from mesh_attention.cli.plan import plan_command
 from mesh_attention.cli.replay import replay_command
-from mesh_attention.cli.reproduce import reproduce_command
 from mesh_attention.cli.simulate import simulate_command
 from mesh_attention.cli.tune import tune_command
 from mesh_attention.cli.verify import verify_command
@@ -29,18 +28,17 @@ PROGRAM = "mesh-attention"
 
 app = typer.Typer(name=PROGRAM, add_completion=False)
 COMMANDS: dict[str, Callable[..., None]] = {
-    "plan": command(plan_command),
-    "verify": command(verify_command),
-    "simulate": command(simulate_command),
-    "tune": command(tune_command),
-    "draw": command(draw_command),
-    "demo": command(demo_command),
-    "calibrate": command(calibrate_command),
-    "replay": command(replay_command),
-    "reproduce": reproduce_command,
+    "plan": plan_command,
+    "verify": verify_command,
+    "simulate": simulate_command,
+    "tune": tune_command,
+    "draw": draw_command,
+    "demo": demo_command,
+    "calibrate": calibrate_command,
+    "replay": replay_command,
 }
 for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
+    app.command(_name)(command(_command))
 
 
 def _show_version(wanted: bool) -> None:

@@ -92,15 +92,10 @@ def cells_of(plan: Plan) -> list[Cell]:
     letters: str = found["cells"]  # type: ignore[assignment]
     shapes = dict(zip(dict.fromkeys(letters), map(_shapes, patterns), strict=True))  # both in order of appearance
     return [
-        Cell(row, col, owner(plan, row, col), shapes[letters[row * places + col]])
+        Cell(row, col, plan.assignment.owner(row, col), shapes[letters[row * places + col]])
         for row in range(places)
         for col in range(places)
     ]
-
-
-def owner(plan: Plan, row: int, col: int) -> int:
-    """The place whose Q group has this row and whose KV group has this column."""
-    return next(p for p in plan.assignment.group("row", row) if p in plan.assignment.group("col", col))
 
 
 def _shapes(pattern: str) -> tuple[tuple[Corner, ...], ...]:

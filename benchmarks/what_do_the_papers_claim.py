@@ -1,28 +1,34 @@
-"""`mesh-attention reproduce`: the published figures of the papers beside ours."""
+"""What do the papers claim, and what do we get? Every published figure of Mesh-Attention and ATTENTION2D beside ours.
+
+    python benchmarks/what_do_the_papers_claim.py           # seconds
+    python benchmarks/what_do_the_papers_claim.py --refit   # and fit the Mesh-Attention paper's cluster again (minutes)
+
+Volumes are counted in plans. Times are simulated, on a cluster that is fitted once to all published times together.
+Prints a table and, last, a JSON line.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from papers.figures import SCALING_TILES, Figure, Paper, how
+from papers.fit import PASSES, Fit, fit, residuals
+from papers.reproduce import Reproduction, Row, reproduce
+from papers.scaling import CONTENDERS
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from mesh_attention import __version__
 from mesh_attention.cli.progress import progress
-from mesh_attention.cli.tables import Column, table_of
 from mesh_attention.cli.words import cluster_words
-from mesh_attention.papers.figures import SCALING_TILES, Figure, Paper, how
-from mesh_attention.papers.fit import PASSES, Fit, fit, residuals
-from mesh_attention.papers.reproduce import Reproduction, Row, reproduce
-from mesh_attention.papers.scaling import CONTENDERS
 
-WHAT_WIDTH = 28
-"""What figures are wrapped to where there is little room."""
 SHORT: dict[Paper, str] = {"Mesh-Attention": "Mesh", "ATTENTION2D": "2D", "derived": "derived"}
 CAPTION = (
     "Mesh: Mesh-Attention, arXiv 2512.20968. 2D: ATTENTION2D, arXiv 2503.15758. derived: follows from their formulas. "
@@ -31,23 +37,16 @@ CAPTION = (
 )
 
 
-def reproduce_command(
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    refit: Annotated[
-        bool, typer.Option("--refit", help="Fit the cluster of the Mesh-Attention paper anew; takes minutes.")
-    ] = False,
-) -> None:
-    """Show every published figure of Mesh-Attention and ATTENTION2D beside ours: volumes, times, speedups.
-
-    Volumes are counted in plans. Times are simulated, on a cluster that is fitted once to all published times together.
-    """
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--refit", action="store_true", help="fit the Mesh-Attention paper's cluster again (minutes)")
+    given = parser.parse_args(argv)
     with progress("reproducing") as report:
-        fits = fit(on_progress=report) if refit else ()
+        fits = fit(on_progress=report) if given.refit else ()
         found = reproduce(on_progress=report)
-    if json_output:
-        typer.echo(json.dumps(_as_json(found, fits)))
-    else:
-        _print(found, fits)
+    _print(found, fits)
+    print(json.dumps(_as_json(found, fits)))
+    return 0
 
 
 def _as_json(found: Reproduction, fits: Sequence[Fit]) -> dict[str, Any]:
@@ -90,7 +89,7 @@ def _own_fit(found: Reproduction) -> Fit:
 def _print(found: Reproduction, fits: Sequence[Fit]) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     notes = list(dict.fromkeys(_remark(row.figure) for row in found.rows if row.figure.note))
-    console.print(_table(found.rows, notes, width=console.width))
+    console.print(_figures_table(found.rows, notes))
     console.print(CAPTION, style="dim")
     console.print("\nremarks", style="bold")
     for number, note in enumerate(notes, 1):
@@ -103,23 +102,29 @@ def _print(found: Reproduction, fits: Sequence[Fit]) -> None:
         f"Times are taken to be of {' and '.join(PASSES)}; forward alone fits nearly as well. Other numbers of NICs "
         "and links that carry both directions fit worse; --refit shows how much. Simulated, 1M tokens, in s:"
     )
-    console.print(_times_table(found, width=console.width))
+    console.print(_times_table(found))
     if fits:
-        console.print("\nfitted anew", style="bold")
-        console.print(_fits_table(fits, width=console.width))
+        console.print("\nfitted again", style="bold")
+        console.print(_fits_table(fits))
 
 
-def _table(rows: Sequence[Row], notes: Sequence[str], *, width: int) -> Table:
-    figures = [row.figure for row in rows]
-    columns = [
-        Column(header="figure", cells=[f.what for f in figures], is_text=True, least_width=WHAT_WIDTH),
-        Column(header="paper", cells=[SHORT[f.paper] for f in figures], is_text=True),
-        Column(header="published", cells=[_number(f, f.published) for f in figures]),
-        Column(header="ours", cells=[_number(row.figure, row.ours) for row in rows]),
-        Column(header="deviation", cells=list(map(_deviation, rows))),
-        Column(header="remark", cells=[str(notes.index(_remark(f)) + 1) if f.note else "" for f in figures]),
-    ]
-    return table_of(columns, bold=[False] * len(rows), width=width)
+def _figures_table(rows: Sequence[Row], notes: Sequence[str]) -> Table:
+    table = _table("paper", "published", "ours", "deviation", "remark", first="figure")
+    for row in rows:
+        figure = row.figure
+        numbers = (_number(figure, figure.published), _number(figure, row.ours), _deviation(row))
+        remark = str(notes.index(_remark(figure)) + 1) if figure.note else ""
+        table.add_row(figure.what, SHORT[figure.paper], *numbers, remark)
+    return table
+
+
+def _table(*numbers: str, first: str) -> Table:
+    """Only the first column is wrapped where there is little room."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first)
+    for header in numbers:
+        table.add_column(header, justify="right", no_wrap=True)
+    return table
 
 
 def _remark(figure: Figure) -> str:
@@ -139,25 +144,29 @@ def _deviation(row: Row) -> str:
     return f"{row.deviation:+.1%}"
 
 
-def _times_table(found: Reproduction, *, width: int) -> Table:
-    columns = [Column(header="GPUs", cells=list(CONTENDERS), is_text=True)]
-    for ranks in SCALING_TILES:
-        times = [found.scaling.strong(contender)[ranks].time_s for contender in CONTENDERS]
-        columns.append(Column(header=str(ranks), cells=[f"{time_s:.1f}" for time_s in times]))
-    return table_of(columns, bold=[False] * len(CONTENDERS), width=width)
+def _times_table(found: Reproduction) -> Table:
+    table = _table(*map(str, SCALING_TILES), first="GPUs")
+    for contender in CONTENDERS:
+        times = found.scaling.strong(contender)
+        table.add_row(contender, *(f"{times[ranks].time_s:.1f}" for ranks in SCALING_TILES))
+    return table
 
 
-def _fits_table(fits: Sequence[Fit], *, width: int) -> Table:
-    clusters = [each.cluster for each in fits]
-    columns = [
-        Column(header="rms", cells=[f"{each.rms:.3f}" for each in fits]),
-        Column(
-            header="passes", cells=["both" if len(each.passes) > 1 else each.passes[0] for each in fits], is_text=True
-        ),
-        Column(header="NICs\na node", cells=[str(cluster.nics_per_node) for cluster in clusters]),
-        Column(header="duplex", cells=["yes" if cluster.full_duplex else "no" for cluster in clusters], is_text=True),
-        Column(header="TFLOP/s", cells=[f"{cluster.device.forward.tflops:.0f}" for cluster in clusters]),
-        Column(header="GB/s\ninside", cells=[f"{cluster.inside.gb_per_s:.2f}" for cluster in clusters]),
-        Column(header="GB/s\nbetween", cells=[f"{cluster.between.gb_per_s:.2f}" for cluster in clusters]),
-    ]
-    return table_of(columns, bold=[index == 0 for index in range(len(fits))], width=width)
+def _fits_table(fits: Sequence[Fit]) -> Table:
+    table = _table("rms", "NICs\na node", "duplex", "TFLOP/s", "GB/s\ninside", "GB/s\nbetween", first="passes")
+    for each in fits:
+        cluster = each.cluster
+        table.add_row(
+            "both" if len(each.passes) > 1 else each.passes[0],
+            f"{each.rms:.3f}",
+            str(cluster.nics_per_node),
+            "yes" if cluster.full_duplex else "no",
+            f"{cluster.device.forward.tflops:.0f}",
+            f"{cluster.inside.gb_per_s:.2f}",
+            f"{cluster.between.gb_per_s:.2f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from math import log
+from pathlib import Path
+from typing import Any
 
 import pytest
-
-from mesh_attention import make_plan, rank_costs
-from mesh_attention.cli import reproduce as command
-from mesh_attention.cli.main import main
-from mesh_attention.papers import fit as fitting
-from mesh_attention.papers.figures import FIGURES, MESH_TIMES, QUANTITIES, SCALING_TILES, PlanVolume
-from mesh_attention.papers.fit import (
+import what_do_the_papers_claim as script
+from papers import fit as fitting
+from papers.figures import FIGURES, MESH_TIMES, QUANTITIES, SCALING_TILES, PlanVolume
+from papers.fit import (
     PASSES,
     Fit,
     best_of,
@@ -24,14 +23,17 @@ from mesh_attention.papers.fit import (
     with_latency,
     with_rates,
 )
-from mesh_attention.papers.reproduce import Reproduction, Row, attention2d_speedup, reproduce, volume
-from mesh_attention.papers.scaling import WEAK_SEQ, Contender, Run, Scaling, run_experiments, scaling_problem
+from papers.reproduce import Reproduction, Row, attention2d_speedup, reproduce, volume
+from papers.scaling import WEAK_SEQ, Contender, Run, Scaling, run_experiments, scaling_problem
+
+from mesh_attention import make_plan, rank_costs
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.planning.limits import limits
 from mesh_attention.planning.registry import Method
 from mesh_attention.topology import Topology
 
+RESULTS = Path(script.__file__).parent / "results"
 EXPLAINED = 0.1
 """How far off a time may be that is said to be explained."""
 
@@ -255,16 +257,25 @@ def test_ring_moves_4_9_times_what_attention2d_does() -> None:
     assert 0.7 * ratio < attention2d_speedup("h100", 1) < ratio  # with one GPU a node, nothing else differs
 
 
-# The command
+# The script
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, reproduction: Reproduction) -> Reproduction:
-    """The command with what the fixture worked out, so that only printing takes time."""
-    monkeypatch.setattr(command, "reproduce", lambda on_progress: reproduction)
+    """The script with what the fixture worked out, so that only printing takes time."""
+    monkeypatch.setattr(script, "reproduce", lambda on_progress: reproduction)
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     return reproduction
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[str], dict[str, Any]]:
+    """The lines for people, and the JSON line after them."""
+    assert script.main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    *lines, last = out.splitlines()
+    return lines, json.loads(last)
 
 
 @pytest.mark.usefixtures("quick")
@@ -273,12 +284,10 @@ def test_the_table_has_every_figure_and_fits(
     width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    assert main(["reproduce"]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert all(len(line.rstrip()) <= width for line in out.splitlines())
-    assert "…" not in out
-    words = " ".join(out.split())
+    lines, _ = printed(capsys)
+    assert all(len(line.rstrip()) <= width for line in lines)
+    words = " ".join(" ".join(lines).split())
+    assert "…" not in words
     for figure in FIGURES:
         assert figure.what[:24] in words
         assert figure.note in words
@@ -290,18 +299,16 @@ def test_the_table_states_ours_and_the_deviation(
     quick: Reproduction, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    main(["reproduce"])
-    out = capsys.readouterr().out
+    lines, _ = printed(capsys)
     for row in quick.rows:
-        line = next(line for line in out.splitlines() if line.startswith(f"{row.figure.what}  "))
+        line = next(line for line in lines if line.startswith(f"{row.figure.what}  "))
         shown = f"{row.deviation:+.1f} points" if row.figure.unit == "%" else f"{row.deviation:+.1%}"
         assert shown in line
         assert len(line.split()) >= len(row.figure.what.split()) + 5
 
 
 def test_json_has_every_figure(quick: Reproduction, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    _, answer = printed(capsys)
     assert [entry["figure"] for entry in answer["figures"]] == [figure.what for figure in FIGURES]
     for entry, row in zip(answer["figures"], quick.rows, strict=True):
         assert (entry["published"], entry["ours"]) == (row.figure.published, row.ours)
@@ -318,14 +325,18 @@ def test_refit_shows_every_hypothesis(
     preset: Fit, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = replace(preset, passes=DIRECTIONS[:1])
-    monkeypatch.setattr(command, "fit", lambda on_progress: (preset, other))
-    assert main(["reproduce", "--refit"]) == 0
-    out = capsys.readouterr().out
-    anew = out[out.index("fitted anew") :]
-    assert "both" in anew
-    assert "forward" in anew
-    assert main(["reproduce", "--refit", "--json"]) == 0
-    assert [entry["rms"] for entry in json.loads(capsys.readouterr().out)["fits"]] == [preset.rms, other.rms]
+    monkeypatch.setattr(script, "fit", lambda on_progress: (preset, other))
+    lines, answer = printed(capsys, "--refit")
+    again = " ".join(lines[lines.index("fitted again") :])
+    assert "both" in again
+    assert "forward" in again
+    assert [entry["rms"] for entry in answer["fits"]] == [preset.rms, other.rms]
+
+
+def test_the_stored_result_is_ours(reproduction: Reproduction) -> None:
+    *_, last = (RESULTS / "what_do_the_papers_claim.txt").read_text().splitlines()
+    stored = {entry["figure"]: entry["ours"] for entry in json.loads(last)["figures"]}
+    assert stored == pytest.approx({row.figure.what: row.ours for row in reproduction.rows}, rel=1e-9)
 
 
 def test_figures_are_told_apart_by_their_words() -> None:

@@ -1,4 +1,4 @@
-"""The shortest schedule of a small tile, by search: what the greedy order is measured against. No planner uses it.
+"""The shortest schedule of a small tile, by search: what the greedy order is measured against.
 
 Shortest by `clocks`, over all legal schedules, however far they run ahead. Some orders are fixed, at no loss:
 

@@ -10,7 +10,14 @@ from typing_extensions import assert_never
 
 from mesh_attention.clusters import PRESETS
 from mesh_attention.masks import causal
-from mesh_attention.papers.figures import (
+from mesh_attention.plan.queries import rank_costs
+from mesh_attention.plan.steps import DIRECTIONS
+from mesh_attention.planning.registry import make_plan
+from mesh_attention.problem import Problem
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.rivals import startrail_units
+from papers.figures import (
     BEST_TILES,
     FIGURES,
     SCALING_TILES,
@@ -25,15 +32,8 @@ from mesh_attention.papers.figures import (
     VolumeDrop,
     VolumeRatio,
 )
-from mesh_attention.papers.fit import PASSES, fitted
-from mesh_attention.papers.scaling import Contender, Scaling, run_experiments
-from mesh_attention.plan.queries import rank_costs
-from mesh_attention.plan.steps import DIRECTIONS
-from mesh_attention.planning.registry import make_plan
-from mesh_attention.problem import Problem
-from mesh_attention.simulation.simulate import simulate
-from mesh_attention.topology import Topology
-from mesh_attention.tuning.rivals import startrail_units
+from papers.fit import PASSES, fitted
+from papers.scaling import Contender, Scaling, run_experiments
 
 Report = Callable[[str, float], None]
 SEQ, HEADS, HEAD_DIM = 1 << 20, 32, 128
@@ -61,7 +61,7 @@ class Reproduction:
 
 
 def reproduce(*, on_progress: Report | None = None) -> Reproduction:
-    """Takes seconds."""
+    """Work out every figure. Takes seconds."""
     report = on_progress or (lambda doing, fraction: None)
     cluster = fitted()
     measured = run_experiments(cluster, on_progress=lambda doing, fraction: report(doing, fraction / 2))
@@ -134,7 +134,7 @@ def volume(of: PlanVolume) -> float:
 
 
 def volume_cut(ranks: int) -> float:
-    """How much less Mesh moves than Ring, with the paper's tile for so many GPUs."""
+    """How much less Mesh moves than Ring, with the paper's tile for this many GPUs."""
     mesh = volume(PlanVolume(method="mesh", ranks=ranks, tile=SCALING_TILES[ranks]))
     return 1 - mesh / volume(PlanVolume(method="ring", ranks=ranks))
 

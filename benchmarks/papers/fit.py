@@ -16,10 +16,10 @@ from itertools import product
 from math import exp, log, sqrt
 
 from mesh_attention.clusters import PRESETS
-from mesh_attention.papers.figures import PUBLISHED, QUANTITIES, Quantity
-from mesh_attention.papers.scaling import Contender, Report, Scaling, run_experiments
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.topology import Topology
+from papers.figures import PUBLISHED, QUANTITIES, Quantity
+from papers.scaling import Contender, Report, Scaling, run_experiments
 
 Passes = tuple[Direction, ...]
 PASSES: Passes = DIRECTIONS

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from mesh_attention.masks import causal
-from mesh_attention.papers.figures import PUBLISHED, SCALING_TILES, Quantity
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.problem import Problem
@@ -19,6 +18,7 @@ from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import Candidate
 from mesh_attention.tuning.traffic import costs_on
+from papers.figures import PUBLISHED, SCALING_TILES, Quantity
 
 Contender = Literal["ring", "mesh"]
 Report = Callable[[str, float], None]
@@ -109,7 +109,7 @@ class Scaling:
         return min(times, key=lambda ranks: times[ranks].time_s)
 
     def excess(self, contender: Contender, ranks: int) -> float:
-        """How much longer so many GPUs take than the best number of them."""
+        """How much longer this many GPUs take than the best number of GPUs."""
         times = self.strong(contender)
         return times[ranks].time_s / times[self.best(contender)].time_s - 1
 
