@@ -18,9 +18,11 @@ from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan
 from mesh_attention.calibration.fit import CallTime, Measurement, MemoryTimes
 from mesh_attention.cli import demo as demo_command_module
 from mesh_attention.cli import demo_report
-from mesh_attention.cli.demo import WorkerError, _contenders, _problem, _report, _row, run_processes
-from mesh_attention.cli.demo_worker import Measured, Pass, Seen, make_inputs
+from mesh_attention.cli.demo import _methods, _problem, _report
+from mesh_attention.cli.demo_worker import Measured, Seen, make_inputs
 from mesh_attention.cli.main import main
+from mesh_attention.comm.launch import run_processes
+from mesh_attention.errors import WorkerError
 from mesh_attention.execution.recorder import record
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -83,18 +85,16 @@ def test_the_demo_leaves_a_report_of_what_it_measured(demo: tuple[dict[str, Any]
 def report_of(folder: Path) -> tuple[Path | None, str | None]:
     """The report of what a local group recorded, without processes."""
     problem = _problem(2, 64)
-    contenders = _contenders(problem)
-    methods = []
-    for contender in contenders:
-        attention = MeshAttention(LocalGroup(2), **contender.options)
+    methods, measured = _methods(problem), []
+    for choice in methods.values():
+        attention = MeshAttention(LocalGroup(2), choice=choice)
         q, k, v, _ = ([shard.requires_grad_() for shard in attention.shard(t)] for t in make_inputs(problem))
         with record(attention) as recording:
             out = attention(q, k, v, causal=True)
             torch.autograd.grad([o.sum() for o in out], [*q, *k, *v])
-        passes = tuple(Pass(plan=one.plan, timeline=one.timeline) for one in recording.passes())
-        methods.append(Measured(**NOTHING, passes=passes))
-    rows = [_row(contender, [seen]) for contender, seen in zip(contenders, methods, strict=True)]
-    return _report(folder, problem, contenders, Seen(methods=methods, calibration=NONSENSE), rows)
+        passes = tuple((one.plan, one.timeline) for one in recording.passes())
+        measured.append(Measured(**NOTHING, passes=passes))
+    return _report(folder, problem, methods, Seen(methods=measured, calibration=NONSENSE))
 
 
 NOTHING: Any = dict.fromkeys(("forward_error", "gradient_error"), 0.0) | {
@@ -128,7 +128,7 @@ def test_times_that_make_no_sense_are_replaced_and_that_is_said(
     page, reason = report_of(tmp_path / "report")
     assert reason is None
     assert page is not None
-    assert "by the laptop preset, because calibrating gave times that make no sense" in page.read_text()
+    assert "by the laptop preset, because the calibrated times make no sense" in page.read_text()
 
 
 def test_without_matplotlib_there_is_still_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_a_process_that_fails_is_named_with_its_error() -> None:
         (["--seq", "4q"], "--seq '4q': expected a whole number such as 4096"),
         (["--seq", "1m"], "--seq 1048576: expected at most 65536"),
         (["--report", f"{__file__}"], "is a file; give a folder"),
-        (["--report", "there", "--no-report"], "--report there came beside --no-report; leave one of them out"),
+        (["--report", "there", "--no-report"], "--report there cannot be combined with --no-report; leave one of them out"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_starts(

@@ -19,10 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from mesh_attention import Plan, Problem, causal, cluster_named, make_plan, plan_to_json, simulate, window
-from mesh_attention.cli import scenes
+from mesh_attention import scenes
 from mesh_attention.cli.main import main
-from mesh_attention.cli.pictures import PICTURES, traced
-from mesh_attention.cli.scenes import explorer_scenes, rival_scenes, scene_of, shown_ranks
 from mesh_attention.drawing.against import Contender, against_chart
 from mesh_attention.drawing.lanes import LANE_COLOURS
 from mesh_attention.drawing.matrix import Cell, cells_of, matrix_chart

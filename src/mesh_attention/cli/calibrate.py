@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ import typer
 
 from mesh_attention.calibration.fit import Measurement, fit_topology
 from mesh_attention.cli.calibrate_report import as_json, note, print_report
-from mesh_attention.cli.command import option
+from mesh_attention.cli.command import group, option
 from mesh_attention.cli.files import output_file
 from mesh_attention.cli.progress import Report, progress
 from mesh_attention.clusters import cluster_to_toml, find_cluster
@@ -45,7 +44,7 @@ def _read_cluster(name: str, text: str) -> Topology:
     return find_cluster(text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@group
 class CalibrateOptions:
     ranks: int | None = option(
         "--ranks", "Processes to start here; 2 if left out. Not under torchrun.", "N", parse_whole, None
@@ -72,7 +71,7 @@ class CalibrateOptions:
         return Problem.self_attention(seq=1, heads=self.heads, head_dim=self.head_dim, ranks=1, dtype=self.dtype)
 
     def node_size(self, here: int) -> int:
-        """Ranks of a node: as asked for, or those on a machine, or the whole node whose links stand for missing ones."""
+        """Ranks per node: as asked for, or those on a machine, or those of the cluster whose links are used."""
         return self.ranks_per_node or max(here, 1 if self.links_of is None else self.links_of.ranks_per_node)
 
 

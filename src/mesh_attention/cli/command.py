@@ -1,18 +1,19 @@
 """Commands as functions of groups of options.
 
-A group is a dataclass whose fields are made by `option`. A command takes groups, and `command` gives it the signature
+A `group` is a dataclass whose fields are made by `option`. A command takes groups, and `command` gives it the signature
 that typer reads, in which every option is a parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, Field, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from typing_extensions import dataclass_transform
 
 Read = Callable[[str, str], Any]
 """``read("--seq", "128k")`` returns the value of an option, or raises a `ParseError`."""
@@ -38,6 +39,15 @@ def argument(metavar: str, help_text: str, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"name": metavar, "info": info, "read": None})
 
 
+Group = TypeVar("Group")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option, argument))
+def group(cls: type[Group]) -> type[Group]:
+    """Makes a class whose fields are options a dataclass."""
+    return dataclass(frozen=True, slots=True, kw_only=True)(cls)
+
+
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """The function as typer takes it: with one parameter for each option of its groups."""
     hints = {name: hint for name, hint in get_type_hints(function).items() if name != "return"}
@@ -46,8 +56,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     @wraps(function)
     def run(**given: Any) -> None:
         made = {
-            name: group(**{one.name: _value(one, given.pop(one.name)) for one in fields(group)})
-            for name, group in groups.items()
+            name: kind(**{one.name: _value(one, given.pop(one.name)) for one in fields(kind)})
+            for name, kind in groups.items()
         }
         function(**made, **given)
 

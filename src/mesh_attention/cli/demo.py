@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -15,10 +15,10 @@ from typing import Any
 
 import typer
 
-from mesh_attention.cli.command import option
-from mesh_attention.cli.demo_report import LOOK_AT, has_charts, write_report
-from mesh_attention.cli.demo_worker import TIMED_RUNS, Measured, Options, Seen, work
-from mesh_attention.cli.pictures import make_folder
+from mesh_attention.cli.command import group, option
+from mesh_attention.cli.demo_report import LOOK_AT, write_report
+from mesh_attention.cli.demo_worker import TIMED_RUNS, Measured, Seen, work
+from mesh_attention.cli.files import make_folder
 from mesh_attention.cli.progress import progress
 from mesh_attention.cli.tables import Column, plain_console, print_table
 from mesh_attention.cli.words import mask_words, size_words, tile_reason
@@ -26,7 +26,7 @@ from mesh_attention.comm.launch import run_processes
 from mesh_attention.errors import UsageError
 from mesh_attention.masks import causal
 from mesh_attention.plan.assignment import Tile, tiles_of
-from mesh_attention.planning.registry import make_plan
+from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.units import BYTES, count, format_nbytes, format_together, parse_size, parse_whole
 
@@ -38,12 +38,12 @@ REPORT = "mesh-attention-report"
 COUNTED = ("forward_error", "gradient_error", "sent_nbytes", "received_nbytes", "messages", "peak_nbytes")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@group
 class DemoOptions:
     ranks: int = option("--ranks", "Number of processes that share the work.", "N", parse_whole, 8)
     seq: int = option("--seq", "Tokens of the whole sequence: 4096, 4k (k is 1024).", "SIZE", parse_size, "4k")
     report: Path | None = option(
-        "--report", "Where to write the report: a page, pictures, a trace.", "FOLDER", default=None, show_default=REPORT
+        "--report", "Where to write the report: a page and a trace.", "FOLDER", default=None, show_default=REPORT
     )
     no_report: bool = option("--no-report", "Record and write nothing.", default=False)
     json: bool = option("--json", "Print one JSON object and nothing else.", default=False)
@@ -66,32 +66,30 @@ def demo_command(given: DemoOptions) -> None:
     with progress(f"starting on {count(problem.ranks, 'rank')}") as report:
         by_rank = run_processes(work, problem, methods, is_recorded, ranks=problem.ranks, report=report)
     by_method = zip(*(seen.methods for seen in by_rank), strict=True)
-    rows = [_row(name, methods[name], problem, seen) for name, seen in zip(methods, by_method, strict=True)]
+    rows = [_row(name, methods[name], seen) for name, seen in zip(methods, by_method, strict=True)]
     is_right = all(row.is_right for row in rows)
     if not given.json:
         _print(problem, methods, rows)
     page: Path | None = None
     reason: str | None = "--no-report was given" if given.no_report else "one rank has nothing to show; use two or more"
     if is_recorded:
-        page, reason = _report(given.report or Path(REPORT), problem, rows, by_rank[0])
+        page, reason = _report(given.report or Path(REPORT), problem, methods, by_rank[0])
     if given.json:
         told = {"ok": is_right, **_facts(problem), "methods": [asdict(row) for row in rows]}
         typer.echo(json.dumps(told | {"report": None if page is None else str(page), "no_report": reason}))
     elif page is not None:
         typer.echo(f"\nreport: {page}\n{LOOK_AT}")
-        if not has_charts():
-            typer.echo("Its pictures are left out: pip install 'mesh-attention[charts]' for them.")
     elif not given.no_report:
         typer.echo(f"\nno report was written: {reason}", err=True)
     if not is_right:
         raise typer.Exit(1)
 
 
-def _report(folder: Path, problem: Problem, rows: Sequence[Row], first: Seen) -> tuple[Path | None, str | None]:
+def _report(folder: Path, problem: Problem, methods: Iterable[str], first: Seen) -> tuple[Path | None, str | None]:
     """The page, or why there is none: a folder that cannot be written does not make the results wrong."""
     try:
         with progress("drawing") as report:
-            return write_report(folder, problem, {row.method: row.time_s for row in rows}, first, report=report), None
+            return write_report(folder, problem, methods, first, report=report), None
     except UsageError as error:
         return None, str(error)
 
@@ -108,20 +106,19 @@ def _problem(ranks: int, seq: int) -> Problem:
     )
 
 
-def _methods(problem: Problem) -> dict[str, Options]:
+def _methods(problem: Problem) -> dict[str, Choice]:
     """Ring, attention2d, mesh, and ulysses × mesh where its degree divides the ranks."""
     tile = _squarest(problem.ranks)
-    found: dict[str, Options] = {
-        "ring": {"method": "ring"},
-        "attention2d": {"method": "attention2d", "tile": tile},
-        "mesh": {"method": "mesh", "tile": tile},
+    found = {
+        "ring": Choice(method="ring"),
+        "attention2d": Choice(method="attention2d", tile=tile),
+        "mesh": Choice(method="mesh", tile=tile),
     }
     if problem.ranks % ULYSSES_DEGREE == 0:
         tile = _squarest(problem.ranks // ULYSSES_DEGREE)
-        found["ulysses × mesh"] = {"method": "mesh", "tile": tile, "ulysses_degree": ULYSSES_DEGREE}
-    for options in found.values():
-        make_plan(problem, **options)  # refuses here what the processes would refuse
-    return found
+        found["ulysses × mesh"] = Choice(tile=tile, ulysses_degree=ULYSSES_DEGREE)
+    # Refuses here what the processes would refuse.
+    return {name: choice.settled(problem, "forward") for name, choice in found.items()}
 
 
 def _squarest(places: int) -> Tile:
@@ -151,11 +148,11 @@ class Row:
         return self.is_as_planned and max(self.forward_error, self.gradient_error) <= LARGEST_ERROR
 
 
-def _row(method: str, options: Options, problem: Problem, seen: Sequence[Measured]) -> Row:
+def _row(method: str, choice: Choice, seen: Sequence[Measured]) -> Row:
     worst: dict[str, Any] = {name: max(getattr(rank, name) for rank in seen) for name in COUNTED}
     return Row(
         method=method,
-        tile=str(make_plan(problem, **options).assignment),
+        tile=str(choice.assignment),
         **worst,
         is_as_planned=all(rank.is_as_planned for rank in seen),
         time_s=median(max(run) for run in zip(*(rank.times_s for rank in seen), strict=True)),
@@ -168,7 +165,7 @@ def _facts(problem: Problem) -> dict[str, Any]:
     return facts | {"dtype": problem.dtype, "mask": str(problem.mask), "cores": os.cpu_count()}
 
 
-def _print(problem: Problem, methods: Mapping[str, Options], rows: Sequence[Row]) -> None:
+def _print(problem: Problem, methods: Mapping[str, Choice], rows: Sequence[Row]) -> None:
     console = plain_console()
     console.print(
         f"attention forward and backward, {mask_words(problem)}, {size_words(problem)}; "
@@ -188,7 +185,7 @@ def _print(problem: Problem, methods: Mapping[str, Options], rows: Sequence[Row]
     for row in rows:
         if not row.is_right:
             console.print(f"{row.method} {row.tile} is wrong: see its errors and its counts above", style="bold red")
-    console.print(_verdict(problem, methods, rows), style="bold")
+    console.print(_verdict(methods, rows), style="bold")
 
 
 def _columns(rows: Sequence[Row]) -> list[Column]:
@@ -207,13 +204,13 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
-def _verdict(problem: Problem, methods: Mapping[str, Options], rows: Sequence[Row]) -> str:
+def _verdict(methods: Mapping[str, Choice], rows: Sequence[Row]) -> str:
     """Which method moved the fewest bytes, and why."""
     ring, best = rows[0], min(rows, key=lambda row: row.received_nbytes)
     if best.received_nbytes >= ring.received_nbytes:
         return "No method moved fewer bytes than ring: on so few ranks there is no tile with several rows and columns."
     share = best.received_nbytes / ring.received_nbytes
     return (
-        f"{best.method} {best.tile} wins: a rank received {format_nbytes(best.received_nbytes)}, {share:.2f} of what it "
-        f"received with ring. {tile_reason(make_plan(problem, **methods[best.method]).assignment)}"
+        f"{best.method} {best.tile} wins: a rank received {format_nbytes(best.received_nbytes)}, {share:.2f} of ring's "
+        f"bytes. {tile_reason(methods[best.method].assignment)}"
     )

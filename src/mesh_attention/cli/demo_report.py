@@ -1,17 +1,15 @@
-"""The folder that `mesh-attention demo` writes: a page, pictures and a trace of what ran, next to its forecast."""
+"""The folder that `mesh-attention demo` writes: a page and a trace of what ran, next to its forecast."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from importlib.util import find_spec
+from collections.abc import Iterable
 from pathlib import Path
 
 from mesh_attention.calibration.fit import Measurement, fit_topology
 from mesh_attention.cli.demo_worker import Measured, Seen
-from mesh_attention.cli.pictures import CHARTS, PICTURES, Album, make_folder, write_album
+from mesh_attention.cli.files import make_folder
 from mesh_attention.cli.progress import Report
-from mesh_attention.cli.scenes import rival_scenes, scene_of
 from mesh_attention.cli.words import cluster_words, mask_words, size_words
 from mesh_attention.clusters import PRESETS
 from mesh_attention.drawing.page import Scene
@@ -19,13 +17,11 @@ from mesh_attention.errors import TopologyError
 from mesh_attention.masks import causal
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.problem import Problem
+from mesh_attention.scenes import rival_scenes, scene_of, write_explorer
 from mesh_attention.topology import Topology
 from mesh_attention.units import format_time
 
 PAGE = "report.html"
-SUBJECT = "mesh"
-"""The method whose matrix, steps and timeline are drawn; all methods are in the page and in the trace."""
-MARKED_RANK = 1
 LOOK_AT = (
     "Choose a method there: the matrix shows who computes what, the timeline what each rank did when, as forecast and "
     "as measured."
@@ -34,33 +30,21 @@ FORECAST_CLUSTER, FORECAST_RANKS = "h100", (16, 64)
 FORECAST_TOKENS = 131072
 
 
-def write_report(folder: Path, problem: Problem, times_s: Mapping[str, float], seen: Seen, *, report: Report) -> Path:
-    """Write the page and the files next to it; charts only where matplotlib is installed.
-
-    `times_s` are the measured times by method, `seen` the results of rank 0, with recorded passes.
-    """
+def write_report(folder: Path, problem: Problem, methods: Iterable[str], seen: Seen, *, report: Report) -> Path:
+    """Write the page, which is returned, and a trace next to it. `seen` are the results of rank 0, with recordings."""
     make_folder("--report", folder)
     assert seen.calibration is not None  # passes were recorded
     here, is_fitted = machine_at_hand(seen.calibration, ranks=problem.ranks)
-    ran = zip(times_s, seen.methods, strict=True)
-    measured = [_measured_scene(method, one, here, report) for method, one in ran]
-    album = Album(
-        subject=next(scene for scene in measured if scene.method == SUBJECT),
-        rivals=measured,
-        scenes=[*measured, *forecast_scenes(report)],
+    measured = [_measured_scene(*one, here, report) for one in zip(methods, seen.methods, strict=True)]
+    page = folder / PAGE
+    write_explorer(
+        page,
+        [*measured, *forecast_scenes(report)],
+        traced=measured,
         title="Measured on this machine, and forecast on a cluster",
-        where=f"{problem.ranks} processes on {os.cpu_count()} cores",
         notes=_notes(problem, here, is_fitted=is_fitted),
-        rank=min(MARKED_RANK, problem.ranks - 1),
-        times_s=times_s,
-        page_name=PAGE,
     )
-    wanted = PICTURES if has_charts() else [picture for picture in PICTURES if picture not in CHARTS]
-    return write_album(album, folder, wanted=wanted, chart_format="png", report=report)["explorer"]
-
-
-def has_charts() -> bool:
-    return find_spec("matplotlib") is not None
+    return page
 
 
 def machine_at_hand(calibration: Measurement, *, ranks: int) -> tuple[Topology, bool]:

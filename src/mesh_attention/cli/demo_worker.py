@@ -17,6 +17,7 @@ from mesh_attention.comm.launch import joined_group, note_progress
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import rank_costs
 from mesh_attention.plan.steps import DIRECTIONS
+from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.timeline import Timeline
 
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 TIMED_RUNS = 3
 CALIBRATION_STEPS = 6
 """Calibration takes about as long as this many runs."""
-
-Options = Mapping[str, Any]
-"""The arguments of `MeshAttention` that choose a method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +59,7 @@ class Seen:
     calibration: Measurement | None = None
 
 
-def work(problem: Problem, methods: Mapping[str, Options], is_recorded: bool, progress_file: Path) -> Seen:
+def work(problem: Problem, methods: Mapping[str, Choice], is_recorded: bool, progress_file: Path) -> Seen:
     """Measure each method on this rank. The launcher has set rank, size and address in the environment."""
     import torch
     import torch.distributed as dist
@@ -77,7 +75,7 @@ def work(problem: Problem, methods: Mapping[str, Options], is_recorded: bool, pr
         for tensor in truth:
             dist.broadcast(tensor, src=0)
         demo = Demo(problem, inputs, truth, notes, is_recorded)
-        found = [demo.measure(name, options) for name, options in methods.items()]
+        found = [demo.measure(name, choice) for name, choice in methods.items()]
         return Seen(methods=found, calibration=calibrate(problem, notes) if is_recorded else None)
 
 
@@ -103,7 +101,7 @@ class Demo:
     notes: Notes
     is_recorded: bool
 
-    def measure(self, name: str, options: Options) -> Measured:
+    def measure(self, name: str, choice: Choice) -> Measured:
         """A first run for errors and counts, which is also the warm-up; then timed runs; then one that is recorded."""
         import torch
 
@@ -114,7 +112,7 @@ class Demo:
 
         self.notes.tell(f"{name}: compare and count")
         seq, recording = self.problem.seq_q, Recording(TorchComm())
-        attention = MeshAttention(recording, **options)
+        attention = MeshAttention(recording, choice=choice)
         *given, d_out = (attention.shard(tensor) for tensor in self.inputs)
         q, k, v = (tensor.requires_grad_() for tensor in given)
         engine = attention.engine([[q, k, v]], CallOptions(causal=True, seq_len=seq))

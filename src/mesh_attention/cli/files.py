@@ -8,9 +8,8 @@ from pathlib import Path
 
 from mesh_attention.cli.command import Read
 from mesh_attention.cli.progress import Report, unroll
-from mesh_attention.drawing.canvas import new_figure
-from mesh_attention.drawing.charts import FORMATS
-from mesh_attention.errors import ParseError, PlanError, UsageError
+from mesh_attention.drawing.canvas import FORMATS, new_figure
+from mesh_attention.errors import ParseError, PlanError, UsageError, writing
 from mesh_attention.plan.codec import plan_to_json, read_plan
 from mesh_attention.plan.plan import Plan
 from mesh_attention.topology import Topology
@@ -97,3 +96,14 @@ def chart_file(option: str, text: str) -> Path:
         raise UsageError(f"{option} {path}: expected a file name that ends in {' or '.join(FORMATS)}")
     new_figure(height_in=1.0)  # refuses where matplotlib is missing
     return path
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Create the folder and check that a file can be written into it."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{option} {folder}: is a file; give a folder, such as {folder.with_suffix('')}-pictures")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".mesh-attention-probe"
+        probe.write_text("")
+        probe.unlink()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from mesh_attention.cli.command import Read, option, options_given
+from mesh_attention.cli.command import Read, group, option, options_given
 from mesh_attention.cli.files import chart_file, output_file
 from mesh_attention.clusters import PRESETS, find_cluster
 from mesh_attention.errors import ParseError, UsageError
@@ -19,7 +19,7 @@ from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.layout import LAYOUTS, Layout, layout_named
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
-from mesh_attention.planning.registry import METHODS
+from mesh_attention.planning.choice import METHODS, Choice
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import count, parse_size, parse_whole
@@ -94,7 +94,7 @@ def _heads(**settings: Any) -> Any:
     return of_problem("--heads", "Query heads.", "N", parse_whole, **settings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@group
 class PlannedProblemOptions:
     """A problem, which is left out where a plan file states it."""
 
@@ -135,7 +135,7 @@ class PlannedProblemOptions:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@group
 class ProblemOptions(PlannedProblemOptions):
     """A problem that must be given."""
 
@@ -143,12 +143,12 @@ class ProblemOptions(PlannedProblemOptions):
     heads: int = _heads()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@group
 class RanksOption:
     ranks: int = of_problem("--ranks", "Number of ranks that share the work.", "N", parse_whole)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@group
 class ClusterOptions:
     """A cluster, and its number of ranks if not as it says."""
 
@@ -183,7 +183,7 @@ def passes(*, both: bool) -> tuple[Direction, ...]:
     return DIRECTIONS if both else DIRECTIONS[:1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@group
 class ChoiceOptions:
     """How to plan."""
 
@@ -215,9 +215,8 @@ class ChoiceOptions:
     )
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of `make_plan`."""
-        return {one.name: getattr(self, one.name) for one in fields(self)} | {"keep": self.keep or ()}
+    def choice(self) -> Choice:
+        return Choice.of(**{one.name: getattr(self, one.name) for one in fields(self)})
 
 
 def refuse_beside_file(context: typer.Context, file: Path, *groups: Any) -> None:

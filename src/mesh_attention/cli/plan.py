@@ -12,6 +12,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from mesh_attention.cli.command import group
 from mesh_attention.cli.files import output_file, write_plan_file
 from mesh_attention.cli.matrix import draw_matrix
 from mesh_attention.cli.options import (
@@ -25,7 +26,7 @@ from mesh_attention.cli.options import (
 )
 from mesh_attention.cli.progress import Report, progress, unroll
 from mesh_attention.cli.tables import Column, plain_console, print_table, times
-from mesh_attention.cli.words import mask_words, size_words
+from mesh_attention.cli.words import mask_words, size_words, tile_reason
 from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.plan import Plan
@@ -42,7 +43,7 @@ LONGEST_STEP = 160
 """Characters of a step that are shown; collectives of large groups have thousands."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@group
 class PlanOptions:
     backward: bool = of_plan("--backward", "Plan the backward pass instead of the forward one.", default=False)
     rank: int = of_output("--rank", "The rank whose steps are shown.", "N", read_rank, 0)
@@ -61,7 +62,7 @@ def plan_command(over: RanksOption, problem: ProblemOptions, choice: ChoiceOptio
     """Make a plan, show it, and compare it with the plans of the other methods."""
     asked = problem.problem(over.ranks)
     with progress("planning") as report:
-        plan = make_plan(asked, direction="backward" if given.backward else "forward", **choice.options)
+        plan = make_plan(asked, choice.choice, direction="backward" if given.backward else "forward")
         steps = _step_rows(plan, given.rank)  # first: it refuses a rank that does not exist
         comparison = compare(plan, blocks_per_call=choice.blocks_per_call, report=report)
         saved = "" if given.save is None else _save(plan, given.save, report)
@@ -80,6 +81,7 @@ def plan_command(over: RanksOption, problem: ProblemOptions, choice: ChoiceOptio
     bold = [row.is_this_plan for row in comparison.rows]
     print_table(console, _comparison_columns(comparison), bold=bold, gaps=(3, 2, 1))
     console.print(_comparison_caption(comparison, ranks=asked.ranks), style="dim")
+    console.print(_verdict(plan, comparison))
     if saved:
         console.print(f"\n{saved}")
 
@@ -178,3 +180,16 @@ def _comparison_caption(comparison: Comparison, *, ranks: int) -> str:
         "average rank can receive with any assignment, even one that splits heads. All plans have the layout, "
         "direction and options of this one, except --inner."
     )
+
+
+def _verdict(plan: Plan, comparison: Comparison) -> str:
+    """How this plan compares with ring, and why."""
+    this = next(row for row in comparison.rows if row.is_this_plan)
+    best = min(comparison.rows, key=lambda row: row.received_nbytes)
+    if this.against_ring is None:
+        return "One rank receives nothing."
+    if this.against_ring < 1:
+        return f"This plan receives {this.against_ring:.2f} of ring's bytes. {tile_reason(plan.assignment)}"
+    if best.received_nbytes >= this.received_nbytes:
+        return "No other method receives fewer bytes here."
+    return f"This plan receives no less than ring; {best.method} {best.tile} receives {best.against_ring:.2f} of it."

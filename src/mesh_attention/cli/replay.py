@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mesh_attention.cli.command import option
+from mesh_attention.cli.command import group, option
 from mesh_attention.cli.files import checked_plan
 from mesh_attention.cli.options import (
     ProblemOptions,
@@ -36,17 +36,17 @@ from mesh_attention.cli.progress import Report, progress
 from mesh_attention.cli.tables import NO_NUMBER, Column, plain_console, print_table, times
 from mesh_attention.cli.words import cluster_words, mask_words, size_words
 from mesh_attention.clusters import find_cluster
-from mesh_attention.drawing.charts import save_chart
+from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.rates import Bar, BarGroup, rate_chart
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.choice import FAMILIES
 from mesh_attention.problem import Problem
 from mesh_attention.replay.parts import BEST, Part, tuned_parts
 from mesh_attention.replay.result import Replayed
 from mesh_attention.replay.rows import Row, kernel_as_json, row_as_json, rows_of
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import FAMILIES
 from mesh_attention.units import BYTES, TIMES, count, format_together, parse_whole, three_digits
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _key(name: str, *, times: str) -> str:
 _of_replay = partial(option, panel="Replay")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@group
 class ReplayOptions:
     methods: tuple[str, ...] = of_plan(
         "--methods",

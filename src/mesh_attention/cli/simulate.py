@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from mesh_attention.cli.command import argument
+from mesh_attention.cli.command import argument, group
 from mesh_attention.cli.files import checked_plan_for
 from mesh_attention.cli.lanes import SHADES, draw_lanes
 from mesh_attention.cli.options import (
@@ -24,11 +24,11 @@ from mesh_attention.cli.options import (
     refuse_beside_file,
     trace_option,
 )
-from mesh_attention.cli.planned import plan_on, ring_like
 from mesh_attention.cli.progress import Report, progress
 from mesh_attention.cli.tables import Column, plain_console, print_table, times
 from mesh_attention.cli.words import cluster_words, mask_words, size_words
-from mesh_attention.drawing.charts import gantt, save_chart
+from mesh_attention.drawing.canvas import save_chart
+from mesh_attention.drawing.gantt import gantt
 from mesh_attention.drawing.trace import write_trace
 from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.plan import Plan
@@ -38,21 +38,22 @@ from mesh_attention.planning.limits import limits
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline, joined
 from mesh_attention.topology import Topology
+from mesh_attention.tuning.planner import block_plan_on, ring_like
 from mesh_attention.tuning.result import Forecast
 from mesh_attention.units import format_nbytes, format_time, three_digits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@group
 class PlanFile:
     file: Path | None = argument("PLAN", "A plan file, instead of a problem and a choice of plan.", None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@group
 class Passes:
     backward: bool = both_passes_option()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@group
 class Outputs:
     trace: Path | None = trace_option()
     chart: Path | None = chart_option()
@@ -80,8 +81,8 @@ def simulate_command(
             plan = checked_plan_for(plan_file.file, topology, report)
             plans: dict[Direction, Plan] = {plan.direction: plan}
         else:
-            asked, options = problem.problem(topology.ranks), choice.options
-            plans = {d: plan_on(asked, topology, d, options) for d in passes(both=which.backward)}
+            asked = problem.problem(topology.ranks)
+            plans = {d: block_plan_on(topology, asked, choice.choice, d) for d in passes(both=which.backward)}
         spans_of = {*shown_ranks, *(sampled_ranks(topology.ranks) if out.trace else ())}
         forecasts = [_forecast(plans, topology, spans_of, report)]
         ring = {direction: ring_like(plan, topology) for direction, plan in plans.items()}

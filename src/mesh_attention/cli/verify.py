@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import typer
 
-from mesh_attention.cli.command import argument, option
+from mesh_attention.cli.command import argument, group, option
 from mesh_attention.cli.files import read_plan_file
 from mesh_attention.cli.progress import progress, unroll
 from mesh_attention.units import count
@@ -16,7 +16,7 @@ from mesh_attention.verification.check import check, format_breaches
 from mesh_attention.verification.rules import RULES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@group
 class VerifyOptions:
     file: Path = argument("FILE", "A plan, text or JSON.")
     json: bool = option("--json", "Print one JSON object and nothing else.", default=False)

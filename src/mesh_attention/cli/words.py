@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mesh_attention.plan.assignment import Assignment
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import count, format_size
