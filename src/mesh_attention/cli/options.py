@@ -111,7 +111,11 @@ class PlannedProblemOptions:
         "--window", "A query sees LEFT keys before it and RIGHT after it; -1 is all.", "LEFT,RIGHT", _read_window, None
     )
     documents: Mask | None = of_problem(
-        "--documents", "Packed documents as running totals, such as 0,48k,128k.", "0,…,SEQ", _read_documents, None
+        "--documents",
+        "Packed documents as running totals (cu_seqlens), such as 0,48k,128k.",
+        "0,…,SEQ",
+        _read_documents,
+        None,
     )
 
     def problem(self, ranks: int) -> Problem:

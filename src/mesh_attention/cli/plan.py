@@ -64,7 +64,7 @@ def plan_command(over: RanksOption, problem: ProblemOptions, choice: ChoiceOptio
     with progress("planning") as report:
         plan = make_plan(asked, choice.choice, direction="backward" if given.backward else "forward")
         steps = _step_rows(plan, given.rank)  # first: it refuses a rank that does not exist
-        comparison = compare(plan, blocks_per_call=choice.blocks_per_call, report=report)
+        comparison = compare(plan, choice.choice, report=report)
         saved = "" if given.save is None else _save(plan, given.save, report)
     if given.json:
         program = {"rank": given.rank, "steps": [asdict(row) for row in steps]}

@@ -8,8 +8,9 @@ from math import gcd
 
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import RankCosts, imbalance, rank_costs, sampled_ranks
+from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.limits import limits
-from mesh_attention.planning.registry import COLLECTIVE_METHODS, Method, make_plan
+from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
 
 Report = Callable[[str, float], None]
@@ -43,9 +44,9 @@ class Comparison:
     rows: tuple[Row, ...]
 
 
-def compare(plan: Plan, *, blocks_per_call: int | None, report: Report) -> Comparison:
-    """Rivals have the layout, direction, routes, grouping and kept inputs of the plan."""
-    plans = list(_rivals(plan, blocks_per_call, report))
+def compare(plan: Plan, choice: Choice, *, report: Report) -> Comparison:
+    """Rivals have the layout of the plan, and the routes, grouping and kept inputs of its choice."""
+    plans = list(_rivals(plan, choice, report))
     if plan not in plans:
         plans.insert(0, plan)
     ranks = sampled_ranks(plan.problem.ranks)
@@ -71,26 +72,19 @@ def compare(plan: Plan, *, blocks_per_call: int | None, report: Report) -> Compa
     return Comparison(counted_ranks=ranks, bound_nbytes=bound, rows=tuple(measured))
 
 
-def _rivals(plan: Plan, blocks_per_call: int | None, report: Report) -> Iterator[Plan]:
-    wanted: list[tuple[Method, int | None]] = [("ring", None), ("pass-q", None), ("mesh", None), ("attention2d", None)]
+def _rivals(plan: Plan, choice: Choice, report: Report) -> Iterator[Plan]:
+    whole = Choice(layout=plan.layout, keep=choice.keep)
+    greedy = replace(whole, route=choice.route, partials=choice.partials, blocks_per_call=choice.blocks_per_call)
+    wanted = [replace(greedy, method="ring"), replace(greedy, method="pass-q"), greedy]
+    wanted.append(replace(whole, method="attention2d"))
     degree = _mixed_degree(plan.problem)
     if degree is not None:
-        wanted.append(("mesh", degree))
+        wanted.append(replace(greedy, ulysses_degree=degree))
     if plan.problem.kv_heads % plan.problem.ranks == 0:
-        wanted.append(("ulysses", None))
-    schedule = plan.schedule
-    greedy = {"route": schedule.route, "partials": schedule.partials, "blocks_per_call": blocks_per_call}
-    for number, (method, ulysses_degree) in enumerate(wanted):
-        report(f"planning {method}", number / len(wanted))
-        yield make_plan(
-            plan.problem,
-            method=method,
-            layout=plan.layout,
-            direction=plan.direction,
-            ulysses_degree=ulysses_degree,
-            keep=schedule.keep,
-            **({} if method in COLLECTIVE_METHODS else greedy),  # type: ignore[arg-type]
-        )
+        wanted.append(replace(whole, method="ulysses"))
+    for number, rival in enumerate(wanted):
+        report(f"planning {rival.method}", number / len(wanted))
+        yield make_plan(plan.problem, rival, direction=plan.direction)
 
 
 def _mixed_degree(problem: Problem) -> int | None:
