@@ -528,7 +528,10 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "a number for programs": (json.dumps(PLAN | {"programs": 3}).encode(), "programs 3"),
     "numbers for programs": (json.dumps(PLAN | {"programs": [3, 4]}).encode(), "programs [3, 4]"),
     "a number for a tile": (json.dumps(PLAN | {"tile": 12}).encode(), "tile 12"),
-    "a list for a dtype": (json.dumps(PLAN | {"problem": PLAN["problem"] | {"dtype": []}}).encode(), "is not a plan file"),
+    "a list for a dtype": (
+        json.dumps(PLAN | {"problem": PLAN["problem"] | {"dtype": []}}).encode(),
+        "is not a plan file",
+    ),
     "text for a length": (json.dumps(PLAN | {"problem": PLAN["problem"] | {"seq_q": "8"}}).encode(), "seq_q='8'"),
     "an unknown step": (json.dumps(PLAN).replace("attend ", "attack ").encode(), "step 'attack "),
     "an endless number": (b'{"format": ' + b"9" * 5000 + b"}", "is not a plan file"),

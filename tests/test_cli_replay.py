@@ -186,7 +186,9 @@ def test_a_plan_file_is_replayed_beside(run: Run, tmp_path: Path) -> None:
 def test_plan_files_that_do_not_fit_are_refused(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.txt"
     path.write_text(str(make_plan(PROBLEM, method="ring", direction="backward")))
-    assert_refused(run(f"{REPLAY} --plan", path), f"--plan {path} is a plan of the backward pass; add --backward to play it")
+    assert_refused(
+        run(f"{REPLAY} --plan", path), f"--plan {path} is a plan of the backward pass; add --backward to play it"
+    )
     other = run(f"{REPLAY} --backward --batch 2 --plan", path)
     assert_refused(other, f"--plan {path} is for another problem: its batch is 1, expected 2")
     unrolled = str(make_plan(PROBLEM, method="ring").unrolled())

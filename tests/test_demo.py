@@ -181,7 +181,10 @@ def test_a_process_that_fails_is_named_with_its_error() -> None:
         (["--seq", "4q"], "--seq '4q': expected a whole number such as 4096"),
         (["--seq", "1m"], "--seq 1048576: expected at most 65536"),
         (["--report", f"{__file__}"], "is a file; give a folder"),
-        (["--report", "there", "--no-report"], "--report there cannot be combined with --no-report; leave one of them out"),
+        (
+            ["--report", "there", "--no-report"],
+            "--report there cannot be combined with --no-report; leave one of them out",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_starts(

@@ -51,7 +51,7 @@ def group(cls: type[Group]) -> type[Group]:
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """The function as typer takes it: with one parameter for each option of its groups."""
     hints = {name: hint for name, hint in get_type_hints(function).items() if name != "return"}
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
 
     @wraps(function)
     def run(**given: Any) -> None:

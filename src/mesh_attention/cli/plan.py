@@ -121,7 +121,8 @@ def _step_rows(plan: Plan, rank: int) -> list[StepRow]:
     rows = []
     for index, (step, held) in enumerate(zip(steps, held_nbytes(steps, plan.matrix), strict=True)):
         sends, recvs = transfers(step)
-        moved = sum(plan.matrix.nbytes(end.item).total for end in (*sends, *recvs))
+        items = [send.item for send in sends] + [recv.item for recv in recvs]
+        moved = sum(plan.matrix.nbytes(item).total for item in items)
         rows.append(StepRow(index=index, step=format_step(step), moved_nbytes=moved, held_nbytes=held))
     return rows
 

@@ -57,11 +57,14 @@ def print_tuning(answer: Answer) -> None:
     console.print(_nbytes_words(tuning))
     console.print("\nto use it", style="bold")
     limit_nbytes = answer.memory_nbytes
-    console.print(cluster_code(answer.cluster, layout=answer.layout, memory_nbytes=limit_nbytes, width=console.width))
+    console.print(
+        cluster_code(answer.cluster, layout=answer.layout, memory_nbytes=limit_nbytes, width=console.width),
+        soft_wrap=True,
+    )
     if len(answer.plans) < len(DIRECTIONS):
         console.print("which chooses for forward and backward together, as --backward does here", style="dim")
     console.print("\nor, spelled out", style="bold")
-    console.print(explicit_code(chosen.choices, answer.plans, answer.topology, width=console.width))
+    console.print(explicit_code(chosen.choices, answer.plans, answer.topology, width=console.width), soft_wrap=True)
 
 
 # The table

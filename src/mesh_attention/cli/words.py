@@ -51,7 +51,7 @@ def tile_reason(assignment: Assignment) -> str:
 def cluster_words(topology: Topology) -> str:
     """Ranks, nodes and rates."""
     ranks, device = count(topology.ranks, "rank"), topology.device
-    rates = f"{device.forward.tflops:g} TFLOP/s per rank forward, {device.backward.tflops:g} backward"
+    rates = f"{device.forward.tflops:g} and {device.backward.tflops:g} TFLOP/s per rank forward and backward"
     if topology.nodes == 1:
         return f"{topology.name}: {ranks} in one node, {topology.inside.gb_per_s:g} GB/s per rank; {rates}"
     return (

@@ -95,7 +95,7 @@ def _mixed_degree(problem: Problem) -> int | None:
 
 def _row(plan: Plan, costs: list[RankCosts], *, is_this_plan: bool) -> Row:
     def worst(name: str) -> int:
-        return max(getattr(cost, name) for cost in costs)
+        return int(max(getattr(cost, name) for cost in costs))
 
     return Row(
         method=plan.method,

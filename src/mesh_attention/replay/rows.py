@@ -76,7 +76,7 @@ def _takes(contender: Contender) -> list[tuple[What, tuple[Pass, ...]]]:
 
 def _row(contender: Contender, what: What, passes: tuple[Pass, ...], *, ring_s: float | None, share: float) -> Row:
     def total(name: str) -> float:
-        return sum(getattr(one, name) for one in passes)
+        return float(sum(getattr(one, name) for one in passes))
 
     largest = max(passes, key=lambda one: one.plan_nbytes)
     return Row(
