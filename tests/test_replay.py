@@ -210,8 +210,8 @@ def known() -> Replayed:
     return Replayed(
         rank=0,
         contenders=(
-            Contender(name="ring", description="ring 1x4 ring 4 a call; ring 1x4 direct 1 a call", passes=tuple(ring)),
-            Contender(name="mesh", description="mesh 2x2 direct 2 a call", passes=tuple(mesh)),
+            Contender(name="ring", description="ring 1x4, route ring, 4 blocks per call; ring 1x4", passes=tuple(ring)),
+            Contender(name="mesh", description="mesh 2x2, 2 blocks per call", passes=tuple(mesh)),
         ),
         kernel=(
             KernelPass(direction="forward", flops=10**12, times_s=(0.4,)),
@@ -225,7 +225,7 @@ def test_rows_are_each_pass_and_both(known: Replayed) -> None:
     assert [(row.method, row.what) for row in rows] == [
         (method, what) for method in ("ring", "mesh") for what in ("forward", "backward", "both")
     ]
-    assert [row.plan for row in rows] == ["1x4 ring 4/call", "1x4 direct", "", *["2x2 direct 2/call"] * 2, ""]
+    assert [row.plan for row in rows] == ["ring 1x4, route ring, 4 blocks per call", "ring 1x4", "", *["mesh 2x2, 2 blocks per call"] * 2, ""]
     assert [row.times_ring for row in rows] == [1, 1, 1, 2, 2, 2]
     assert [row.share for row in rows] == pytest.approx([0.4, 0.4, 0.4, 0.8, 0.8, 0.8])
     assert [row.exposed_s for row in rows] == pytest.approx([0.5, 1, 1.5, 0.25, 0.5, 0.75])

@@ -41,7 +41,7 @@ from mesh_attention.drawing.rates import Bar, BarGroup, rate_chart
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.choice import FAMILIES
+from mesh_attention.planning.choice import FAMILIES, Choice
 from mesh_attention.problem import Problem
 from mesh_attention.replay.parts import BEST, Part, tuned_parts
 from mesh_attention.replay.result import Replayed
@@ -206,10 +206,17 @@ def _part_of(file: Path, problem: Problem, directions: Sequence[Direction], repo
             raise UsageError(f"--plan {file} is for another problem: its {name} is {there}, expected {here}")
     if plan.direction not in directions:
         raise UsageError(f"--plan {file} is a plan of the {plan.direction} pass; add --backward to play it")
-    schedule = plan.schedule
-    routes = schedule.route if schedule.route == schedule.partials else f"{schedule.route}/{schedule.partials}"
-    description = f"{plan.method} {plan.assignment} {routes}"
-    return Part(name=str(file), description=description, plans={plan.direction: plan})
+    grid, schedule = plan.assignment, plan.schedule
+    choice = Choice(
+        method=plan.method,  # type: ignore[arg-type]
+        tile=grid.tile,
+        ulysses_degree=grid.ulysses,
+        inner=grid.inner,
+        route=schedule.route,
+        partials=schedule.partials,
+        keep=schedule.keep,
+    )
+    return Part(name=str(file), description=str(choice), plans={plan.direction: plan})
 
 
 # For people

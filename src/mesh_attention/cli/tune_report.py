@@ -62,7 +62,7 @@ def print_tuning(answer: Answer) -> None:
         soft_wrap=True,
     )
     if len(answer.plans) < len(DIRECTIONS):
-        console.print("which chooses for forward and backward together, as --backward does here", style="dim")
+        console.print("This chooses for forward and backward together, as --backward does here.", style="dim")
     console.print("\nor, spelled out", style="bold")
     console.print(explicit_code(chosen.choices, answer.plans, answer.topology, width=console.width), soft_wrap=True)
 
