@@ -12,7 +12,11 @@ LANES: tuple[Lane, ...] = ("compute", "wait", "send", "recv")
 
 
 class Span(NamedTuple):
-    """Something a lane of a rank was busy with, in seconds from the start of the pass."""
+    """Something a lane of a rank was busy with, in seconds from the start of the pass.
+
+    `step` is the index of its step in the rank's program of that pass: the first step of a turn of posts, and the step
+    that posts a transfer. None where the span belongs to no step.
+    """
 
     rank: int
     lane: Lane
@@ -20,6 +24,7 @@ class Span(NamedTuple):
     stop_s: float
     name: str
     nbytes: int = 0
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,14 +7,14 @@ from itertools import chain
 from math import floor, log10
 from typing import Any
 
-from mesh_attention.drawing.page.aligning import steps_of_spans, transfers_of_spans
 from mesh_attention.drawing.page.relative import program_text
 from mesh_attention.drawing.tracks import rank_tracks
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.queries import RankCosts, rank_costs
-from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item, Kind
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item, Kind, Step, transfers
+from mesh_attention.plan.text import format_end
 from mesh_attention.timeline import LANES, Lane, Span, Timeline
 
 Data = dict[str, Any]
@@ -81,13 +81,14 @@ def _total(by_kind: Any, kind: Kind) -> int:
 def timeline_data(timeline: Timeline, programs: Sequence[Program]) -> Data:
     """Times in ticks of `tick_s`. A span is three numbers: what, how long after the last began, how long.
 
-    What: the index of the step, or of the transfer among the sends or receives; below 0, of a name that fits none.
+    What: the index of the step, or of the transfer among the program's sends or receives; below 0, of a name, where a
+    span has no step.
     """
     tick_s = 10.0 ** floor(log10(timeline.time_s / TICKS)) if timeline.time_s else 1.0
     names: dict[str, int] = {}
     by_rank = rank_tracks(timeline) if timeline.spans else {}
     spans = {
-        str(rank): _lanes([s for tracks in lanes.values() for s in chain(*tracks)], programs, rank, tick_s, names)
+        str(rank): _lanes([s for tracks in lanes.values() for s in chain(*tracks)], programs[rank].steps, tick_s, names)
         for rank, lanes in by_rank.items()
     }
     return {
@@ -102,21 +103,25 @@ def timeline_data(timeline: Timeline, programs: Sequence[Program]) -> Data:
     }
 
 
-def _lanes(spans: Iterable[Span], programs: Sequence[Program], rank: int, tick_s: float, names: dict[str, int]) -> Data:
-    own = programs[rank].steps
-    ordered = sorted(spans, key=lambda span: (span.start_s, span.stop_s, LANES.index(span.lane)))
-    computed = [span for span in ordered if span.lane in ("compute", "wait")]
-    moved = [span for span in ordered if span.lane in ("send", "recv")]
-    places = [*zip(computed, steps_of_spans(computed, own, programs[0].steps), strict=True)]
-    places += zip(moved, transfers_of_spans(moved, own), strict=True)
+def _lanes(spans: Iterable[Span], steps: Sequence[Step], tick_s: float, names: dict[str, int]) -> Data:
     lanes: dict[Lane, list[int]] = {lane: [] for lane in LANES}
     begun = dict.fromkeys(LANES, 0)
-    for span, place in places:
+    moved = _numbered(steps)
+    for span in sorted(spans, key=lambda span: (span.start_s, span.stop_s)):
+        place = moved.get((span.lane, span.step, span.name)) if span.lane in ("send", "recv") else span.step
         what = -1 - names.setdefault(span.name, len(names)) if place is None else place
         start, stop = round(span.start_s / tick_s), round(span.stop_s / tick_s)
         lanes[span.lane] += [what, start - begun[span.lane], stop - start]
         begun[span.lane] = start
     return {lane: numbers for lane, numbers in lanes.items() if numbers}
+
+
+def _numbered(steps: Sequence[Step]) -> dict[tuple[Lane, int | None, str], int]:
+    """The number of each transfer among the program's sends, or among its receives."""
+    sends = [(at, format_end(send)) for at, step in enumerate(steps) for send in transfers(step)[0]]
+    recvs = [(at, format_end(recv)) for at, step in enumerate(steps) for recv in transfers(step)[1]]
+    found: dict[tuple[Lane, int | None, str], int] = {("send", *send): number for number, send in enumerate(sends)}
+    return found | {("recv", *recv): number for number, recv in enumerate(recvs)}
 
 
 def _short(value: float) -> float:
