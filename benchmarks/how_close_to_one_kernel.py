@@ -29,7 +29,6 @@ import torch
 from mesh_attention import Problem, causal
 from mesh_attention.cli.replay_device import Surroundings, check_memory, device_from, surroundings_of
 from mesh_attention.cli.replay_rows import Row, bar_groups, kernel_as_json, row_as_json, rows_of
-from mesh_attention.cli.sizes import format_size
 from mesh_attention.drawing.charts import save_chart
 from mesh_attention.drawing.rates import BarGroup, rate_chart
 from mesh_attention.plan.steps import DIRECTIONS
@@ -38,6 +37,7 @@ from mesh_attention.replay.replay import replay
 from mesh_attention.replay.result import Replayed
 from mesh_attention.replay.scene import measure_scene
 from mesh_attention.topology import Topology
+from mesh_attention.units import format_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

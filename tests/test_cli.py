@@ -26,8 +26,6 @@ from mesh_attention import (
 from mesh_attention.cli.comparison import counted_ranks
 from mesh_attention.cli.main import main
 from mesh_attention.cli.matrix import PALETTE
-from mesh_attention.cli.sizes import format_nbytes, format_size, format_together, parse_size
-from mesh_attention.errors import ParseError
 from mesh_attention.plan.steps import Attend
 from mesh_attention.planning.limits import limits
 from mesh_attention.verification.rules import RULES
@@ -582,45 +580,3 @@ def test_the_installed_command_exits_with_the_code_of_main() -> None:
     line = [sys.executable, "-c", code, *EXAMPLE.split(), "--tile", "3x5"]
     finished = subprocess.run(line, capture_output=True, text=True, check=False, encoding="utf-8")
     assert_refused(Outcome(finished.returncode, finished.stdout, finished.stderr), "3x5")
-
-
-# Sizes
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("0", 0), ("4096", 4096), ("128k", 131072), ("2M", 2097152), (" 1k ", 1024)]
-)
-def test_a_size_is_a_number_of_ones_of_k_or_of_m(text: str, size: int) -> None:
-    assert parse_size("--seq", text) == size
-
-
-@pytest.mark.parametrize("text", ["", "k", "-1", "1e6", "1 k", "1kk", "1g", "٣"])
-def test_anything_else_is_no_size(text: str) -> None:
-    with pytest.raises(ParseError, match="expected a whole number such as 4096, 128k or 1m"):
-        parse_size("--seq", text)
-
-
-@pytest.mark.parametrize("size", [1, 1000, 1024, 1536, 131072, 1048576, 3 * 2**20 + 2**10])
-def test_a_size_reads_as_it_is_written(size: int) -> None:
-    assert parse_size("--seq", format_size(size).replace(",", "")) == size
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "0.98 KiB"),
-        (32 * 2**20, "32.0 MiB"),
-        (2**40, "1.00 TiB"),
-        (2**60, "1,048,576 TiB"),
-    ],
-)
-def test_bytes_have_three_digits_and_a_unit(nbytes: int, text: str) -> None:
-    assert format_nbytes(nbytes) == text
-
-
-def test_a_column_has_one_unit_and_equally_many_decimals() -> None:
-    units = (("", 1), ("thousand", 1000))
-    assert format_together([5, 12_345, 99_000], units, below=1000) == ("thousand", ["0.01", "12.35", "99.00"])
-    assert format_together([], units, below=1000) == ("", [])

@@ -77,7 +77,7 @@ def test_the_demo_leaves_a_report_of_what_it_measured(demo: tuple[dict[str, Any]
     processes = check_trace(json.loads((folder / "trace.json").read_text()))
     for direction in ("forward", "backward"):
         for kind in ("forecast", "measured"):
-            assert sum(name.startswith(f"mesh 2×2 {direction}, {kind}: rank") for name in processes) == 4
+            assert sum(name.startswith(f"mesh 2x2 {direction}, {kind}: rank") for name in processes) == 4
 
 
 def report_of(folder: Path) -> tuple[Path | None, str | None]:

@@ -181,9 +181,9 @@ def test_passes_share_one_time_scale() -> None:
 
 
 CONTENDERS = [
-    Contender(name="ring 1×16", received_nbytes=960 << 20, time_s=0.064, exposed_s=0.03, measured_s=0.07),
-    Contender(name="mesh 4×4", received_nbytes=480 << 20, time_s=0.044, exposed_s=0.0, measured_s=0.14),
-    Contender(name="a method with a long name 1×16", received_nbytes=0, time_s=0.1, exposed_s=0.1),
+    Contender(name="ring 1x16", received_nbytes=960 << 20, time_s=0.064, exposed_s=0.03, measured_s=0.07),
+    Contender(name="mesh 4x4", received_nbytes=480 << 20, time_s=0.044, exposed_s=0.0, measured_s=0.14),
+    Contender(name="a method with a long name 1x16", received_nbytes=0, time_s=0.1, exposed_s=0.1),
 ]
 
 
@@ -266,12 +266,12 @@ def test_the_main_methods_are_scenes() -> None:
     )
     chosen = [(scene.method, scene.tile) for scene in found]
     assert chosen == [
-        ("ring", "1×16"),
-        ("attention2d", "2×8"),
-        ("mesh", "2×8"),
-        ("mesh", "4×4"),
-        ("mesh", "8×2"),
-        ("ulysses × mesh", "4·(2×2)"),
+        ("ring", "1x16"),
+        ("attention2d", "2x8"),
+        ("mesh", "2x8"),
+        ("mesh", "4x4"),
+        ("mesh", "8x2"),
+        ("ulysses × mesh", "4·2x2"),
     ]
     for scene in found:
         spans = scene.forecasts["forward"].spans
@@ -360,14 +360,14 @@ def test_draw_writes_all_of_it(run: Run, tmp_path: Path) -> None:
     processes = check_trace(json.loads((out / "trace.json").read_text()))
     for direction in ("forward", "backward"):
         for rank in range(4):
-            assert f"mesh 2×2 {direction}, forecast: rank {rank}" in processes
-            assert f"ring 1×4 {direction}, forecast: rank {rank}" in processes
+            assert f"mesh 2x2 {direction}, forecast: rank {rank}" in processes
+            assert f"ring 1x4 {direction}, forecast: rank {rank}" in processes
     found = {(scene["ranks"], scene["method"], scene["tile"]) for scene in page_data(out / "explorer.html")["scenes"]}
     assert {
-        (4, "ring", "1×4"),
-        (4, "mesh", "2×2"),
-        (8, "attention2d", "2×4"),
-        (8, "ulysses × mesh", "2·(2×2)"),
+        (4, "ring", "1x4"),
+        (4, "mesh", "2x2"),
+        (8, "attention2d", "2x4"),
+        (8, "ulysses × mesh", "2·2x2"),
     } <= found
 
 
@@ -379,7 +379,7 @@ def test_draw_draws_what_was_chosen_and_says_so_in_json(run: Run, tmp_path: Path
     assert {path.name for path in tmp_path.iterdir()} == {"matrix.svg", "steps.svg"}
     assert "<svg" in (tmp_path / "matrix.svg").read_text()
     assert answer["cluster"] == "h100x4"
-    assert answer["scenes"] == [{"ranks": 4, "method": "mesh", "tile": "2×2"}]
+    assert answer["scenes"] == [{"ranks": 4, "method": "mesh", "tile": "2x2"}]
     assert set(answer["digests"]) == {"forward", "backward"}
 
 
@@ -392,7 +392,7 @@ def test_a_saved_plan_is_drawn_as_it_is(run: Run, tmp_path: Path) -> None:
     assert answer["digests"] == {"backward": plan.digest}
     assert set(answer["files"]) == set(PICTURES)
     found = page_data(tmp_path / "out" / "explorer.html")["scenes"]
-    assert (found[0]["method"], found[0]["tile"]) == ("mesh", "4×1")
+    assert (found[0]["method"], found[0]["tile"]) == ("mesh", "4x1")
     assert all(set(scene["passes"]) == {"backward"} for scene in found)
 
 
@@ -452,7 +452,7 @@ def test_a_trace_tells_forecast_from_measured_and_forward_from_backward() -> Non
     as_run = Scene(method="mesh", plans=scene.plans, forecasts=scene.forecasts, measured=scene.forecasts)
     names = check_trace(to_perfetto(traced([as_run, scene])))
     assert Counter(name.rpartition(":")[0] for name in names) == {
-        f"mesh 2×2 {direction}, {kind}": 4 for direction in ("forward", "backward") for kind in ("forecast", "measured")
+        f"mesh 2x2 {direction}, {kind}": 4 for direction in ("forward", "backward") for kind in ("forecast", "measured")
     }
 
 

@@ -21,9 +21,9 @@ from test_imports import modules_after
 
 from mesh_attention.drawing.charts import ChartPoint, gantt, save_chart, time_chart
 from mesh_attention.drawing.labels import Box, along, clearest, spread
+from mesh_attention.drawing.ticks import linear_ticks, log_ticks, spaced
 from mesh_attention.drawing.trace import to_perfetto, write_trace
 from mesh_attention.drawing.tracks import rank_tracks
-from mesh_attention.drawing.units import format_time, format_tokens, linear_ticks, log_ticks, spaced
 from mesh_attention.errors import UsageError
 from mesh_attention.timeline import LANES, RankTimes, Span, Timeline
 
@@ -515,33 +515,6 @@ def test_without_matplotlib_one_is_told_how_to_get_it(monkeypatch: pytest.Monkey
 
 
 # Numbers and places
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0, "0"),
-        (-1e-17, "0"),
-        (2.5e-7, "0.25 µs"),
-        (1.234e-5, "12.3 µs"),
-        (9.9996e-4, "1 ms"),
-        (0.0123, "12.3 ms"),
-        (0.5, "500 ms"),
-        (59.94, "59.9 s"),
-        (119.0, "119 s"),
-        (330.0, "5.5 min"),
-        (600_000.0, "10,000 min"),
-    ],
-)
-def test_times_read_as_people_say_them(seconds: float, text: str) -> None:
-    assert format_time(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("tokens", "text"), [(512, "512"), (2**17, "128k"), (2**20, "1m"), (3 * 2**19, "1.5m"), (100_000, "97.7k")]
-)
-def test_lengths_read_as_people_write_them(tokens: int, text: str) -> None:
-    assert format_tokens(tokens) == text
 
 
 @given(st.floats(1e-9, 1e5))

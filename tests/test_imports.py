@@ -12,9 +12,10 @@ import mesh_attention
 ROOT = Path(mesh_attention.__file__).parent
 
 # Each part may import itself and the parts to its left.
-VALUES = ("errors", "masks", "problem")
+VALUES = ("errors", "units", "masks", "problem")
 LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "units": ("errors",),
     "masks": ("errors",),
     "problem": VALUES,
     "topology": VALUES[:1],
@@ -45,7 +46,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "arguments": (*VALUES, "execution"),
     "api": (*VALUES, "arguments", "plan", "planning", "tuning", "topology", "clusters", "kernels", "comm", "execution"),
-    "integrations": (*VALUES, "plan", "comm", "execution", "arguments", "api"),
+    "integrations": (*VALUES, "plan", "kernels", "comm", "execution", "arguments", "api"),
     "testing": (*VALUES, "plan", "planning", "verification", "kernels", "comm"),
     "cli": (
         *VALUES,

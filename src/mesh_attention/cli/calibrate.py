@@ -21,11 +21,11 @@ from mesh_attention.cli.calibrate_report import as_json, note, print_report
 from mesh_attention.cli.calibrate_worker import check_gpus, joined, measured, work
 from mesh_attention.cli.demo import WorkerError, run_processes
 from mesh_attention.cli.progress import progress
-from mesh_attention.cli.sizes import count, parse_whole
 from mesh_attention.clusters import cluster_to_toml, find_cluster
 from mesh_attention.errors import UsageError
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Topology
+from mesh_attention.units import count, parse_whole
 
 MOST_RANKS = 64
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mesh_attention.calibration.fit import Measurement, MessageTime, kernel_seconds, message_seconds
-from mesh_attention.cli.sizes import count, format_nbytes
 from mesh_attention.problem import Problem
 from mesh_attention.topology import KernelRate, Link, LinkClass, Topology
+from mesh_attention.units import count, format_nbytes, format_time, three_digits
 
 RATE_FROM_NBYTES = 4096
 """Smaller messages are all latency."""
@@ -101,7 +101,7 @@ def _call_table(measurement: Measurement, topology: Topology) -> Table:
             f"{call.q_tokens} × {call.kv_tokens}",
             "causal" if call.is_causal else "full",
             format_time(call.time_s),
-            _three_digits(call.flops / call.time_s / 1e12),
+            three_digits(call.flops / call.time_s / 1e12),
             format_time(fitted_s),
             _error(fitted_s, call.time_s),
         )
@@ -119,7 +119,7 @@ def _message_table(measurement: Measurement, topology: Topology) -> Table:
             format_nbytes(message.nbytes),
             format_time(message.one_way_s),
             format_time(message.both_ways_s),
-            _three_digits(message.nbytes / time_s / 1e9) if message.nbytes >= RATE_FROM_NBYTES else "",
+            three_digits(message.nbytes / time_s / 1e9) if message.nbytes >= RATE_FROM_NBYTES else "",
             format_time(fitted_s),
             _error(fitted_s, time_s),
         )
@@ -155,18 +155,6 @@ def _table(*headers: str) -> Table:
     for number, header in enumerate(headers):
         table.add_column(header, justify="left" if number == 0 or header == "mask" else "right", no_wrap=True)
     return table
-
-
-def format_time(seconds: float) -> str:
-    """Three digits and a unit."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{_three_digits(seconds / scale)} {unit}"
-    return f"{_three_digits(seconds / 1e-6)} µs"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _error(fitted: float, seen: float) -> str:

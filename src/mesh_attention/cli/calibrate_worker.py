@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from mesh_attention.calibration.fit import Measurement
 from mesh_attention.cli.demo_worker import loopback
 from mesh_attention.cli.progress import Report
-from mesh_attention.cli.sizes import count
 from mesh_attention.errors import UsageError
 from mesh_attention.problem import Problem
+from mesh_attention.units import count
 
 if TYPE_CHECKING:
     import torch

@@ -27,12 +27,12 @@ from mesh_attention.cli.demo_report import LOOK_AT, Ran, has_charts, write_repor
 from mesh_attention.cli.demo_worker import TIMED_RUNS, Contender, Measured, Seen, work
 from mesh_attention.cli.pictures import make_folder
 from mesh_attention.cli.progress import Report, progress
-from mesh_attention.cli.sizes import BYTES, count, format_size, format_together, parse_size, parse_whole
 from mesh_attention.errors import MeshAttentionError, UsageError
 from mesh_attention.masks import causal
-from mesh_attention.plan.assignment import Tile, tiles_of
+from mesh_attention.plan.assignment import Assignment, Tile, tiles_of
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
+from mesh_attention.units import BYTES, count, format_size, format_together, parse_size, parse_whole
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
 MOST_RANKS, MOST_TOKENS = 64, 65536
@@ -147,7 +147,7 @@ def _contenders(problem: Problem) -> list[Contender]:
     if ranks % ULYSSES_DEGREE == 0:
         tile = _squarest(ranks // ULYSSES_DEGREE)
         options = {"method": "mesh", "tile": tile, "ulysses_degree": ULYSSES_DEGREE}
-        found.append(Contender(name="ulysses × mesh", tile=f"{ULYSSES_DEGREE}·{tile}", options=options))
+        found.append(Contender(name="ulysses × mesh", tile=f"{Assignment(tile, ULYSSES_DEGREE)}", options=options))
     for contender in found:
         make_plan(problem, **contender.options)  # refuses here what the workers would refuse, before any is started
     return found

@@ -16,12 +16,12 @@ from mesh_attention.cli.scenes import rival_scenes, scene_of
 from mesh_attention.cli.words import cluster_words, mask_words, size_words
 from mesh_attention.clusters import PRESETS
 from mesh_attention.drawing.page import Scene
-from mesh_attention.drawing.units import format_time
 from mesh_attention.errors import TopologyError
 from mesh_attention.masks import causal
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
+from mesh_attention.units import format_time
 
 PAGE = "report.html"
 SUBJECT = "mesh"

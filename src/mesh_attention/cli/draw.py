@@ -23,7 +23,6 @@ from mesh_attention.cli.pictures import (
 from mesh_attention.cli.planned import checked_plan, plan_errors, plan_on, refuse_more, required
 from mesh_attention.cli.progress import Report, progress
 from mesh_attention.cli.scenes import explorer_scenes, rival_scenes, scene_of
-from mesh_attention.cli.sizes import count, parse_whole
 from mesh_attention.cli.words import cluster_words, name_with_ranks
 from mesh_attention.drawing.canvas import new_figure
 from mesh_attention.drawing.page import Scene
@@ -31,6 +30,7 @@ from mesh_attention.errors import ParseError, UsageError
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Direction
 from mesh_attention.topology import Topology
+from mesh_attention.units import count, parse_whole
 
 BESIDE_A_FILE = ("plan_file", "cluster", "ranks", "out", "only", "chart_format", "rank", "json_output")
 """The options that go with a plan file; it says all else."""

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh_attention.cli.sizes import parse_nbytes, parse_size, parse_whole
 from mesh_attention.clusters import PRESETS, find_cluster
 from mesh_attention.errors import ParseError
 from mesh_attention.masks import Mask, causal, documents, full, window
@@ -18,6 +17,7 @@ from mesh_attention.plan.steps import Kind
 from mesh_attention.planning.registry import METHODS
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Topology
+from mesh_attention.units import parse_nbytes, parse_size, parse_whole
 
 KEEPS: dict[str, tuple[Kind, ...]] = {",".join(keep): keep for keep in KEEPABLE if keep}
 

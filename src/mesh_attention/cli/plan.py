@@ -15,15 +15,15 @@ from mesh_attention.cli.comparison import Comparison, compare
 from mesh_attention.cli.files import check_output, write_plan_file
 from mesh_attention.cli.matrix import draw_matrix
 from mesh_attention.cli.progress import Report, progress, unroll
-from mesh_attention.cli.sizes import count, parse_whole
 from mesh_attention.cli.tables import StepRow, comparison_caption, comparison_table, step_table
-from mesh_attention.cli.words import mask_words, size_words, tile_words
+from mesh_attention.cli.words import mask_words, size_words
 from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import transfers
 from mesh_attention.plan.text import format_step
 from mesh_attention.planning.registry import Method, make_plan
+from mesh_attention.units import count, parse_whole
 
 
 def plan_command(
@@ -151,6 +151,6 @@ def _print(answer: Answer, saved: str | None, *, all_steps: bool) -> None:
 def _headline(plan: Plan) -> str:
     problem = plan.problem
     return (
-        f"{plan.method} {tile_words(plan.assignment)} {plan.direction} over {count(problem.ranks, 'rank')}, "
+        f"{plan.method} {plan.assignment} {plan.direction} over {count(problem.ranks, 'rank')}, "
         f"{mask_words(problem)}, {plan.layout.name}; {size_words(problem)}; digest {plan.digest[:12]}"
     )

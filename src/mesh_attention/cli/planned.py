@@ -11,7 +11,6 @@ import typer
 
 from mesh_attention.cli.files import read_plan_file
 from mesh_attention.cli.progress import Report, unroll
-from mesh_attention.cli.sizes import count
 from mesh_attention.errors import PlanError, UsageError
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Direction
@@ -20,6 +19,7 @@ from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import Candidate
 from mesh_attention.tuning.traffic import costs_on
+from mesh_attention.units import count
 from mesh_attention.verification.check import check
 
 

@@ -21,8 +21,6 @@ from mesh_attention.cli.passes import passes
 from mesh_attention.cli.progress import Report, progress, unroll
 from mesh_attention.cli.replay_device import check_memory, device_from, surroundings_of
 from mesh_attention.cli.replay_report import Played, as_json, chart_of, print_replay
-from mesh_attention.cli.sizes import count, parse_whole
-from mesh_attention.cli.words import tile_words
 from mesh_attention.drawing.charts import save_chart
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.layout import layout_named
@@ -32,6 +30,7 @@ from mesh_attention.problem import Problem
 from mesh_attention.replay.parts import BEST, Part, tuned_parts
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import FAMILIES
+from mesh_attention.units import count, parse_whole
 from mesh_attention.verification.check import check
 
 if TYPE_CHECKING:
@@ -246,7 +245,7 @@ def _difference(there: Problem, asked: Problem) -> str:
 def _plan_words(plan: Plan) -> str:
     schedule = plan.schedule
     routes = schedule.route if schedule.route == schedule.partials else f"{schedule.route}/{schedule.partials}"
-    return f"{plan.method} {tile_words(plan.assignment)} {routes}"
+    return f"{plan.method} {plan.assignment} {routes}"
 
 
 # What was asked

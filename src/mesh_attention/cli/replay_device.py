@@ -12,10 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from mesh_attention import __version__
-from mesh_attention.cli.sizes import count, format_nbytes
 from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
+from mesh_attention.units import count, format_nbytes
 
 if TYPE_CHECKING:
     import torch

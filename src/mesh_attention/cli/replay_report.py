@@ -10,13 +10,13 @@ from rich.console import Console
 
 from mesh_attention.cli.replay_device import Surroundings
 from mesh_attention.cli.replay_rows import Row, bar_groups, kernel_as_json, row_as_json, rows_of
-from mesh_attention.cli.sizes import BYTES, TIMES, count, format_together, three_digits
 from mesh_attention.cli.tables import Column, fitting, table_of
 from mesh_attention.cli.words import cluster_words, mask_words, size_words
 from mesh_attention.drawing.rates import rate_chart
 from mesh_attention.problem import Problem
 from mesh_attention.replay.result import Replayed
 from mesh_attention.topology import Topology
+from mesh_attention.units import BYTES, TIMES, count, format_together, three_digits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,15 +11,14 @@ from rich.table import Table
 
 from mesh_attention.cli.lanes import SHADES, draw_lanes
 from mesh_attention.cli.passes import joined
-from mesh_attention.cli.sizes import format_nbytes, three_digits
 from mesh_attention.cli.tables import Column, table_of
-from mesh_attention.cli.words import cluster_words, mask_words, size_words, tile_words
-from mesh_attention.drawing.units import format_time
+from mesh_attention.cli.words import cluster_words, mask_words, size_words
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.limits import limits
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
+from mesh_attention.units import format_nbytes, format_time, three_digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +122,7 @@ def _table(contenders: Sequence[Contender], topology: Topology, *, width: int) -
     columns = [Column(header="", cells=labels, is_text=True)]
     for contender in contenders:
         for direction, plan in contender.plans.items():
-            header = f"{plan.method}\n{tile_words(plan.assignment)}\n{direction}"
+            header = f"{plan.method}\n{plan.assignment}\n{direction}"
             facts = facts_of(contender.timelines[direction], [plan], topology)
             columns.append(Column(header=header, cells=list(_cells(facts, topology).values())))
         if len(contender.plans) > 1:

@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from mesh_attention.cli.comparison import Comparison
-from mesh_attention.cli.sizes import BYTES, FLOPS, format_nbytes, format_together
+from mesh_attention.units import BYTES, FLOPS, format_nbytes, format_together
 
 WHOLE_PROGRAM = 40
 """Programs up to this many steps are shown whole."""

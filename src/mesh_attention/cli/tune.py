@@ -31,8 +31,8 @@ from mesh_attention.tuning.cache import cached_tune
 from mesh_attention.tuning.candidates import Candidate
 from mesh_attention.tuning.result import Tuning, tuning_to_json
 from mesh_attention.tuning.tune import tune, tuned_plans
+from mesh_attention.units import GIB
 
-GIB = 2**30
 CODE_WIDTH = 100
 
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Tune anew, and keep nothing.", rich_help_panel="Output")]

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from mesh_attention.cli.sizes import BYTES, TIMES, count, format_nbytes, format_together, three_digits
 from mesh_attention.cli.tables import Column, fitting, table_of
 from mesh_attention.cli.usage import cluster_code, explicit_code
 from mesh_attention.cli.words import cluster_words, mask_words, size_words
-from mesh_attention.drawing.units import format_time
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import Candidate
 from mesh_attention.tuning.result import Trial, Tuning
+from mesh_attention.units import BYTES, TIMES, count, format_nbytes, format_time, format_together, three_digits
 
 NAME_WIDTH, REASON_WIDTH = 22, 22
 """What methods and reasons are wrapped to where there is little room."""

@@ -11,7 +11,7 @@ import typer
 
 from mesh_attention.cli.files import read_plan_file
 from mesh_attention.cli.progress import progress, unroll
-from mesh_attention.cli.sizes import count
+from mesh_attention.units import count
 from mesh_attention.verification.check import check, format_breaches
 from mesh_attention.verification.rules import RULES
 

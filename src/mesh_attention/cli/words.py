@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from mesh_attention.cli.sizes import count, format_size
-from mesh_attention.plan.assignment import Assignment
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
+from mesh_attention.units import count, format_size
 
 LONGEST_MASK = 40
 """Characters of a mask in a headline; one of documents may have thousands."""
-
-
-def tile_words(assignment: Assignment) -> str:
-    return f"{assignment.ulysses}·{assignment.tile}" if assignment.ulysses > 1 else f"{assignment.tile}"
 
 
 def mask_words(problem: Problem) -> str:

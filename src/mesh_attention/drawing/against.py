@@ -21,8 +21,9 @@ from mesh_attention.drawing.canvas import (
     write_titles,
 )
 from mesh_attention.drawing.lanes import LANE_COLOURS
-from mesh_attention.drawing.units import format_time, linear_ticks, round_ticks
+from mesh_attention.drawing.ticks import linear_ticks, round_ticks
 from mesh_attention.errors import UsageError
+from mesh_attention.units import format_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

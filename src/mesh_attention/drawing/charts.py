@@ -28,10 +28,11 @@ from mesh_attention.drawing.files import writing
 from mesh_attention.drawing.labels import Box, Point, along, clearest, spread
 from mesh_attention.drawing.lanes import LANE_IN, draw_ranks, names_in, rows_of, shown_ranks, totals
 from mesh_attention.drawing.scales import Scale, number_scale, text_scale, time_scale
+from mesh_attention.drawing.ticks import linear_ticks
 from mesh_attention.drawing.tracks import rank_tracks
-from mesh_attention.drawing.units import format_tokens, linear_ticks
 from mesh_attention.errors import UsageError
 from mesh_attention.timeline import Timeline
+from mesh_attention.units import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -156,7 +157,7 @@ def _x_scale(places: dict[float | str, float], x: ChartX) -> Scale:
         case "ranks":
             return number_scale(list(places.values()), label="ranks", write="{:g}".format)
         case "sequence length":
-            return number_scale(list(places.values()), label="sequence length, tokens", write=format_tokens)
+            return number_scale(list(places.values()), label="sequence length, tokens", write=format_size)
         case _:
             assert_never(x)
 

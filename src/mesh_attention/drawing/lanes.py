@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from mesh_attention.drawing.canvas import EDGE_IN, GRID, INK, SMALL_SIZE, TEXT_SIZE, darker, text_width_in
 from mesh_attention.drawing.tracks import Track
-from mesh_attention.drawing.units import format_time
 from mesh_attention.errors import UsageError
 from mesh_attention.timeline import LANES, Lane, Timeline
+from mesh_attention.units import format_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,11 +21,11 @@ from mesh_attention.drawing.canvas import (
     write_titles,
 )
 from mesh_attention.drawing.page.blocks import EMPTY, FULL, LOWER, UPPER, block_patterns
-from mesh_attention.drawing.units import format_tokens
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import rank_costs
 from mesh_attention.plan.text import format_numbers
+from mesh_attention.units import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -205,20 +205,14 @@ def _draw_groups(axes: Axes, plan: Plan, own: int, side_in: float) -> None:
 
 def _title(plan: Plan) -> str:
     who = "rank" if plan.assignment.ulysses == 1 else "place"
-    return f"{plan.method} {tile_words(plan)}: which {who} computes which block"
-
-
-def tile_words(plan: Plan) -> str:
-    assignment = plan.assignment
-    tile = f"{assignment.tile.rows}×{assignment.tile.cols}"
-    return f"{assignment.ulysses}·({tile})" if assignment.ulysses > 1 else tile
+    return f"{plan.method} {plan.assignment}: which {who} computes which block"
 
 
 def problem_words(plan: Plan) -> str:
     problem = plan.problem
-    tokens = format_tokens(problem.seq_q)
+    tokens = format_size(problem.seq_q)
     if problem.seq_kv != problem.seq_q:
-        tokens += f" on {format_tokens(problem.seq_kv)}"
+        tokens += f" on {format_size(problem.seq_kv)}"
     mask = shorten(str(problem.mask), most=40)
     return f"{problem.ranks} ranks, {tokens} tokens, {mask}, {plan.layout.name}, {plan.direction}"
 

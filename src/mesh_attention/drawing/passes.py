@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from mesh_attention.drawing.canvas import EDGE_IN, FADED, INK, TEXT_SIZE, WIDTH_IN, new_figure, set_scale, write_titles
 from mesh_attention.drawing.lanes import LANE_IN, draw_ranks, names_in, rows_of, shown_ranks, totals
 from mesh_attention.drawing.scales import Scale
+from mesh_attention.drawing.ticks import linear_ticks
 from mesh_attention.drawing.tracks import rank_tracks
-from mesh_attention.drawing.units import linear_ticks
 from mesh_attention.errors import UsageError
 from mesh_attention.timeline import Timeline
 

@@ -24,7 +24,7 @@ from mesh_attention.drawing.canvas import (
 )
 from mesh_attention.drawing.charts import COLOURS, LONGEST_LABEL
 from mesh_attention.drawing.scales import Scale
-from mesh_attention.drawing.units import round_ticks
+from mesh_attention.drawing.ticks import round_ticks
 from mesh_attention.errors import UsageError
 
 if TYPE_CHECKING:

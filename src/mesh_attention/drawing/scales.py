@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Literal
 
-from mesh_attention.drawing.units import Tick, linear_ticks, log_ticks, spaced
+from mesh_attention.drawing.ticks import Tick, linear_ticks, log_ticks, spaced
 
 LOG_FROM = 10.0
 """Times that differ by more than this factor are drawn on a log axis."""

@@ -24,7 +24,7 @@ from mesh_attention.drawing.canvas import (
     write_titles,
 )
 from mesh_attention.drawing.lanes import LANE_COLOURS
-from mesh_attention.drawing.matrix import problem_words, tile_words
+from mesh_attention.drawing.matrix import problem_words
 from mesh_attention.drawing.tracks import Track, side_by_side
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.plan import Plan
@@ -90,7 +90,7 @@ def steps_chart(plan: Plan, *, rank: int = 0) -> Figure:
         axes = _strip_axes(figure, left_in=left_in, above_in=above_in, height_in=height_in)
         _draw_part(axes, part, first=number * a_strip, wide=a_strip, height_in=height_in)
         above_in += height_in + STRIP_GAP_IN
-    write_titles(figure, f"{plan.method} {tile_words(plan)}: what rank {rank} does, in order", problem_words(plan))
+    write_titles(figure, f"{plan.method} {plan.assignment}: what rank {rank} does, in order", problem_words(plan))
     look: dict[str, Any] = {"fontsize": 9, "color": FADED, "va": "top", "parse_math": False}
     figure.text(EDGE_IN / WIDTH_IN, 1 - 0.64 / figure.get_size_inches()[1], _EXPLAINED, **look)
     return figure

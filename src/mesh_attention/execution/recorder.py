@@ -253,9 +253,8 @@ def _timeline(plan: Plan, stories: Sequence[_Story], number: int) -> Timeline:
     for one, story in zip(told, stories, strict=True):
         for dest, nbytes in one.sent.items():
             sent["inside" if story.machine == stories[int(dest)].machine else "between"] += nbytes
-    tile = f"{f'{plan.assignment.ulysses}·' if plan.assignment.ulysses > 1 else ''}{plan.assignment.tile}"
     return Timeline(
-        name=f"{plan.method} {tile} {plan.direction}",
+        name=f"{plan.method} {plan.assignment} {plan.direction}",
         ranks=tuple(
             _times(one.rank, spans, one.stop_s + shift - zero_s) for one, shift in zip(told, shifts, strict=True)
         ),

@@ -3,12 +3,12 @@
 An *item* is a thing a rank holds: a shard of something, the running sum of a partial, a partial that arrived. A step
 states the items it reads, writes and frees; waits, memory and data flow are derived from that and from nothing else.
 
-    recv q3 from 3            post a receive; whoever reads q3 first waits for it
+    recv q3 from 3            post a receive; the first step that reads q3 waits for it
     send q0 to 2              post a send of what is held
     gather / reduce over …    sends and receives that a group makes together
     exchange home:q6 -> q1    trade heads for tokens in a Ulysses group (and back, for results)
     pack home:q0 -> q0        copy an input of the caller's into the form that travels
-attend q0,q1 x kv0,kv4    one rectangle of shards; adds to o0~ and o1~ (backward, `with do0,do1`: to dq~ and dkv~)
+    attend q0,q1 x kv0,kv4    one rectangle of shards; adds to o0~ and o1~ (backward, `with do0,do1`: to dq~ and dkv~)
     merge o3@5                fold the partial that rank 5 sent into o3~
     clear o3~                 a running sum that nothing was added to
     finish o3                 the sum is complete: round it to the dtype that travels; o3~ is gone
@@ -23,9 +23,9 @@ from typing import Literal, NamedTuple
 from typing_extensions import assert_never
 
 from mesh_attention.plan.assignment import Axis
+from mesh_attention.problem import DIRECTIONS as DIRECTIONS
+from mesh_attention.problem import Direction as Direction
 
-Direction = Literal["forward", "backward"]
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 Kind = Literal["q", "kv", "do", "o", "dq", "dkv"]
 """`o` is O with its LSE. `do` is what backward needs of a row besides Q: dO, LSE and delta."""
 

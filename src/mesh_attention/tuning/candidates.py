@@ -115,11 +115,7 @@ class Candidate:
         return numbers, f"{self.order} {self.layout} {self}"
 
     def __str__(self) -> str:
-        parts = [self.family, f"{self.assignment.ulysses}·{self.assignment.tile}"]
-        if self.assignment.ulysses == 1:
-            parts[1] = str(self.assignment.tile)
-        if self.assignment.inner is not None:
-            parts.append(f"inner {self.assignment.inner}")
+        parts = [self.family, str(self.assignment)]
         if self.order == "greedy":
             same = self.route if self.route == self.partials else f"{self.route}/{self.partials}"
             parts += [same, f"{self.blocks_per_call} a call" if self.blocks_per_call else "by price"]

@@ -18,7 +18,6 @@ from mesh_attention.plan.schedule import Route
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
 from mesh_attention.problem import Problem
-from mesh_attention.simulation.prices import total_flops
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import Candidate
 
@@ -201,4 +200,4 @@ def _calls_s(candidate: Candidate, problem: Problem, topology: Topology, directi
 
 def _compute_s(problem: Problem, topology: Topology, direction: Direction) -> float:
     rate = topology.device.forward if direction == "forward" else topology.device.backward
-    return max(1e-12, total_flops(problem, direction) / problem.ranks / (rate.tflops * max(1.0, rate.masked) * 1e12))
+    return max(1e-12, problem.flops(direction) / problem.ranks / (rate.tflops * max(1.0, rate.masked) * 1e12))
