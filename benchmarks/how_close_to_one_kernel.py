@@ -29,7 +29,7 @@ import torch
 from mesh_attention import Problem, causal
 from mesh_attention.cli.replay_device import Surroundings, check_memory, device_from, surroundings_of
 from mesh_attention.cli.replay_rows import Row, bar_groups, kernel_as_json, row_as_json, rows_of
-from mesh_attention.drawing.charts import save_chart
+from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.rates import BarGroup, rate_chart
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.replay.parts import tuned_parts

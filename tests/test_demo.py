@@ -18,7 +18,7 @@ from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan
 from mesh_attention.calibration.fit import CallTime, Measurement, MemoryTimes
 from mesh_attention.cli import demo as demo_command_module
 from mesh_attention.cli import demo_report
-from mesh_attention.cli.demo import WorkerError, _contenders, _problem, _report, _row, run_processes
+from mesh_attention.cli.demo import WorkerError, _contenders, _problem, _report, run_processes
 from mesh_attention.cli.demo_worker import Measured, Pass, Seen, make_inputs
 from mesh_attention.cli.main import main
 from mesh_attention.execution.recorder import record
@@ -64,8 +64,7 @@ def test_the_demo_is_right_and_moves_what_the_plans_say(demo: tuple[dict[str, An
 def test_the_demo_leaves_a_report_of_what_it_measured(demo: tuple[dict[str, Any], Path]) -> None:
     answer, cwd = demo
     folder = cwd / "mesh-attention-report"
-    names = {"report.html", "matrix.png", "steps.png", "timeline.png", "against_ring.png", "trace.json"}
-    assert {path.name for path in folder.iterdir()} == names
+    assert {path.name for path in folder.iterdir()} == {"report.html", "trace.json"}
     assert answer["report"] == "mesh-attention-report/report.html"
     data = page_data(folder / "report.html")["scenes"]
     here, elsewhere = data[: len(METHODS)], data[len(METHODS) :]
@@ -93,8 +92,7 @@ def report_of(folder: Path) -> tuple[Path | None, str | None]:
             torch.autograd.grad([o.sum() for o in out], [*q, *k, *v])
         passes = tuple(Pass(plan=one.plan, timeline=one.timeline) for one in recording.passes())
         methods.append(Measured(**NOTHING, passes=passes))
-    rows = [_row(contender, [seen]) for contender, seen in zip(contenders, methods, strict=True)]
-    return _report(folder, problem, contenders, Seen(methods=methods, calibration=NONSENSE), rows)
+    return _report(folder, problem, contenders, Seen(methods=methods, calibration=NONSENSE))
 
 
 NOTHING: Any = dict.fromkeys(("forward_error", "gradient_error"), 0.0) | {
@@ -129,13 +127,6 @@ def test_times_that_make_no_sense_are_replaced_and_that_is_said(
     assert reason is None
     assert page is not None
     assert "by the laptop preset, because calibrating gave times that make no sense" in page.read_text()
-
-
-def test_without_matplotlib_there_is_still_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_report, "FORECAST_RANKS", (4,))
-    monkeypatch.setattr(demo_report, "has_charts", lambda: False)
-    report_of(tmp_path / "report")
-    assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.html", "trace.json"}
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from mesh_attention.clusters import cluster_named
 from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.comm.wrappers import Delaying, Failing
-from mesh_attention.drawing.charts import gantt
+from mesh_attention.drawing.gantt import gantt
 from mesh_attention.drawing.trace import to_perfetto
 from mesh_attention.errors import TransportError, UsageError
 from mesh_attention.execution import recorder, watching

@@ -23,7 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mesh_attention.cli.demo_report import LOOK_AT, Ran, has_charts, write_report
+from mesh_attention.cli.demo_report import LOOK_AT, Ran, write_report
 from mesh_attention.cli.demo_worker import TIMED_RUNS, Contender, Measured, Seen, work
 from mesh_attention.cli.pictures import make_folder
 from mesh_attention.cli.progress import Report, progress
@@ -47,9 +47,7 @@ Seq = Annotated[str, typer.Option("--seq", help="Tokens of the whole sequence: 4
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Folder = Annotated[
     Path | None,
-    typer.Option(
-        "--report", help="Where the report goes: a page, pictures, a trace.", metavar="FOLDER", show_default=REPORT
-    ),
+    typer.Option("--report", help="Where the report goes: a page and a trace.", metavar="FOLDER", show_default=REPORT),
 ]
 NoReport = Annotated[bool, typer.Option("--no-report", help="Record and write nothing.")]
 
@@ -88,7 +86,7 @@ def demo_command(
     page: Path | None = None
     reason: str | None = NOT_WANTED if no_report else "one rank has nothing to show; take two or more"
     if is_recorded:
-        page, reason = _report(folder or Path(REPORT), problem, contenders, by_rank[0], rows)
+        page, reason = _report(folder or Path(REPORT), problem, contenders, by_rank[0])
     if json_output:
         told = {"ok": is_right, **_facts(problem), "methods": [asdict(row) for row in rows]}
         typer.echo(json.dumps(told | {"report": None if page is None else str(page), "no_report": reason}))
@@ -99,13 +97,12 @@ def demo_command(
 
 
 def _report(
-    folder: Path, problem: Problem, contenders: Sequence[Contender], first: Seen, rows: Sequence[Row]
+    folder: Path, problem: Problem, contenders: Sequence[Contender], first: Seen
 ) -> tuple[Path | None, str | None]:
     """The page, or why there is none: a folder that cannot be written does not make the results above wrong."""
     assert first.calibration is not None  # recorded
     ran = [
-        Ran(contender=contender, passes=seen.passes, time_s=row.time_s)
-        for contender, seen, row in zip(contenders, first.methods, rows, strict=True)
+        Ran(contender=contender, passes=seen.passes) for contender, seen in zip(contenders, first.methods, strict=True)
     ]
     try:
         with progress("drawing") as report:
@@ -117,8 +114,6 @@ def _report(
 def _tell_report(page: Path | None, reason: str | None) -> None:
     if page is not None:
         typer.echo(f"\nreport: {page}\n{LOOK_AT}")
-        if not has_charts():
-            typer.echo("Its pictures are left out: pip install 'mesh-attention[charts]' for them.")
     elif reason != NOT_WANTED:
         typer.echo(f"\nno report was written: {reason}", err=True)
 

@@ -1,16 +1,15 @@
-"""The folder that `mesh-attention demo` leaves: a page, pictures and a trace of what ran, beside what was forecast."""
+"""The folder that `mesh-attention demo` leaves: a page and a trace of what ran, beside what was forecast."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from mesh_attention.calibration.fit import Measurement, fit_topology
 from mesh_attention.cli.demo_worker import Contender, Pass
-from mesh_attention.cli.pictures import CHARTS, PICTURES, Album, make_folder, write_album
+from mesh_attention.cli.pictures import make_folder, write_pictures
 from mesh_attention.cli.progress import Report
 from mesh_attention.cli.scenes import rival_scenes, scene_of
 from mesh_attention.cli.words import cluster_words, mask_words, size_words
@@ -24,9 +23,6 @@ from mesh_attention.topology import Topology
 from mesh_attention.units import format_time
 
 PAGE = "report.html"
-SUBJECT = "mesh"
-"""Whose matrix, steps and timeline are drawn; all methods are in the page and in the trace."""
-MARKED_RANK = 1
 LOOK_AT = (
     "Choose a method there: the matrix shows who computes what, the timeline what each rank did when, as forecast and "
     "as it really ran."
@@ -37,40 +33,28 @@ FORECAST_TOKENS = 131072
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """One method: what rank 0 gathered of the recorded passes, and the median of its timed runs."""
+    """One method, and its recorded passes as rank 0 gathered them."""
 
     contender: Contender
     passes: Sequence[Pass]
-    time_s: float
 
 
 def write_report(
     folder: Path, problem: Problem, ran: Sequence[Ran], calibration: Measurement, *, report: Report
 ) -> Path:
-    """The page; the other files lie beside it. Charts are left out where there is no matplotlib."""
+    """Write the page, which is returned, and a trace beside it."""
     make_folder("--report", folder)
     here, is_fitted = machine_at_hand(calibration, ranks=problem.ranks)
     measured = [_measured_scene(one, here, report) for one in ran]
-    subject = next(scene for scene in measured if scene.method == SUBJECT)
-    scenes = [*measured, *forecast_scenes(report)]
-    album = Album(
-        subject=subject,
-        rivals=measured,
-        scenes=scenes,
+    page = folder / PAGE
+    write_pictures(
+        page,
+        [*measured, *forecast_scenes(report)],
+        traced=measured,
         title="What ran on this machine, and what would on a cluster",
-        where=f"{problem.ranks} processes on {os.cpu_count()} cores",
         notes=_notes(problem, here, is_fitted=is_fitted),
-        rank=min(MARKED_RANK, problem.ranks - 1),
-        times_s={one.contender.name: one.time_s for one in ran},
-        page_name=PAGE,
     )
-    wanted = PICTURES if has_charts() else [picture for picture in PICTURES if picture not in CHARTS]
-    written = write_album(album, folder, wanted=wanted, chart_format="png", report=report)
-    return written["explorer"]
-
-
-def has_charts() -> bool:
-    return find_spec("matplotlib") is not None
+    return page
 
 
 def machine_at_hand(calibration: Measurement, *, ranks: int) -> tuple[Topology, bool]:

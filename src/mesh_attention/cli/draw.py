@@ -1,4 +1,4 @@
-"""`mesh-attention draw`: a plan as pictures: who computes what, in which order, when, and against ring."""
+"""`mesh-attention draw`: a plan as a page: who computes what, in which order, when, and against the other methods."""
 
 from __future__ import annotations
 
@@ -10,33 +10,22 @@ import typer
 
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.passes import passes
-from mesh_attention.cli.pictures import (
-    CHART_FORMATS,
-    CHARTS,
-    PICTURES,
-    Album,
-    Picture,
-    make_folder,
-    pictures_from,
-    write_album,
-)
+from mesh_attention.cli.pictures import make_folder, write_pictures
 from mesh_attention.cli.planned import checked_plan, plan_errors, plan_on, refuse_more, required
-from mesh_attention.cli.progress import Report, progress
-from mesh_attention.cli.scenes import explorer_scenes, rival_scenes, scene_of
+from mesh_attention.cli.progress import progress
+from mesh_attention.cli.scenes import explorer_scenes, scene_of
 from mesh_attention.cli.words import cluster_words, name_with_ranks
-from mesh_attention.drawing.canvas import new_figure
 from mesh_attention.drawing.page import Scene
-from mesh_attention.errors import ParseError, UsageError
+from mesh_attention.errors import UsageError
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Direction
 from mesh_attention.topology import Topology
-from mesh_attention.units import count, parse_whole
+from mesh_attention.units import count
 
-BESIDE_A_FILE = ("plan_file", "cluster", "ranks", "out", "only", "chart_format", "rank", "json_output")
+BESIDE_A_FILE = ("plan_file", "cluster", "ranks", "out", "json_output")
 """The options that go with a plan file; it says all else."""
-ALL = ",".join(PICTURES)
 MOST_RANKS = 128
-LOOK_AT = {"explorer": "open it in a browser", "trace": "for ui.perfetto.dev"}
+PAGE = "explorer.html"
 
 Cluster = Annotated[
     str | None,
@@ -53,18 +42,6 @@ PlanFile = Annotated[
 ]
 Out = Annotated[
     Path, typer.Option("--out", help="The folder to write into.", metavar="FOLDER", rich_help_panel="Output")
-]
-Only = Annotated[
-    str,
-    typer.Option("--only", help=f"Some of {ALL}.", metavar="LIST", rich_help_panel="Output", show_default="all"),
-]
-Format = Annotated[
-    str,
-    typer.Option("--format", help="Of the charts.", metavar="|".join(CHART_FORMATS), rich_help_panel="Output"),
-]
-Rank = Annotated[
-    str,
-    typer.Option("--rank", help="The rank that is marked and shown.", metavar="N", rich_help_panel="Output"),
 ]
 
 
@@ -94,16 +71,12 @@ def draw_command(
     keep: opt.KeepText = None,
     plan_file: PlanFile = None,
     out: Out = Path("pictures"),
-    only: Only = ALL,
-    chart_format: Format = "png",
-    rank: Rank = "0",
     json_output: opt.JsonOutput = False,
 ) -> None:
-    """Draw a plan: matrix, steps, timeline, methods against ring, a trace, and a page to explore it all.
+    """Draw a plan: one page to explore it beside the other methods, and a trace.
 
     Exit code 0: done. 1: the plan file breaks a rule. 2: it cannot be done.
     """
-    wanted = _wanted(only, chart_format)
     topology = opt.cluster_from(cluster or "h100", ranks)
     _check_ranks(topology)
     with plan_errors(), progress("planning") as report:
@@ -133,24 +106,18 @@ def draw_command(
                 "keep": opt.keep_from(keep),
             }
             plans = {d: plan_on(problem, topology, d, options) for d in passes(both=True)}
-        marked = _marked(rank, topology)
         make_folder("--out", out)
-        album = _album(plans, topology, wanted, marked, report)
-        written = write_album(album, out, wanted=wanted, chart_format=chart_format, report=report)
+        subject = scene_of(plans, topology, report=report)
+        scenes = explorer_scenes([subject], topology, report=report)
+        page = out / PAGE
+        title = f"{subject.method} {subject.tile} over {count(topology.ranks, 'rank')}"
+        notes = [f"Times are forecasts on {cluster_words(topology)}.", "Other numbers of ranks: the same machines."]
+        beside = [scene for scene in scenes if scene.ranks == topology.ranks]
+        trace = write_pictures(page, scenes, traced=beside, title=title, notes=notes)
     if json_output:
-        typer.echo(json.dumps(_as_json(album, plans, topology, written)))
+        typer.echo(json.dumps(_as_json({"explorer": page, "trace": trace}, plans, topology, scenes)))
         return
-    for picture, path in written.items():
-        typer.echo(f"wrote {path}" + (f" ({LOOK_AT[picture]})" if picture in LOOK_AT else ""))
-
-
-def _wanted(only: str, chart_format: str) -> tuple[Picture, ...]:
-    wanted = pictures_from(only)
-    if chart_format not in CHART_FORMATS:
-        raise ParseError(f"--format {chart_format!r}: expected one of {', '.join(CHART_FORMATS)}")
-    if any(picture in CHARTS for picture in wanted):
-        new_figure(height_in=1.0)  # refuses where there is no matplotlib
-    return wanted
+    typer.echo(f"wrote {page} (open it in a browser)\nwrote {trace} (for ui.perfetto.dev)")
 
 
 def _check_ranks(topology: Topology) -> None:
@@ -161,49 +128,12 @@ def _check_ranks(topology: Topology) -> None:
         )
 
 
-def _marked(text: str, topology: Topology) -> int:
-    rank = parse_whole("--rank", text, least=0)
-    if rank >= topology.ranks:
-        raise UsageError(f"--rank {rank}: there are ranks 0 to {topology.ranks - 1}")
-    return rank
-
-
-def _album(
-    plans: dict[Direction, Plan], topology: Topology, wanted: tuple[Picture, ...], rank: int, report: Report
-) -> Album:
-    """Only what is wanted is planned and simulated."""
-    subject = scene_of(plans, topology, report=report)
-    plan = next(iter(plans.values()))
-    scenes: list[Scene] = [subject]
-    if "explorer" in wanted:
-        scenes = explorer_scenes([subject], topology, report=report)
-    elif "against_ring" in wanted or "trace" in wanted:
-        directions = subject.directions
-        scenes += rival_scenes(plan.problem, topology, layout=plan.layout, directions=directions, report=report)
-    here = [scene for scene in scenes if scene.ranks == topology.ranks]
-    rivals = sorted(here, key=lambda scene: scene.method != "ring")
-    return Album(
-        subject=subject,
-        rivals=_without_doubles(rivals),
-        scenes=scenes,
-        title=f"{subject.method} {subject.tile} over {count(topology.ranks, 'rank')}",
-        where=f"forecast on {name_with_ranks(topology)}",
-        notes=[f"Times are forecasts on {cluster_words(topology)}.", "Other numbers of ranks: the same machines."],
-        rank=rank,
-    )
-
-
-def _without_doubles(scenes: list[Scene]) -> list[Scene]:
-    return list({(scene.method, scene.tile): scene for scene in reversed(scenes)}.values())[::-1]
-
-
 def _as_json(
-    album: Album, plans: dict[Direction, Plan], topology: Topology, written: dict[Picture, Path]
+    files: dict[str, Path], plans: dict[Direction, Plan], topology: Topology, scenes: list[Scene]
 ) -> dict[str, Any]:
     return {
-        "files": {picture: str(path) for picture, path in written.items()},
-        "rank": album.rank,
+        "files": {name: str(path) for name, path in files.items()},
         "cluster": name_with_ranks(topology),
         "digests": {direction: plan.digest for direction, plan in plans.items()},
-        "scenes": [{"ranks": s.ranks, "method": s.method, "tile": s.tile} for s in album.scenes],
+        "scenes": [{"ranks": s.ranks, "method": s.method, "tile": s.tile} for s in scenes],
     }

@@ -6,8 +6,7 @@ import json
 from os.path import isdir  # unlike Path.is_dir, it says no to a name that is too long
 from pathlib import Path
 
-from mesh_attention.drawing.canvas import new_figure
-from mesh_attention.drawing.charts import FORMATS
+from mesh_attention.drawing.canvas import FORMATS, new_figure
 from mesh_attention.errors import ParseError, UsageError
 from mesh_attention.plan.codec import plan_to_json, read_plan
 from mesh_attention.plan.plan import Plan

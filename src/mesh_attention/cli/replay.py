@@ -21,7 +21,7 @@ from mesh_attention.cli.passes import passes
 from mesh_attention.cli.progress import Report, progress, unroll
 from mesh_attention.cli.replay_device import check_memory, device_from, surroundings_of
 from mesh_attention.cli.replay_report import Played, as_json, chart_of, print_replay
-from mesh_attention.drawing.charts import save_chart
+from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.plan import Plan

@@ -16,7 +16,8 @@ from mesh_attention.cli.passes import forecast, passes
 from mesh_attention.cli.planned import checked_plan, plan_errors, plan_on, refuse_more, required, ring_like
 from mesh_attention.cli.progress import Report, progress
 from mesh_attention.cli.simulate_report import Contender, as_json, bounds_of, print_forecasts
-from mesh_attention.drawing.charts import gantt, save_chart
+from mesh_attention.drawing.canvas import save_chart
+from mesh_attention.drawing.gantt import gantt
 from mesh_attention.drawing.trace import write_trace
 from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.plan import Plan

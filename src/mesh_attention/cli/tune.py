@@ -18,7 +18,8 @@ from mesh_attention.cli.tune_chart import AXES, Axis, Chart, Charter, axis_from,
 from mesh_attention.cli.tune_report import Answer, print_tuning
 from mesh_attention.cli.usage import cluster_code, explicit_code
 from mesh_attention.cli.words import cluster_name
-from mesh_attention.drawing.charts import save_chart, time_chart
+from mesh_attention.drawing.canvas import save_chart
+from mesh_attention.drawing.times import time_chart
 from mesh_attention.drawing.trace import write_trace
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.assignment import Tile

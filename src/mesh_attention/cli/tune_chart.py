@@ -10,7 +10,7 @@ from typing_extensions import assert_never
 
 from mesh_attention.cli.progress import Report
 from mesh_attention.cli.words import head_words, mask_words, name_with_ranks, token_words
-from mesh_attention.drawing.charts import ChartPoint, ChartX
+from mesh_attention.drawing.times import ChartPoint, ChartX
 from mesh_attention.errors import MemoryLimitError, ParseError, UsageError
 from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.steps import Direction
