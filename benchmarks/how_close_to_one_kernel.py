@@ -28,7 +28,7 @@ import torch
 
 from mesh_attention import Problem, causal
 from mesh_attention.cli.replay import bar_groups
-from mesh_attention.drawing.charts import save_chart
+from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.rates import BarGroup, rate_chart
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.replay.device import Surroundings, check_memory, find_device, surroundings_of

@@ -18,7 +18,7 @@ from mesh_attention.cli.lanes import busy_shares, draw_lanes, shade
 from mesh_attention.cli.tables import Column, fitting, table_of
 from mesh_attention.cli.usage import explicit_code, filled
 from mesh_attention.clusters import cluster_to_toml, find_cluster
-from mesh_attention.drawing.charts import ChartPoint
+from mesh_attention.drawing.times import ChartPoint
 from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction

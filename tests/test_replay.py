@@ -225,7 +225,13 @@ def test_rows_are_each_pass_and_both(known: Replayed) -> None:
     assert [(row.method, row.what) for row in rows] == [
         (method, what) for method in ("ring", "mesh") for what in ("forward", "backward", "both")
     ]
-    assert [row.plan for row in rows] == ["ring 1x4, route ring, 4 blocks per call", "ring 1x4", "", *["mesh 2x2, 2 blocks per call"] * 2, ""]
+    assert [row.plan for row in rows] == [
+        "ring 1x4, route ring, 4 blocks per call",
+        "ring 1x4",
+        "",
+        *["mesh 2x2, 2 blocks per call"] * 2,
+        "",
+    ]
     assert [row.times_ring for row in rows] == [1, 1, 1, 2, 2, 2]
     assert [row.share for row in rows] == pytest.approx([0.4, 0.4, 0.4, 0.8, 0.8, 0.8])
     assert [row.exposed_s for row in rows] == pytest.approx([0.5, 1, 1.5, 0.25, 0.5, 0.75])

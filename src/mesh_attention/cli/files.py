@@ -8,10 +8,8 @@ from pathlib import Path
 
 from mesh_attention.cli.command import Read
 from mesh_attention.cli.progress import Report, unroll
-from mesh_attention.drawing.canvas import new_figure
-from mesh_attention.drawing.charts import FORMATS
-from mesh_attention.drawing.files import writing
-from mesh_attention.errors import ParseError, PlanError, UsageError
+from mesh_attention.drawing.canvas import FORMATS, new_figure
+from mesh_attention.errors import ParseError, PlanError, UsageError, writing
 from mesh_attention.plan.codec import plan_to_json, read_plan
 from mesh_attention.plan.plan import Plan
 from mesh_attention.topology import Topology

@@ -36,7 +36,7 @@ from mesh_attention.cli.progress import Report, progress
 from mesh_attention.cli.tables import NO_NUMBER, Column, plain_console, print_table, times
 from mesh_attention.cli.words import cluster_words, mask_words, size_words
 from mesh_attention.clusters import find_cluster
-from mesh_attention.drawing.charts import save_chart
+from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.rates import Bar, BarGroup, rate_chart
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.layout import Layout

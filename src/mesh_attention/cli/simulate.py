@@ -27,7 +27,8 @@ from mesh_attention.cli.options import (
 from mesh_attention.cli.progress import Report, progress
 from mesh_attention.cli.tables import Column, plain_console, print_table, times
 from mesh_attention.cli.words import cluster_words, mask_words, size_words
-from mesh_attention.drawing.charts import gantt, save_chart
+from mesh_attention.drawing.canvas import save_chart
+from mesh_attention.drawing.gantt import gantt
 from mesh_attention.drawing.trace import write_trace
 from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.plan import Plan

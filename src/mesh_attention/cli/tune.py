@@ -27,7 +27,8 @@ from mesh_attention.cli.progress import Report, progress
 from mesh_attention.cli.tune_report import Answer, print_tuning
 from mesh_attention.cli.usage import cluster_code, explicit_code
 from mesh_attention.cli.words import cluster_name, head_words, mask_words, token_words
-from mesh_attention.drawing.charts import ChartPoint, ChartX, save_chart, time_chart
+from mesh_attention.drawing.canvas import save_chart
+from mesh_attention.drawing.times import ChartPoint, ChartX, time_chart
 from mesh_attention.drawing.trace import write_trace
 from mesh_attention.errors import ParseError, UsageError
 from mesh_attention.plan.codec import plan_to_json

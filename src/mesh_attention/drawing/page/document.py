@@ -12,10 +12,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.drawing.files import writing
-from mesh_attention.drawing.page.blocks import block_patterns
-from mesh_attention.drawing.page.passes import pass_data
+from mesh_attention.drawing.page.passes import block_patterns, pass_data
 from mesh_attention.drawing.page.scene import Scene, check_scenes
+from mesh_attention.errors import writing
 from mesh_attention.plan.layout import Layout
 from mesh_attention.problem import Problem
 from mesh_attention.units import format_size
