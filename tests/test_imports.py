@@ -49,8 +49,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "api": (*VALUES, "arguments", "plan", "planning", "tuning", "topology", "clusters", "kernels", "comm", "execution"),
     "integrations": (*VALUES, "plan", "kernels", "comm", "execution", "arguments", "api"),
     "testing": (*VALUES, "plan", "planning", "verification", "kernels", "comm"),
+    "scenes": (*VALUES, "plan", "planning", "simulation", "tuning", "topology", "timeline", "drawing"),
     "cli": (
         *VALUES,
+        "scenes",
         "plan",
         "planning",
         "verification",
