@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mesh_attention import Problem, causal
-from mesh_attention.cli.replay import bar_groups
+from mesh_attention.cli.replay_report import bar_groups
 from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.rates import BarGroup, rate_chart
 from mesh_attention.plan.steps import DIRECTIONS

@@ -16,7 +16,8 @@ from test_cli import Outcome, Run, as_json, assert_refused
 
 from mesh_attention import Problem, causal, cluster_named, make_plan
 from mesh_attention.cli.main import main
-from mesh_attention.cli.replay import read_methods, replay_columns
+from mesh_attention.cli.replay import read_methods
+from mesh_attention.cli.replay_report import replay_columns
 from mesh_attention.cli.tables import fitting
 from mesh_attention.drawing.rates import Bar, BarGroup, rate_chart
 from mesh_attention.errors import UsageError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs
-from mesh_attention.cli.replay import bar_groups
+from mesh_attention.cli.replay_report import bar_groups
 from mesh_attention.comm.base import Parcel
 from mesh_attention.comm.replay import ReplayComm, SilentComm
 from mesh_attention.comm.wrappers import Recording

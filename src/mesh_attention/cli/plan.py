@@ -32,7 +32,7 @@ from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import transfers
 from mesh_attention.plan.text import format_step
-from mesh_attention.planning.comparison import Comparison, compare
+from mesh_attention.planning.comparison import Comparison, Row, compare
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.units import BYTES, FLOPS, count, format_nbytes, format_together
 
@@ -156,10 +156,9 @@ def _comparison_columns(comparison: Comparison) -> list[Column]:
     flops_unit, flops = format_together([row.flops for row in rows], FLOPS, below=100)
     peak_unit, peaks = format_together([row.peak_nbytes for row in rows], BYTES, below=10_000)
     names = [f"{'>' if row.is_this_plan else ' '} {row.method}" for row in rows]
-    tiles = [f"{row.ulysses}·{row.tile}" if row.ulysses > 1 else row.tile for row in rows]
     return [
         Column(header="method", cells=names, is_text=True),
-        Column(header="tile", cells=tiles, is_text=True),
+        Column(header="tile", cells=[_tile(row) for row in rows], is_text=True),
         Column(header=f"sent\n{moved_unit}", cells=moved_texts[: len(rows)], drop=1),
         Column(header=f"received\n{moved_unit}", cells=moved_texts[len(rows) :]),
         Column(header="×\nring", cells=[times(row.against_ring) for row in rows]),
@@ -170,6 +169,10 @@ def _comparison_columns(comparison: Comparison) -> list[Column]:
         Column(header="kernel\ncalls", cells=[f"{row.kernel_calls:,}" for row in rows]),
         Column(header="messages", cells=[f"{row.messages:,}" for row in rows], drop=2),
     ]
+
+
+def _tile(row: Row) -> str:
+    return f"{row.ulysses}·{row.tile}" if row.ulysses > 1 else row.tile
 
 
 def _comparison_caption(comparison: Comparison, *, ranks: int) -> str:
@@ -184,13 +187,14 @@ def _comparison_caption(comparison: Comparison, *, ranks: int) -> str:
 
 
 def _verdict(plan: Plan, comparison: Comparison) -> str:
-    """How this plan compares with ring, and why."""
+    """How this plan compares with ring, and why; and which receives the least."""
     this = next(row for row in comparison.rows if row.is_this_plan)
-    best = min(comparison.rows, key=lambda row: row.received_nbytes)
-    if this.against_ring is None:
-        return "One rank receives nothing."
+    least = min(comparison.rows, key=lambda row: row.received_nbytes)
+    if this.against_ring is None or least.against_ring is None:
+        return "A single rank receives nothing."
+    words = []
     if this.against_ring < 1:
-        return f"This plan receives {this.against_ring:.2f} of ring's bytes. {tile_reason(plan.assignment)}"
-    if best.received_nbytes >= this.received_nbytes:
-        return "No other method receives fewer bytes here."
-    return f"This plan receives no less than ring; {best.method} {best.tile} receives {best.against_ring:.2f} of it."
+        words.append(f"This plan receives {this.against_ring:.2f} of ring's bytes. {tile_reason(plan.assignment)}")
+    if least.received_nbytes < this.received_nbytes:
+        words.append(f"{least.method} {_tile(least)} receives the least: {least.against_ring:.2f} of ring's bytes.")
+    return " ".join(words) or "No other method receives fewer bytes here."

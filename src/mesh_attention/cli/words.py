@@ -40,11 +40,13 @@ def head_words(problem: Problem) -> str:
 def tile_reason(assignment: Assignment) -> str:
     """Why a tile moves fewer bytes than ring."""
     tile, others = assignment.tile, assignment.ulysses * assignment.places - 1
-    traded = f" (once {assignment.ulysses} ranks have traded heads for tokens)" if assignment.ulysses > 1 else ""
+    shards = [(tile.rows - 1, "query shard"), (tile.cols - 1, "KV shard")]
+    received = " and ".join(count(number, noun) for number, noun in shards if number)
+    returned = f" and returns {count(tile.rows - 1, 'partial result')}" if tile.rows > 1 else ""
+    traded = f", once {assignment.ulysses} ranks have traded heads for tokens," if assignment.ulysses > 1 else ""
     return (
-        f"With ring every rank receives the K and V of all {others} others; for its {tile} tile{traded} it receives "
-        f"{count(tile.rows - 1, 'query shard')} and {count(tile.cols - 1, 'KV shard')}, and returns "
-        f"{count(tile.rows - 1, 'partial result')}."
+        f"With ring, a rank receives the K and V of all {others} others; with a {tile} tile{traded} it receives "
+        f"{received or 'no shards'}{returned}."
     )
 
 
