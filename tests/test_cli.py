@@ -250,6 +250,18 @@ def test_the_comparison_shows_and_explains_the_lower_bound(run: Run) -> None:
     assert "× bound: relative to the least that an average rank can receive" in " ".join(out.split())
 
 
+def test_the_plan_says_how_it_compares_with_ring_and_why(run: Run) -> None:
+    said = " ".join(run("plan --ranks 64 --seq 128k --heads 32 --kv-heads 8 --causal").out.split())
+    assert (
+        "This plan receives 0.43 of ring's bytes: with ring, a rank receives the K and V of all 63 others; with a 4x16 "
+        "tile it receives 3 query shards and 15 KV shards and returns 3 partial results. "
+        "mesh 8·1x8 receives the least: 0.18 of ring's bytes."
+    ) in said
+    worse = " ".join(run(EXAMPLE).out.split())
+    assert "This plan receives" not in worse
+    assert worse.endswith("mesh 8·1x2 receives the least: 0.36 of ring's bytes.")
+
+
 @pytest.mark.parametrize("options", ["--backward", "--route ring", "--partials ring", "--blocks-per-call 4"])
 def test_rivals_share_layout_direction_and_schedule_options(run: Run, options: str) -> None:
     line = f"{SMALL} --ranks 8 --causal --layout contiguous {options} --json"

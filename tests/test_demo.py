@@ -18,7 +18,7 @@ from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan
 from mesh_attention.calibration.fit import CallTime, Measurement, MemoryTimes
 from mesh_attention.cli import demo as demo_command_module
 from mesh_attention.cli import demo_report
-from mesh_attention.cli.demo import _methods, _problem, _report
+from mesh_attention.cli.demo import _methods, _problem, _report, _row, _verdict
 from mesh_attention.cli.demo_worker import Measured, Seen, make_inputs
 from mesh_attention.cli.main import main
 from mesh_attention.comm.launch import run_processes
@@ -152,6 +152,21 @@ def test_the_table_stays_when_there_is_no_report(
     said = capsys.readouterr()
     assert "ulysses × mesh" in said.out
     assert re.search(r"no report was written: .*mesh-attention-report: is a file", said.err)
+
+
+def test_the_verdict_names_the_method_that_moved_the_fewest_bytes() -> None:
+    methods = _methods(_problem(8, 512))
+    received = dict(zip(methods, (210, 140, 140, 120), strict=True))
+    rows = [
+        _row(name, methods[name], [Measured(**NOTHING | {"received_nbytes": nbytes << 20})])
+        for name, nbytes in received.items()
+    ]
+    assert _verdict(methods, rows) == (
+        "ulysses × mesh 2·2x2 wins with 120 MiB received by a rank, 0.57 of ring's: with ring, a rank receives the K "
+        "and V of all 7 others; with a 2x2 tile, once 2 ranks have traded heads for tokens, it receives 1 query shard "
+        "and 1 KV shard and returns 1 partial result."
+    )
+    assert "No method moved fewer bytes than ring" in _verdict(methods, rows[:1])
 
 
 def fail_on_rank_1(progress_file: Path) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +17,7 @@ import typer
 
 from mesh_attention.cli.command import group, option
 from mesh_attention.cli.demo_report import LOOK_AT, write_report
-from mesh_attention.cli.demo_worker import TIMED_RUNS, Measured, Seen, work
+from mesh_attention.cli.demo_worker import TIMED_RUNS, Counts, Measured, Seen, work
 from mesh_attention.cli.files import make_folder
 from mesh_attention.cli.progress import progress
 from mesh_attention.cli.tables import Column, plain_console, print_table
@@ -35,7 +35,6 @@ LARGEST_ERROR = 1e-4
 """Relative, float32 against float64; a right result stays below 1e-5, a lost or doubled block is above 1e-2."""
 ULYSSES_DEGREE = 2
 REPORT = "mesh-attention-report"
-COUNTED = ("forward_error", "gradient_error", "sent_nbytes", "received_nbytes", "messages", "peak_nbytes")
 
 
 @group
@@ -69,7 +68,7 @@ def demo_command(given: DemoOptions) -> None:
     rows = [_row(name, methods[name], seen) for name, seen in zip(methods, by_method, strict=True)]
     is_right = all(row.is_right for row in rows)
     if not given.json:
-        _print(problem, methods, rows)
+        _print(problem, rows)
     page: Path | None = None
     reason: str | None = "--no-report was given" if given.no_report else "one rank has nothing to show; use two or more"
     if is_recorded:
@@ -81,6 +80,8 @@ def demo_command(given: DemoOptions) -> None:
         typer.echo(f"\nreport: {page}\n{LOOK_AT}")
     elif not given.no_report:
         typer.echo(f"\nno report was written: {reason}", err=True)
+    if not given.json:
+        plain_console().print(f"\n{_verdict(methods, rows)}", style="bold")
     if not is_right:
         raise typer.Exit(1)
 
@@ -129,18 +130,11 @@ def _squarest(places: int) -> Tile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A method, forward and backward together; each number is that of the worst rank."""
+class Row(Counts):
+    """Each number is that of the worst rank."""
 
     method: str
     tile: str
-    forward_error: float
-    gradient_error: float
-    sent_nbytes: int
-    received_nbytes: int
-    messages: int
-    peak_nbytes: int
-    is_as_planned: bool
     time_s: float
 
     @property
@@ -149,12 +143,11 @@ class Row:
 
 
 def _row(method: str, choice: Choice, seen: Sequence[Measured]) -> Row:
-    worst: dict[str, Any] = {name: max(getattr(rank, name) for rank in seen) for name in COUNTED}
+    worst: dict[str, Any] = {field.name: max(getattr(rank, field.name) for rank in seen) for field in fields(Counts)}
     return Row(
         method=method,
         tile=str(choice.assignment),
-        **worst,
-        is_as_planned=all(rank.is_as_planned for rank in seen),
+        **worst | {"is_as_planned": all(rank.is_as_planned for rank in seen)},
         time_s=median(max(run) for run in zip(*(rank.times_s for rank in seen), strict=True)),
     )
 
@@ -165,7 +158,7 @@ def _facts(problem: Problem) -> dict[str, Any]:
     return facts | {"dtype": problem.dtype, "mask": str(problem.mask), "cores": os.cpu_count()}
 
 
-def _print(problem: Problem, methods: Mapping[str, Choice], rows: Sequence[Row]) -> None:
+def _print(problem: Problem, rows: Sequence[Row]) -> None:
     console = plain_console()
     console.print(
         f"attention forward and backward, {mask_words(problem)}, {size_words(problem)}; "
@@ -185,7 +178,6 @@ def _print(problem: Problem, methods: Mapping[str, Choice], rows: Sequence[Row])
     for row in rows:
         if not row.is_right:
             console.print(f"{row.method} {row.tile} is wrong: see its errors and its counts above", style="bold red")
-    console.print(_verdict(methods, rows), style="bold")
 
 
 def _columns(rows: Sequence[Row]) -> list[Column]:
@@ -211,6 +203,6 @@ def _verdict(methods: Mapping[str, Choice], rows: Sequence[Row]) -> str:
         return "No method moved fewer bytes than ring: on so few ranks there is no tile with several rows and columns."
     share = best.received_nbytes / ring.received_nbytes
     return (
-        f"{best.method} {best.tile} wins: a rank received {format_nbytes(best.received_nbytes)}, {share:.2f} of ring's "
-        f"bytes. {tile_reason(methods[best.method].assignment)}"
+        f"{best.method} {best.tile} wins with {format_nbytes(best.received_nbytes)} received by a rank, {share:.2f} of "
+        f"ring's: {tile_reason(methods[best.method].assignment)}"
     )

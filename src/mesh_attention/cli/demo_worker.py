@@ -34,8 +34,8 @@ CALIBRATION_STEPS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One method on one rank, forward and backward together; `passes` are of all ranks, on rank 0.
+class Counts:
+    """One method, forward and backward together, on one rank or the worst.
 
     Errors are the largest difference from the reference, relative to the largest value of the whole reference.
     """
@@ -47,6 +47,12 @@ class Measured:
     messages: int
     peak_nbytes: int
     is_as_planned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured(Counts):
+    """One rank; `passes` are of all ranks, on rank 0."""
+
     times_s: tuple[float, ...]
     passes: tuple[tuple[Plan, Timeline], ...] = ()
 

@@ -7,18 +7,9 @@ from pathlib import Path
 
 import typer
 
+from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import group
 from mesh_attention.cli.files import checked_plan_for, make_folder
-from mesh_attention.cli.options import (
-    ChoiceOptions,
-    ClusterOptions,
-    PlannedProblemOptions,
-    json_option,
-    of_output,
-    of_plan,
-    of_problem,
-    refuse_beside_file,
-)
 from mesh_attention.cli.progress import progress
 from mesh_attention.cli.words import cluster_name, cluster_words
 from mesh_attention.errors import UsageError
@@ -33,8 +24,8 @@ PAGE = "explorer.html"
 
 
 @group
-class DrawClusterOptions(ClusterOptions):
-    cluster: str = of_problem(
+class DrawClusterOptions(opt.ClusterOptions):
+    cluster: str = opt.of_problem(
         "--cluster",
         "Cluster for the forecasts: NAMExRANKS, such as h100x16, or a .toml file.",
         "CLUSTER",
@@ -44,16 +35,16 @@ class DrawClusterOptions(ClusterOptions):
 
 @group
 class DrawOptions:
-    plan: Path | None = of_plan("--plan", "A plan file, instead of a problem and a choice.", "FILE", default=None)
-    out: Path = of_output("--out", "The folder to write into.", "FOLDER", default=Path("pictures"))
-    json: bool = json_option()
+    plan: Path | None = opt.of_plan("--plan", "A plan file, instead of a problem and a choice.", "FILE", default=None)
+    out: Path = opt.of_output("--out", "The folder to write into.", "FOLDER", default=Path("pictures"))
+    json: bool = opt.json_option()
 
 
 def draw_command(
     context: typer.Context,
     on: DrawClusterOptions,
-    problem: PlannedProblemOptions,
-    choice: ChoiceOptions,
+    problem: opt.PlannedProblemOptions,
+    choice: opt.ChoiceOptions,
     given: DrawOptions,
 ) -> None:
     """Draw a plan: one page to explore it next to the other methods, and a trace.
@@ -68,7 +59,7 @@ def draw_command(
         )
     with progress("planning") as report:
         if given.plan is not None:
-            refuse_beside_file(context, given.plan, PlannedProblemOptions, ChoiceOptions)
+            opt.refuse_beside_file(context, given.plan, opt.PlannedProblemOptions, opt.ChoiceOptions)
             plan = checked_plan_for(given.plan, topology, report)
             plans: dict[Direction, Plan] = {plan.direction: plan}
         else:

@@ -12,18 +12,10 @@ import typer
 from rich import box
 from rich.table import Table
 
+from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import group
 from mesh_attention.cli.files import output_file, write_plan_file
 from mesh_attention.cli.matrix import draw_matrix
-from mesh_attention.cli.options import (
-    ChoiceOptions,
-    ProblemOptions,
-    RanksOption,
-    json_option,
-    of_output,
-    of_plan,
-    read_rank,
-)
 from mesh_attention.cli.progress import Report, progress, unroll
 from mesh_attention.cli.tables import Column, plain_console, print_table, times
 from mesh_attention.cli.words import mask_words, size_words, tile_reason
@@ -45,20 +37,22 @@ LONGEST_STEP = 160
 
 @group
 class PlanOptions:
-    backward: bool = of_plan("--backward", "Plan the backward pass instead of the forward one.", default=False)
-    rank: int = of_output("--rank", "The rank whose steps are shown.", "N", read_rank, 0)
-    all_steps: bool = of_output("--all-steps", "Show all its steps, however many.", default=False)
-    save: Path | None = of_output(
+    backward: bool = opt.of_plan("--backward", "Plan the backward pass instead of the forward one.", default=False)
+    rank: int = opt.of_output("--rank", "The rank whose steps are shown.", "N", opt.read_rank, 0)
+    all_steps: bool = opt.of_output("--all-steps", "Show all its steps, however many.", default=False)
+    save: Path | None = opt.of_output(
         "--save",
         "Write every rank's steps: as JSON if it ends in .json, else text.",
         "FILE",
         output_file("plan.json"),
         None,
     )
-    json: bool = json_option()
+    json: bool = opt.json_option()
 
 
-def plan_command(over: RanksOption, problem: ProblemOptions, choice: ChoiceOptions, given: PlanOptions) -> None:
+def plan_command(
+    over: opt.RanksOption, problem: opt.ProblemOptions, choice: opt.ChoiceOptions, given: PlanOptions
+) -> None:
     """Make a plan, show it, and compare it with the plans of the other methods."""
     asked = problem.problem(over.ranks)
     with progress("planning") as report:
@@ -194,7 +188,7 @@ def _verdict(plan: Plan, comparison: Comparison) -> str:
         return "A single rank receives nothing."
     words = []
     if this.against_ring < 1:
-        words.append(f"This plan receives {this.against_ring:.2f} of ring's bytes. {tile_reason(plan.assignment)}")
+        words.append(f"This plan receives {this.against_ring:.2f} of ring's bytes: {tile_reason(plan.assignment)}")
     if least.received_nbytes < this.received_nbytes:
         words.append(f"{least.method} {_tile(least)} receives the least: {least.against_ring:.2f} of ring's bytes.")
     return " ".join(words) or "No other method receives fewer bytes here."

@@ -15,20 +15,9 @@ from pathlib import Path
 
 import typer
 
+from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import group, option
 from mesh_attention.cli.files import checked_plan
-from mesh_attention.cli.options import (
-    ProblemOptions,
-    RanksOption,
-    both_passes_option,
-    chart_option,
-    check_rank,
-    json_option,
-    layout_option,
-    of_plan,
-    passes,
-    read_rank,
-)
 from mesh_attention.cli.progress import Report, progress
 from mesh_attention.cli.replay_report import Played, as_json, chart_of, print_replay
 from mesh_attention.clusters import find_cluster
@@ -65,19 +54,19 @@ _of_replay = partial(option, panel="Replay")
 
 @group
 class ReplayOptions:
-    methods: tuple[str, ...] = of_plan(
+    methods: tuple[str, ...] = opt.of_plan(
         "--methods",
         f"Some of {', '.join(FAMILIES)} (ulysses-mesh will do), each as tuned, and {BEST}, the tuner's choice.",
         "NAME,…",
         read_methods,
         "ring,mesh,best",
     )
-    plan: list[Path] | None = of_plan(
+    plan: list[Path] | None = opt.of_plan(
         "--plan", "A plan file for this problem to replay as well; may be repeated.", "FILE", default=None
     )
-    backward: bool = both_passes_option()
-    layout: Layout | None = layout_option()
-    rank: int | None = _of_replay("--rank", "The rank to play; the middle one if left out.", "N", read_rank, None)
+    backward: bool = opt.both_passes_option()
+    layout: Layout | None = opt.layout_option()
+    rank: int | None = _of_replay("--rank", "The rank to play; the middle one if left out.", "N", opt.read_rank, None)
     rounds: int = _of_replay("--rounds", "How often each method runs.", "N", parse_whole, 5)
     device: str | None = _of_replay(
         "--device", "cpu, cuda, cuda:1; a GPU if there is one and it is left out.", "NAME", default=None
@@ -89,11 +78,13 @@ class ReplayOptions:
         default=None,
     )
     no_graphs: bool = _of_replay("--no-graphs", "Queue every step, without CUDA graphs.", default=False)
-    chart: Path | None = chart_option()
-    json: bool = json_option()
+    chart: Path | None = opt.chart_option()
+    json: bool = opt.json_option()
 
 
-def replay_command(context: typer.Context, over: RanksOption, problem: ProblemOptions, given: ReplayOptions) -> None:
+def replay_command(
+    context: typer.Context, over: opt.RanksOption, problem: opt.ProblemOptions, given: ReplayOptions
+) -> None:
     """Play one rank of a plan on this device, at real sizes, and compare it with one kernel and with ring.
 
     There are no other ranks: transfers are copies from and to the host's memory.
@@ -121,8 +112,8 @@ def _play(problem: Problem, given: ReplayOptions, command: str, report: Report) 
     from mesh_attention.replay.replay import replay
     from mesh_attention.replay.scene import measure_scene
 
-    directions, device = passes(both=given.backward), find_device(given.device)
-    rank = problem.ranks // 2 if given.rank is None else check_rank(given.rank, problem.ranks)
+    directions, device = opt.passes(both=given.backward), find_device(given.device)
+    rank = problem.ranks // 2 if given.rank is None else opt.check_rank(given.rank, problem.ranks)
     from_files = [_part_of(file, problem, directions, report) for file in given.plan or ()]
     if given.cluster is None:
         topology = measure_scene(problem, device=device, report=report)

@@ -10,20 +10,10 @@ from typing import Any
 
 import typer
 
+from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import argument, group
 from mesh_attention.cli.files import checked_plan_for
 from mesh_attention.cli.lanes import SHADES, draw_lanes
-from mesh_attention.cli.options import (
-    ChoiceOptions,
-    ClusterOptions,
-    PlannedProblemOptions,
-    both_passes_option,
-    chart_option,
-    json_option,
-    passes,
-    refuse_beside_file,
-    trace_option,
-)
 from mesh_attention.cli.progress import Report, progress
 from mesh_attention.cli.tables import Column, plain_console, print_table, times
 from mesh_attention.cli.words import cluster_words, mask_words, size_words
@@ -44,30 +34,25 @@ from mesh_attention.units import format_nbytes, format_time, three_digits
 
 
 @group
-class PlanFile:
-    file: Path | None = argument("PLAN", "A plan file, instead of a problem and a choice of plan.", None)
-
-
-@group
 class Passes:
-    backward: bool = both_passes_option()
+    backward: bool = opt.both_passes_option()
 
 
 @group
-class Outputs:
-    trace: Path | None = trace_option()
-    chart: Path | None = chart_option()
-    json: bool = json_option()
+class SimulateOptions:
+    file: Path | None = argument("PLAN", "A plan file, instead of a problem and a choice.", None)
+    trace: Path | None = opt.trace_option()
+    chart: Path | None = opt.chart_option()
+    json: bool = opt.json_option()
 
 
 def simulate_command(
     context: typer.Context,
-    on: ClusterOptions,
-    plan_file: PlanFile,
-    problem: PlannedProblemOptions,
-    choice: ChoiceOptions,
+    on: opt.ClusterOptions,
+    problem: opt.PlannedProblemOptions,
+    choice: opt.ChoiceOptions,
     which: Passes,
-    out: Outputs,
+    given: SimulateOptions,
 ) -> None:
     """Forecast a plan on a cluster: time, exposed communication, bytes and memory, next to ring.
 
@@ -76,33 +61,33 @@ def simulate_command(
     topology = on.topology
     shown_ranks = sorted({0, topology.ranks // 2, topology.ranks - 1})
     with progress("planning") as report:
-        if plan_file.file is not None:
-            refuse_beside_file(context, plan_file.file, PlannedProblemOptions, ChoiceOptions, Passes)
-            plan = checked_plan_for(plan_file.file, topology, report)
+        if given.file is not None:
+            opt.refuse_beside_file(context, given.file, opt.PlannedProblemOptions, opt.ChoiceOptions, Passes)
+            plan = checked_plan_for(given.file, topology, report)
             plans: dict[Direction, Plan] = {plan.direction: plan}
         else:
             asked = problem.problem(topology.ranks)
-            plans = {d: block_plan_on(topology, asked, choice.choice, d) for d in passes(both=which.backward)}
-        spans_of = {*shown_ranks, *(sampled_ranks(topology.ranks) if out.trace else ())}
+            plans = {d: block_plan_on(topology, asked, choice.choice, d) for d in opt.passes(both=which.backward)}
+        spans_of = {*shown_ranks, *(sampled_ranks(topology.ranks) if given.trace else ())}
         forecasts = [_forecast(plans, topology, spans_of, report)]
         ring = {direction: ring_like(plan, topology) for direction, plan in plans.items()}
         if ring != plans:
             forecasts.append(_forecast(ring, topology, set(), report))
         whole = forecasts[0].whole
-        if out.trace is not None:
-            report(f"writing {out.trace.name}", 1.0)
-            write_trace(out.trace, whole)
-        if out.chart is not None:
-            report(f"drawing {out.chart.name}", 1.0)
-            save_chart(gantt(whole, ranks=shown_ranks), out.chart)
-    if out.json:
+        if given.trace is not None:
+            report(f"writing {given.trace.name}", 1.0)
+            write_trace(given.trace, whole)
+        if given.chart is not None:
+            report(f"drawing {given.chart.name}", 1.0)
+            save_chart(gantt(whole, ranks=shown_ranks), given.chart)
+    if given.json:
         files = {
-            name: None if path is None else str(path) for name, path in (("trace", out.trace), ("chart", out.chart))
+            name: None if path is None else str(path) for name, path in (("trace", given.trace), ("chart", given.chart))
         }
         typer.echo(json.dumps(_as_json(forecasts, topology) | files))
         return
     _print(forecasts, topology, shown_ranks)
-    for path in (out.trace, out.chart):
+    for path in (given.trace, given.chart):
         if path is not None:
             typer.echo(f"wrote {path}")
 

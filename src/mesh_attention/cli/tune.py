@@ -10,19 +10,8 @@ from typing import Any
 
 import typer
 
+from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import group
-from mesh_attention.cli.options import (
-    ClusterOptions,
-    ProblemOptions,
-    both_passes_option,
-    chart_option,
-    json_option,
-    layout_option,
-    of_output,
-    of_plan,
-    passes,
-    trace_option,
-)
 from mesh_attention.cli.progress import Report, progress
 from mesh_attention.cli.tune_report import Answer, print_tuning
 from mesh_attention.cli.usage import cluster_code, explicit_code
@@ -61,23 +50,23 @@ _AXIS_NAMES = f"{', '.join(AXES[:-1])} or {AXES[-1]}"
 
 @group
 class TuneOptions:
-    backward: bool = both_passes_option()
-    layout: Layout | None = layout_option()
-    memory: int | None = of_plan(
+    backward: bool = opt.both_passes_option()
+    layout: Layout | None = opt.layout_option()
+    memory: int | None = opt.of_plan(
         "--memory",
         "Memory that a call may allocate per rank, such as 20GiB; the device's if left out.",
         "SIZE",
         parse_nbytes,
         None,
     )
-    chart: Path | None = chart_option()
-    against: Axis | None = of_output("--against", "The x axis of --chart.", "|".join(AXES), _read_axis, None)
-    trace: Path | None = trace_option()
-    no_cache: bool = of_output("--no-cache", "Neither read nor keep tunings on disk.", default=False)
-    json: bool = json_option()
+    chart: Path | None = opt.chart_option()
+    against: Axis | None = opt.of_output("--against", "The x axis of --chart.", "|".join(AXES), _read_axis, None)
+    trace: Path | None = opt.trace_option()
+    no_cache: bool = opt.of_output("--no-cache", "Neither read nor keep tunings on disk.", default=False)
+    json: bool = opt.json_option()
 
 
-def tune_command(on: ClusterOptions, problem: ProblemOptions, given: TuneOptions) -> None:
+def tune_command(on: opt.ClusterOptions, problem: opt.ProblemOptions, given: TuneOptions) -> None:
     """Choose the plan for a problem on a cluster, and say why not another.
 
     Exit code 0: done. 2: it cannot be done, as when no plan fits into the memory.
@@ -92,7 +81,7 @@ def tune_command(on: ClusterOptions, problem: ProblemOptions, given: TuneOptions
         check_axis(given.against, asked)
 
     def tune_at(problem: Problem, topology: Topology, report: Report) -> tuple[Tuning, bool]:
-        options: dict[str, Any] = {"directions": passes(both=given.backward), "memory_nbytes": given.memory}
+        options: dict[str, Any] = {"directions": opt.passes(both=given.backward), "memory_nbytes": given.memory}
         options |= {"layout": None if given.layout is None else given.layout.name, "on_progress": report}
         return (
             (tune(problem, topology, **options), False) if given.no_cache else cached_tune(problem, topology, **options)

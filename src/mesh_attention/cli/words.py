@@ -45,7 +45,7 @@ def tile_reason(assignment: Assignment) -> str:
     returned = f" and returns {count(tile.rows - 1, 'partial result')}" if tile.rows > 1 else ""
     traded = f", once {assignment.ulysses} ranks have traded heads for tokens," if assignment.ulysses > 1 else ""
     return (
-        f"With ring, a rank receives the K and V of all {others} others; with a {tile} tile{traded} it receives "
+        f"with ring, a rank receives the K and V of all {others} others; with a {tile} tile{traded} it receives "
         f"{received or 'no shards'}{returned}."
     )
 

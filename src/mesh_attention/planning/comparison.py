@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import Any
 
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import RankCosts, imbalance, rank_costs, sampled_ranks
@@ -94,19 +95,13 @@ def _mixed_degree(problem: Problem) -> int | None:
 
 
 def _row(plan: Plan, costs: list[RankCosts], *, is_this_plan: bool) -> Row:
-    def worst(name: str) -> int:
-        return int(max(getattr(cost, name) for cost in costs))
-
+    counted = ("sent_nbytes", "received_nbytes", "flops", "peak_nbytes", "kernel_calls", "messages")
+    worst: dict[str, Any] = {name: max(getattr(cost, name) for cost in costs) for name in counted}
     return Row(
         method=plan.method,
         ulysses=plan.assignment.ulysses,
         tile=str(plan.assignment.tile),
         is_this_plan=is_this_plan,
-        sent_nbytes=worst("sent_nbytes"),
-        received_nbytes=worst("received_nbytes"),
-        flops=worst("flops"),
         imbalance=imbalance(cost.flops for cost in costs),
-        peak_nbytes=worst("peak_nbytes"),
-        kernel_calls=worst("kernel_calls"),
-        messages=worst("messages"),
+        **worst,
     )

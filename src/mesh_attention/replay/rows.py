@@ -75,25 +75,19 @@ def _takes(contender: Contender) -> list[tuple[What, tuple[Pass, ...]]]:
 
 
 def _row(contender: Contender, what: What, passes: tuple[Pass, ...], *, ring_s: float | None, share: float) -> Row:
-    def total(name: str) -> float:
-        return float(sum(getattr(one, name) for one in passes))
-
+    summed = ("flops", "time_s", "exposed_s", "compute_s", "host_s", "forecast_s")
+    totals: dict[str, Any] = {name: sum(getattr(one, name) for one in passes) for name in summed}
     largest = max(passes, key=lambda one: one.plan_nbytes)
     return Row(
         method=contender.name,
         plan="" if what == "both" else contender.plan_words(what),
         what=what,
-        flops=sum(one.flops for one in passes),
         times_s=tuple(map(sum, zip(*(one.times_s for one in passes), strict=True))),
-        time_s=total("time_s"),
         share=share,
-        times_ring=None if ring_s is None else ring_s / total("time_s"),
-        exposed_s=total("exposed_s"),
-        compute_s=total("compute_s"),
-        host_s=total("host_s"),
+        times_ring=None if ring_s is None else ring_s / totals["time_s"],
         plan_nbytes=largest.plan_nbytes,
         peak_nbytes=largest.peak_nbytes,
-        forecast_s=total("forecast_s"),
+        **totals,
     )
 
 
