@@ -13,9 +13,10 @@ from mesh_attention.tuning.cache import PARTS
 ROOT = Path(mesh_attention.__file__).parent
 
 # Each part may import itself and the parts to its left.
-VALUES = ("errors", "masks", "problem")
+VALUES = ("errors", "units", "masks", "problem")
 LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "units": ("errors",),
     "masks": ("errors",),
     "problem": VALUES,
     "topology": VALUES[:1],
@@ -46,10 +47,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "arguments": (*VALUES, "execution"),
     "api": (*VALUES, "arguments", "plan", "planning", "tuning", "topology", "clusters", "kernels", "comm", "execution"),
-    "integrations": (*VALUES, "plan", "comm", "execution", "arguments", "api"),
+    "integrations": (*VALUES, "plan", "kernels", "comm", "execution", "arguments", "api"),
     "testing": (*VALUES, "plan", "planning", "verification", "kernels", "comm"),
+    "scenes": (*VALUES, "plan", "planning", "simulation", "tuning", "topology", "timeline", "drawing"),
     "cli": (
         *VALUES,
+        "scenes",
         "plan",
         "planning",
         "verification",

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from operator import index
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.execution.buffers import DTYPES
 from mesh_attention.execution.executor import Softmax
-from mesh_attention.masks import Mask, causal, documents, full, window
+from mesh_attention.masks import Mask, boundaries, causal, documents, full, window
 
 NO_WINDOW = (-1, -1)
 REFUSED = {
@@ -156,12 +155,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def _boundaries(name: str, cuts: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
-    if cuts is None:
-        return None
-    try:
-        return tuple(index(cut) for cut in (cuts.tolist() if isinstance(cuts, Tensor) else cuts))
-    except TypeError:
-        raise UsageError(f"{name}={cuts!r}: expected running totals, whole numbers in one dimension") from None
+    return None if cuts is None else boundaries(name, cuts)
 
 
 def _window(sides: object) -> tuple[int, int]:

@@ -10,7 +10,7 @@ Segments of positions are Python ranges. Counts come from closed forms, never fr
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -125,8 +125,8 @@ def window(left: int, right: int) -> Mask:
 
 def documents(cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int] | None = None) -> Mask:
     """Packed documents that do not see each other. With causal or window, each document is aligned by itself."""
-    q = _check_boundaries("cu_seqlens_q", cu_seqlens_q)
-    kv = q if cu_seqlens_k is None else _check_boundaries("cu_seqlens_k", cu_seqlens_k)
+    q = boundaries("cu_seqlens_q", cu_seqlens_q)
+    kv = q if cu_seqlens_k is None else boundaries("cu_seqlens_k", cu_seqlens_k)
     if len(q) != len(kv):
         raise MaskError(
             f"cu_seqlens_q has {len(q) - 1} documents and cu_seqlens_k has {len(kv) - 1}; "
@@ -135,17 +135,18 @@ def documents(cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int] | None = 
     return Mask(documents=Documents(q, kv))
 
 
-def _check_boundaries(name: str, boundaries: Sequence[int]) -> tuple[int, ...]:
+def boundaries(name: str, given: Iterable[int]) -> tuple[int, ...]:
+    """Document boundaries as numbers: running totals that start at 0. Reading a tensor waits for its device."""
     try:
-        cuts = tuple(index(cut) for cut in boundaries)
+        cuts = tuple(index(cut) for cut in (given.tolist() if hasattr(given, "tolist") else given))
     except TypeError:
-        raise MaskError(f"{name}={boundaries!r}: expected whole numbers, running totals that start at 0") from None
+        raise MaskError(f"{name}={given!r}: expected running totals, whole numbers in one dimension") from None
     if len(cuts) < 2 or cuts[0] != 0 or any(a > b for a, b in pairwise(cuts)):
-        raise MaskError(f"{name}={_shorten(cuts)}: expected running totals that start at 0 and never fall")
+        raise MaskError(f"{name}={shorten_boundaries(cuts)}: expected running totals that start at 0 and never fall")
     return cuts
 
 
-def _shorten(cuts: Sequence[int]) -> str:
+def shorten_boundaries(cuts: Sequence[int]) -> str:
     shown = ", ".join(map(str, cuts[:8]))
     return f"({shown}{', …' if len(cuts) > 8 else ''})"
 

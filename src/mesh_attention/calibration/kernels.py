@@ -91,11 +91,10 @@ def _time_shape(
 
 
 def call_flops(shape: Shape, setting: Problem, direction: Direction) -> int:
-    """Operations that the mask leaves, as plans count them."""
+    """Operations that the mask leaves, for one batch entry, counted as plans count them."""
     q, kv = shape.q_tokens, shape.kv_tokens
     pairs = q * (q + 1) // 2 if shape.is_causal else q * kv
-    qk, v = setting.head_dim_qk, setting.head_dim_v
-    return 2 * pairs * setting.heads * (qk + v if direction == "forward" else 3 * qk + 2 * v)
+    return setting.flops(direction, pairs=pairs) // setting.batch
 
 
 def _tensors(shape: Shape, setting: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

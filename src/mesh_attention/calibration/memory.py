@@ -13,6 +13,7 @@ from mesh_attention.comm.base import Comm
 from mesh_attention.execution.buffers import Buffer, record_of
 from mesh_attention.kernels.select import choose_merging
 from mesh_attention.problem import Problem
+from mesh_attention.units import GIB
 
 LARGE_NBYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 """Of the running sum; several times what the caches hold."""
@@ -29,7 +30,7 @@ def time_memory(setting: Problem, *, comm: Comm, device: torch.device, ranks_her
         nbytes=2 * (total.nbytes + total_lse.nbytes) + partial.nbytes + lse.nbytes,
         large_s=time_call(lambda: merging.merge_output(*large), comm=comm, device=device),
         tiny_s=time_call(lambda: merging.merge_output(*tiny), comm=comm, device=device),
-        memory_gib=memory_nbytes(device, ranks_here=ranks_here) / 2**30,
+        memory_gib=memory_nbytes(device, ranks_here=ranks_here) / GIB,
     )
 
 

@@ -8,10 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.drawing.files import writing
-from mesh_attention.drawing.tracks import TOUCH_S, Track, rank_tracks
-from mesh_attention.errors import UsageError
-from mesh_attention.timeline import Lane, Span, Timeline
+from mesh_attention.errors import UsageError, writing
+from mesh_attention.timeline import TOUCH_S, Lane, Span, Timeline, Track, rank_tracks
 
 Event = dict[str, Any]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
 
 
 class Caller(Protocol):
-    """Whoever has engines for calls."""
+    """Finds the engine of a call."""
 
     @property
     def ranks(self) -> int: ...
@@ -53,19 +53,32 @@ class Caller(Protocol):
         """Agreed on with the group the first time."""
 
 
-_numbers = count(1)
-_callers: WeakValueDictionary[int, Any] = WeakValueDictionary()
+T = TypeVar("T")
 
 
-def number_of(caller: Caller) -> int:
-    """A number that stands for the caller among an operator's arguments, as long as the caller lives."""
-    number = next(_numbers)
-    _callers[number] = caller
-    return number
+class Numbered(Generic[T]):
+    """Objects that operators refer to by number, because an operator takes tensors and numbers only; held weakly."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
+
+    def number(self, new: T) -> int:
+        """A number for the object, valid as long as the object exists."""
+        number = next(self._numbers)
+        self._objects[number] = new
+        return number
+
+    def find(self, number: int) -> T | None:
+        return self._objects.get(number)
+
+
+CALLERS: Numbered[Caller] = Numbered()
+number_of = CALLERS.number
 
 
 def are_observed() -> bool:
-    """Whether somebody looks at the operators this thread runs."""
+    """True under torch.compile or a dispatch mode."""
     return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
 
 
@@ -125,13 +138,12 @@ def _engine(tensors: Sequence[Tensor], asked: Asked) -> Engine:
 
 
 def caller_of(number: int) -> Caller:
-    try:
-        found: Caller = _callers[number]
-    except KeyError:
+    found = CALLERS.find(number)
+    if found is None:
         raise UsageError(
-            "the MeshAttention that this operator was traced with no longer exists; keep it as long as what was "
-            "compiled with it"
-        ) from None
+            "the MeshAttention that this operator was traced with no longer exists; keep it as long as the compiled "
+            "code that uses it"
+        )
     return found
 
 
@@ -143,7 +155,7 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) ->
     ctx.save_for_backward(*inputs[:5], *output)  # Q, K, V, boundaries, O, LSE
     ctx.asked = inputs[5:]
     # Backward finds its engine by the same number. (While tracing there is no telling what will run when.)
-    ctx.caller = _callers.get(inputs[-1]) if type(inputs[-1]) is int else None
+    ctx.caller = CALLERS.find(inputs[-1]) if type(inputs[-1]) is int else None
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -41,8 +41,8 @@ from mesh_attention.execution.watching import Notes, Observer, Posted, WatchedCo
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.queries import program_flops
-from mesh_attention.plan.steps import Attend, Free, Recv
-from mesh_attention.plan.text import format_item, format_step
+from mesh_attention.plan.steps import Free
+from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.timeline import Lane, RankTimes, Span, Timeline
 from mesh_attention.topology import LinkClass
 
@@ -141,12 +141,12 @@ class Recording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Told:
-    """One pass of one rank. Spans are (lane, start, stop, name, bytes), in seconds of the rank's own clock."""
+    """One pass of one rank. Spans are in seconds of the rank's own clock."""
 
     rank: int
     start_s: float
     stop_s: float
-    spans: list[tuple[Lane, float, float, str, int]]
+    spans: list[Span]
     sent: dict[int, int]
     flops: int
     peak_nbytes: int
@@ -179,7 +179,7 @@ def _told(notes: Notes) -> _Told:
     program = Program(rank=compiled.rank, steps=compiled.steps, peak_nbytes=compiled.peak_nbytes)
     sent: dict[int, int] = {}
     for posted in notes.posts:
-        for send, nbytes in zip(posted.sends, posted.sent_nbytes, strict=True):
+        for (_, send), nbytes in zip(posted.sends, posted.sent_nbytes, strict=True):
             sent[send.dest] = sent.get(send.dest, 0) + nbytes
     return _Told(
         rank=compiled.rank,
@@ -192,18 +192,19 @@ def _told(notes: Notes) -> _Told:
     )
 
 
-def _lane_spans(notes: Notes) -> list[tuple[Lane, float, float, str, int]]:
+def _lane_spans(notes: Notes) -> list[Span]:
     """Compute and wait, without gaps. A step that waits before it has posted anything has not begun its work."""
-    spans: list[tuple[Lane, float, float, str, int]] = []
-    name, at, is_work, has_posted = "", 0.0, False, False
+    spans: list[Span] = []
+    steps, rank = notes.compiled.steps, notes.compiled.rank
+    index, at, is_work, has_posted = 0, 0.0, False, False
 
     def close(lane: Lane, until: float) -> None:
         if until <= at:
             return
-        if spans and spans[-1][0] == lane == "wait" and spans[-1][2:4] == (at, name):
-            spans[-1] = (lane, spans[-1][1], until, name, 0)
+        if spans and spans[-1].lane == lane == "wait" and (spans[-1].stop_s, spans[-1].step) == (at, index):
+            spans[-1] = spans[-1]._replace(stop_s=until)
         else:
-            spans.append((lane, at, until, name, 0))
+            spans.append(Span(rank, lane, at, until, format_step(steps[index]), step=index))
 
     for moment in notes.moments:
         now = notes.clock.seconds(moment.mark)
@@ -219,20 +220,20 @@ def _lane_spans(notes: Notes) -> list[tuple[Lane, float, float, str, int]]:
         elif is_work:
             close("compute", now)
         if moment.instruction is not None:
-            step = moment.instruction.step
-            name = format_step(next((s for s in moment.instruction.turn if isinstance(s, Attend | Recv)), step))
-            is_work, has_posted = not isinstance(step, Free), False
+            index = moment.instruction.index
+            is_work, has_posted = not isinstance(moment.instruction.step, Free), False
         at = now
     return spans
 
 
-def _transfer_spans(posted: Posted, notes: Notes) -> Iterator[tuple[Lane, float, float, str, int]]:
+def _transfer_spans(posted: Posted, notes: Notes) -> Iterator[Span]:
+    rank = notes.compiled.rank
     start = notes.clock.seconds(posted.posted)
     stop = notes.clock.seconds(notes.moments[-1].mark if posted.seen is None else posted.seen)
-    for send, nbytes in zip(posted.sends, posted.sent_nbytes, strict=True):
-        yield "send", start, max(start, stop), f"{format_item(send.item)} to {send.dest}", nbytes
-    for recv, nbytes in zip(posted.recvs, posted.received_nbytes, strict=True):
-        yield "recv", start, max(start, stop), f"{format_item(recv.item)} from {recv.source}", nbytes
+    for (index, send), nbytes in zip(posted.sends, posted.sent_nbytes, strict=True):
+        yield Span(rank, "send", start, max(start, stop), format_end(send), nbytes, index)
+    for (index, recv), nbytes in zip(posted.recvs, posted.received_nbytes, strict=True):
+        yield Span(rank, "recv", start, max(start, stop), format_end(recv), nbytes, index)
 
 
 # From all ranks' spans to a timeline
@@ -244,17 +245,16 @@ def _timeline(plan: Plan, stories: Sequence[_Story], number: int) -> Timeline:
     shifts = [0.0 if is_one_machine else -story.now_s for story in stories]
     zero_s = min(one.start_s + shift for one, shift in zip(told, shifts, strict=True))
     spans = [
-        Span(one.rank, lane, start + shift - zero_s, stop + shift - zero_s, name, nbytes)
+        span._replace(start_s=span.start_s + shift - zero_s, stop_s=span.stop_s + shift - zero_s)
         for one, shift in zip(told, shifts, strict=True)
-        for lane, start, stop, name, nbytes in one.spans
+        for span in map(Span._make, one.spans)
     ]
     sent: dict[LinkClass, int] = {"inside": 0, "between": 0}
     for one, story in zip(told, stories, strict=True):
         for dest, nbytes in one.sent.items():
             sent["inside" if story.machine == stories[int(dest)].machine else "between"] += nbytes
-    tile = f"{f'{plan.assignment.ulysses}·' if plan.assignment.ulysses > 1 else ''}{plan.assignment.tile}"
     return Timeline(
-        name=f"{plan.method} {tile} {plan.direction}",
+        name=f"{plan.method} {plan.assignment} {plan.direction}",
         ranks=tuple(
             _times(one.rank, spans, one.stop_s + shift - zero_s) for one, shift in zip(told, shifts, strict=True)
         ),

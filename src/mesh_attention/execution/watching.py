@@ -76,10 +76,10 @@ class Moment(NamedTuple):
 
 @dataclass
 class Posted:
-    """Transfers that were posted at once, and the first moment at which all of them were seen done."""
+    """Transfers posted at once, each with the index of its step, and when all of them were first seen done."""
 
-    sends: Sequence[Send]
-    recvs: Sequence[Recv]
+    sends: Sequence[tuple[int, Send]]
+    recvs: Sequence[tuple[int, Recv]]
     sent_nbytes: Sequence[int]
     received_nbytes: Sequence[int]
     posted: Mark
@@ -146,10 +146,10 @@ class Observer:
         """What the step at hand is about to post; a transport is told its parcels in the order of the step."""
         now = self.passes[-1]
         at = next(moment.instruction for moment in reversed(now.moments) if moment.instruction is not None)
-        ends = [transfers(step) for step in at.turn or (at.step,)]
+        ends = [*enumerate(map(transfers, at.turn or (at.step,)), at.index)]
         posted = Posted(
-            [send for sent, _ in ends for send in sent],
-            [recv for _, received in ends for recv in received],
+            [(index, send) for index, (sent, _) in ends for send in sent],
+            [(index, recv) for index, (_, received) in ends for recv in received],
             [_nbytes(parcel) for parcel in sends],
             [_nbytes(parcel) for parcel in recvs],
             now.clock.mark(),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.execution.operators import Asked, caller_of
+from mesh_attention.problem import flops_a_pair
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
@@ -24,11 +25,11 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *asked: Any, out_val: Any = None) -> int:
-    return 2 * _pairs(q, k, Asked(*asked)) * (q.shape[3] + v.shape[3])
+    return _pairs(q, k, Asked(*asked)) * flops_a_pair("forward", qk=q.shape[3], v=v.shape[3])
 
 
 def _backward(d_out: Any, d_lse: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, out_val: Any = None) -> int:
-    return 2 * _pairs(q, k, Asked(*given[2:])) * (3 * q.shape[3] + 2 * v.shape[3])
+    return _pairs(q, k, Asked(*given[2:])) * flops_a_pair("backward", qk=q.shape[3], v=v.shape[3])
 
 
 def _pairs(q: Tensor, k: Tensor, asked: Asked) -> int:

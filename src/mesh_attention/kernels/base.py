@@ -108,3 +108,13 @@ class Kernel(Protocol):
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
         """The rectangle's share of the gradients."""
+
+
+@lru_cache(maxsize=4096)
+def dense_strides(like: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a tensor without gaps whose dims have the same order in memory as in a tensor with strides `like`."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=like.__getitem__):
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels.bands import Window
-from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores
+from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores, dense_strides
 from mesh_attention.kernels.windowed import (
     FlashRow,
     WindowOp,
@@ -205,21 +205,11 @@ def _suits_cudnn(window: Window) -> bool:
 
 def _laid_as(tensor: Tensor, q: Tensor) -> Tensor:
     """The tensor, or a copy of it, that lies in memory as cuDNN lays O for this Q: in one piece, dims in Q's order."""
-    due = _strides_as(q.stride(), tensor.shape)
+    due = dense_strides(q.stride(), tensor.shape)
     lies = all(size == 1 or a == b for size, a, b in zip(tensor.shape, tensor.stride(), due, strict=True))
     if lies and not tensor.data_ptr() % 16:
         return tensor
     return tensor.new_empty_strided(tensor.shape, due).copy_(tensor)
-
-
-@lru_cache(maxsize=4096)
-def _strides_as(strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a tensor without gaps, whose dims follow each other as strides say."""
-    made, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: strides[dim]):
-        made[dim] = step
-        step *= shape[dim]
-    return tuple(made)
 
 
 def _reaches(window: Window) -> dict[str, int | None]:

@@ -86,8 +86,13 @@ class Assignment:
                 f"inner tile {inner} does not divide the {tile} tile; its rows must divide {tile.rows} "
                 f"({_divisors_text(tile.rows)}), its columns {tile.cols} ({_divisors_text(tile.cols)})"
             )
-        if inner == Tile(tile.rows, 1):  # as places lie without one
+        if inner == Tile(tile.rows, 1):  # the order of places without an inner tile
             object.__setattr__(self, "inner", None)
+
+    def __str__(self) -> str:
+        """4x8; with Ulysses 2·4x8; with an inner tile 4x8 inner 2x4."""
+        ulysses = f"{self.ulysses}·" if self.ulysses > 1 else ""
+        return f"{ulysses}{self.tile}" + (f" inner {self.inner}" if self.inner is not None else "")
 
     @property
     def places(self) -> int:

@@ -153,13 +153,8 @@ class BlockMatrix:
         return bool(self.home_segments(AXIS_OF[kind], rank))
 
     def flops(self, row: int, col: int, direction: Direction) -> int:
-        """Floating-point operations of a block on one rank (so, under Ulysses, for its slice of the heads)."""
-        problem = self.problem
-        qk, v = problem.head_dim_qk, problem.head_dim_v
-        # Forward: QKᵀ and PV. Backward: QKᵀ again, dO·Vᵀ, Pᵀ·dO, dS·K, dSᵀ·Q. Two operations a multiply-add.
-        inner = qk + v if direction == "forward" else 3 * qk + 2 * v
-        heads = problem.heads // self.assignment.ulysses
-        return 2 * self.pairs(row, col) * problem.batch * heads * inner
+        """Floating-point operations of a block on one rank, so under Ulysses for its slice of the heads."""
+        return self.problem.flops(direction, pairs=self.pairs(row, col)) // self.assignment.ulysses
 
 
 @lru_cache(maxsize=32)

@@ -23,9 +23,9 @@ from typing import Literal, NamedTuple
 from typing_extensions import assert_never
 
 from mesh_attention.plan.assignment import Axis
+from mesh_attention.problem import DIRECTIONS as DIRECTIONS
+from mesh_attention.problem import Direction as Direction
 
-Direction = Literal["forward", "backward"]
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 Kind = Literal["q", "kv", "do", "o", "dq", "dkv"]
 """`o` is O with its LSE. `do` is what backward needs of a row besides Q: dO, LSE and delta."""
 

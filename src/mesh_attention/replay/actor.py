@@ -113,8 +113,7 @@ class OneKernel:
 
     def __init__(self, problem: Problem, *, device: torch.device) -> None:
         self.problem, self.kernel = problem, kernel_for(problem, device)
-        everything = (range(problem.seq_q), range(problem.seq_kv))
-        pairs = problem.mask.pairs(*everything, seq_q=problem.seq_q, seq_kv=problem.seq_kv) // problem.ranks
+        pairs = problem.pairs // problem.ranks
         is_causal = problem.mask.right is not None
         self.tokens = max(1, isqrt(2 * pairs if is_causal else pairs))
         self.pairs = self.tokens * (self.tokens + 1) // 2 if is_causal else self.tokens**2
@@ -125,9 +124,7 @@ class OneKernel:
         self.device = device
 
     def flops(self, direction: Direction) -> int:
-        qk, v = self.problem.head_dim_qk, self.problem.head_dim_v
-        inner = qk + v if direction == "forward" else 3 * qk + 2 * v
-        return 2 * self.pairs * self.problem.batch * self.problem.heads * inner
+        return self.problem.flops(direction, pairs=self.pairs)
 
     @cached_property
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What a replay measured, pass by pass, and what follows from it. Values only."""
+"""Times and memory of a replay, pass by pass. Values only."""
 
 from __future__ import annotations
 
@@ -10,16 +10,30 @@ from mesh_attention.plan.steps import Direction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """One pass of one plan, as one rank lived through it. Times are of every round, in seconds.
-
-    `compute_s` is the pass with nothing travelling, `host_s` what queueing it took, `forecast_s` the simulator's answer
-    for that rank. `plan_nbytes` is what the plan says it takes, `peak_nbytes` what it took.
-    """
+class KernelPass:
+    """One kernel by itself, undisturbed. Times are of every round, in seconds."""
 
     direction: Direction
     flops: int
     times_s: tuple[float, ...]
+
+    @property
+    def time_s(self) -> float:
+        return median(self.times_s)
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.time_s / 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass(KernelPass):
+    """One pass of one plan, as one rank runs it, in the same rounds.
+
+    `compute_s` is the pass without transfers, `host_s` the time to queue it, `forecast_s` the simulator's answer for
+    that rank. `plan_nbytes` is the memory that the plan states, `peak_nbytes` what was measured.
+    """
+
     compute_s: float
     host_s: float
     forecast_s: float
@@ -27,34 +41,9 @@ class Pass:
     peak_nbytes: int | None
 
     @property
-    def time_s(self) -> float:
-        return median(self.times_s)
-
-    @property
-    def tflops(self) -> float:
-        return self.flops / self.time_s / 1e12
-
-    @property
     def exposed_s(self) -> float:
-        """What transfers add."""
+        """The time that transfers add."""
         return max(0.0, self.time_s - self.compute_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelPass:
-    """The one kernel, undisturbed, in the same rounds."""
-
-    direction: Direction
-    flops: int
-    times_s: tuple[float, ...]
-
-    @property
-    def time_s(self) -> float:
-        return median(self.times_s)
-
-    @property
-    def tflops(self) -> float:
-        return self.flops / self.time_s / 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +54,11 @@ class Contender:
     description: str
     passes: tuple[Pass, ...]
 
-    @property
-    def time_s(self) -> float:
-        return sum(one.time_s for one in self.passes)
-
-    @property
-    def tflops(self) -> float:
-        return sum(one.flops for one in self.passes) / self.time_s / 1e12
+    def plan_words(self, direction: Direction) -> str:
+        """The plan of one pass; descriptions of passes that differ follow each other."""
+        texts = self.description.split("; ")
+        at = [one.direction for one in self.passes].index(direction)
+        return texts[at] if len(texts) == len(self.passes) else self.description
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +70,6 @@ class Replayed:
     kernel: tuple[KernelPass, ...]
 
     def share(self, passes: Sequence[Pass]) -> float:
-        """Of the rate at which the one kernel would do the work of these passes."""
+        """Rate of these passes, relative to the one kernel on the same work."""
         rates = {one.direction: one.tflops * 1e12 for one in self.kernel}
         return sum(one.flops / rates[one.direction] for one in passes) / sum(one.time_s for one in passes)

@@ -26,7 +26,6 @@ from mesh_attention.plan.steps import (
     Step,
     running,
 )
-from mesh_attention.problem import Problem
 from mesh_attention.topology import Device, filled
 
 
@@ -38,7 +37,7 @@ class Prices:
         problem, ulysses = matrix.problem, matrix.assignment.ulysses
         self.heads = problem.batch * problem.heads // ulysses
         self.rate = device.forward if direction == "forward" else device.backward
-        self.inner = operations_a_pair(problem, direction) * self.heads
+        self.flops_a_pair = problem.flops(direction, pairs=1) // ulysses
         # A partial is read once, the sum it goes into read and written.
         moved = 2 * problem.accumulator_itemsize + problem.itemsize
         kv_heads = problem.batch * problem.kv_heads // ulysses
@@ -80,27 +79,13 @@ class Prices:
         along = q if self.direction == "forward" else kv
         share = (1.0 if is_full else self.rate.masked) * filled(self.device.width, heads=self.heads, tokens=along)
         tflops = self.rate.tflops * share
-        return self.rate.call_us * 1e-6 + pairs * self.inner / (tflops * 1e12)
+        return self.rate.call_us * 1e-6 + pairs * self.flops_a_pair / (tflops * 1e12)
 
     def _touch(self, nbytes: int) -> float:
         return self.device.launch_us * 1e-6 + nbytes / (self.device.memory_gb_per_s * 1e9)
 
     def _nbytes(self, item: Item) -> int:
         return self.matrix.nbytes(item).total
-
-
-def operations_a_pair(problem: Problem, direction: Direction) -> int:
-    """Floating-point operations of one query with one key, a head. See `BlockMatrix.flops`."""
-    qk, v = problem.head_dim_qk, problem.head_dim_v
-    return 2 * (qk + v if direction == "forward" else 3 * qk + 2 * v)
-
-
-@lru_cache(maxsize=64)
-def total_flops(problem: Problem, direction: Direction) -> int:
-    """Of the whole problem, over all ranks."""
-    everything = (range(problem.seq_q), range(problem.seq_kv))
-    pairs = problem.mask.pairs(*everything, seq_q=problem.seq_q, seq_kv=problem.seq_kv)
-    return pairs * problem.batch * problem.heads * operations_a_pair(problem, direction)
 
 
 def _tokens(segments: Sequence[Segment]) -> int:

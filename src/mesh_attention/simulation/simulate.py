@@ -12,7 +12,7 @@ from mesh_attention.simulation.events import EventEngine
 from mesh_attention.simulation.jobs import Track, track
 from mesh_attention.simulation.lockstep import LockstepEngine, NotUniformError
 from mesh_attention.simulation.network import Network
-from mesh_attention.simulation.prices import Prices, total_flops
+from mesh_attention.simulation.prices import Prices
 from mesh_attention.simulation.recorder import Recorder
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
@@ -93,14 +93,12 @@ def _by_events(plan: Plan, topology: Topology, spans_of: Collection[int], report
 
 
 def _timeline(plan: Plan, recorder: Recorder, tracks: list[Track], *, is_exact: bool) -> Timeline:
-    assignment = plan.assignment
-    ulysses = f"{assignment.ulysses}·" if assignment.ulysses > 1 else ""
     return Timeline(
-        name=f"{plan.method} {ulysses}{assignment.tile} {plan.direction}",
+        name=f"{plan.method} {plan.assignment} {plan.direction}",
         ranks=recorder.rank_times(),
         sent_nbytes=recorder.sent,
         peak_nbytes=max(track.peak_nbytes for track in tracks),
-        flops=total_flops(plan.problem, plan.direction),
+        flops=plan.problem.flops(plan.direction),
         spans=tuple(sorted(recorder.spans, key=lambda span: (span.rank, span.start_s))),
         is_exact=is_exact,
     )

@@ -21,6 +21,7 @@ from mesh_attention.tuning.tune import tune
 log = logging.getLogger(__name__)
 PARTS = (
     "errors.py",
+    "units.py",
     "masks.py",
     "problem.py",
     "topology.py",

@@ -1,4 +1,7 @@
-"""Sizes as people write them, and bytes and FLOPs as people read them."""
+"""Sizes, bytes, times and counts as people write and read them.
+
+Everything shown to a person goes through here: three significant digits and a unit, k = 1024 tokens, KiB = 1024 bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,21 @@ from collections.abc import Sequence
 
 from mesh_attention.errors import ParseError
 
-_MULTIPLE = {"": 1, "k": 1024, "m": 1024**2}
-_NBYTES = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+GIB = 2**30
 
 Units = tuple[tuple[str, int], ...]
-BYTES: Units = (("B", 1), ("KiB", 1024), ("MiB", 1024**2), ("GiB", 1024**3), ("TiB", 1024**4))
+BYTES: Units = (("B", 1), ("KiB", 1024), ("MiB", 1024**2), ("GiB", GIB), ("TiB", 1024**4))
 TIMES: Units = (("ns", 1), ("µs", 10**3), ("ms", 10**6), ("s", 10**9))
 FLOPS: Units = (("FLOP", 1), ("kFLOP", 10**3), ("MFLOP", 10**6), ("GFLOP", 10**9), ("TFLOP", 10**12))
+SECONDS = (("µs", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0))
+
+_TOKENS = {"": 1, "k": 1024, "m": 1024**2}
+_NBYTES = {unit[0].lower(): scale for unit, scale in BYTES[1:]}
+_MINUTES_FROM_S = 120.0
+_ROUNDING_S = 5e-10
+
+
+# Reading
 
 
 def parse_size(option: str, text: str) -> int:
@@ -21,7 +32,7 @@ def parse_size(option: str, text: str) -> int:
     found = re.fullmatch(r"([0-9]{1,18})([km]?)", text.strip().lower())
     if found is None:
         raise ParseError(f"{option} {text!r}: expected a whole number such as 4096, 128k or 1m (k is 1024)")
-    return int(found[1]) * _MULTIPLE[found[2]]
+    return int(found[1]) * _TOKENS[found[2]]
 
 
 def parse_whole(option: str, text: str, *, least: int = 1) -> int:
@@ -31,7 +42,7 @@ def parse_whole(option: str, text: str, *, least: int = 1) -> int:
 
 
 def parse_nbytes(option: str, text: str) -> int:
-    """``20GiB``, ``512MiB`` or ``20g``; g is 1024³. Bytes by themselves, and powers of ten, would be slips."""
+    """``20GiB``, ``512MiB`` or ``20g``; g is 1024³. A number without a unit is refused, and so is GB."""
     found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([kmgt])(?:ib)?", text.strip().lower())
     nbytes = 0 if found is None else int(float(found[1]) * _NBYTES[found[2]])
     if nbytes < 1:
@@ -39,22 +50,41 @@ def parse_nbytes(option: str, text: str) -> int:
     return nbytes
 
 
-def format_size(tokens: int) -> str:
-    """The opposite of `parse_size`, where that is short: 131072 is 128k; 100000 is 100,000."""
+# Writing
+
+
+def format_size(tokens: float) -> str:
+    """The inverse of `parse_size`, in its largest exact unit: 131072 is 128k; 100000 is 100,000."""
     for unit in ("m", "k"):
-        if tokens % _MULTIPLE[unit] == 0:
-            return f"{tokens // _MULTIPLE[unit]}{unit}"
-    return f"{tokens:,}"
+        if tokens and tokens % _TOKENS[unit] == 0:
+            return f"{tokens / _TOKENS[unit]:.0f}{unit}"
+    return f"{tokens:,.0f}"
 
 
-def format_nbytes(nbytes: int) -> str:
+def format_nbytes(nbytes: float) -> str:
     """Three digits and a unit."""
-    unit, (text,) = format_together([nbytes], BYTES, below=1000, digits=3)
+    unit, (text,) = format_together([round(nbytes)], BYTES, below=1000, digits=3)
     return f"{text} {unit}"
 
 
+def format_time(seconds: float) -> str:
+    """Three digits and a unit, µs to minutes; less than half a nanosecond is 0."""
+    if abs(seconds) < _ROUNDING_S:
+        return "0"
+    rounded = float(f"{seconds:.3g}")
+    unit, scale = time_unit(abs(rounded))
+    return f"{three_digits(rounded / scale)} {unit}"
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The unit a time is shown in, and its length in seconds; minutes from two minutes on."""
+    if seconds >= _MINUTES_FROM_S:
+        return SECONDS[-1]
+    return next((unit for unit in reversed(SECONDS[:-1]) if seconds >= unit[1]), SECONDS[0])
+
+
 def format_together(values: Sequence[int], units: Units, *, below: int, digits: int = 4) -> tuple[str, list[str]]:
-    """The values in the smallest unit that keeps them below `below`, and with equally many decimals."""
+    """A column: all values in the smallest unit that keeps them below `below`, with the same number of decimals."""
     largest = max(values, default=0)
     unit, scale = next((u for u in units if largest < below * u[1]), units[-1])
     decimals = max(0, digits - len(str(largest // scale))) if scale > 1 else 0
@@ -62,7 +92,7 @@ def format_together(values: Sequence[int], units: Units, *, below: int, digits: 
 
 
 def three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def count(number: int, noun: str) -> str:

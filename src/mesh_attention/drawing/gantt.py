@@ -1,18 +1,19 @@
-"""Lanes of ranks against time: what every chart of a timeline is made of."""
+"""What ranks did when: the lanes of each against time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.drawing.canvas import EDGE_IN, GRID, INK, SMALL_SIZE, TEXT_SIZE, darker, text_width_in
-from mesh_attention.drawing.tracks import Track
-from mesh_attention.drawing.units import format_time
+from mesh_attention.drawing import canvas
+from mesh_attention.drawing.scales import Scale, linear_ticks
 from mesh_attention.errors import UsageError
-from mesh_attention.timeline import LANES, Lane, Timeline
+from mesh_attention.timeline import LANES, Lane, Timeline, Track, rank_tracks
+from mesh_attention.units import format_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MOST_RANKS = 16
 LANE_COLOURS: dict[Lane, str] = {"compute": "#4477aa", "wait": "#ee6677", "send": "#228833", "recv": "#ccbb44"}
@@ -20,10 +21,24 @@ LANE_IN, RANK_GAP = 0.24, 0.6
 """A lane's height in inches, and the gap between ranks in lanes."""
 
 Tracks = Mapping[int, Mapping[Lane, Sequence[Track]]]
-"""By rank and lane; see `tracks`."""
+"""By rank and lane."""
 
 
-def shown_ranks(there: Sequence[int], asked: Sequence[int] | None, name: str) -> Sequence[int]:
+def gantt(timeline: Timeline, *, ranks: Sequence[int] | None = None) -> Figure:
+    """What lanes were busy with, against time; of all ranks that have spans unless some are named."""
+    tracks = rank_tracks(timeline)
+    shown = _shown_ranks(tuple(tracks), ranks, timeline.name)
+    margins = canvas.Margins(left=_names_in(shown), right=0.3, top=0.72, bottom=0.55)
+    figure, axes = canvas.new_axes(height_in=_rows_of(shown) * LANE_IN + margins.top + margins.bottom, margins=margins)
+    stop_s = max(timeline.time_s, *(span.stop_s for span in timeline.spans)) or 1e-6
+    unit, ticks = linear_ticks(stop_s)
+    canvas.set_scale(axes, "x", Scale(kind="linear", low=0.0, high=1.005 * stop_s, ticks=ticks, label=f"time, {unit}"))
+    _draw_ranks(axes, tracks, shown, left_in=margins.left)
+    canvas.write_titles(figure, timeline.name, _totals(timeline))
+    return figure
+
+
+def _shown_ranks(there: Sequence[int], asked: Sequence[int] | None, name: str) -> Sequence[int]:
     """Those that were asked for, or all; refuses what is not there and what is too much for a picture."""
     shown = there if asked is None else tuple(dict.fromkeys(asked))
     missing = [rank for rank in shown if rank not in there]
@@ -37,29 +52,29 @@ def shown_ranks(there: Sequence[int], asked: Sequence[int] | None, name: str) ->
     return shown
 
 
-def rows_of(ranks: Sequence[int]) -> float:
+def _rows_of(ranks: Sequence[int]) -> float:
     """How high they are together, in lanes."""
     return len(ranks) * (len(LANES) + RANK_GAP)
 
 
-def names_in(ranks: Iterable[int]) -> float:
+def _names_in(ranks: Iterable[int]) -> float:
     """Inches that the names of ranks and lanes take."""
-    ranks_in = text_width_in(map(_name, ranks), size=TEXT_SIZE, weight="bold")
-    return EDGE_IN + ranks_in + 0.15 + text_width_in(LANES, size=TEXT_SIZE) + 0.1
+    ranks_in = canvas.text_width_in(map(_name, ranks), size=canvas.TEXT_SIZE, weight="bold")
+    return canvas.EDGE_IN + ranks_in + 0.15 + canvas.text_width_in(LANES, size=canvas.TEXT_SIZE) + 0.1
 
 
-def draw_ranks(axes: Axes, tracks: Tracks, ranks: Sequence[int], *, left_in: float) -> None:
+def _draw_ranks(axes: Axes, tracks: Tracks, ranks: Sequence[int], *, left_in: float) -> None:
     """Their lanes and names, from top to bottom; the x axis is set already."""
     tops = [number * (len(LANES) + RANK_GAP) for number in range(len(ranks))]
-    axes.set_ylim(rows_of(ranks) - RANK_GAP / 2, -RANK_GAP / 2)
-    axes.grid(axis="x", color=GRID, linewidth=0.8)
+    axes.set_ylim(_rows_of(ranks) - RANK_GAP / 2, -RANK_GAP / 2)
+    axes.grid(axis="x", color=canvas.GRID, linewidth=0.8)
     for rank, top in zip(ranks, tops, strict=True):
         for row, lane in enumerate(LANES):
             _draw_lane(axes, lane, tracks[rank][lane], top=top + row)
     _name_rows(axes, dict(zip(map(_name, ranks), tops, strict=True)), left_in=left_in)
 
 
-def totals(timeline: Timeline) -> str:
+def _totals(timeline: Timeline) -> str:
     share = timeline.exposed_s / timeline.time_s if timeline.time_s else 0.0
     return (
         f"time {format_time(timeline.time_s)} · exposed communication {format_time(timeline.exposed_s)} ({share:.1%})"
@@ -78,16 +93,16 @@ def _name_rows(axes: Axes, names: dict[str, float], *, left_in: float) -> None:
         axes.annotate(
             name,
             (0, top + len(LANES) / 2),
-            xytext=(72 * (EDGE_IN - left_in), 0),
+            xytext=(72 * (canvas.EDGE_IN - left_in), 0),
             textcoords="offset points",
             va="center",
-            fontsize=TEXT_SIZE,
+            fontsize=canvas.TEXT_SIZE,
             weight="bold",
-            color=INK,
+            color=canvas.INK,
             annotation_clip=False,
         )
         if top:
-            axes.axhline(top - RANK_GAP / 2, color=GRID, linewidth=0.8)
+            axes.axhline(top - RANK_GAP / 2, color=canvas.GRID, linewidth=0.8)
 
 
 def _draw_lane(axes: Axes, lane: Lane, tracks: Sequence[Track], *, top: float) -> None:
@@ -98,8 +113,10 @@ def _draw_lane(axes: Axes, lane: Lane, tracks: Sequence[Track], *, top: float) -
         y = top + 0.07 + number * height
         bars = [(span.start_s, span.stop_s - span.start_s) for span in track]
         # An edge of its own shade: a span too short to see is still a stroke.
-        axes.broken_barh(bars, (y, height), facecolor=colour, edgecolor=darker(colour), linewidth=0.5, label=lane)
-        if height * LANE_IN * 72 > SMALL_SIZE:
+        axes.broken_barh(
+            bars, (y, height), facecolor=colour, edgecolor=canvas.darker(colour), linewidth=0.5, label=lane
+        )
+        if height * LANE_IN * 72 > canvas.SMALL_SIZE:
             _name_spans(axes, track, y=y + height / 2)
 
 
@@ -110,7 +127,7 @@ def _name_spans(axes: Axes, track: Track, *, y: float) -> None:
         width = (span.stop_s - span.start_s) * pixels_a_second
         if width < 3 * len(span.name):  # no letter is narrower; measuring takes time
             continue
-        look: dict[str, Any] = {"fontsize": SMALL_SIZE, "color": INK if span.lane == "recv" else "white"}
+        look: dict[str, Any] = {"fontsize": canvas.SMALL_SIZE, "color": canvas.INK if span.lane == "recv" else "white"}
         middle = (span.start_s + span.stop_s) / 2
         name = axes.text(middle, y, span.name, ha="center", va="center_baseline", parse_math=False, **look)
         if name.get_window_extent().width > width - 2:

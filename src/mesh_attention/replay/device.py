@@ -1,4 +1,4 @@
-"""The device of a replay: which one, what runs on it, and whether the plans fit. Torch is imported when asked."""
+"""The device of a replay: which one, what runs on it, and whether the plans fit into its memory."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
 
-from mesh_attention import __version__
-from mesh_attention.cli.sizes import count, format_nbytes
+import torch
+
 from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
-
-if TYPE_CHECKING:
-    import torch
-
-    from mesh_attention.replay.parts import Part
+from mesh_attention.replay.actor import Actor, OneKernel
+from mesh_attention.replay.parts import Part
+from mesh_attention.units import count, format_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What a replay ran on, and with what."""
+    """The device, kernels and versions of a replay."""
 
     device: str
     kernel: str
@@ -35,10 +32,8 @@ class Surroundings:
     date: str
 
 
-def device_from(text: str | None) -> torch.device:
-    """The one asked for, if it is there; a GPU if there is one and nothing was asked for."""
-    import torch
-
+def find_device(text: str | None) -> torch.device:
+    """The device of this name; without one, a GPU if there is one, or else the CPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if text is None:
         return torch.device("cuda", 0) if gpus else torch.device("cpu")
@@ -47,41 +42,34 @@ def device_from(text: str | None) -> torch.device:
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device {text!r}: expected cpu, cuda, or cuda:1 for the second GPU")
+        raise UsageError(f"device {text!r}: expected cpu, cuda, or cuda:1 for the second GPU")
     if device.type == "cpu":
         return torch.device("cpu")
     if not gpus:
         raise UsageError(
-            f"--device {text}: torch {torch.__version__} sees no CUDA device here; "
-            "leave --device out, or give --device cpu and a small problem"
+            f"device {text!r}: torch {torch.__version__} sees no CUDA device here; use cpu and a small problem"
         )
     if (device.index or 0) >= gpus:
-        raise UsageError(
-            f"--device {text}: there {'is' if gpus == 1 else 'are'} {count(gpus, 'GPU')} here, from cuda:0"
-        )
+        raise UsageError(f"device {text!r}: this machine has {count(gpus, 'GPU')}, numbered from cuda:0")
     return torch.device("cuda", device.index or 0)
 
 
 def surroundings_of(problem: Problem, device: torch.device) -> Surroundings:
-    import torch
-
-    from mesh_attention.replay.actor import Actor
-
-    actor = Actor(make_plan(problem, method="ring"), 0, device=device)  # any plan's: the problem and the device decide
+    actor = Actor(make_plan(problem, method="ring"), 0, device=device)  # kernels depend on the problem, not on the plan
     is_cuda = device.type == "cuda"
     return Surroundings(
         device=torch.cuda.get_device_name(device) if is_cuda else f"cpu, {count(torch.get_num_threads(), 'thread')}",
         kernel=actor.kernel.name,
         merging=actor.merging.name,
-        versions=versions(),
+        versions=_versions(),
         machine=f"{platform.system()} {platform.machine()}, {count(os.cpu_count() or 1, 'core')}",
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
 
-def versions() -> dict[str, str]:
-    """Of what is there: CUDA's and cuDNN's are those that torch brings."""
-    import torch
+def _versions() -> dict[str, str]:
+    """CUDA and cuDNN are those that torch was built with."""
+    from mesh_attention import __version__
 
     found = {"mesh-attention": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if torch.version.cuda is not None:
@@ -99,7 +87,7 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What something takes while it runs, and what of it stays: inputs, and the memory of what is recorded."""
+    """Memory of a method while it runs, and the part of it that stays: inputs, and the memory of CUDA graphs."""
 
     name: str
     running_nbytes: int
@@ -107,29 +95,27 @@ class Need:
 
 
 def check_memory(parts: Sequence[Part], *, rank: int, device: torch.device, is_recorded: bool) -> None:
-    """Raise before anything runs if the plans say that they take more than is free."""
+    """Raise before anything runs if the plans state that they need more memory than is free."""
     needs = [_need(part, rank, device, is_recorded=is_recorded) for part in parts]
     needs.append(_kernel_need(next(iter(parts[0].plans.values())).problem, device))
     free = free_nbytes(device)
     for need in needs:
         if need.running_nbytes > free:
             raise MemoryLimitError(
-                f"{need.name} takes {format_nbytes(need.running_nbytes)} with its inputs, and {device} has "
-                f"{format_nbytes(free)} free; give more --ranks, a shorter --seq or other --methods"
+                f"{need.name} needs {format_nbytes(need.running_nbytes)} with its inputs, but {device} has "
+                f"{format_nbytes(free)} free; use more ranks, a shorter sequence or other methods"
             )
     together = sum(need.lasting_nbytes for need in needs) + max(need.running_nbytes for need in needs)
     if together > free:
-        hint = "give --no-graphs, or fewer --methods" if is_recorded else "give fewer --methods"
+        hint = "replay fewer methods" + (", or without CUDA graphs (--no-graphs)" if is_recorded else "")
         raise MemoryLimitError(
-            f"{', '.join(need.name for need in needs)} take {format_nbytes(together)} together, and {device} has "
+            f"{', '.join(need.name for need in needs)} need {format_nbytes(together)} together, but {device} has "
             f"{format_nbytes(free)} free; {hint}"
         )
 
 
 def _need(part: Part, rank: int, device: torch.device, *, is_recorded: bool) -> Need:
-    """As the plans state it. Each pass has inputs of its own: Q, K, V and, backward, dO."""
-    from mesh_attention.replay.actor import Actor
-
+    """As the plans state it. Each pass has its own inputs: Q, K, V and, backward, dO."""
     problem = next(iter(part.plans.values())).problem
     inputs = _token_nbytes(problem) * max(problem.seq_q, problem.seq_kv) // problem.ranks
     passes = [Actor(plan, rank, device=device).device_nbytes for plan in part.plans.values()]
@@ -138,22 +124,18 @@ def _need(part: Part, rank: int, device: torch.device, *, is_recorded: bool) -> 
 
 
 def _kernel_need(problem: Problem, device: torch.device) -> Need:
-    """The one kernel's tensors, and about as much again for what it gives and needs besides."""
-    from mesh_attention.replay.actor import OneKernel
-
+    """The tensors of the one kernel, and about as much again for its results."""
     tensors = _token_nbytes(problem) * OneKernel(problem, device=device).tokens
     return Need("the one kernel", 2 * tensors, tensors)
 
 
 def _token_nbytes(problem: Problem) -> int:
-    """Of a token's Q, K, V and dO."""
+    """Bytes of one token's Q, K, V and dO."""
     sizes = problem.head_dim_qk + problem.head_dim_v
     return problem.batch * (problem.heads + problem.kv_heads) * sizes * problem.itemsize
 
 
 def free_nbytes(device: torch.device) -> int:
-    import torch
-
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
