@@ -13,13 +13,14 @@ LoongTrain's double ring.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.schedule import Route
 
 Hop = tuple[int, int]
+_ByTurn = Callable[[BlockMatrix, Axis, int], dict[int, list[Hop]]]
 
 
 def fetch_hops_in(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int) -> list[Hop]:
@@ -34,10 +35,16 @@ def fetch_hops_in(matrix: BlockMatrix, route: Route, axis: Axis, place: int, tur
 
 def fetch_hops_out(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int) -> list[Hop]:
     """What a place sends at a turn: what another place receives from it at that turn."""
+    return _hops_at(matrix, route, axis, place, turn, _chain_hops)
+
+
+def _hops_at(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int, along_ring: _ByTurn) -> list[Hop]:
+    """The hops of a place at a turn: along the ring, or direct with the place that has its shard at that offset."""
     if route == "ring":
-        return list(matrix.remember(("out", axis, place), lambda: _chain_hops(matrix, axis, place)).get(turn, ()))
-    dest = matrix.assignment.peer(axis, place, -turn)
-    return [(dest, place)] if matrix.needs(axis, dest, place) else []
+        key = along_ring.__name__, axis, place
+        return list(matrix.remember(key, lambda: along_ring(matrix, axis, place)).get(turn, ()))
+    other = matrix.assignment.peer(axis, place, -turn)
+    return [(other, place)] if matrix.needs(axis, other, place) else []
 
 
 def _chain_hops(matrix: BlockMatrix, axis: Axis, place: int) -> dict[int, list[Hop]]:
@@ -81,10 +88,7 @@ def _ahead(matrix: BlockMatrix, axis: Axis, shard: int, offset: int) -> int:
 
 def partial_hops_in(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int) -> list[Hop]:
     """The partials that arrive at a place at a turn: those whose sender has them at that offset."""
-    if route == "ring":
-        return list(matrix.remember(("in", axis, place), lambda: _chain_partials(matrix, axis, place)).get(turn, ()))
-    source = matrix.assignment.peer(axis, place, -turn)
-    return [(source, place)] if matrix.needs(axis, source, place) else []
+    return _hops_at(matrix, route, axis, place, turn, _chain_partials)
 
 
 def _chain_partials(matrix: BlockMatrix, axis: Axis, place: int) -> dict[int, list[Hop]]:
