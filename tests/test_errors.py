@@ -128,7 +128,7 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
         (
             lambda: make_plan(problem(ranks=2)).with_programs(()),
             ScheduleError,
-            r"programs of ranks \[\] came; expected one for each of the 2 ranks",
+            r"programs are of ranks \[\]; expected one for each of the 2 ranks",
         ),
     ],
 )
