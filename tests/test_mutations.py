@@ -371,7 +371,7 @@ def test_all_breaches_come_at_once_with_the_row_marked() -> None:
         verify(plan)
     message = str(caught.value)
     assert {breach.rule for breach in caught.value.breaches} == {"coverage", "presence"}
-    assert "block (q1, kv2) lies in this rank's tile and nobody attends it" in message
+    assert "block (q1, kv2) is in this rank's tile, and no rank attends it" in message
     marked = [line for line in message.splitlines() if line.startswith("  -->")]
     assert len(marked) == 1
     assert marked[0].endswith("free q3")

@@ -1,4 +1,4 @@
-"""The engine for any plan: discrete events, every rank and every transfer by itself.
+"""The engine for any plan: discrete events, with every rank and every transfer on its own.
 
 A rank walks its jobs in order. A transfer begins when both ends have posted it, both have finished what they posted
 before it in the same direction and on the same kind of link (links serve in order), and its lanes are free.
@@ -20,13 +20,13 @@ from mesh_attention.simulation.recorder import Recorder
 
 
 class _Transfer:
-    """One item under way; `jobs` are the (rank, job index) of the ends that have posted it."""
+    """One item under way; `jobs` holds the (rank, job index) of each end that has posted it."""
 
     __slots__ = ("ends", "items", "jobs", "nbytes", "path", "start")
 
     def __init__(self, ends: tuple[int, int], path: Path, nbytes: int) -> None:
         self.ends, self.path, self.nbytes = ends, path, nbytes
-        self.items: dict[bool, Item] = {}  # as the sender calls it (True), and the receiver
+        self.items: dict[bool, Item] = {}  # the sender's item (True) and the receiver's
         self.jobs: list[tuple[int, int]] = []
         self.start: float | None = None
 
@@ -37,14 +37,14 @@ class _Rank:
         self.at = 0
         self.now = 0.0
         self.is_computing = False
-        self.pending = [0] * len(track.jobs)  # posts of each job that are not over
+        self.pending = [0] * len(track.jobs)  # unfinished posts of each job
 
 
 Queue = deque[_Transfer]
 
 
 class EventEngine:
-    """Runs all tracks; what happened is in the recorder afterwards."""
+    """Runs all tracks; the recorder holds the outcome."""
 
     def __init__(self, tracks: Sequence[Track], matrix: BlockMatrix, network: Network, recorder: Recorder) -> None:
         self.ranks = [_Rank(track) for track in tracks]
@@ -54,7 +54,7 @@ class EventEngine:
         self.unmatched: dict[tuple[int, int, Item, bool], Queue] = {}
         self.queues: dict[tuple[int, bool, str], Queue] = {}
         self.is_busy = [False] * network.num_lanes
-        self.blocked: dict[int, list[_Transfer]] = {}  # by lane: could start but for it
+        self.blocked: dict[int, list[_Transfer]] = {}  # by lane: transfers that wait for it alone
 
     def run(self) -> None:
         for rank in range(len(self.ranks)):
@@ -69,12 +69,12 @@ class EventEngine:
         if stuck:
             job = self.ranks[stuck[0]].jobs[self.ranks[stuck[0]].at]
             raise PlanError(
-                f"{len(stuck)} ranks wait for ever, rank {stuck[0]} at '{job.name}': links serve transfers in the "
-                "order they are posted in, and these orders make a circle"
+                f"{len(stuck)} ranks wait forever, rank {stuck[0]} at '{job.name}': links serve transfers in the "
+                "order in which they are posted, and these orders form a circle"
             )
 
     def _advance(self, rank: int, now: float) -> None:
-        """Go on from the current job if all it waits for is over."""
+        """Go on from the current job if everything it waits for is over."""
         state = self.ranks[rank]
         if state.is_computing or state.at == len(state.jobs):
             return
@@ -110,7 +110,7 @@ class EventEngine:
         is_send = isinstance(step, Send)
         source, dest = (rank, step.dest) if isinstance(step, Send) else (step.source, rank)  # type: ignore[attr-defined]
         item: Item = step.item  # type: ignore[attr-defined]
-        # A partial that arrived is told apart by its source; on its way it is the item its sender has.
+        # A partial that arrived carries its source; in transit it is its sender's item.
         sent = item if item.form == "piece" else item._replace(source=None)
         waiting = self.unmatched.setdefault((source, dest, sent, not is_send), deque())
         if waiting:

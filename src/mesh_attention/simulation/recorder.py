@@ -1,4 +1,4 @@
-"""Totals of every rank and spans of the ranks that were asked for, collected while an engine runs."""
+"""Totals of every rank and spans of the requested ranks, collected while an engine runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mesh_attention.topology import LinkClass
 
 
 class Recorder:
-    """What an engine reports to, one rank at a time."""
+    """Collects what an engine reports, one rank at a time."""
 
     def __init__(self, ranks: int, spans_of: Collection[int]) -> None:
         self.spans_of = frozenset(spans_of)
@@ -45,7 +45,7 @@ class Recorder:
     def transfer_span(
         self, ends: tuple[int, int], items: tuple[Item, Item], start: float, stop: float, nbytes: int
     ) -> None:
-        """At both ends, where they are asked for. `items` is what the sender and the receiver call it."""
+        """Record a transfer at both ends, where they are requested. `items` are the sender's and the receiver's."""
         (source, dest), (sent, received) = ends, items
         if source in self.spans_of:
             self._span(source, "send", start, stop, f"{format_item(sent)} to {dest}", nbytes)
