@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mesh_attention.calibration.fit import CallTime, Direction
+from mesh_attention.calibration.fit import CallTime
 from mesh_attention.calibration.timing import Report, time_call
 from mesh_attention.comm.base import Comm
 from mesh_attention.execution.buffers import DTYPES, Buffer, record_of
 from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
 from mesh_attention.kernels.select import choose_kernel
 from mesh_attention.masks import causal, full
-from mesh_attention.problem import Problem
+from mesh_attention.problem import Direction, Problem
 
 FIRST_TOKENS = {"cpu": 64, "cuda": 1024}
 MOST_SIZES = 5

@@ -1,4 +1,4 @@
-"""torch's CPU flash kernels: they give the LSE, and backward takes one from outside."""
+"""torch's CPU flash kernels, which return the LSE and accept one in backward."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ class CpuFlashKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         bias, blind = _bias(scores.mask, q)
         out, lse = _forward(q, k, v, 0.0, scores.mask.form == "causal", attn_mask=bias, scale=scores.scale)
-        # For rows that see nothing the kernel says 0, as if they had seen one key.
+        # For rows that see nothing the kernel returns LSE 0, as if they had seen one key.
         return out, lse if blind is None else lse.masked_fill(blind, -torch.inf)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
         bias, _ = _bias(scores.mask, q)
-        lse = row.lse.masked_fill(row.lse == -torch.inf, 0.0)  # masked everywhere; -inf - -inf would be NaN
+        lse = row.lse.masked_fill(
+            row.lse == -torch.inf, 0.0
+        )  # these rows are masked everywhere; -inf - -inf would be NaN
         out, is_causal = output_of(row), scores.mask.form == "causal"
         grads = _backward(row.do, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scores.scale)
         return Gradients(*grads)
 
 
 def _bias(mask: CallMask, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The additive mask the kernel wants, and which rows see nothing."""
+    """The additive mask for the kernel, and the rows that see nothing."""
     if mask.form != "positions":
         return None, None
     seen = mask.dense(q.device)
