@@ -119,8 +119,8 @@ def test_a_line_that_would_begin_below_0_begins_at_0() -> None:
     ("points", "message"),
     [
         ([(1, 4), (2, 3), (4, 2)], "more work takes no longer; is the machine busy with something else"),
-        ([(5, 1)], "1 times of one size came; expected at least two sizes"),
-        ([(5, 1), (5, 2)], "2 times of one size came; expected at least two sizes"),
+        ([(5, 1)], "got 1 times of one size; expected at least two sizes"),
+        ([(5, 1), (5, 2)], "got 2 times of one size; expected at least two sizes"),
     ],
 )
 def test_times_that_make_no_sense_are_refused(points: list[tuple[float, float]], message: str) -> None:

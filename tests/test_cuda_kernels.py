@@ -312,7 +312,7 @@ def test_torch_is_asked_about_gradients() -> None:
         reason = cuda._refusal(can_use_nothing, demand(device="cpu", head_dim_v=64))
     assert asked == [(128, 64, True)]
     assert reason == (
-        "cannot do torch.bfloat16 with head sizes 128 and 64 here, says torch.backends.cuda.can_use_nothing"
+        "cannot do torch.bfloat16 with head sizes 128 and 64 here, according to torch.backends.cuda.can_use_nothing"
     )
     assert cuda._refusal(lambda params: True, demand(device="cpu")) is None
 

@@ -1,4 +1,4 @@
-"""torch's CPU flash kernels: they give the LSE, and backward takes one from outside."""
+"""torch's CPU flash kernels, which return the LSE and accept one in backward."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CpuFlashKernel:
         bias, blind = _bias(scores.mask, q)
         q, k, v = (_in_one_piece(x) for x in (q, k, v))
         out, lse = _forward(q, k, v, 0.0, scores.mask.form == "causal", attn_mask=bias, scale=scores.scale)
-        # For rows that see nothing the kernel says 0, as if they had seen one key.
+        # For rows that see nothing the kernel returns LSE 0, as if they had seen one key.
         return out, lse if blind is None else lse.masked_fill(blind, -torch.inf)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
@@ -59,7 +59,7 @@ def _in_one_piece(tensor: Tensor) -> Tensor:
 
 
 def _bias(mask: CallMask, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The additive mask the kernel wants, and which rows see nothing."""
+    """The additive mask for the kernel, and the rows that see nothing."""
     if mask.form != "positions":
         return None, None
     seen = mask.dense(q.device)
