@@ -35,6 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "replay": (
         *VALUES,
         "plan",
+        "planning",
         "simulation",
         "tuning",
         "topology",

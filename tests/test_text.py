@@ -98,7 +98,7 @@ def test_golden_plans_are_what_they_were(name: str, request: pytest.FixtureReque
     [
         ("", "first line '': expected 'mesh-attention plan 1'"),
         ("mesh-attention plan 9\n", "expected 'mesh-attention plan 1'"),
-        ("mesh-attention plan 1\n  fetch kv 1\n", "line 2: 'fetch kv 1' stands outside"),
+        ("mesh-attention plan 1\n  fetch kv 1\n", "line 2: 'fetch kv 1' is outside"),
         ("mesh-attention plan 1\nmethod mesh\n", "plan lacks"),
         ("{}", "format None: expected 'mesh-attention plan'"),
         ("{", "not JSON"),

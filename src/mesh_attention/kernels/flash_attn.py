@@ -45,22 +45,10 @@ class Release:
     takes_windows: bool = True
 
 
-FLASH_ATTN_2 = Release(
-    name="flash-attn 2",
-    module="flash_attn.flash_attn_interface",
-    forward="_flash_attn_forward",
-    backward="_flash_attn_backward",
-    capabilities=(8, 9, 10, 11, 12),
-    head_dims=range(8, 257, 8),
-)
-FLASH_ATTN_3 = Release(
-    name="flash-attn 3",
-    module="flash_attn_interface",
-    forward="_flash_attn_forward",
-    backward="_flash_attn_backward",
-    capabilities=(9,),
-    head_dims=range(8, 257, 8),
-)
+_NAMES = ("_flash_attn_forward", "_flash_attn_backward")
+_ANY_HEAD_DIM = range(8, 257, 8)
+FLASH_ATTN_2 = Release("flash-attn 2", "flash_attn.flash_attn_interface", *_NAMES, (8, 9, 10, 11, 12), _ANY_HEAD_DIM)
+FLASH_ATTN_3 = Release("flash-attn 3", "flash_attn_interface", *_NAMES, (9,), _ANY_HEAD_DIM)
 FLASH_ATTN_4 = Release(
     name="flash-attn 4",
     module="flash_attn.cute.interface",

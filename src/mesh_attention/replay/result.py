@@ -10,16 +10,30 @@ from mesh_attention.plan.steps import Direction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """One pass of one plan, as one rank lived through it. Times are of every round, in seconds.
-
-    `compute_s` is the pass with nothing travelling, `host_s` what queueing it took, `forecast_s` the simulator's answer
-    for that rank. `plan_nbytes` is what the plan says it takes, `peak_nbytes` what it took.
-    """
+class KernelPass:
+    """One undisturbed kernel call in place of a pass. `times_s` are those of every round."""
 
     direction: Direction
     flops: int
     times_s: tuple[float, ...]
+
+    @property
+    def time_s(self) -> float:
+        return median(self.times_s)
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.time_s / 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass(KernelPass):
+    """One pass of one plan, as one rank ran it.
+
+    `compute_s` is the time of the pass without transfers, `host_s` the host's time to queue it, `forecast_s` the
+    simulator's answer for that rank. `plan_nbytes` is the memory that the plan states, `peak_nbytes` what it used.
+    """
+
     compute_s: float
     host_s: float
     forecast_s: float
@@ -27,34 +41,9 @@ class Pass:
     peak_nbytes: int | None
 
     @property
-    def time_s(self) -> float:
-        return median(self.times_s)
-
-    @property
-    def tflops(self) -> float:
-        return self.flops / self.time_s / 1e12
-
-    @property
     def exposed_s(self) -> float:
-        """What transfers add."""
+        """The time that transfers add."""
         return max(0.0, self.time_s - self.compute_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelPass:
-    """The one kernel, undisturbed, in the same rounds."""
-
-    direction: Direction
-    flops: int
-    times_s: tuple[float, ...]
-
-    @property
-    def time_s(self) -> float:
-        return median(self.times_s)
-
-    @property
-    def tflops(self) -> float:
-        return self.flops / self.time_s / 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,24 +8,10 @@ from functools import lru_cache
 from typing_extensions import assert_never
 
 from mesh_attention.masks import BlockKind, Mask, Segment
+from mesh_attention.plan import steps
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.calls import KernelCall
-from mesh_attention.plan.steps import (
-    Attend,
-    Clear,
-    Collective,
-    Direction,
-    Exchange,
-    Finish,
-    Free,
-    Item,
-    Merge,
-    Pack,
-    Recv,
-    Send,
-    Step,
-    running,
-)
+from mesh_attention.plan.steps import Direction, Item, Step, running
 from mesh_attention.topology import Device, filled
 
 
@@ -47,20 +33,20 @@ class Prices:
 
     def step(self, step: Step, calls: Sequence[KernelCall] = ()) -> float:
         match step:
-            case Attend():
+            case steps.Attend():
                 return sum(map(self.call, calls))
-            case Merge(partial):
+            case steps.Merge(partial):
                 return self._touch(2 * self._nbytes(running(partial.kind, partial.shard)) + self._nbytes(partial))
-            case Pack(_, after):
+            case steps.Pack(_, after):
                 return self._touch(2 * self._nbytes(after))
-            case Finish(item):
+            case steps.Finish(item):
                 return self._touch(self._nbytes(running(item.kind, item.shard)) + self._nbytes(item))
-            case Clear(item):
+            case steps.Clear(item):
                 return self._touch(self._nbytes(item))
-            case Exchange(before, after):
+            case steps.Exchange(before, after):
                 # Staged at one end, and the own piece copied: every byte of the item is read and written about once.
                 return self._touch(self._nbytes(before) + self._nbytes(after))
-            case Recv() | Send() | Collective() | Free():
+            case steps.Recv() | steps.Send() | steps.Collective() | steps.Free():
                 return 0.0
             case _:
                 assert_never(step)

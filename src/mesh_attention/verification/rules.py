@@ -16,23 +16,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
+from mesh_attention.plan import steps
 from mesh_attention.plan.buffers import held_nbytes
-from mesh_attention.plan.steps import (
-    AXIS_OF,
-    OUTPUTS,
-    Attend,
-    Collective,
-    Exchange,
-    Finish,
-    Free,
-    Item,
-    Kind,
-    Merge,
-    Recv,
-    Send,
-    running,
-    transfers,
-)
+from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Item, Kind, running, transfers
 from mesh_attention.plan.text import format_item, format_step
 from mesh_attention.verification.evidence import Breach, Call, Evidence, Sighting, Transfer, op_of
 from mesh_attention.verification.forms import form
@@ -188,25 +174,25 @@ def _follow_partials(
     for rank, index in run.order:
         step = evidence.programs[rank].steps[index]
         match step:
-            case Attend():
+            case steps.Attend():
                 for total in evidence.effects[rank][index].adds:
                     owed[total.kind, total.shard, evidence.plan.assignment.head_slice(rank)].append((rank, index))
                     contents.setdefault((rank, total), []).append((rank, index))
-            case Finish(item):
+            case steps.Finish(item):
                 contents[rank, item] = contents.pop((rank, running(item.kind, item.shard)), [])
-            case Send(item, dest):
+            case steps.Send(item, dest):
                 contents[dest, item._replace(source=rank)] = list(contents.get((rank, item), ()))
-            case Collective():
+            case steps.Collective():
                 if evidence.calls[rank][index] not in moved:
                     # The first of its members to go on: all have come this far, and none further.
                     moved.add(evidence.calls[rank][index])
                     _move_partials(evidence, evidence.calls[rank][index], contents)
-            case Merge(partial):
+            case steps.Merge(partial):
                 total = running(partial.kind, partial.shard)
                 contents.setdefault((rank, total), []).extend(contents.get((rank, partial), ()))
-            case Exchange(before, after):
+            case steps.Exchange(before, after):
                 contents[rank, after] = contents.get((rank, before), [])
-            case Free(item):
+            case steps.Free(item):
                 contents.pop((rank, item), None)
             case _:
                 pass
@@ -230,7 +216,7 @@ def purpose(evidence: Evidence, run: Run) -> Iterator[Breach]:
             done = evidence.effects[program.rank][index]
             for item in done.reads:
                 unused.pop(item, None)
-            if isinstance(step, Recv | Collective | Exchange):
+            if isinstance(step, steps.Recv | steps.Collective | steps.Exchange):
                 unused |= dict.fromkeys(done.writes, index)
         for item, index in unused.items():
             if item not in evidence.outputs(program.rank):
@@ -274,10 +260,10 @@ RULES: dict[str, Rule] = {
 }
 
 
-def _attends(evidence: Evidence) -> Iterator[tuple[int, int, Attend]]:
+def _attends(evidence: Evidence) -> Iterator[tuple[int, int, steps.Attend]]:
     for program in evidence.programs:
         for index, step in enumerate(program.steps):
-            if isinstance(step, Attend):
+            if isinstance(step, steps.Attend):
                 yield program.rank, index, step
 
 
