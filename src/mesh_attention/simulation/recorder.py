@@ -12,7 +12,7 @@ from mesh_attention.topology import LinkClass
 
 
 class Recorder:
-    """What an engine reports to, one rank at a time."""
+    """Collects what an engine reports, one rank at a time."""
 
     def __init__(self, ranks: int, spans_of: Collection[int]) -> None:
         self.spans_of = frozenset(spans_of)

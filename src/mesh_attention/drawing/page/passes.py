@@ -23,7 +23,7 @@ Data = dict[str, Any]
 TICKS = 1e5
 """A timeline has at least this many; finer than any screen."""
 EMPTY, FULL, LOWER, UPPER, PART = "01234"
-"""Of a pair of segments: nothing, all, the lower left triangle, the upper right one, some other part."""
+"""How much of a pair of segments the mask leaves: none, all, the lower left or upper right triangle, another part."""
 FINEST = 4
 """Segments a shard up to which a block is drawn segment by segment."""
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
