@@ -269,7 +269,7 @@ def test_bars_have_their_values_lines_and_marks() -> None:
 
 @pytest.mark.parametrize("groups", [[], [BarGroup(name="x", bars=())]])
 def test_a_chart_of_nothing_is_refused(groups: list[BarGroup]) -> None:
-    with pytest.raises(UsageError, match="no bars came"):
+    with pytest.raises(UsageError, match="no bars given"):
         rate_chart(groups, unit="", expected="", line="")
     with pytest.raises(UsageError, match="expected rates, 0 or above"):
         rate_chart([BarGroup(name="x", bars=(Bar(name="y", value=float("nan")),))], unit="", expected="", line="")

@@ -41,7 +41,7 @@ def format_item(item: Item) -> str:
             assert_never(item.form)
 
 
-def format_end(end: Send | Recv) -> str:
+def format_end(end: steps.Send | steps.Recv) -> str:
     """A transfer as one of its ends sees it, without the verb: "kv3 to 1"."""
     return format_step(end).split(" ", 1)[1]
 
