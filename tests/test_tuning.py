@@ -431,10 +431,10 @@ def test_attention_on_a_cluster_runs_the_tuners_choice(tmp_path: Path, monkeypat
     ("options", "message"),
     [
         ({"cluster": "h10x8"}, "did you mean h100"),
-        ({"cluster": "h100", "tile": (2, 4)}, "tile came beside a cluster"),
-        ({"cluster": "h100", "planner": make_plan}, "planner came beside a cluster"),
+        ({"cluster": "h100", "tile": (2, 4)}, "tile cannot be combined with cluster="),
+        ({"cluster": "h100", "planner": make_plan}, "planner cannot be combined with cluster="),
         ({"cluster": 7}, "expected a name such as h100x256"),
-        ({"memory_limit": 5}, "memory_limit came without a cluster"),
+        ({"memory_limit": 5}, "memory_limit needs cluster="),
     ],
 )
 def test_a_cluster_beside_what_the_tuner_decides_is_refused(options: dict[str, object], message: str) -> None:

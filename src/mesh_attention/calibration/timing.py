@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 from mesh_attention.comm.base import Comm
-from mesh_attention.execution.graphs import Recorded
+from mesh_attention.execution.graphs import CapturedGraph
 
 SAMPLE_S = 0.01
 """A sample is as many calls in a row as fill this: ranks that share a core take turns of some milliseconds, and a call
@@ -50,13 +50,13 @@ def rest(device: torch.device, seconds: float) -> None:
 
 
 def _repeated(call: Callable[[], object], calls: int, device: torch.device) -> Callable[[], object]:
-    """Some calls in a row. On a GPU they are played from a graph: the host may be slower than a small call."""
+    """Some calls in a row. On a GPU they are launched as a graph, because the host may be slower than a small call."""
 
     def repeat() -> None:
         for _ in range(calls):
             call()
 
-    return Recorded(repeat, device).play if device.type == "cuda" else repeat
+    return CapturedGraph(repeat, device).launch if device.type == "cuda" else repeat
 
 
 def sample_s(call: Callable[[], object], device: torch.device, *, calls: int) -> float:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mesh_attention.api import MeshAttention
-    from mesh_attention.comm.wrappers import Recording
-    from mesh_attention.execution.autograd import Engine
+    from mesh_attention.comm.wrappers import Counting
+    from mesh_attention.execution.engine import Engine
 
 TIMED_RUNS = 3
 CALIBRATION_STEPS = 6
@@ -136,21 +136,21 @@ def measure(
     from mesh_attention.api import MeshAttention
     from mesh_attention.arguments import CallOptions
     from mesh_attention.comm.torch_dist import TorchComm
-    from mesh_attention.comm.wrappers import Recording
+    from mesh_attention.comm.wrappers import Counting
 
     notes.tell(f"{contender.name} {contender.tile}: compare and count")
-    recording = Recording(TorchComm())
-    attention = MeshAttention(recording, **contender.options)
+    counting = Counting(TorchComm())
+    attention = MeshAttention(counting, **contender.options)
     *given, d_out = (attention.shard(tensor) for tensor in inputs)
     q, k, v = (tensor.requires_grad_() for tensor in given)
-    engine = attention.engine([[q, k, v]], CallOptions(causal=True, seq_len=problem.seq_q))
+    engine = attention.engines.find([[q, k, v]], CallOptions(causal=True, seq_len=problem.seq_q))
     out = attention(q, k, v, causal=True, seq_len=problem.seq_q)
     forward_peak = engine.meters[0].peak
     results = [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)]
     peaks = [forward_peak, engine.meters[0].peak]
     errors = [_relative_error(attention, ours, whole) for ours, whole in zip(results, truth, strict=True)]
-    sent_nbytes, received_nbytes = recording.sent_nbytes.total(), recording.received_nbytes.total()
-    messages, is_as_planned = recording.messages, _is_as_planned(engine, recording, peaks)
+    sent_nbytes, received_nbytes = counting.sent_nbytes.total(), counting.received_nbytes.total()
+    messages, is_as_planned = counting.messages, _is_as_planned(engine, counting, peaks)
     times_s = []
     for number in range(TIMED_RUNS):
         notes.tell(f"{contender.name} {contender.tile}: timed run {number + 1} of {TIMED_RUNS}")
@@ -247,16 +247,16 @@ def _relative_error(attention: MeshAttention, ours: Tensor, whole: Tensor) -> fl
     return float(difference.max() / whole.abs().max()) if difference.numel() else 0.0
 
 
-def _is_as_planned(engine: Engine, recording: Recording, peaks: Sequence[int]) -> bool:
+def _is_as_planned(engine: Engine, counting: Counting, peaks: Sequence[int]) -> bool:
     """Whether bytes of each kind, messages and the peak of each pass are those that the two plans state."""
-    costs = [rank_costs(engine.programs(direction)[0].plan, recording.rank) for direction in DIRECTIONS]
+    costs = [rank_costs(engine.programs(direction)[0].plan, counting.rank) for direction in DIRECTIONS]
     sent: dict[str, int] = {}
     received: dict[str, int] = {}
     for cost in costs:
         for totals, by_kind in ((sent, cost.sent), (received, cost.received)):
             for kind, nbytes in by_kind.items():
                 totals[kind] = totals.get(kind, 0) + nbytes.total
-    counted = (dict(recording.sent_nbytes), dict(recording.received_nbytes), recording.messages, list(peaks))
+    counted = (dict(counting.sent_nbytes), dict(counting.received_nbytes), counting.messages, list(peaks))
     return counted == (sent, received, sum(c.messages for c in costs), [c.peak_nbytes for c in costs])
 
 
