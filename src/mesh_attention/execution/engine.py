@@ -53,8 +53,8 @@ class Engines:
         self.known: dict[object, Engine] = {}
         self.forward_passes = 0
         """Forward passes asked for so far, except those that one rank makes as a single kernel call."""
-        self.watch: Callable[[Engine, torch.device], Engine] | None = None
-        """Wraps every engine that is found, while a recording is made."""
+        self.watchers: list[Callable[[Engine, torch.device], Engine]] = []
+        """Wrap every engine that is found, while recordings are made."""
         self._graph_memories: dict[torch.device, GraphMemory] = {}
 
     @property
@@ -77,7 +77,9 @@ class Engines:
         self.known[key] = engine  # the most recently used comes last
         if len(self.known) > MOST_ENGINES:
             del self.known[next(iter(self.known))]
-        return engine if self.watch is None else self.watch(engine, flat[0].device)
+        for watch in self.watchers:
+            engine = watch(engine, flat[0].device)
+        return engine
 
     def _new(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool) -> Engine:
         device = tensors[0][0].device

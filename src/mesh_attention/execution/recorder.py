@@ -61,11 +61,11 @@ def record(attention: Recordable) -> Iterator[Recording]:
     if engines.ranks == 1:
         raise UsageError("record() needs two or more ranks: on one rank a call is a single kernel without steps")
     recording = Recording(engines.played.comms)
-    before, engines.watch = engines.watch, recording.watched
+    engines.watchers.append(recording.watched)
     try:
         yield recording
     finally:
-        engines.watch = before
+        engines.watchers.remove(recording.watched)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
