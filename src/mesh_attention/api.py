@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from inspect import signature
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from mesh_attention.arguments import (
     NO_WINDOW,
@@ -33,12 +34,12 @@ from mesh_attention.execution.autograd import attend
 from mesh_attention.execution.driving import PlayedRanks
 from mesh_attention.execution.engine import MOST_ENGINES, Engine, Engines
 from mesh_attention.execution.operators import Operands, are_observed, number_of, untraced
-from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.layout import Layout, layout_named
+from mesh_attention.plan.layout import Zigzag
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
-from mesh_attention.planning.costs import estimate_gpu_costs
-from mesh_attention.planning.registry import COLLECTIVE_METHODS, Method, make_plan
+from mesh_attention.planning.choice import Choice, ChoiceOptions
+from mesh_attention.planning.costs import Costs
+from mesh_attention.planning.registry import gpu_price, make_plan, make_priced_plan
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.planner import tuned_planner
@@ -47,7 +48,6 @@ from mesh_attention.tuning.tune import check_memory
 Planner = Callable[..., Plan]
 """``planner(problem, direction=…, layout=…)`` gives a plan."""
 TensorFormat = Literal["bshd", "bhsd"]
-SCHEDULE_OPTIONS = ("inner", "route", "partials", "blocks_per_call", "costs", "keep")
 
 
 class MeshAttention:
@@ -55,6 +55,10 @@ class MeshAttention:
 
     `group` is a torch.distributed group, one axis of a DeviceMesh, or None for the default group. A `LocalGroup` plays
     all ranks in this process; inputs and results are then lists, one tensor per rank.
+
+    How to plan is a `choice` (a value, or its text, such as ``"ulysses 8 × mesh 4x8"``) or its fields as keywords:
+    `method`, `tile`, `ulysses_degree`, `inner`, `layout`, `route`, `partials`, `blocks_per_call`, `keep`. The layout is
+    zigzag unless stated.
 
     With a `cluster` (``"h100x256"``, a .toml file or a Topology) the tuner chooses method, degree, tile, placement,
     route and grouping for it, within `memory_limit` bytes a call. Only the cluster's machines count, not its number of
@@ -70,49 +74,44 @@ class MeshAttention:
         self,
         group: Group | LocalGroup | Comm | Sequence[Comm] | None = None,
         *,
-        method: Method | None = None,
-        tile: Tile | tuple[int, int] | Literal["auto"] = "auto",
-        ulysses_degree: int | None = None,
-        layout: Layout | str = "zigzag",
+        choice: Choice | str | None = None,
         tensor_format: TensorFormat = "bshd",
         cluster: Topology | str | None = None,
         memory_limit: int | None = None,
         planner: Planner | None = None,
         cuda_graphs: bool = False,
-        **schedule: Any,
+        costs: Costs | None = None,
+        **options: Unpack[ChoiceOptions],
     ) -> None:
         played = PlayedRanks(group)
         self.comms, self.is_local = played.comms, played.is_local
-        self.layout = layout_named(layout) if isinstance(layout, str) else layout
         if tensor_format not in ("bshd", "bhsd"):
             raise UsageError(f"tensor_format {tensor_format!r}: expected bshd or bhsd")
         self.tensor_format = tensor_format
-        refuse_unknown(schedule, SCHEDULE_OPTIONS, of="MeshAttention")
-        options = {"method": method, "tile": None if tile == "auto" else tile, "ulysses_degree": ulysses_degree}
-        given = {name: value for name, value in (options | schedule).items() if value is not None}
-        if planner is not None and given:
-            raise UsageError(f"{', '.join(given)} cannot be combined with planner=; give it to the planner instead")
+        refuse_unknown(options, _SETTINGS, of="MeshAttention")
+        given = [name for name, value in (("choice", choice), ("costs", costs), *options.items()) if value is not None]
+        if choice is not None and set(options) & set(given):
+            raise UsageError(f"{', '.join(options)} cannot be combined with choice=; give one or the other")
+        if choice is None:
+            choice = Choice.of(**options)
+        elif isinstance(choice, str):
+            choice = Choice.parse(choice)
+        self.layout = choice.layout or Zigzag()
+        decided = [name for name in given if name != "layout" and options.get(name) != "auto"]
+        if planner is not None and decided:
+            raise UsageError(f"{', '.join(decided)} cannot be combined with planner=; give it to the planner instead")
         if cluster is not None:
-            planner = self._tuned_planner(cluster, memory_limit, [*given, *(["planner"] if planner else [])])
+            decided += ["planner"] if planner else []
+            planner = _tuned_planner(cluster, memory_limit, decided, played.size)
         elif memory_limit is not None:
-            raise UsageError("memory_limit needs cluster=, because the tuner keeps to it")
-        plans = _Plans(planner, given, self.layout, is_tuned=cluster is not None)
+            raise UsageError("memory_limit= needs cluster=, because it is the tuner that keeps to it")
+        plans = _Plans(replace(choice, layout=self.layout), costs, planner, is_tuned=cluster is not None)
         self.engines = Engines(played, self.layout, plans, cuda_graphs=flag("cuda_graphs", cuda_graphs))
         self._number = number_of(self.engines)
-        self._has_operator = not self.is_local and "keep" not in given
+        self._has_operator = not self.is_local and not choice.keep
         self._is_one_rank = not self.is_local and self.ranks == 1
         self._ready: dict[object, Callable[..., tuple[Tensor, ...]]] = {}
         """On one rank, what to call for a call like an earlier one: a small kernel takes no longer than its checks."""
-
-    def _tuned_planner(self, cluster: Topology | str, memory_limit: int | None, given: list[str]) -> Planner:
-        if given:
-            raise UsageError(f"{', '.join(given)} cannot be combined with cluster=, for which the tuner decides")
-        topology = find_cluster(cluster) if isinstance(cluster, str) else cluster
-        if not isinstance(topology, Topology):
-            raise UsageError(f"cluster {cluster!r}: expected a name such as h100x256, a .toml file or a Topology")
-        if memory_limit is not None:
-            check_memory(memory_limit)
-        return tuned_planner(topology.with_ranks(self.ranks), memory_nbytes=memory_limit)
 
     @property
     def ranks(self) -> int:
@@ -280,30 +279,38 @@ def _attention_of(group: Group, settings: tuple[tuple[str, Any], ...]) -> MeshAt
     return MeshAttention(group, **dict(settings))
 
 
-_SETTINGS = (*list(signature(MeshAttention).parameters)[1:-1], *SCHEDULE_OPTIONS)
+_SETTINGS = (*list(signature(MeshAttention).parameters)[1:-1], *ChoiceOptions.__annotations__)
 
 
 @dataclass(frozen=True)
 class _Plans:
-    """Makes the plans of both passes, by the planner given or by `make_plan`."""
+    """Makes the plans of both passes, by a planner or by a choice."""
 
+    choice: Choice
+    costs: Costs | None
     planner: Planner | None
-    options: dict[str, Any]
-    layout: Layout
     is_tuned: bool
 
     def __call__(self, problem: Problem, *, on_gpu: bool, gradient: bool) -> dict[Direction, Plan]:
-        planner: Planner = make_plan if self.planner is None else self.planner
-        options = self.options | ({"needs_gradient": gradient} if self.is_tuned else {})
-        plans = {d: planner(problem, direction=d, layout=self.layout, **options) for d in DIRECTIONS}
-        if on_gpu and self.planner is None and not {"blocks_per_call", "costs"} & self.options.keys():
-            plans = {d: self._priced(plan) for d, plan in plans.items()}
-        return plans
+        return {direction: self._plan(problem, direction, on_gpu, gradient) for direction in DIRECTIONS}
 
-    def _priced(self, plan: Plan) -> Plan:
-        """The same with calls grouped by what they cost on a GPU: a block a call is too fine for one."""
-        if plan.method in COLLECTIVE_METHODS:
-            return plan
-        costs = estimate_gpu_costs(plan.problem, plan.assignment, plan.direction)
-        options = self.options | {"tile": plan.assignment.tile, "costs": costs}
-        return make_plan(plan.problem, direction=plan.direction, layout=self.layout, **options)
+    def _plan(self, problem: Problem, direction: Direction, on_gpu: bool, gradient: bool) -> Plan:
+        if self.planner is not None:
+            asked = {"needs_gradient": gradient} if self.is_tuned else {}
+            return self.planner(problem, direction=direction, layout=self.choice.layout, **asked)
+        if on_gpu and self.costs is None and self.choice.blocks_per_call is None:
+            return make_priced_plan(problem, self.choice, direction, gpu_price)  # one block a call is too fine
+        return make_plan(problem, self.choice, direction=direction, costs=self.costs)
+
+
+def _tuned_planner(cluster: Topology | str, memory_limit: int | None, decided: list[str], ranks: int) -> Planner:
+    if decided:
+        raise UsageError(
+            f"{', '.join(decided)} cannot be combined with cluster=, for which the tuner decides; leave one out"
+        )
+    topology = find_cluster(cluster) if isinstance(cluster, str) else cluster
+    if not isinstance(topology, Topology):
+        raise UsageError(f"cluster {cluster!r}: expected a name such as h100x256, a .toml file or a Topology")
+    if memory_limit is not None:
+        check_memory(memory_limit)
+    return tuned_planner(topology.with_ranks(ranks), memory_nbytes=memory_limit)
