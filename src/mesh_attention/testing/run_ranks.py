@@ -18,10 +18,12 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, SpawnContext
 
 START_S = 120
 """How long the workers may take to import torch and find each other."""
@@ -29,7 +31,7 @@ SLOW_IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "transformers", "hypo
 """Imported once for all workers if this process has imported them."""
 
 
-def process_context() -> BaseContext:
+def process_context() -> ForkServerContext | SpawnContext:
     """A forkserver with torch imported, or spawn where there is no fork."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -57,7 +59,7 @@ class RankPool:
         for rank in range(size):
             ours, theirs = context.Pipe()
             arguments = (theirs, rank, size, str(Path(self._folder.name) / "store"), group_timeout_s, dict(os.environ))
-            process = context.Process(target=_work, args=arguments, daemon=True)  # type: ignore[attr-defined]
+            process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
