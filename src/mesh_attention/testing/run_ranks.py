@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 START_S = 120
 """How long the workers may take to import torch and find each other."""
-SLOW_IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "transformers", "hypothesis", "pytest", "mesh_attention.api")
+SLOW_IMPORTS = (
+    *("mesh_attention.api", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    *("transformers.modeling_utils", "hypothesis", "pytest"),
+)
 """Imported once for all workers if this process has imported them."""
 
 
