@@ -241,7 +241,7 @@ def test_when_a_rank_dies_the_others_name_the_step_and_the_rank() -> None:
     assert "from rank 2" in message
 
 
-def train(group: Any, options: dict[str, Any] | None, steps: int = 20) -> list[float]:
+def train(group: Any, options: dict[str, Any] | None, steps: int = 10) -> list[float]:
     """Losses of a small language model in float64; options None: one process, plain attention."""
     from training_model import train_small_model
 
