@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import test_cli
+import torch
 from test_cli import Run, as_json, assert_refused
 
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, read_plan
@@ -22,15 +23,15 @@ from mesh_attention.cli.usage import explicit_code, filled
 from mesh_attention.clusters import cluster_to_toml, find_cluster
 from mesh_attention.drawing.charts import ChartPoint
 from mesh_attention.errors import ParseError
-from mesh_attention.plan.assignment import Assignment, Tile, tiles_of
+from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.limits import limits
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import LANES, RankTimes, Span, Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
-from mesh_attention.tuning.candidates import Candidate
 from mesh_attention.tuning.result import Trial, Tuning, tuning_from_json
 from mesh_attention.tuning.tune import tune, tuned_plans
 
@@ -133,7 +134,7 @@ def test_a_bound_is_marked_and_nothing_else_is(run: Run, tuning: Tuning) -> None
 def test_configurations_of_two_passes_stand_below_each_other_where_they_differ(run: Run, tuning: Tuning) -> None:
     out = run(f"{TUNE} --backward").out
     table = out[: out.index("The first is chosen")]
-    differing = [t for t in tuning.trials if len({str(c) for c in t.candidates.values()}) > 1]
+    differing = [t for t in tuning.trials if len({str(c) for c in t.choices.values()}) > 1]
     assert 0 < len(differing) < len(tuning.trials)
     assert table.count("\n  fwd ") == table.count("\n  bwd ") == len(differing)
 
@@ -158,7 +159,7 @@ def test_the_distance_from_the_lower_bounds_is_said(run: Run, tuning: Tuning) ->
 def test_what_is_kept_for_backward_has_no_bound(run: Run) -> None:
     line = f"{TUNE} --backward --memory 20GiB"
     trials = as_json(run(f"{line} --json"))["tuning"]["trials"]
-    kept = {t["family"] for t in trials if any(c["keep"] for c in t["candidates"].values())}
+    kept = {t["family"] for t in trials if any(c["keep"] for c in t["choices"].values())}
     rows = table_rows(run(line).out)
     assert kept
     # Time, × first, exposed, between nodes, sent in all, × bound.
@@ -220,7 +221,7 @@ def test_tune_as_json_agrees_with_the_library(run: Run, tuning: Tuning, topology
     assert answer["problem"] == asdict(PROBLEM) | {"mask": "causal"}
     assert answer["cluster"] == asdict(topology)
     assert (answer["directions"], answer["memory_nbytes"]) == (["forward", "backward"], None)
-    assert answer["options"]["forward"]["tile"] == str(tuning.chosen.candidates["forward"].assignment.tile)
+    assert answer["options"]["forward"]["tile"] == str(tuning.chosen.choices["forward"].assignment.tile)
 
 
 def test_options_reach_the_tuner(run: Run) -> None:
@@ -236,7 +237,7 @@ def test_options_reach_the_tuner(run: Run) -> None:
     )
     assert (problem["batch"], problem["dtype"], problem["mask"]) == (2, "float16", "window(100,7)")
     assert answer["memory_nbytes"] == 2**30
-    assert {c["layout"] for t in answer["tuning"]["trials"] for c in t["candidates"].values()} == {"striped"}
+    assert {c["layout"] for t in answer["tuning"]["trials"] for c in t["choices"].values()} == {"striped"}
 
 
 def test_memory_leaves_out_what_needs_more(run: Run) -> None:
@@ -277,10 +278,7 @@ def planned(code: str, problem: Problem) -> dict[str, str]:
     names: dict[str, Any] = {"group": LocalGroup(problem.ranks), "MeshAttention": MeshAttention}
     exec(code, names)
     attention = names["attention"]
-    return {
-        d: attention._planner(problem, direction=d, layout=attention.layout, **attention._options).digest
-        for d in DIRECTIONS
-    }
+    return {d: attention._plan(problem, d, torch.device("cpu"), True).digest for d in DIRECTIONS}
 
 
 def test_the_code_makes_the_plans_that_were_forecast(run: Run) -> None:
@@ -298,22 +296,22 @@ def test_memory_and_layout_are_in_the_code(run: Run) -> None:
     assert planned(answer["code"]["cluster"], problem) == answer["digests"]
 
 
-TILE_4X4 = Candidate(order="greedy", assignment=Assignment(Tile(4, 4)), layout="striped")
-CHOICES: list[tuple[str, dict[Direction, Candidate]]] = [
-    ("MeshAttention(group, layout=", {d: replace(TILE_4X4, order="collective") for d in DIRECTIONS}),
-    ("keep=(", {d: replace(TILE_4X4, order="collective", keep=("kv",)) for d in DIRECTIONS}),
-    ("inner=(2, 4)", {d: replace(TILE_4X4, assignment=Assignment(Tile(4, 4), 1, Tile(2, 4))) for d in DIRECTIONS}),
-    ("ulysses_degree=4", {d: replace(TILE_4X4, assignment=Assignment(Tile(2, 2), 4)) for d in DIRECTIONS}),
-    ("costs=Costs(q=", {d: replace(TILE_4X4, assignment=Assignment(Tile(2, 8), 1)) for d in DIRECTIONS}),
-    ("blocks_per_call=2", {d: replace(TILE_4X4, blocks_per_call=2, route="ring") for d in DIRECTIONS}),
-    ('"backward": dict(', {"forward": TILE_4X4, "backward": replace(TILE_4X4, order="collective")}),
+CHOICES = [
+    ('MeshAttention(group, choice="attention2d', ["attention2d 4x4, striped"]),
+    ("keep kv", ["attention2d 4x4, striped, keep kv"]),
+    ("inner 2x4", ["mesh 4x4, striped, inner 2x4, 1 block per call"]),
+    ("ulysses 4 × mesh 2x2", ["ulysses 4 × mesh 2x2, striped, 1 block per call"]),
+    ("costs=Costs(q=", ["mesh 2x8, striped, 1 block per call"]),
+    ("2 blocks per call", ["mesh 4x4, striped, route ring, 2 blocks per call"]),
+    ('"backward": dict(', ["mesh 4x4, striped, 1 block per call", "attention2d 4x4, striped"]),
 ]
 
 
-@pytest.mark.parametrize(("says", "candidates"), CHOICES, ids=[says for says, _ in CHOICES])
-def test_whatever_is_chosen_has_code(says: str, candidates: dict[Direction, Candidate], topology: Topology) -> None:
-    plans = tuned_plans(PROBLEM, topology, Trial(family="mesh", candidates=candidates, forecasts={}))
-    code = explicit_code(candidates, plans, topology, width=80)
+@pytest.mark.parametrize(("says", "texts"), CHOICES, ids=[says for says, _ in CHOICES])
+def test_whatever_is_chosen_has_code(says: str, texts: list[str], topology: Topology) -> None:
+    choices = {d: Choice.parse(text) for d, text in zip(DIRECTIONS, (texts * 2)[:2], strict=True)}
+    plans = tuned_plans(PROBLEM, topology, Trial(family="mesh", choices=choices, forecasts={}))
+    code = explicit_code(choices, plans, topology, width=80)
     assert says in code
     assert planned(code, PROBLEM) == {direction: plan.digest for direction, plan in plans.items()}
 
@@ -423,8 +421,8 @@ def simulated(answer: dict[str, Any], plan: Plan, topology: Topology, *, number:
 
 
 def test_simulate_agrees_with_the_library(run: Run, topology: Topology, tuning: Tuning) -> None:
-    counted = replace(tuning.chosen.candidates["forward"], blocks_per_call=2)
-    chosen = replace(tuning.chosen, candidates={"forward": counted})
+    counted = replace(tuning.chosen.choices["forward"], blocks_per_call=2)
+    chosen = replace(tuning.chosen, choices={"forward": counted})
     options = counted.options
     line = f"{SIMULATE} --method {options['method']} --tile {options['tile']} --route {options['route']}"
     line += f" --ulysses-degree {options['ulysses_degree']} --partials {options['partials']}"

@@ -73,11 +73,15 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
             TileError,
             "12 ranks with Ulysses degree 2 cannot form a 3x4 tile; rows·cols must be 6",
         ),
-        (lambda: make_plan(problem(), method="ring", tile=(2, 6)), TileError, "method ring is the 1x12 tile here"),
+        (
+            lambda: make_plan(problem(), method="ring", tile=(2, 6)),
+            TileError,
+            "method ring uses the 1x12 tile here",
+        ),
         (
             lambda: make_plan(problem(ranks=2), method="ulysses", ulysses_degree=1),
             TileError,
-            "method ulysses spreads heads over all 2 ranks, but a degree of 1 came",
+            "method ulysses spreads heads over all 2 ranks, got ulysses_degree=1",
         ),
         (lambda: make_plan(problem(), method="ulysses"), TileError, "Ulysses degree 12 does not divide 2 KV heads"),
         (
@@ -88,7 +92,7 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
         (
             lambda: make_plan(problem(), method="attention2d", route="ring", blocks_per_call=4),
             ScheduleError,
-            "attention2d uses collectives and has no route, blocks_per_call; leave it out or use mesh",
+            "attention2d uses collectives and has no route, blocks_per_call; use mesh instead",
         ),
         (lambda: make_plan(problem(), route="scenic"), ScheduleError, "route 'scenic': expected one of ring, direct"),
         (lambda: make_plan(problem(), direction="up"), ScheduleError, "direction 'up': expected forward or backward"),

@@ -34,6 +34,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "replay": (
         *VALUES,
         "plan",
+        "planning",
         "simulation",
         "tuning",
         "topology",

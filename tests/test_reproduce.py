@@ -28,8 +28,8 @@ from mesh_attention.papers.reproduce import Reproduction, Row, attention2d_speed
 from mesh_attention.papers.scaling import WEAK_SEQ, Contender, Run, Scaling, run_experiments, scaling_problem
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.steps import DIRECTIONS
+from mesh_attention.planning.choice import Method
 from mesh_attention.planning.limits import limits
-from mesh_attention.planning.registry import Method
 from mesh_attention.topology import Topology
 
 EXPLAINED = 0.1

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
+from inspect import signature
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from mesh_attention.arguments import (
     CALL_ARGUMENTS,
@@ -42,12 +45,12 @@ from mesh_attention.execution.compiled import Compiled, compile_program
 from mesh_attention.execution.executor import Softmax
 from mesh_attention.execution.graphs import GraphMemory, RecordedPasses
 from mesh_attention.execution.operators import Asked, are_observed, number_of, untraced
-from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.layout import Layout, layout_named
+from mesh_attention.plan.layout import Zigzag
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
-from mesh_attention.planning.costs import estimate_gpu_costs
-from mesh_attention.planning.registry import COLLECTIVE_METHODS, Method, make_plan
+from mesh_attention.planning.choice import Choice, ChoiceOptions
+from mesh_attention.planning.costs import Costs
+from mesh_attention.planning.registry import gpu_price, make_plan, make_priced_plan
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.planner import tuned_planner
@@ -66,6 +69,10 @@ class MeshAttention:
     `group` is a torch.distributed group, one axis of a DeviceMesh, or None for the default group. A `LocalGroup` plays
     all ranks in this process, and then inputs and results are lists, one tensor a rank.
 
+    How to plan is a `choice` (a value, or its text, such as ``"ulysses 8 × mesh 4x8"``) or its fields as keywords:
+    `method`, `tile`, `ulysses_degree`, `inner`, `layout`, `route`, `partials`, `blocks_per_call`, `keep`. The layout is
+    zigzag unless stated.
+
     With a `cluster` (``"h100x256"``, a .toml file or a Topology) the tuner chooses method, degree, tile, placement,
     route and grouping for it, under `memory_limit` bytes a call. The cluster's machines count, not its number of ranks:
     the ranks of the group fill its nodes one after the other. Without one, and with nothing else given, the tile is the
@@ -80,16 +87,14 @@ class MeshAttention:
         self,
         group: Group | LocalGroup | Comm | Sequence[Comm] | None = None,
         *,
-        method: Method | None = None,
-        tile: Tile | tuple[int, int] | Literal["auto"] = "auto",
-        ulysses_degree: int | None = None,
-        layout: Layout | str = "zigzag",
+        choice: Choice | str | None = None,
         tensor_format: TensorFormat = "bshd",
         cluster: Topology | str | None = None,
         memory_limit: int | None = None,
         planner: Planner | None = None,
         cuda_graphs: bool = False,
-        **schedule: Any,
+        costs: Costs | None = None,
+        **options: Unpack[ChoiceOptions],
     ) -> None:
         self.comms, self.is_local = _comms(group)
         self._group = self.comms[0].group if isinstance(self.comms[0], TorchComm) else None
@@ -97,24 +102,29 @@ class MeshAttention:
         self._run = partial(_run_locally, self.comms) if self.is_local else _run_alone
         self._cuda_graphs = flag("cuda_graphs", cuda_graphs)
         self._graph_memories: dict[torch.device, GraphMemory] = {}
-        self.layout = layout_named(layout) if isinstance(layout, str) else layout
         if tensor_format not in ("bshd", "bhsd"):
             raise UsageError(f"tensor_format {tensor_format!r}: expected bshd or bhsd")
         self.tensor_format = tensor_format
-        refuse_unknown(schedule, ("inner", "route", "partials", "blocks_per_call", "costs", "keep"), of="MeshAttention")
-        options = {"method": method, "tile": None if tile == "auto" else tile, "ulysses_degree": ulysses_degree}
-        given = {name: value for name, value in (options | schedule).items() if value is not None}
-        if planner is not None and given:
-            raise UsageError(f"{', '.join(given)} came beside a planner, which decides that; give it to the planner")
-        self._options = given
+        given = [name for name, value in (("choice", choice), ("costs", costs), *options.items()) if value is not None]
+        if choice is not None and set(options) & set(given):
+            raise UsageError(f"{', '.join(options)} cannot be combined with choice=; give one or the other")
+        if choice is None:
+            self._choice = Choice.of(**options)
+        else:
+            self._choice = choice if isinstance(choice, Choice) else Choice.parse(choice)
+        self.layout = self._choice.layout or Zigzag()
+        self._choice = replace(self._choice, layout=self.layout)
+        self._costs = costs
+        decided = [name for name in given if name != "layout" and options.get(name) != "auto"]
+        if planner is not None and decided:
+            raise UsageError(f"{', '.join(decided)} cannot be combined with planner=; give it to the planner")
         self._is_tuned = cluster is not None
         if cluster is not None:
-            planner = self._tuned_planner(cluster, memory_limit, [*given, *(["planner"] if planner else [])])
+            planner = self._tuned_planner(cluster, memory_limit, [*decided, *(["planner"] if planner else [])])
         elif memory_limit is not None:
-            raise UsageError("memory_limit came without a cluster; the tuner keeps it, and needs to know the cluster")
-        self._is_plain = planner is None and not {"blocks_per_call", "costs"} & given.keys()
-        self._planner: Planner = make_plan if planner is None else planner
-        self._has_operator = not self.is_local and "keep" not in given
+            raise UsageError("memory_limit= needs cluster=, since the tuner is what honours it")
+        self._planner = planner
+        self._has_operator = not self.is_local and not self._choice.keep
         self._number = number_of(self)
         self.runs = 0
         """How many passes forward were asked for so far, but for one rank alone."""
@@ -127,7 +137,7 @@ class MeshAttention:
     def _tuned_planner(self, cluster: Topology | str, memory_limit: int | None, given: list[str]) -> Planner:
         if given:
             raise UsageError(
-                f"{', '.join(given)} came beside a cluster, for which the tuner decides that; leave one out"
+                f"{', '.join(given)} cannot be combined with cluster=, for which the tuner decides; leave one out"
             )
         topology = find_cluster(cluster) if isinstance(cluster, str) else cluster
         if not isinstance(topology, Topology):
@@ -329,10 +339,8 @@ class MeshAttention:
             check_tensors(*rank)
         self._check_graphs(tensors[0][0].device)
         problem = self._problem(tensors[0], options)
-        asked = self._options | ({"needs_gradient": gradient} if self._is_tuned else {})
-        plans = {d: self._planner(problem, direction=d, layout=self.layout, **asked) for d in DIRECTIONS}
-        if tensors[0][0].device.type == "cuda" and self._is_plain:
-            plans = {d: self._priced(plan) for d, plan in plans.items()}
+        device = tensors[0][0].device
+        plans = {direction: self._plan(problem, direction, device, gradient) for direction in DIRECTIONS}
         _check_keep(plans)
         if self._cuda_graphs and plans["forward"].schedule.keep:
             raise UsageError(
@@ -342,13 +350,13 @@ class MeshAttention:
         scale = options.softmax_scale if options.softmax_scale is not None else problem.head_dim_qk**-0.5
         return problem, plans, check_softmax(scale, options.softcap)
 
-    def _priced(self, plan: Plan) -> Plan:
-        """The same with calls grouped by what they cost on a GPU: a block a call is too fine for one."""
-        if plan.method in COLLECTIVE_METHODS:
-            return plan
-        costs = estimate_gpu_costs(plan.problem, plan.assignment, plan.direction)
-        options = self._options | {"tile": plan.assignment.tile, "costs": costs}
-        return self._planner(plan.problem, direction=plan.direction, layout=self.layout, **options)
+    def _plan(self, problem: Problem, direction: Direction, device: torch.device, gradient: bool) -> Plan:
+        if self._planner is not None:
+            asked = {"needs_gradient": gradient} if self._is_tuned else {}
+            return self._planner(problem, direction=direction, layout=self.layout, **asked)
+        if device.type == "cuda" and self._costs is None and self._choice.blocks_per_call is None:
+            return make_priced_plan(problem, self._choice, direction, gpu_price)  # one block a call is too fine
+        return make_plan(problem, self._choice, direction=direction, costs=self._costs)
 
     def _check_graphs(self, device: torch.device) -> None:
         if not self._cuda_graphs:
@@ -474,19 +482,8 @@ def _attention_of(group: Group, settings: tuple[tuple[str, Any], ...]) -> MeshAt
 
 
 _SETTINGS = (
-    "method",
-    "tile",
-    "ulysses_degree",
-    "layout",
-    "tensor_format",
-    "cluster",
-    "memory_limit",
-    "cuda_graphs",
-    "inner",
-    "route",
-    "partials",
-    "blocks_per_call",
-    "keep",
+    *(name for name in signature(MeshAttention).parameters if name not in ("group", "options")),
+    *ChoiceOptions.__annotations__,
 )
 
 

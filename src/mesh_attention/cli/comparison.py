@@ -9,8 +9,9 @@ from math import gcd
 from mesh_attention.cli.progress import Report
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import RankCosts, imbalance, rank_costs
+from mesh_attention.planning.choice import Method
 from mesh_attention.planning.limits import limits
-from mesh_attention.planning.registry import Method, make_plan
+from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
 
 ALL_RANKS = 64

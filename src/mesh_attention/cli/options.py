@@ -15,7 +15,7 @@ from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.layout import LAYOUTS, Layout, layout_named
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.plan.steps import Kind
-from mesh_attention.planning.registry import METHODS
+from mesh_attention.planning.choice import METHODS
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Topology
 

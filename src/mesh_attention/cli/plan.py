@@ -23,7 +23,8 @@ from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import transfers
 from mesh_attention.plan.text import format_step
-from mesh_attention.planning.registry import Method, make_plan
+from mesh_attention.planning.choice import Method
+from mesh_attention.planning.registry import make_plan
 
 
 def plan_command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +16,19 @@ from mesh_attention.cli.sizes import count
 from mesh_attention.errors import PlanError, UsageError
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.registry import COLLECTIVE_METHODS, make_plan
+from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import Candidate
-from mesh_attention.tuning.traffic import costs_on
+from mesh_attention.tuning import traffic
 from mesh_attention.verification.check import check
 
 
 def plan_on(problem: Problem, topology: Topology, direction: Direction, options: dict[str, Any]) -> Plan:
-    """As the tuner plans: in the order that suits the cluster's links."""
-    plan = make_plan(problem, direction=direction, **options)
-    if plan.method in COLLECTIVE_METHODS:
-        return plan
-    candidate = Candidate(
-        order="greedy",
-        assignment=plan.assignment,
-        layout=plan.layout.name,
-        route=plan.schedule.route,
-        partials=plan.schedule.partials,
-        blocks_per_call=options.get("blocks_per_call") or 1,
-        keep=plan.schedule.keep,
-    )
-    costs = costs_on(topology, problem, candidate, direction)
-    return make_plan(problem, direction=direction, **options, costs=costs)
+    """As the tuner plans: in the order that suits the cluster's links; a call is one block unless stated."""
+    choice = Choice.of(**options)
+    if choice.blocks_per_call is None and not choice.is_collective:
+        choice = replace(choice, blocks_per_call=1)
+    return traffic.plan_on(topology, problem, choice, direction)
 
 
 def ring_like(plan: Plan, topology: Topology) -> Plan:

@@ -28,10 +28,10 @@ from mesh_attention.errors import UsageError
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.choice import FAMILIES
 from mesh_attention.problem import Problem
 from mesh_attention.replay.parts import BEST, Part, tuned_parts
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import FAMILIES
 from mesh_attention.verification.check import check
 
 if TYPE_CHECKING:

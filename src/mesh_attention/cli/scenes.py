@@ -14,7 +14,7 @@ from mesh_attention.plan.assignment import Tile, divisors, tiles_of
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.registry import default_layout
+from mesh_attention.planning.choice import default_layout
 from mesh_attention.planning.search import least_volume_tile
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate

@@ -21,14 +21,13 @@ from mesh_attention.cli.words import cluster_name
 from mesh_attention.drawing.charts import save_chart, time_chart
 from mesh_attention.drawing.trace import write_trace
 from mesh_attention.errors import UsageError
-from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
-from mesh_attention.tuning.candidates import Candidate
 from mesh_attention.tuning.result import Tuning, tuning_to_json
 from mesh_attention.tuning.tune import tune, tuned_plans
 
@@ -177,18 +176,18 @@ def _as_json(answer: Answer) -> dict[str, Any]:
         "tuning": tuning_to_json(answer.tuning),
         "is_from_cache": answer.is_from_cache,
         "digests": {direction: plan.digest for direction, plan in plans.items()},
-        "options": {direction: _options_as_json(candidate) for direction, candidate in chosen.candidates.items()},
+        "options": {direction: _options_as_json(choice) for direction, choice in chosen.choices.items()},
         "code": {
             "cluster": cluster_code(
                 answer.cluster, layout=first.layout.name, memory_nbytes=answer.memory_nbytes, width=CODE_WIDTH
             ),
-            "explicit": explicit_code(chosen.candidates, plans, answer.topology, width=CODE_WIDTH),
+            "explicit": explicit_code(chosen.choices, plans, answer.topology, width=CODE_WIDTH),
         },
     }
 
 
-def _options_as_json(candidate: Candidate) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Tile) else value for name, value in candidate.options.items()}
+def _options_as_json(choice: Choice) -> dict[str, Any]:
+    return {name: value for name, value in choice.options.items() if value is not None}
 
 
 def _files_as_json(trace: Path | None, path: Path | None, chart: Chart | None) -> dict[str, Any]:

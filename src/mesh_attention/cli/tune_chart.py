@@ -14,19 +14,20 @@ from mesh_attention.drawing.charts import ChartPoint, ChartX
 from mesh_attention.errors import MemoryLimitError, ParseError, UsageError
 from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.choice import Choice, default_layout
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import Candidate, Order, shapes
+from mesh_attention.tuning.candidates import shapes
 from mesh_attention.tuning.result import Forecast, Tuning
 from mesh_attention.tuning.search import groupings
-from mesh_attention.tuning.traffic import costs_on, traffic
+from mesh_attention.tuning.traffic import plan_on, traffic
 
 Axis = Literal["ranks", "seq", "tile"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 MAIN_METHODS = ("ring", "ulysses", "attention2d", "usp", "mesh", "ulysses×mesh")
 """Drawn beside the one that is chosen; all of them would be lines upon lines."""
-ORDERS: dict[str, Order] = {"mesh": "greedy", "attention2d": "collective"}
+ORDERS = ("mesh", "attention2d")
 FEWEST_RANKS, FEWEST_TOKENS = 8, 65536
 TRIED_OF_A_TILE = 3
 """Placements, routes and groupings: the most promising ones of each tile are simulated."""
@@ -72,7 +73,7 @@ class Charter:
 
     def chart(self, axis: Axis) -> Chart:
         problem, topology = self.problem, self.topology
-        rest = f"{head_words(problem)}, {mask_words(problem)}, {' and '.join(self.tuning.chosen.candidates)}"
+        rest = f"{head_words(problem)}, {mask_words(problem)}, {' and '.join(self.tuning.chosen.choices)}"
         cluster = name_with_ranks(topology)
         match axis:
             case "ranks":
@@ -109,20 +110,20 @@ class Charter:
 
     def _along_tiles(self, title: str) -> Chart:
         """Every tile at the Ulysses degree that was chosen (for forward, if another for backward)."""
-        chosen = self.tuning.chosen.candidates
+        chosen = self.tuning.chosen.choices
         first = next(iter(chosen.values()))
         degree = first.assignment.ulysses
         found = [
-            candidate
-            for candidate in shapes(self.problem, self.topology, layout=first.layout)
-            if candidate.assignment.ulysses == degree
+            choice
+            for choice in shapes(self.problem, self.topology, layout=first.layout or default_layout(self.problem))
+            if choice.assignment.ulysses == degree
         ]
         tiles = tiles_of(self.problem.ranks // degree)
         points: list[ChartPoint] = []
         left_out: list[str] = []
         for number, (tile, method) in enumerate((tile, method) for tile in tiles for method in ORDERS):
             self.report(f"simulating {method} {tile}", number / len(tiles) / len(ORDERS))
-            same = [c for c in found if c.assignment.tile == tile and c.order == ORDERS[method]]
+            same = [c for c in found if c.assignment.tile == tile and c.is_collective == (method == "attention2d")]
             forecasts = [self._fastest(same, direction) for direction in chosen]
             fitting = [f for f in forecasts if f is not None and f.peak_nbytes <= self.limit_nbytes]
             if len(fitting) == len(forecasts):
@@ -134,13 +135,13 @@ class Charter:
             title += f", Ulysses degree {degree}"
         return Chart(points=tuple(points), x="tile", title=title, left_out=tuple(left_out))
 
-    def _fastest(self, candidates: Sequence[Candidate], direction: Direction) -> Forecast | None:
+    def _fastest(self, candidates: Sequence[Choice], direction: Direction) -> Forecast | None:
         problem, topology = self.problem, self.topology
         grouped = [replace(c, blocks_per_call=grouping) for c in candidates for grouping in groupings(c)]
         grouped.sort(key=lambda c: traffic(c, problem, topology, direction).promise_s)
         forecasts = []
-        for candidate in grouped[:TRIED_OF_A_TILE]:
-            plan = candidate.plan(problem, direction, costs_on(topology, problem, candidate, direction))
+        for choice in grouped[:TRIED_OF_A_TILE]:
+            plan = plan_on(topology, problem, choice, direction)
             forecasts.append(Forecast.of(simulate(plan, topology, priced_ranks=PRICED_RANKS)))
         return min(forecasts, key=lambda forecast: forecast.time_s, default=None)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
@@ -15,9 +14,9 @@ from mesh_attention.cli.words import cluster_words, mask_words, size_words
 from mesh_attention.drawing.units import format_time
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import Candidate
 from mesh_attention.tuning.result import Trial, Tuning
 
 NAME_WIDTH, REASON_WIDTH = 22, 22
@@ -60,20 +59,19 @@ def print_tuning(answer: Answer) -> None:
     console.print(_compute_words(tuning))
     console.print(_nbytes_words(tuning))
     console.print("\nto use it", style="bold")
-    layout = next(iter(chosen.candidates.values())).layout
+    layout = next(iter(answer.plans.values())).layout.name
     limit = answer.memory_nbytes
     console.print(cluster_code(answer.cluster, layout=layout, memory_nbytes=limit, width=console.width))
     if len(answer.plans) < len(DIRECTIONS):
         console.print("which chooses for forward and backward together, as --backward does here", style="dim")
     console.print("\nor, spelled out", style="bold")
-    console.print(explicit_code(chosen.candidates, answer.plans, answer.topology, width=console.width))
+    console.print(explicit_code(chosen.choices, answer.plans, answer.topology, width=console.width))
 
 
 def _headline(answer: Answer) -> str:
-    chosen = next(iter(answer.tuning.chosen.candidates.values()))
-    passes = " and ".join(answer.plans)
+    passes, layout = " and ".join(answer.plans), next(iter(answer.plans.values())).layout.name
     limit = "" if answer.memory_nbytes is None else f", within {format_nbytes(answer.memory_nbytes)} a rank"
-    return f"{passes}; {size_words(answer.problem)}, {mask_words(answer.problem)}, {chosen.layout}{limit}"
+    return f"{passes}; {size_words(answer.problem)}, {mask_words(answer.problem)}, {layout}{limit}"
 
 
 # The table
@@ -104,7 +102,7 @@ def tuning_columns(tuning: Tuning, *, has_nodes: bool) -> list[Column]:
 
 def _name(trial: Trial) -> str:
     """The method, and below it the configuration of each pass, or of both."""
-    by_pass = {direction: configuration(candidate) for direction, candidate in trial.candidates.items()}
+    by_pass = {direction: configuration(choice) for direction, choice in trial.choices.items()}
     if len(set(by_pass.values())) == 1:
         lines = [next(iter(by_pass.values()))]
     else:
@@ -112,10 +110,9 @@ def _name(trial: Trial) -> str:
     return "\n".join([trial.family, *(f"  {line}" for line in lines)])
 
 
-def configuration(candidate: Candidate) -> str:
-    """As the candidate says it, less its method and what goes without saying."""
-    text = str(candidate).removeprefix(candidate.family).replace(" 1 a call", "").strip()
-    return re.sub(r"(\d+) a call", r"\1/call", text)
+def configuration(choice: Choice) -> str:
+    """The choice less its layout, which is that of all."""
+    return str(replace(choice, layout=None))
 
 
 def _at_least(trials: Sequence[Trial], texts: Sequence[str]) -> list[str]:
@@ -128,7 +125,7 @@ def _known(trials: Sequence[Trial], texts: Sequence[str]) -> list[str]:
 
 def _against_bound(trial: Trial, tuning: Tuning) -> str:
     # What forward keeps for backward need not travel again: the bound does not hold.
-    if not tuning.bound_nbytes or any(candidate.keep for candidate in trial.candidates.values()):
+    if not tuning.bound_nbytes or any(choice.keep for choice in trial.choices.values()):
         return NO_NUMBER
     return f"{'≥' if trial.is_bound else ''}{trial.sent_nbytes / tuning.bound_nbytes:.2f}"
 

@@ -8,34 +8,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import INPUTS, OUTPUTS, Direction
+from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import CALL_PRICES, Costs
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import Candidate
 from mesh_attention.tuning.traffic import costs_on
 
 DIGITS = (1, 2, 3, 4, 6, 9, 17)
 """Of a cost; the fewest that make the same plan are written."""
-DEFAULTS: dict[str, Any] = {
-    "ulysses_degree": 1,
-    "inner": None,
-    "route": "direct",
-    "partials": "direct",
-    "blocks_per_call": 1,
-    "keep": (),
-}
-"""Of `make_plan`; what is as these is left out."""
 DEFAULT_LAYOUT = "zigzag"
 """Of `MeshAttention`."""
-ORDER = ("method", "tile", "ulysses_degree", "inner", "route", "partials", "blocks_per_call", "keep")
 
 
 def cluster_code(cluster: str, *, layout: str, memory_nbytes: int | None, width: int) -> str:
     """Leaves the choice to the tuner, on every rank."""
-    arguments = [f"cluster={_text(cluster)}"]
+    arguments = [f"cluster={json.dumps(cluster)}"]
     if layout != DEFAULT_LAYOUT:
         arguments.append(f'layout="{layout}"')
     if memory_nbytes is not None:
@@ -45,23 +34,23 @@ def cluster_code(cluster: str, *, layout: str, memory_nbytes: int | None, width:
 
 
 def explicit_code(
-    candidates: Mapping[Direction, Candidate], plans: Mapping[Direction, Plan], topology: Topology, *, width: int
+    choices: Mapping[Direction, Choice], plans: Mapping[Direction, Plan], topology: Topology, *, width: int
 ) -> str:
     """States the choice; asks no tuner and names no cluster."""
-    written = {d: _arguments(candidate, plans[d], topology) for d, candidate in candidates.items()}
-    layout = f'layout="{next(iter(plans.values())).layout.name}"'
+    written = {d: _arguments(choice, plans[d], topology) for d, choice in choices.items()}
     first, *others = written.values()
     if all(other == first for other in others):
         names = ["Costs", "MeshAttention"] if "costs=" in first else ["MeshAttention"]
-        statements = [f"attention = MeshAttention(group, {layout}, {first})"]
+        statements = [f"attention = MeshAttention(group, {first})"]
     else:
         has_costs = any("costs=" in arguments for arguments in written.values())
         names = ["Costs"] * has_costs + ["MeshAttention", "make_plan"]
-        choices = ", ".join(f'"{direction}": dict({arguments})' for direction, arguments in written.items())
+        by_pass = ", ".join(f'"{direction}": dict({arguments})' for direction, arguments in written.items())
+        layout = f'layout="{next(iter(plans.values())).layout.name}"'
         statements = [
-            f"options = {{{choices}}}",
+            f"options = {{{by_pass}}}",
             f"attention = MeshAttention(group, {layout}, planner=lambda problem, direction, layout: "
-            "make_plan(problem, direction=direction, layout=layout, **options[direction]))",
+            "make_plan(problem, direction=direction, **options[direction]))",
         ]
     lines = [f"from mesh_attention import {', '.join(names)}", *statements]
     return "\n".join(filled(line, width=width) for line in lines)
@@ -78,36 +67,25 @@ def filled(statement: str, *, width: int) -> str:
     return "\n".join(lines)
 
 
-def _arguments(candidate: Candidate, plan: Plan, topology: Topology) -> str:
-    given = candidate.options
-    options = {name: given[name] for name in ORDER if name in given and given[name] != DEFAULTS.get(name)}
-    costs = _least_costs(candidate, plan, topology)
-    if costs:
-        options["costs"] = costs
-    return ", ".join(f"{name}={_text(value)}" for name, value in options.items())
+def _arguments(choice: Choice, plan: Plan, topology: Topology) -> str:
+    costs = _least_costs(choice, plan, topology)
+    written = ", ".join(f"{kind}={cost!r}" for kind, cost in costs.items())
+    return f'choice="{choice}"' + (f", costs=Costs({written})" if costs else "")
 
 
-def _least_costs(candidate: Candidate, plan: Plan, topology: Topology) -> dict[str, float]:
+def _least_costs(choice: Choice, plan: Plan, topology: Topology) -> dict[str, float]:
     """The costs without which the order of transfers is another, in as few digits as make this one; none if none."""
-    for costs in _rounded(candidate, plan, topology):
+    for costs in _rounded(choice, plan, topology):
         given: dict[str, Any] = {"costs": Costs(**costs)} if costs else {}
-        if make_plan(plan.problem, direction=plan.direction, **candidate.options, **given) == plan:
+        if make_plan(plan.problem, choice, direction=plan.direction, **given) == plan:
             return costs
     raise AssertionError("all digits of the costs do not make the plan that they made")
 
 
-def _rounded(candidate: Candidate, plan: Plan, topology: Topology) -> Iterator[dict[str, float]]:
+def _rounded(choice: Choice, plan: Plan, topology: Topology) -> Iterator[dict[str, float]]:
     yield {}
-    costs = asdict(costs_on(topology, plan.problem, candidate, plan.direction))
+    costs = asdict(costs_on(topology, plan.problem, choice, plan.direction))
     kinds = (*INPUTS[plan.direction], *OUTPUTS[plan.direction])
     names = [*kinds, *(price for price in CALL_PRICES if costs[price])]
     for digits in DIGITS:
         yield {name: float(f"{costs[name]:.{digits}g}") for name in names}
-
-
-def _text(value: object) -> str:
-    if isinstance(value, Tile):
-        return f"({value.rows}, {value.cols})"
-    if isinstance(value, dict):
-        return f"Costs({', '.join(f'{kind}={cost!r}' for kind, cost in value.items())})"
-    return json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"')

@@ -12,13 +12,13 @@ from typing import Literal, NamedTuple
 
 from mesh_attention.masks import causal
 from mesh_attention.papers.figures import PUBLISHED, SCALING_TILES, Quantity
-from mesh_attention.plan.assignment import Assignment, Tile
+from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.planning.choice import Choice, Method
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import Candidate
-from mesh_attention.tuning.traffic import costs_on
+from mesh_attention.tuning.traffic import plan_on
 
 Contender = Literal["ring", "mesh"]
 Report = Callable[[str, float], None]
@@ -69,10 +69,9 @@ def run_experiments(cluster: Topology, *, on_progress: Report | None = None) -> 
 def _simulated(run: Run, topology: Topology, direction: Direction) -> Seconds:
     problem = scaling_problem(run)
     tile = Tile(1, run.ranks) if run.contender == "ring" else SCALING_TILES[run.ranks]
-    candidate = Candidate(
-        order="greedy", assignment=Assignment(tile), layout="striped", route="ring", partials="ring", blocks_per_call=1
-    )
-    plan = candidate.plan(problem, direction, costs_on(topology, problem, candidate, direction))
+    method: Method = "ring" if run.contender == "ring" else "mesh"
+    choice = Choice.of(method=method, tile=tile, layout="striped", route="ring", partials="ring", blocks_per_call=1)
+    plan = plan_on(topology, problem, choice, direction)
     # Striped ranks do alike: the calls of one stand for all.
     timeline = simulate(plan, topology, priced_ranks=1)
     return Seconds(timeline.time_s, timeline.compute_s)

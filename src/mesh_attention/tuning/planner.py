@@ -26,10 +26,8 @@ def tuned_planner(topology: Topology, *, memory_nbytes: float | None = None) -> 
         directions = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
         tuning, _ = cached_tune(problem, topology, directions=directions, layout=layout, memory_nbytes=memory_nbytes)
         chosen = tuning.chosen
-        candidates = {
-            direction: chosen.candidates.get(direction, chosen.candidates["forward"]) for direction in DIRECTIONS
-        }
-        return tuned_plans(problem, topology, replace(chosen, candidates=candidates))
+        choices = {direction: chosen.choices.get(direction, chosen.choices["forward"]) for direction in DIRECTIONS}
+        return tuned_plans(problem, topology, replace(chosen, choices=choices))
 
     def planner(problem: Problem, *, direction: Direction, layout: Layout, needs_gradient: bool = True) -> Plan:
         return plans(problem, layout.name, needs_gradient)[direction]

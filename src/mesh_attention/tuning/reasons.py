@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.choice import FAMILIES
 from mesh_attention.problem import Problem
-from mesh_attention.tuning.candidates import FAMILIES
 from mesh_attention.tuning.result import Trial
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def why_not(loser: Trial, chosen: Trial, near_tie: float) -> str:
     if computed > exposed:
         return f"more and smaller kernel calls: computes {_ratio(loser.compute_s, chosen.compute_s)} as long"
     waits = f"waits {_seconds(loser.exposed_s)} for transfers, the chosen {_seconds(chosen.exposed_s)}"
-    if all(candidate.order == "collective" for candidate in loser.candidates.values()):
+    if all(choice.is_collective for choice in loser.choices.values()):
         return f"nothing overlaps: {waits}"
     if loser.between_nbytes > 1.2 * chosen.between_nbytes > 0:
         return f"sends {_ratio(loser.between_nbytes, chosen.between_nbytes)} the bytes between nodes: {waits}"
