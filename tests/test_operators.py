@@ -280,7 +280,11 @@ def test_what_has_no_operator_is_one_break_in_the_graph(options: dict[str, Any])
         ({"dropout_p": 0.5}, "dropout is not supported"),
         ({"casual": True}, "did you mean causal"),
         ({"cu_seqlens_q": torch.tensor([0.0, 6.0])}, "expected running totals"),
-        ({"cu_seqlens_q": "0 6"}, "cu_seqlens_q='0 6': expected running totals"),
+        pytest.param(
+            {"cu_seqlens_q": "0 6"},
+            "cu_seqlens_q='0 6': expected running totals",
+            marks=pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.10 raises an error of its own"),
+        ),
     ],
     ids=str,
 )
