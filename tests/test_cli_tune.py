@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import test_cli
-import torch
 from test_cli import Run, as_json, assert_refused
 
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, read_plan
@@ -277,8 +276,8 @@ def planned(code: str, problem: Problem) -> dict[str, str]:
     """The digests of the plans that a `MeshAttention` makes which the code makes."""
     names: dict[str, Any] = {"group": LocalGroup(problem.ranks), "MeshAttention": MeshAttention}
     exec(code, names)
-    attention = names["attention"]
-    return {d: attention._plan(problem, d, torch.device("cpu"), True).digest for d in DIRECTIONS}
+    plans = names["attention"].engines.planner(problem, on_gpu=False, gradient=True)
+    return {direction: plan.digest for direction, plan in plans.items()}
 
 
 def test_the_code_makes_the_plans_that_were_forecast(run: Run) -> None:

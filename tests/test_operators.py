@@ -203,7 +203,7 @@ def test_what_was_compiled_needs_its_attention_alive() -> None:
     torch.ops.mesh_attention.attend(q, q, q, *asked)
     del attention
     gc.collect()
-    with pytest.raises(UsageError, match="no longer exists; keep it alive"):
+    with pytest.raises(UsageError, match="no longer exists; keep it as long"):
         torch.ops.mesh_attention.attend(q, q, q, *asked)
 
 
