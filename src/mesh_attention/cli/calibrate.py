@@ -49,13 +49,15 @@ class CalibrateOptions:
     ranks: int | None = option(
         "--ranks", "Processes to start here; 2 if left out. Not under torchrun.", "N", parse_whole, None
     )
-    ranks_per_node: int | None = option("--ranks-per-node", "Those of one machine if left out.", "N", parse_whole, None)
+    ranks_per_node: int | None = option(
+        "--ranks-per-node", "Ranks per machine; those of this one if left out.", "N", parse_whole, None
+    )
     heads: int = option("--heads", "Heads of the attention calls.", "N", parse_whole, 32)
     head_dim: int = option("--head-dim", "Their size.", "N", parse_whole, 128)
     dtype: str = option("--dtype", f"One of {', '.join(ITEMSIZE)}.", "NAME", default="bfloat16")
     links_of: Topology | None = option(
         "--links-of",
-        "A cluster (h100x8, FILE.toml) whose links stand for those not here.",
+        "A cluster (h100x8, FILE.toml) to take missing links from.",
         "CLUSTER",
         _read_cluster,
         None,

@@ -69,7 +69,7 @@ class ReplayOptions:
     rank: int | None = _of_replay("--rank", "The rank to play; the middle one if left out.", "N", opt.read_rank, None)
     rounds: int = _of_replay("--rounds", "How often each method runs.", "N", parse_whole, 5)
     device: str | None = _of_replay(
-        "--device", "cpu, cuda, cuda:1; a GPU if there is one and it is left out.", "NAME", default=None
+        "--device", "cpu, cuda or cuda:1; if left out, a GPU if there is one.", "NAME", default=None
     )
     cluster: str | None = _of_replay(
         "--cluster",
