@@ -59,7 +59,7 @@ def draw_command(
         )
     with progress("planning") as report:
         if given.plan is not None:
-            opt.refuse_beside_file(context, given.plan, opt.PlannedProblemOptions, opt.ChoiceOptions)
+            opt.refuse_with_file(context, given.plan, opt.PlannedProblemOptions, opt.ChoiceOptions)
             plan = checked_plan_for(given.plan, topology, report)
             plans: dict[Direction, Plan] = {plan.direction: plan}
         else:

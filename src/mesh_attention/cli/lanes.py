@@ -1,4 +1,4 @@
-"""Timelines as text: what the lanes of some ranks are busy with, a character for each slice of the time."""
+"""Timelines as text: how busy the lanes of some ranks are, one character for each slice of time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mesh_attention.drawing.scales import linear_ticks
 from mesh_attention.timeline import LANES, Lane, Timeline
 
 SHADES = " ░▒▓█"
-"""Busy for nothing of the slice, a little, half, most, all of it."""
+"""Busy for none of a slice, a little, half, most or all of it."""
 COLOURS: dict[Lane, int] = {"compute": 26, "wait": 160, "send": 28, "recv": 134}
-"""Terminal colours, of the 256, that stand out from black and from white alike."""
+"""Those of the 256 terminal colours that are readable on black and on white."""
 LEAST_WIDTH = 10
 
 
@@ -50,14 +50,14 @@ def busy_shares(spans: Iterable[tuple[float, float]], *, stop_s: float, slices: 
 
 
 def shade(share: float) -> str:
-    """Only what is busy (all but) all the time is black, and only what is not at all is blank."""
+    """Full only for a slice that is busy all the time, or nearly, and blank only for one that is idle."""
     if share <= 0.0:
         return SHADES[0]
     return SHADES[-1] if share > 0.99 else SHADES[1 + min(2, int(3 * share))]
 
 
 def _axis(stop_s: float, slices: int) -> str:
-    """Round times, each beginning where it is; what does not fit is left out."""
+    """Labels at round times; those that do not fit are left out."""
     unit, ticks = linear_ticks(stop_s or 1e-6, most=max(1, slices // 12))
     axis = ""
     for seconds, text in ticks:

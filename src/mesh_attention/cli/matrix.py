@@ -10,11 +10,11 @@ from mesh_attention.plan.plan import Plan
 
 MOST_SHARDS = 32
 PALETTE = (26, 166, 28, 163, 30, 160, 134, 100, 33, 168, 64, 243)
-"""Terminal colours, of the 256, that stand out from black and from white alike."""
+"""Those of the 256 terminal colours that are readable on black and on white."""
 
 
 def draw_matrix(plan: Plan, *, width: int) -> Text:
-    """A line for each query shard, as many as fit, and how to read them."""
+    """One line for each query shard, as many as fit, and a caption."""
     places = plan.assignment.places
     digits = len(str(places - 1))
     most = (width - digits - 2) // (digits + 1)
@@ -42,7 +42,7 @@ def _line(plan: Plan, row: int, shown: range, digits: int) -> Text:
 
 
 def _stride(places: int, rows: int, *, most: int) -> int:
-    """Every stride-th shard is shown. A factor in common with the tile's rows would hide columns of the grid."""
+    """Show every stride-th shard; a factor in common with the tile's rows would hide columns of the grid."""
     stride = -(-places // most)
     while stride > 1 and gcd(stride, rows) > 1:
         stride += 1

@@ -62,7 +62,7 @@ def simulate_command(
     shown_ranks = sorted({0, topology.ranks // 2, topology.ranks - 1})
     with progress("planning") as report:
         if given.file is not None:
-            opt.refuse_beside_file(context, given.file, opt.PlannedProblemOptions, opt.ChoiceOptions, Passes)
+            opt.refuse_with_file(context, given.file, opt.PlannedProblemOptions, opt.ChoiceOptions, Passes)
             plan = checked_plan_for(given.file, topology, report)
             plans: dict[Direction, Plan] = {plan.direction: plan}
         else:

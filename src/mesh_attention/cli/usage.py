@@ -1,4 +1,4 @@
-"""The lines of code that use what the tuner chose: they run, and make the very plans that were forecast."""
+"""Python code for a tuner's choice: it runs, and makes the plans that were forecast."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.traffic import costs_on
 
 DIGITS = (1, 2, 3, 4, 6, 9, 17)
-"""Of a cost; the fewest that make the same plan are written."""
+"""Significant digits of a cost; the fewest that make the same plan are written."""
 DEFAULT_LAYOUT = "zigzag"
-"""Of `MeshAttention`."""
+"""The default of `MeshAttention`."""
 
 
 def cluster_code(cluster: str, *, layout: str, memory_nbytes: int | None, width: int) -> str:
-    """Leaves the choice to the tuner, on every rank."""
+    """Code that lets every rank tune."""
     arguments = [f"cluster={json.dumps(cluster)}"]
     if layout != DEFAULT_LAYOUT:
         arguments.append(f'layout="{layout}"')
@@ -36,7 +36,7 @@ def cluster_code(cluster: str, *, layout: str, memory_nbytes: int | None, width:
 def explicit_code(
     choices: Mapping[Direction, Choice], plans: Mapping[Direction, Plan], topology: Topology, *, width: int
 ) -> str:
-    """States the choice; asks no tuner and names no cluster."""
+    """Code that states the choice, without a tuner or a cluster."""
     written = {d: _arguments(choice, plans[d], topology) for d, choice in choices.items()}
     first, *others = written.values()
     if all(other == first for other in others):
@@ -57,7 +57,7 @@ def explicit_code(
 
 
 def filled(statement: str, *, width: int) -> str:
-    """Wrapped at spaces outside strings and tiles. They all stand in brackets, where Python does not mind line ends."""
+    """The statement wrapped at spaces outside strings and tiles, which are all in brackets, where lines may end."""
     lines = [""]
     for word in re.findall(r'(?:"(?:\\.|[^"\\])*"|\(\d+, \d+\)|[^\s"])+', statement):
         if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
@@ -74,12 +74,12 @@ def _arguments(choice: Choice, plan: Plan, topology: Topology) -> str:
 
 
 def _least_costs(choice: Choice, plan: Plan, topology: Topology) -> dict[str, float]:
-    """The costs without which the order of transfers is another, in as few digits as make this one; none if none."""
+    """Costs that make this plan, with as few digits as do; empty if the plan is the same without."""
     for costs in _rounded(choice, plan, topology):
         given: dict[str, Any] = {"costs": Costs(**costs)} if costs else {}
         if make_plan(plan.problem, choice, direction=plan.direction, **given) == plan:
             return costs
-    raise AssertionError("all digits of the costs do not make the plan that they made")
+    raise AssertionError("the exact costs do not make the same plan again")
 
 
 def _rounded(choice: Choice, plan: Plan, topology: Topology) -> Iterator[dict[str, float]]:
