@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from run_facts import commit
 
 from mesh_attention import Problem, causal
 from mesh_attention.cli.replay_report import bar_groups
@@ -107,6 +108,7 @@ class Run:
     def facts(self) -> dict[str, Any]:
         return {
             "benchmark": NAME,
+            "commit": commit(),
             "command": shlex.join(["python", *sys.argv]),
             **asdict(self.around),
             "rounds": self.given.rounds,
@@ -214,7 +216,8 @@ def _fact(problem: Problem, replayed: Replayed) -> dict[str, Any]:
 
 
 def _write(folder: Path, lines: list[str], facts: dict[str, Any], chart: Figure | None) -> None:
-    (folder / f"{NAME}.txt").write_text("\n".join([f"$ {facts['command']}", facts["date"], *lines, ""]))
+    header = [f"$ {facts['command']}", facts["date"], f"commit {facts['commit']}"]
+    (folder / f"{NAME}.txt").write_text("\n".join([*header, *lines, ""]))
     (folder / f"{NAME}.json").write_text(json.dumps(facts, indent=1) + "\n")
     if chart is not None:
         save_chart(chart, folder / f"{NAME}.png")

@@ -8,7 +8,6 @@ attention and of four and eight query heads a KV head. Prints two tables and, la
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +19,9 @@ from orders.optimum import optimal_moves
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from run_facts import start_result
 
-from mesh_attention import Assignment, Costs, Problem, Tile, __version__, estimate_costs
+from mesh_attention import Assignment, Costs, Problem, Tile, estimate_costs
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.greedy import greedy_moves
 
@@ -72,6 +72,7 @@ def print_summaries(what: str, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def main() -> None:
+    facts = start_result("how_good_is_the_greedy")
     start = time.perf_counter()
     cases = [Case(*values) for values in product(DIRECTIONS, TILES, GROUPS, Q_COSTS)]
     ratios = {case: case.ratio() for case in track(cases, console=Console(stderr=True), transient=True)}
@@ -86,10 +87,9 @@ def main() -> None:
     overall += [{"tile": "all", "direction": "both"} | where()]
     print_summaries("tile", [*by_tile, *overall])
     print_summaries("cost of q", by_cost)
-    versions = {"mesh-attention": __version__, "python": platform.python_version(), "machine": platform.machine()}
     size = {"cases": len(cases), "seconds": round(seconds, 1)}
     rows = {"by_tile": by_tile, "by_cost": by_cost, "overall": overall}
-    print(json.dumps({"benchmark": "how_good_is_the_greedy", "versions": versions, **size, **rows}))
+    print(json.dumps({**facts, **size, **rows}))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pool import run_script
 
 from mesh_attention import LocalGroup, Problem, causal, full, make_plan, rank_costs
 from mesh_attention.calibration.fit import (
@@ -119,8 +118,8 @@ def test_a_line_that_would_begin_below_0_begins_at_0() -> None:
     ("points", "message"),
     [
         ([(1, 4), (2, 3), (4, 2)], "more work takes no longer; is the machine busy with something else"),
-        ([(5, 1)], "1 times of one size came; expected at least two sizes"),
-        ([(5, 1), (5, 2)], "2 times of one size came; expected at least two sizes"),
+        ([(5, 1)], "got 1 times of one size; expected at least two sizes"),
+        ([(5, 1), (5, 2)], "got 2 times of one size; expected at least two sizes"),
     ],
 )
 def test_times_that_make_no_sense_are_refused(points: list[tuple[float, float]], message: str) -> None:
@@ -314,10 +313,7 @@ SCRIPT = "import sys; from mesh_attention.cli.main import main; sys.exit(main())
 def test_under_torchrun_all_ranks_measure_and_one_writes(tmp_path: Path) -> None:
     script, path = tmp_path / "script.py", tmp_path / "three.toml"
     script.write_text(SCRIPT, encoding="utf-8")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
-    done = subprocess.run(
-        [*launch, *SMALL, "--ranks-per-node", "2", "--out", str(path)], capture_output=True, text=True, timeout=120
-    )
+    done = run_script(script, *SMALL, "--ranks-per-node", "2", "--out", str(path), ranks=3)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"wrote {path}") == 1
     assert "not measured" not in done.stdout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 from pathlib import Path
@@ -269,7 +269,7 @@ def test_bars_have_their_values_lines_and_marks() -> None:
 
 @pytest.mark.parametrize("groups", [[], [BarGroup(name="x", bars=())]])
 def test_a_chart_of_nothing_is_refused(groups: list[BarGroup]) -> None:
-    with pytest.raises(UsageError, match="no bars came"):
+    with pytest.raises(UsageError, match="no bars given"):
         rate_chart(groups, unit="", expected="", line="")
     with pytest.raises(UsageError, match="expected rates, 0 or above"):
         rate_chart([BarGroup(name="x", bars=(Bar(name="y", value=float("nan")),))], unit="", expected="", line="")
@@ -280,12 +280,8 @@ def test_a_chart_of_nothing_is_refused(groups: list[BarGroup]) -> None:
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(BENCHMARK.stem, BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(__import__("sys").modules, BENCHMARK.stem, module)
-    spec.loader.exec_module(module)
+    monkeypatch.syspath_prepend(BENCHMARK.parent)
+    module = importlib.import_module(BENCHMARK.stem)
     monkeypatch.setattr(module, "measure_scene", lambda problem, **_: cluster_named(f"h100x{problem.ranks}"))
     return module
 
@@ -302,5 +298,6 @@ def test_the_benchmark_prints_a_table_and_last_a_json_line(
     assert [row["method"] for row in facts["problems"][0]["rows"][::3]] == ["ring", "ulysses×mesh"]
     assert [text.split()[3] for text in out if text.startswith("1k 2 KV")] == ["ring", "ulysses×mesh", "one"]
     written = (tmp_path / f"{BENCHMARK.stem}.txt").read_text()
+    assert f"\ncommit {facts['commit']}\n" in written
     assert all(text in written for text in out[:-1])
     assert (tmp_path / f"{BENCHMARK.stem}.png").read_bytes().startswith(b"\x89PNG")

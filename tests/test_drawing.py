@@ -210,7 +210,7 @@ def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
     [
         (lambda: to_perfetto(NO_SPANS), "timeline 'bare' has totals but no spans.*simulate again with spans_of="),
         (lambda: to_perfetto({"a": SMALL, "b": NO_SPANS}), "timeline 'bare' has totals but no spans"),
-        (lambda: to_perfetto({}), "no timelines came"),
+        (lambda: to_perfetto({}), "no timelines given"),
         (lambda: to_perfetto(timeline_of([Span(0, "wait", 2.0, 1.0, "a")])), "expected 0 <= start_s <= stop_s"),
         (lambda: to_perfetto(timeline_of([Span(0, "wait", -1.0, 1.0, "a")])), "expected 0 <= start_s <= stop_s"),
         (lambda: to_perfetto(timeline_of([Span(0, "wait", 0.0, inf, "a")])), "expected 0 <= start_s <= stop_s"),
@@ -221,7 +221,7 @@ def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
         (lambda: gantt(SMALL, ranks=[3, 5]), r"has no spans of ranks \[5\]; it has those of \[0, 3\]"),
         (lambda: gantt(SMALL, ranks=[]), r"it has those of \[0, 3\]"),
         (lambda: gantt(crowd(17)), "17 ranks are more than one picture holds; name at most 16"),
-        (lambda: time_chart([], x="ranks"), "no points came"),
+        (lambda: time_chart([], x="ranks"), "no points given"),
         (lambda: time_chart([ChartPoint("ring", 8, 1, 0)], x="hosts"), "x='hosts': expected one of ranks, sequence"),  # type: ignore[arg-type]
         (lambda: time_chart([ChartPoint("ring", 0, 1, 0)], x="ranks"), "expected ranks as a number above 0"),
         (lambda: time_chart([ChartPoint("ring", "8", 1, 0)], x="ranks"), "expected ranks as a number above 0"),
@@ -234,7 +234,7 @@ def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
         (lambda: save_chart(gantt(SMALL), "/no/such/place/a.png"), "/no/such/place/a.png: cannot be written"),
     ],
 )
-def test_a_refusal_says_what_came_and_what_was_expected(refused: Callable[[], object], message: str) -> None:
+def test_a_refusal_says_what_was_given_and_what_was_expected(refused: Callable[[], object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         refused()
 
@@ -509,7 +509,7 @@ def test_without_matplotlib_one_is_told_how_to_get_it(monkeypatch: pytest.Monkey
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Hidden, *sys.meta_path])
     for draw in (lambda: gantt(SMALL), lambda: time_chart([ChartPoint("ring", 8, 1.0, 0.0)], x="ranks")):
-        with pytest.raises(UsageError, match=r"no module matplotlib; pip install 'mesh-attention\[charts\]'"):
+        with pytest.raises(UsageError, match=r"matplotlib is not installed; pip install 'mesh-attention\[charts\]'"):
             draw()
     to_perfetto(SMALL)  # needs none
 

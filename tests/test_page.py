@@ -263,8 +263,9 @@ def _swapped(plans: Any) -> dict[Direction, Plan]:
 
 
 BAD_SPAN = replace(FOUR.forecasts["forward"], spans=(Span(0, "recv", 2.0, 1.0, "q1 from 1"),))
+FOREIGN = replace(FOUR.forecasts["forward"], spans=(Span(0, "wait", 0.0, 1.0, "recv q1 from 1", step=99),))
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: page([], title="t"), "no scenes came"),
+    (lambda: page([], title="t"), "no scenes given"),
     (lambda: page([TWO, TWO], title="t"), "two scenes have 2 ranks, method 'ring' and tile 1x2"),
     (lambda: replace(TWO, plans={}), "has plans for nothing; expected forward, backward or both"),
     (lambda: replace(TWO, forecasts={}), "forecasts for nothing; simulate each plan"),
@@ -286,6 +287,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (
         lambda: page([replace(FOUR, forecasts={**FOUR.forecasts, "forward": BAD_SPAN})], title="t"),
         "expected 0 <= start_s <= stop_s",
+    ),
+    (
+        lambda: page([replace(FOUR, forecasts={**FOUR.forecasts, "forward": FOREIGN})], title="t"),
+        "expected a timeline of the same plan",
     ),
     (lambda: write_page("/no/such/folder/page.html", [TWO], title="t"), "cannot be written"),
 ]

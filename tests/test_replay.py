@@ -11,7 +11,7 @@ from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs
 from mesh_attention.cli.replay_report import bar_groups
 from mesh_attention.comm.base import Parcel
 from mesh_attention.comm.replay import ReplayComm, SilentComm
-from mesh_attention.comm.wrappers import Recording
+from mesh_attention.comm.wrappers import Counting
 from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.execution.compiled import compile_program
 from mesh_attention.plan.steps import DIRECTIONS
@@ -79,7 +79,7 @@ def test_everybody_says_what_this_rank_says() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_replay_moves_the_bytes_that_the_plan_says(parts: list[Part], method: str, direction: str) -> None:
     plan = next(part for part in parts if part.name == method).plans[direction]  # type: ignore[index]
-    comm = Recording(ReplayComm(RANK, PROBLEM.ranks, device=CPU))
+    comm = Counting(ReplayComm(RANK, PROBLEM.ranks, device=CPU))
     Actor(plan, RANK, device=CPU).run(comm)
     costs = rank_costs(plan, RANK)
     assert sum(comm.sent_nbytes.values()) == costs.sent_nbytes > 0

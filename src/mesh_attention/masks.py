@@ -24,7 +24,7 @@ Segment = range
 
 
 class BlockKind(Enum):
-    """What a mask leaves of a rectangle of queries and keys."""
+    """How much of a rectangle of queries and keys a mask leaves."""
 
     EMPTY = "empty"
     PARTIAL = "partial"
@@ -72,7 +72,7 @@ class Mask:
         return "&".join(parts) or "full"
 
     def pairs(self, q: Segment, kv: Segment, *, seq_q: int, seq_kv: int) -> int:
-        """How many (query, key) pairs of the two segments the mask lets through."""
+        """Number of (query, key) pairs of the two segments that the mask leaves."""
         return sum(_band_pairs(*piece, self.left, self.right) for piece in self.pieces(q, kv, seq_q, seq_kv))
 
     def kind(self, q: Segment, kv: Segment, *, seq_q: int, seq_kv: int) -> BlockKind:
@@ -82,14 +82,14 @@ class Mask:
         return BlockKind.FULL if count == len(q) * len(kv) else BlockKind.PARTIAL
 
     def is_empty(self, q: Segment, kv: Segment, *, seq_q: int, seq_kv: int) -> bool:
-        """Whether no pair is let through; cheaper than counting."""
+        """True if the mask leaves no pair; cheaper than counting."""
         if self.documents is None:  # the common case, asked for every block
             return not (q and kv and _band_any(q, kv, seq_kv - seq_q, self.left, self.right))
         pieces = self.pieces(q, kv, seq_q, seq_kv)
         return not any(_band_any(*piece, self.left, self.right) for piece in pieces)
 
     def pieces(self, q: Segment, kv: Segment, seq_q: int, seq_kv: int) -> Iterator[tuple[Segment, Segment, int]]:
-        """The parts of the rectangle that lie in one document each, with that document's alignment."""
+        """The rectangle cut by documents: queries, keys and alignment of each document's part."""
         if not q or not kv:
             return
         if self.documents is None:
@@ -179,7 +179,7 @@ def _documents_text(docs: Documents) -> str:
 
 
 def _clip(segment: Segment, low: int, high: int) -> Segment:
-    """The part of a segment that lies in low:high."""
+    """The part of a segment inside low:high."""
     return segment[bisect_left(segment, low) : bisect_left(segment, high)]
 
 

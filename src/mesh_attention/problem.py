@@ -1,4 +1,4 @@
-"""What is asked: lengths, heads, head sizes, dtype, mask and number of ranks. A value; it plans nothing."""
+"""The problem: lengths, heads, head sizes, dtype, mask and number of ranks of an attention call, as a value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes an element, for every dtype a problem may have."""
+"""Bytes per element, for every dtype a problem may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Problem:
 
     @property
     def accumulator_itemsize(self) -> int:
-        """Bytes of an element that is summed up, and of LSE and delta: float32, or float64 for float64."""
+        """Bytes of an element of a running sum, of LSE and of delta: float32, or float64 for float64."""
         return max(4, self.itemsize)
 
     @property

@@ -1,4 +1,4 @@
-"""What happened when: spans on the lanes of ranks, and their totals. A value; simulation or measurement makes one."""
+"""Timelines: spans on the lanes of ranks, and their totals, simulated or measured."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ TOUCH_S = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """One rank's totals. `wait_s` is exposed communication: the compute lane had nothing it could do. `link_s` is the
-    time of the transfers it received, or of those it sent, whichever is more."""
+    """One rank's totals. `wait_s` is exposed communication: time in which the compute lane could do nothing. `link_s`
+    is the time of the transfers it received, or of those it sent, whichever is longer."""
 
     rank: int
     stop_s: float
@@ -53,10 +53,10 @@ class RankTimes:
 class Timeline:
     """One pass of one plan.
 
-    `ranks` are the totals of every rank; `spans` those of the ranks that were asked for. `sent_nbytes` is what all
-    ranks together sent, by link class. `is_exact` says whether every rank's calls were priced one by one; otherwise,
-    prices of some places stand for those of their neighbours. (In which order ranks that share a link are served is
-    an assumption either way.)
+    `ranks` holds the totals of every rank, `spans` those of the requested ranks. `sent_nbytes` is the sum over all
+    ranks, by link class. `is_exact` is True if every rank's calls were priced one by one; otherwise the prices of some
+    places stand for those of their neighbours. (The order in which ranks that share a link are served is an assumption
+    either way.)
     """
 
     name: str
@@ -69,17 +69,17 @@ class Timeline:
 
     @property
     def time_s(self) -> float:
-        """Until the last rank is done."""
+        """Time until the last rank is done."""
         return max((rank.stop_s for rank in self.ranks), default=0.0)
 
     @property
     def compute_s(self) -> float:
-        """Of the busiest rank."""
+        """Compute time of the busiest rank."""
         return max((rank.compute_s for rank in self.ranks), default=0.0)
 
     @property
     def exposed_s(self) -> float:
-        """What communication adds: the time in which the busiest rank does not compute."""
+        """Exposed communication: the time in which the busiest rank does not compute."""
         return self.time_s - self.compute_s
 
     @property
@@ -90,13 +90,13 @@ class Timeline:
 
     @property
     def overlap(self) -> float:
-        """The share of the transfers' time that compute hides, of the rank with most of it; 1 if nothing was sent."""
+        """The share of transfer time hidden behind compute, on the rank with the most of it; 1 if nothing was sent."""
         link_s = max((rank.link_s for rank in self.ranks), default=0.0)
         return 1.0 - min(1.0, self.exposed_s / link_s) if link_s else 1.0
 
     @property
     def tflops(self) -> float:
-        """Achieved by an average rank."""
+        """Rate that an average rank achieves."""
         return self.flops / len(self.ranks) / self.time_s / 1e12 if self.time_s else 0.0
 
 

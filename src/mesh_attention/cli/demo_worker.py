@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mesh_attention.api import MeshAttention
-    from mesh_attention.comm.wrappers import Recording
-    from mesh_attention.execution.autograd import Engine
+    from mesh_attention.comm.wrappers import Counting
+    from mesh_attention.execution.engine import Engine
 
 TIMED_RUNS = 3
 CALIBRATION_STEPS = 6
@@ -114,24 +114,24 @@ class Demo:
         from mesh_attention.api import MeshAttention
         from mesh_attention.arguments import CallOptions
         from mesh_attention.comm.torch_dist import TorchComm
-        from mesh_attention.comm.wrappers import Recording
+        from mesh_attention.comm.wrappers import Counting
 
         self.notes.tell(f"{name}: compare and count")
-        seq, recording = self.problem.seq_q, Recording(TorchComm())
-        attention = MeshAttention(recording, choice=choice)
+        seq, counting = self.problem.seq_q, Counting(TorchComm())
+        attention = MeshAttention(counting, choice=choice)
         *given, d_out = (attention.shard(tensor) for tensor in self.inputs)
         q, k, v = (tensor.requires_grad_() for tensor in given)
-        engine = attention.engine([[q, k, v]], CallOptions(causal=True, seq_len=seq))
+        engine = attention.engines.find([[q, k, v]], CallOptions(causal=True, seq_len=seq))
         out = attention(q, k, v, causal=True, seq_len=seq)
         forward_peak = engine.meters[0].peak
         results = [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)]
         peaks = [forward_peak, engine.meters[0].peak]
         errors = [_relative_error(attention, ours, whole) for ours, whole in zip(results, self.truth, strict=True)]
         counted: dict[str, Any] = {
-            "sent_nbytes": recording.sent_nbytes.total(),
-            "received_nbytes": recording.received_nbytes.total(),
-            "messages": recording.messages,
-            "is_as_planned": _is_as_planned(engine, recording, peaks),
+            "sent_nbytes": counting.sent_nbytes.total(),
+            "received_nbytes": counting.received_nbytes.total(),
+            "messages": counting.messages,
+            "is_as_planned": _is_as_planned(engine, counting, peaks),
         }
         return Measured(
             forward_error=errors[0],
@@ -230,13 +230,13 @@ def _relative_error(attention: MeshAttention, ours: Tensor, whole: Tensor) -> fl
     return float(difference.max() / whole.abs().max()) if difference.numel() else 0.0
 
 
-def _is_as_planned(engine: Engine, recording: Recording, peaks: Sequence[int]) -> bool:
+def _is_as_planned(engine: Engine, counting: Counting, peaks: Sequence[int]) -> bool:
     """True if bytes of each kind, messages and the peak of each pass are those that the two plans state."""
-    costs = [rank_costs(engine.programs(direction)[0].plan, recording.rank) for direction in DIRECTIONS]
+    costs = [rank_costs(engine.programs(direction)[0].plan, counting.rank) for direction in DIRECTIONS]
     sent: Counter[str] = Counter()
     received: Counter[str] = Counter()
     for cost in costs:
         sent.update({kind: nbytes.total for kind, nbytes in cost.sent.items()})
         received.update({kind: nbytes.total for kind, nbytes in cost.received.items()})
-    counted = (recording.sent_nbytes, recording.received_nbytes, recording.messages, list(peaks))
+    counted = (counting.sent_nbytes, counting.received_nbytes, counting.messages, list(peaks))
     return counted == (sent, received, sum(c.messages for c in costs), [c.peak_nbytes for c in costs])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import socket
 import tempfile
@@ -38,6 +39,9 @@ def run_processes(function: Callable[..., Any], *arguments: Any, ranks: int, rep
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a failure is shown below, once
+    can_fork = "forkserver" in multiprocessing.get_all_start_methods()
+    if can_fork:  # the processes are forked from one that has imported torch
+        multiprocessing.set_forkserver_preload(["torch.distributed", function.__module__])
     with tempfile.TemporaryDirectory(prefix="mesh-attention-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -48,6 +52,7 @@ def run_processes(function: Callable[..., Any], *arguments: Any, ranks: int, rep
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
+            start_method="forkserver" if can_fork else "spawn",
             # Gloo writes to stdout, which is for the results.
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )

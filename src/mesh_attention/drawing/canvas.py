@@ -82,7 +82,7 @@ def new_figure(*, height_in: float) -> Figure:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"charts are drawn by matplotlib, and there is no module {error.name}; pip install 'mesh-attention[charts]'"
+            f"charts need matplotlib, but {error.name} is not installed; pip install 'mesh-attention[charts]'"
         ) from error
     figure = Figure(figsize=(WIDTH_IN, height_in), dpi=100, facecolor="white")
     FigureCanvasAgg(figure)
@@ -90,7 +90,7 @@ def new_figure(*, height_in: float) -> Figure:
 
 
 def text_width_in(texts: Iterable[str], *, size: float, weight: str = "normal") -> float:
-    """Of the widest, and never 0."""
+    """Width of the widest text, never 0."""
     figure = new_figure(height_in=1.0)
     drawn = [figure.text(0, 0, text, fontsize=size, weight=weight, parse_math=False) for text in texts]
     return max(1.0, *(text.get_window_extent().width for text in drawn)) / figure.dpi

@@ -1,4 +1,4 @@
-"""What ranks did when: the lanes of each against time."""
+"""Gantt charts: the lanes of ranks against time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tracks = Mapping[int, Mapping[Lane, Sequence[Track]]]
 
 
 def gantt(timeline: Timeline, *, ranks: Sequence[int] | None = None) -> Figure:
-    """What lanes were busy with, against time; of all ranks that have spans unless some are named."""
+    """The spans of a timeline, lane by lane; all ranks that have spans unless `ranks` names some."""
     tracks = rank_tracks(timeline)
     shown = _shown_ranks(tuple(tracks), ranks, timeline.name)
     margins = canvas.Margins(left=_names_in(shown), right=0.3, top=0.72, bottom=0.55)
@@ -39,7 +39,7 @@ def gantt(timeline: Timeline, *, ranks: Sequence[int] | None = None) -> Figure:
 
 
 def _shown_ranks(there: Sequence[int], asked: Sequence[int] | None, name: str) -> Sequence[int]:
-    """Those that were asked for, or all; refuses what is not there and what is too much for a picture."""
+    """The ranks that were asked for, or all; refuses ranks without spans, and more ranks than a picture holds."""
     shown = there if asked is None else tuple(dict.fromkeys(asked))
     missing = [rank for rank in shown if rank not in there]
     if missing or not shown:
@@ -53,7 +53,7 @@ def _shown_ranks(there: Sequence[int], asked: Sequence[int] | None, name: str) -
 
 
 def _rows_of(ranks: Sequence[int]) -> float:
-    """How high they are together, in lanes."""
+    """Their height together, in lanes."""
     return len(ranks) * (len(LANES) + RANK_GAP)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BAR, GROUP_GAP = 0.86, 0.9
-"""Of a bar's place, the part it fills; and the gap between groups, in bars."""
+"""The part of its place that a bar fills, and the gap between groups, in bars."""
 LIGHT = ("#e69f00", "#56b4e9", "#cc79a7", "#999933")
 """Colours on which ink is read better than white."""
 LABEL_GAP_IN, MARK_IN = 0.06, 0.05
@@ -74,7 +74,7 @@ def rate_chart(
 
 def _check(groups: Sequence[BarGroup]) -> None:
     if not groups or not all(group.bars for group in groups):
-        raise UsageError("no bars came; expected groups of at least one to draw")
+        raise UsageError("no bars given; expected groups of at least one to draw")
     for group in groups:
         if not all(value >= 0 and isfinite(value) for value in _values(group)):
             raise UsageError(f"{group}: expected rates, 0 or above")

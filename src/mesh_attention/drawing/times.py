@@ -65,7 +65,7 @@ def _lines(points: Sequence[ChartPoint], x: ChartX) -> dict[str, list[ChartPoint
     if x not in get_args(ChartX):
         raise UsageError(f"x={x!r}: expected one of {', '.join(get_args(ChartX))}")
     if not points:
-        raise UsageError("no points came; expected at least one to draw")
+        raise UsageError("no points given; expected at least one to draw")
     lines: dict[str, dict[float | str, ChartPoint]] = {}
     for point in points:
         _check(point, x)
@@ -174,7 +174,7 @@ def _label_offsets(axes: Axes, labels: Sequence[str], ends: Sequence[Point]) -> 
 
 
 def _in_points(axes: Axes, places: Any) -> list[Point]:
-    """Of places in the data; from the lower left corner of the sheet."""
+    """Places in the data, measured from the lower left corner of the sheet."""
     return [
         (float(x) * 72 / axes.figure.dpi, float(y) * 72 / axes.figure.dpi) for x, y in axes.transData.transform(places)
     ]

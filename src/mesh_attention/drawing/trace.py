@@ -47,7 +47,7 @@ def _processes(
             yield f"rank {rank}", lanes
         return
     if not timelines:
-        raise UsageError("no timelines came; expected at least one to make a trace of")
+        raise UsageError("no timelines given; expected at least one to make a trace of")
     for name, timeline in timelines.items():
         for rank, lanes in rank_tracks(timeline).items():
             yield f"{name}: rank {rank}", lanes

@@ -35,7 +35,7 @@ class RankCosts:
 
 
 def rank_costs(plan: Plan, rank: int) -> RankCosts:
-    """Builds this rank's program and no other's."""
+    """The costs of one rank, without building any other rank's program."""
     program, matrix = plan.program(rank), plan.matrix
     ends = [transfers(step) for step in program.steps]
     sent = [send.item for sends, _ in ends for send in sends]
@@ -68,7 +68,7 @@ def flops_by_rank(plan: Plan) -> list[int]:
 
 
 def imbalance(flops: Iterable[int]) -> float:
-    """How much longer the busiest rank computes than the average: 0 is even, 1 is twice as long."""
+    """How much longer the busiest rank computes than the average: 0 is even, 1 means twice as long."""
     flops = list(flops)
     mean = sum(flops) / max(1, len(flops))
     return max(flops) / mean - 1 if mean else 0.0

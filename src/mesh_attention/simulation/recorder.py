@@ -1,4 +1,4 @@
-"""Totals of every rank and spans of the ranks that were asked for, collected while an engine runs."""
+"""Totals of every rank and spans of the requested ranks, collected while an engine runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mesh_attention.topology import LinkClass
 
 
 class Recorder:
-    """What an engine reports to, one rank at a time."""
+    """Collects what an engine reports, one rank at a time."""
 
     def __init__(self, ranks: int, spans_of: Collection[int]) -> None:
         self.spans_of = frozenset(spans_of)

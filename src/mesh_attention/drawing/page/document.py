@@ -47,7 +47,7 @@ def write_page(path: Path | str, scenes: Sequence[Scene], *, title: str, notes: 
 
 
 def page_data(scenes: Sequence[Scene]) -> dict[str, Any]:
-    """What the scripts draw: plain numbers and texts. Tables that several scenes share are written once."""
+    """Plain numbers and texts for the scripts to draw. Tables that several scenes share are written once."""
     problems: dict[Problem, int] = {}
     grids: dict[tuple[Problem, Layout, int], int] = {}
     patterns: list[dict[str, object]] = []

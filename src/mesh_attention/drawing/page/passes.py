@@ -8,6 +8,7 @@ from math import floor, log10
 from typing import Any
 
 from mesh_attention.drawing.page.relative import program_text
+from mesh_attention.errors import UsageError
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.plan import Plan
@@ -22,7 +23,7 @@ Data = dict[str, Any]
 TICKS = 1e5
 """A timeline has at least this many; finer than any screen."""
 EMPTY, FULL, LOWER, UPPER, PART = "01234"
-"""Of a pair of segments: nothing, all, the lower left triangle, the upper right one, some other part."""
+"""How much of a pair of segments the mask leaves: none, all, the lower left or upper right triangle, another part."""
 FINEST = 4
 """Segments a shard up to which a block is drawn segment by segment."""
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -114,6 +115,8 @@ def _lanes(spans: Iterable[Span], steps: Sequence[Step], tick_s: float, names: d
     begun = dict.fromkeys(LANES, 0)
     moved = _numbered(steps)
     for span in sorted(spans, key=lambda span: (span.start_s, span.stop_s)):
+        if span.step is not None and span.step not in range(len(steps)):
+            raise UsageError(f"{span}: rank {span.rank} has {len(steps)} steps; expected a timeline of the same plan")
         place = moved.get((span.lane, span.step, span.name)) if span.lane in ("send", "recv") else span.step
         what = -1 - names.setdefault(span.name, len(names)) if place is None else place
         start, stop = round(span.start_s / tick_s), round(span.stop_s / tick_s)
@@ -131,7 +134,7 @@ def _numbered(steps: Sequence[Step]) -> dict[tuple[Lane, int | None, str], int]:
 
 
 def _short(value: float) -> float:
-    """Six digits: what is shown has three."""
+    """Six digits; the page shows three."""
     return float(f"{value:.6g}")
 
 

@@ -19,11 +19,11 @@ from mesh_attention.plan.program import Program
 from mesh_attention.plan.text import format_step
 
 AS_IT_IS = "="
-"""What the text of a program begins with whose numbers are not offsets."""
+"""First letter of a program's text whose numbers are not offsets."""
 
 
 class _NotRelativeError(Exception):
-    """A number that is no offset of this rank."""
+    """A number is not an offset of this rank."""
 
 
 def program_text(assignment: Assignment, program: Program) -> str:
