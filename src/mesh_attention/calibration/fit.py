@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from mesh_attention.errors import TopologyError
 from mesh_attention.problem import Direction

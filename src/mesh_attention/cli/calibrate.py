@@ -17,8 +17,7 @@ import typer
 from mesh_attention.calibration.fit import Measurement, fit_topology
 from mesh_attention.cli.calibrate_report import as_json, note, print_report
 from mesh_attention.cli.command import group, option
-from mesh_attention.cli.files import output_file
-from mesh_attention.cli.progress import Report, progress
+from mesh_attention.cli.files import Report, output_file, progress
 from mesh_attention.clusters import cluster_to_toml, find_cluster
 from mesh_attention.comm.launch import check_gpus, joined_group, note_progress, ranks_here, run_processes
 from mesh_attention.errors import UsageError

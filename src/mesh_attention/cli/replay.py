@@ -17,8 +17,7 @@ import typer
 
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import group, option
-from mesh_attention.cli.files import checked_plan
-from mesh_attention.cli.progress import Report, progress
+from mesh_attention.cli.files import Report, checked_plan, progress
 from mesh_attention.cli.replay_report import Played, as_json, chart_of, print_replay
 from mesh_attention.clusters import find_cluster
 from mesh_attention.drawing.canvas import save_chart

@@ -12,11 +12,9 @@ import typer
 
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import argument, group
-from mesh_attention.cli.files import checked_plan_for
-from mesh_attention.cli.lanes import SHADES, draw_lanes
-from mesh_attention.cli.progress import Report, progress
-from mesh_attention.cli.tables import Column, plain_console, print_table, times
-from mesh_attention.cli.words import cluster_words, mask_words, size_words
+from mesh_attention.cli.files import Report, checked_plan_for, progress
+from mesh_attention.cli.tables import Column, cluster_words, mask_words, plain_console, print_table, size_words, times
+from mesh_attention.cli.terminal import SHADES, draw_lanes
 from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.gantt import gantt
 from mesh_attention.drawing.trace import write_trace
