@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mesh_attention import __version__
-from mesh_attention.cli.progress import progress
-from mesh_attention.cli.words import cluster_words
+from mesh_attention.cli.files import progress
+from mesh_attention.cli.tables import cluster_words
 
 SHORT: dict[Paper, str] = {"Mesh-Attention": "Mesh", "ATTENTION2D": "2D", "derived": "derived"}
 CAPTION = (
