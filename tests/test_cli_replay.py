@@ -156,7 +156,7 @@ def test_without_a_cluster_this_device_and_its_link_are_measured(run: Run, monke
         measured.append(problem)
         return cluster_named("laptopx4")
 
-    monkeypatch.setattr("mesh_attention.replay.scene.measure_scene", measure)
+    monkeypatch.setattr("mesh_attention.replay.device.measure_device", measure)
     found = as_json(run(f"replay {SIZES} --device cpu --rounds 1 --methods ring --json"))
     assert measured == [PROBLEM]
     assert found["is_measured"]
@@ -281,7 +281,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(__import__("sys").modules, BENCHMARK.stem, module)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "measure_scene", lambda problem, **_: cluster_named(f"h100x{problem.ranks}"))
+    monkeypatch.setattr(module, "measure_device", lambda problem, **_: cluster_named(f"h100x{problem.ranks}"))
     return module
 
 

@@ -171,11 +171,11 @@ class Asked:
 
 def play(asked: Asked, device: torch.device, report: Report) -> Played:
     from mesh_attention.replay.actor import OneKernel
+    from mesh_attention.replay.device import measure_device
     from mesh_attention.replay.replay import replay
-    from mesh_attention.replay.scene import measure_scene
 
     of_files = [_part_of(file, asked, report) for file in asked.files]
-    topology = asked.topology or measure_scene(asked.problem, device=device, report=report)
+    topology = asked.topology or measure_device(asked.problem, device=device, report=report)
     parts = [*_tuned(asked, topology, report), *of_files]
     is_recorded = asked.is_recorded and device.type == "cuda"
     check_memory(parts, rank=asked.rank, device=device, is_recorded=is_recorded)

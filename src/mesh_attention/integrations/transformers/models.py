@@ -89,7 +89,7 @@ def refuse_rotary(config: object, attention: MeshAttention, rows: Sequence[Row],
 
 def _depends(config: object, kind: str, limit: int, seq_len: int) -> str:
     instead = (
-        "or so many that every rank's last token is beyond these, without padding and documents (with layout "
+        "or enough that every rank's last token is beyond these, without padding and documents (with layout "
         '"striped" every rank has late tokens)'
         if kind == "longrope"
         else "or use another rope_type, such as yarn"
