@@ -25,17 +25,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from run_facts import commit
 
 from mesh_attention import Problem, causal
-from mesh_attention.cli.replay_device import Surroundings, check_memory, device_from, surroundings_of
-from mesh_attention.cli.replay_rows import Row, bar_groups, kernel_as_json, row_as_json, rows_of
-from mesh_attention.drawing.charts import save_chart
+from mesh_attention.cli.replay_report import bar_groups
+from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.rates import BarGroup, rate_chart
 from mesh_attention.plan.steps import DIRECTIONS
-from mesh_attention.replay.device import measure_device
+from mesh_attention.replay.cluster import measure_cluster
+from mesh_attention.replay.device import Surroundings, check_memory, find_device, surroundings_of
 from mesh_attention.replay.parts import tuned_parts
 from mesh_attention.replay.replay import replay
 from mesh_attention.replay.result import Replayed
+from mesh_attention.replay.rows import Row, kernel_as_json, row_as_json, rows_of
 from mesh_attention.topology import Topology
 from mesh_attention.units import format_size
 
@@ -64,7 +66,7 @@ CAPTION = (
 
 def main() -> int:
     given = _arguments()
-    device = device_from(given.device)
+    device = find_device(given.device)
     problems = QUICK if given.quick else PROBLEMS
     run = Run(given, device, surroundings_of(problems[0], device))
     versions = ", ".join(f"{name} {number}" for name, number in run.around.versions.items())
@@ -94,7 +96,7 @@ class Run:
 
     def play(self, problem: Problem) -> None:
         if problem.kv_heads not in self.clusters:
-            cluster = self.clusters[problem.kv_heads] = measure_device(problem, device=self.device, report=_quietly)
+            cluster = self.clusters[problem.kv_heads] = measure_cluster(problem, device=self.device, report=_quietly)
             self.say(_cluster_words(problem, cluster))
         if not self.found:
             self.say(_line([name for name, _ in COLUMNS]))
@@ -106,6 +108,7 @@ class Run:
     def facts(self) -> dict[str, Any]:
         return {
             "benchmark": NAME,
+            "commit": commit(),
             "command": shlex.join(["python", *sys.argv]),
             **asdict(self.around),
             "rounds": self.given.rounds,
@@ -213,7 +216,8 @@ def _fact(problem: Problem, replayed: Replayed) -> dict[str, Any]:
 
 
 def _write(folder: Path, lines: list[str], facts: dict[str, Any], chart: Figure | None) -> None:
-    (folder / f"{NAME}.txt").write_text("\n".join([f"$ {facts['command']}", facts["date"], *lines, ""]))
+    header = [f"$ {facts['command']}", facts["date"], f"commit {facts['commit']}"]
+    (folder / f"{NAME}.txt").write_text("\n".join([*header, *lines, ""]))
     (folder / f"{NAME}.json").write_text(json.dumps(facts, indent=1) + "\n")
     if chart is not None:
         save_chart(chart, folder / f"{NAME}.png")

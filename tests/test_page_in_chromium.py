@@ -29,7 +29,8 @@ READ = "(selector) => [...document.querySelectorAll(selector)].map((e) => e.text
 
 @pytest.fixture(scope="module")
 def scenes() -> list[Scene]:
-    return [*all_kinds(), scene(16, "mesh", tile=(4, 4), blocks_per_call=4, seq=4096, shown=(0, 5))]
+    sixteen = scene(16, "mesh", tile=(4, 4), blocks_per_call=4, seq=4096, shown=(0, 5))
+    return [*all_kinds(), sixteen, scene(4, "mesh", tile=(2, 2))]
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +152,30 @@ def test_bytes_in_words_are_the_plan_s(view: View, scenes: list[Scene]) -> None:
     assert re.search(r"A rank receives [\d.,]+ [KM]iB; with ring [\d.,]+ [KM]iB: [\d.]+ times (less|more)", words), (
         words
     )
+
+
+def test_bars_are_as_long_as_the_times_they_stand_for(view: View, scenes: list[Scene]) -> None:
+    view.go(ranks=6, method="mesh", tile="2x3", **{"pass": "backward"})
+    read = (
+        "(group) => [...document.querySelectorAll(`.bars:nth-child(${group}) .bar-row`)].map((row) => "
+        "[row.querySelector('.bar-name').textContent, "
+        "...['forecast', 'exposed', 'measured'].map((name) => row.querySelector(`.${name}`))"
+        ".map((bar) => bar ? bar.width.baseVal.value : 0)])"
+    )
+    beside = {f"{s.method} {s.tile}": s for s in scenes if s.ranks == 6}
+    for group, passes in ((2, ("backward",)), (3, ("forward", "backward"))):
+        rows = {name: widths for name, *widths in view.run(read, group)}
+        assert set(rows) <= set(beside)
+        longest = 100 / max(
+            sum(beside[name].measured[p].time_s for p in passes) for name in rows if beside[name].measured
+        )
+        for name, (busy, exposed, measured) in rows.items():
+            one = beside[name]
+            times = [one.forecasts[p] for p in passes]
+            assert exposed == pytest.approx(longest * sum(t.exposed_s for t in times), abs=0.02)
+            assert busy + exposed == pytest.approx(longest * sum(t.time_s for t in times), abs=0.02)
+            known = sum(one.measured[p].time_s for p in passes) if one.measured else 0
+            assert measured == pytest.approx(longest * known, abs=0.02)
 
 
 def test_forecast_and_measured_are_named_and_never_mixed_up(view: View) -> None:

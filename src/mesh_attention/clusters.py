@@ -112,8 +112,8 @@ _PAPER = Topology(
     full_duplex=False,
 )
 """The cluster that the Mesh-Attention paper (arXiv 2512.20968) does not name: kernel and link rates, NICs and duplex as
-`papers.fit` finds them, fitted once to ten published times and ratios. Ours against published: Ring's growth in weak
-scaling -22 %, all others within 7 %, rms 9 %. Rates are what programs saw, not a data sheet's."""
+`benchmarks/papers/fit.py` finds them, fitted once to ten published times and ratios. Ours against published: Ring's
+growth in weak scaling -22 %, all others within 7 %, rms 9 %. Rates are what programs saw, not a data sheet's."""
 
 _SOURCES = {
     "a100": "80 GB SXM; kernels estimated from FlashAttention-2's published figures; NVLink 3, 200 Gb/s NICs",

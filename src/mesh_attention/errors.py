@@ -10,12 +10,17 @@ MeshAttentionError
 │   ├── MemoryLimitError              no plan stays below the memory limit
 │   └── ParseError                    text or JSON that is not a plan, a step or a size
 ├── PlanError                         a plan that breaks a rule (see verification/)
+├── WorkerError                       a process that was started here and failed
 ├── DisagreementError                 ranks that were called with different arguments
 └── TransportError                    a transfer that failed, with the step and the rank it waited for
     └── StalledError                  ranks that wait for each other
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class MeshAttentionError(Exception):
@@ -58,6 +63,10 @@ class PlanError(MeshAttentionError):
     """A plan that breaks a rule; the message shows the step table with the row marked."""
 
 
+class WorkerError(MeshAttentionError):
+    """A process that was started here failed; the message names its rank and shows its traceback."""
+
+
 class DisagreementError(MeshAttentionError):
     """Ranks were called with different arguments; raised on every rank before anything is sent."""
 
@@ -68,3 +77,13 @@ class TransportError(MeshAttentionError):
 
 class StalledError(TransportError):
     """Ranks wait for each other, and none can continue."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a refusal of the system to write a file into a `UsageError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or type(error).__name__).lower()
+        raise UsageError(f"{path}: cannot be written: {reason}; write elsewhere") from error

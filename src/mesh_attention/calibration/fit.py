@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
 from mesh_attention.errors import TopologyError
@@ -191,6 +192,27 @@ def _fit_nics(messages: Sequence[MessageTime], ranks_per_node: int, *, full_dupl
     nics = max(1, min(ranks_per_node, round(together / one.gb_per_s)))
     rate = min(one.gb_per_s, together / nics)
     return Link(gb_per_s=_rounded(rate), latency_us=one.latency_us), nics
+
+
+# How good the fit is
+
+
+def unmeasured_links(measurement: Measurement) -> list[LinkClass]:
+    """The kinds of link that the ranks do not have."""
+    both: tuple[LinkClass, ...] = ("inside", "between")
+    return [kind for kind in both if all(message.link_class != kind for message in measurement.messages)]
+
+
+def fitted_time_s(message: MessageTime, topology: Topology) -> float:
+    """The one of its times that was fitted."""
+    return message.both_ways_s if topology.full_duplex else message.one_way_s
+
+
+def median_error(measurement: Measurement, topology: Topology) -> float:
+    """Relative error of the fitted times: that of calls or that of messages, the larger of the two."""
+    calls = [abs(kernel_seconds(topology.device, call) / call.time_s - 1) for call in measurement.calls]
+    messages = [abs(message_seconds(topology, m) / fitted_time_s(m, topology) - 1) for m in measurement.messages]
+    return max(median(calls), median(messages or [0.0]))
 
 
 # Lines

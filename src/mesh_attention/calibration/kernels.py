@@ -14,7 +14,7 @@ from torch import Tensor
 from mesh_attention.calibration.fit import CallTime
 from mesh_attention.calibration.timing import Report, time_call
 from mesh_attention.comm.base import Comm
-from mesh_attention.execution.buffers import DTYPES, Buffer, record_of
+from mesh_attention.execution.buffers import DTYPES, Buffer, token_format
 from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
 from mesh_attention.kernels.select import choose_kernel
 from mesh_attention.masks import causal, full
@@ -99,7 +99,7 @@ def call_flops(shape: Shape, setting: Problem, direction: Direction) -> int:
 
 def _tensors(shape: Shape, setting: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row, col, do = (
-        Buffer.empty(record_of(kind, setting, 1, False), tokens=tokens, batch=1, device=device).fields
+        Buffer.empty(token_format(kind, setting, 1, False), tokens=tokens, batch=1, device=device).fields
         for kind, tokens in (("q", shape.q_tokens), ("kv", shape.kv_tokens), ("do", shape.q_tokens))
     )
     q, k, v, d_out = (tensor.normal_() for tensor in (row["q"], col["k"], col["v"], do["do"]))

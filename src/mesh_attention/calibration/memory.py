@@ -10,7 +10,7 @@ from torch import Tensor
 from mesh_attention.calibration.fit import MemoryTimes
 from mesh_attention.calibration.timing import time_call
 from mesh_attention.comm.base import Comm
-from mesh_attention.execution.buffers import Buffer, record_of
+from mesh_attention.execution.buffers import Buffer, token_format
 from mesh_attention.kernels.select import choose_merging
 from mesh_attention.problem import Problem
 from mesh_attention.units import GIB
@@ -44,7 +44,7 @@ def memory_nbytes(device: torch.device, *, ranks_here: int) -> float:
 def _merge_tensors(tokens: int, setting: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A running sum and a partial, each with its LSE."""
     total, partial = (
-        Buffer.empty(record_of("o", setting, 1, is_running), tokens=tokens, batch=1, device=device).fields
+        Buffer.empty(token_format("o", setting, 1, is_running), tokens=tokens, batch=1, device=device).fields
         for is_running in (True, False)
     )
     for tensor in (*total.values(), *partial.values()):

@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 from mesh_attention.comm.base import Comm
-from mesh_attention.execution.graphs import Recorded
+from mesh_attention.execution.graphs import CapturedGraph
 
 SAMPLE_S = 0.01
 """A sample is as many calls in a row as fill this time: ranks that share a core alternate every few milliseconds, and a
@@ -56,7 +56,7 @@ def _repeated(call: Callable[[], object], calls: int, device: torch.device) -> C
         for _ in range(calls):
             call()
 
-    return Recorded(repeat, device).play if device.type == "cuda" else repeat
+    return CapturedGraph(repeat, device).launch if device.type == "cuda" else repeat
 
 
 def sample_s(call: Callable[[], object], device: torch.device, *, calls: int) -> float:

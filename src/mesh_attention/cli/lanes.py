@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.text import Text
 
-from mesh_attention.drawing.ticks import linear_ticks
+from mesh_attention.drawing.scales import linear_ticks
 from mesh_attention.timeline import LANES, Lane, Timeline
 
 SHADES = " ░▒▓█"

@@ -29,15 +29,15 @@ def draw_matrix(plan: Plan, *, width: int) -> Text:
 
 def _line(plan: Plan, row: int, shown: range, digits: int) -> Text:
     line = Text(f"{row:{digits}} │", style="dim")
-    rows = plan.assignment.tile.rows
     for col in shown:
         if not plan.matrix.is_live(row, col):
             line.append(f" {'·':>{digits}}")
             continue
-        grid_row, grid_col = row // rows, col % rows
+        owner = plan.assignment.owner(row, col)
+        grid_row, grid_col = plan.assignment.coordinates(owner)
         # Five down and one across: neighbours in the picture are apart in the palette.
         colour = PALETTE[(5 * grid_row + grid_col) % len(PALETTE)]
-        line.append(f" {grid_row * rows + grid_col:{digits}}", style=f"not dim color({colour})")
+        line.append(f" {owner:{digits}}", style=f"not dim color({colour})")
     return line
 
 

@@ -1,4 +1,4 @@
-"""A progress bar on stderr that leaves nothing behind; none where stderr is no terminal."""
+"""A progress bar on stderr that leaves nothing behind; none where stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 
 Report = Callable[[str, float], None]
-"""Is told what is being done and the fraction done."""
+"""Called with the current activity and the fraction done."""
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def progress(doing: str) -> Iterator[Report]:
 
 
 def unroll(plan: Plan, report: Report) -> Plan:
-    """`Plan.unrolled`, reported as it goes."""
+    """`Plan.unrolled`, with progress."""
     if plan.programs is not None:
         return plan
     programs: list[Program] = []

@@ -1,7 +1,8 @@
-"""Problems and clusters in words, as headlines have them."""
+"""Problems and clusters in words, for headlines."""
 
 from __future__ import annotations
 
+from mesh_attention.plan.assignment import Assignment
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import count, format_size
@@ -16,7 +17,7 @@ def mask_words(problem: Problem) -> str:
 
 
 def size_words(problem: Problem) -> str:
-    """Lengths, heads and dtype. Of a pair, the second is said where it differs."""
+    """Lengths, heads and dtype."""
     return f"{token_words(problem)}, {head_words(problem)}"
 
 
@@ -36,24 +37,32 @@ def head_words(problem: Problem) -> str:
     return f"{heads} of {size}, {problem.dtype}"
 
 
-def cluster_words(topology: Topology) -> str:
-    """Ranks, nodes and rates."""
-    ranks = count(topology.ranks, "rank")
-    device = topology.device
-    rates = f"{device.forward.tflops:g} and {device.backward.tflops:g} TFLOP/s a rank forward and backward"
-    if topology.nodes == 1:
-        return f"{topology.name}: {ranks} in one node, {topology.inside.gb_per_s:g} GB/s a rank; {rates}"
+def tile_reason(assignment: Assignment) -> str:
+    """Why a tile moves fewer bytes than ring."""
+    tile, others = assignment.tile, assignment.ulysses * assignment.places - 1
+    shards = [(tile.rows - 1, "query shard"), (tile.cols - 1, "KV shard")]
+    received = " and ".join(count(number, noun) for number, noun in shards if number)
+    returned = f" and returns {count(tile.rows - 1, 'partial result')}" if tile.rows > 1 else ""
+    traded = f", once {assignment.ulysses} ranks have traded heads for tokens," if assignment.ulysses > 1 else ""
     return (
-        f"{topology.name}: {ranks} in {topology.nodes:,} nodes of {topology.ranks_per_node}, "
-        f"{topology.inside.gb_per_s:g} GB/s a rank inside a node, {topology.between.gb_per_s:g} GB/s a NIC between "
-        f"({count(topology.nics_per_node, 'NIC')} a node); {rates}"
+        f"with ring, a rank receives the K and V of all {others} others; with a {tile} tile{traded} it receives "
+        f"{received or 'no shards'}{returned}."
     )
 
 
-def cluster_name(given: str, topology: Topology) -> str:
-    """What `MeshAttention` takes for it: the file, or the name with all ranks that are meant."""
-    return name_with_ranks(topology) if given.strip().isalnum() else given  # a file has a dot or a slash in it
+def cluster_words(topology: Topology) -> str:
+    """Ranks, nodes and rates."""
+    ranks, device = count(topology.ranks, "rank"), topology.device
+    rates = f"{device.forward.tflops:g} and {device.backward.tflops:g} TFLOP/s per rank forward and backward"
+    if topology.nodes == 1:
+        return f"{topology.name}: {ranks} in one node, {topology.inside.gb_per_s:g} GB/s per rank; {rates}"
+    return (
+        f"{topology.name}: {ranks} in {topology.nodes:,} nodes of {topology.ranks_per_node}, "
+        f"{topology.inside.gb_per_s:g} GB/s per rank inside a node, {topology.between.gb_per_s:g} GB/s per NIC "
+        f"between nodes ({count(topology.nics_per_node, 'NIC')} per node); {rates}"
+    )
 
 
-def name_with_ranks(topology: Topology) -> str:
+def cluster_name(topology: Topology) -> str:
+    """Its name with its number of ranks, as --cluster takes it."""
     return f"{topology.name.removesuffix('x')}x{topology.ranks}"

@@ -25,6 +25,7 @@ from mesh_attention.kernels.windowed import (
     all_aligned,
     backward_by_windows,
     forward_by_windows,
+    tokens_first,
     unfit,
 )
 
@@ -102,6 +103,8 @@ class CudnnOp:
         if not _suits_cudnn(window):
             return self.rest.backward(q, k, v, row, window, scale)
         q, k, v = aligned(q), aligned(k), aligned(v)
+        if 0 in q.stride():  # expanded: strides like Q's would leave the last axis of O not contiguous
+            q = tokens_first(q)
         # torch looks up cuDNN's backward plans by the strides of Q, K and V alone: with other strides of O or dO a plan
         # gives wrong gradients. So our O and dO always have the same strides, and we do not share plans with torch's
         # own attention.

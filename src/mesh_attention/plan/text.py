@@ -41,6 +41,11 @@ def format_item(item: Item) -> str:
             assert_never(item.form)
 
 
+def format_end(end: steps.Send | steps.Recv) -> str:
+    """A transfer as one of its ends sees it, without the verb: "kv3 to 1"."""
+    return format_step(end).split(" ", 1)[1]
+
+
 # No number here is longer than nine digits; longer ones are not read.
 _ITEM = re.compile(r"(home:)?([a-z]+)(\d{1,9})(?:(~)|@(\d{1,9})|/(\d{1,9}))?")
 

@@ -1,67 +1,141 @@
-"""Measures this device and its link to the host, as a cluster of many such devices."""
+"""The device of a replay: which one, what runs on it, and whether the plans fit into its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from statistics import median
+import os
+import platform
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from mesh_attention.calibration.fit import fit_device, fit_line
-from mesh_attention.calibration.kernels import time_kernel
-from mesh_attention.calibration.measurement import measured_on
-from mesh_attention.calibration.memory import time_memory
-from mesh_attention.calibration.timing import sample_s
-from mesh_attention.comm.base import Parcel
-from mesh_attention.comm.replay import ReplayComm
-from mesh_attention.execution.graphs import Recorded
+from mesh_attention.errors import MemoryLimitError, UsageError
+from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
-from mesh_attention.topology import Link, Topology
-
-Report = Callable[[str, float], None]
-MESSAGE_NBYTES = (2**20, 2**22, 2**24, 2**26)
-MESSAGES_IN_A_ROW, SAMPLES = 8, 5
+from mesh_attention.replay.actor import Actor, OneKernel
+from mesh_attention.replay.parts import Part
+from mesh_attention.units import count, format_nbytes
 
 
-def measure_device(problem: Problem, *, device: torch.device, report: Report) -> Topology:
-    """A cluster with the ranks of the problem, each on a device like this one, with the host's memory as its peer."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # events and graphs use the current device
-    comm = ReplayComm(0, 1, device=device)
-    calls = time_kernel(problem, comm=comm, device=device, report=lambda doing, fraction: report(doing, 0.8 * fraction))
-    report("merging partials", 0.8)
-    memory = time_memory(problem, comm=comm, device=device, ranks_here=1)
-    report("copies to the host and back", 0.9)
-    link = measure_link(device)
-    measurement = measured_on(device, problem, calls=calls, memory=memory)
-    return Topology(
-        name=measurement.device,
-        ranks=problem.ranks,
-        ranks_per_node=1,
-        device=fit_device(measurement),
-        inside=link,
-        between=link,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """The device, kernels and versions of a replay."""
+
+    device: str
+    kernel: str
+    merging: str
+    versions: dict[str, str]
+    machine: str
+    date: str
+
+
+def find_device(text: str | None) -> torch.device:
+    """The device of this name; without one, a GPU if there is one, or else the CPU."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if text is None:
+        return torch.device("cuda", 0) if gpus else torch.device("cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {text!r}: expected cpu, cuda, or cuda:1 for the second GPU")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if not gpus:
+        raise UsageError(
+            f"device {text!r}: torch {torch.__version__} sees no CUDA device here; use cpu and a small problem"
+        )
+    if (device.index or 0) >= gpus:
+        raise UsageError(f"device {text!r}: this machine has {count(gpus, 'GPU')}, numbered from cuda:0")
+    return torch.device("cuda", device.index or 0)
+
+
+def surroundings_of(problem: Problem, device: torch.device) -> Surroundings:
+    actor = Actor(make_plan(problem, method="ring"), 0, device=device)  # kernels depend on the problem, not on the plan
+    is_cuda = device.type == "cuda"
+    return Surroundings(
+        device=torch.cuda.get_device_name(device) if is_cuda else f"cpu, {count(torch.get_num_threads(), 'thread')}",
+        kernel=actor.kernel.name,
+        merging=actor.merging.name,
+        versions=_versions(),
+        machine=f"{platform.system()} {platform.machine()}, {count(os.cpu_count() or 1, 'core')}",
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
 
-def measure_link(device: torch.device) -> Link:
-    """The link, measured by copies in and out at once, as in a replay; the rate is that of one direction."""
-    comm = ReplayComm(0, 2, device=device)
-    comm.reserve(max(MESSAGE_NBYTES))
-    points = []
-    for nbytes in MESSAGE_NBYTES:
-        out, back = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-        # In two chunks, as the shards of a zigzag layout.
-        parcels = [Parcel(out.chunk(2), 1, "")], [Parcel(back.chunk(2), 1, "")]
+def _versions() -> dict[str, str]:
+    """CUDA and cuDNN are those that torch was built with."""
+    from mesh_attention import __version__
 
-        def in_a_row(parcels: tuple[list[Parcel], list[Parcel]] = parcels) -> None:
-            for work in [comm.post(*parcels) for _ in range(MESSAGES_IN_A_ROW)]:
-                work.wait()
+    found = {"mesh-attention": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None  # type: ignore[no-untyped-call]
+    if cudnn is not None:
+        found["cudnn"] = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+    with suppress(PackageNotFoundError):
+        found["triton"] = version("triton")
+    return found
 
-        sample_s(in_a_row, device, calls=1)
-        # From a graph: the host is slower at posting small copies than the device at making them.
-        play = Recorded(in_a_row, device).play if device.type == "cuda" else in_a_row
-        times = [sample_s(play, device, calls=1) / MESSAGES_IN_A_ROW for _ in range(SAMPLES)]
-        points.append((float(nbytes), median(times)))
-    line = fit_line(points)
-    return Link(gb_per_s=float(f"{1e-9 / line.slope:.4g}"), latency_us=float(f"{line.base * 1e6:.4g}"))
+
+# Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Memory of a method while it runs, and the part of it that stays: inputs, and the memory of CUDA graphs."""
+
+    name: str
+    running_nbytes: int
+    lasting_nbytes: int
+
+
+def check_memory(parts: Sequence[Part], *, rank: int, device: torch.device, is_recorded: bool) -> None:
+    """Raise before anything runs if the plans state that they need more memory than is free."""
+    needs = [_need(part, rank, device, is_recorded=is_recorded) for part in parts]
+    needs.append(_kernel_need(next(iter(parts[0].plans.values())).problem, device))
+    free = free_nbytes(device)
+    for need in needs:
+        if need.running_nbytes > free:
+            raise MemoryLimitError(
+                f"{need.name} needs {format_nbytes(need.running_nbytes)} with its inputs, but {device} has "
+                f"{format_nbytes(free)} free; use more ranks, a shorter sequence or other methods"
+            )
+    together = sum(need.lasting_nbytes for need in needs) + max(need.running_nbytes for need in needs)
+    if together > free:
+        hint = "replay fewer methods" + (", or without CUDA graphs (--no-graphs)" if is_recorded else "")
+        raise MemoryLimitError(
+            f"{', '.join(need.name for need in needs)} need {format_nbytes(together)} together, but {device} has "
+            f"{format_nbytes(free)} free; {hint}"
+        )
+
+
+def _need(part: Part, rank: int, device: torch.device, *, is_recorded: bool) -> Need:
+    """As the plans state it. Each pass has its own inputs: Q, K, V and, backward, dO."""
+    problem = next(iter(part.plans.values())).problem
+    inputs = _token_nbytes(problem) * max(problem.seq_q, problem.seq_kv) // problem.ranks
+    passes = [Actor(plan, rank, device=device).device_nbytes for plan in part.plans.values()]
+    lasting = inputs * len(passes) + (sum(passes) if is_recorded else 0)
+    return Need(part.name, max(passes) + inputs, lasting)
+
+
+def _kernel_need(problem: Problem, device: torch.device) -> Need:
+    """The tensors of the one kernel, and about as much again for its results."""
+    tensors = _token_nbytes(problem) * OneKernel(problem, device=device).tokens
+    return Need("the one kernel", 2 * tensors, tensors)
+
+
+def _token_nbytes(problem: Problem) -> int:
+    """Bytes of one token's Q, K, V and dO."""
+    sizes = problem.head_dim_qk + problem.head_dim_v
+    return problem.batch * (problem.heads + problem.kv_heads) * sizes * problem.itemsize
+
+
+def free_nbytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -1,4 +1,4 @@
-"""What a replay measured, pass by pass, and what follows from it. Values only."""
+"""Times and memory of a replay, pass by pass. Values only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mesh_attention.plan.steps import Direction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPass:
-    """One undisturbed kernel call in place of a pass. `times_s` are those of every round."""
+    """One kernel by itself, undisturbed. Times are of every round, in seconds."""
 
     direction: Direction
     flops: int
@@ -28,10 +28,10 @@ class KernelPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass(KernelPass):
-    """One pass of one plan, as one rank ran it.
+    """One pass of one plan, as one rank runs it, in the same rounds.
 
-    `compute_s` is the time of the pass without transfers, `host_s` the host's time to queue it, `forecast_s` the
-    simulator's answer for that rank. `plan_nbytes` is the memory that the plan states, `peak_nbytes` what it used.
+    `compute_s` is the pass without transfers, `host_s` the time to queue it, `forecast_s` the simulator's answer for
+    that rank. `plan_nbytes` is the memory that the plan states, `peak_nbytes` what was measured.
     """
 
     compute_s: float
@@ -54,13 +54,11 @@ class Contender:
     description: str
     passes: tuple[Pass, ...]
 
-    @property
-    def time_s(self) -> float:
-        return sum(one.time_s for one in self.passes)
-
-    @property
-    def tflops(self) -> float:
-        return sum(one.flops for one in self.passes) / self.time_s / 1e12
+    def plan_words(self, direction: Direction) -> str:
+        """The plan of one pass; descriptions of passes that differ follow each other."""
+        texts = self.description.split("; ")
+        at = [one.direction for one in self.passes].index(direction)
+        return texts[at] if len(texts) == len(self.passes) else self.description
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +70,6 @@ class Replayed:
     kernel: tuple[KernelPass, ...]
 
     def share(self, passes: Sequence[Pass]) -> float:
-        """Of the rate at which the one kernel would do the work of these passes."""
+        """Rate of these passes, relative to the one kernel on the same work."""
         rates = {one.direction: one.tflops * 1e12 for one in self.kernel}
         return sum(one.flops / rates[one.direction] for one in passes) / sum(one.time_s for one in passes)

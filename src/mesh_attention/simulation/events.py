@@ -13,21 +13,20 @@ from itertools import count
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.steps import Item, Send
+from mesh_attention.plan.steps import Item, Recv, Send
 from mesh_attention.simulation.jobs import Job, Track
 from mesh_attention.simulation.network import Network, Path
 from mesh_attention.simulation.recorder import Recorder
 
 
 class _Transfer:
-    """One item under way; `jobs` holds the (rank, job index) of each end that has posted it."""
+    """One item under way; `posted` are its ends that have posted it, each with its rank and the index of its job."""
 
-    __slots__ = ("ends", "items", "jobs", "nbytes", "path", "start")
+    __slots__ = ("ends", "nbytes", "path", "posted", "start")
 
     def __init__(self, ends: tuple[int, int], path: Path, nbytes: int) -> None:
         self.ends, self.path, self.nbytes = ends, path, nbytes
-        self.items: dict[bool, Item] = {}  # the sender's item (True) and the receiver's
-        self.jobs: list[tuple[int, int]] = []
+        self.posted: list[tuple[int, int, Send | Recv]] = []
         self.start: float | None = None
 
 
@@ -81,10 +80,10 @@ class EventEngine:
         job = state.jobs[state.at]
         if any(state.pending[index] for index in job.waits):
             return
-        self.recorder.wait(rank, state.now, now, job.name)
+        self.recorder.wait(rank, state.now, now, job)
         state.is_computing = True
         state.now = now + job.seconds
-        self.recorder.compute(rank, now, state.now, job.name)
+        self.recorder.compute(rank, now, state.now, job)
         heappush(self.events, (state.now, next(self.order), rank))
 
     def _post(self, rank: int, now: float) -> None:
@@ -105,12 +104,11 @@ class EventEngine:
         self.recorder.stop(rank, now)
         self._advance(rank, now)
 
-    def _posted(self, rank: int, step: object) -> _Transfer:
+    def _posted(self, rank: int, end: Send | Recv) -> _Transfer:
         """The transfer this end belongs to, with this end posted."""
-        is_send = isinstance(step, Send)
-        source, dest = (rank, step.dest) if isinstance(step, Send) else (step.source, rank)  # type: ignore[attr-defined]
-        item: Item = step.item  # type: ignore[attr-defined]
-        # A partial that arrived carries its source; in transit it is its sender's item.
+        is_send, item = isinstance(end, Send), end.item
+        source, dest = (rank, end.dest) if isinstance(end, Send) else (end.source, rank)
+        # A partial that arrived is told apart by its source; on its way it is the item its sender has.
         sent = item if item.form == "piece" else item._replace(source=None)
         waiting = self.unmatched.setdefault((source, dest, sent, not is_send), deque())
         if waiting:
@@ -119,13 +117,12 @@ class EventEngine:
             path = self.network.path(source, dest)
             transfer = _Transfer((source, dest), path, self.matrix.nbytes(item).total)
             self.unmatched.setdefault((source, dest, sent, is_send), deque()).append(transfer)
-        transfer.items[is_send] = item
-        transfer.jobs.append((rank, self.ranks[rank].at))
+        transfer.posted.append((rank, self.ranks[rank].at, end))
         self.queues.setdefault((rank, is_send, transfer.path.link_class), deque()).append(transfer)
         return transfer
 
     def _try(self, transfer: _Transfer, now: float) -> None:
-        if transfer.start is not None or len(transfer.jobs) < 2:
+        if transfer.start is not None or len(transfer.posted) < 2:
             return
         (source, dest), link_class = transfer.ends, transfer.path.link_class
         if self.queues[source, True, link_class][0] is not transfer:
@@ -146,8 +143,7 @@ class EventEngine:
     def _finish(self, transfer: _Transfer, now: float) -> None:
         (source, dest), path = transfer.ends, transfer.path
         assert transfer.start is not None  # only started transfers end
-        items = transfer.items[True], transfer.items[False]
-        self.recorder.transfer(transfer.ends, items, path.link_class, transfer.start, now, transfer.nbytes)
+        self.recorder.transfer(transfer.ends, path.link_class, transfer.start, now, transfer.nbytes)
         queues = [self.queues[source, True, path.link_class], self.queues[dest, False, path.link_class]]
         candidates: list[_Transfer] = []
         for queue in queues:
@@ -156,7 +152,9 @@ class EventEngine:
         for lane in (path.out_lane, path.in_lane):
             self.is_busy[lane] = False
             candidates = self.blocked.pop(lane, []) + candidates
-        for rank, index in transfer.jobs:
+        for rank, index, end in transfer.posted:
+            job = self.ranks[rank].jobs[index]
+            self.recorder.transfer_span(rank, job, end, transfer.start, now, transfer.nbytes)
             self._end_of_post(rank, index, now)
         for candidate in candidates:
             self._try(candidate, now)
@@ -168,7 +166,7 @@ class EventEngine:
         if state.pending[index]:
             return
         if state.is_computing and index == state.at and state.jobs[index].holds:
-            self.recorder.wait(rank, state.now, now, state.jobs[index].name)
+            self.recorder.wait(rank, state.now, now, state.jobs[index])
             state.now = now
             self._leave(rank, now)
         else:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.steps import Item
+from mesh_attention.plan.steps import Send
 from mesh_attention.simulation.jobs import Job, Track
 from mesh_attention.simulation.network import Network
 from mesh_attention.simulation.recorder import Recorder
@@ -181,12 +181,12 @@ class LockstepEngine:
 
     def _record_compute(self, index: int, now: Floats, start: Floats) -> None:
         for rank, jobs in self.shown.items():
-            self.recorder.wait(rank, now[rank], start[rank], jobs[index].name)
-            self.recorder.compute(rank, start[rank], start[rank] + self.seconds[index, rank], jobs[index].name)
+            self.recorder.wait(rank, now[rank], start[rank], jobs[index])
+            self.recorder.compute(rank, start[rank], start[rank] + self.seconds[index, rank], jobs[index])
 
     def _record_wait(self, index: int, start: Floats, stop: Floats) -> None:
         for rank, jobs in self.shown.items():
-            self.recorder.wait(rank, start[rank], stop[rank], jobs[index].name)
+            self.recorder.wait(rank, start[rank], stop[rank], jobs[index])
 
     def _record_transfers(
         self, index: int, number: int, transfer: PeerTransfer, start: Floats, stop: Floats, nbytes: int
@@ -194,23 +194,17 @@ class LockstepEngine:
         count = int(transfer.is_between.sum())
         self.recorder.sent["between"] += count * nbytes
         self.recorder.sent["inside"] += (len(self.all) - count) * nbytes
-        wanted = list(self.shown)
-        for dest in np.union1d(wanted, np.flatnonzero(np.isin(transfer.source, wanted))).astype(int) if wanted else ():
-            ends = (int(transfer.source[dest]), int(dest))
-            self.recorder.transfer_span(ends, self._items(index, number, ends), start[dest], stop[dest], nbytes)
+        for rank, jobs in self.shown.items():
+            job, dest = jobs[index], int(np.flatnonzero(transfer.source == rank)[0])  # each rank sends to one
+            self.recorder.transfer_span(rank, job, job.recvs[number], start[rank], stop[rank], nbytes)
+            self.recorder.transfer_span(rank, job, self._send(job, number, dest), start[dest], stop[dest], nbytes)
 
-    def _items(self, index: int, number: int, ends: tuple[int, int]) -> tuple[Item, Item]:
-        """The sender's and the receiver's item of a transfer; any item for an end that is not shown."""
-        (source, dest), recvs = ends, self.jobs[index].recvs
-        item, sender = recvs[number].item, recvs[number].source
-        sent = received = item
-        if source in self.shown:
-            earlier = sum(recv.item.kind == item.kind and recv.source == sender for recv in recvs[:number])
-            sends = (send for send in self.shown[source][index].sends if send.dest == dest)
-            sent = next(islice((send.item for send in sends if send.item.kind == item.kind), earlier, None))
-        if dest in self.shown:
-            received = self.shown[dest][index].recvs[number].item
-        return sent, received
+    def _send(self, job: Job, number: int, dest: int) -> Send:
+        """The send that is to `dest` what the receive of this number is to the rank itself."""
+        recv, earlier = job.recvs[number], job.recvs[:number]
+        before = sum((other.item.kind, other.source) == (recv.item.kind, recv.source) for other in earlier)
+        sends = (send for send in job.sends if (send.item.kind, send.dest) == (recv.item.kind, dest))
+        return next(islice(sends, before, None))
 
     def _totals(self, computed: Floats, stopped: Floats) -> None:
         self.recorder.compute_s = computed.tolist()

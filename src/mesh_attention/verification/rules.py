@@ -46,12 +46,12 @@ def coverage(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
     for row_shard in shards:
         for col_shard in shards:
             if matrix.is_live(row_shard, col_shard):
-                place = row_shard - row_shard % assignment.tile.rows + col_shard % assignment.tile.rows
+                place = assignment.owner(row_shard, col_shard)
                 for heads in range(assignment.ulysses):
                     if (row_shard, col_shard, heads) not in seen:
                         name = f"block (q{row_shard}, kv{col_shard})"
                         rank = assignment.rank(place, head_slice=heads)
-                        yield Breach("coverage", rank, None, f"{name} is in this rank's tile, and no rank attends it")
+                        yield Breach("coverage", rank, None, f"{name} is in this rank's tile, but no rank attends it")
 
 
 def presence(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:

@@ -12,10 +12,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.drawing.files import writing
-from mesh_attention.drawing.page.blocks import block_patterns
-from mesh_attention.drawing.page.passes import pass_data
+from mesh_attention.drawing.page.passes import block_patterns, pass_data
 from mesh_attention.drawing.page.scene import Scene, check_scenes
+from mesh_attention.errors import writing
 from mesh_attention.plan.layout import Layout
 from mesh_attention.problem import Problem
 from mesh_attention.units import format_size
@@ -48,7 +47,7 @@ def write_page(path: Path | str, scenes: Sequence[Scene], *, title: str, notes: 
 
 
 def page_data(scenes: Sequence[Scene]) -> dict[str, Any]:
-    """What the scripts draw: plain numbers and texts. Tables that several scenes share are written once."""
+    """Plain numbers and texts for the scripts to draw. Tables that several scenes share are written once."""
     problems: dict[Problem, int] = {}
     grids: dict[tuple[Problem, Layout, int], int] = {}
     patterns: list[dict[str, object]] = []

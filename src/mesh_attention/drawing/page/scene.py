@@ -77,7 +77,7 @@ class Scene:
 def check_scenes(scenes: Sequence[Scene]) -> None:
     """A page needs at least one scene, and each must be told apart by what a person chooses."""
     if not scenes:
-        raise UsageError("no scenes came; expected at least one to make a page of")
+        raise UsageError("no scenes given; expected at least one to make a page of")
     seen: set[tuple[int, str, str]] = set()
     for scene in scenes:
         choice = (scene.ranks, scene.method, scene.tile)
