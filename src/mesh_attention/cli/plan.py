@@ -19,6 +19,7 @@ from mesh_attention.cli.matrix import draw_matrix
 from mesh_attention.cli.progress import Report, progress, unroll
 from mesh_attention.cli.tables import Column, plain_console, print_table, times
 from mesh_attention.cli.words import mask_words, size_words, tile_reason
+from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.plan import Plan
@@ -166,7 +167,7 @@ def _comparison_columns(comparison: Comparison) -> list[Column]:
 
 
 def _tile(row: Row) -> str:
-    return f"{row.ulysses}·{row.tile}" if row.ulysses > 1 else row.tile
+    return str(Assignment(Tile.parse(row.tile), row.ulysses))
 
 
 def _comparison_caption(comparison: Comparison, *, ranks: int) -> str:
