@@ -25,19 +25,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from run_facts import commit
 
 from mesh_attention import Problem, causal
-from mesh_attention.cli.replay_device import Surroundings, check_memory, device_from, surroundings_of
-from mesh_attention.cli.replay_rows import Row, bar_groups, kernel_as_json, row_as_json, rows_of
-from mesh_attention.cli.sizes import format_size
-from mesh_attention.drawing.charts import save_chart
+from mesh_attention.cli.replay_report import bar_groups
+from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.rates import BarGroup, rate_chart
 from mesh_attention.plan.steps import DIRECTIONS
+from mesh_attention.replay.device import Surroundings, check_memory, find_device, surroundings_of
 from mesh_attention.replay.parts import tuned_parts
 from mesh_attention.replay.replay import replay
-from mesh_attention.replay.result import Replayed
+from mesh_attention.replay.result import Replayed, Row, kernel_as_json, row_as_json, rows_of
 from mesh_attention.replay.scene import measure_scene
 from mesh_attention.topology import Topology
+from mesh_attention.units import format_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,7 +65,7 @@ CAPTION = (
 
 def main() -> int:
     given = _arguments()
-    device = device_from(given.device)
+    device = find_device(given.device)
     problems = QUICK if given.quick else PROBLEMS
     run = Run(given, device, surroundings_of(problems[0], device))
     versions = ", ".join(f"{name} {number}" for name, number in run.around.versions.items())
@@ -106,6 +107,7 @@ class Run:
     def facts(self) -> dict[str, Any]:
         return {
             "benchmark": NAME,
+            "commit": commit(),
             "command": shlex.join(["python", *sys.argv]),
             **asdict(self.around),
             "rounds": self.given.rounds,
@@ -213,7 +215,8 @@ def _fact(problem: Problem, replayed: Replayed) -> dict[str, Any]:
 
 
 def _write(folder: Path, lines: list[str], facts: dict[str, Any], chart: Figure | None) -> None:
-    (folder / f"{NAME}.txt").write_text("\n".join([f"$ {facts['command']}", facts["date"], *lines, ""]))
+    header = [f"$ {facts['command']}", facts["date"], f"commit {facts['commit']}"]
+    (folder / f"{NAME}.txt").write_text("\n".join([*header, *lines, ""]))
     (folder / f"{NAME}.json").write_text(json.dumps(facts, indent=1) + "\n")
     if chart is not None:
         save_chart(chart, folder / f"{NAME}.png")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,16 +18,18 @@ from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
+from run_facts import start_result
 
-from mesh_attention import Problem, __version__, causal
+from mesh_attention import Problem, causal
 from mesh_attention.clusters import cluster_named
 from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.planning.choice import FAMILIES, Choice, Family, default_layout
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import FAMILIES, Candidate, Family, shapes
+from mesh_attention.tuning.candidates import shapes
 from mesh_attention.tuning.result import Trial, Tuning
 from mesh_attention.tuning.search import groupings
-from mesh_attention.tuning.traffic import costs_on, traffic
+from mesh_attention.tuning.traffic import plan_on, traffic
 from mesh_attention.tuning.tune import tune
 
 ROWS: tuple[Family, ...] = (*FAMILIES, "startrail")
@@ -40,7 +41,7 @@ def main() -> int:
     parser.add_argument("--exhaustive", action="store_true", help="simulate all candidates, at 256 ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[256, 1024])
     given = parser.parse_args()
-    facts = []
+    facts, cases = start_result("how_good_is_the_tuner"), []
     for ranks in given.ranks:
         cluster = cluster_named(f"h100x{ranks}")
         found = [(case, *_timed(*case, cluster)) for case in _cases(ranks)]
@@ -49,8 +50,8 @@ def main() -> int:
             fact = _fact(problem, directions, tuning, seconds)
             if given.exhaustive and ranks <= 256:
                 fact["exhaustive"] = {d: _best_of_all(problem, cluster, d, tuning.chosen) for d in directions}
-            facts.append(fact)
-    print(json.dumps({"mesh-attention": __version__, "python": platform.python_version(), "cases": facts}))
+            cases.append(fact)
+    print(json.dumps({**facts, "cases": cases}))
     return 0
 
 
@@ -78,7 +79,7 @@ def _print(cluster: Topology, found: Sequence[tuple[Case, Tuning, float]]) -> No
     )
     table.add_row("tuner, CPU s", *(f"{seconds:.1f}" for _, _, seconds in found))
     table.add_row("simulated", *(str(tuning.simulated) for _, tuning, _ in found))
-    table.add_row("choice", *("\n".join(map(str, t.chosen.candidates.values())) for _, t, _ in found))
+    table.add_row("choice", *("\n".join(map(str, t.chosen.choices.values())) for _, t, _ in found))
     table.add_row("time, ms", *(f"{tuning.chosen.time_s * 1e3:.1f}" for _, tuning, _ in found))
     table.add_row("compute bound", *(f"{t.bound_s / t.chosen.time_s:.0%}" for _, t, _ in found), end_section=True)
     for family in ROWS:
@@ -102,7 +103,7 @@ def _fact(problem: Problem, directions: Sequence[Direction], tuning: Tuning, sec
         "directions": list(directions),
         "tuner_cpu_s": round(seconds, 2),
         "limit_s": LIMIT_S.get(problem.ranks),
-        "choice": [str(candidate) for candidate in chosen.candidates.values()],
+        "choice": [str(candidate) for candidate in chosen.choices.values()],
         "time_ms": round(chosen.time_s * 1e3, 2),
         "slower": {t.family: round(t.time_s / chosen.time_s, 4) for t in tuning.trials[1:]},
     }
@@ -110,10 +111,10 @@ def _fact(problem: Problem, directions: Sequence[Direction], tuning: Tuning, sec
 
 def _best_of_all(problem: Problem, cluster: Topology, direction: Direction, chosen: Trial) -> dict[str, object]:
     """Of every candidate and grouping whose bound is below the choice's time; prices of two ranks, for both."""
-    candidate = chosen.candidates[direction]
+    candidate = chosen.choices[direction]
     ours = _simulated(candidate, problem, cluster, direction)
     best, best_s, tried = candidate, ours, 0
-    for shape in shapes(problem, cluster, layout=candidate.layout):
+    for shape in shapes(problem, cluster, layout=candidate.layout or default_layout(problem)):
         if traffic(shape, problem, cluster, direction).bound_s >= ours:
             continue
         for grouping in groupings(shape):
@@ -127,8 +128,8 @@ def _best_of_all(problem: Problem, cluster: Topology, direction: Direction, chos
     return found
 
 
-def _simulated(candidate: Candidate, problem: Problem, cluster: Topology, direction: Direction) -> float:
-    plan = candidate.plan(problem, direction, costs_on(cluster, problem, candidate, direction))
+def _simulated(candidate: Choice, problem: Problem, cluster: Topology, direction: Direction) -> float:
+    plan = plan_on(cluster, problem, candidate, direction)
     return simulate(plan, cluster, priced_ranks=2).time_s
 
 

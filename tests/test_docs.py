@@ -155,6 +155,15 @@ def test_figures_are_those_of_the_stored_results() -> None:
         assert not wrong, f"{page.name}: {wrong} not in {result}:\n{paragraph}"
 
 
+def test_every_result_names_the_commit_it_was_made_at() -> None:
+    benchmarks = ROOT / "benchmarks"
+    for result in (benchmarks / "results").glob("*.txt"):
+        header = "\n".join(result.read_text().splitlines()[:3])
+        assert re.search(r"^commit [0-9a-f]{7,}(\+changes)?\b", header, flags=re.MULTILINE), result.name
+    for script in benchmarks.glob("*.py"):
+        assert script.stem == "run_facts" or "from run_facts import" in script.read_text(), script.name
+
+
 # Pictures, files and links
 
 

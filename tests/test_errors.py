@@ -73,11 +73,15 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
             TileError,
             "12 ranks with Ulysses degree 2 cannot form a 3x4 tile; rows·cols must be 6",
         ),
-        (lambda: make_plan(problem(), method="ring", tile=(2, 6)), TileError, "method ring is the 1x12 tile here"),
+        (
+            lambda: make_plan(problem(), method="ring", tile=(2, 6)),
+            TileError,
+            "method ring uses the 1x12 tile here",
+        ),
         (
             lambda: make_plan(problem(ranks=2), method="ulysses", ulysses_degree=1),
             TileError,
-            "method ulysses spreads heads over all 2 ranks, but a degree of 1 came",
+            "method ulysses spreads heads over all 2 ranks, got ulysses_degree=1",
         ),
         (lambda: make_plan(problem(), method="ulysses"), TileError, "Ulysses degree 12 does not divide 2 KV heads"),
         (
@@ -88,7 +92,7 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
         (
             lambda: make_plan(problem(), method="attention2d", route="ring", blocks_per_call=4),
             ScheduleError,
-            "attention2d uses collectives and has no route, blocks_per_call; leave it out or use mesh",
+            "attention2d uses collectives and has no route, blocks_per_call; use mesh instead",
         ),
         (lambda: make_plan(problem(), route="scenic"), ScheduleError, "route 'scenic': expected one of ring, direct"),
         (lambda: make_plan(problem(), direction="up"), ScheduleError, "direction 'up': expected forward or backward"),
@@ -114,8 +118,8 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
         (lambda: replace(problem(), mask=None), ProblemError, "mask=None: expected a mask"),
         (lambda: Mask(left=-1), MaskError, "left=-1: expected a number of tokens, or None"),
         (lambda: window(1.5, 0), MaskError, "window left=1.5"),
-        (lambda: documents([0, 2.5, 96]), MaskError, "expected whole numbers"),
-        (lambda: documents(None), MaskError, "cu_seqlens_q=None: expected whole numbers"),
+        (lambda: documents([0, 2.5, 96]), MaskError, "expected running totals, whole numbers"),
+        (lambda: documents(None), MaskError, "cu_seqlens_q=None: expected running totals"),
         (lambda: position_ids(Zigzag(), 7, tokens=80, ranks=4), ProblemError, "rank 7 of 4"),
         (lambda: position_ids(Striped(), 0, tokens=80, ranks=0), ProblemError, "rank 0 of 0"),
         (lambda: permutation(Striped(), tokens=80, ranks=0), ProblemError, "0 ranks"),
@@ -124,11 +128,11 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
         (
             lambda: make_plan(problem(ranks=2)).with_programs(()),
             ScheduleError,
-            r"programs of ranks \[\] came; expected one for each of the 2 ranks",
+            r"programs are of ranks \[\]; expected one for each of the 2 ranks",
         ),
     ],
 )
-def test_a_refusal_says_what_came_and_what_was_expected(
+def test_a_refusal_says_what_was_given_and_what_was_expected(
     refused: Callable[[], Plan], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message) as caught:

@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from orders.clocks import Clocks, price_moves
 
 from mesh_attention import Costs, Problem, ScheduleError, Tile, causal, check, full, make_plan
 from mesh_attention.clusters import cluster_named
 from mesh_attention.masks import documents, window
-from mesh_attention.plan.assignment import Assignment, tiles_of
+from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Route
 from mesh_attention.plan.steps import DIRECTIONS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.plan.text import parse_move
-from mesh_attention.planning.clocks import Clocks, price_moves
+from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import estimate_gpu_costs
 from mesh_attention.planning.greedy import greedy_moves
 from mesh_attention.planning.holding import ONE_SIZE, held_share
@@ -24,8 +25,7 @@ from mesh_attention.planning.policy import Policy, PolicyOrder
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.testing.strategies import directions
 from mesh_attention.topology import Link, Topology
-from mesh_attention.tuning.candidates import Candidate
-from mesh_attention.tuning.traffic import costs_on
+from mesh_attention.tuning.traffic import costs_on, plan_on
 
 PRICES = {name: st.floats(0.01, 2) for name in ("call", "row", "col")}
 COSTS = st.builds(Costs, **{kind: st.floats(0.05, 12) for kind in KINDS}, **PRICES)
@@ -231,8 +231,7 @@ def test_a_gpu_behind_a_50_gb_link_comes_near_its_kernel(
     problem = Problem.self_attention(
         seq=1 << 20, heads=32, kv_heads=kv_heads, head_dim=128, ranks=256, mask=causal(), dtype="bfloat16"
     )
-    candidate = Candidate(order="greedy", assignment=Assignment(tile), layout="zigzag", blocks_per_call=None)
-    plan = candidate.plan(problem, direction, costs_on(cluster, problem, candidate, direction))
+    plan = plan_on(cluster, problem, Choice.of(tile=tile, layout="zigzag"), direction)
     timeline = simulate(plan, cluster, priced_ranks=3)
     assert timeline.flops / 256 / timeline.ranks[128].stop_s / 1e12 >= tflops
 
@@ -242,7 +241,7 @@ def test_without_a_cluster_a_gpu_has_prices_of_calls_too() -> None:
     problem = Problem.self_attention(seq=1 << 20, heads=32, kv_heads=8, head_dim=128, ranks=256, mask=causal())
     cluster = cluster_named("h200x256")
     for direction in DIRECTIONS:
-        candidate = Candidate(order="greedy", assignment=Assignment(Tile(8, 32)), layout="zigzag", blocks_per_call=None)
+        candidate = Choice.of(tile=(8, 32), layout="zigzag")
         ours = estimate_gpu_costs(problem, candidate.assignment, direction)
         theirs = costs_on(cluster, problem, candidate, direction)
         assert (ours.row, ours.col) == pytest.approx((theirs.row, theirs.col), rel=0.3)

@@ -17,23 +17,24 @@ from mesh_attention import LocalGroup, MeshAttention, Problem, Zigzag, causal, f
 from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import MemoryLimitError, TopologyError, UsageError
 from mesh_attention.masks import documents, window
-from mesh_attention.plan.assignment import Assignment, Tile
+from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.blocks import elements_a_token
+from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Attend, Direction
+from mesh_attention.planning.choice import FAMILIES, Choice
 from mesh_attention.planning.limits import limits
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.testing.strategies import plans
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cache_folder, cached_tune
-from mesh_attention.tuning.candidates import FAMILIES, Candidate, placements, shapes
+from mesh_attention.tuning.candidates import placements, shapes
 from mesh_attention.tuning.planner import tuned_planner
 from mesh_attention.tuning.result import Trial, Tuning, tuning_from_json, tuning_to_json
 from mesh_attention.tuning.rivals import startrail_degrees, startrail_units
 from mesh_attention.tuning.search import groupings
-from mesh_attention.tuning.traffic import costs_on, traffic
+from mesh_attention.tuning.traffic import plan_on, traffic
 from mesh_attention.tuning.tune import NEAR_TIE, tune, tuned_plans
-
-GIB = 2**30
+from mesh_attention.units import GIB
 
 
 def problem(ranks: int, *, seq: int = 1 << 18, heads: int = 32, kv_heads: int = 8, **changes: object) -> Problem:
@@ -74,10 +75,10 @@ def test_the_choice_is_near_the_best_of_all_candidates(
     asked, cluster = problem(ranks, seq=seq, kv_heads=kv_heads), cluster_named(f"h100x{ranks}")
     chosen = tuned_plans(asked, cluster, tune(asked, cluster, directions=[direction]).chosen)[direction]
     best_s = float("inf")
-    for shape in shapes(asked, cluster, layout="zigzag"):
+    for shape in shapes(asked, cluster, layout=Zigzag()):
         for grouping in groupings(shape):
             candidate = replace(shape, blocks_per_call=grouping)
-            plan = candidate.plan(asked, direction, costs_on(cluster, asked, candidate, direction))
+            plan = plan_on(cluster, asked, candidate, direction)
             best_s = min(best_s, simulate(plan, cluster, priced_ranks=2).time_s)
     assert simulate(chosen, cluster, priced_ranks=2).time_s <= 1.03 * best_s
 
@@ -98,9 +99,9 @@ def test_the_choice_is_tried_by_the_price_of_calls() -> None:
         with_nic(replace(cluster_named("h100x64"), ranks_per_node=1, nics_per_node=1), 50.0),
     )
     mesh = next(trial for trial in tune(asked, cluster).trials if trial.family == "mesh")
-    assert mesh.candidates["forward"].blocks_per_call is None
-    counted = replace(mesh.candidates["forward"], blocks_per_call=4)
-    plan = counted.plan(asked, "forward", costs_on(cluster, asked, counted, "forward"))
+    assert mesh.choices["forward"].blocks_per_call is None
+    counted = replace(mesh.choices["forward"], blocks_per_call=4)
+    plan = plan_on(cluster, asked, counted, "forward")
     assert mesh.time_s < simulate(plan, cluster, priced_ranks=8).time_s
 
 
@@ -178,12 +179,12 @@ def test_a_memory_limit_is_honoured() -> None:
 def test_what_is_gathered_is_kept_where_memory_allows() -> None:
     asked, cluster = problem(16, kv_heads=32, seq=1 << 17), with_nic(cluster_named("h100x16"), 5.0)
     free, limited = (tune(asked, cluster, directions=DIRECTIONS, memory_nbytes=m) for m in (None, 60 * GIB))
-    assert not any(c.keep for trial in free.trials for c in trial.candidates.values())
+    assert not any(c.keep for trial in free.trials for c in trial.choices.values())
     assert limited.chosen.time_s <= free.chosen.time_s * (1 + NEAR_TIE)
-    kept = [trial for trial in limited.trials if any(c.keep for c in trial.candidates.values())]
+    kept = [trial for trial in limited.trials if any(c.keep for c in trial.choices.values())]
     assert kept
     for trial in kept:
-        assert len({candidate.assignment for candidate in trial.candidates.values()}) == 1
+        assert len({candidate.assignment for candidate in trial.choices.values()}) == 1
 
 
 def test_too_little_memory_is_refused_with_what_is_needed() -> None:
@@ -205,11 +206,11 @@ def test_no_candidate_is_faster_than_its_bound(data: st.DataObject) -> None:
         cluster_named(f"h100x{ranks}"), ranks_per_node=per_node, nics_per_node=data.draw(st.integers(1, per_node))
     )
     cluster = with_nic(cluster, data.draw(st.floats(0.5, 100)))
-    candidate = data.draw(st.sampled_from(list(shapes(asked, cluster, layout=layout))))
-    counts = (None, *groupings(candidate)) if candidate.order == "greedy" else groupings(candidate)
+    candidate = data.draw(st.sampled_from(list(shapes(asked, cluster, layout=LAYOUTS[layout]))))
+    counts = groupings(candidate) if candidate.is_collective else (None, *groupings(candidate))
     candidate = replace(candidate, blocks_per_call=data.draw(st.sampled_from(counts)))
     direction = data.draw(st.sampled_from(DIRECTIONS))
-    plan = candidate.plan(asked, direction, costs_on(cluster, asked, candidate, direction))
+    plan = plan_on(cluster, asked, candidate, direction)
     assert traffic(candidate, asked, cluster, direction).bound_s <= simulate(plan, cluster).time_s * (1 + 1e-9)
 
 
@@ -259,11 +260,11 @@ def test_ulysses_on_as_many_ranks_as_heads_meets_the_bound() -> None:
 def test_every_candidate_has_a_family_and_makes_its_plan() -> None:
     asked, cluster = problem(16, seq=4096, kv_heads=4), cluster_named("h100x16")
     families = set()
-    for candidate in shapes(asked, cluster, layout="zigzag"):
+    for candidate in shapes(asked, cluster, layout=Zigzag()):
         families.add(candidate.family)
-        plan = candidate.plan(asked, "forward")
+        plan = make_plan(asked, candidate)
         assert plan.assignment == candidate.assignment
-        assert plan.schedule.route == candidate.route or candidate.order == "collective"
+        assert plan.schedule.route == candidate.route or candidate.is_collective
     assert families == set(FAMILIES) - {"ulysses"}
 
 
@@ -277,18 +278,16 @@ def test_placements_fill_a_node() -> None:
 
 def test_names_say_what_the_field_calls_them() -> None:
     def family(rows: int, cols: int, ulysses: int = 1, **changes: object) -> str:
-        made = Candidate(order="greedy", assignment=Assignment(Tile(rows, cols), ulysses), layout="zigzag")
-        return replace(made, **changes).family  # type: ignore[arg-type]
+        return Choice(tile=Tile(rows, cols), ulysses_degree=ulysses, **changes).family  # type: ignore[arg-type]
 
     assert family(1, 8) == "ring"
     assert family(8, 1) == "pass-q"
-    assert family(1, 8, order="collective") == "all-gather"
+    assert family(1, 8, method="attention2d") == "all-gather"
     assert family(1, 4, 2) == "usp"
     assert family(2, 2, 2) == "ulysses×mesh"
     assert family(1, 1, 8) == "ulysses"
-    double = Assignment(Tile(1, 8), 1, Tile(1, 4))
-    assert family(1, 8, assignment=double, route="ring") == "double ring"
-    assert family(1, 8, assignment=double, route="direct") == "ring"
+    assert family(1, 8, inner=Tile(1, 4), route="ring") == "double ring"
+    assert family(1, 8, inner=Tile(1, 4), route="direct") == "ring"
 
 
 def test_startrail_is_what_its_paper_says() -> None:
@@ -310,7 +309,7 @@ def test_losers_say_why() -> None:
         cluster_named("h100x64"),
         memory_nbytes=2 * min(t.peak_nbytes for t in found.trials),
     )
-    assert "iB are allowed" in limited.left_out["all-gather"]
+    assert "iB allowed" in limited.left_out["all-gather"]
 
 
 def test_a_tuning_can_be_written_and_read() -> None:
@@ -434,10 +433,10 @@ def test_attention_on_a_cluster_runs_the_tuners_choice(tmp_path: Path, monkeypat
     ("options", "message"),
     [
         ({"cluster": "h10x8"}, "did you mean h100"),
-        ({"cluster": "h100", "tile": (2, 4)}, "tile came beside a cluster"),
-        ({"cluster": "h100", "planner": make_plan}, "planner came beside a cluster"),
+        ({"cluster": "h100", "tile": (2, 4)}, "tile cannot be combined with cluster="),
+        ({"cluster": "h100", "planner": make_plan}, "planner cannot be combined with cluster="),
         ({"cluster": 7}, "expected a name such as h100x256"),
-        ({"memory_limit": 5}, "memory_limit came without a cluster"),
+        ({"memory_limit": 5}, "memory_limit= needs cluster="),
     ],
 )
 def test_a_cluster_beside_what_the_tuner_decides_is_refused(options: dict[str, object], message: str) -> None:

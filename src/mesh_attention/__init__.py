@@ -38,9 +38,10 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.queries import RankCosts, flops_by_rank, imbalance, rank_costs
 from mesh_attention.plan.schedule import Schedule
+from mesh_attention.planning.choice import METHODS, Choice
 from mesh_attention.planning.costs import Costs, estimate_costs
 from mesh_attention.planning.limits import Limits, limits
-from mesh_attention.planning.registry import METHODS, make_plan
+from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Span, Timeline
@@ -63,6 +64,7 @@ __all__ = [
     "BlockKind",
     "Breach",
     "BrokenPlanError",
+    "Choice",
     "Chunks",
     "Contiguous",
     "Costs",

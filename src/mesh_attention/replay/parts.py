@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.choice import FAMILIES
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import FAMILIES
 from mesh_attention.tuning.result import Trial
 from mesh_attention.tuning.tune import tune, tuned_plans
 
@@ -52,7 +52,7 @@ def tuned_parts(
         trial = tuning.trials[0] if method == BEST else trials.get(method)
         if trial is None:
             raise UsageError(f"method {method}: {tuning.left_out.get(method, 'has no plan for this problem')}")
-        description = "; ".join(dict.fromkeys(str(candidate) for candidate in trial.candidates.values()))
+        description = "; ".join(dict.fromkeys(str(replace(choice, layout=None)) for choice in trial.choices.values()))
         if all(part.description != description for part in parts):
             parts.append(Part(name=trial.family, description=description, plans=tuned_plans(problem, topology, trial)))
     return parts

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from mesh_attention.masks import Mask, causal, documents, full, window
-from mesh_attention.plan.assignment import Assignment, Tile, divisors, tiles_of
+from mesh_attention.plan.assignment import Tile, divisors, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import LAYOUTS, Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.plan.steps import KINDS, Direction
+from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.entries import has_inner_rings
 from mesh_attention.planning.registry import make_plan
@@ -78,32 +81,13 @@ def plans(draw: st.DrawFn, *, max_ranks: int = 12) -> Plan:
     tile = draw(st.sampled_from(tiles_of(problem.ranks // degree)))
     inner = Tile(*(draw(st.sampled_from(divisors(side))) for side in (tile.rows, tile.cols)))
     layout, direction, keep = draw(layouts()), draw(directions()), draw(st.sampled_from(KEEPABLE))
+    choice = Choice(tile=tile, ulysses_degree=degree, inner=inner, layout=layout, keep=keep)
     if draw(st.booleans()):
-        return make_plan(
-            problem,
-            method="attention2d",
-            tile=tile,
-            layout=layout,
-            direction=direction,
-            ulysses_degree=degree,
-            inner=inner,
-            keep=keep,
-        )
-    routes = draw(st.sampled_from(ROUTES)), draw(st.sampled_from(ROUTES))
-    matrix = BlockMatrix(problem, layout, Assignment(tile, degree, inner))
-    if "ring" in routes and has_inner_rings(matrix.assignment) and not matrix.is_uniform:
-        inner = Tile(tile.rows, 1)  # refused otherwise
-    cost = st.floats(0.05, 20)
-    return make_plan(
-        problem,
-        tile=tile,
-        layout=layout,
-        direction=direction,
-        ulysses_degree=degree,
-        inner=inner,
-        route=routes[0],
-        partials=routes[1],
-        blocks_per_call=draw(st.integers(1, 6)),
-        keep=keep,
-        costs=Costs(**draw(st.fixed_dictionaries(dict.fromkeys(KINDS, cost)))),
-    )
+        return make_plan(problem, replace(choice, method="attention2d"), direction=direction)
+    route, partials = draw(st.sampled_from(ROUTES)), draw(st.sampled_from(ROUTES))
+    choice = replace(choice, route=route, partials=partials, blocks_per_call=draw(st.integers(1, 6)))
+    matrix = BlockMatrix(problem, layout, choice.assignment)
+    if "ring" in (route, partials) and has_inner_rings(matrix.assignment) and not matrix.is_uniform:
+        choice = replace(choice, inner=None)  # refused otherwise
+    costs = Costs(**draw(st.fixed_dictionaries(dict.fromkeys(KINDS, st.floats(0.05, 20)))))
+    return make_plan(problem, choice, direction=direction, costs=costs)

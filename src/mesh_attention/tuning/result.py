@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.choice import Choice, Family
 from mesh_attention.timeline import Timeline
-from mesh_attention.tuning.candidates import Candidate, Family
+from mesh_attention.tuning.candidates import Complexity, complexity
 
-RESULT_VERSION = 1
+RESULT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A pass of a candidate, in numbers. Bytes are what an average rank sends."""
+    """A pass of a choice, in numbers. Bytes are what an average rank sends."""
 
     time_s: float
     compute_s: float
@@ -46,13 +46,13 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A candidate for each pass that was asked for, and what is forecast of it.
+    """A choice for each pass that was asked for, with its forecast.
 
     `is_bound`: the method has no plan here, and takes at least this (see `rivals`). `reason` says why it is not chosen.
     """
 
     family: Family
-    candidates: dict[Direction, Candidate]
+    choices: dict[Direction, Choice]
     forecasts: dict[Direction, Forecast]
     reason: str = ""
     is_bound: bool = False
@@ -82,8 +82,8 @@ class Trial:
         return max(forecast.peak_nbytes for forecast in self.forecasts.values())
 
     @property
-    def complexity(self) -> tuple[tuple[tuple[int, ...], str], ...]:
-        return tuple(candidate.complexity for candidate in self.candidates.values())
+    def complexity(self) -> tuple[Complexity, ...]:
+        return tuple(map(complexity, self.choices.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,12 @@ class Tuning:
 
 
 def tuning_to_json(tuning: Tuning) -> dict[str, Any]:
-    return {"version": RESULT_VERSION, **asdict(tuning)}
+    """Plain values; the choices as options that `Choice.of` reads back."""
+    trials = [
+        {**asdict(replace(trial, choices={})), "choices": {d: choice.options for d, choice in trial.choices.items()}}
+        for trial in tuning.trials
+    ]
+    return {"version": RESULT_VERSION, **asdict(replace(tuning, trials=())), "trials": trials}
 
 
 def tuning_from_json(written: Mapping[str, Any]) -> Tuning:
@@ -125,20 +130,11 @@ def tuning_from_json(written: Mapping[str, Any]) -> Tuning:
 def _trial(written: Mapping[str, Any]) -> Trial:
     return Trial(
         family=written["family"],
-        candidates={direction: _candidate(found) for direction, found in written["candidates"].items()},
+        choices={
+            direction: Choice.of(**options | {"keep": tuple(options["keep"])})
+            for direction, options in written["choices"].items()
+        },
         forecasts={direction: Forecast(**found) for direction, found in written["forecasts"].items()},
         reason=written["reason"],
         is_bound=written["is_bound"],
-    )
-
-
-def _candidate(written: Mapping[str, Any]) -> Candidate:
-    entries = dict(written)
-    assignment = entries.pop("assignment")
-    inner = assignment["inner"]
-    return Candidate(
-        **entries | {"keep": tuple(entries["keep"])},
-        assignment=Assignment(
-            Tile(**assignment["tile"]), assignment["ulysses"], None if inner is None else Tile(**inner)
-        ),
     )

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.steps import Direction
-from mesh_attention.tuning.candidates import Candidate
+from mesh_attention.planning.choice import Choice
 from mesh_attention.tuning.result import Trial
 from mesh_attention.tuning.search import PassSearch, groupings
 from mesh_attention.tuning.traffic import traffic
@@ -31,38 +31,38 @@ def startrail_units(ranks: int, degree: int) -> float:
     return 4 * degree - 1 + 2 * ranks / degree
 
 
-def startrail(candidates: list[Candidate], searches: Mapping[Direction, PassSearch]) -> list[Trial]:
+def startrail(candidates: list[Choice], searches: Mapping[Direction, PassSearch]) -> list[Trial]:
     """A bound for each of the most promising degrees; one degree for both passes."""
     trials = []
     ranks = next(iter(searches.values())).problem.ranks
     for degree in startrail_degrees(ranks):
         assignment = (Tile(degree, ranks // degree), 1)
         same = [
-            c for c in candidates if c.order == "greedy" and (c.assignment.tile, c.assignment.ulysses) == assignment
+            c for c in candidates if not c.is_collective and (c.assignment.tile, c.assignment.ulysses) == assignment
         ]
         best = {direction: _least(same, search) for direction, search in searches.items()}
         trials.append((sum(bound for bound, _ in best.values()), {d: c for d, (_, c) in best.items()}))
     trials.sort(key=lambda trial: trial[0])
     found = []
     for _, chosen in trials[:MOST_DEGREES]:
-        for direction, candidate in chosen.items():
-            chosen[direction] = _fastest(candidate, searches[direction])
-        forecasts = {direction: searches[direction].simulate(candidate) for direction, candidate in chosen.items()}
+        for direction, choice in chosen.items():
+            chosen[direction] = _fastest(choice, searches[direction])
+        forecasts = {direction: searches[direction].simulate(choice) for direction, choice in chosen.items()}
         if all(forecast.peak_nbytes <= searches[d].limit_nbytes for d, forecast in forecasts.items()):
-            found.append(Trial(family="startrail", candidates=chosen, forecasts=forecasts, is_bound=True))
+            found.append(Trial(family="startrail", choices=chosen, forecasts=forecasts, is_bound=True))
     return found
 
 
-def _fastest(candidate: Candidate, search: PassSearch) -> Candidate:
-    """Of all groupings of this candidate, and of all that was tried with its tile."""
-    for grouping in (None, *groupings(candidate)):
-        search.simulate(replace(candidate, blocks_per_call=grouping))
-    assignment = (candidate.assignment.tile, candidate.assignment.ulysses)
+def _fastest(choice: Choice, search: PassSearch) -> Choice:
+    """Of all groupings of this choice, and of all that was tried with its tile."""
+    for grouping in (None, *groupings(choice)):
+        search.simulate(replace(choice, blocks_per_call=grouping))
+    assignment = (choice.assignment.tile, choice.assignment.ulysses)
     same = [c for c in search.tried if (c.assignment.tile, c.assignment.ulysses) == assignment and not c.keep]
     return min(same, key=lambda c: search.tried[c].time_s)
 
 
-def _least(candidates: list[Candidate], search: PassSearch) -> tuple[float, Candidate]:
+def _least(candidates: list[Choice], search: PassSearch) -> tuple[float, Choice]:
     bounds = [
         (traffic(c, search.problem, search.topology, search.direction).bound_s, index)
         for index, c in enumerate(candidates)

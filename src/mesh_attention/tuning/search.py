@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.choice import FAMILIES, Choice, Family
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import FAMILIES, Candidate, Family
+from mesh_attention.tuning.candidates import complexity
 from mesh_attention.tuning.result import Forecast
-from mesh_attention.tuning.traffic import Traffic, costs_on, traffic
+from mesh_attention.tuning.traffic import Traffic, plan_on, traffic
 
 Report = Callable[[str, float], None]
 MOST_BLOCKS_A_CALL = 16
@@ -33,9 +34,9 @@ FIRST_OF_FAMILY = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A candidate that was simulated."""
+    """A choice that was simulated."""
 
-    candidate: Candidate
+    choice: Choice
     forecast: Forecast
 
 
@@ -67,13 +68,13 @@ class PassSearch:
     ) -> None:
         self.problem, self.topology, self.direction = problem, topology, direction
         self.limit_nbytes, self.report = limit_nbytes, report
-        self.tried: dict[Candidate, Forecast] = {}
+        self.tried: dict[Choice, Forecast] = {}
         self.effort = effort(problem.ranks)
 
-    def run(self, candidates: Sequence[Candidate], *, priced_ranks: int, is_uniform: bool) -> None:
+    def run(self, candidates: Sequence[Choice], *, priced_ranks: int, is_uniform: bool) -> None:
         """Simulates what may win, and the most promising of every family."""
         self.priced_ranks, self.is_uniform = priced_ranks, is_uniform
-        candidates = [self.grouped(candidate) for candidate in candidates]
+        candidates = [self.grouped(choice) for choice in candidates]
         bounds = {c: traffic(c, self.problem, self.topology, self.direction) for c in candidates}
         by_family = {family: [c for c in candidates if c.family == family] for family in FAMILIES}
         # The families that promise most go first: their times prune the rest.
@@ -84,30 +85,29 @@ class PassSearch:
         firsts = [tried for family in FAMILIES for tried in self.best(family)[:FIRSTS]]
         near = [tried for tried in firsts if tried.forecast.time_s <= FIRST_OF_FAMILY * self.best_s]
         for tried in (*self.best()[:FINALISTS], *near):
-            self.report(f"regrouping {tried.candidate.family}", 0.95)
-            for candidate in self._regrouped(tried.candidate):
-                self.simulate(candidate)
+            self.report(f"regrouping {tried.choice.family}", 0.95)
+            for choice in self._regrouped(tried.choice):
+                self.simulate(choice)
 
-    def _run_family(self, candidates: Sequence[Candidate], bounds: dict[Candidate, Traffic]) -> None:
+    def _run_family(self, candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> None:
         """The first few that fit into memory, whatever their bound; after them, those that may be the fastest."""
         fitting = 0
-        for candidate in candidates:
-            bound = bounds[candidate]
+        for choice in candidates:
+            bound = bounds[choice]
             is_unlikely = fitting >= self.effort.least and bound.promise_s > self.effort.worth_trying * self.best_s
             is_beaten = self.is_uniform and fitting >= AT_LEAST and bound.bound_s >= self.best_s
             if is_unlikely or is_beaten:
                 continue
-            forecast = self.simulate(_first_try(candidate))
+            forecast = self.simulate(_first_try(choice))
             fitting += forecast.peak_nbytes <= self.limit_nbytes
             if fitting == self.effort.most:
                 return
 
-    def simulate(self, candidate: Candidate) -> Forecast:
-        if candidate not in self.tried:
-            costs = costs_on(self.topology, self.problem, candidate, self.direction)
-            plan = candidate.plan(self.problem, self.direction, costs)
-            self.tried[candidate] = Forecast.of(simulate(plan, self.topology, priced_ranks=self.priced_ranks))
-        return self.tried[candidate]
+    def simulate(self, choice: Choice) -> Forecast:
+        if choice not in self.tried:
+            plan = plan_on(self.topology, self.problem, choice, self.direction)
+            self.tried[choice] = Forecast.of(simulate(plan, self.topology, priced_ranks=self.priced_ranks))
+        return self.tried[choice]
 
     @property
     def best_s(self) -> float:
@@ -117,48 +117,48 @@ class PassSearch:
         """What fits into memory, of a family or of all, fastest first."""
         found = [Tried(c, forecast) for c, forecast in self.tried.items() if family in (None, c.family)]
         fitting = [tried for tried in found if tried.forecast.peak_nbytes <= self.limit_nbytes]
-        return sorted(fitting, key=lambda tried: (tried.forecast.time_s, tried.candidate.complexity))
+        return sorted(fitting, key=lambda tried: (tried.forecast.time_s, complexity(tried.choice)))
 
-    def grouped(self, candidate: Candidate) -> Candidate:
+    def grouped(self, choice: Choice) -> Choice:
         """With the grouping that promises most."""
-        found = [replace(candidate, blocks_per_call=grouping) for grouping in groupings(candidate)]
+        found = [replace(choice, blocks_per_call=grouping) for grouping in groupings(choice)]
         return min(found, key=lambda c: traffic(c, self.problem, self.topology, self.direction).promise_s)
 
-    def _regrouped(self, candidate: Candidate) -> Iterator[Candidate]:
+    def _regrouped(self, choice: Choice) -> Iterator[Choice]:
         """By the price of calls; where a number may be better, with the next larger and smaller groupings, or all."""
-        if candidate.order == "collective":
+        if choice.is_collective:
             return
-        yield replace(candidate, blocks_per_call=None)
-        found, reach = groupings(candidate), self.effort.regroupings
-        if candidate.route == "ring" or reach > 1:
-            at = found.index(candidate.blocks_per_call or self.grouped(candidate).blocks_per_call or 1)
+        yield replace(choice, blocks_per_call=None)
+        found, reach = groupings(choice), self.effort.regroupings
+        if choice.route == "ring" or reach > 1:
+            at = found.index(choice.blocks_per_call or self.grouped(choice).blocks_per_call or 1)
             for grouping in found[max(0, at - reach) : at + reach + 1]:
-                yield replace(candidate, blocks_per_call=grouping)
+                yield replace(choice, blocks_per_call=grouping)
 
 
-def _first_try(candidate: Candidate) -> Candidate:
+def _first_try(choice: Choice) -> Choice:
     """By the price of calls; not along a ring, where shards wait for each other in ways that have no price, and not if
     the tile is so long that planning takes more time than a simulation."""
-    tile, is_direct = candidate.assignment.tile, (candidate.order, candidate.route) == ("greedy", "direct")
+    tile, is_direct = choice.assignment.tile, not choice.is_collective and choice.route == "direct"
     is_quick = tile.rows + tile.cols <= LONGEST_PRICED_FIRST
-    return replace(candidate, blocks_per_call=None) if is_direct and is_quick else candidate
+    return replace(choice, blocks_per_call=None) if is_direct and is_quick else choice
 
 
-def _tiles_first(candidates: Sequence[Candidate], bounds: dict[Candidate, Traffic]) -> list[Candidate]:
+def _tiles_first(candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> list[Choice]:
     """By promise; the best of every tile before the second best of any."""
-    by_promise = sorted(candidates, key=lambda c: (bounds[c].promise_s, c.complexity))
+    by_promise = sorted(candidates, key=lambda c: (bounds[c].promise_s, complexity(c)))
     seen: Counter[tuple[int, Tile]] = Counter()
     turn = {}
-    for candidate in by_promise:
-        tile = (candidate.assignment.ulysses, candidate.assignment.tile)
+    for choice in by_promise:
+        tile = (choice.assignment.ulysses, choice.assignment.tile)
         seen[tile] += 1
-        turn[candidate] = seen[tile]
-    return sorted(by_promise, key=lambda candidate: turn[candidate])  # sorting keeps the order of equals
+        turn[choice] = seen[tile]
+    return sorted(by_promise, key=lambda choice: turn[choice])  # sorting keeps the order of equals
 
 
-def groupings(candidate: Candidate) -> list[int]:
+def groupings(choice: Choice) -> list[int | None]:
     """Powers of two up to the longer side of the tile; collectives have none."""
-    if candidate.order == "collective":
-        return [1]
-    longer = max(candidate.assignment.tile.rows, candidate.assignment.tile.cols)
+    if choice.is_collective:
+        return [None]
+    longer = max(choice.assignment.tile.rows, choice.assignment.tile.cols)
     return [1 << power for power in range(min(longer, MOST_BLOCKS_A_CALL).bit_length())]

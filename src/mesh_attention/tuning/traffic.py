@@ -1,4 +1,4 @@
-"""How long a candidate's links are busy at least, and what that makes of its time. Closed form; nothing is simulated.
+"""How long a choice's links are busy at least, and what that makes of its time. Closed form; nothing is simulated.
 
 For plans in which every rank needs every shard of its groups; a mask that takes shards away makes less traffic, and
 then these are estimates and no bounds.
@@ -7,6 +7,7 @@ then these are estimates and no bounds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +15,14 @@ from numpy.typing import NDArray
 
 from mesh_attention.plan.assignment import Assignment, Axis
 from mesh_attention.plan.blocks import elements_a_token
+from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
+from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import Costs
+from mesh_attention.planning.registry import make_priced_plan
 from mesh_attention.problem import Problem
-from mesh_attention.simulation.prices import total_flops
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import Candidate
 
 Counts = NDArray[np.float64]
 LEFT_EXPOSED = 0.05
@@ -44,7 +46,7 @@ class Traffic:
 
     @property
     def bound_s(self) -> float:
-        """No schedule of this candidate takes less, if the plan is uniform."""
+        """No schedule of this choice takes less, if the plan is uniform."""
         return max(self.nic_s, self.port_s, self.held_s + self.compute_s)
 
     @property
@@ -127,45 +129,48 @@ class Links:
         return crosses
 
 
-def traffic(candidate: Candidate, problem: Problem, topology: Topology, direction: Direction) -> Traffic:
-    links = Links(problem, topology, candidate.assignment)
+def traffic(choice: Choice, problem: Problem, topology: Topology, direction: Direction) -> Traffic:
+    links = Links(problem, topology, choice.assignment)
     crossing, inside, held = links.none, links.none, links.none
-    fetched = [kind for kind in INPUTS[direction] if not (direction == "backward" and kind in candidate.keep)]
+    fetched = [kind for kind in INPUTS[direction] if not (direction == "backward" and kind in choice.keep)]
     for kind in (*fetched, *OUTPUTS[direction]):
-        group = links.group_s(kind, candidate.route if kind in fetched else candidate.partials)
-        is_held = candidate.order == "collective"
-        exchange = links.exchange_s(kind) if candidate.assignment.ulysses > 1 else Busy(links.none, links.none)
+        group = links.group_s(kind, choice.route if kind in fetched else choice.partials)
+        is_held = choice.is_collective
+        exchange = links.exchange_s(kind) if choice.assignment.ulysses > 1 else Busy(links.none, links.none)
         crossing = crossing + group.crossing_s + exchange.crossing_s
         inside = inside + group.inside_s + exchange.inside_s
         held = held + np.maximum(*exchange) + (np.maximum(*group) if is_held else 0.0)
     nic, port = links.nic_s(crossing), float(inside.max())
-    transfers = max(1, candidate.assignment.tile.rows + candidate.assignment.tile.cols - 2)
+    transfers = max(1, choice.assignment.tile.rows + choice.assignment.tile.cols - 2)
     # Along a ring, what is waited for has itself been waited for.
-    fill_s = (
-        (2 if candidate.route == "ring" else 1) * ((candidate.blocks_per_call or 1) - 1) / transfers * max(nic, port)
-    )
+    fill_s = (2 if choice.route == "ring" else 1) * ((choice.blocks_per_call or 1) - 1) / transfers * max(nic, port)
     return Traffic(
         nic_s=nic,
         port_s=port,
         held_s=float(held.max()),
         compute_s=_compute_s(problem, topology, direction),
-        calls_s=_calls_s(candidate, problem, topology, direction),
+        calls_s=_calls_s(choice, problem, topology, direction),
         fill_s=fill_s,
     )
 
 
-def costs_on(topology: Topology, problem: Problem, candidate: Candidate, direction: Direction) -> Costs:
+def costs_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Costs:
     """In blocks of compute: a transfer of each kind on the links its group runs over; a call, if that decides."""
-    links, tile = Links(problem, topology, candidate.assignment), candidate.assignment.tile
+    links, tile = Links(problem, topology, choice.assignment), choice.assignment.tile
     block_s = _compute_s(problem, topology, direction) / (tile.rows * tile.cols)
     found: dict[str, float] = {}
     for kind in KINDS:
-        route = candidate.route if kind in INPUTS[direction] else candidate.partials
-        transfers = max(1, candidate.assignment.size(AXIS_OF[kind]) - 1)
+        route = choice.route if kind in INPUTS[direction] else choice.partials
+        transfers = max(1, choice.assignment.size(AXIS_OF[kind]) - 1)
         busy = links.group_s(kind, route)
         found[kind] = max(1e-6, links.nic_s(busy.crossing_s), float(busy.inside_s.max())) / transfers / block_s
-    is_by_price = candidate.blocks_per_call is None
+    is_by_price = choice.blocks_per_call is None
     return Costs(**found, **(_call_prices(problem, topology, direction, block_s) if is_by_price else {}))
+
+
+def plan_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Plan:
+    """The plan of one pass in the order that suits a cluster's links."""
+    return make_priced_plan(problem, choice, direction, partial(costs_on, topology))
 
 
 def _call_prices(problem: Problem, topology: Topology, direction: Direction, block_s: float) -> dict[str, float]:
@@ -187,12 +192,12 @@ def _touched_nbytes(problem: Problem, direction: Direction) -> tuple[float, floa
     return row, 0.0 if direction == "forward" else moved * tokens_kv * problem.kv_heads * (qk + v)
 
 
-def _calls_s(candidate: Candidate, problem: Problem, topology: Topology, direction: Direction) -> float:
+def _calls_s(choice: Choice, problem: Problem, topology: Topology, direction: Direction) -> float:
     """Fixed costs of kernel calls, and the memory that adding up partials touches."""
-    tile, device = candidate.assignment.tile, topology.device
+    tile, device = choice.assignment.tile, topology.device
     rate = device.forward if direction == "forward" else device.backward
-    is_whole = candidate.order == "collective"
-    meetings = 1 if is_whole else tile.rows * tile.cols / min(candidate.blocks_per_call or 1, tile.cols)
+    is_whole = choice.is_collective
+    meetings = 1 if is_whole else tile.rows * tile.cols / min(choice.blocks_per_call or 1, tile.cols)
     rows, cols = (tile.rows, tile.cols) if is_whole else (meetings, tile.rows * tile.cols)
     row_nbytes, col_nbytes = _touched_nbytes(problem, direction)
     touched = rows * row_nbytes + cols * col_nbytes
@@ -201,4 +206,4 @@ def _calls_s(candidate: Candidate, problem: Problem, topology: Topology, directi
 
 def _compute_s(problem: Problem, topology: Topology, direction: Direction) -> float:
     rate = topology.device.forward if direction == "forward" else topology.device.backward
-    return max(1e-12, total_flops(problem, direction) / problem.ranks / (rate.tflops * max(1.0, rate.masked) * 1e12))
+    return max(1e-12, problem.flops(direction) / problem.ranks / (rate.tflops * max(1.0, rate.masked) * 1e12))

@@ -10,23 +10,23 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
+from mesh_attention.planning.choice import FAMILIES, Family, default_layout
 from mesh_attention.planning.limits import limits
-from mesh_attention.planning.registry import default_layout
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import FAMILIES, Family, shapes
-from mesh_attention.tuning.reasons import cannot_be_used, memory, why_not
+from mesh_attention.tuning.candidates import complexity, shapes
+from mesh_attention.tuning.reasons import cannot_be_used, why_not
 from mesh_attention.tuning.result import Trial, Tuning
 from mesh_attention.tuning.rivals import startrail
 from mesh_attention.tuning.search import PassSearch, Report, Tried
-from mesh_attention.tuning.traffic import costs_on
+from mesh_attention.tuning.traffic import plan_on
+from mesh_attention.units import GIB, format_nbytes
 
 NEAR_TIE = 0.005
 """Within this share of the fastest, the simplest wins."""
 PRICED_RANKS_AT_LAST = 8
 FAR_BEHIND = 1.6
 """Times slower than the fastest: the first forecast is not that far off."""
-GIB = 2**30
 KEEPS: tuple[tuple[Kind, ...], ...] = (("kv",), ("q", "kv"))
 
 
@@ -54,7 +54,7 @@ def tune(
     if memory_nbytes is not None:
         check_memory(memory_nbytes)
     chosen_layout = default_layout(problem) if layout is None else layout_named(layout)
-    found = list(shapes(problem, topology, layout=chosen_layout.name))
+    found = list(shapes(problem, topology, layout=chosen_layout))
     is_uniform = BlockMatrix(problem, chosen_layout, found[0].assignment).is_uniform
     searches = {}
     for number, direction in enumerate(directions):
@@ -86,10 +86,7 @@ def tune(
 
 def tuned_plans(problem: Problem, topology: Topology, trial: Trial) -> dict[Direction, Plan]:
     """The plans of a trial, one a pass."""
-    return {
-        direction: candidate.plan(problem, direction, costs_on(topology, problem, candidate, direction))
-        for direction, candidate in trial.candidates.items()
-    }
+    return {direction: plan_on(topology, problem, choice, direction) for direction, choice in trial.choices.items()}
 
 
 def _share(report: Report, number: int, of: int) -> Report:
@@ -107,7 +104,7 @@ def _check_directions(directions: Sequence[Direction]) -> None:
 
 
 def _trials(searches: dict[Direction, PassSearch]) -> list[Trial]:
-    """For every family the fastest candidate of each pass, unless a simpler one is about as fast."""
+    """For every family the fastest choice of each pass, unless a simpler one is about as fast."""
     trials = []
     for family in FAMILIES:
         by_pass = {direction: search.best(family) for direction, search in searches.items()}
@@ -118,13 +115,13 @@ def _trials(searches: dict[Direction, PassSearch]) -> list[Trial]:
 
 def _simplest(tried: Sequence[Tried]) -> Tried:
     near = [one for one in tried if one.forecast.time_s <= tried[0].forecast.time_s * (1 + NEAR_TIE)]
-    return min(near, key=lambda one: one.candidate.complexity)
+    return min(near, key=lambda one: complexity(one.choice))
 
 
 def _trial(family: Family, tried: dict[Direction, Tried]) -> Trial:
     return Trial(
         family=family,
-        candidates={direction: one.candidate for direction, one in tried.items()},
+        choices={direction: one.choice for direction, one in tried.items()},
         forecasts={direction: one.forecast for direction, one in tried.items()},
     )
 
@@ -133,10 +130,10 @@ def _kept(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> lis
     """The fastest trials' tiles again, with what forward gathered left to backward."""
     found = []
     for trial in sorted(trials, key=lambda trial: trial.time_s)[:3]:
-        for shape in dict.fromkeys(c for c in trial.candidates.values() if c.assignment.places > 1):
+        for shape in dict.fromkeys(c for c in trial.choices.values() if c.assignment.places > 1):
             for keep in KEEPS:
-                candidate = replace(shape, keep=keep)
-                tried = {d: Tried(candidate, search.simulate(candidate)) for d, search in searches.items()}
+                choice = replace(shape, keep=keep)
+                tried = {d: Tried(choice, search.simulate(choice)) for d, search in searches.items()}
                 if all(t.forecast.peak_nbytes <= searches[d].limit_nbytes for d, t in tried.items()):
                     found.append(_trial(trial.family, tried))
     return found
@@ -150,7 +147,7 @@ def _priced_again(trials: list[Trial], searches: dict[Direction, PassSearch]) ->
     again = []
     for trial in trials:
         if trial.time_s <= FAR_BEHIND * fastest:
-            forecasts = {direction: searches[direction].simulate(c) for direction, c in trial.candidates.items()}
+            forecasts = {direction: searches[direction].simulate(c) for direction, c in trial.choices.items()}
             trial = replace(trial, forecasts=forecasts)
         again.append(trial)
     return again
@@ -181,6 +178,6 @@ def _does_not_fit(searches: dict[Direction, PassSearch], limit: float) -> Memory
     ]
     least = min(needs)
     return MemoryLimitError(
-        f"no plan stays below {memory(limit)} a rank; the smallest needs {memory(least)}. "
+        f"no plan stays below {format_nbytes(limit)} a rank; the smallest needs {format_nbytes(least)}. "
         "Allow more, or spread the sequence over more ranks"
     )

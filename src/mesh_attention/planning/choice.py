@@ -1,0 +1,252 @@
+"""`Choice`: how to plan, as one value. Planners, tuner, command line, tables and pages all speak of it.
+
+A choice says which method on which tile, times which Ulysses degree, on which layout and routes. Fields left open are
+filled in for a problem by `settled`; `make_plan` turns a settled choice into the plan of one pass. Its text reads back:
+
+    mesh · ring 1x8, zigzag · ulysses 8 × mesh 4x8, zigzag, inner 2x2, route ring, 4 blocks per call, keep q+kv
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal, TypedDict, get_args
+
+from typing_extensions import Unpack
+
+from mesh_attention.errors import ParseError, ScheduleError, TileError, UsageError
+from mesh_attention.plan.assignment import Assignment, Tile, as_tile, check_assignment, check_degree
+from mesh_attention.plan.layout import LAYOUTS, Contiguous, Layout, Zigzag, layout_named
+from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
+from mesh_attention.plan.steps import Direction, Kind
+from mesh_attention.planning.search import least_volume_tile
+from mesh_attention.problem import Problem
+
+Method = Literal["mesh", "ring", "pass-q", "attention2d", "ulysses"]
+METHODS: tuple[Method, ...] = get_args(Method)
+COLLECTIVE_METHODS: tuple[Method, ...] = ("attention2d", "ulysses")
+"""Methods without an order of transfers, and so without routes, grouping and costs."""
+Family = Literal[
+    "ring",
+    "all-gather",
+    "pass-q",
+    "ulysses",
+    "attention2d",
+    "mesh",
+    "usp",
+    "double ring",
+    "ulysses×attention2d",
+    "ulysses×mesh",
+    "startrail",
+]
+FAMILIES: tuple[Family, ...] = get_args(Family)[:-1]
+"""Simplest first. StarTrail is left out: it has no plan here, only a bound (see `tuning.rivals`)."""
+
+
+class ChoiceOptions(TypedDict, total=False):
+    """A choice as keyword arguments; None, or a tile of "auto", leaves a field open."""
+
+    method: Method | None
+    tile: Tile | tuple[int, int] | str | None
+    ulysses_degree: int | None
+    inner: Tile | tuple[int, int] | str | None
+    layout: Layout | str | None
+    route: Route | None
+    partials: Route | None
+    blocks_per_call: int | None
+    keep: tuple[Kind, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One way to plan. Without a tile, the one that moves the fewest bytes; without a layout, the one that suits the
+    mask.
+
+    `inner` is the part of the grid that one node holds (see `plan.assignment`). `route` is how shards travel and
+    `partials` how partial results do. Without `blocks_per_call`, costs that state the price of a call decide how large
+    each call is; without such costs a call is one block. `keep` names what forward leaves gathered for backward.
+    """
+
+    method: Method = "mesh"
+    tile: Tile | None = None
+    ulysses_degree: int | None = None
+    inner: Tile | None = None
+    layout: Layout | None = None
+    route: Route = "direct"
+    partials: Route = "direct"
+    blocks_per_call: int | None = None
+    keep: tuple[Kind, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ScheduleError(f"method {self.method!r}: expected one of {', '.join(METHODS)}")
+        for name, route in (("route", self.route), ("partials", self.partials)):
+            if route not in ROUTES:
+                raise ScheduleError(f"{name} {route!r}: expected one of {', '.join(ROUTES)}")
+        if self.keep not in KEEPABLE:
+            raise ScheduleError(f"keep {self.keep!r}: expected some of q and kv, in this order, as a tuple")
+        blocks = self.blocks_per_call
+        if blocks is not None and (type(blocks) is not int or blocks < 1):
+            raise ScheduleError(f"blocks_per_call={blocks!r}: expected a whole number of at least 1")
+        if self.is_collective:
+            given = {"route": self.route == "ring", "partials": self.partials == "ring", "blocks_per_call": blocks}
+            surplus = [name for name, value in given.items() if value]
+            if surplus:
+                raise ScheduleError(f"{self.method} uses collectives and has no {', '.join(surplus)}; use mesh instead")
+        if self.tile is not None and self.inner is not None:  # the same placement has one spelling
+            object.__setattr__(self, "inner", self.assignment.inner)
+
+    @classmethod
+    def of(cls, **options: Unpack[ChoiceOptions]) -> Choice:
+        """A choice from what a caller may write, such as ``tile="4x8", layout="zigzag"``."""
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        if given.get("tile") == "auto":
+            del given["tile"]
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise UsageError(f"unknown argument {name!r}; {hint}expected some of {', '.join(known)}")
+        for name in ("tile", "inner"):
+            if name in given:
+                given[name] = as_tile(given[name])
+        if isinstance(given.get("layout"), str):
+            given["layout"] = layout_named(given["layout"])
+        return cls(**given)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The fields as plain values, for JSON; `Choice.of` reads them back."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        texts = {name: None if found[name] is None else str(found[name]) for name in ("tile", "inner")}
+        return found | texts | {"layout": None if self.layout is None else self.layout.name}
+
+    # The grid
+
+    @property
+    def is_collective(self) -> bool:
+        return self.method in COLLECTIVE_METHODS
+
+    @property
+    def assignment(self) -> Assignment:
+        """The grid of a choice that has a tile."""
+        if self.tile is None:
+            raise ScheduleError(f"{self} has no tile yet; use choice.settled(problem, direction) first")
+        return Assignment(self.tile, self.ulysses_degree or 1, self.inner)
+
+    def settled(self, problem: Problem, direction: Direction) -> Choice:
+        """This choice with tile, degree and layout filled in for a pass of the problem, or an error if it does not fit.
+
+        What is kept must suit both passes, so both take forward's tile.
+        """
+        layout = default_layout(problem) if self.layout is None else self.layout
+        degree = self._degree(problem)
+        check_degree(degree, problem)
+        tile = self._tile(problem, degree)
+        if tile is None:
+            tile = least_volume_tile(problem, layout, "forward" if self.keep else direction, ulysses_degree=degree)
+        return replace(self, tile=tile, ulysses_degree=degree, layout=layout)
+
+    def _degree(self, problem: Problem) -> int:
+        if self.method != "ulysses":
+            return 1 if self.ulysses_degree is None else self.ulysses_degree
+        if self.ulysses_degree not in (None, problem.ranks):
+            raise TileError(
+                f"method ulysses spreads heads over all {problem.ranks} ranks, got ulysses_degree="
+                f"{self.ulysses_degree}; leave it out, or use another method with that ulysses_degree"
+            )
+        return problem.ranks
+
+    def _tile(self, problem: Problem, degree: int) -> Tile | None:
+        places = problem.ranks // degree
+        fixed = {"ring": Tile(1, places), "pass-q": Tile(places, 1), "ulysses": Tile(1, 1)}.get(self.method)
+        if fixed is not None and self.tile not in (None, fixed):
+            raise TileError(
+                f"method {self.method} uses the {fixed} tile here, got {self.tile}; leave the tile out or use mesh"
+            )
+        if fixed is None and self.tile is not None:
+            check_assignment(Assignment(self.tile, degree), problem)
+        return fixed or self.tile
+
+    # Names
+
+    @property
+    def family(self) -> Family:
+        """The name this choice has in the literature; of a choice that has a tile."""
+        assignment = self.assignment
+        tile, ulysses = assignment.tile, assignment.ulysses
+        if tile == Tile(1, 1):
+            return "ulysses"
+        if self.is_collective:
+            if tile.rows == 1 and ulysses == 1:
+                return "all-gather"
+            return "attention2d" if ulysses == 1 else "ulysses×attention2d"
+        if tile.rows == 1 and 1 < assignment.inner_size("col") < tile.cols and self.route == "ring":
+            return "double ring"
+        if ulysses > 1:
+            return "usp" if tile.rows == 1 else "ulysses×mesh"
+        return "ring" if tile.rows == 1 else "pass-q" if tile.cols == 1 else "mesh"
+
+    def __str__(self) -> str:
+        degree = self.ulysses_degree
+        if self.method == "ulysses":
+            method = "ulysses" if degree is None else f"ulysses {degree}"
+        else:
+            method = self.method if degree in (None, 1) else f"ulysses {degree} × {self.method}"
+        tile = "" if self.tile is None or self.method == "ulysses" else f" {self.tile}"
+        return ", ".join([method + tile, *self._details()])
+
+    def _details(self) -> list[str]:
+        blocks = self.blocks_per_call
+        found = [
+            "" if self.layout is None else self.layout.name,
+            "" if self.inner is None else f"inner {self.inner}",
+            "" if self.route == "direct" else f"route {self.route}",
+            "" if self.partials == "direct" else f"partials {self.partials}",
+            "" if blocks is None else f"{blocks} block{'s' * (blocks > 1)} per call",
+            f"keep {'+'.join(self.keep)}" if self.keep else "",
+        ]
+        return [detail for detail in found if detail]
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        """Reads back what `str` gives; ``x`` may stand for ``×``."""
+        head, *details = (part.strip() for part in text.split(","))
+        found = re.fullmatch(r"(?:ulysses (?P<degree>\d+) [×x] )?(?P<method>[a-z0-9-]+)(?: (?P<rest>\S+))?", head)
+        if found is None:
+            raise ParseError(f"choice {text!r}: expected text such as 'mesh 4x8, zigzag' or 'ulysses 8 × mesh 4x8'")
+        options: dict[str, Any] = {"method": found["method"]}
+        if found["degree"] is not None:
+            options["ulysses_degree"] = int(found["degree"])
+        if found["rest"] is not None and found["method"] == "ulysses" and found["rest"].isdecimal():
+            options["ulysses_degree"] = int(found["rest"])
+        elif found["rest"] is not None:
+            options["tile"] = found["rest"]
+        for detail in details:
+            options |= _detail(detail, text)
+        return cls.of(**options)
+
+
+def _detail(detail: str, text: str) -> Mapping[str, Any]:
+    if detail in LAYOUTS:
+        return {"layout": detail}
+    name, _, value = detail.partition(" ")
+    if name in ("inner", "route", "partials") and value:
+        return {name: value}
+    if name == "keep" and value:
+        return {"keep": tuple(value.split("+"))}
+    if name.isdecimal() and value in ("block per call", "blocks per call"):
+        return {"blocks_per_call": int(name)}
+    raise ParseError(
+        f"choice {text!r}: cannot read {detail!r}; expected a layout ({', '.join(LAYOUTS)}), inner AxB, route NAME, "
+        "partials NAME, N blocks per call or keep KINDS"
+    )
+
+
+def default_layout(problem: Problem) -> Layout:
+    """Zigzag where a mask makes later tokens see more; otherwise contiguous, which keeps windows local."""
+    mask = problem.mask
+    return Zigzag() if mask.right is not None and mask.left is None else Contiguous()

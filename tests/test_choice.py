@@ -1,0 +1,138 @@
+"""A choice is one value: its text and options read back, it is checked in one place, and it settles for a problem."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh_attention import Choice, LocalGroup, MeshAttention, Problem, Tile, Zigzag, causal, make_plan
+from mesh_attention.errors import MeshAttentionError, ParseError, ScheduleError, TileError, UsageError
+from mesh_attention.plan.layout import LAYOUTS
+from mesh_attention.plan.schedule import KEEPABLE, ROUTES
+from mesh_attention.planning.choice import COLLECTIVE_METHODS, METHODS
+from mesh_attention.planning.costs import Costs
+from mesh_attention.planning.registry import make_priced_plan
+
+PROBLEM = Problem.self_attention(seq=4096, heads=8, head_dim=16, ranks=16, mask=causal())
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> Choice:
+    side = st.integers(1, 64)
+    tile = draw(st.one_of(st.none(), st.builds(Tile, side, side)))
+    method = draw(st.sampled_from(METHODS))
+    choice = Choice(
+        method=method,
+        tile=None if method == "ulysses" else tile,
+        ulysses_degree=draw(st.sampled_from((None, 2, 8))),
+        layout=draw(st.sampled_from((None, *LAYOUTS.values()))),
+        keep=draw(st.sampled_from(KEEPABLE)),
+    )
+    if method in COLLECTIVE_METHODS:
+        return choice
+    inner = None if choice.tile is None else Tile(1, choice.tile.cols)
+    return replace(
+        choice,
+        inner=draw(st.sampled_from((None, inner))),
+        route=draw(st.sampled_from(ROUTES)),
+        partials=draw(st.sampled_from(ROUTES)),
+        blocks_per_call=draw(st.sampled_from((None, 1, 7))),
+    )
+
+
+@given(choices())
+def test_text_and_options_read_back(choice: Choice) -> None:
+    assert Choice.parse(str(choice)) == choice
+    assert Choice.parse(str(choice).replace("×", "x")) == choice
+    written = json.loads(json.dumps(choice.options))
+    assert Choice.of(**written | {"keep": tuple(written["keep"])}) == choice
+
+
+@pytest.mark.parametrize(
+    ("text", "choice"),
+    [
+        ("mesh", Choice()),
+        ("ring, contiguous", Choice.of(method="ring", layout="contiguous")),
+        ("ulysses 8 × mesh 4x8, zigzag", Choice.of(tile="4x8", ulysses_degree=8, layout="zigzag")),
+        ("ulysses 8", Choice(method="ulysses", ulysses_degree=8)),
+        (
+            "mesh 4x4, inner 2x2, route ring, partials ring, 1 block per call, keep q+kv",
+            Choice.of(tile=(4, 4), inner=(2, 2), route="ring", partials="ring", blocks_per_call=1, keep=("q", "kv")),
+        ),
+    ],
+)
+def test_a_choice_reads_like_a_phrase(text: str, choice: Choice) -> None:
+    assert str(choice) == text
+    assert Choice.parse(text) == choice
+
+
+@pytest.mark.parametrize("text", ["", "mesh 4x8 zigzag extra", "mesh 4x8, spiral", "mesh, keep", "mesh, 4 blocks"])
+def test_text_that_is_not_a_choice_is_refused(text: str) -> None:
+    with pytest.raises(ParseError, match="choice"):
+        Choice.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"method": "torus"}, ScheduleError, "method 'torus': expected one of mesh"),
+        ({"tiles": (2, 2)}, UsageError, "unknown argument 'tiles'; did you mean tile?"),
+        ({"blocks_per_call": 0}, ScheduleError, "blocks_per_call=0: expected a whole number"),
+        ({"method": "attention2d", "route": "ring"}, ScheduleError, "attention2d uses collectives and has no route"),
+        ({"tile": (4, 4), "inner": (3, 1)}, TileError, "inner tile 3x1 does not divide the 4x4 tile"),
+    ],
+)
+def test_a_choice_is_checked_when_it_is_made(
+    options: dict[str, object], error: type[MeshAttentionError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Choice.of(**options)  # type: ignore[arg-type]
+
+
+def test_settling_fills_in_what_was_left_open_and_changes_nothing_else() -> None:
+    settled = Choice(route="ring").settled(PROBLEM, "forward")
+    assert settled == Choice.of(tile=settled.tile, ulysses_degree=1, layout="zigzag", route="ring")
+    assert settled.settled(PROBLEM, "forward") == settled
+    assert Choice(method="ulysses").settled(replace(PROBLEM, ranks=8), "forward").ulysses_degree == 8
+    with pytest.raises(ScheduleError, match="has no tile yet"):
+        _ = Choice().assignment
+
+
+def test_the_same_placement_has_one_spelling() -> None:
+    assert Choice.of(tile=(4, 4), inner=(4, 1)) == Choice.of(tile=(4, 4))
+
+
+def test_value_text_and_keywords_make_the_same_plan() -> None:
+    text, options = "ulysses 2 × mesh 2x4, zigzag", {"tile": (2, 4), "ulysses_degree": 2, "layout": "zigzag"}
+    plans = {make_plan(PROBLEM, text), make_plan(PROBLEM, Choice.parse(text)), make_plan(PROBLEM, **options)}  # type: ignore[arg-type]
+    assert len(plans) == 1
+    with pytest.raises(UsageError, match="tile cannot be combined with a choice"):
+        make_plan(PROBLEM, text, tile=(2, 4))
+
+
+def test_a_priced_plan_is_ordered_by_the_price_and_collectives_have_none() -> None:
+    asked: list[Choice] = []
+
+    def price(problem: Problem, choice: Choice, direction: str) -> Costs:
+        asked.append(choice)
+        return Costs(q=8.0, kv=1.0)
+
+    plan = make_priced_plan(PROBLEM, Choice.of(tile="4x4"), "forward", price)
+    assert asked == [Choice.of(tile="4x4").settled(PROBLEM, "forward")]
+    assert plan == make_plan(PROBLEM, tile="4x4", costs=Costs(q=8.0, kv=1.0)) != make_plan(PROBLEM, tile="4x4")
+    make_priced_plan(PROBLEM, Choice(method="attention2d"), "forward", price)
+    assert len(asked) == 1
+
+
+def test_mesh_attention_takes_a_choice() -> None:
+    attention = MeshAttention(LocalGroup(4), choice="mesh 2x2, contiguous")
+    assert attention.layout == LAYOUTS["contiguous"]
+    assert MeshAttention(LocalGroup(4), choice="ring").layout == Zigzag()
+    with pytest.raises(UsageError, match="tile cannot be combined with choice="):
+        MeshAttention(LocalGroup(4), choice="ring", tile=(2, 2))
+    with pytest.raises(UsageError, match="choice cannot be combined with cluster="):
+        MeshAttention(LocalGroup(4), choice="ring", cluster="h100x4")
