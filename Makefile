@@ -14,7 +14,7 @@ UNPINNED := ^torch==$(if $(filter command line,$(origin TORCH)),|^triton==)
 # What a user has, without the tools of development.
 demo: $(VENV)/installed
 	$(BIN)/mesh-attention demo
-	$(BIN)/mesh-attention plan --ranks 16 --tile 4x4 --seq 128k --heads 32 --kv-heads 8 --head-dim 128 --causal --save $(VENV)/demo-plan.json
+	$(BIN)/mesh-attention plan --ranks 64 --seq 128k --heads 32 --kv-heads 8 --causal --save $(VENV)/demo-plan.json
 	$(BIN)/mesh-attention verify $(VENV)/demo-plan.json
 
 test: $(VENV)/ready

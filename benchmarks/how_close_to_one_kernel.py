@@ -28,17 +28,17 @@ import torch
 from run_facts import commit
 
 from mesh_attention import Problem, causal
-from mesh_attention.cli.replay_device import Surroundings, check_memory, device_from, surroundings_of
-from mesh_attention.cli.replay_rows import Row, bar_groups, kernel_as_json, row_as_json, rows_of
-from mesh_attention.cli.sizes import format_size
-from mesh_attention.drawing.charts import save_chart
+from mesh_attention.cli.replay_report import bar_groups
+from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.rates import BarGroup, rate_chart
 from mesh_attention.plan.steps import DIRECTIONS
+from mesh_attention.replay.device import Surroundings, check_memory, find_device, surroundings_of
 from mesh_attention.replay.parts import tuned_parts
 from mesh_attention.replay.replay import replay
-from mesh_attention.replay.result import Replayed
+from mesh_attention.replay.result import Replayed, Row, kernel_as_json, row_as_json, rows_of
 from mesh_attention.replay.scene import measure_scene
 from mesh_attention.topology import Topology
+from mesh_attention.units import format_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,7 +65,7 @@ CAPTION = (
 
 def main() -> int:
     given = _arguments()
-    device = device_from(given.device)
+    device = find_device(given.device)
     problems = QUICK if given.quick else PROBLEMS
     run = Run(given, device, surroundings_of(problems[0], device))
     versions = ", ".join(f"{name} {number}" for name, number in run.around.versions.items())

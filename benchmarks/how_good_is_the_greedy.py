@@ -1,6 +1,6 @@
 """How good is the greedy order? Its makespan over that of the shortest schedule there is, for all small tiles.
 
-Both are priced by `planning/clocks.py`, so this says how good the order is in its own model, not how good the model is.
+Both are priced by `orders/clocks.py`, so this says how good the order is in its own model, not how good the model is.
 Costs go from links that hide behind a tenth of a block to links that need ten, with the proportions of multi-head
 attention and of four and eight query heads a KV head. Prints two tables and, last, a JSON line.
 """
@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from orders.clocks import price_moves
+from orders.optimum import optimal_moves
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -21,9 +23,7 @@ from run_facts import start_result
 
 from mesh_attention import Assignment, Costs, Problem, Tile, estimate_costs
 from mesh_attention.plan.steps import DIRECTIONS, Direction
-from mesh_attention.planning.clocks import price_moves
 from mesh_attention.planning.greedy import greedy_moves
-from mesh_attention.planning.optimum import optimal_moves
 
 TILES = [Tile(rows, cols) for rows, cols in product(range(1, 5), repeat=2) if rows * cols > 1]
 Q_COSTS = [round(10 ** (exponent / 6), 3) for exponent in range(-6, 7)]

@@ -19,11 +19,12 @@ from run_facts import start_result
 from torch import Tensor
 
 from mesh_attention import Problem, causal, make_plan
+from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Parcel, Work
-from mesh_attention.comm.local import block
-from mesh_attention.execution.autograd import Outputs
 from mesh_attention.execution.compiled import compile_program
-from mesh_attention.execution.executor import Executor, Softmax
+from mesh_attention.execution.driving import drive
+from mesh_attention.execution.engine import Outputs
+from mesh_attention.execution.executor import Executor
 from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores
 from mesh_attention.kernels.merge import TorchMerging
 from mesh_attention.plan.steps import DIRECTIONS, Direction
@@ -102,7 +103,7 @@ def microseconds_a_step(
             merging=NoMerging(),
         )
         start = time.process_time()
-        block(executor.run())
+        drive(executor.run())
         seconds.append(time.process_time() - start)
     return 1e6 * statistics.median(seconds) / len(compiled.steps), len(compiled.steps)
 

@@ -24,7 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from mesh_attention import LocalGroup, MeshAttention
-from mesh_attention.execution.operators import Asked
+from mesh_attention.arguments import CallOptions
+from mesh_attention.execution.operators import Operands
 
 HEADS, DIM = 32, 128
 LIMIT_US, LIMIT_SHARE = 20.0, 0.02
@@ -75,7 +76,7 @@ def both_calls(tokens: int, device: torch.device) -> dict[str, Callable[[], obje
 
 
 def _through_operator(attention: MeshAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    asked = Asked(None, None, True, None, (-1, -1), 0.0, False, None, None, q.requires_grad, attention._number)
+    asked = Operands(CallOptions(causal=True), q.requires_grad, attention._number).pack()
     return torch.ops.mesh_attention.attend(q, k, v, *asked)[0]
 
 

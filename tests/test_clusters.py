@@ -167,10 +167,10 @@ GOOD = cluster_to_toml(cluster_named("h100x16"))
         ("nics_per_node = 8", "nics_per_node = 9", TopologyError, "9 NICs for 8 ranks a node"),
         ("width = 132", "width = 0", TopologyError, "[device] Device width=0: expected a number above 0"),
         ("gb_per_s = 45.0", "gb_per_s = 0", TopologyError, "[between] Link gb_per_s=0: expected a number above 0"),
-        ("ranks = 16", "ranks = 16\ninside = 3", ParseError, "is no TOML"),
-        ("ranks = 16", "ranks = ", ParseError, "is no TOML"),
-        ("ranks = 16", f"ranks = 1{'0' * 9999}", ParseError, "is no TOML"),
-        ("ranks = 16", f"ranks = {'[' * 99999}", ParseError, "is no TOML"),
+        ("ranks = 16", "ranks = 16\ninside = 3", ParseError, "not valid TOML"),
+        ("ranks = 16", "ranks = ", ParseError, "not valid TOML"),
+        ("ranks = 16", f"ranks = 1{'0' * 9999}", ParseError, "not valid TOML"),
+        ("ranks = 16", f"ranks = {'[' * 99999}", ParseError, "not valid TOML"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_name_and_the_key(

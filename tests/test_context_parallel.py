@@ -523,7 +523,7 @@ def refuse_two_axes(group: Any) -> str:
 
 def test_a_mesh_of_two_axes_is_refused(pool: RankPool) -> None:
     for answer in pool.run(8, refuse_two_axes):
-        assert answer == "ProblemError: a DeviceMesh with 2 axes came; expected one axis, such as device_mesh['cp']"
+        assert answer == "ProblemError: got a DeviceMesh with 2 axes; expected one axis, such as device_mesh['cp']"
 
 
 def refuse_flex(group: Any) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pool import shared_pool
+from pool import run_script, shared_pool
 from snippets import Block, blocks, commands, differences, is_session, run_here, run_in_order
 
 from mesh_attention import errors
@@ -76,8 +76,7 @@ def test_snippets_for_several_processes_run_on_them(page: Path) -> None:
 def test_scripts_run_under_torchrun(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(block.source)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={block.torchrun}"]
-    done = run([*torchrun, str(script)])
+    done = run_script(script, ranks=block.torchrun)
     assert done.returncode == 0, done.stderr
     compare(block, done.stdout)
 

@@ -19,13 +19,13 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from test_imports import modules_after
 
-from mesh_attention.drawing.charts import ChartPoint, gantt, save_chart, time_chart
-from mesh_attention.drawing.labels import Box, along, clearest, spread
+from mesh_attention.drawing.canvas import save_chart
+from mesh_attention.drawing.gantt import gantt
+from mesh_attention.drawing.scales import linear_ticks, log_ticks, spaced
+from mesh_attention.drawing.times import Box, ChartPoint, along, clearest, spread, time_chart
 from mesh_attention.drawing.trace import to_perfetto, write_trace
-from mesh_attention.drawing.tracks import rank_tracks
-from mesh_attention.drawing.units import format_time, format_tokens, linear_ticks, log_ticks, spaced
 from mesh_attention.errors import UsageError
-from mesh_attention.timeline import LANES, RankTimes, Span, Timeline
+from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, rank_tracks
 
 TWO_NS_IN_US = 0.002
 """A trace counts whole nanoseconds, and spans that touch do so in it as well."""
@@ -208,9 +208,9 @@ def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        (lambda: to_perfetto(NO_SPANS), "timeline 'bare' has totals but no spans.*ask for the spans of some ranks"),
+        (lambda: to_perfetto(NO_SPANS), "timeline 'bare' has totals but no spans.*simulate again with spans_of="),
         (lambda: to_perfetto({"a": SMALL, "b": NO_SPANS}), "timeline 'bare' has totals but no spans"),
-        (lambda: to_perfetto({}), "no timelines came"),
+        (lambda: to_perfetto({}), "no timelines given"),
         (lambda: to_perfetto(timeline_of([Span(0, "wait", 2.0, 1.0, "a")])), "expected 0 <= start_s <= stop_s"),
         (lambda: to_perfetto(timeline_of([Span(0, "wait", -1.0, 1.0, "a")])), "expected 0 <= start_s <= stop_s"),
         (lambda: to_perfetto(timeline_of([Span(0, "wait", 0.0, inf, "a")])), "expected 0 <= start_s <= stop_s"),
@@ -221,7 +221,7 @@ def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
         (lambda: gantt(SMALL, ranks=[3, 5]), r"has no spans of ranks \[5\]; it has those of \[0, 3\]"),
         (lambda: gantt(SMALL, ranks=[]), r"it has those of \[0, 3\]"),
         (lambda: gantt(crowd(17)), "17 ranks are more than one picture holds; name at most 16"),
-        (lambda: time_chart([], x="ranks"), "no points came"),
+        (lambda: time_chart([], x="ranks"), "no points given"),
         (lambda: time_chart([ChartPoint("ring", 8, 1, 0)], x="hosts"), "x='hosts': expected one of ranks, sequence"),  # type: ignore[arg-type]
         (lambda: time_chart([ChartPoint("ring", 0, 1, 0)], x="ranks"), "expected ranks as a number above 0"),
         (lambda: time_chart([ChartPoint("ring", "8", 1, 0)], x="ranks"), "expected ranks as a number above 0"),
@@ -234,7 +234,7 @@ def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
         (lambda: save_chart(gantt(SMALL), "/no/such/place/a.png"), "/no/such/place/a.png: cannot be written"),
     ],
 )
-def test_a_refusal_says_what_came_and_what_was_expected(refused: Callable[[], object], message: str) -> None:
+def test_a_refusal_says_what_was_given_and_what_was_expected(refused: Callable[[], object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         refused()
 
@@ -490,9 +490,9 @@ def test_the_same_chart_is_the_same_file(tmp_path: Path, suffix: str, start: byt
 
 def test_drawing_imports_matplotlib_only_when_it_draws() -> None:
     assert (
-        "matplotlib" not in modules_after("import mesh_attention.drawing.charts, mesh_attention.drawing.trace").split()
+        "matplotlib" not in modules_after("import mesh_attention.drawing.times, mesh_attention.drawing.trace").split()
     )
-    draw = "from mesh_attention.drawing.charts import *\ntime_chart([ChartPoint('ring', 8, 1, 0)], x='ranks')"
+    draw = "from mesh_attention.drawing.times import *\ntime_chart([ChartPoint('ring', 8, 1, 0)], x='ranks')"
     loaded = modules_after(draw).split()
     assert "matplotlib" in loaded
     assert "matplotlib.pyplot" not in loaded
@@ -509,39 +509,12 @@ def test_without_matplotlib_one_is_told_how_to_get_it(monkeypatch: pytest.Monkey
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Hidden, *sys.meta_path])
     for draw in (lambda: gantt(SMALL), lambda: time_chart([ChartPoint("ring", 8, 1.0, 0.0)], x="ranks")):
-        with pytest.raises(UsageError, match=r"no module matplotlib; pip install 'mesh-attention\[charts\]'"):
+        with pytest.raises(UsageError, match=r"matplotlib is not installed; pip install 'mesh-attention\[charts\]'"):
             draw()
     to_perfetto(SMALL)  # needs none
 
 
 # Numbers and places
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0, "0"),
-        (-1e-17, "0"),
-        (2.5e-7, "0.25 µs"),
-        (1.234e-5, "12.3 µs"),
-        (9.9996e-4, "1 ms"),
-        (0.0123, "12.3 ms"),
-        (0.5, "500 ms"),
-        (59.94, "59.9 s"),
-        (119.0, "119 s"),
-        (330.0, "5.5 min"),
-        (600_000.0, "10,000 min"),
-    ],
-)
-def test_times_read_as_people_say_them(seconds: float, text: str) -> None:
-    assert format_time(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("tokens", "text"), [(512, "512"), (2**17, "128k"), (2**20, "1m"), (3 * 2**19, "1.5m"), (100_000, "97.7k")]
-)
-def test_lengths_read_as_people_write_them(tokens: int, text: str) -> None:
-    assert format_tokens(tokens) == text
 
 
 @given(st.floats(1e-9, 1e5))

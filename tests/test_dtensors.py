@@ -245,6 +245,6 @@ def refusals_of_plain_calls(group: Any) -> list[str]:
 def test_a_plain_call_says_where_to_give_dtensors(pool: RankPool) -> None:
     for ranks in (1, 2):
         for all_three, one, none in pool.run(ranks, refusals_of_plain_calls):
-            assert "a DTensor came; give it to mesh_attention.integrations.dtensors.attend_dtensor" in all_three
+            assert "got a DTensor; use mesh_attention.integrations.dtensors.attend_dtensor" in all_three
             assert all_three == one
             assert none == "none"

@@ -14,14 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from mesh_attention import rank_costs
-
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from emulation.contenders import Job, choose_methods, default_methods, plans_of, sent_nbytes  # noqa: E402
-from emulation.network import (  # noqa: E402
+from emulation.contenders import Job, choose_methods, default_methods, plans_of, sent_nbytes
+from emulation.network import (
     PREFIX,
     Cluster,
     exit_on_signals,
@@ -31,7 +25,10 @@ from emulation.network import (  # noqa: E402
     why_not,
 )
 
+from mesh_attention import rank_costs
+
 pytestmark = pytest.mark.xdist_group("processes")
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 BENCHMARK = BENCHMARKS / "how_fast_on_a_slow_network.py"
 JOB = Job(
     seq=4096,

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import example, given, settings
+from merging_conformance import CHECKS, ROW_CHECKS, TYPICAL, Case, Check, RowCheck, cases
 
 from mesh_attention.kernels import fused, rows
 from mesh_attention.kernels.fused import FusedMerging
 from mesh_attention.kernels.merge import Merging, TorchMerging
 from mesh_attention.kernels.select import choose_merging
-from mesh_attention.testing.merging_conformance import CHECKS, ROW_CHECKS, TYPICAL, Case, Check, RowCheck, cases
 
 CPU = torch.device("cpu")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

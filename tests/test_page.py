@@ -19,7 +19,6 @@ import pytest
 from page_scenes import all_kinds, scene, slower
 
 from mesh_attention.drawing.page import Scene, page, write_page
-from mesh_attention.drawing.page.aligning import steps_of_spans, transfers_of_spans
 from mesh_attention.drawing.page.document import page_data
 from mesh_attention.drawing.page.relative import program_text
 from mesh_attention.errors import UsageError
@@ -27,7 +26,7 @@ from mesh_attention.masks import BlockKind
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import rank_costs
 from mesh_attention.plan.steps import Attend, Direction, transfers
-from mesh_attention.plan.text import format_item, format_step
+from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.timeline import Span
 
 SCENES = all_kinds()
@@ -118,18 +117,9 @@ def test_every_span_is_there_within_a_tick_and_belongs_to_its_step() -> None:
 
 
 def _says_the_same(span: Span, what: int, steps: Any) -> bool:
-    """Up to numbers: a simulation of all ranks at once names what they compute after the first one's steps."""
     if span.lane in ("compute", "wait"):
-        return _shape(format_step(steps[what])) == _shape(span.name)
-    sends = [send for step in steps for send in transfers(step)[0]]
-    recvs = [recv for step in steps for recv in transfers(step)[1]]
-    if span.lane == "send":
-        return span.name.endswith(f" to {sends[what].dest}") and span.name.startswith(sends[what].item.kind)
-    return span.name.endswith(f" from {recvs[what].source}") and span.name.startswith(recvs[what].item.kind)
-
-
-def _shape(text: str) -> str:
-    return re.sub(r"\d+", "#", text)
+        return format_step(steps[what]) == span.name
+    return format_end([end for step in steps for end in transfers(step)[span.lane == "recv"]][what]) == span.name
 
 
 def test_attends_are_matched_in_the_order_of_the_program() -> None:
@@ -140,33 +130,17 @@ def test_attends_are_matched_in_the_order_of_the_program() -> None:
             assert [what for what in lanes["compute"][::3] if what in attends] == attends
 
 
-def test_spans_with_names_of_their_own_keep_them() -> None:
-    plan = scene(4, "mesh", tile=(2, 2)).plans["forward"]
-    steps = plan.program(1).steps
-    spans = [Span(1, "compute", 0.0, 1.0, "warming up"), Span(1, "compute", 1.0, 2.0, "attend q9 x kv9")]
-    assert steps_of_spans(spans, steps, steps) == [None, next(i for i, s in enumerate(steps) if isinstance(s, Attend))]
-    assert transfers_of_spans([Span(1, "send", 0.0, 1.0, "gossip"), Span(1, "recv", 0.0, 1.0, "q0 from 3")], steps) == [
-        None,
-        None,
-    ]
-
-
-def test_names_decide_where_shapes_are_alike() -> None:
-    """Posting takes no time, so that of several receives of one kind only the one that waits may have a span."""
-    plan = scene(6, "ring", route="ring").plans["forward"]
-    own, first = plan.program(2).steps, plan.program(0).steps
-    posts = [index for index, step in enumerate(own) if format_step(step).startswith("recv kv")]
-    for post in posts:
-        for named in (own, first):  # a simulation of all ranks at once has the first one's names
-            assert steps_of_spans([Span(2, "wait", 0.0, 1.0, format_step(named[post]))], own, first) == [post]
-
-
-def test_transfers_of_one_kind_with_one_peer_follow_the_program() -> None:
-    one = scene(6, "mesh", tile=(3, 2), route="ring", partials="ring")
-    steps = one.plans["forward"].program(0).steps
-    recvs = [recv for step in steps for recv in transfers(step)[1]]
-    spans = [Span(0, "recv", i, i + 1, f"{format_item(r.item)} from {r.source}") for i, r in enumerate(recvs)]
-    assert transfers_of_spans(spans, steps) == list(range(len(recvs)))
+def test_spans_without_a_step_keep_their_names() -> None:
+    one = scene(4, "mesh", tile=(2, 2), directions=("forward",))
+    spans = (
+        Span(1, "compute", 0.0, 1.0, "warming up"),
+        Span(1, "compute", 1.0, 2.0, "attend", step=2),
+        Span(1, "send", 0.0, 1.0, "gossip", 8),
+    )
+    measured = replace(one.forecasts["forward"], spans=spans)
+    data = page_data([replace(one, measured={"forward": measured})])["scenes"][0]["passes"]["forward"]["measured"]
+    assert data["names"] == ["warming up", "gossip"]
+    assert [numbers[::3] for numbers in data["spans"]["1"].values()] == [[-1, 2], [-2]]
 
 
 def test_ranks_that_do_the_same_share_one_text() -> None:
@@ -289,9 +263,10 @@ def _swapped(plans: Any) -> dict[Direction, Plan]:
 
 
 BAD_SPAN = replace(FOUR.forecasts["forward"], spans=(Span(0, "recv", 2.0, 1.0, "q1 from 1"),))
+FOREIGN = replace(FOUR.forecasts["forward"], spans=(Span(0, "wait", 0.0, 1.0, "recv q1 from 1", step=99),))
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: page([], title="t"), "no scenes came"),
-    (lambda: page([TWO, TWO], title="t"), "two scenes have 2 ranks, method 'ring' and tile 1×2"),
+    (lambda: page([], title="t"), "no scenes given"),
+    (lambda: page([TWO, TWO], title="t"), "two scenes have 2 ranks, method 'ring' and tile 1x2"),
     (lambda: replace(TWO, plans={}), "has plans for nothing; expected forward, backward or both"),
     (lambda: replace(TWO, forecasts={}), "forecasts for nothing; simulate each plan"),
     (lambda: replace(TWO, plans=_swapped(TWO.plans)), "given as forward is a backward plan"),
@@ -312,6 +287,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (
         lambda: page([replace(FOUR, forecasts={**FOUR.forecasts, "forward": BAD_SPAN})], title="t"),
         "expected 0 <= start_s <= stop_s",
+    ),
+    (
+        lambda: page([replace(FOUR, forecasts={**FOUR.forecasts, "forward": FOREIGN})], title="t"),
+        "expected a timeline of the same plan",
     ),
     (lambda: write_page("/no/such/folder/page.html", [TWO], title="t"), "cannot be written"),
 ]

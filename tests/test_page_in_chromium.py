@@ -29,7 +29,8 @@ READ = "(selector) => [...document.querySelectorAll(selector)].map((e) => e.text
 
 @pytest.fixture(scope="module")
 def scenes() -> list[Scene]:
-    return [*all_kinds(), scene(16, "mesh", tile=(4, 4), blocks_per_call=4, seq=4096, shown=(0, 5))]
+    sixteen = scene(16, "mesh", tile=(4, 4), blocks_per_call=4, seq=4096, shown=(0, 5))
+    return [*all_kinds(), sixteen, scene(4, "mesh", tile=(2, 2))]
 
 
 @pytest.fixture(scope="module")
@@ -146,18 +147,42 @@ def test_shards_are_on_their_way_until_the_forecast_says_they_are_here(view: Vie
 
 
 def test_bytes_in_words_are_the_plan_s(view: View, scenes: list[Scene]) -> None:
-    view.go(ranks=8, method="mesh", tile="2×4")
+    view.go(ranks=8, method="mesh", tile="2x4")
     words = " ".join(view.texts("#compare-words"))
     assert re.search(r"A rank receives [\d.,]+ [KM]iB; with ring [\d.,]+ [KM]iB: [\d.]+ times (less|more)", words), (
         words
     )
 
 
+def test_bars_are_as_long_as_the_times_they_stand_for(view: View, scenes: list[Scene]) -> None:
+    view.go(ranks=6, method="mesh", tile="2x3", **{"pass": "backward"})
+    read = (
+        "(group) => [...document.querySelectorAll(`.bars:nth-child(${group}) .bar-row`)].map((row) => "
+        "[row.querySelector('.bar-name').textContent, "
+        "...['forecast', 'exposed', 'measured'].map((name) => row.querySelector(`.${name}`))"
+        ".map((bar) => bar ? bar.width.baseVal.value : 0)])"
+    )
+    beside = {f"{s.method} {s.tile}": s for s in scenes if s.ranks == 6}
+    for group, passes in ((2, ("backward",)), (3, ("forward", "backward"))):
+        rows = {name: widths for name, *widths in view.run(read, group)}
+        assert set(rows) <= set(beside)
+        longest = 100 / max(
+            sum(beside[name].measured[p].time_s for p in passes) for name in rows if beside[name].measured
+        )
+        for name, (busy, exposed, measured) in rows.items():
+            one = beside[name]
+            times = [one.forecasts[p] for p in passes]
+            assert exposed == pytest.approx(longest * sum(t.exposed_s for t in times), abs=0.02)
+            assert busy + exposed == pytest.approx(longest * sum(t.time_s for t in times), abs=0.02)
+            known = sum(one.measured[p].time_s for p in passes) if one.measured else 0
+            assert measured == pytest.approx(longest * known, abs=0.02)
+
+
 def test_forecast_and_measured_are_named_and_never_mixed_up(view: View) -> None:
-    view.go(ranks=6, method="mesh", tile="2×3", rank=1)
+    view.go(ranks=6, method="mesh", tile="2x3", rank=1)
     names = view.texts(".source-name")
     assert names == ["Forecast: rank 1, forward", "Measured: rank 1, forward"]
-    view.go(ranks=8, method="mesh", tile="2×4", rank=1)
+    view.go(ranks=8, method="mesh", tile="2x4", rank=1)
     assert view.texts(".source-name") == ["Forecast: rank 1, forward"]
     assert "nothing measured" in view.texts("#timeline-words")[0]
     assert "measured" not in " ".join(view.texts("#timeline svg text")).lower()
@@ -175,7 +200,7 @@ def test_a_rank_without_spans_says_which_have_some(view: View) -> None:
 
 
 def test_every_control_changes_the_picture(view: View) -> None:
-    view.go(ranks=6, method="mesh", tile="2×3", rank=1)
+    view.go(ranks=6, method="mesh", tile="2x3", rank=1)
     drawn = ("matrix", "steps", "timeline", "choice-words", "compare")
     seen = [view.html(*drawn)]
     for name, value in (("ranks", "8"), ("method", "ring"), ("pass", "backward"), ("ranks", "6")):
@@ -188,7 +213,7 @@ def test_every_control_changes_the_picture(view: View) -> None:
     assert view.chosen() == {
         "ranks": "6",
         "method": "ring",
-        "tile": "1×6",
+        "tile": "1x6",
         "pass": "backward",
         "rank": "4",
         "step": "0",
@@ -196,18 +221,18 @@ def test_every_control_changes_the_picture(view: View) -> None:
 
 
 def test_tiles_on_offer_are_those_that_exist(view: View, scenes: list[Scene]) -> None:
-    view.go(ranks=6, method="mesh", tile="2×3")
-    assert view.texts("#tile-chips .chip") == ["2×3", "3×2"]
+    view.go(ranks=6, method="mesh", tile="2x3")
+    assert view.texts("#tile-chips .chip") == ["2x3", "3x2"]
     before = view.html("matrix", "steps")
-    view.tab.locator("input[name=tile][value='3×2']").check(force=True)
+    view.tab.locator("input[name=tile][value='3x2']").check(force=True)
     assert all(a != b for a, b in zip(before, view.html("matrix", "steps"), strict=True))
     view.tab.locator("input[name=ranks][value='3']").check(force=True)
-    assert (view.texts("#method-chips .chip"), view.texts("#tile-chips .chip")) == (["pass-q"], ["3×1"])
+    assert (view.texts("#method-chips .chip"), view.texts("#tile-chips .chip")) == (["pass-q"], ["3x1"])
     assert view.texts("#ranks-chips .chip") == sorted({str(s.ranks) for s in scenes}, key=int)
 
 
 def test_stepping_moves_matrix_list_cursor_and_words_together(view: View) -> None:
-    view.go(ranks=6, method="mesh", tile="2×3", rank=1)
+    view.go(ranks=6, method="mesh", tile="2x3", rank=1)
     steps = len(view.texts("#steps li"))
     parts = ("matrix", "steps", "timeline", "now-words")
     before = view.html(*parts)
@@ -245,7 +270,7 @@ def test_playing_goes_on_by_itself_and_stops(view: View) -> None:
 
 
 def test_pointing_at_a_block_says_who_computes_it_and_a_click_chooses_the_rank(view: View) -> None:
-    view.go(ranks=6, method="mesh", tile="2×3", rank=1)
+    view.go(ranks=6, method="mesh", tile="2x3", rank=1)
     block = view.run(
         "() => { const b = document.querySelector('.tile[data-place=\"4\"] .number').getBoundingClientRect();"
         "return [b.x + b.width / 2, b.y + b.height / 2]; }"
@@ -258,7 +283,7 @@ def test_pointing_at_a_block_says_who_computes_it_and_a_click_chooses_the_rank(v
 
 
 def test_spans_bars_and_rows_can_be_clicked(view: View) -> None:
-    view.go(ranks=6, method="mesh", tile="2×3", rank=1)
+    view.go(ranks=6, method="mesh", tile="2x3", rank=1)
     view.tab.locator("#timeline .lanes.measured .span.compute").nth(3).click()
     assert view.chosen()["step"] != "0"
     assert re.search(r": .+ to .+, ", view.texts("#span-words")[0])
@@ -272,7 +297,7 @@ def test_spans_bars_and_rows_can_be_clicked(view: View) -> None:
 
 
 def test_keys_alone_are_enough(view: View) -> None:
-    view.go(ranks=6, method="mesh", tile="2×3", rank=1)
+    view.go(ranks=6, method="mesh", tile="2x3", rank=1)
     view.tab.keyboard.press("End")
     assert view.texts("#where")[0].startswith("end / ")
     view.tab.keyboard.press("ArrowLeft")
@@ -305,7 +330,7 @@ def test_every_control_has_a_name(view: View) -> None:
 
 
 def test_a_link_brings_the_same_view_back(view: View) -> None:
-    choice = {"ranks": 8, "method": "ulysses × mesh", "tile": "2·(2×2)", "pass": "backward", "rank": 5, "step": 7}
+    choice = {"ranks": 8, "method": "ulysses × mesh", "tile": "2·2x2", "pass": "backward", "rank": 5, "step": 7}
     view.go(**choice)
     assert view.chosen() == {name: str(value) for name, value in choice.items()}
     drawn = view.html("matrix", "steps", "timeline")
@@ -403,7 +428,7 @@ def test_texts_can_be_read_in_both_themes(browser: Any, address: str, theme: str
     view = View(browser, address, color_scheme=theme)
     for is_switched in (False, True):
         found: dict[str, float | None] = {}
-        view.go(ranks=6, method="mesh", tile="2×3", rank=1, step=9)
+        view.go(ranks=6, method="mesh", tile="2x3", rank=1, step=9)
         if is_switched:
             view.tab.locator("#theme").click()
         found |= dict(view.run(CONTRAST, TEXTS))
@@ -424,7 +449,7 @@ def test_titles_with_markup_are_shown_as_they_are(view: View) -> None:
 
 
 def test_print_leaves_out_what_cannot_be_pressed(view: View) -> None:
-    view.go(ranks=6, method="mesh", tile="2×3")
+    view.go(ranks=6, method="mesh", tile="2x3")
     view.tab.emulate_media(media="print")
     shown = "(selector) => document.querySelector(selector).checkVisibility()"
     assert not view.run(shown, ".player")

@@ -21,15 +21,15 @@ from mesh_attention.clusters import cluster_named
 from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.comm.wrappers import Delaying, Failing
-from mesh_attention.drawing.charts import gantt
+from mesh_attention.drawing.gantt import gantt
 from mesh_attention.drawing.trace import to_perfetto
 from mesh_attention.errors import TransportError, UsageError
 from mesh_attention.execution import recorder, watching
 from mesh_attention.execution.recorder import RecordedPass, Recording, record
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import rank_costs
-from mesh_attention.plan.steps import Attend, Collective, Exchange, Free, Recv, transfers
-from mesh_attention.plan.text import format_item, format_step
+from mesh_attention.plan.steps import Attend, Collective, Exchange, Free, transfers
+from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.plan.waits import stops
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Span, Timeline
@@ -63,16 +63,11 @@ def lane(timeline: Timeline, rank: int, *lanes: str) -> list[Span]:
     return [span for span in timeline.spans if span.rank == rank and span.lane in lanes]
 
 
-def main_name(steps: tuple[Any, ...]) -> str:
-    """As the simulator names a stop."""
-    return format_step(next((step for step in steps if isinstance(step, Attend | Recv)), steps[0]))
-
-
 def waiting_names(plan: Plan, rank: int) -> set[str]:
     """The stops at which a rank may have to wait. Sends of what is kept are waited for at the end."""
     steps = plan.program(rank).steps
     found = {
-        main_name(steps[stop.span.start : stop.span.stop])
+        format_step(steps[stop.span.start])
         for stop in stops(steps)
         if stop.arrivals or stop.departures or isinstance(steps[stop.span.start], Collective | Exchange)
     }
@@ -86,17 +81,14 @@ def check_spans(plan: Plan, timeline: Timeline) -> None:
         attended = [span.name for span in lane(timeline, rank, "compute") if span.name.startswith("attend ")]
         assert attended == [format_step(step) for step in steps if isinstance(step, Attend)]
         assert {span.name for span in lane(timeline, rank, "wait")} <= waiting_names(plan, rank)
-        names = {main_name(steps[stop.span.start : stop.span.stop]) for stop in stops(steps)}
+        names = {format_step(steps[stop.span.start]) for stop in stops(steps)}
         assert {span.name for span in lane(timeline, rank, "compute", "wait")} <= names
-        sends = [send for step in steps for send in transfers(step)[0]]
-        recvs = [recv for step in steps for recv in transfers(step)[1]]
-        matrix = plan.matrix
-        assert Counter((s.name, s.nbytes) for s in lane(timeline, rank, "send")) == Counter(
-            (f"{format_item(send.item)} to {send.dest}", matrix.nbytes(send.item).total) for send in sends
-        )
-        assert Counter((s.name, s.nbytes) for s in lane(timeline, rank, "recv")) == Counter(
-            (f"{format_item(recv.item)} from {recv.source}", matrix.nbytes(recv.item).total) for recv in recvs
-        )
+        assert all(span.name == format_step(steps[span.step]) for span in lane(timeline, rank, "compute", "wait"))
+        for side, moved in enumerate(("send", "recv")):
+            ends = [(at, end) for at, step in enumerate(steps) for end in transfers(step)[side]]
+            assert Counter(span[4:] for span in lane(timeline, rank, moved)) == Counter(
+                (format_end(end), plan.matrix.nbytes(end.item).total, at) for at, end in ends
+            )
         check_cover(plan, timeline, rank)
     sent = sum(rank_costs(plan, rank).sent_nbytes for rank in range(RANKS))
     assert timeline.sent_nbytes == {"inside": sent, "between": 0}
@@ -108,15 +100,15 @@ def check_cover(plan: Plan, timeline: Timeline, rank: int) -> None:
     assert times.rank == rank
     assert busy[0].start_s >= 0
     steps = plan.program(rank).steps
-    walked = [steps[stop.span.start : stop.span.stop] for stop in stops(steps)]
-    names, at = [main_name(here) for here in walked], 0
+    walked = [steps[stop.span.start] for stop in stops(steps)]
+    names, at = [format_step(first) for first in walked], 0
     for before, after in pairwise(busy):
         start = at = names.index(before.name, at)
         at = names.index(after.name, at)
         assert not before.lane == after.lane == "wait" or before.name != after.name, "one wait in two spans"
         gap_s = after.start_s - before.stop_s
         assert gap_s >= -1e-9
-        assert gap_s <= 1e-9 or any(isinstance(here[0], Free) for here in walked[start : at + 1])
+        assert gap_s <= 1e-9 or any(isinstance(first, Free) for first in walked[start : at + 1])
     assert times.compute_s == pytest.approx(sum(s.stop_s - s.start_s for s in lane(timeline, rank, "compute")))
     assert max(span.stop_s for span in busy) <= times.stop_s + 1e-9
     assert times.stop_s <= timeline.time_s
@@ -233,16 +225,16 @@ def test_nothing_recorded_is_no_passes() -> None:
 
 
 def test_one_rank_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"a recording of one rank was asked for: .* without steps; use two"):
+    with pytest.raises(UsageError, match=r"record\(\) needs two or more ranks: .* without steps"):
         record(MeshAttention(LocalGroup(1))).__enter__()
 
 
-def test_played_passes_are_refused() -> None:
+def test_passes_as_cuda_graphs_are_refused() -> None:
     attention = MeshAttention(LocalGroup(2))
     tensors = [list(rank) for rank in zip(*(attention.shard(tensor) for tensor in whole_inputs()), strict=True)]
-    engine = attention.engine(tensors, CallOptions())
-    with pytest.raises(UsageError, match="played from CUDA graphs; leave cuda_graphs out"):
-        Recording(attention.comms).watched(replace(engine, recorded=object()), tensors[0][0])  # type: ignore[arg-type]
+    engine = attention.engines.find(tensors, CallOptions())
+    with pytest.raises(UsageError, match=r"record\(\) cannot look into CUDA graphs; use a Mesh"):
+        Recording(attention.comms).watched(replace(engine, captured=object()), tensors[0][0].device)  # type: ignore[arg-type]
 
 
 # Processes
@@ -317,7 +309,7 @@ def differing_here(group: Any) -> str:
 
 def test_ranks_that_recorded_different_calls_are_told_so() -> None:
     for said in shared_pool().run(2, differing_here):
-        assert said == "ranks recorded [0, 1] passes; record the same calls on all of them"
+        assert said == "ranks recorded [0, 1] passes; record the same calls on every rank"
 
 
 def failing_here(group: Any) -> str:
@@ -332,7 +324,7 @@ def failing_here(group: Any) -> str:
             raise RuntimeError("the peer is gone")
 
     class Cut:
-        rank, size, is_recordable = comm.rank, comm.size, False
+        rank, size, is_capturable = comm.rank, comm.size, False
 
         def post(self, sends: Any, recvs: Any) -> Any:
             return Broken()

@@ -16,8 +16,8 @@ from mesh_attention.execution.compiled import compile_program
 from mesh_attention.masks import documents, window
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import ROUTES
-from mesh_attention.plan.steps import Free, transfers
-from mesh_attention.plan.text import format_item, format_step
+from mesh_attention.plan.steps import Free, Step, transfers
+from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.simulation import simulate as simulation
 from mesh_attention.simulation.jobs import track
 from mesh_attention.simulation.prices import Prices
@@ -131,10 +131,11 @@ def test_what_is_freed_has_been_sent() -> None:
     for rank in range(4):
         jobs = track(plan, rank, prices).jobs
         for index, job in enumerate(jobs):
-            if isinstance(job.step, Free):
-                sent = {i for i, other in enumerate(jobs[:index]) for send in other.sends if send.item == job.step.item}
+            if isinstance(job.steps[0], Free):
+                freed = job.steps[0].item
+                sent = {i for i, other in enumerate(jobs[:index]) for send in other.sends if send.item == freed}
                 assert sent <= set(job.waits)
-        assert any(isinstance(job.step, Free) for job in jobs)
+        assert any(isinstance(job.steps[0], Free) for job in jobs)
 
 
 # Properties
@@ -193,7 +194,7 @@ def test_the_two_engines_agree(data: st.DataObject) -> None:
 
 def _brief(timeline: Timeline) -> list[tuple[object, ...]]:
     """Spans as they can be compared: a wait of one engine may be two of the other's, so the totals speak for those."""
-    kept = [(s.rank, s.lane, round(s.start_s, 9), round(s.stop_s, 9), s.name, s.nbytes) for s in timeline.spans]
+    kept = [(s.rank, s.lane, round(s.start_s, 9), round(s.stop_s, 9), *s[4:]) for s in timeline.spans]
     return sorted(span for span in kept if span[1] != "wait" and span[2] != span[3])
 
 
@@ -270,7 +271,7 @@ def test_a_plan_that_cannot_end_is_refused() -> None:
     assert plan.programs is not None
     first = plan.programs[0]
     without = replace(first, steps=tuple(step for step in first.steps if type(step).__name__ != "Send"))
-    with pytest.raises(PlanError, match="wait for ever"):
+    with pytest.raises(PlanError, match="wait forever"):
         simulate(plan.with_programs((without, *plan.programs[1:])), topology(2))
 
 
@@ -288,17 +289,23 @@ def test_prices_of_some_ranks_stand_for_the_others_and_it_is_said() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_spans_are_named_by_the_steps_of_their_own_rank(options: dict[str, Any], direction: Any) -> None:
+def test_spans_say_which_step_of_their_own_rank_they_are(options: dict[str, Any], direction: Any) -> None:
     plan = make_plan(problem(6), direction=direction, **options)
     whole = simulate(plan, topology(6), spans_of=range(6))
     for rank in range(6):
         steps = plan.program(rank).steps
-        names = {format_step(step) for step in steps}
-        names |= {f"{format_item(send.item)} to {send.dest}" for step in steps for send in transfers(step)[0]}
-        names |= {f"{format_item(recv.item)} from {recv.source}" for step in steps for recv in transfers(step)[1]}
-        for span in (*alone_of(plan, rank), *(span for span in whole.spans if span.rank == rank)):
-            assert span.name in names, span
-        assert list(alone_of(plan, rank)) == [span for span in whole.spans if span.rank == rank]
+        mine = [span for span in whole.spans if span.rank == rank]
+        for span in (*mine, *(span for span in by_events(plan, topology(6)).spans if span.rank == rank)):
+            assert span.step is not None
+            assert span.name in names_of(steps[span.step], span.lane), span
+        assert list(alone_of(plan, rank)) == mine
+        for lane, side in (("send", 0), ("recv", 1)):
+            posted = [at for at, step in enumerate(steps) for _ in transfers(step)[side]]
+            assert sorted(span.step for span in mine if span.lane == lane) == posted
+
+
+def names_of(step: Step, lane: str) -> list[str]:
+    return [format_step(step)] if lane in ("compute", "wait") else [*map(format_end, transfers(step)[lane == "recv"])]
 
 
 def alone_of(plan: Plan, rank: int) -> tuple[Span, ...]:

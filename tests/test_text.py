@@ -98,7 +98,7 @@ def test_golden_plans_are_what_they_were(name: str, request: pytest.FixtureReque
     [
         ("", "first line '': expected 'mesh-attention plan 1'"),
         ("mesh-attention plan 9\n", "expected 'mesh-attention plan 1'"),
-        ("mesh-attention plan 1\n  fetch kv 1\n", "line 2: 'fetch kv 1' stands outside"),
+        ("mesh-attention plan 1\n  fetch kv 1\n", "line 2: 'fetch kv 1' is outside"),
         ("mesh-attention plan 1\nmethod mesh\n", "plan lacks"),
         ("{}", "format None: expected 'mesh-attention plan'"),
         ("{", "not JSON"),
@@ -120,7 +120,7 @@ def test_a_file_that_is_no_plan_says_why(text: str, message: str) -> None:
         ({"direction": "sideways"}, ParseError, "direction 'sideways': expected forward or backward"),
         ({"moves": ["fetch kv 7"]}, ScheduleError, "does not fit a forward plan of 2x3 tiles"),
         ({"moves": ["teleport kv 1"]}, ParseError, "move 'teleport kv 1': expected fetch, meet"),
-        ({"moves": None}, ParseError, "either moves or programs"),
+        ({"moves": None}, ParseError, "with moves or with programs"),
         ({"moves": 7}, ParseError, "moves 7: expected a list"),
         ({"moves": [7]}, ParseError, "moves 7: expected text"),
         ({"moves": None, "programs": [7]}, ParseError, "expected a list of objects"),

@@ -1,10 +1,10 @@
-"""Clusters by name and from files: `h100x256`, or what `mesh-attention calibrate` wrote.
+"""Clusters by name and from files: `h100x256`, or a file from `mesh-attention calibrate`.
 
 Presets are starting points. Kernels and memory of `h200` and all of `laptop` were measured. The other devices are
 estimates from public kernel benchmarks, every fabric is its data sheet less what programs usually lose (a fifth of
 NVLink, a tenth of a NIC), and latencies are estimates. Memory rates are those of a merge in one kernel. A rested H200
-computes at 715 and 605 TFLOP/s, one at its power limit at 638 and 559; the preset is between. `calibrate` replaces all
-this with what a machine really does.
+computes at 715 and 605 TFLOP/s, one at its power limit at 638 and 559; the preset is between. `calibrate` measures a
+machine and replaces all of this.
 """
 
 from __future__ import annotations
@@ -34,102 +34,58 @@ WRITES_ONE = "'mesh-attention calibrate' writes one"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A cluster with as many ranks as its name alone stands for, and where its figures come from."""
+    """A cluster of one node, and where its figures come from."""
 
     topology: Topology
     source: str
 
 
 NVLINK_SHARE, NIC_SHARE = 0.8, 0.9
-"""What programs reach of a fabric's data sheet, in one direction."""
+"""The share of its data sheet that programs reach on a fabric, in one direction."""
+
+
+# Nodes of eight GPUs with a NIC each. Forward and backward: TFLOP/s, µs a call, share of that rate in masked calls.
+# Memory: GB/s, GiB, µs of the smallest merge. Width. Fabric, from its data sheet: a port's GB/s, a NIC's Gbit/s, in one
+# direction; latencies in µs inside and between nodes.
+_NODES_OF_8 = (
+    ("a100", (225, 12, 0.88), (190, 43, 0.88), (1750, 79.2, 5), 108, (300, 200), (10, 20)),
+    ("h100", (640, 12, 0.85), (560, 43, 0.85), (2950, 79.1, 5), 132, (450, 400), (10, 20)),
+    ("h200", (675, 7, 0.83), (570, 55, 0.85), (3480, 139.8, 3.3), 132, (450, 400), (10, 20)),
+    ("b200", (1550, 12, 0.92), (1370, 43, 0.89), (7000, 178.4, 5), 148, (900, 400), (10, 20)),
+    ("mi300x", (500, 20, 0.8), (350, 60, 0.8), (4200, 192.0, 8), 304, (64, 400), (15, 25)),
+)
 
 
 def _node_of_8(
-    name: str, *, device: Device, port_gb_per_s: float, nic_gbit_per_s: float, latencies_us: tuple[float, float]
+    name: str,
+    forward: tuple[float, float, float],
+    backward: tuple[float, float, float],
+    memory: tuple[float, float, float],
+    width: int,
+    fabric: tuple[float, float],
+    latencies_us: tuple[float, float],
 ) -> Topology:
-    """Eight GPUs a node, a NIC for each. Rates are the data sheet's, in one direction."""
-    inside_us, between_us = latencies_us
+    rates = [KernelRate(tflops=tflops, call_us=us, masked=masked) for tflops, us, masked in (forward, backward)]
+    memory_gb_per_s, memory_gib, launch_us = memory
+    port_gb_per_s, nic_gbit_per_s = fabric
     return Topology(
         name=name,
         ranks=8,
         ranks_per_node=8,
         nics_per_node=8,
-        device=device,
-        inside=Link(gb_per_s=round(port_gb_per_s * NVLINK_SHARE, 1), latency_us=inside_us),
-        between=Link(gb_per_s=round(nic_gbit_per_s / 8 * NIC_SHARE, 1), latency_us=between_us),
+        device=Device(
+            forward=rates[0],
+            backward=rates[1],
+            memory_gb_per_s=memory_gb_per_s,
+            memory_gib=memory_gib,
+            launch_us=launch_us,
+            width=width,
+        ),
+        inside=Link(gb_per_s=round(port_gb_per_s * NVLINK_SHARE, 1), latency_us=latencies_us[0]),
+        between=Link(gb_per_s=round(nic_gbit_per_s / 8 * NIC_SHARE, 1), latency_us=latencies_us[1]),
     )
 
 
-_A100 = _node_of_8(
-    "a100",
-    device=Device(
-        forward=KernelRate(tflops=225, call_us=12, masked=0.88),
-        backward=KernelRate(tflops=190, call_us=43, masked=0.88),
-        memory_gb_per_s=1750,
-        memory_gib=79.2,
-        launch_us=5,
-        width=108,
-    ),
-    port_gb_per_s=300,
-    nic_gbit_per_s=200,
-    latencies_us=(10, 20),
-)
-_H100 = _node_of_8(
-    "h100",
-    device=Device(
-        forward=KernelRate(tflops=640, call_us=12, masked=0.85),
-        backward=KernelRate(tflops=560, call_us=43, masked=0.85),
-        memory_gb_per_s=2950,
-        memory_gib=79.1,
-        launch_us=5,
-        width=132,
-    ),
-    port_gb_per_s=450,
-    nic_gbit_per_s=400,
-    latencies_us=(10, 20),
-)
-_H200 = _node_of_8(
-    "h200",
-    device=Device(
-        forward=KernelRate(tflops=675, call_us=7, masked=0.83),
-        backward=KernelRate(tflops=570, call_us=55, masked=0.85),
-        memory_gb_per_s=3480,
-        memory_gib=139.8,
-        launch_us=3.3,
-        width=132,
-    ),
-    port_gb_per_s=450,
-    nic_gbit_per_s=400,
-    latencies_us=(10, 20),
-)
-_B200 = _node_of_8(
-    "b200",
-    device=Device(
-        forward=KernelRate(tflops=1550, call_us=12, masked=0.92),
-        backward=KernelRate(tflops=1370, call_us=43, masked=0.89),
-        memory_gb_per_s=7000,
-        memory_gib=178.4,
-        launch_us=5,
-        width=148,
-    ),
-    port_gb_per_s=900,
-    nic_gbit_per_s=400,
-    latencies_us=(10, 20),
-)
-_MI300X = _node_of_8(
-    "mi300x",
-    device=Device(
-        forward=KernelRate(tflops=500, call_us=20, masked=0.8),
-        backward=KernelRate(tflops=350, call_us=60, masked=0.8),
-        memory_gb_per_s=4200,
-        memory_gib=192.0,
-        launch_us=8,
-        width=304,
-    ),
-    port_gb_per_s=64,
-    nic_gbit_per_s=400,
-    latencies_us=(15, 25),
-)
 _LAPTOP = Topology(
     name="laptop",
     ranks=8,
@@ -162,46 +118,26 @@ _PAPER = Topology(
     full_duplex=False,
 )
 """The cluster that the Mesh-Attention paper (arXiv 2512.20968) does not name: kernel and link rates, NICs and duplex as
-`papers.fit` finds them, fitted once to ten published times and ratios. Ours against published: Ring's growth in weak
-scaling -22 %, all others within 7 %, rms 9 %. Rates are what programs saw, not a data sheet's."""
+`benchmarks/papers/fit.py` finds them, fitted once to ten published times and ratios. Ours against published: Ring's
+growth in weak scaling -22 %, all others within 7 %, rms 9 %. Rates are what programs saw, not a data sheet's."""
 
+_SOURCES = {
+    "a100": "80 GB SXM; kernels estimated from FlashAttention-2's published figures; NVLink 3, 200 Gb/s NICs",
+    "h100": "80 GB SXM; kernels estimated from FlashAttention-3 and cuDNN benchmarks; NVLink 4, 400 Gb/s NICs",
+    "h200": "kernels and memory measured (cuDNN, 32 heads of 128, bfloat16); NVLink 4, 400 Gb/s NICs",
+    "b200": "kernels estimated from FlashAttention-4's published B200 figures; NVLink 5, 400 Gb/s NICs",
+    "mi300x": "kernels estimated from AITER benchmarks; one 64 GB/s link for each pair of GPUs, 400 Gb/s NICs",
+    "laptop": "measured by calibrate --ranks 8 on 2 cores of an AMD EPYC (Zen 4): 8 processes, Gloo on loopback",
+    "paper": "rates, NICs and duplex fitted to the published times of the Mesh-Attention paper, rms 9 %",
+}
 PRESETS = {
-    preset.topology.name: preset
-    for preset in (
-        Preset(
-            topology=_A100,
-            source="80 GB SXM; kernels estimated from FlashAttention-2's published figures; NVLink 3, 200 Gb/s NICs",
-        ),
-        Preset(
-            topology=_H100,
-            source="80 GB SXM; kernels estimated from FlashAttention-3 and cuDNN benchmarks; NVLink 4, 400 Gb/s NICs",
-        ),
-        Preset(
-            topology=_H200,
-            source="kernels and memory measured (cuDNN, 32 heads of 128, bfloat16); NVLink 4, 400 Gb/s NICs",
-        ),
-        Preset(
-            topology=_B200,
-            source="kernels estimated from FlashAttention-4's published B200 figures; NVLink 5, 400 Gb/s NICs",
-        ),
-        Preset(
-            topology=_MI300X,
-            source="kernels estimated from AITER benchmarks; one 64 GB/s link for each pair of GPUs, 400 Gb/s NICs",
-        ),
-        Preset(
-            topology=_LAPTOP,
-            source="measured by calibrate --ranks 8 on 2 cores of an AMD EPYC (Zen 4): 8 processes, Gloo on loopback",
-        ),
-        Preset(
-            topology=_PAPER,
-            source="rates, NICs and duplex fitted to the published times of the Mesh-Attention paper, rms 9 %",
-        ),
-    )
+    topology.name: Preset(topology=topology, source=_SOURCES[topology.name])
+    for topology in (*(_node_of_8(*row) for row in _NODES_OF_8), _LAPTOP, _PAPER)
 }
 
 
 def cluster_named(text: str) -> Topology:
-    """A preset with so many ranks: ``h100x256``. A name alone stands for one node."""
+    """A preset with a number of ranks: ``h100x256``. A name alone stands for one node."""
     wanted = text.strip().lower()
     for name, preset in PRESETS.items():
         if wanted == name:
@@ -237,7 +173,7 @@ def find_cluster(text: str) -> Topology:
 
 
 def read_cluster(path: Path) -> Topology:
-    """The cluster in a TOML file; whatever is wrong with it is said with the file and the key."""
+    """The cluster in a TOML file; errors name the file and the key."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -252,11 +188,11 @@ def read_cluster(path: Path) -> Topology:
 
 
 def cluster_from_toml(text: str) -> Topology:
-    """The opposite of `cluster_to_toml`. Keys that have a default may be left out."""
+    """The inverse of `cluster_to_toml`. Keys that have a default may be left out."""
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ParseError(f"is no TOML: {error}; {WRITES_ONE}") from error
+        raise ParseError(f"not valid TOML: {error}; {WRITES_ONE}") from error
     topology: Topology = _read_table(Topology, table, at="")
     return topology
 
@@ -269,7 +205,7 @@ _SCALARS: dict[str, tuple[tuple[type, ...], str]] = {
     "float": ((float, int), "a number"),
 }
 LARGEST_WHOLE = 2**63 - 1
-"""As TOML has it."""
+"""The largest whole number in TOML."""
 
 
 def _read_table(value_class: type, table: object, *, at: str) -> Any:
@@ -306,7 +242,7 @@ def _wanted(field: Field[Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """As TOML spells it, cut short."""
+    """The value as TOML spells it, cut short."""
     text = str(value).lower() if isinstance(value, bool | float) else repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 

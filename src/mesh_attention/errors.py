@@ -1,4 +1,4 @@
-"""The exception tree: every message says what came, what was expected and what to do.
+"""The exception tree. Every message says what was given, what was expected and what to do.
 
 MeshAttentionError
 ├── UsageError (also ValueError)      the caller's fault, found before anything runs
@@ -6,16 +6,20 @@ MeshAttentionError
 │   ├── MaskError                     a mask that is malformed or does not fit the problem
 │   ├── TileError                     a tile or a Ulysses degree that does not fit
 │   ├── ScheduleError                 schedule options that contradict each other
-│   ├── TopologyError                 a cluster that cannot be, or that does not fit the plan
-│   ├── MemoryLimitError              no plan stays below the memory that was allowed
+│   ├── TopologyError                 an impossible cluster, or one that does not fit the plan
+│   ├── MemoryLimitError              no plan stays below the memory limit
 │   └── ParseError                    text or JSON that is not a plan, a step or a size
 ├── PlanError                         a plan that breaks a rule (see verification/)
-├── DisagreementError                 ranks that were asked for different things
-└── TransportError                    a transfer that failed, with the step and the rank waited for
-    └── StalledError                  ranks that wait for each other and nothing moves
+├── DisagreementError                 ranks that were called with different arguments
+└── TransportError                    a transfer that failed, with the step and the rank it waited for
+    └── StalledError                  ranks that wait for each other
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class MeshAttentionError(Exception):
@@ -23,11 +27,11 @@ class MeshAttentionError(Exception):
 
 
 class UsageError(MeshAttentionError, ValueError):
-    """What was asked cannot be done; nothing has been run or sent."""
+    """The request cannot be done; nothing has been run or sent."""
 
 
 class ProblemError(UsageError):
-    """A problem no plan can exist for."""
+    """A problem that has no plan."""
 
 
 class MaskError(UsageError):
@@ -43,15 +47,15 @@ class ScheduleError(UsageError):
 
 
 class TopologyError(UsageError):
-    """A cluster that cannot be, or that has not as many ranks as the plan."""
+    """An impossible cluster, or one with another number of ranks than the plan."""
 
 
 class MemoryLimitError(UsageError):
-    """No plan stays below the memory that was allowed; the message says what the smallest needs."""
+    """No plan stays below the memory limit; the message says how much the smallest plan needs."""
 
 
 class ParseError(UsageError):
-    """Text or JSON that does not say what it should."""
+    """Text or JSON that cannot be read."""
 
 
 class PlanError(MeshAttentionError):
@@ -59,12 +63,22 @@ class PlanError(MeshAttentionError):
 
 
 class DisagreementError(MeshAttentionError):
-    """Ranks were asked for different things; raised on every rank before anything is sent."""
+    """Ranks were called with different arguments; raised on every rank before anything is sent."""
 
 
 class TransportError(MeshAttentionError):
-    """A transfer failed; the message names the step and the rank that was waited for."""
+    """A transfer failed; the message names the step and the rank it waited for."""
 
 
 class StalledError(TransportError):
-    """Ranks wait for each other and nothing moves."""
+    """Ranks wait for each other, and none can continue."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a refusal of the system to write a file into a `UsageError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or type(error).__name__).lower()
+        raise UsageError(f"{path}: cannot be written: {reason}; write elsewhere") from error

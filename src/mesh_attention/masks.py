@@ -10,7 +10,7 @@ Segments of positions are Python ranges. Counts come from closed forms, never fr
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -24,7 +24,7 @@ Segment = range
 
 
 class BlockKind(Enum):
-    """What a mask leaves of a rectangle of queries and keys."""
+    """How much of a rectangle of queries and keys a mask leaves."""
 
     EMPTY = "empty"
     PARTIAL = "partial"
@@ -72,7 +72,7 @@ class Mask:
         return "&".join(parts) or "full"
 
     def pairs(self, q: Segment, kv: Segment, *, seq_q: int, seq_kv: int) -> int:
-        """How many (query, key) pairs of the two segments the mask lets through."""
+        """Number of (query, key) pairs of the two segments that the mask leaves."""
         return sum(_band_pairs(*piece, self.left, self.right) for piece in self.pieces(q, kv, seq_q, seq_kv))
 
     def kind(self, q: Segment, kv: Segment, *, seq_q: int, seq_kv: int) -> BlockKind:
@@ -82,14 +82,14 @@ class Mask:
         return BlockKind.FULL if count == len(q) * len(kv) else BlockKind.PARTIAL
 
     def is_empty(self, q: Segment, kv: Segment, *, seq_q: int, seq_kv: int) -> bool:
-        """Whether no pair is let through; cheaper than counting."""
+        """True if the mask leaves no pair; cheaper than counting."""
         if self.documents is None:  # the common case, asked for every block
             return not (q and kv and _band_any(q, kv, seq_kv - seq_q, self.left, self.right))
         pieces = self.pieces(q, kv, seq_q, seq_kv)
         return not any(_band_any(*piece, self.left, self.right) for piece in pieces)
 
     def pieces(self, q: Segment, kv: Segment, seq_q: int, seq_kv: int) -> Iterator[tuple[Segment, Segment, int]]:
-        """The parts of the rectangle that lie in one document each, with that document's alignment."""
+        """The rectangle cut by documents: queries, keys and alignment of each document's part."""
         if not q or not kv:
             return
         if self.documents is None:
@@ -125,8 +125,8 @@ def window(left: int, right: int) -> Mask:
 
 def documents(cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int] | None = None) -> Mask:
     """Packed documents that do not see each other. With causal or window, each document is aligned by itself."""
-    q = _check_boundaries("cu_seqlens_q", cu_seqlens_q)
-    kv = q if cu_seqlens_k is None else _check_boundaries("cu_seqlens_k", cu_seqlens_k)
+    q = boundaries("cu_seqlens_q", cu_seqlens_q)
+    kv = q if cu_seqlens_k is None else boundaries("cu_seqlens_k", cu_seqlens_k)
     if len(q) != len(kv):
         raise MaskError(
             f"cu_seqlens_q has {len(q) - 1} documents and cu_seqlens_k has {len(kv) - 1}; "
@@ -135,17 +135,18 @@ def documents(cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int] | None = 
     return Mask(documents=Documents(q, kv))
 
 
-def _check_boundaries(name: str, boundaries: Sequence[int]) -> tuple[int, ...]:
+def boundaries(name: str, given: Iterable[int]) -> tuple[int, ...]:
+    """Document boundaries as numbers: running totals that start at 0. Reading a tensor waits for its device."""
     try:
-        cuts = tuple(index(cut) for cut in boundaries)
+        cuts = tuple(index(cut) for cut in (given.tolist() if hasattr(given, "tolist") else given))
     except TypeError:
-        raise MaskError(f"{name}={boundaries!r}: expected whole numbers, running totals that start at 0") from None
+        raise MaskError(f"{name}={given!r}: expected running totals, whole numbers in one dimension") from None
     if len(cuts) < 2 or cuts[0] != 0 or any(a > b for a, b in pairwise(cuts)):
-        raise MaskError(f"{name}={_shorten(cuts)}: expected running totals that start at 0 and never fall")
+        raise MaskError(f"{name}={shorten_boundaries(cuts)}: expected running totals that start at 0 and never fall")
     return cuts
 
 
-def _shorten(cuts: Sequence[int]) -> str:
+def shorten_boundaries(cuts: Sequence[int]) -> str:
     shown = ", ".join(map(str, cuts[:8]))
     return f"({shown}{', …' if len(cuts) > 8 else ''})"
 
@@ -178,7 +179,7 @@ def _documents_text(docs: Documents) -> str:
 
 
 def _clip(segment: Segment, low: int, high: int) -> Segment:
-    """The part of a segment that lies in low:high."""
+    """The part of a segment inside low:high."""
     return segment[bisect_left(segment, low) : bisect_left(segment, high)]
 
 

@@ -1,14 +1,19 @@
-"""What is asked: lengths, heads, head sizes, dtype, mask and number of ranks. A value; it plans nothing."""
+"""The problem: lengths, heads, head sizes, dtype, mask and number of ranks of an attention call, as a value."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Literal
 
 from mesh_attention.errors import MaskError, ProblemError
 from mesh_attention.masks import Mask, full
 
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes an element, for every dtype a problem may have."""
+"""Bytes per element, for every dtype a problem may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +80,29 @@ class Problem:
 
     @property
     def accumulator_itemsize(self) -> int:
-        """Bytes of an element that is summed up, and of LSE and delta: float32, or float64 for float64."""
+        """Bytes of an element of a running sum, of LSE and of delta: float32, or float64 for float64."""
         return max(4, self.itemsize)
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs of the whole sequence that the mask leaves, for one head of one batch entry."""
+        return _pairs(self.mask, self.seq_q, self.seq_kv)
+
+    def flops(self, direction: Direction, *, pairs: int | None = None) -> int:
+        """Floating-point operations of `pairs` pairs (default: all of them), over all heads and batch entries."""
+        a_pair = flops_a_pair(direction, qk=self.head_dim_qk, v=self.head_dim_v)
+        return (self.pairs if pairs is None else pairs) * self.batch * self.heads * a_pair
+
+
+def flops_a_pair(direction: Direction, *, qk: int, v: int) -> int:
+    """Floating-point operations of one query with one key, in one head with head sizes `qk` and `v`."""
+    # Forward: QKᵀ and PV. Backward: QKᵀ again, dO·Vᵀ, Pᵀ·dO, dS·K, dSᵀ·Q. Two operations a multiply-add.
+    return 2 * (qk + v if direction == "forward" else 3 * qk + 2 * v)
+
+
+@lru_cache(maxsize=64)
+def _pairs(mask: Mask, seq_q: int, seq_kv: int) -> int:
+    return mask.pairs(range(seq_q), range(seq_kv), seq_q=seq_q, seq_kv=seq_kv)
 
 
 def _check_documents(problem: Problem) -> None:

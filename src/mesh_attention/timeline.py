@@ -1,10 +1,14 @@
-"""What happened when: spans on the lanes of ranks, and their totals. A value; simulation or measurement makes one."""
+"""Timelines: spans on the lanes of ranks, and their totals, simulated or measured."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
+from math import isfinite
 from typing import Literal, NamedTuple
 
+from mesh_attention.errors import UsageError
 from mesh_attention.topology import LinkClass
 
 Lane = Literal["compute", "wait", "send", "recv"]
@@ -12,7 +16,11 @@ LANES: tuple[Lane, ...] = ("compute", "wait", "send", "recv")
 
 
 class Span(NamedTuple):
-    """Something a lane of a rank was busy with, in seconds from the start of the pass."""
+    """Something a lane of a rank was busy with, in seconds from the start of the pass.
+
+    `step` is the index of its step in the rank's program of that pass: the first step of a turn of posts, and the step
+    that posts a transfer. None where the span belongs to no step.
+    """
 
     rank: int
     lane: Lane
@@ -20,12 +28,19 @@ class Span(NamedTuple):
     stop_s: float
     name: str
     nbytes: int = 0
+    step: int | None = None
+
+
+Track = tuple[Span, ...]
+"""Spans of one lane of one rank in order of time, no two of them at once."""
+TOUCH_S = 1e-9
+"""Spans that overlap by less than this follow each other: the rest is rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """One rank's totals. `wait_s` is exposed communication: the compute lane had nothing it could do. `link_s` is the
-    time of the transfers it received, or of those it sent, whichever is more."""
+    """One rank's totals. `wait_s` is exposed communication: time in which the compute lane could do nothing. `link_s`
+    is the time of the transfers it received, or of those it sent, whichever is longer."""
 
     rank: int
     stop_s: float
@@ -38,10 +53,10 @@ class RankTimes:
 class Timeline:
     """One pass of one plan.
 
-    `ranks` are the totals of every rank; `spans` those of the ranks that were asked for. `sent_nbytes` is what all
-    ranks together sent, by link class. `is_exact` says whether every rank's calls were priced one by one; otherwise,
-    prices of some places stand for those of their neighbours. (In which order ranks that share a link are served is
-    an assumption either way.)
+    `ranks` holds the totals of every rank, `spans` those of the requested ranks. `sent_nbytes` is the sum over all
+    ranks, by link class. `is_exact` is True if every rank's calls were priced one by one; otherwise the prices of some
+    places stand for those of their neighbours. (The order in which ranks that share a link are served is an assumption
+    either way.)
     """
 
     name: str
@@ -54,17 +69,17 @@ class Timeline:
 
     @property
     def time_s(self) -> float:
-        """Until the last rank is done."""
+        """Time until the last rank is done."""
         return max((rank.stop_s for rank in self.ranks), default=0.0)
 
     @property
     def compute_s(self) -> float:
-        """Of the busiest rank."""
+        """Compute time of the busiest rank."""
         return max((rank.compute_s for rank in self.ranks), default=0.0)
 
     @property
     def exposed_s(self) -> float:
-        """What communication adds: the time in which the busiest rank does not compute."""
+        """Exposed communication: the time in which the busiest rank does not compute."""
         return self.time_s - self.compute_s
 
     @property
@@ -75,11 +90,85 @@ class Timeline:
 
     @property
     def overlap(self) -> float:
-        """The share of the transfers' time that compute hides, of the rank with most of it; 1 if nothing was sent."""
+        """The share of transfer time hidden behind compute, on the rank with the most of it; 1 if nothing was sent."""
         link_s = max((rank.link_s for rank in self.ranks), default=0.0)
         return 1.0 - min(1.0, self.exposed_s / link_s) if link_s else 1.0
 
     @property
     def tflops(self) -> float:
-        """Achieved by an average rank."""
+        """Rate that an average rank achieves."""
         return self.flops / len(self.ranks) / self.time_s / 1e12 if self.time_s else 0.0
+
+
+def joined(timelines: Iterable[Timeline]) -> Timeline:
+    """Passes one after the other: each starts when the last rank has finished the one before."""
+    return reduce(_after, timelines)
+
+
+def _after(first: Timeline, second: Timeline) -> Timeline:
+    start_s = first.time_s
+    return Timeline(
+        name=_name(first.name, second.name),
+        ranks=tuple(_totals(a, b, start_s) for a, b in zip(first.ranks, second.ranks, strict=True)),
+        sent_nbytes={kind: nbytes + second.sent_nbytes[kind] for kind, nbytes in first.sent_nbytes.items()},
+        peak_nbytes=max(first.peak_nbytes, second.peak_nbytes),
+        flops=first.flops + second.flops,
+        spans=(
+            *first.spans,
+            *(s._replace(start_s=s.start_s + start_s, stop_s=s.stop_s + start_s) for s in second.spans),
+        ),
+        is_exact=first.is_exact and second.is_exact,
+    )
+
+
+def _name(first: str, second: str) -> str:
+    """Words that both names begin with appear once."""
+    plan, _, direction = first.rpartition(" ")
+    other, _, later = second.rpartition(" ")
+    return f"{plan} {direction} and {later}" if plan == other else f"{first} and {second}"
+
+
+def _totals(first: RankTimes, second: RankTimes, start_s: float) -> RankTimes:
+    stop_s, compute_s = start_s + second.stop_s, first.compute_s + second.compute_s
+    return RankTimes(
+        rank=first.rank,
+        stop_s=stop_s,
+        compute_s=compute_s,
+        wait_s=stop_s - compute_s,
+        link_s=first.link_s + second.link_s,
+    )
+
+
+def rank_tracks(timeline: Timeline) -> dict[int, dict[Lane, tuple[Track, ...]]]:
+    """Spans by rank and lane, for the ranks that have any; a lane in which nothing happened has no track."""
+    if not timeline.spans:
+        raise UsageError(
+            f"timeline {timeline.name!r} has totals but no spans, so there is nothing to draw; "
+            "simulate again with spans_of=, or record the pass"
+        )
+    by_lane: dict[int, dict[Lane, list[Span]]] = {}
+    for span in timeline.spans:
+        _check(span, timeline.name)
+        by_lane.setdefault(span.rank, {lane: [] for lane in LANES})[span.lane].append(span)
+    return {
+        rank: {lane: _side_by_side(spans) for lane, spans in lanes.items()} for rank, lanes in sorted(by_lane.items())
+    }
+
+
+def _side_by_side(spans: Iterable[Span]) -> tuple[Track, ...]:
+    """The fewest tracks that hold every span; each span goes to the first free one."""
+    tracks: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start_s, span.stop_s)):
+        free = next((track for track in tracks if track[-1].stop_s <= span.start_s + TOUCH_S), None)
+        if free is None:
+            tracks.append([span])
+        else:
+            free.append(span)
+    return tuple(tuple(track) for track in tracks)
+
+
+def _check(span: Span, name: str) -> None:
+    if span.lane not in LANES:
+        raise UsageError(f"timeline {name!r} has {span}: expected a lane of {', '.join(LANES)}")
+    if not (0 <= span.start_s <= span.stop_s and isfinite(span.stop_s)):
+        raise UsageError(f"timeline {name!r} has {span}: expected 0 <= start_s <= stop_s, in seconds of the pass")

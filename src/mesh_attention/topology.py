@@ -1,7 +1,7 @@
-"""What a cluster is made of: ranks in nodes, links inside and between nodes, and the device a rank computes on.
+"""The parts of a cluster: ranks in nodes, links inside and between nodes, and the device of a rank.
 
-Values only; presets and files are in `clusters`. Rates are what a program sees (sustained, payload), not what a data
-sheet says. A link serves one transfer at a time, in each direction if it is duplex.
+Values only; presets and files are in `clusters`. Rates are sustained payload rates as a program sees them, not those
+of a data sheet. A link serves one transfer at a time, in each direction if it is duplex.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRate:
-    """What one attention call costs: ``call_us + flops / tflops``, at full width.
+    """The time of an attention call: ``call_us + flops / tflops``, at full width.
 
-    `masked` is the share of that rate a call reaches that the mask cuts through, counting useful operations only.
+    `masked` is the share of that rate that a partly masked call reaches, counting useful operations only.
     """
 
     tflops: float
@@ -51,10 +51,10 @@ class KernelRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What a rank computes on.
+    """The device of a rank.
 
-    `width` is how many runs of `RUN` tokens of one head it works on at once (a GPU's multiprocessors): calls that fill
-    the last round badly are slower. 1 stands for a device that has no such rounds.
+    `width` is the number of runs of `RUN` tokens of one head that it works on at once (a GPU's multiprocessors): calls
+    that fill the last round badly are slower. 1 means a device without such rounds.
     """
 
     forward: KernelRate
@@ -75,7 +75,7 @@ class Device:
 class Topology:
     """A cluster. Rank r is in node r // ranks_per_node; the last node may be smaller.
 
-    Inside a node every rank has a port of its own. Between nodes, rank l of a node uses its NIC ``l · nics // ranks``,
+    Inside a node every rank has its own port. Between nodes, rank l of a node uses its NIC ``l · nics // ranks``,
     alone or shared. The network between NICs is not a bottleneck.
     """
 
@@ -109,11 +109,11 @@ class Topology:
         return ceil(self.ranks / self.ranks_per_node)
 
     def node(self, rank: Any) -> Any:
-        """Of a rank, or of an array of them."""
+        """The node of a rank, or of each rank of an array."""
         return rank // self.ranks_per_node
 
     def nic(self, rank: Any) -> Any:
-        """The NIC that a rank uses, or each of an array of them, counted over the cluster."""
+        """The NIC of a rank, or of each rank of an array, numbered over the whole cluster."""
         node, local = divmod(rank, self.ranks_per_node)
         return node * self.nics_per_node + local * self.nics_per_node // self.ranks_per_node
 
@@ -124,12 +124,12 @@ class Topology:
         return self.inside if link_class == "inside" else self.between
 
     def with_ranks(self, ranks: int) -> Topology:
-        """As many ranks of the same machines."""
+        """A cluster of the same machines with this number of ranks."""
         return replace(self, ranks=ranks)
 
 
 def filled(width: int, *, heads: int, tokens: int) -> float:
-    """The share of a device's width that a call keeps at work, on average over its rounds; 1 if it has no rounds."""
+    """The share of a device's width that a call keeps busy, on average over its rounds; 1 if it has no rounds."""
     if width == 1:
         return 1.0
     rounds = ceil(heads * ceil(tokens / RUN) / width)

@@ -1,6 +1,4 @@
-"""Pictures of plans, timelines and rates: values come in, files and figures go out. Nothing is simulated or measured
-here.
+"""Pages, traces and charts of plans, timelines and rates. Values come in, files go out; nothing is simulated here.
 
-Reading order: tracks, trace, units, scales, labels, canvas, lanes, charts, matrix, steps, passes, against, rates,
-files, page. Charts need matplotlib; it is imported when one is drawn.
+Reading order: trace; scales, canvas, gantt, times, rates; page. Charts need matplotlib, imported when one is drawn.
 """

@@ -1,15 +1,16 @@
-"""What every chart here is drawn on: a white sheet measured in inches, one look, and no state outside the figure."""
+"""The sheet that every chart is drawn on: white, measured in inches, in one style, with no state outside the figure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import assert_never
 
 from mesh_attention.drawing.scales import Scale
-from mesh_attention.errors import UsageError
+from mesh_attention.errors import UsageError, writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +19,16 @@ if TYPE_CHECKING:
 INK, FADED, GRID = "#222222", "#555555", "#e2e2e2"
 TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 12.0, 10.0, 8.0
 WIDTH_IN, EDGE_IN = 8.0, 0.16
-LONGEST_TITLE = 110
+LONGEST_TITLE, LONGEST_LABEL = 110, 28
+COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#222222", "#882255", "#332288", "#999933"
+"""For methods; colour-blind readers can tell them apart."""
+FORMATS: dict[str, dict[str, None]] = {  # and what would tell one run's file from another's
+    ".png": {"Software": None},
+    ".svg": {"Date": None},
+    ".pdf": {"CreationDate": None},
+}
+DPI = 200
+"""Twice what a page of 800 pixels shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +82,7 @@ def new_figure(*, height_in: float) -> Figure:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"charts are drawn by matplotlib, and there is no module {error.name}; pip install 'mesh-attention[charts]'"
+            f"charts need matplotlib, but {error.name} is not installed; pip install 'mesh-attention[charts]'"
         ) from error
     figure = Figure(figsize=(WIDTH_IN, height_in), dpi=100, facecolor="white")
     FigureCanvasAgg(figure)
@@ -80,7 +90,7 @@ def new_figure(*, height_in: float) -> Figure:
 
 
 def text_width_in(texts: Iterable[str], *, size: float, weight: str = "normal") -> float:
-    """Of the widest, and never 0."""
+    """Width of the widest text, never 0."""
     figure = new_figure(height_in=1.0)
     drawn = [figure.text(0, 0, text, fontsize=size, weight=weight, parse_math=False) for text in texts]
     return max(1.0, *(text.get_window_extent().width for text in drawn)) / figure.dpi
@@ -104,3 +114,32 @@ def write_titles(figure: Figure, title: str, below: str = "") -> None:
 def darker(colour: str) -> str:
     red, green, blue = (int(colour[i : i + 2], 16) * 3 // 4 for i in (1, 3, 5))
     return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def save_chart(figure: Figure, path: Path | str) -> None:
+    """PNG, SVG or PDF by the name of the file. The same chart gives the same bytes."""
+    from matplotlib import rc_context
+
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in FORMATS:
+        raise UsageError(f"{path}: a chart is written as {', '.join(FORMATS)}; give a file name that ends so")
+    with writing(path), rc_context({"svg.hashsalt": "mesh-attention"}):
+        figure.savefig(path, format=suffix[1:], dpi=DPI, metadata=FORMATS[suffix])
+
+
+def explain(axes: Axes, handles: Sequence[Any], *, columns: int, handle_length: float) -> None:
+    """A legend above the axes."""
+    axes.legend(
+        handles=list(handles),
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=columns,
+        frameon=False,
+        fontsize=TEXT_SIZE,
+        labelcolor=FADED,
+        borderaxespad=0.3,
+        borderpad=0.2,
+        handlelength=handle_length,
+        columnspacing=1.6,
+    )

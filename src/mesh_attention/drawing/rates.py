@@ -7,24 +7,8 @@ from dataclasses import dataclass
 from math import ceil, isfinite
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.drawing.canvas import (
-    EDGE_IN,
-    FADED,
-    GRID,
-    INK,
-    SMALL_SIZE,
-    TEXT_SIZE,
-    WIDTH_IN,
-    Margins,
-    new_axes,
-    set_scale,
-    shorten,
-    text_width_in,
-    write_titles,
-)
-from mesh_attention.drawing.charts import COLOURS, LONGEST_LABEL
-from mesh_attention.drawing.scales import Scale
-from mesh_attention.drawing.units import round_ticks
+from mesh_attention.drawing import canvas
+from mesh_attention.drawing.scales import Scale, round_ticks
 from mesh_attention.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,14 +16,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BAR, GROUP_GAP = 0.86, 0.9
-"""Of a bar's place, the part it fills; and the gap between groups, in bars."""
+"""The part of its place that a bar fills, and the gap between groups, in bars."""
 LIGHT = ("#e69f00", "#56b4e9", "#cc79a7", "#999933")
 """Colours on which ink is read better than white."""
 LABEL_GAP_IN, MARK_IN = 0.06, 0.05
 """Between a label and what is near it, and half the height of a mark."""
 HEIGHT_IN, LEGEND_ROW_IN, LEGEND_ENTRY_IN = 3.2, 0.22, 0.55
-LINE_LOOK: dict[str, Any] = {"color": INK, "linewidth": 1.8}
-EXPECTED_LOOK: dict[str, Any] = {"marker": "D", "color": "white", "markeredgecolor": INK, "linestyle": "none"}
+LINE_LOOK: dict[str, Any] = {"color": canvas.INK, "linewidth": 1.8}
+EXPECTED_LOOK: dict[str, Any] = {"marker": "D", "color": "white", "markeredgecolor": canvas.INK, "linestyle": "none"}
 EXPECTED_LOOK |= {"markersize": 5.5, "markeredgewidth": 1.1}
 
 
@@ -65,32 +49,32 @@ def rate_chart(
     """Bars from 0, in `unit`. `expected` and `line` say what the marks and the lines across are."""
     _check(groups)
     names = list(dict.fromkeys(bar.name for group in groups for bar in group.bars))
-    colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
+    colours = {name: canvas.COLOURS[number % len(canvas.COLOURS)] for number, name in enumerate(names)}
     values = [value for group in groups for value in _values(group)]
     high = 1.08 * max(values) or 1.0
     up = Scale(kind="linear", low=0.0, high=high, ticks=round_ticks(high), label=unit)
-    entries = [*(shorten(name, most=LONGEST_LABEL) for name in names), line, expected]
+    entries = [*(canvas.shorten(name, most=canvas.LONGEST_LABEL) for name in names), line, expected]
     columns = _legend_columns(entries)
     legend_in = LEGEND_ROW_IN * ceil(len(entries) / columns) + 0.1
     lines = max(group.name.count("\n") + 1 for group in groups)
-    margins = Margins(
-        left=EDGE_IN + 0.35 + text_width_in(up.tick_texts, size=TEXT_SIZE),
+    margins = canvas.Margins(
+        left=canvas.EDGE_IN + 0.35 + canvas.text_width_in(up.tick_texts, size=canvas.TEXT_SIZE),
         right=0.25,
         top=legend_in + (0.7 if below else 0.45 if title else 0.1),
         bottom=0.2 + 0.19 * lines,
     )
-    figure, axes = new_axes(height_in=HEIGHT_IN + margins.top + margins.bottom, margins=margins)
-    set_scale(axes, "y", up)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    _draw_groups(axes, groups, colours, room_in=WIDTH_IN - margins.left - margins.right)
+    figure, axes = canvas.new_axes(height_in=HEIGHT_IN + margins.top + margins.bottom, margins=margins)
+    canvas.set_scale(axes, "y", up)
+    axes.grid(axis="y", color=canvas.GRID, linewidth=0.8)
+    _draw_groups(axes, groups, colours, room_in=canvas.WIDTH_IN - margins.left - margins.right)
     _explain(axes, entries, list(colours.values()), columns=columns)
-    write_titles(figure, title, below)
+    canvas.write_titles(figure, title, below)
     return figure
 
 
 def _check(groups: Sequence[BarGroup]) -> None:
     if not groups or not all(group.bars for group in groups):
-        raise UsageError("no bars came; expected groups of at least one to draw")
+        raise UsageError("no bars given; expected groups of at least one to draw")
     for group in groups:
         if not all(value >= 0 and isfinite(value) for value in _values(group)):
             raise UsageError(f"{group}: expected rates, 0 or above")
@@ -113,7 +97,7 @@ def _draw_groups(axes: Axes, groups: Sequence[BarGroup], colours: dict[str, str]
         if group.line is not None:
             axes.hlines(group.line, left - 0.15, right + 0.15, zorder=3, **LINE_LOOK)
         left = right + GROUP_GAP
-    axes.set_xticks(middles, [group.name for group in groups], parse_math=False, color=INK)
+    axes.set_xticks(middles, [group.name for group in groups], parse_math=False, color=canvas.INK)
 
 
 def _draw_bar(axes: Axes, bar: Bar, *, at: float, colour: str, width_in: float) -> None:
@@ -123,9 +107,9 @@ def _draw_bar(axes: Axes, bar: Bar, *, at: float, colour: str, width_in: float) 
     if bar.expected is not None:
         axes.plot([at], [bar.expected], zorder=4, clip_on=False, **EXPECTED_LOOK)
     text = f"{bar.value:,.0f}" if bar.value >= 100 else f"{bar.value:.3g}"
-    text_in = text_width_in([text], size=SMALL_SIZE)
+    text_in = canvas.text_width_in([text], size=canvas.SMALL_SIZE)
     is_upright = text_in + 0.04 > width_in
-    foot_in, is_inside = _label_foot(axes, bar, tall_in=text_in if is_upright else SMALL_SIZE / 72)
+    foot_in, is_inside = _label_foot(axes, bar, tall_in=text_in if is_upright else canvas.SMALL_SIZE / 72)
     axes.annotate(
         text,
         (at, 0),
@@ -134,8 +118,8 @@ def _draw_bar(axes: Axes, bar: Bar, *, at: float, colour: str, width_in: float) 
         ha="center",
         va="bottom",
         rotation=90 if is_upright else 0,
-        fontsize=SMALL_SIZE,
-        color=INK if colour in LIGHT or not is_inside else "white",
+        fontsize=canvas.SMALL_SIZE,
+        color=canvas.INK if colour in LIGHT or not is_inside else "white",
         path_effects=[] if is_inside else [withStroke(linewidth=2.5, foreground="white")],
         zorder=5,
     )
@@ -154,8 +138,8 @@ def _label_foot(axes: Axes, bar: Bar, *, tall_in: float) -> tuple[float, bool]:
 
 def _legend_columns(entries: Sequence[str]) -> int:
     """As many as there are entries, if they have room side by side."""
-    widths = [text_width_in([entry], size=TEXT_SIZE) + LEGEND_ENTRY_IN for entry in entries]
-    return len(entries) if sum(widths) < WIDTH_IN - 0.7 else max(1, int((WIDTH_IN - 0.7) / max(widths)))
+    widths = [canvas.text_width_in([entry], size=canvas.TEXT_SIZE) + LEGEND_ENTRY_IN for entry in entries]
+    return len(entries) if sum(widths) < canvas.WIDTH_IN - 0.7 else max(1, int((canvas.WIDTH_IN - 0.7) / max(widths)))
 
 
 def _explain(axes: Axes, entries: Sequence[str], colours: Sequence[str], *, columns: int) -> None:
@@ -166,16 +150,4 @@ def _explain(axes: Axes, entries: Sequence[str], colours: Sequence[str], *, colu
     *names, line, expected = entries
     handles: list[Any] = [Patch(color=colour, label=name) for name, colour in zip(names, colours, strict=True)]
     handles += [Line2D([], [], label=line, **LINE_LOOK), Line2D([], [], label=expected, **EXPECTED_LOOK)]
-    axes.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0, 1.0),
-        ncols=columns,
-        frameon=False,
-        fontsize=TEXT_SIZE,
-        labelcolor=FADED,
-        borderaxespad=0.3,
-        borderpad=0.2,
-        handlelength=1.4,
-        columnspacing=1.6,
-    )
+    canvas.explain(axes, handles, columns=columns, handle_length=1.4)

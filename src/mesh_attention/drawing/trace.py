@@ -8,10 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.drawing.files import writing
-from mesh_attention.drawing.tracks import TOUCH_S, Track, rank_tracks
-from mesh_attention.errors import UsageError
-from mesh_attention.timeline import Lane, Span, Timeline
+from mesh_attention.errors import UsageError, writing
+from mesh_attention.timeline import TOUCH_S, Lane, Span, Timeline, Track, rank_tracks
 
 Event = dict[str, Any]
 
@@ -49,7 +47,7 @@ def _processes(
             yield f"rank {rank}", lanes
         return
     if not timelines:
-        raise UsageError("no timelines came; expected at least one to make a trace of")
+        raise UsageError("no timelines given; expected at least one to make a trace of")
     for name, timeline in timelines.items():
         for rank, lanes in rank_tracks(timeline).items():
             yield f"{name}: rank {rank}", lanes

@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import describe
-from mesh_attention.comm.local import block
 from mesh_attention.comm.torch_dist import Group, process_group
 from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.execution.agreement import agree
+from mesh_attention.execution.driving import drive
 from mesh_attention.integrations.sequences import (
     CUTS,
     LENGTHS,
@@ -60,11 +60,11 @@ class LocalBatch(dict[str, Any]):
 
     def __init__(self, entries: Mapping[str, Any], attention: MeshAttention) -> None:
         super().__init__(entries)
-        self._attention, self._runs = attention, attention.runs
+        self._engines, self._passes = attention.engines, attention.engines.forward_passes
 
     def check_that_attention_ran(self) -> None:
         """A model with another attention implementation would attend to this rank's tokens alone, and say nothing."""
-        if self._attention.ranks > 1 and self._attention.runs == self._runs:
+        if self._engines.ranks > 1 and self._engines.forward_passes == self._passes:
             raise UsageError(
                 "the model gave a loss without having called mesh attention, so every rank attended to its own tokens "
                 'alone; set its attention with model.set_attn_implementation("mesh_attention"). (A config object that '
@@ -316,7 +316,7 @@ def _compare(attention: MeshAttention, batch: Mapping[str, Any], whole: _Whole |
     else:
         asked, refusal = {name: _fingerprint(value) for name, value in sorted(batch.items())}, None
     try:
-        block(agree(attention.comms[0], asked=asked, holds={}, expected=lambda rank: {}, refusal=refusal))
+        drive(agree(attention.comms[0], asked=asked, refusal=refusal))
     except DisagreementError as error:
         raise DisagreementError(
             f"{error}. Every rank of the attention's group must be given the same whole batch: a data sampler must "

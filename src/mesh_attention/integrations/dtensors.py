@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from mesh_attention.api import MeshAttention
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import UsageError
+from mesh_attention.kernels.base import dense_strides
 from mesh_attention.plan.layout import Chunks
 
 DIMS = {"bshd": ("batch", "seq", "heads", "dim"), "bhsd": ("batch", "heads", "seq", "dim")}
@@ -131,12 +132,9 @@ def _check_layout(attention: MeshAttention, tokens: int) -> None:
 
 def _placed(local: Tensor, like: DTensor, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """A DTensor of this rank's part; its strides are in the order of the part's."""
-    strides, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=local.stride):
-        strides[dim] = step
-        step *= shape[dim]
+    strides = dense_strides(local.stride(), tuple(shape))
     whole: DTensor = DTensor.from_local(
-        local, like.device_mesh, placements, run_check=False, shape=Size(shape), stride=tuple(strides)
+        local, like.device_mesh, placements, run_check=False, shape=Size(shape), stride=strides
     )
     return whole
 

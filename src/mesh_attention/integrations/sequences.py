@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mesh_attention.errors import MaskError, UsageError
+from mesh_attention.masks import boundaries, shorten_boundaries
 
 CUTS = ("cu_seq_lens_q", "cu_seq_lens_k")
 LENGTHS = ("max_length_q", "max_length_k")
@@ -67,25 +67,14 @@ def read_documents(given: Mapping[str, Any]) -> tuple[int, ...]:
     q, k = (given.get(name) for name in CUTS)
     if q is None or k is None:
         raise UsageError(f"{CUTS[0] if q is None else CUTS[1]} is missing beside the other; give both")
-    cuts = read_cuts(CUTS[0], q)
-    if read_cuts(CUTS[1], k) != cuts:
+    cuts = boundaries(CUTS[0], q)
+    if boundaries(CUTS[1], k) != cuts:
         raise UsageError("cu_seq_lens_q and cu_seq_lens_k differ; expected the same, as each token is query and key")
     for name in LENGTHS:
         length = given.get(name)
         if length is not None and int(length) < longest_document(cuts):
             raise UsageError(f"{name}={int(length)} is less than the longest document, {longest_document(cuts)} tokens")
     return cuts
-
-
-def read_cuts(name: str, cuts: Sequence[int] | Tensor) -> tuple[int, ...]:
-    """Boundaries as numbers: running totals that start at 0. A tensor on a device is waited for."""
-    try:
-        numbers = tuple(index(cut) for cut in (cuts.tolist() if isinstance(cuts, Tensor) else cuts))
-    except TypeError:
-        raise MaskError(f"{name}={cuts!r}: expected running totals, whole numbers in one dimension") from None
-    if len(numbers) < 2 or numbers[0] != 0 or any(a > b for a, b in pairwise(numbers)):
-        raise MaskError(f"{name}={_shorten(numbers)}: expected running totals that start at 0 and never fall")
-    return numbers
 
 
 def split_rows(cuts: tuple[int, ...], *, batch: int) -> tuple[tuple[int, ...], ...]:
@@ -95,9 +84,8 @@ def split_rows(cuts: tuple[int, ...], *, batch: int) -> tuple[tuple[int, ...], .
     ends = {row * seq_len for row in range(batch + 1)}
     if rest or not ends <= set(cuts):
         raise MaskError(
-            f"cu_seq_lens {_shorten(cuts)} came for a batch of {batch}: expected boundaries in the flattened batch, "
-            f"with one at the end of every row (rows are laid end to end, so that the last is {batch} times the whole "
-            "length)"
+            f"cu_seq_lens {shorten_boundaries(cuts)} does not fit a batch of {batch}: expected boundaries in the "
+            f"flattened batch, with one at the end of every row; the last is {batch} times the whole length"
         )
     return (
         tuple(
@@ -147,8 +135,3 @@ def find_misplaced(position_ids: Tensor, positions: Tensor, rows: Sequence[Row])
             break
     wrong = [row for row, right in enumerate(torch.stack(verdicts).tolist()) if not right]
     return wrong[0] if wrong else None
-
-
-def _shorten(cuts: Sequence[int]) -> str:
-    shown = ", ".join(map(str, cuts[:8]))
-    return f"({shown}{', …' if len(cuts) > 8 else ''})"

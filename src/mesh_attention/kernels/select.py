@@ -1,12 +1,15 @@
 """Which kernel and which merging to use.
 
-Asked, not tried: one that says why not is passed over, and the choice is logged once.
+Each is asked whether it supports the call, and none is tried: the first that gives no reason against it is used. The
+choice is logged once.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +23,8 @@ from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.sliced import SlicedReferenceKernel
 
 logger = logging.getLogger(__name__)
+
+Backend = TypeVar("Backend", Kernel, Merging)
 
 KERNELS: tuple[Kernel, ...] = (
     CpuFlashKernel(),
@@ -35,20 +40,10 @@ KERNELS: tuple[Kernel, ...] = (
 )
 """In the order they are asked; the reference, which can do everything, last.
 
-flash-attn 3 has to be built by hand for Hopper: who has it wants it. cuDNN comes with torch and is twice as fast there
-as flash-attn 2, which is a package of its own and, older, a part of torch. flash-attn 4 is for Blackwell.
+flash-attn 3 has to be built by hand for Hopper, so an installed one is meant to be used. cuDNN comes with torch and is
+twice as fast there as flash-attn 2, which is a separate package and, in an older version, part of torch. flash-attn 4
+is for Blackwell.
 """
-
-
-@lru_cache(maxsize=128)
-def choose_kernel(demand: Demand) -> Kernel:
-    for kernel in KERNELS:
-        reason = kernel.supports(demand)
-        if reason is None:
-            logger.info("attention kernel: %s, for %s", kernel.name, demand)
-            return kernel
-        logger.info("attention kernel: not %s: it %s", kernel.name, reason)
-    raise AssertionError("the reference kernel supports everything")
 
 
 MERGINGS: tuple[Merging, ...] = (FusedMerging(), TorchMerging())
@@ -56,11 +51,20 @@ MERGINGS: tuple[Merging, ...] = (FusedMerging(), TorchMerging())
 
 
 @lru_cache(maxsize=128)
+def choose_kernel(demand: Demand) -> Kernel:
+    return _first("attention kernel", KERNELS, demand)
+
+
+@lru_cache(maxsize=128)
 def choose_merging(device: torch.device) -> Merging:
-    for merging in MERGINGS:
-        reason = merging.supports(device)
+    return _first("merging", MERGINGS, device)
+
+
+def _first(what: str, ordered: Sequence[Backend], asked: Any) -> Backend:
+    for one in ordered:
+        reason = one.supports(asked)
         if reason is None:
-            logger.info("merging: %s, on %s", merging.name, device)
-            return merging
-        logger.info("merging: not %s: it %s", merging.name, reason)
-    raise AssertionError("torch merges anywhere")
+            logger.info("%s: %s, for %s", what, one.name, asked)
+            return one
+        logger.info("%s: not %s: it %s", what, one.name, reason)
+    raise AssertionError(f"the last {what} supports everything")

@@ -2,7 +2,7 @@
 
 n = ulysses · rows · cols ranks. Each run of `ulysses` consecutive ranks trades heads for tokens and from then on acts
 as one *place* of the grid, once for each slice of the heads; without Ulysses a place is a rank. Place p has grid row
-p // rows and grid column p % rows. Its Q group is its grid row (`rows` consecutive places), its KV group its grid
+p // rows and grid column p % rows. Its Q group is its grid row (`rows` consecutive places), its KV group is its grid
 column (`cols` places, `rows` apart); its tile is the Q shards of its Q group × the KV shards of its KV group.
 
 An *inner* tile says which places are neighbours, for clusters whose nodes hold several ranks: inner.rows members of a
@@ -22,7 +22,7 @@ from mesh_attention.errors import ParseError, TileError
 from mesh_attention.problem import Problem
 
 Axis = Literal["row", "col"]
-"""Which side of the tile something belongs to: Q, O, dQ to a row; KV, dKV to a column."""
+"""The side of the tile an item belongs to: Q, O and dQ to a row, KV and dKV to a column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Tile:
 
 
 def as_tile(tile: Tile | tuple[int, int] | str) -> Tile:
-    """A tile from what a caller may write: a Tile, (4, 8) or "4x8"."""
+    """A tile from any form a caller may use: a Tile, (4, 8) or "4x8"."""
     if isinstance(tile, Tile):
         return tile
     if isinstance(tile, str):
@@ -59,12 +59,12 @@ def as_tile(tile: Tile | tuple[int, int] | str) -> Tile:
 
 
 def tiles_of(places: int) -> tuple[Tile, ...]:
-    """Every tile that fits, fewest rows first."""
+    """Every tile of that many places, fewest rows first."""
     return tuple(Tile(rows, places // rows) for rows in divisors(places))
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """Smallest first."""
+    """All divisors, smallest first."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
 
@@ -86,8 +86,13 @@ class Assignment:
                 f"inner tile {inner} does not divide the {tile} tile; its rows must divide {tile.rows} "
                 f"({_divisors_text(tile.rows)}), its columns {tile.cols} ({_divisors_text(tile.cols)})"
             )
-        if inner == Tile(tile.rows, 1):  # as places lie without one
+        if inner == Tile(tile.rows, 1):  # the order of places without an inner tile
             object.__setattr__(self, "inner", None)
+
+    def __str__(self) -> str:
+        """4x8; with Ulysses 2·4x8; with an inner tile 4x8 inner 2x4."""
+        ulysses = f"{self.ulysses}·" if self.ulysses > 1 else ""
+        return f"{ulysses}{self.tile}" + (f" inner {self.inner}" if self.inner is not None else "")
 
     @property
     def places(self) -> int:
@@ -97,7 +102,7 @@ class Assignment:
         return rank // self.ulysses
 
     def head_slice(self, rank: int) -> int:
-        """Which of the `ulysses` slices of the heads a rank computes."""
+        """Index of the slice of the heads that a rank computes, below `ulysses`."""
         return rank % self.ulysses
 
     def rank(self, place: int, *, head_slice: int) -> int:
@@ -117,11 +122,11 @@ class Assignment:
         return range(place % rows, self.places, rows)
 
     def size(self, axis: Axis) -> int:
-        """Of each Q group (row) or KV group (col)."""
+        """Number of places in a Q group (row) or KV group (col)."""
         return self.tile.rows if axis == "row" else self.tile.cols
 
     def inner_size(self, axis: Axis) -> int:
-        """How many members of a group are neighbours: the length of the inner rings that its ring is made of."""
+        """Number of neighbours in a group: the length of the inner rings that make up its ring."""
         if self.inner is None:
             return self.tile.rows if axis == "row" else 1
         return self.inner.rows if axis == "row" else self.inner.cols
@@ -131,7 +136,7 @@ class Assignment:
 
         In a ring of inner rings of size w, offset k is k % w before it in the inner ring, k // w inner rings before.
         """
-        if self.inner is None:  # what follows would give the same, and takes longer
+        if self.inner is None:  # a shortcut: the lines below give the same result
             rows, cols = self.tile.rows, self.tile.cols
             row, col = divmod(place, rows)
             return row * rows + (col - offset) % rows if axis == "row" else (row - offset) % cols * rows + col
@@ -141,7 +146,7 @@ class Assignment:
         return self._place(_turned(row, offset, self.tile.cols, self.inner_size(axis)), col)
 
     def offset_back(self, axis: Axis, offset: int) -> int:
-        """The offset at which the place at `offset` sees the one that sees it there."""
+        """The offset of this place as seen from the place at `offset`."""
         inner = self.inner_size(axis)
         rings, at = divmod(offset, inner)
         return -rings % (self.size(axis) // inner) * inner + -at % inner
@@ -154,6 +159,10 @@ class Assignment:
         run, local = divmod(place, wide * high)
         (outer_row, outer_col), (row, col) = divmod(run, self.tile.rows // wide), divmod(local, wide)
         return outer_row * high + row, outer_col * wide + col
+
+    def owner(self, row_shard: int, col_shard: int) -> int:
+        """The place that computes a block: its Q group has the query shard, its KV group the key/value shard."""
+        return self._place(self.coordinates(row_shard)[0], self.coordinates(col_shard)[1])
 
     def _place(self, row: int, col: int) -> int:
         if self.inner is None:

@@ -1,4 +1,4 @@
-"""The block matrix: what problem, layout and assignment say about blocks and items. Derived, cached; no choices."""
+"""The block matrix: facts about blocks and items that follow from problem, layout and assignment, cached."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class BlockMatrix:
         return self.layout.segments(rank, tokens=tokens, ranks=self.problem.ranks)
 
     def is_live(self, row: int, col: int) -> bool:
-        """Whether the mask lets anything of the block through."""
+        """True if the mask leaves any pair of the block."""
         live = self._live.get((row, col))
         if live is None:
             mask, seq = self.problem.mask, {"seq_q": self.problem.seq_q, "seq_kv": self.problem.seq_kv}
@@ -64,7 +64,7 @@ class BlockMatrix:
         return live
 
     def pairs(self, row: int, col: int) -> int:
-        """How many (query, key) pairs of a block the mask lets through, a head and a batch entry."""
+        """Number of (query, key) pairs that the mask leaves in a block, for one head of one batch entry."""
         mask, seq = self.problem.mask, {"seq_q": self.problem.seq_q, "seq_kv": self.problem.seq_kv}
         kv_segments = self.segments("col", col)
         return sum(mask.pairs(q, kv, **seq) for q in self.segments("row", row) for kv in kv_segments)
@@ -77,8 +77,8 @@ class BlockMatrix:
         return BlockKind.FULL if pairs == whole else BlockKind.PARTIAL
 
     def needs(self, axis: Axis, place: int, shard: int) -> bool:
-        """Whether a block of `place`'s tile in row (or column) `shard` is live: it then needs that shard's inputs, and
-        owes that shard's home a partial result."""
+        """True if `place` computes a block in row (or column) `shard`: it then needs that shard's inputs, and sends
+        a partial result to that shard's home."""
         key = (axis, place, shard)
         needed = self._needs.get(key)
         if needed is None:
@@ -91,9 +91,10 @@ class BlockMatrix:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether every rank needs every shard of its groups, by the mask: then all do the same with other peers.
+        """True if the mask makes every rank need every shard of its groups: then all ranks run the same steps, with
+        other peers.
 
-        Said of full masks and of causal ones on layouts that spread positions; never of windows or documents.
+        It holds for full masks, and for causal masks on layouts that spread positions; never for windows or documents.
         """
         problem, mask = self.problem, self.problem.mask
         if problem.ranks > min(problem.seq_q, problem.seq_kv) or mask.documents is not None or mask.left is not None:
@@ -106,7 +107,7 @@ class BlockMatrix:
         return first_keys <= last_queries + problem.seq_kv - problem.seq_q + mask.right
 
     def kept(self, keep: tuple[Kind, ...], rank: int) -> tuple[tuple[Item, ...], ...]:
-        """For each kind that is kept, the shards a rank gathers in forward and has in backward, its own among them."""
+        """For each kept kind, the shards that a rank gathers in forward and has in backward, including its own."""
         place = self.assignment.place(rank)
         return tuple(
             tuple(
@@ -118,14 +119,14 @@ class BlockMatrix:
         )
 
     def remember(self, key: Hashable, work_out: Callable[[], Found]) -> Found:
-        """What was worked out under this key before, or now."""
+        """The value stored under this key, computed at the first call."""
         if key not in self._remembered:
             self._remembered[key] = work_out()
         found: Found = self._remembered[key]
         return found
 
     def nbytes(self, item: Item) -> Bytes:
-        """Bytes of an item where it is held; running sums are wider than what travels."""
+        """Bytes of an item in memory; running sums are wider than the items that travel."""
         size = self._nbytes.get(item)
         if size is None:
             size = self._nbytes[item] = self._measure(item)
@@ -145,7 +146,7 @@ class BlockMatrix:
         return Bytes(payload=tokens * record, statistics=tokens * (statistics // share) * wide)
 
     def runs(self, item: Item) -> int:
-        """In how many pieces an item travels: one for each run of its tokens."""
+        """Number of pieces in which an item travels: one for each run of its tokens."""
         axis = AXIS_OF[item.kind]
         return len(self.home_segments(axis, item.shard) if item.form == "piece" else self.segments(axis, item.shard))
 
@@ -153,13 +154,8 @@ class BlockMatrix:
         return bool(self.home_segments(AXIS_OF[kind], rank))
 
     def flops(self, row: int, col: int, direction: Direction) -> int:
-        """Floating-point operations of a block on one rank (so, under Ulysses, for its slice of the heads)."""
-        problem = self.problem
-        qk, v = problem.head_dim_qk, problem.head_dim_v
-        # Forward: QKᵀ and PV. Backward: QKᵀ again, dO·Vᵀ, Pᵀ·dO, dS·K, dSᵀ·Q. Two operations a multiply-add.
-        inner = qk + v if direction == "forward" else 3 * qk + 2 * v
-        heads = problem.heads // self.assignment.ulysses
-        return 2 * self.pairs(row, col) * problem.batch * heads * inner
+        """Floating-point operations of a block on one rank, so under Ulysses for its slice of the heads."""
+        return self.problem.flops(direction, pairs=self.pairs(row, col)) // self.assignment.ulysses
 
 
 @lru_cache(maxsize=32)
@@ -172,7 +168,7 @@ def _count(segments: tuple[Segment, ...]) -> int:
 
 
 def elements_a_token(kind: Kind, problem: Problem) -> tuple[int, int]:
-    """Elements of tensors and of statistics that one token has, over all heads."""
+    """Elements of one token, over all heads: those of tensors, and those of statistics."""
     heads, kv_heads = problem.heads, problem.kv_heads
     qk, v = problem.head_dim_qk, problem.head_dim_v
     sizes: dict[Kind, tuple[int, int]] = {

@@ -1,9 +1,8 @@
 """Which items share an allocation, and how many bytes a program holds.
 
-Shards that are attended side by side lie in one buffer, sorted by position, so that the kernel reads them in one piece;
-so do the running sums of what it gives, so that they are added to in one piece. Such a buffer is whole from the first
-item that lands in it until the last one is freed. Every other item is an allocation of its own. The caller's inputs are
-none of ours, but a packed copy of one is.
+Shards that one attend reads together share a buffer, sorted by position, so that the kernel reads them in one piece; so
+do the running sums it adds to. Such a buffer exists from the first item written into it until the last one is freed.
+Every other item has its own buffer. The caller's inputs do not count as held, but packed copies of them do.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from mesh_attention.plan.steps import Attend, Effects, Exchange, Item, Recv, Sen
 
 
 def shared_buffers(steps: Iterable[Step], kept: Iterable[tuple[Item, ...]] = ()) -> tuple[tuple[Item, ...], ...]:
-    """Groups of two or more items that must lie side by side, each sorted. What is kept lies in one buffer a kind."""
+    """Groups of two or more items that must share a buffer, each sorted. Kept items share one buffer per kind."""
     leader: dict[Item, Item] = {}
 
     def find(item: Item) -> Item:
@@ -35,7 +34,7 @@ def shared_buffers(steps: Iterable[Step], kept: Iterable[tuple[Item, ...]] = ())
 
 
 def _sides(step: Attend) -> Iterator[tuple[Item, ...]]:
-    """What an attend reads or adds to side by side."""
+    """The groups of items that an attend reads, or adds to, in one piece."""
     yield from (step.rows, step.cols, step.grads)
     sums = effects(step).adds
     yield sums[: len(step.rows)]
@@ -50,9 +49,9 @@ def held_nbytes(
     kept: tuple[tuple[Item, ...], ...] = (),
     has_kept: bool = False,
 ) -> list[int]:
-    """Bytes held during each step, everything allocated during the call counted. `done` are the effects, if known.
+    """Bytes held during each step, counting everything allocated during the call. `done` are the effects, if known.
 
-    `has_kept` says that what is `kept` is there from the start, as in a backward plan.
+    `has_kept` means that the kept items exist from the start, as in a backward plan.
     """
     allocation_of = {item: group for group in shared_buffers(steps, kept) for item in group}
     held = {item for group in kept for item in group} if has_kept else set()
@@ -82,7 +81,7 @@ def held_nbytes(
 
 
 def _staged(step: Step, matrix: BlockMatrix) -> int:
-    """Bytes an exchange holds besides: at home, pieces lie apart from the caller's tensors while they travel."""
+    """Extra bytes of an exchange: at home, travelling pieces are copies beside the caller's tensors."""
     if not isinstance(step, Exchange):
         return 0
     ends: tuple[Send | Recv, ...] = step.sends if step.after.form == "whole" else step.recvs

@@ -1,9 +1,9 @@
 """Kernel calls: how one attend is cut into rectangles that a kernel takes whole.
 
-A buffer holds its shards' segments sorted by position. A call covers queries that lie side by side in their buffer and
-keys that lie side by side in theirs, and is either unmasked or masked as a whole. Unmasked neighbours are joined; what
-the mask cuts through stays a call for each pair of segments. Only a causal mask over the same positions on both sides,
-such as the own block of a zigzag shard, is one masked call over all of them.
+A buffer holds its shards' segments sorted by position. A call covers queries that are adjacent in their buffer and keys
+that are adjacent in theirs, and is either unmasked or masked as a whole. Unmasked neighbours are joined; segments that
+the mask cuts through get one call for each pair. The exception is a causal mask over the same positions on both sides,
+such as a zigzag shard's own block: one masked call covers all of it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mesh_attention.plan.steps import Attend, Item, Step
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """Positions of the queries and the keys of one call, and what the mask leaves of it.
+    """Positions of the queries and the keys of one call, and which part of it the mask leaves.
 
-    `is_plain_causal`: query i sees just the keys up to i, counted within the call.
+    `is_plain_causal`: query i sees the keys up to i, counted within the call.
     """
 
     q: tuple[Segment, ...]
@@ -78,7 +78,8 @@ def _calls(rows: list[_Slot], cols: list[_Slot], matrix: BlockMatrix) -> tuple[K
 
 
 def _is_plain_causal(rows: list[_Slot], cols: list[_Slot], matrix: BlockMatrix) -> bool:
-    """The same rising positions on both sides, side by side in both buffers: causal by position is causal by index."""
+    """True if both sides have the same rising positions, adjacent in both buffers: causal by position is then causal
+    by index."""
     problem = matrix.problem
     if problem.mask != causal() or problem.seq_q != problem.seq_kv:
         return False
@@ -93,7 +94,7 @@ def _kind(row: _Slot, col: _Slot, matrix: BlockMatrix) -> BlockKind:
 
 
 def _runs(slots: Iterable[_Slot]) -> Iterator[tuple[_Slot, ...]]:
-    """Cut into pieces that lie side by side in the buffer."""
+    """The segments, cut into runs that are adjacent in the buffer."""
     run: tuple[_Slot, ...] = ()
     for slot in slots:
         if run and slot.at != run[-1].at + 1:

@@ -1,4 +1,4 @@
-"""Plans from text, and to and from JSON. The two forms hold the same fields; both say which version they are."""
+"""Plans from text, and to and from JSON. Both forms have the same fields and state their version."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JSON_VERSION = 1
 
 
 def parse_plan(text: str) -> Plan:
-    """The plan a text form stands for; the opposite of ``str(plan)``."""
+    """A plan from its text; the inverse of ``str(plan)``."""
     lines = text.splitlines()
     if not lines or lines[0].strip() != HEADER:
         raise ParseError(f"first line {(lines or [''])[0][:60]!r}: expected {HEADER!r}")
@@ -33,7 +33,7 @@ def parse_plan(text: str) -> Plan:
     for number, line in enumerate(lines[1:], start=2):
         if line.startswith("  "):
             if section is None:
-                raise ParseError(f"line {number}: {line.strip()!r} stands outside 'moves' and 'program'")
+                raise ParseError(f"line {number}: {line.strip()!r} is outside 'moves' and 'program'")
             section.append(line.strip())
         elif line == "moves" and moves is None:
             section = moves = []
@@ -43,19 +43,19 @@ def parse_plan(text: str) -> Plan:
         elif line.strip():
             key, _, value = line.partition(" ")
             if key in entries or key == "moves":
-                raise ParseError(f"line {number}: a second {key!r}; each may stand once")
+                raise ParseError(f"line {number}: a second {key!r}; expected each key once")
             entries[key] = value
     problem: dict[str, Any] = {}
     for key, _, value in (pair.partition("=") for pair in entries.pop("problem", "").split()):
         if key in problem:
-            raise ParseError(f"problem has {key} twice; each field may stand once")
+            raise ParseError(f"problem has {key} twice; expected each field once")
         problem[key] = value if key == "dtype" else _whole(key, value)
     problem["mask"] = entries.pop("mask", "full")
     return _build(entries | {"problem": problem, "moves": moves, "programs": programs or None})
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """A JSON object; the opposite of `plan_from_json`."""
+    """A JSON object; the inverse of `plan_from_json`."""
     problem: dict[str, Any] = {f.name: getattr(plan.problem, f.name) for f in fields(plan.problem)}
     problem["mask"] = str(plan.problem.mask)
     written: dict[str, Any] = {
@@ -90,7 +90,7 @@ def plan_from_json(written: object) -> Plan:
         raise ParseError(f"format {written.get('format')!r}: expected {JSON_FORMAT!r}")
     if type(written.get("version")) is not int or written["version"] != JSON_VERSION:
         raise ParseError(
-            f"plan version {written.get('version')!r}: this library reads version {JSON_VERSION}; write the plan anew"
+            f"plan version {written.get('version')!r}: this library reads version {JSON_VERSION}; save the plan again"
         )
     return _build({key: value for key, value in written.items() if key not in ("format", "version")})
 
@@ -110,14 +110,14 @@ _REQUIRED = ("method", "direction", "problem", "layout", "tile", "ulysses", "rou
 
 
 def _build(entries: dict[str, Any]) -> Plan:
-    """A plan from its fields, texts not parsed yet."""
+    """A plan from its fields, as texts."""
     missing = [key for key in _REQUIRED if key not in entries]
     unknown = [key for key in entries if key not in (*_REQUIRED, "inner", "moves", "programs")]
     if missing or unknown:
         raise ParseError(f"plan lacks {missing or 'nothing'} and has unknown {unknown or 'nothing'}")
     moves, programs = entries.get("moves"), entries.get("programs")
     if (moves is None) == (programs is None):
-        raise ParseError("a plan holds either moves or programs, and one of them; write the plan anew")
+        raise ParseError("expected a plan with moves or with programs, not both or neither; save the plan again")
     schedule = Schedule(
         moves=tuple(parse_move(move) for move in _texts("moves", moves or [])),
         route=entries["route"],

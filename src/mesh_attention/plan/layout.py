@@ -1,7 +1,7 @@
 """Layouts: which rank is home to which token positions. Any length, any number of ranks.
 
-Shards differ by at most one token, except with `Chunks`, whose cuts are torch's. A layout does not know of tiles or
-degrees: data is sharded once, and every plan for it reads the same shards.
+Shards differ by at most one token, except with `Chunks`, whose cuts are torch's. A layout does not depend on tiles
+or degrees: data is sharded once, and every plan for it reads the same shards.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Zigzag(Layout):
     name: ClassVar[str] = "zigzag"
 
     def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
-        # Of the 2·ranks runs, the odd tokens go to the front ones first, then to the back ones from the end: so each
-        # rank gets one more before any gets two more.
+        # Of the 2·ranks runs, the odd tokens go to the front runs first, then to the back runs from the end: each rank
+        # gets one extra token before any rank gets two.
         size, extra = divmod(tokens, 2 * ranks)
         front_extra, back_extra = min(extra, ranks), max(0, extra - ranks)
         start = rank * size + min(rank, front_extra)
@@ -118,7 +118,7 @@ def inverse_permutation(layout: Layout, *, tokens: int, ranks: int) -> list[int]
 
 
 def join(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Segments in rising order of start, with runs that touch made one."""
+    """Segments in rising order of start, with adjacent runs joined."""
     joined: list[Segment] = []
     for segment in sorted((s for s in segments if s), key=lambda s: s.start):
         last = joined[-1] if joined else None

@@ -1,8 +1,8 @@
 """From a schedule to the program of one rank. Mechanical: every choice has been made in the schedule.
 
-The mask takes away moves a rank has no use for. It does so by one relation, `BlockMatrix.needs`, that every rank can
-work out for every other; so both ends of a transfer leave it out together. Along a ring, a shard skips the ranks that
-do not need it: each passes it straight to the next one that does.
+The mask removes moves that a rank has no use for. One relation decides it, `BlockMatrix.needs`, which every rank can
+evaluate for every other rank, so both ends of a transfer leave it out together. Along a ring, a shard skips the ranks
+that do not need it: each rank passes it straight to the next one that does.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from mesh_attention.plan.steps import (
 )
 
 MEETS_THAT_HIDE = 2
-"""Meets between the turn of partials that go straight home and whatever waits for them: one may be short, and several
-partials leave at once. Along a ring they are waited for anyway, to be passed on."""
+"""Meets between posting partials that go straight home and waiting for them: one meet may be short, and several
+partials leave at once. Along a ring, partials are waited for anyway, to be passed on."""
 
 
 def lower(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank: int) -> Program:
-    """The program of one rank; no other rank's is built."""
+    """The program of one rank, without building any other rank's."""
     lowering = _Lowering(matrix, schedule, direction, rank)
     for move in schedule.moves:
         match move:
@@ -73,7 +73,7 @@ def lower(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank
 
 
 class _Lowering:
-    """Steps so far of one rank, without frees."""
+    """The steps of one rank so far, without frees."""
 
     def __init__(self, matrix: BlockMatrix, schedule: Schedule, direction: Direction, rank: int) -> None:
         self.matrix = matrix
@@ -85,7 +85,7 @@ class _Lowering:
         self.head_slice = matrix.assignment.head_slice(rank)
         self.steps: list[Step] = []
         self.meets = 0
-        self.arrived: list[tuple[Item, int]] = []  # partials not merged yet, and how many meets came before them
+        self.arrived: list[tuple[Item, int]] = []  # partials not merged yet, and the number of meets before each
 
     # Moves
 
@@ -117,7 +117,7 @@ class _Lowering:
         axis, route = AXIS_OF[kind], self.schedule.partials
         around = (self.matrix, route, axis, self.place, offset)
         shard = self.assignment.peer(axis, self.place, offset)
-        if route == "ring":  # what arrived for this shard goes on with it
+        if route == "ring":  # partials that arrived for this shard travel on with it
             self._merge_arrived(kind, shard)
         else:
             self._merge_arrived(kind, self.place, meets_ago=MEETS_THAT_HIDE)
@@ -160,7 +160,7 @@ class _Lowering:
             return
         group = tuple(self.assignment.ulysses_group(self.rank))
         # Inward, each rank gives its tokens and gets its heads; outward, it gives its heads and gets its tokens.
-        # In the order of distances round the group: at every turn each rank sends to one and hears from one.
+        # In the order of distances round the group: at every turn each rank sends to one rank and receives from one.
         sends, recvs = [], []
         for distance in range(1, len(group)):
             dest, source = group[(self.head_slice + distance) % len(group)], group[self.head_slice - distance]
@@ -189,7 +189,7 @@ class _Lowering:
         return self.assignment.rank(place, head_slice=self.head_slice)
 
     def _merge_arrived(self, kind: Kind, shard: int, *, meets_ago: int = 0) -> None:
-        """Partials that were posted so many meets ago, or more."""
+        """Merge the partials that were posted at least `meets_ago` meets ago."""
         waiting = []
         for item, meets in self.arrived:
             if (item.kind, item.shard) == (kind, shard) and self.meets - meets >= meets_ago:
@@ -205,12 +205,12 @@ class _Lowering:
             self.steps.append(Finish(Item(kind, self.place, "home" if self.assignment.ulysses == 1 else "whole")))
 
     def _is_wanted(self, kind: Kind) -> bool:
-        """Whether anybody attends this place's own shard."""
+        """True if any place attends this place's own shard."""
         axis = AXIS_OF[kind]
         return any(self.matrix.needs(axis, member, self.place) for member in self.assignment.group(axis, self.place))
 
     def _collective(self, op: Literal["gather", "reduce"], kind: Kind, sends: list[Send], recvs: list[Recv]) -> None:
-        """Appended when anybody in the group has something to move: then all of the group take part."""
+        """Append a collective if any rank of the group has something to move; then the whole group takes part."""
         axis = AXIS_OF[kind]
         places = self.assignment.group(axis, self.place)
         if any(self.matrix.needs(axis, member, shard) for member in places for shard in places if member != shard):
@@ -227,7 +227,7 @@ class _Lowering:
 
 
 def with_packs(steps: Sequence[Step], *, own: set[Item], kept: Collection[tuple[Item, ...]] = ()) -> list[Step]:
-    """The steps with the rank's own inputs packed before first use, where they travel, are kept or lie beside others.
+    """The steps with the rank's own inputs packed before first use, where they travel, are kept or share a buffer.
 
     An input that is only attended by itself is read from the caller's tensors, with no copy.
     """
@@ -250,7 +250,7 @@ def _renamed(step: Attend, names: dict[Item, Item]) -> Attend:
 
 
 def with_frees(steps: Sequence[Step], *, kept: Collection[Item] = (), hiding: int = 1) -> tuple[Step, ...]:
-    """The steps with every item freed after its last use; what is the caller's stays, and what is kept.
+    """The steps with every item freed after its last use, except the caller's tensors and kept items.
 
     An input whose last use is a send is freed after the next attend, a partial after the next `hiding` ones: freeing
     waits for the send, and by then it has had something to hide behind.
@@ -272,7 +272,7 @@ def _free_point(steps: Sequence[Step], last_use: int, hiding: int) -> int:
     step = steps[last_use]
     if not isinstance(step, Send):
         return last_use
-    # A rank soon needs what it receives in the turn in which it passes an input on: the send is over by then.
+    # A rank soon needs the input it receives in the turn in which it passes one on; the send is over by then.
     wanted = 1 if step.item.kind in ("q", "kv", "do") else hiding
     attends = (index for index in range(last_use, len(steps)) if isinstance(steps[index], Attend))
     return next(islice(attends, wanted - 1, None), len(steps) - 1)

@@ -1,7 +1,7 @@
-"""What a pass takes on a device: its buffers, and what the kernel call at work gives and needs besides.
+"""Memory that a pass takes on a device: its buffers, and the outputs and scratch of the running kernel call.
 
-A program states the buffers alone. A call's output, its gradients and a fused kernel's scratch live until they are
-added to the sums; they are counted as the fast CUDA kernels have them. Kernels that write out the scores take more.
+A program states only the buffers. A call's output, its gradients and a fused kernel's scratch live until they are added
+to the sums; they are counted for the fast CUDA kernels. Kernels that write out the scores take more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mesh_attention.plan.steps import Attend, Direction, Step
 
 
 def peak_nbytes(plan: Plan, rank: int, steps: Sequence[Step], calls: Mapping[int, Sequence[KernelCall]]) -> int:
-    """The most that one rank has at once. `calls` are the program's, by step."""
+    """The most bytes that one rank holds at once. `calls` are the program's, by step."""
     matrix = plan.matrix
     kept, has_kept = matrix.kept(plan.schedule.keep, rank), plan.direction == "backward"
     held = held_nbytes(steps, matrix, kept=kept, has_kept=has_kept)
@@ -29,22 +29,22 @@ def peak_nbytes(plan: Plan, rank: int, steps: Sequence[Step], calls: Mapping[int
 
 
 def _is_at_home(step: Step) -> bool:
-    """Whether an attend reads dO from the caller's tensors, where it lies in one piece already."""
+    """True if an attend reads dO from the caller's tensors, where it is contiguous already."""
     return isinstance(step, Attend) and any(item.form == "home" for item in step.grads)
 
 
 def _copied_nbytes(call: KernelCall, matrix: BlockMatrix) -> int:
-    """Of dO, copied into one piece."""
+    """Bytes of a contiguous copy of dO."""
     problem = matrix.problem
     heads = problem.heads // matrix.assignment.ulysses
     return problem.batch * sum(map(len, call.q)) * heads * problem.head_dim_v * problem.itemsize
 
 
 def scratch_nbytes(call: KernelCall, matrix: BlockMatrix, direction: Direction) -> int:
-    """Of one call: what it gives, and what the fast CUDA kernels need besides.
+    """Bytes of one call: its results, and the scratch of the fast CUDA kernels.
 
-    Forward: output and LSE. Backward: the gradients, dQ in float32, dO and LSE in one piece, an output that stands in
-    for O, and where queries share KV heads, the gradients of K and V for every query head.
+    Forward: output and LSE. Backward: the gradients, dQ in float32, contiguous dO and LSE, an output that stands in for
+    O, and where queries share KV heads, the gradients of K and V for every query head.
     """
     problem, ulysses = matrix.problem, matrix.assignment.ulysses
     narrow, wide = problem.itemsize, problem.accumulator_itemsize

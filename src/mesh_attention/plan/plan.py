@@ -22,10 +22,10 @@ from mesh_attention.problem import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What every rank does in one pass of one attention call.
+    """Everything that every rank does in one pass of one attention call.
 
-    Programs follow from the schedule, one rank at a time. A plan that no schedule describes, or that is to be edited
-    step by step, carries all its `programs` and an empty schedule.
+    Programs are derived from the schedule, one rank at a time. A plan that no schedule describes, or that you edit step
+    by step, carries all its `programs` and an empty schedule.
     """
 
     method: str
@@ -44,10 +44,10 @@ class Plan:
             _check_moves(self.schedule, self.direction, self.assignment)
             return
         if self.schedule.moves:
-            raise ScheduleError("a plan has either moves or programs; this one has both, and they could disagree")
+            raise ScheduleError("this plan has both moves and programs, which could disagree; expected one of them")
         if [program.rank for program in self.programs] != list(range(self.problem.ranks)):
             raise ScheduleError(
-                f"programs of ranks {[program.rank for program in self.programs]} came; "
+                f"programs are of ranks {[program.rank for program in self.programs]}; "
                 f"expected one for each of the {self.problem.ranks} ranks, in order"
             )
 
@@ -56,7 +56,7 @@ class Plan:
         return block_matrix(self.problem, self.layout, self.assignment)
 
     def program(self, rank: int) -> Program:
-        """The steps of one rank; builds no other rank's."""
+        """The steps of one rank, without building any other rank's."""
         if type(rank) is not int or not 0 <= rank < self.problem.ranks:
             raise ScheduleError(f"rank {rank!r}: the plan has ranks 0 to {self.problem.ranks - 1}")
         if self.programs is not None:
@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Equal for equal plans, different for different ones; what ranks compare before they start."""
+        """Hash that ranks compare before they start: equal for equal plans, different for different ones."""
         return hashlib.sha256(str(self).encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class Plan:
 
 
 def _check_moves(schedule: Schedule, direction: Direction, assignment: Assignment) -> None:
-    """Moves must be of this direction's kinds and inside the tile; whether they are *right*, verification says."""
+    """Check that moves are of this direction's kinds and inside the tile; verification checks the rest."""
     inputs, outputs = INPUTS[direction], OUTPUTS[direction]
     sizes = {"row": assignment.tile.rows, "col": assignment.tile.cols}
     for move in schedule.moves:

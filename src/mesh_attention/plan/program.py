@@ -1,4 +1,4 @@
-"""The program of one rank: its steps, and what they need."""
+"""The program of one rank: its steps, and the memory they need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mesh_attention.plan.text import format_step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One rank's steps, and the most buffer bytes it says they need (inputs of the call not counted)."""
+    """One rank's steps, and the peak buffer bytes that it states for them, without the inputs of the call."""
 
     rank: int
     steps: tuple[Step, ...]

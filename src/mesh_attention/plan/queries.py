@@ -35,7 +35,7 @@ class RankCosts:
 
 
 def rank_costs(plan: Plan, rank: int) -> RankCosts:
-    """Builds this rank's program and no other's."""
+    """The costs of one rank, without building any other rank's program."""
     program, matrix = plan.program(rank), plan.matrix
     ends = [transfers(step) for step in program.steps]
     sent = [send.item for sends, _ in ends for send in sends]
@@ -68,10 +68,20 @@ def flops_by_rank(plan: Plan) -> list[int]:
 
 
 def imbalance(flops: Iterable[int]) -> float:
-    """How much longer the busiest rank computes than the average: 0 is even, 1 is twice as long."""
+    """How much longer the busiest rank computes than the average: 0 is even, 1 means twice as long."""
     flops = list(flops)
     mean = sum(flops) / max(1, len(flops))
     return max(flops) / mean - 1 if mean else 0.0
+
+
+ALL_RANKS, SAMPLED_RANKS = 64, 16
+
+
+def sampled_ranks(ranks: int, *, all_up_to: int = ALL_RANKS, sample: int = SAMPLED_RANKS) -> tuple[int, ...]:
+    """All ranks up to a number of them; of more, a sample spread evenly from the first to the last."""
+    if ranks <= all_up_to:
+        return tuple(range(ranks))
+    return tuple(index * (ranks - 1) // (sample - 1) for index in range(sample))
 
 
 def _by_kind(items: Iterable[Item], matrix: BlockMatrix) -> dict[Kind, Bytes]:

@@ -1,29 +1,30 @@
 """Who sends what to whom at a turn, for one place of the grid.
 
-Both ends of a transfer call these functions and come to the same answer. A hop is (the other place, the shard).
+Both ends of a transfer call these functions and get the same answer. A hop is (the other place, the shard).
 
 Along a ring, the shard at offset k of a place is at offset k - 1 of the place before it: it travels home → successor →
 … in rising offset, and is received at turn k. Partials travel the same way round: the place at offset 1 starts, each
-adds its own, and after the last offset comes the home. Places that do not need the shard are not in its chain.
+place adds its own, and the last one sends to the home. Places that do not need the shard are not in its chain.
 
-In a ring of inner rings (see `assignment`), a shard goes from inner ring to inner ring along the places where it comes
-in, and from each of these around its inner ring. So links between inner rings carry it once, and early. That is
+In a ring of inner rings (see `assignment`), a shard goes from inner ring to inner ring along the places where it
+enters, and from each of these around its inner ring. Links between inner rings carry it once, and early. This is
 LoongTrain's double ring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.schedule import Route
 
 Hop = tuple[int, int]
+_ByTurn = Callable[[BlockMatrix, Axis, int], dict[int, list[Hop]]]
 
 
 def fetch_hops_in(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int) -> list[Hop]:
-    """What a place receives at a turn: at most the shard at that offset."""
+    """The shards that a place receives at a turn: at most the one at that offset."""
     shard = matrix.assignment.peer(axis, place, turn)
     if not matrix.needs(axis, place, shard):
         return []
@@ -33,15 +34,21 @@ def fetch_hops_in(matrix: BlockMatrix, route: Route, axis: Axis, place: int, tur
 
 
 def fetch_hops_out(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int) -> list[Hop]:
-    """What a place sends at a turn: what another place receives from it at that turn."""
+    """The shards that a place sends at a turn."""
+    return _hops_at(matrix, route, axis, place, turn, _chain_hops)
+
+
+def _hops_at(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int, along_ring: _ByTurn) -> list[Hop]:
+    """The hops of a place at a turn: along the ring, or direct with the place that has its shard at that offset."""
     if route == "ring":
-        return list(matrix.remember(("out", axis, place), lambda: _chain_hops(matrix, axis, place)).get(turn, ()))
-    dest = matrix.assignment.peer(axis, place, -turn)
-    return [(dest, place)] if matrix.needs(axis, dest, place) else []
+        key = along_ring.__name__, axis, place
+        return list(matrix.remember(key, lambda: along_ring(matrix, axis, place)).get(turn, ()))
+    other = matrix.assignment.peer(axis, place, -turn)
+    return [(other, place)] if matrix.needs(axis, other, place) else []
 
 
 def _chain_hops(matrix: BlockMatrix, axis: Axis, place: int) -> dict[int, list[Hop]]:
-    """By turn, what a place passes on along the ring: each shard it holds, to the next places that need it."""
+    """By turn, the shards that a place passes on along the ring, each to the next places that need it."""
     hops: dict[int, list[Hop]] = {}
     for offset in range(matrix.assignment.size(axis)):
         shard = matrix.assignment.peer(axis, place, offset)
@@ -70,7 +77,7 @@ def _turns_of_next(matrix: BlockMatrix, axis: Axis, shard: int, offset: int) -> 
         entry = first_in_ring(start, start + inner)
         if entry is not None:
             yield entry
-        if entry == start:  # it passes the shard on to the rings behind
+        if entry == start:  # this place passes the shard on to the following rings
             return
 
 
@@ -81,17 +88,14 @@ def _ahead(matrix: BlockMatrix, axis: Axis, shard: int, offset: int) -> int:
 
 def partial_hops_in(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int) -> list[Hop]:
     """The partials that arrive at a place at a turn: those whose sender has them at that offset."""
-    if route == "ring":
-        return list(matrix.remember(("in", axis, place), lambda: _chain_partials(matrix, axis, place)).get(turn, ()))
-    source = matrix.assignment.peer(axis, place, -turn)
-    return [(source, place)] if matrix.needs(axis, source, place) else []
+    return _hops_at(matrix, route, axis, place, turn, _chain_partials)
 
 
 def _chain_partials(matrix: BlockMatrix, axis: Axis, place: int) -> dict[int, list[Hop]]:
-    """By turn, the partials that arrive along the ring: of each shard it adds to, from the place before it."""
+    """By turn, the partials that arrive along the ring, for each shard that the place adds to."""
     size = matrix.assignment.size(axis)
     hops: dict[int, list[Hop]] = {}
-    for offset in range(1, size + 1):  # offset `size` is the own shard, at the end of its chain
+    for offset in range(1, size + 1):  # offset `size` is its own shard, at the end of the chain
         shard = matrix.assignment.peer(axis, place, offset)
         if offset < size and not matrix.needs(axis, place, shard):
             continue
@@ -104,7 +108,7 @@ def _chain_partials(matrix: BlockMatrix, axis: Axis, place: int) -> dict[int, li
 
 
 def partial_dest(matrix: BlockMatrix, route: Route, axis: Axis, place: int, turn: int) -> int:
-    """Where a place sends its partial of the shard at offset `turn`: home, or the next of the chain."""
+    """The place that gets the partial of the shard at offset `turn`: its home, or the next place of the chain."""
     shard = matrix.assignment.peer(axis, place, turn)
     if route == "ring":
         for offset in range(turn + 1, matrix.assignment.size(axis)):

@@ -2,10 +2,10 @@
 
 A schedule is written once for all ranks, in *offsets*: row 0 and column 0 are a rank's own shard, row x the shard of
 the place x before it in its Q group's ring, column y likewise in its KV group's. All ranks make the same moves at the
-same turn, so what one sends at a turn another receives at that turn, and nobody waits in a circle. A mask only takes
-away: `lowering` turns the moves into one rank's steps and leaves out what that rank and its peers do not need.
+same turn, so whatever one sends at a turn another receives at that turn, and no circle of waiting can arise. A mask
+only removes: `lowering` turns the moves into one rank's steps and leaves out what that rank and its peers do not need.
 
-    fetch kv 2            get column 2's K and V (and pass on or hand out what others get at this turn)
+    fetch kv 2            get column 2's K and V, and send the shards that others get at this turn
     meet 0,1 x 0-3        attend these rows with these columns
     return o 1            row 1 is complete: its partial leaves, another's arrives for row 0; `return o 0` ends row 0
     gather q · reduce o   the same for a whole group at once, as a collective
@@ -30,18 +30,24 @@ KEEPABLE: tuple[tuple[Kind, ...], ...] = ((), ("q",), ("kv",), ("q", "kv"))
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
+    """Get the shard at `offset`; send the one that others get at this turn."""
+
     kind: Kind
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Meet:
+    """Attend these rows with these columns, all given as offsets."""
+
     rows: tuple[int, ...]
     cols: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Return:
+    """Send off the complete partial at `offset`; another rank's arrives for offset 0. Offset 0 itself is finished."""
+
     kind: Kind
     offset: int
 
@@ -65,7 +71,8 @@ Move = Fetch | Meet | Return | Together
 class Schedule:
     """The moves of every rank; `route` is how fetched shards travel, `partials` how partial results do.
 
-    Of the kinds in `keep`, a forward plan leaves what it gathered to the backward plan, which then need not fetch it.
+    A forward plan leaves the gathered shards of the kinds in `keep` to the backward plan, which then does not fetch
+    them.
     """
 
     moves: tuple[Move, ...]

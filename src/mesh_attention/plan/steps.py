@@ -3,14 +3,14 @@
 An *item* is a thing a rank holds: a shard of something, the running sum of a partial, a partial that arrived. A step
 states the items it reads, writes and frees; waits, memory and data flow are derived from that and from nothing else.
 
-    recv q3 from 3            post a receive; whoever reads q3 first waits for it
-    send q0 to 2              post a send of what is held
+    recv q3 from 3            post a receive; the first step that reads q3 waits for it
+    send q0 to 2              post a send of an item the rank holds
     gather / reduce over …    sends and receives that a group makes together
     exchange home:q6 -> q1    trade heads for tokens in a Ulysses group (and back, for results)
     pack home:q0 -> q0        copy an input of the caller's into the form that travels
-attend q0,q1 x kv0,kv4    one rectangle of shards; adds to o0~ and o1~ (backward, `with do0,do1`: to dq~ and dkv~)
+    attend q0,q1 x kv0,kv4    one rectangle of shards; adds to o0~ and o1~ (backward, `with do0,do1`: to dq~ and dkv~)
     merge o3@5                fold the partial that rank 5 sent into o3~
-    clear o3~                 a running sum that nothing was added to
+    clear o3~                 set a running sum that nothing was added to to zero
     finish o3                 the sum is complete: round it to the dtype that travels; o3~ is gone
     free kv4
 """
@@ -23,11 +23,11 @@ from typing import Literal, NamedTuple
 from typing_extensions import assert_never
 
 from mesh_attention.plan.assignment import Axis
+from mesh_attention.problem import DIRECTIONS as DIRECTIONS
+from mesh_attention.problem import Direction as Direction
 
-Direction = Literal["forward", "backward"]
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 Kind = Literal["q", "kv", "do", "o", "dq", "dkv"]
-"""`o` is O with its LSE. `do` is what backward needs of a row besides Q: dO, LSE and delta."""
+"""`o` is O with its LSE. `do` is the rest of a row's input in backward, besides Q: dO, LSE and delta."""
 
 AXIS_OF: dict[Kind, Axis] = {"q": "row", "do": "row", "o": "row", "dq": "row", "kv": "col", "dkv": "col"}
 INPUTS: dict[Direction, tuple[Kind, ...]] = {"forward": ("q", "kv"), "backward": ("q", "do", "kv")}
@@ -40,8 +40,8 @@ class Item(NamedTuple):
 
     form ``whole``: a shard (or finished partial) of grid place `shard`; with `source`, a partial as that rank sent it.
     form ``running``: a sum that is still being added to.
-    form ``home``: what the caller gave or gets: the tokens of rank `shard`, all heads, in the caller's tensors.
-    form ``piece``: tokens of rank `shard`, head slice `source`: what travels in an exchange.
+    form ``home``: the caller's input or result: the tokens of rank `shard`, all heads, in the caller's tensors.
+    form ``piece``: tokens of rank `shard`, head slice `source`: the part that travels in an exchange.
     """
 
     kind: Kind
@@ -56,12 +56,16 @@ def running(kind: Kind, shard: int) -> Item:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
+    """Post a receive. The first step that reads the item waits for it."""
+
     item: Item
     source: int
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
+    """Post a send of an item. Freeing the item waits for it."""
+
     item: Item
     dest: int
 
@@ -89,7 +93,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Copies an input of the caller's into the form that travels and that lies beside received shards."""
+    """Copy an input of the caller into the form that travels and that shares a buffer with received shards."""
 
     before: Item
     after: Item
@@ -106,23 +110,29 @@ class Attend:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
+    """Add a partial that arrived to the running sum of its shard."""
+
     partial: Item
 
 
 @dataclass(frozen=True, slots=True)
 class Clear:
+    """Start a running sum that nothing is added to."""
+
     item: Item
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Turns the running sum of `item` into `item`: a partial to send, or the result in the caller's form."""
+    """Turn the running sum of `item` into `item`: a partial to send, or the result in the caller's form."""
 
     item: Item
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
+    """Release an item, once its transfers are over."""
+
     item: Item
 
 
@@ -130,7 +140,7 @@ Step = Recv | Send | Collective | Exchange | Pack | Attend | Merge | Clear | Fin
 
 
 class Effects(NamedTuple):
-    """What a step does to the items its rank holds. `adds` are running sums, made by the first step that adds."""
+    """The items that a step reads, writes and frees. `adds` are running sums, created by the first step that adds."""
 
     reads: tuple[Item, ...] = ()
     writes: tuple[Item, ...] = ()
@@ -172,7 +182,7 @@ def _sums(step: Attend) -> tuple[Item, ...]:
 
 
 def transfers(step: Step) -> tuple[tuple[Send, ...], tuple[Recv, ...]]:
-    """What a step puts on the wire and takes from it."""
+    """The sends and the receives of a step."""
     match step:
         case Send():
             return (step,), ()

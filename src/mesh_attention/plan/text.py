@@ -5,36 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from typing_extensions import assert_never
 
 from mesh_attention.errors import ParseError
 from mesh_attention.masks import Mask, causal, documents, full, window
+from mesh_attention.plan import steps
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Together
-from mesh_attention.plan.steps import (
-    KINDS,
-    Attend,
-    Clear,
-    Collective,
-    Exchange,
-    Finish,
-    Free,
-    Item,
-    Kind,
-    Merge,
-    Pack,
-    Recv,
-    Send,
-    Step,
-)
+from mesh_attention.plan.steps import KINDS, Item, Kind, Step
 
 if TYPE_CHECKING:
     from mesh_attention.plan.plan import Plan
 
+Parsed = TypeVar("Parsed")
+
 HEADER = "mesh-attention plan 1"
 MOST_NUMBERS = 1 << 20
-"""In one range; a typing error should not fill the memory."""
+"""The most numbers in one range, so that a typing error does not fill the memory."""
 
 # Items and steps
 
@@ -51,6 +39,11 @@ def format_item(item: Item) -> str:
             return f"{item.kind}{item.shard}/{item.source}"
         case _:
             assert_never(item.form)
+
+
+def format_end(end: steps.Send | steps.Recv) -> str:
+    """A transfer as one of its ends sees it, without the verb: "kv3 to 1"."""
+    return format_step(end).split(" ", 1)[1]
 
 
 # No number here is longer than nine digits; longer ones are not read.
@@ -80,33 +73,33 @@ def _kind(text: str) -> Kind:
 
 def format_step(step: Step) -> str:
     match step:
-        case Recv(item, source):
+        case steps.Recv(item, source):
             return f"recv {format_item(item)} from {source}"
-        case Send(item, dest):
+        case steps.Send(item, dest):
             return f"send {format_item(item)} to {dest}"
-        case Collective(op, group, sends, recvs):
+        case steps.Collective(op, group, sends, recvs):
             return _with_transfers(f"{op} over {format_numbers(group)}", (*sends, *recvs))
-        case Exchange(before, after, group, sends, recvs):
+        case steps.Exchange(before, after, group, sends, recvs):
             head = f"exchange {format_item(before)} -> {format_item(after)} over {format_numbers(group)}"
             return _with_transfers(head, (*sends, *recvs))
-        case Pack(before, after):
+        case steps.Pack(before, after):
             return f"pack {format_item(before)} -> {format_item(after)}"
-        case Attend(rows, cols, grads):
+        case steps.Attend(rows, cols, grads):
             suffix = f" with {_format_items(grads)}" if grads else ""
             return f"attend {_format_items(rows)} x {_format_items(cols)}{suffix}"
-        case Merge(partial):
+        case steps.Merge(partial):
             return f"merge {format_item(partial)}"
-        case Clear(item):
+        case steps.Clear(item):
             return f"clear {format_item(item)}"
-        case Finish(item):
+        case steps.Finish(item):
             return f"finish {format_item(item)}"
-        case Free(item):
+        case steps.Free(item):
             return f"free {format_item(item)}"
         case _:
             assert_never(step)
 
 
-def _with_transfers(head: str, transfers: tuple[Send | Recv, ...]) -> str:
+def _with_transfers(head: str, transfers: tuple[steps.Send | steps.Recv, ...]) -> str:
     return f"{head}: {'; '.join(map(format_step, transfers))}".rstrip()
 
 
@@ -118,48 +111,51 @@ def _parse_items(text: str) -> tuple[Item, ...]:
     return tuple(map(parse_item, text.split(",")))
 
 
-def _parse_transfers(text: str) -> tuple[tuple[Send, ...], tuple[Recv, ...]]:
-    steps = [parse_step(part.strip()) for part in text.split(";") if part.strip()]
-    for step in steps:
-        if not isinstance(step, Send | Recv):
+def _parse_transfers(text: str) -> tuple[tuple[steps.Send, ...], tuple[steps.Recv, ...]]:
+    found = [parse_step(part.strip()) for part in text.split(";") if part.strip()]
+    for step in found:
+        if not isinstance(step, steps.Send | steps.Recv):
             raise ParseError(f"'{format_step(step)}' inside a collective: expected only sends and receives")
-    return tuple(s for s in steps if isinstance(s, Send)), tuple(s for s in steps if isinstance(s, Recv))
+    return tuple(s for s in found if isinstance(s, steps.Send)), tuple(s for s in found if isinstance(s, steps.Recv))
 
 
-def _parse_collective(op: Literal["gather", "reduce"], group: str, transfers: str) -> Collective:
-    return Collective(op, parse_numbers(group), *_parse_transfers(transfers))
+def _parse_collective(op: Literal["gather", "reduce"], group: str, transfers: str) -> steps.Collective:
+    return steps.Collective(op, parse_numbers(group), *_parse_transfers(transfers))
+
+
+def _parse_exchange(before: str, after: str, group: str, transfers: str) -> steps.Exchange:
+    return steps.Exchange(parse_item(before), parse_item(after), parse_numbers(group), *_parse_transfers(transfers))
 
 
 _STEP_FORMS: tuple[tuple[str, Callable[..., Step]], ...] = (
-    (r"recv (\S+) from (\d{1,9})", lambda item, rank: Recv(parse_item(item), int(rank))),
-    (r"send (\S+) to (\d{1,9})", lambda item, rank: Send(parse_item(item), int(rank))),
+    (r"recv (\S+) from (\d{1,9})", lambda item, rank: steps.Recv(parse_item(item), int(rank))),
+    (r"send (\S+) to (\d{1,9})", lambda item, rank: steps.Send(parse_item(item), int(rank))),
     (r"gather over (\S+):(.*)", lambda group, rest: _parse_collective("gather", group, rest)),
     (r"reduce over (\S+):(.*)", lambda group, rest: _parse_collective("reduce", group, rest)),
-    (
-        r"exchange (\S+) -> (\S+) over (\S+):(.*)",
-        lambda a, b, group, rest: Exchange(parse_item(a), parse_item(b), parse_numbers(group), *_parse_transfers(rest)),
-    ),
-    (r"pack (\S+) -> (\S+)", lambda before, after: Pack(parse_item(before), parse_item(after))),
-    (r"attend (\S+) x (\S+)", lambda rows, cols: Attend(_parse_items(rows), _parse_items(cols))),
+    (r"exchange (\S+) -> (\S+) over (\S+):(.*)", _parse_exchange),
+    (r"pack (\S+) -> (\S+)", lambda before, after: steps.Pack(parse_item(before), parse_item(after))),
+    (r"attend (\S+) x (\S+)", lambda rows, cols: steps.Attend(_parse_items(rows), _parse_items(cols))),
     (
         r"attend (\S+) x (\S+) with (\S+)",
-        lambda rows, cols, grads: Attend(_parse_items(rows), _parse_items(cols), _parse_items(grads)),
+        lambda rows, cols, grads: steps.Attend(_parse_items(rows), _parse_items(cols), _parse_items(grads)),
     ),
-    (r"merge (\S+)", lambda item: Merge(parse_item(item))),
-    (r"clear (\S+)", lambda item: Clear(parse_item(item))),
-    (r"finish (\S+)", lambda item: Finish(parse_item(item))),
-    (r"free (\S+)", lambda item: Free(parse_item(item))),
+    (r"merge (\S+)", lambda item: steps.Merge(parse_item(item))),
+    (r"clear (\S+)", lambda item: steps.Clear(parse_item(item))),
+    (r"finish (\S+)", lambda item: steps.Finish(parse_item(item))),
+    (r"free (\S+)", lambda item: steps.Free(parse_item(item))),
 )
 
 
 def parse_step(text: str) -> Step:
-    for form, build in _STEP_FORMS:
+    kinds = "recv, send, gather, reduce, exchange, pack, attend, merge, clear, finish or free"
+    return _parse("step", text, _STEP_FORMS, f"{kinds}, such as 'recv kv1 from 3'")
+
+
+def _parse(what: str, text: str, forms: Iterable[tuple[str, Callable[..., Parsed]]], expected: str) -> Parsed:
+    for form, build in forms:
         if found := re.fullmatch(form, text):
             return build(*found.groups())
-    raise ParseError(
-        f"step {text!r}: expected recv, send, gather, reduce, exchange, pack, attend, merge, clear, finish or free, "
-        "such as 'recv kv1 from 3'"
-    )
+    raise ParseError(f"{what} {text!r}: expected {expected}")
 
 
 # Moves
@@ -190,13 +186,8 @@ _MOVE_FORMS: tuple[tuple[str, Callable[..., Move]], ...] = (
 
 
 def parse_move(text: str) -> Move:
-    for form, build in _MOVE_FORMS:
-        if found := re.fullmatch(form, text):
-            return build(*found.groups())
-    raise ParseError(
-        f"move {text!r}: expected fetch, meet, return, gather, reduce or exchange, "
-        "such as 'fetch kv 1' or 'meet 0,1 x 0-3'"
-    )
+    kinds = "fetch, meet, return, gather, reduce or exchange"
+    return _parse("move", text, _MOVE_FORMS, f"{kinds}, such as 'fetch kv 1' or 'meet 0,1 x 0-3'")
 
 
 def format_numbers(numbers: Iterable[int]) -> str:

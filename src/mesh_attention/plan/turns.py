@@ -1,9 +1,9 @@
 """Turns: neighbouring sends and receives of a program, posted at once.
 
-A transport may run what it is given strictly in order (NCCL does, on one stream): a receive that is posted alone would
+A transport may run its operations strictly in order (NCCL does, on one stream): a receive that is posted alone would
 then hold up the send behind it, and two ranks that do so wait for each other. So receives and the sends that follow
 them, with nothing but packing between, form one turn. A receive after a send begins the next turn, and so does a send
-of something the turn itself receives: what follows may be waiting for what others send in this one.
+of something the turn itself receives: later transfers may depend on what others send in this turn.
 """
 
 from __future__ import annotations

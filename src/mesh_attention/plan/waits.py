@@ -1,7 +1,7 @@
-"""How a program is walked: one stop a step or a turn of posts, and what must be over before it.
+"""The stops of a program: one for each step or turn of posts, and the transfers that must be over before it.
 
-A receive is only posted; whoever reads what it brings waits for it. What is freed may not be on its way any more, in or
-out. The executor waits at these stops, and the simulator counts what it waits for.
+A receive is only posted; the first step that reads the item waits for it. An item may be freed only when no transfer of
+it is under way, in or out. The executor waits at these stops, and the simulator counts the waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mesh_attention.plan.turns import turns
 
 
 class Stop(NamedTuple):
-    """A step, or the steps of a turn. `arrivals` must be here before it, sends of `departures` must be over."""
+    """A step, or the steps of a turn. It waits for the receives of `arrivals` and the sends of `departures`."""
 
     span: range
     is_turn: bool
@@ -23,7 +23,7 @@ class Stop(NamedTuple):
 
 
 def stops(steps: Sequence[Step]) -> list[Stop]:
-    """All of them, in order."""
+    """All stops of a program, in order."""
     turn_at = {turn.start: turn for turn in turns(steps)}
     in_flight: set[Item] = set()
     leaving: set[Item] = set()
@@ -33,7 +33,7 @@ def stops(steps: Sequence[Step]) -> list[Stop]:
         span = turn_at.get(index, range(index, index + 1))
         here = steps[span.start : span.stop]
         done = [effects(step) for step in here]
-        # What is freed unread is waited for as well: its buffer must not go while something may land in it.
+        # An item that is freed unread is waited for too: its buffer must not go while data may still arrive in it.
         arrivals = tuple(i for one in done for i in (*one.reads, *one.frees) if i in in_flight)
         departures = tuple(item for one in done for item in one.frees if item in leaving)
         in_flight.difference_update(arrivals)

@@ -84,13 +84,9 @@ def estimate_costs(
 
 
 def _block_flops(problem: Problem, assignment: Assignment, direction: Direction) -> float:
-    """Of an average block, over all slices of the heads, a batch entry."""
-    everything = {"q": range(problem.seq_q), "kv": range(problem.seq_kv)}
-    pairs = problem.mask.pairs(**everything, seq_q=problem.seq_q, seq_kv=problem.seq_kv)
-    inner = problem.head_dim_qk + problem.head_dim_v
-    if direction == "backward":
-        inner += 2 * problem.head_dim_qk + problem.head_dim_v
-    return 2 * max(1, pairs) * problem.heads * inner / assignment.places**2
+    """FLOPs of an average block, over all slices of the heads, for one batch entry."""
+    flops = problem.flops(direction, pairs=max(1, problem.pairs))
+    return flops / (problem.batch * assignment.places**2)
 
 
 def estimate_gpu_costs(problem: Problem, assignment: Assignment, direction: Direction) -> Costs:

@@ -26,23 +26,18 @@ class Limits:
 
 def limits(problem: Problem, direction: Direction) -> Limits:
     """Bytes of tensors that an average rank receives at least, and operations it computes, if the work is even."""
-    everything = (range(problem.seq_q), range(problem.seq_kv))
-    pairs = problem.mask.pairs(*everything, seq_q=problem.seq_q, seq_kv=problem.seq_kv)
-    qk, v = problem.head_dim_qk, problem.head_dim_v
-    inner = qk + v if direction == "forward" else 3 * qk + 2 * v
-    flops = 2.0 * pairs * problem.batch * problem.heads * inner / problem.ranks
     all_heads = problem.batch * problem.kv_heads
     fewest = max(1, all_heads // problem.ranks)
     return Limits(
-        received_nbytes=min(_least_nbytes(problem, direction, pairs, h) for h in range(fewest, all_heads + 1)),
-        whole_heads_nbytes=_least_nbytes(problem, direction, pairs, all_heads),
-        flops=flops,
+        received_nbytes=min(_least_nbytes(problem, direction, h) for h in range(fewest, all_heads + 1)),
+        whole_heads_nbytes=_least_nbytes(problem, direction, all_heads),
+        flops=problem.flops(direction) / problem.ranks,
     )
 
 
-def _least_nbytes(problem: Problem, direction: Direction, pairs: int, heads: int) -> float:
+def _least_nbytes(problem: Problem, direction: Direction, heads: int) -> float:
     """With `heads` KV heads (of all batch entries) a rank, each with a rectangle of queries × keys."""
-    area = pairs * problem.batch * problem.kv_heads / problem.ranks / heads
+    area = problem.pairs * problem.batch * problem.kv_heads / problem.ranks / heads
     row, col = _nbytes_a_token(problem, direction)
     home_q, home_kv = problem.seq_q / problem.ranks, problem.seq_kv / problem.ranks
     if not area:

@@ -12,13 +12,14 @@ from math import isqrt, log
 import torch
 from torch import Tensor
 
+from mesh_attention.arguments import Softmax
 from mesh_attention.calibration.kernels import kernel_for
 from mesh_attention.comm.base import Comm
-from mesh_attention.comm.local import block
-from mesh_attention.execution.autograd import Outputs
-from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, fields_of, record_of
+from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, fields_of, token_format
 from mesh_attention.execution.compiled import Compiled, compile_program
-from mesh_attention.execution.executor import Executor, Fields, Softmax
+from mesh_attention.execution.driving import drive
+from mesh_attention.execution.engine import Outputs
+from mesh_attention.execution.executor import Executor, Fields
 from mesh_attention.kernels.base import CallMask, RowGradient, Scores
 from mesh_attention.kernels.select import choose_merging
 from mesh_attention.masks import causal, full
@@ -78,7 +79,7 @@ class Actor:
             merging=self.merging,
             kept=self._kept if self.plan.direction == "backward" else {},
         )
-        return block(executor.run())
+        return drive(executor.run())
 
     @cached_property
     def _kept(self) -> dict[Item, Buffer]:
@@ -87,8 +88,8 @@ class Actor:
         for item in self.compiled.kept:
             lot = self.compiled.lots[item]
             if lot.items not in made:
-                record = record_of(item.kind, self.problem, self.plan.assignment.ulysses, False)
-                made[lot.items] = Buffer.empty(record, tokens=lot.tokens, batch=self.problem.batch, device=self.device)
+                fmt = token_format(item.kind, self.problem, self.plan.assignment.ulysses, False)
+                made[lot.items] = Buffer.empty(fmt, tokens=lot.tokens, batch=self.problem.batch, device=self.device)
                 for tensor in made[lot.items].fields.values():
                     tensor.normal_()
         return {item: made[self.compiled.lots[item].items] for item in self.compiled.kept}
@@ -113,8 +114,7 @@ class OneKernel:
 
     def __init__(self, problem: Problem, *, device: torch.device) -> None:
         self.problem, self.kernel = problem, kernel_for(problem, device)
-        everything = (range(problem.seq_q), range(problem.seq_kv))
-        pairs = problem.mask.pairs(*everything, seq_q=problem.seq_q, seq_kv=problem.seq_kv) // problem.ranks
+        pairs = problem.pairs // problem.ranks
         is_causal = problem.mask.right is not None
         self.tokens = max(1, isqrt(2 * pairs if is_causal else pairs))
         self.pairs = self.tokens * (self.tokens + 1) // 2 if is_causal else self.tokens**2
@@ -125,9 +125,7 @@ class OneKernel:
         self.device = device
 
     def flops(self, direction: Direction) -> int:
-        qk, v = self.problem.head_dim_qk, self.problem.head_dim_v
-        inner = qk + v if direction == "forward" else 3 * qk + 2 * v
-        return 2 * self.pairs * self.problem.batch * self.problem.heads * inner
+        return self.problem.flops(direction, pairs=self.pairs)
 
     @cached_property
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

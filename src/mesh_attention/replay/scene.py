@@ -14,7 +14,7 @@ from mesh_attention.calibration.memory import time_memory
 from mesh_attention.calibration.timing import sample_s
 from mesh_attention.comm.base import Parcel
 from mesh_attention.comm.replay import ReplayComm
-from mesh_attention.execution.graphs import Recorded
+from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Link, Topology
 
@@ -60,7 +60,7 @@ def measure_link(device: torch.device) -> Link:
 
         sample_s(in_a_row, device, calls=1)
         # From a graph: the host is slower at posting small copies than the device at making them.
-        play = Recorded(in_a_row, device).play if device.type == "cuda" else in_a_row
+        play = CapturedGraph(in_a_row, device).launch if device.type == "cuda" else in_a_row
         times = [sample_s(play, device, calls=1) / MESSAGES_IN_A_ROW for _ in range(SAMPLES)]
         points.append((float(nbytes), median(times)))
     line = fit_line(points)

@@ -1,4 +1,4 @@
-"""The engine for any plan: discrete events, every rank and every transfer by itself.
+"""The engine for any plan: discrete events, with every rank and every transfer on its own.
 
 A rank walks its jobs in order. A transfer begins when both ends have posted it, both have finished what they posted
 before it in the same direction and on the same kind of link (links serve in order), and its lanes are free.
@@ -13,21 +13,20 @@ from itertools import count
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.steps import Item, Send
+from mesh_attention.plan.steps import Item, Recv, Send
 from mesh_attention.simulation.jobs import Job, Track
 from mesh_attention.simulation.network import Network, Path
 from mesh_attention.simulation.recorder import Recorder
 
 
 class _Transfer:
-    """One item under way; `jobs` are the (rank, job index) of the ends that have posted it."""
+    """One item under way; `posted` are its ends that have posted it, each with its rank and the index of its job."""
 
-    __slots__ = ("ends", "items", "jobs", "nbytes", "path", "start")
+    __slots__ = ("ends", "nbytes", "path", "posted", "start")
 
     def __init__(self, ends: tuple[int, int], path: Path, nbytes: int) -> None:
         self.ends, self.path, self.nbytes = ends, path, nbytes
-        self.items: dict[bool, Item] = {}  # as the sender calls it (True), and the receiver
-        self.jobs: list[tuple[int, int]] = []
+        self.posted: list[tuple[int, int, Send | Recv]] = []
         self.start: float | None = None
 
 
@@ -37,14 +36,14 @@ class _Rank:
         self.at = 0
         self.now = 0.0
         self.is_computing = False
-        self.pending = [0] * len(track.jobs)  # posts of each job that are not over
+        self.pending = [0] * len(track.jobs)  # unfinished posts of each job
 
 
 Queue = deque[_Transfer]
 
 
 class EventEngine:
-    """Runs all tracks; what happened is in the recorder afterwards."""
+    """Runs all tracks; the recorder holds the outcome."""
 
     def __init__(self, tracks: Sequence[Track], matrix: BlockMatrix, network: Network, recorder: Recorder) -> None:
         self.ranks = [_Rank(track) for track in tracks]
@@ -54,7 +53,7 @@ class EventEngine:
         self.unmatched: dict[tuple[int, int, Item, bool], Queue] = {}
         self.queues: dict[tuple[int, bool, str], Queue] = {}
         self.is_busy = [False] * network.num_lanes
-        self.blocked: dict[int, list[_Transfer]] = {}  # by lane: could start but for it
+        self.blocked: dict[int, list[_Transfer]] = {}  # by lane: transfers that wait for it alone
 
     def run(self) -> None:
         for rank in range(len(self.ranks)):
@@ -69,22 +68,22 @@ class EventEngine:
         if stuck:
             job = self.ranks[stuck[0]].jobs[self.ranks[stuck[0]].at]
             raise PlanError(
-                f"{len(stuck)} ranks wait for ever, rank {stuck[0]} at '{job.name}': links serve transfers in the "
-                "order they are posted in, and these orders make a circle"
+                f"{len(stuck)} ranks wait forever, rank {stuck[0]} at '{job.name}': links serve transfers in the "
+                "order in which they are posted, and these orders form a circle"
             )
 
     def _advance(self, rank: int, now: float) -> None:
-        """Go on from the current job if all it waits for is over."""
+        """Go on from the current job if everything it waits for is over."""
         state = self.ranks[rank]
         if state.is_computing or state.at == len(state.jobs):
             return
         job = state.jobs[state.at]
         if any(state.pending[index] for index in job.waits):
             return
-        self.recorder.wait(rank, state.now, now, job.name)
+        self.recorder.wait(rank, state.now, now, job)
         state.is_computing = True
         state.now = now + job.seconds
-        self.recorder.compute(rank, now, state.now, job.name)
+        self.recorder.compute(rank, now, state.now, job)
         heappush(self.events, (state.now, next(self.order), rank))
 
     def _post(self, rank: int, now: float) -> None:
@@ -105,11 +104,10 @@ class EventEngine:
         self.recorder.stop(rank, now)
         self._advance(rank, now)
 
-    def _posted(self, rank: int, step: object) -> _Transfer:
+    def _posted(self, rank: int, end: Send | Recv) -> _Transfer:
         """The transfer this end belongs to, with this end posted."""
-        is_send = isinstance(step, Send)
-        source, dest = (rank, step.dest) if isinstance(step, Send) else (step.source, rank)  # type: ignore[attr-defined]
-        item: Item = step.item  # type: ignore[attr-defined]
+        is_send, item = isinstance(end, Send), end.item
+        source, dest = (rank, end.dest) if isinstance(end, Send) else (end.source, rank)
         # A partial that arrived is told apart by its source; on its way it is the item its sender has.
         sent = item if item.form == "piece" else item._replace(source=None)
         waiting = self.unmatched.setdefault((source, dest, sent, not is_send), deque())
@@ -119,13 +117,12 @@ class EventEngine:
             path = self.network.path(source, dest)
             transfer = _Transfer((source, dest), path, self.matrix.nbytes(item).total)
             self.unmatched.setdefault((source, dest, sent, is_send), deque()).append(transfer)
-        transfer.items[is_send] = item
-        transfer.jobs.append((rank, self.ranks[rank].at))
+        transfer.posted.append((rank, self.ranks[rank].at, end))
         self.queues.setdefault((rank, is_send, transfer.path.link_class), deque()).append(transfer)
         return transfer
 
     def _try(self, transfer: _Transfer, now: float) -> None:
-        if transfer.start is not None or len(transfer.jobs) < 2:
+        if transfer.start is not None or len(transfer.posted) < 2:
             return
         (source, dest), link_class = transfer.ends, transfer.path.link_class
         if self.queues[source, True, link_class][0] is not transfer:
@@ -146,8 +143,7 @@ class EventEngine:
     def _finish(self, transfer: _Transfer, now: float) -> None:
         (source, dest), path = transfer.ends, transfer.path
         assert transfer.start is not None  # only started transfers end
-        items = transfer.items[True], transfer.items[False]
-        self.recorder.transfer(transfer.ends, items, path.link_class, transfer.start, now, transfer.nbytes)
+        self.recorder.transfer(transfer.ends, path.link_class, transfer.start, now, transfer.nbytes)
         queues = [self.queues[source, True, path.link_class], self.queues[dest, False, path.link_class]]
         candidates: list[_Transfer] = []
         for queue in queues:
@@ -156,7 +152,9 @@ class EventEngine:
         for lane in (path.out_lane, path.in_lane):
             self.is_busy[lane] = False
             candidates = self.blocked.pop(lane, []) + candidates
-        for rank, index in transfer.jobs:
+        for rank, index, end in transfer.posted:
+            job = self.ranks[rank].jobs[index]
+            self.recorder.transfer_span(rank, job, end, transfer.start, now, transfer.nbytes)
             self._end_of_post(rank, index, now)
         for candidate in candidates:
             self._try(candidate, now)
@@ -168,7 +166,7 @@ class EventEngine:
         if state.pending[index]:
             return
         if state.is_computing and index == state.at and state.jobs[index].holds:
-            self.recorder.wait(rank, state.now, now, state.jobs[index].name)
+            self.recorder.wait(rank, state.now, now, state.jobs[index])
             state.now = now
             self._leave(rank, now)
         else:

@@ -1,4 +1,4 @@
-"""One rank's program as jobs: what its compute lane does, what it posts, and which posts it waits for first."""
+"""One rank's program as jobs: compute on its lane, transfers it posts, and earlier posts it waits for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mesh_attention.plan.calls import kernel_calls
 from mesh_attention.plan.memory import peak_nbytes
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import Attend, Collective, Exchange, Free, Item, Recv, Send, Step, transfers
+from mesh_attention.plan.steps import Collective, Exchange, Free, Item, Recv, Send, Step, transfers
 from mesh_attention.plan.text import format_step
 from mesh_attention.plan.waits import stops
 from mesh_attention.simulation.prices import Prices
@@ -15,12 +15,14 @@ from mesh_attention.simulation.prices import Prices
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A stop of a program. `waits` are indices of earlier jobs whose posts must all be over.
+    """A stop of a program: `steps`, of which the first, at `index` of the program, names it.
 
-    `holds` says that the rank waits for the job's own posts before it goes on, as in a collective.
+    `waits` are indices of earlier jobs whose posts must all be over. `holds` says that the rank waits for the job's own
+    posts before it goes on, as in a collective.
     """
 
-    step: Step
+    steps: tuple[Step, ...]
+    index: int
     seconds: float
     waits: tuple[int, ...]
     sends: tuple[Send, ...] = ()
@@ -29,7 +31,12 @@ class Job:
 
     @property
     def name(self) -> str:
-        return format_step(self.step)
+        return format_step(self.steps[0])
+
+    def index_of(self, end: Send | Recv) -> int:
+        """The index in the program of the step that posts this transfer."""
+        ends = enumerate(map(transfers, self.steps), self.index)
+        return next(at for at, (sends, recvs) in ends if end in sends or end in recvs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class Track:
 
 
 def track(plan: Plan, rank: int, prices: Prices) -> Track:
-    """A rank's jobs. As in the executor, posts made at once are over at once: who waits for one, waits for all."""
+    """A rank's jobs. As in the executor, posts made together end together: waiting for one means waiting for all."""
     program, matrix = plan.program(rank), plan.matrix
     calls = kernel_calls(program.steps, matrix, matrix.kept(plan.schedule.keep, rank))
     jobs: list[Job] = []
@@ -62,9 +69,5 @@ def track(plan: Plan, rank: int, prices: Prices) -> Track:
             for send in sends:
                 leaving.setdefault(send.item, set()).add(len(jobs))
             arriving.update((recv.item, len(jobs)) for recv in recvs)
-        jobs.append(Job(_main(steps), seconds, tuple(sorted(waits)), sends, recvs, holds))
+        jobs.append(Job(steps, stop.span.start, seconds, tuple(sorted(waits)), sends, recvs, holds))
     return Track(rank, tuple(jobs), peak_nbytes(plan, rank, program.steps, calls))
-
-
-def _main(steps: tuple[Step, ...]) -> Step:
-    return next((step for step in steps if isinstance(step, Attend | Recv)), steps[0])

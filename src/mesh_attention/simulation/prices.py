@@ -1,4 +1,4 @@
-"""What a step costs on a device: kernel calls by shape and mask, everything else by the memory it touches."""
+"""The time of a step on a device: kernel calls by shape and mask, everything else by the memory it touches."""
 
 from __future__ import annotations
 
@@ -8,38 +8,23 @@ from functools import lru_cache
 from typing_extensions import assert_never
 
 from mesh_attention.masks import BlockKind, Mask, Segment
+from mesh_attention.plan import steps
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.calls import KernelCall
-from mesh_attention.plan.steps import (
-    Attend,
-    Clear,
-    Collective,
-    Direction,
-    Exchange,
-    Finish,
-    Free,
-    Item,
-    Merge,
-    Pack,
-    Recv,
-    Send,
-    Step,
-    running,
-)
-from mesh_attention.problem import Problem
+from mesh_attention.plan.steps import Direction, Item, Step, running
 from mesh_attention.topology import Device, filled
 
 
 class Prices:
-    """Seconds of the compute lane, for the steps of one plan."""
+    """Seconds on the compute lane for the steps of one plan."""
 
     def __init__(self, device: Device, matrix: BlockMatrix, direction: Direction) -> None:
         self.device, self.matrix, self.direction = device, matrix, direction
         problem, ulysses = matrix.problem, matrix.assignment.ulysses
         self.heads = problem.batch * problem.heads // ulysses
         self.rate = device.forward if direction == "forward" else device.backward
-        self.inner = operations_a_pair(problem, direction) * self.heads
-        # A partial is read once, the sum it goes into read and written.
+        self.flops_a_pair = problem.flops(direction, pairs=1) // ulysses
+        # A partial is read once; the sum it is added to is read and written.
         moved = 2 * problem.accumulator_itemsize + problem.itemsize
         kv_heads = problem.batch * problem.kv_heads // ulysses
         qk, v = problem.head_dim_qk, problem.head_dim_v
@@ -48,26 +33,26 @@ class Prices:
 
     def step(self, step: Step, calls: Sequence[KernelCall] = ()) -> float:
         match step:
-            case Attend():
+            case steps.Attend():
                 return sum(map(self.call, calls))
-            case Merge(partial):
+            case steps.Merge(partial):
                 return self._touch(2 * self._nbytes(running(partial.kind, partial.shard)) + self._nbytes(partial))
-            case Pack(_, after):
+            case steps.Pack(_, after):
                 return self._touch(2 * self._nbytes(after))
-            case Finish(item):
+            case steps.Finish(item):
                 return self._touch(self._nbytes(running(item.kind, item.shard)) + self._nbytes(item))
-            case Clear(item):
+            case steps.Clear(item):
                 return self._touch(self._nbytes(item))
-            case Exchange(before, after):
-                # Staged at one end, and the own piece copied: every byte of the item is read and written about once.
+            case steps.Exchange(before, after):
+                # Staged at one end, with its own piece copied: every byte of the item is read and written about once.
                 return self._touch(self._nbytes(before) + self._nbytes(after))
-            case Recv() | Send() | Collective() | Free():
+            case steps.Recv() | steps.Send() | steps.Collective() | steps.Free():
                 return 0.0
             case _:
                 assert_never(step)
 
     def call(self, call: KernelCall) -> float:
-        """A kernel call, and adding what it gives to the running sums."""
+        """A kernel call, and adding its results to the running sums."""
         q, kv = _tokens(call.q), _tokens(call.kv)
         is_full = call.kind is BlockKind.FULL
         problem = self.matrix.problem
@@ -76,31 +61,17 @@ class Prices:
         return self.kernel(q, kv, pairs=pairs, is_full=is_full) + self._touch(touched)
 
     def kernel(self, q: int, kv: int, *, pairs: int, is_full: bool) -> float:
-        """The kernel by itself. Forward spreads runs of queries over the device, backward runs of keys."""
+        """The kernel alone. Forward spreads runs of queries over the device, backward runs of keys."""
         along = q if self.direction == "forward" else kv
         share = (1.0 if is_full else self.rate.masked) * filled(self.device.width, heads=self.heads, tokens=along)
         tflops = self.rate.tflops * share
-        return self.rate.call_us * 1e-6 + pairs * self.inner / (tflops * 1e12)
+        return self.rate.call_us * 1e-6 + pairs * self.flops_a_pair / (tflops * 1e12)
 
     def _touch(self, nbytes: int) -> float:
         return self.device.launch_us * 1e-6 + nbytes / (self.device.memory_gb_per_s * 1e9)
 
     def _nbytes(self, item: Item) -> int:
         return self.matrix.nbytes(item).total
-
-
-def operations_a_pair(problem: Problem, direction: Direction) -> int:
-    """Floating-point operations of one query with one key, a head. See `BlockMatrix.flops`."""
-    qk, v = problem.head_dim_qk, problem.head_dim_v
-    return 2 * (qk + v if direction == "forward" else 3 * qk + 2 * v)
-
-
-@lru_cache(maxsize=64)
-def total_flops(problem: Problem, direction: Direction) -> int:
-    """Of the whole problem, over all ranks."""
-    everything = (range(problem.seq_q), range(problem.seq_kv))
-    pairs = problem.mask.pairs(*everything, seq_q=problem.seq_q, seq_kv=problem.seq_kv)
-    return pairs * problem.batch * problem.heads * operations_a_pair(problem, direction)
 
 
 def _tokens(segments: Sequence[Segment]) -> int:

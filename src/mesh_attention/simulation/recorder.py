@@ -1,17 +1,18 @@
-"""Totals of every rank and spans of the ranks that were asked for, collected while an engine runs."""
+"""Totals of every rank and spans of the requested ranks, collected while an engine runs."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from mesh_attention.plan.steps import Item
-from mesh_attention.plan.text import format_item
+from mesh_attention.plan.steps import Recv, Send
+from mesh_attention.plan.text import format_end
+from mesh_attention.simulation.jobs import Job
 from mesh_attention.timeline import Lane, RankTimes, Span
 from mesh_attention.topology import LinkClass
 
 
 class Recorder:
-    """What an engine reports to, one rank at a time."""
+    """Collects what an engine reports, one rank at a time."""
 
     def __init__(self, ranks: int, spans_of: Collection[int]) -> None:
         self.spans_of = frozenset(spans_of)
@@ -20,37 +21,25 @@ class Recorder:
         self.sent: dict[LinkClass, int] = {"inside": 0, "between": 0}
         self.spans: list[Span] = []
 
-    def compute(self, rank: int, start: float, stop: float, name: str) -> None:
+    def compute(self, rank: int, start: float, stop: float, job: Job) -> None:
         self.compute_s[rank] += stop - start
-        self._span(rank, "compute", start, stop, name)
+        self._busy(rank, "compute", start, stop, job)
 
-    def wait(self, rank: int, start: float, stop: float, name: str) -> None:
-        self._span(rank, "wait", start, stop, name)
+    def wait(self, rank: int, start: float, stop: float, job: Job) -> None:
+        self._busy(rank, "wait", start, stop, job)
 
-    def transfer(
-        self,
-        ends: tuple[int, int],
-        items: tuple[Item, Item],
-        link_class: LinkClass,
-        start: float,
-        stop: float,
-        nbytes: int,
-    ) -> None:
+    def transfer(self, ends: tuple[int, int], link_class: LinkClass, start: float, stop: float, nbytes: int) -> None:
+        """Add a transfer to the totals of both its ends."""
         source, dest = ends
         self.out_s[source] += stop - start
         self.in_s[dest] += stop - start
         self.sent[link_class] += nbytes
-        self.transfer_span(ends, items, start, stop, nbytes)
 
-    def transfer_span(
-        self, ends: tuple[int, int], items: tuple[Item, Item], start: float, stop: float, nbytes: int
-    ) -> None:
-        """At both ends, where they are asked for. `items` is what the sender and the receiver call it."""
-        (source, dest), (sent, received) = ends, items
-        if source in self.spans_of:
-            self._span(source, "send", start, stop, f"{format_item(sent)} to {dest}", nbytes)
-        if dest in self.spans_of:
-            self._span(dest, "recv", start, stop, f"{format_item(received)} from {source}", nbytes)
+    def transfer_span(self, rank: int, job: Job, end: Send | Recv, start: float, stop: float, nbytes: int) -> None:
+        """One end of a transfer, which a job of the rank posted."""
+        if rank in self.spans_of and stop > start:
+            lane: Lane = "send" if isinstance(end, Send) else "recv"
+            self.spans.append(Span(rank, lane, start, stop, format_end(end), nbytes, job.index_of(end)))
 
     def stop(self, rank: int, now: float) -> None:
         self.stop_s[rank] = max(self.stop_s[rank], now)
@@ -67,6 +56,6 @@ class Recorder:
             for rank, stop in enumerate(self.stop_s)
         )
 
-    def _span(self, rank: int, lane: Lane, start: float, stop: float, name: str, nbytes: int = 0) -> None:
+    def _busy(self, rank: int, lane: Lane, start: float, stop: float, job: Job) -> None:
         if rank in self.spans_of and stop > start:
-            self.spans.append(Span(rank, lane, start, stop, name, nbytes))
+            self.spans.append(Span(rank, lane, start, stop, job.name, step=job.index))

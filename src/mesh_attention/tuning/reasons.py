@@ -9,6 +9,7 @@ from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import FAMILIES
 from mesh_attention.problem import Problem
 from mesh_attention.tuning.result import Trial
+from mesh_attention.units import format_nbytes, format_time
 
 if TYPE_CHECKING:
     from mesh_attention.tuning.search import PassSearch
@@ -22,7 +23,7 @@ def why_not(loser: Trial, chosen: Trial, near_tie: float) -> str:
     exposed, computed = loser.exposed_s - chosen.exposed_s, loser.compute_s - chosen.compute_s
     if computed > exposed:
         return f"more and smaller kernel calls: computes {_ratio(loser.compute_s, chosen.compute_s)} as long"
-    waits = f"waits {_seconds(loser.exposed_s)} for transfers, the chosen {_seconds(chosen.exposed_s)}"
+    waits = f"waits {format_time(loser.exposed_s)} for transfers, the chosen {format_time(chosen.exposed_s)}"
     if all(choice.is_collective for choice in loser.choices.values()):
         return f"nothing overlaps: {waits}"
     if loser.between_nbytes > 1.2 * chosen.between_nbytes > 0:
@@ -43,7 +44,7 @@ def cannot_be_used(
         needs = [[f.peak_nbytes for c, f in s.tried.items() if c.family == family] for s in searches.values()]
         if all(needs):
             most = max(map(min, needs))
-            left_out[family] = f"needs {memory(most)}, {memory(limit_nbytes)} are allowed"
+            left_out[family] = f"needs {format_nbytes(most)}, {format_nbytes(limit_nbytes)} allowed"
         elif family == "ulysses":
             left_out[family] = f"{problem.kv_heads} KV heads cannot be spread over {problem.ranks} ranks"
         elif family == "double ring":
@@ -53,18 +54,5 @@ def cannot_be_used(
     return left_out
 
 
-def memory(nbytes: float) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
 def _ratio(ours: float, theirs: float) -> str:
     return f"{ours / theirs:.{2 if ours < 1.1 * theirs else 1}f} times" if theirs else "more"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"

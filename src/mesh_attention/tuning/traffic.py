@@ -22,7 +22,6 @@ from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import make_priced_plan
 from mesh_attention.problem import Problem
-from mesh_attention.simulation.prices import total_flops
 from mesh_attention.topology import Topology
 
 Counts = NDArray[np.float64]
@@ -207,4 +206,4 @@ def _calls_s(choice: Choice, problem: Problem, topology: Topology, direction: Di
 
 def _compute_s(problem: Problem, topology: Topology, direction: Direction) -> float:
     rate = topology.device.forward if direction == "forward" else topology.device.backward
-    return max(1e-12, total_flops(problem, direction) / problem.ranks / (rate.tflops * max(1.0, rate.masked) * 1e12))
+    return max(1e-12, problem.flops(direction) / problem.ranks / (rate.tflops * max(1.0, rate.masked) * 1e12))

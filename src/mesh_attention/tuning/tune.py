@@ -15,18 +15,18 @@ from mesh_attention.planning.limits import limits
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import complexity, shapes
-from mesh_attention.tuning.reasons import cannot_be_used, memory, why_not
+from mesh_attention.tuning.reasons import cannot_be_used, why_not
 from mesh_attention.tuning.result import Trial, Tuning
 from mesh_attention.tuning.rivals import startrail
 from mesh_attention.tuning.search import PassSearch, Report, Tried
 from mesh_attention.tuning.traffic import plan_on
+from mesh_attention.units import GIB, format_nbytes
 
 NEAR_TIE = 0.005
 """Within this share of the fastest, the simplest wins."""
 PRICED_RANKS_AT_LAST = 8
 FAR_BEHIND = 1.6
 """Times slower than the fastest: the first forecast is not that far off."""
-GIB = 2**30
 KEEPS: tuple[tuple[Kind, ...], ...] = (("kv",), ("q", "kv"))
 
 
@@ -178,6 +178,6 @@ def _does_not_fit(searches: dict[Direction, PassSearch], limit: float) -> Memory
     ]
     least = min(needs)
     return MemoryLimitError(
-        f"no plan stays below {memory(limit)} a rank; the smallest needs {memory(least)}. "
+        f"no plan stays below {format_nbytes(limit)} a rank; the smallest needs {format_nbytes(least)}. "
         "Allow more, or spread the sequence over more ranks"
     )

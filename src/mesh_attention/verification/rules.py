@@ -1,4 +1,4 @@
-"""The rules a plan must keep. Each is a function from evidence to breaches, and needs no other rule.
+"""The rules a plan must keep. Each is a function from evidence to breaches, independent of the other rules.
 
 form         every step uses things of the right kind and form and deals with the right ranks (forms.py)
 coverage     every unmasked block is attended exactly once, an empty one never
@@ -16,23 +16,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
+from mesh_attention.plan import steps
 from mesh_attention.plan.buffers import held_nbytes
-from mesh_attention.plan.steps import (
-    AXIS_OF,
-    OUTPUTS,
-    Attend,
-    Collective,
-    Exchange,
-    Finish,
-    Free,
-    Item,
-    Kind,
-    Merge,
-    Recv,
-    Send,
-    running,
-    transfers,
-)
+from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Item, Kind, running, transfers
 from mesh_attention.plan.text import format_item, format_step
 from mesh_attention.verification.evidence import Breach, Call, Evidence, Sighting, Transfer, op_of
 from mesh_attention.verification.forms import form
@@ -55,17 +41,17 @@ def coverage(evidence: Evidence, run: Run) -> Iterator[Breach]:
                 elif block in seen:
                     first_rank, first_index = seen[block]
                     where = f"rank {first_rank} step {first_index}"
-                    yield Breach("coverage", rank, index, f"{name} is attended again; {where} did it already")
+                    yield Breach("coverage", rank, index, f"{name} is attended again; {where} attended it already")
                 seen.setdefault(block, (rank, index))
     for row_shard in shards:
         for col_shard in shards:
             if matrix.is_live(row_shard, col_shard):
-                place = row_shard - row_shard % assignment.tile.rows + col_shard % assignment.tile.rows
+                place = assignment.owner(row_shard, col_shard)
                 for heads in range(assignment.ulysses):
                     if (row_shard, col_shard, heads) not in seen:
                         name = f"block (q{row_shard}, kv{col_shard})"
                         rank = assignment.rank(place, head_slice=heads)
-                        yield Breach("coverage", rank, None, f"{name} lies in this rank's tile and nobody attends it")
+                        yield Breach("coverage", rank, None, f"{name} is in this rank's tile, but no rank attends it")
 
 
 def presence(evidence: Evidence, run: Run) -> Iterator[Breach]:
@@ -80,7 +66,7 @@ def presence(evidence: Evidence, run: Run) -> Iterator[Breach]:
                     yield Breach("presence", program.rank, index, f"{format_item(item)} {why}")
             for item in done.writes:
                 if item in held:
-                    yield Breach("presence", program.rank, index, f"{format_item(item)} is written over")
+                    yield Breach("presence", program.rank, index, f"{format_item(item)} is overwritten")
             for item in done.adds:
                 if item in finished:
                     yield Breach("presence", program.rank, index, f"{format_item(item)} was finished before")
@@ -140,7 +126,9 @@ def _uneven_calls(evidence: Evidence) -> Iterator[Breach]:
             yield Breach("matching", rank, index, message)
         ops = {op_of(evidence.programs[member].steps[at]) for member, at in index_by_rank.items()}
         if len(ops) > 1:
-            yield Breach("matching", rank, index, f"the group's ranks call different things: {', '.join(sorted(ops))}")
+            yield Breach(
+                "matching", rank, index, f"the group's ranks make different collectives: {', '.join(sorted(ops))}"
+            )
 
 
 def progress(evidence: Evidence, run: Run) -> Iterator[Breach]:
@@ -167,7 +155,7 @@ def homecoming(evidence: Evidence, run: Run) -> Iterator[Breach]:
                 continue
             at = _last_write(evidence, rank, result)
             if (rank, result) not in arrived:
-                yield Breach("homecoming", rank, at, f"{format_item(result)} is never given back to the caller")
+                yield Breach("homecoming", rank, at, f"{format_item(result)} is never returned to the caller")
                 continue
             merged = Counter(arrived[rank, result])
             due = Counter(owed[kind, place, heads])
@@ -181,32 +169,32 @@ def homecoming(evidence: Evidence, run: Run) -> Iterator[Breach]:
 def _follow_partials(
     evidence: Evidence, run: Run
 ) -> tuple[dict[tuple[Kind, int, int], list[Origin]], dict[tuple[int, Item], list[Origin]]]:
-    """Which contributions were computed for each result, and which each held item contains after everything has run."""
+    """The contributions computed for each result, and those that each held item contains after everything has run."""
     owed: dict[tuple[Kind, int, int], list[Origin]] = defaultdict(list)
     contents: dict[tuple[int, Item], list[Origin]] = {}
     moved: set[Call] = set()
     for rank, index in run.order:
         step = evidence.programs[rank].steps[index]
         match step:
-            case Attend():
+            case steps.Attend():
                 for total in evidence.effects[rank][index].adds:
                     owed[total.kind, total.shard, evidence.plan.assignment.head_slice(rank)].append((rank, index))
                     contents.setdefault((rank, total), []).append((rank, index))
-            case Finish(item):
+            case steps.Finish(item):
                 contents[rank, item] = contents.pop((rank, running(item.kind, item.shard)), [])
-            case Send(item, dest):
+            case steps.Send(item, dest):
                 contents[dest, item._replace(source=rank)] = list(contents.get((rank, item), ()))
-            case Collective():
+            case steps.Collective():
                 if evidence.calls[rank][index] not in moved:
-                    # The first of its members to go on: all have come this far, and none further.
+                    # The first member to go on: all have reached this step, and none is past it.
                     moved.add(evidence.calls[rank][index])
                     _move_partials(evidence, evidence.calls[rank][index], contents)
-            case Merge(partial):
+            case steps.Merge(partial):
                 total = running(partial.kind, partial.shard)
                 contents.setdefault((rank, total), []).extend(contents.get((rank, partial), ()))
-            case Exchange(before, after):
+            case steps.Exchange(before, after):
                 contents[rank, after] = contents.get((rank, before), [])
-            case Free(item):
+            case steps.Free(item):
                 contents.pop((rank, item), None)
             case _:
                 pass
@@ -214,7 +202,7 @@ def _follow_partials(
 
 
 def _move_partials(evidence: Evidence, call: Call, contents: dict[tuple[int, Item], list[Origin]]) -> None:
-    """What a collective's receivers get is what its senders hold at that point."""
+    """Give a collective's receivers what its senders hold at that point."""
     for rank in call.group:
         for index, made in evidence.calls[rank].items() if rank < len(evidence.calls) else ():
             if made == call:
@@ -230,7 +218,7 @@ def purpose(evidence: Evidence, run: Run) -> Iterator[Breach]:
             done = evidence.effects[program.rank][index]
             for item in done.reads:
                 unused.pop(item, None)
-            if isinstance(step, Recv | Collective | Exchange):
+            if isinstance(step, steps.Recv | steps.Collective | steps.Exchange):
                 unused |= dict.fromkeys(done.writes, index)
         for item, index in unused.items():
             if item not in evidence.outputs(program.rank):
@@ -246,7 +234,7 @@ def tidiness(evidence: Evidence, run: Run) -> Iterator[Breach]:
                 made.pop(item, None)
         for item in evidence.kept(program.rank) if evidence.plan.direction == "forward" else ():
             if item not in made:
-                yield Breach("tidiness", program.rank, None, f"{format_item(item)} is to be kept and is not there")
+                yield Breach("tidiness", program.rank, None, f"{format_item(item)} is to be kept, but is not held")
         for item, index in made.items():
             if item.form != "home" and item not in evidence.outputs(program.rank):
                 yield Breach("tidiness", program.rank, index, f"{format_item(item)} is never freed")
@@ -263,7 +251,7 @@ def memory(evidence: Evidence, run: Run) -> Iterator[Breach]:
         )
         for index, nbytes in enumerate(profile):
             if nbytes > program.peak_nbytes:
-                message = f"{nbytes:,} bytes are held here; the program states {program.peak_nbytes:,}"
+                message = f"{nbytes:,} bytes are held here, but the program states {program.peak_nbytes:,}"
                 yield Breach("memory", program.rank, index, message)
                 break
 
@@ -274,10 +262,10 @@ RULES: dict[str, Rule] = {
 }
 
 
-def _attends(evidence: Evidence) -> Iterator[tuple[int, int, Attend]]:
+def _attends(evidence: Evidence) -> Iterator[tuple[int, int, steps.Attend]]:
     for program in evidence.programs:
         for index, step in enumerate(program.steps):
-            if isinstance(step, Attend):
+            if isinstance(step, steps.Attend):
                 yield program.rank, index, step
 
 

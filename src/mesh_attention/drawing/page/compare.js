@@ -1,4 +1,4 @@
-// This scene beside the others: bytes a rank receives, and time.
+// This scene beside the others: bytes a rank receives, and time, by pass and together.
 
 const receivedBy = (data, rank) => sum(Object.values(data.costs.received).map((values) => at(values, rank)));
 
@@ -17,16 +17,31 @@ function drawCompare() {
   byId("compare-title").textContent = `Against the others, ${state.scene.ranks} ranks, ${state.direction}`;
   byId("compare-words").replaceChildren(...compareWords());
   const received = scenes.map((scene) => ({ scene, value: mostReceived(scene, state.direction) }));
-  const times = scenes.map((scene) => ({
-    scene,
-    value: scene.passes[state.direction].forecast.time_s,
-    measured: scene.passes[state.direction].measured && scene.passes[state.direction].measured.time_s,
-  }));
-  const isMeasured = times.some((row) => row.measured);
+  const both = directions(state.scene);
   byId("compare").replaceChildren(
     barTable("Bytes the busiest rank receives (exact)", received, bytesText),
-    barTable(`Time of the pass${isMeasured ? ": forecast, and below it measured" : " (forecast)"}`, times, timeText),
+    timeTable("Time of the pass", scenes, [state.direction]),
+    ...(both.length > 1 ? [timeTable("Time of both passes", scenes, both)] : []),
   );
+}
+
+function timeTable(title, scenes, passes) {
+  const rows = scenes
+    .filter((scene) => passes.every((direction) => direction in scene.passes))
+    .map((scene) => ({
+      scene,
+      value: total(scene, passes, "forecast", "time_s"),
+      exposed: total(scene, passes, "forecast", "exposed_s"),
+      measured: total(scene, passes, "measured", "time_s"),
+    }));
+  const measured = rows.some((row) => row.measured) ? "; measured below" : "";
+  return barTable(`${title}: forecast, orange where exposed${measured}`, rows, timeText);
+}
+
+// Seconds of some passes together; null unless all of them are known.
+function total(scene, passes, source, name) {
+  const found = passes.map((direction) => scene.passes[direction][source]);
+  return found.every((data) => data) ? sum(found.map((data) => data[name])) : null;
 }
 
 function barTable(title, rows, text) {
@@ -35,13 +50,18 @@ function barTable(title, rows, text) {
   return html("div", { class: "bars", role: "group", "aria-label": title }, html("h3", {}, title), ...body);
 }
 
-function barRow({ scene, value, measured }, largest, text) {
+function barRow({ scene, value, exposed = 0, measured }, largest, text) {
   const isChosen = scene === state.scene;
   const picture = svg("svg", { viewBox: "0 0 100 14", preserveAspectRatio: "none", "aria-hidden": true });
-  const bar = (name, length, y, height) =>
-    picture.append(svg("rect", { class: name, y, height, width: round((100 * length) / largest) }));
-  bar("forecast", value, measured ? 1 : 2, measured ? 6 : 10);
-  if (measured) bar("measured", measured, 8, 5);
+  const bar = (name, start, stop, y, height) => {
+    const [x, width] = [start, stop - start].map((length) => round((100 * length) / largest));
+    picture.append(svg("rect", { class: name, x, y, height, width }));
+  };
+  const [y, height] = measured ? [1, 6] : [2, 10];
+  const busy = value - Math.max(0, exposed);
+  bar("forecast", 0, busy, y, height);
+  bar("exposed", busy, value, y, height);
+  if (measured) bar("measured", 0, measured, 8, 5);
   return html(
     "button",
     { type: "button", class: "bar-row", "data-scene": sceneKey(scene), "aria-pressed": isChosen ? "true" : "false" },

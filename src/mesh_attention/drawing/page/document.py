@@ -12,13 +12,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.drawing.files import writing
-from mesh_attention.drawing.page.blocks import block_patterns
-from mesh_attention.drawing.page.passes import pass_data
+from mesh_attention.drawing.page.passes import block_patterns, pass_data
 from mesh_attention.drawing.page.scene import Scene, check_scenes
-from mesh_attention.drawing.units import format_tokens
+from mesh_attention.errors import writing
 from mesh_attention.plan.layout import Layout
 from mesh_attention.problem import Problem
+from mesh_attention.units import format_size
 
 SCRIPTS = ("text", "state", "program", "matrix", "steps", "timeline", "compare", "words", "main")
 """In the order in which they are joined; each may use those before it."""
@@ -48,7 +47,7 @@ def write_page(path: Path | str, scenes: Sequence[Scene], *, title: str, notes: 
 
 
 def page_data(scenes: Sequence[Scene]) -> dict[str, Any]:
-    """What the scripts draw: plain numbers and texts. Tables that several scenes share are written once."""
+    """Plain numbers and texts for the scripts to draw. Tables that several scenes share are written once."""
     problems: dict[Problem, int] = {}
     grids: dict[tuple[Problem, Layout, int], int] = {}
     patterns: list[dict[str, object]] = []
@@ -77,7 +76,7 @@ def page_data(scenes: Sequence[Scene]) -> dict[str, Any]:
 
 
 def _problem(problem: Problem) -> dict[str, Any]:
-    seq_q, seq_kv = (format_tokens(tokens) for tokens in (problem.seq_q, problem.seq_kv))
+    seq_q, seq_kv = (format_size(tokens) for tokens in (problem.seq_q, problem.seq_kv))
     tokens = f"{seq_q} tokens" if problem.seq_q == problem.seq_kv else f"{seq_q} query and {seq_kv} key tokens"
     heads = f"{problem.heads} heads" + ("" if problem.heads == problem.kv_heads else f" ({problem.kv_heads} KV heads)")
     sizes = {problem.head_dim_qk: None, problem.head_dim_v: None}

@@ -46,7 +46,7 @@ function drawControls() {
   byId("rank").value = state.rank;
 }
 
-// Radio buttons that look like chips. They are made anew only when the choice on offer changes, so focus stays.
+// Radio buttons that look like chips. They are made again only when the choice on offer changes, so focus stays.
 function chips(name, values, chosen, choose) {
   const box = byId(`${name}-chips`);
   const offer = JSON.stringify(values);

@@ -1,4 +1,4 @@
-"""One pass as plain data: the grid, every rank's program and costs, and the timelines in whole ticks."""
+"""One pass as plain data: the grid, every rank's program and costs, the timelines in whole ticks, and masked blocks."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ from itertools import chain
 from math import floor, log10
 from typing import Any
 
-from mesh_attention.drawing.page.aligning import steps_of_spans, transfers_of_spans
 from mesh_attention.drawing.page.relative import program_text
-from mesh_attention.drawing.tracks import rank_tracks
+from mesh_attention.errors import UsageError
+from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.queries import RankCosts, rank_costs
-from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item, Kind
-from mesh_attention.timeline import LANES, Lane, Span, Timeline
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item, Kind, Step, transfers
+from mesh_attention.plan.text import format_end
+from mesh_attention.problem import Problem
+from mesh_attention.timeline import LANES, Lane, Span, Timeline, rank_tracks
 
 Data = dict[str, Any]
 TICKS = 1e5
 """A timeline has at least this many; finer than any screen."""
+EMPTY, FULL, LOWER, UPPER, PART = "01234"
+"""How much of a pair of segments the mask leaves: none, all, the lower left or upper right triangle, another part."""
+FINEST = 4
+"""Segments a shard up to which a block is drawn segment by segment."""
+LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def pass_data(plan: Plan, forecast: Timeline, measured: Timeline | None) -> Data:
@@ -81,13 +88,14 @@ def _total(by_kind: Any, kind: Kind) -> int:
 def timeline_data(timeline: Timeline, programs: Sequence[Program]) -> Data:
     """Times in ticks of `tick_s`. A span is three numbers: what, how long after the last began, how long.
 
-    What: the index of the step, or of the transfer among the sends or receives; below 0, of a name that fits none.
+    What: the index of the step, or of the transfer among the program's sends or receives; below 0, of a name, where a
+    span has no step.
     """
     tick_s = 10.0 ** floor(log10(timeline.time_s / TICKS)) if timeline.time_s else 1.0
     names: dict[str, int] = {}
     by_rank = rank_tracks(timeline) if timeline.spans else {}
     spans = {
-        str(rank): _lanes([s for tracks in lanes.values() for s in chain(*tracks)], programs, rank, tick_s, names)
+        str(rank): _lanes([s for tracks in lanes.values() for s in chain(*tracks)], programs[rank].steps, tick_s, names)
         for rank, lanes in by_rank.items()
     }
     return {
@@ -102,16 +110,14 @@ def timeline_data(timeline: Timeline, programs: Sequence[Program]) -> Data:
     }
 
 
-def _lanes(spans: Iterable[Span], programs: Sequence[Program], rank: int, tick_s: float, names: dict[str, int]) -> Data:
-    own = programs[rank].steps
-    ordered = sorted(spans, key=lambda span: (span.start_s, span.stop_s, LANES.index(span.lane)))
-    computed = [span for span in ordered if span.lane in ("compute", "wait")]
-    moved = [span for span in ordered if span.lane in ("send", "recv")]
-    places = [*zip(computed, steps_of_spans(computed, own, programs[0].steps), strict=True)]
-    places += zip(moved, transfers_of_spans(moved, own), strict=True)
+def _lanes(spans: Iterable[Span], steps: Sequence[Step], tick_s: float, names: dict[str, int]) -> Data:
     lanes: dict[Lane, list[int]] = {lane: [] for lane in LANES}
     begun = dict.fromkeys(LANES, 0)
-    for span, place in places:
+    moved = _numbered(steps)
+    for span in sorted(spans, key=lambda span: (span.start_s, span.stop_s)):
+        if span.step is not None and span.step not in range(len(steps)):
+            raise UsageError(f"{span}: rank {span.rank} has {len(steps)} steps; expected a timeline of the same plan")
+        place = moved.get((span.lane, span.step, span.name)) if span.lane in ("send", "recv") else span.step
         what = -1 - names.setdefault(span.name, len(names)) if place is None else place
         start, stop = round(span.start_s / tick_s), round(span.stop_s / tick_s)
         lanes[span.lane] += [what, start - begun[span.lane], stop - start]
@@ -119,6 +125,59 @@ def _lanes(spans: Iterable[Span], programs: Sequence[Program], rank: int, tick_s
     return {lane: numbers for lane, numbers in lanes.items() if numbers}
 
 
+def _numbered(steps: Sequence[Step]) -> dict[tuple[Lane, int | None, str], int]:
+    """The number of each transfer among the program's sends, or among its receives."""
+    sends = [(at, format_end(send)) for at, step in enumerate(steps) for send in transfers(step)[0]]
+    recvs = [(at, format_end(recv)) for at, step in enumerate(steps) for recv in transfers(step)[1]]
+    found: dict[tuple[Lane, int | None, str], int] = {("send", *send): number for number, send in enumerate(sends)}
+    return found | {("recv", *recv): number for number, recv in enumerate(recvs)}
+
+
 def _short(value: float) -> float:
-    """Six digits: what is shown has three."""
+    """Six digits; the page shows three."""
     return float(f"{value:.6g}")
+
+
+# Blocks
+
+
+def block_patterns(plan: Plan) -> dict[str, object]:
+    """`patterns` are rows of segment pairs, joined by "/"; `cells` has a letter a block, row by row, that picks one."""
+    cells = _fine_cells(plan)
+    if cells is None or len(set(cells)) > len(LETTERS):
+        cells = _coarse_cells(plan)
+    letters = dict(zip(dict.fromkeys(cells), LETTERS, strict=False))
+    return {"patterns": list(letters), "cells": "".join(letters[cell] for cell in cells)}
+
+
+def _fine_cells(plan: Plan) -> list[str] | None:
+    """Segment by segment; None where shards have too many."""
+    matrix, places = plan.matrix, range(plan.assignment.places)
+    rows = [matrix.segments("row", place) for place in places]
+    cols = [matrix.segments("col", place) for place in places]
+    if max(map(len, rows + cols)) > FINEST:
+        return None
+    return [_pattern(plan.problem, row, col) for row in rows for col in cols]
+
+
+def _coarse_cells(plan: Plan) -> list[str]:
+    places = range(plan.assignment.places)
+    names = {BlockKind.EMPTY: EMPTY, BlockKind.FULL: FULL, BlockKind.PARTIAL: PART}
+    return [names[plan.matrix.kind(row, col)] for row in places for col in places]
+
+
+def _pattern(problem: Problem, row: tuple[Segment, ...], col: tuple[Segment, ...]) -> str:
+    pattern = "/".join("".join(_pair(problem, q, kv) for kv in col) for q in row)
+    return (
+        pattern[0] if pattern and set(pattern) <= {pattern[0], "/"} and pattern[0] in EMPTY + FULL else pattern or EMPTY
+    )
+
+
+def _pair(problem: Problem, q: Segment, kv: Segment) -> str:
+    lengths = {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv}
+    kind = problem.mask.kind(q, kv, **lengths)
+    if kind is not BlockKind.PARTIAL:
+        return FULL if kind is BlockKind.FULL else EMPTY
+    lower = problem.mask.pairs(q[-1:], kv[:1], **lengths) > 0
+    upper = problem.mask.pairs(q[:1], kv[-1:], **lengths) > 0
+    return PART if lower == upper else LOWER if lower else UPPER

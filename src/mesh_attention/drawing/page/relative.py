@@ -13,32 +13,17 @@ from itertools import pairwise
 
 from typing_extensions import assert_never
 
+from mesh_attention.plan import steps
 from mesh_attention.plan.assignment import Assignment, Axis
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.steps import (
-    AXIS_OF,
-    Attend,
-    Clear,
-    Collective,
-    Exchange,
-    Finish,
-    Free,
-    Item,
-    Kind,
-    Merge,
-    Pack,
-    Recv,
-    Send,
-    Step,
-)
 from mesh_attention.plan.text import format_step
 
 AS_IT_IS = "="
-"""What the text of a program begins with whose numbers are not offsets."""
+"""First letter of a program's text whose numbers are not offsets."""
 
 
 class _NotRelativeError(Exception):
-    """A number that is no offset of this rank."""
+    """A number is not an offset of this rank."""
 
 
 def program_text(assignment: Assignment, program: Program) -> str:
@@ -69,32 +54,32 @@ class _View:
             for axis in axes
         }
 
-    def text(self, step: Step) -> str:
+    def text(self, step: steps.Step) -> str:
         match step:
-            case Recv() | Send():
+            case steps.Recv() | steps.Send():
                 return format_step(self._transfer(step))
-            case Collective():
+            case steps.Collective():
                 return self._collective(step)
-            case Exchange():
+            case steps.Exchange():
                 return self._exchange(step)
-            case Attend(rows, cols, grads):
-                return format_step(Attend(self._rising(rows), self._rising(cols), self._rising(grads)))
-            case Pack(before, after):
-                return format_step(Pack(self._item(before), self._item(after)))
-            case Merge(item) | Clear(item) | Finish(item) | Free(item):
+            case steps.Attend(rows, cols, grads):
+                return format_step(steps.Attend(self._rising(rows), self._rising(cols), self._rising(grads)))
+            case steps.Pack(before, after):
+                return format_step(steps.Pack(self._item(before), self._item(after)))
+            case steps.Merge(item) | steps.Clear(item) | steps.Finish(item) | steps.Free(item):
                 return format_step(type(step)(self._item(item)))
             case _:
                 assert_never(step)
 
-    def _transfer(self, step: Recv | Send) -> Recv | Send:
+    def _transfer(self, step: steps.Recv | steps.Send) -> steps.Recv | steps.Send:
         item = self._item(step.item)
-        if isinstance(step, Recv):
-            return Recv(item, self._peer(step.item.kind, step.source))
-        return Send(item, self._peer(step.item.kind, step.dest))
+        if isinstance(step, steps.Recv):
+            return steps.Recv(item, self._peer(step.item.kind, step.source))
+        return steps.Send(item, self._peer(step.item.kind, step.dest))
 
-    def _collective(self, step: Collective) -> str:
-        transfers: tuple[Send | Recv, ...] = (*step.sends, *step.recvs)
-        axis = AXIS_OF[transfers[0].item.kind] if transfers else "row"
+    def _collective(self, step: steps.Collective) -> str:
+        transfers: tuple[steps.Send | steps.Recv, ...] = (*step.sends, *step.recvs)
+        axis = steps.AXIS_OF[transfers[0].item.kind] if transfers else "row"
         places = self.assignment.group(axis, self.place)
         head_slice = self.assignment.head_slice(self.rank)
         if step.group != tuple(self.assignment.rank(place, head_slice=head_slice) for place in places):
@@ -102,22 +87,22 @@ class _View:
         moved = "; ".join(format_step(self._transfer(transfer)) for transfer in transfers)
         return f"{step.op} over {axis}: {moved}".rstrip()
 
-    def _exchange(self, step: Exchange) -> str:
+    def _exchange(self, step: steps.Exchange) -> str:
         if step.group != tuple(self.assignment.ulysses_group(self.rank)):
             raise _NotRelativeError
-        sends = tuple(Send(self._piece(send.item), self._distance(send.dest)) for send in step.sends)
-        recvs = tuple(Recv(self._piece(recv.item), self._distance(recv.source)) for recv in step.recvs)
-        return format_step(Exchange(self._item(step.before), self._item(step.after), (0,), sends, recvs))
+        sends = tuple(steps.Send(self._piece(send.item), self._distance(send.dest)) for send in step.sends)
+        recvs = tuple(steps.Recv(self._piece(recv.item), self._distance(recv.source)) for recv in step.recvs)
+        return format_step(steps.Exchange(self._item(step.before), self._item(step.after), (0,), sends, recvs))
 
     # Numbers
 
-    def _rising(self, items: tuple[Item, ...]) -> tuple[Item, ...]:
+    def _rising(self, items: tuple[steps.Item, ...]) -> tuple[steps.Item, ...]:
         """In order of offset; only items that stood in order of shard, so that this order can be had back."""
         if any(a.shard > b.shard for a, b in pairwise(items)):
             raise _NotRelativeError
         return tuple(sorted(map(self._item, items), key=lambda item: item.shard))
 
-    def _item(self, item: Item) -> Item:
+    def _item(self, item: steps.Item) -> steps.Item:
         if item.form == "home":
             return item._replace(shard=self._own(item.shard))
         if item.form == "piece":
@@ -125,7 +110,7 @@ class _View:
         source = None if item.source is None else self._peer(item.kind, item.source)
         return item._replace(shard=self._offset(item.kind, item.shard), source=source)
 
-    def _piece(self, item: Item) -> Item:
+    def _piece(self, item: steps.Item) -> steps.Item:
         if item.form != "piece" or item.source is None:
             raise _NotRelativeError
         turned = (item.source - self.assignment.head_slice(self.rank)) % self.assignment.ulysses
@@ -136,13 +121,13 @@ class _View:
             raise _NotRelativeError
         return 0
 
-    def _offset(self, kind: Kind, place: int) -> int:
-        offset = self.offsets[AXIS_OF[kind]].get(place)
+    def _offset(self, kind: steps.Kind, place: int) -> int:
+        offset = self.offsets[steps.AXIS_OF[kind]].get(place)
         if offset is None:
             raise _NotRelativeError
         return offset
 
-    def _peer(self, kind: Kind, rank: int) -> int:
+    def _peer(self, kind: steps.Kind, rank: int) -> int:
         """The offset of a rank that computes the same heads."""
         if self.assignment.head_slice(rank) != self.assignment.head_slice(self.rank):
             raise _NotRelativeError

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mesh_attention.errors import UsageError
-from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.timeline import Timeline
@@ -54,7 +53,7 @@ class Scene:
     @property
     def tile(self) -> str:
         """As it is offered for choice; both tiles where the passes differ."""
-        tiles = dict.fromkeys(tile_text(self.plans[direction].assignment) for direction in self.directions)
+        tiles = dict.fromkeys(str(self.plans[direction].assignment) for direction in self.directions)
         return " / ".join(tiles)
 
     def _check_plans(self) -> None:
@@ -78,7 +77,7 @@ class Scene:
 def check_scenes(scenes: Sequence[Scene]) -> None:
     """A page needs at least one scene, and each must be told apart by what a person chooses."""
     if not scenes:
-        raise UsageError("no scenes came; expected at least one to make a page of")
+        raise UsageError("no scenes given; expected at least one to make a page of")
     seen: set[tuple[int, str, str]] = set()
     for scene in scenes:
         choice = (scene.ranks, scene.method, scene.tile)
@@ -88,16 +87,6 @@ def check_scenes(scenes: Sequence[Scene]) -> None:
                 "give one of them another method name, such as 'mesh, striped'"
             )
         seen.add(choice)
-
-
-def tile_text(assignment: Assignment) -> str:
-    """4×8; with Ulysses 2·(4×8); with neighbours 4×8 in 2×4."""
-    tile = f"{assignment.tile.rows}×{assignment.tile.cols}"
-    if assignment.ulysses > 1:
-        tile = f"{assignment.ulysses}·({tile})"
-    if assignment.inner is not None:
-        tile += f" in {assignment.inner.rows}×{assignment.inner.cols}"
-    return tile
 
 
 def _listed(directions: Mapping[Direction, object]) -> str:

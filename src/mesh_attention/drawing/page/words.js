@@ -171,7 +171,7 @@ function verbWords(step) {
   const words = {
     recv: () =>
       `Posts a receive of ${item.text}${sizeWords(item)} from rank ${recvs[0].peer}, and goes on: ` +
-      "whoever reads it first will wait for it.",
+      "the first step that reads it will wait for it.",
     send: () => `Posts a send of ${item.text}${sizeWords(item)} to rank ${sends[0].peer}, and goes on.`,
     attend: () => attendWords(step),
     pack: () => `Copies its own ${item.kind} into the form that travels.`,

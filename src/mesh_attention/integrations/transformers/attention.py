@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import describe
-from mesh_attention.comm.local import block
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.execution.agreement import agree
+from mesh_attention.execution.driving import drive
 from mesh_attention.integrations.autocast import as_autocast
 from mesh_attention.integrations.sequences import CUTS, LENGTHS, Row, find_misplaced, read_documents, split_rows
 from mesh_attention.integrations.transformers.masks import DECODING, BatchMask, make_mask, shard_length
@@ -162,7 +162,7 @@ class LayerAttention:
         except UsageError as refusal:
             error = refusal
         said = None if error is None else str(error)
-        block(agree(self.attention.comms[0], asked={}, holds={}, expected=lambda rank: {}, refusal=said))
+        drive(agree(self.attention.comms[0], refusal=said))
         if error is not None:
             raise error
         self._is_to_meet = False

@@ -6,36 +6,29 @@ It gives the boundaries that attention is then called with, so no compiler can l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mesh_attention.errors import UsageError
+from mesh_attention.execution.operators import Numbered
 from mesh_attention.integrations.sequences import Row
 
 
 class Checker(Protocol):
-    """Whoever knows where this rank's tokens stand."""
+    """Knows the positions of this rank's tokens."""
 
     def check_agreed(self, position_ids: Tensor, rows: tuple[Row, ...]) -> None:
-        """Raise unless they stand where they should, on every rank if once a forward."""
+        """Raise on wrong position ids; once a forward, on every rank together."""
 
 
-_numbers = count(1)
-_checkers: WeakValueDictionary[int, Any] = WeakValueDictionary()
-
-
-def number_of(checker: Checker) -> int:
-    """A number that stands for the checker among the operator's arguments, as long as the checker lives."""
-    number = next(_numbers)
-    _checkers[number] = checker
-    return number
+CHECKERS: Numbered[Checker] = Numbered()
+number_of = CHECKERS.number
 
 
 def checked_cuts(position_ids: Tensor, cuts: Sequence[int], rows: Sequence[Row], checker: int) -> Tensor:
-    """`cuts` as a tensor, once the position ids of all rows have been looked at."""
+    """`cuts` as a tensor, after checking the position ids of all rows."""
     flat = [number for row in rows for number in (*row.real, *row.cuts)]
     sizes = [2 + len(row.cuts) for row in rows]
     found: Tensor = torch.ops.mesh_attention.checked_cuts(position_ids, list(cuts), flat, sizes, checker)
@@ -52,7 +45,10 @@ def _checked_cuts(
 ) -> Tensor:
     numbers = iter(rows)
     split = [[next(numbers) for _ in range(size)] for size in sizes]
-    _checkers[checker].check_agreed(position_ids, tuple(Row(tuple(row[2:]), (row[0], row[1])) for row in split))
+    found = CHECKERS.find(checker)
+    if found is None:
+        raise UsageError("the attention that this model was compiled with no longer exists; compile the model again")
+    found.check_agreed(position_ids, tuple(Row(tuple(row[2:]), (row[0], row[1])) for row in split))
     return torch.tensor(cuts)
 
 

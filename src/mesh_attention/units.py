@@ -1,0 +1,99 @@
+"""Sizes, bytes, times and counts as people write and read them.
+
+Everything shown to a person goes through here: three significant digits and a unit, k = 1024 tokens, KiB = 1024 bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from mesh_attention.errors import ParseError
+
+GIB = 2**30
+
+Units = tuple[tuple[str, int], ...]
+BYTES: Units = (("B", 1), ("KiB", 1024), ("MiB", 1024**2), ("GiB", GIB), ("TiB", 1024**4))
+TIMES: Units = (("ns", 1), ("µs", 10**3), ("ms", 10**6), ("s", 10**9))
+FLOPS: Units = (("FLOP", 1), ("kFLOP", 10**3), ("MFLOP", 10**6), ("GFLOP", 10**9), ("TFLOP", 10**12))
+SECONDS = (("µs", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0))
+
+_TOKENS = {"": 1, "k": 1024, "m": 1024**2}
+_NBYTES = {unit[0].lower(): scale for unit, scale in BYTES[1:]}
+_MINUTES_FROM_S = 120.0
+_ROUNDING_S = 5e-10
+
+
+# Reading
+
+
+def parse_size(option: str, text: str) -> int:
+    """``4096``, ``128k`` or ``1m``; k is 1024."""
+    found = re.fullmatch(r"([0-9]{1,18})([km]?)", text.strip().lower())
+    if found is None:
+        raise ParseError(f"{option} {text!r}: expected a whole number such as 4096, 128k or 1m (k is 1024)")
+    return int(found[1]) * _TOKENS[found[2]]
+
+
+def parse_whole(option: str, text: str, *, least: int = 1) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text.strip()) or int(text) < least:
+        raise ParseError(f"{option} {text!r}: expected a whole number, {least} or more, of at most 18 digits")
+    return int(text)
+
+
+def parse_nbytes(option: str, text: str) -> int:
+    """``20GiB``, ``512MiB`` or ``20g``; g is 1024³. A number without a unit is refused, and so is GB."""
+    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([kmgt])(?:ib)?", text.strip().lower())
+    nbytes = 0 if found is None else int(float(found[1]) * _NBYTES[found[2]])
+    if nbytes < 1:
+        raise ParseError(f"{option} {text!r}: expected bytes above 0 with a unit, such as 20GiB, 512MiB or 20g (GiB)")
+    return nbytes
+
+
+# Writing
+
+
+def format_size(tokens: float) -> str:
+    """The inverse of `parse_size`, in its largest exact unit: 131072 is 128k; 100000 is 100,000."""
+    for unit in ("m", "k"):
+        if tokens and tokens % _TOKENS[unit] == 0:
+            return f"{tokens / _TOKENS[unit]:.0f}{unit}"
+    return f"{tokens:,.0f}"
+
+
+def format_nbytes(nbytes: float) -> str:
+    """Three digits and a unit."""
+    unit, (text,) = format_together([round(nbytes)], BYTES, below=1000, digits=3)
+    return f"{text} {unit}"
+
+
+def format_time(seconds: float) -> str:
+    """Three digits and a unit, µs to minutes; less than half a nanosecond is 0."""
+    if abs(seconds) < _ROUNDING_S:
+        return "0"
+    rounded = float(f"{seconds:.3g}")
+    unit, scale = time_unit(abs(rounded))
+    return f"{three_digits(rounded / scale)} {unit}"
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The unit a time is shown in, and its length in seconds; minutes from two minutes on."""
+    if seconds >= _MINUTES_FROM_S:
+        return SECONDS[-1]
+    return next((unit for unit in reversed(SECONDS[:-1]) if seconds >= unit[1]), SECONDS[0])
+
+
+def format_together(values: Sequence[int], units: Units, *, below: int, digits: int = 4) -> tuple[str, list[str]]:
+    """A column: all values in the smallest unit that keeps them below `below`, with the same number of decimals."""
+    largest = max(values, default=0)
+    unit, scale = next((u for u in units if largest < below * u[1]), units[-1])
+    decimals = max(0, digits - len(str(largest // scale))) if scale > 1 else 0
+    return unit, [f"{value / scale:,.{decimals}f}" for value in values]
+
+
+def three_digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
