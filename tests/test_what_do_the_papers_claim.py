@@ -274,7 +274,8 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[s
     assert script.main(arguments) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    *lines, last = out.splitlines()
+    header, *lines, last = out.splitlines()
+    assert header.startswith("commit ")
     return lines, json.loads(last)
 
 
