@@ -17,8 +17,7 @@ import typer
 
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import group, option
-from mesh_attention.cli.files import checked_plan
-from mesh_attention.cli.progress import Report, progress
+from mesh_attention.cli.files import Report, checked_plan, progress
 from mesh_attention.cli.replay_report import Played, as_json, chart_of, print_replay
 from mesh_attention.clusters import find_cluster
 from mesh_attention.drawing.canvas import save_chart
@@ -69,7 +68,7 @@ class ReplayOptions:
     rank: int | None = _of_replay("--rank", "The rank to play; the middle one if left out.", "N", opt.read_rank, None)
     rounds: int = _of_replay("--rounds", "How often each method runs.", "N", parse_whole, 5)
     device: str | None = _of_replay(
-        "--device", "cpu, cuda, cuda:1; a GPU if there is one and it is left out.", "NAME", default=None
+        "--device", "cpu, cuda or cuda:1; if left out, a GPU if there is one.", "NAME", default=None
     )
     cluster: str | None = _of_replay(
         "--cluster",
@@ -108,15 +107,15 @@ def replay_command(
 
 def _play(problem: Problem, given: ReplayOptions, command: str, report: Report) -> Played:
     from mesh_attention.replay.actor import OneKernel
+    from mesh_attention.replay.cluster import measure_cluster
     from mesh_attention.replay.device import check_memory, find_device, surroundings_of
     from mesh_attention.replay.replay import replay
-    from mesh_attention.replay.scene import measure_scene
 
     directions, device = opt.passes(both=given.backward), find_device(given.device)
     rank = problem.ranks // 2 if given.rank is None else opt.check_rank(given.rank, problem.ranks)
     from_files = [_part_of(file, problem, directions, report) for file in given.plan or ()]
     if given.cluster is None:
-        topology = measure_scene(problem, device=device, report=report)
+        topology = measure_cluster(problem, device=device, report=report)
     else:
         topology = find_cluster(given.cluster).with_ranks(problem.ranks)
     parts: list[Part] = []
