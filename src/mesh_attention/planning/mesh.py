@@ -13,20 +13,18 @@ from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import Costs, estimate_costs, shard_sizes
 from mesh_attention.planning.entries import check_inner_rings, with_early_entries
 from mesh_attention.planning.greedy import greedy_moves
-from mesh_attention.planning.ulysses import trade_heads
 from mesh_attention.problem import Problem
 
 
 def mesh_schedule(problem: Problem, choice: Choice, direction: Direction, costs: Costs | None = None) -> Schedule:
     """Fetch shards and return partials one by one, attending meanwhile. The choice is settled."""
     assignment = choice.assignment
-    have = choice.keep if direction == "backward" else ()
     moves = greedy_moves(
         assignment.tile,
         direction,
         costs=estimate_costs(problem, assignment, direction) if costs is None else costs,
         blocks_per_call=choice.blocks_per_call,
-        have=have,
+        have=choice.keep if direction == "backward" else (),
         route=choice.route,
         sizes=tuple(shard_sizes(problem, assignment).items()),
     )
@@ -35,5 +33,4 @@ def mesh_schedule(problem: Problem, choice: Choice, direction: Direction, costs:
         check_inner_rings(BlockMatrix(problem, choice.layout, assignment))
     if choice.route == "ring":
         moves = with_early_entries(moves, assignment)
-    moves = trade_heads(moves, direction, assignment.ulysses, have=have)
     return Schedule(moves=moves, route=choice.route, partials=choice.partials, keep=choice.keep)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from typing_extensions import Unpack
 
 from mesh_attention.errors import ScheduleError, UsageError
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.plan.schedule import Move, Together
+from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Direction
 from mesh_attention.planning.attention2d import attention2d_schedule
 from mesh_attention.planning.choice import Choice, ChoiceOptions
 from mesh_attention.planning.costs import Costs, estimate_gpu_costs
@@ -45,6 +47,7 @@ def make_plan(
     else:
         schedule = mesh_schedule(problem, settled, direction, costs)
     assert settled.layout is not None
+    schedule = replace(schedule, moves=_trade_heads(schedule.moves, settled, direction))
     return Plan(
         method=settled.method,
         direction=direction,
@@ -53,6 +56,16 @@ def make_plan(
         assignment=settled.assignment,
         schedule=schedule,
     )
+
+
+def _trade_heads(moves: tuple[Move, ...], choice: Choice, direction: Direction) -> tuple[Move, ...]:
+    """Ulysses as a factor: trade heads for tokens, make the moves on the smaller grid, trade back."""
+    if choice.ulysses_degree == 1:
+        return moves
+    have = choice.keep if direction == "backward" else ()
+    before = (Together("exchange", kind) for kind in INPUTS[direction] if kind not in have)
+    after = (Together("exchange", kind) for kind in OUTPUTS[direction])
+    return (*before, *moves, *after)
 
 
 def make_priced_plan(problem: Problem, choice: Choice, direction: Direction, price: Price) -> Plan:
