@@ -156,7 +156,7 @@ def test_without_a_cluster_this_device_and_its_link_are_measured(run: Run, monke
         measured.append(problem)
         return cluster_named("laptopx4")
 
-    monkeypatch.setattr("mesh_attention.replay.scene.measure_scene", measure)
+    monkeypatch.setattr("mesh_attention.replay.cluster.measure_cluster", measure)
     found = as_json(run(f"replay {SIZES} --device cpu --rounds 1 --methods ring --json"))
     assert measured == [PROBLEM]
     assert found["is_measured"]
@@ -282,7 +282,7 @@ def test_a_chart_of_nothing_is_refused(groups: list[BarGroup]) -> None:
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(BENCHMARK.parent)
     module = importlib.import_module(BENCHMARK.stem)
-    monkeypatch.setattr(module, "measure_scene", lambda problem, **_: cluster_named(f"h100x{problem.ranks}"))
+    monkeypatch.setattr(module, "measure_cluster", lambda problem, **_: cluster_named(f"h100x{problem.ranks}"))
     return module
 
 

@@ -16,11 +16,11 @@ from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.execution.compiled import compile_program
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.replay.actor import Actor, OneKernel
+from mesh_attention.replay.cluster import measure_link
 from mesh_attention.replay.device import check_memory
 from mesh_attention.replay.parts import BEST, Part, tuned_parts
 from mesh_attention.replay.replay import replay
 from mesh_attention.replay.result import Contender, KernelPass, Pass, Replayed, rows_of
-from mesh_attention.replay.scene import measure_link
 from mesh_attention.topology import Topology
 
 CPU = torch.device("cpu")

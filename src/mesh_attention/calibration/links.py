@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from mesh_attention.calibration.fit import MessageTime
-from mesh_attention.calibration.timing import Report, everybody, within
+from mesh_attention.calibration.timing import Report, gather_values, within
 from mesh_attention.comm.base import Comm, Parcel
 from mesh_attention.topology import LinkClass
 
@@ -87,9 +87,9 @@ def _exchanges(
 def _slowest_s(exchange: Callable[[], None] | None, comm: Comm, device: torch.device) -> float:
     """Seconds of one exchange: the longest of the ranks' medians."""
     _sample_s(exchange, device)
-    first_s = max(everybody(comm, _sample_s(exchange, device)))
+    first_s = max(gather_values(comm, _sample_s(exchange, device)))
     samples = within(int(SAMPLED_S / first_s), LEAST_SAMPLES, MOST_SAMPLES)
-    return max(everybody(comm, median(_sample_s(exchange, device) for _ in range(samples))))
+    return max(gather_values(comm, median(_sample_s(exchange, device) for _ in range(samples))))
 
 
 def _sample_s(exchange: Callable[[], None] | None, device: torch.device) -> float:

@@ -26,7 +26,7 @@ Report = Callable[[str, float], None]
 """Gets the current task and the fraction done."""
 
 
-def everybody(comm: Comm, value: float) -> list[float]:
+def gather_values(comm: Comm, value: float) -> list[float]:
     """Each rank's number, as the same list on all ranks; also a barrier."""
     return [float(text) for text in comm.share(repr(value)).result()]
 
@@ -34,12 +34,12 @@ def everybody(comm: Comm, value: float) -> list[float]:
 def time_call(call: Callable[[], object], *, comm: Comm, device: torch.device) -> float:
     """Seconds of a call after warm-up: the median of the ranks' medians; the same on every rank."""
     sample_s(call, device, calls=1)
-    first_s = everybody(comm, sample_s(call, device, calls=1))
+    first_s = gather_values(comm, sample_s(call, device, calls=1))
     calls = within(int(SAMPLE_S / min(first_s)), 1, MOST_CALLS)  # other ranks may have waited for the core
     samples = within(int(SAMPLED_S / (median(first_s) * calls)), LEAST_SAMPLES, MOST_SAMPLES)
     in_a_row = _repeated(call, calls, device)
     rest(device, REST_S)
-    return median(everybody(comm, median(sample_s(in_a_row, device, calls=1) / calls for _ in range(samples))))
+    return median(gather_values(comm, median(sample_s(in_a_row, device, calls=1) / calls for _ in range(samples))))
 
 
 def rest(device: torch.device, seconds: float) -> None:

@@ -17,6 +17,7 @@ from mesh_attention.cli.command import argument, group, option
 from mesh_attention.cli.files import Report, output_file, progress, read_plan_file, unroll, write_plan_file
 from mesh_attention.cli.tables import Column, mask_words, plain_console, print_table, size_words, tile_reason, times
 from mesh_attention.cli.terminal import draw_matrix
+from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.plan import Plan
@@ -166,7 +167,7 @@ def _comparison_columns(comparison: Comparison) -> list[Column]:
 
 
 def _tile(row: Row) -> str:
-    return f"{row.ulysses}·{row.tile}" if row.ulysses > 1 else row.tile
+    return str(Assignment(Tile.parse(row.tile), row.ulysses))
 
 
 def _comparison_caption(comparison: Comparison, *, ranks: int) -> str:

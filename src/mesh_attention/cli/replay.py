@@ -107,15 +107,15 @@ def replay_command(
 
 def _play(problem: Problem, given: ReplayOptions, command: str, report: Report) -> Played:
     from mesh_attention.replay.actor import OneKernel
+    from mesh_attention.replay.cluster import measure_cluster
     from mesh_attention.replay.device import check_memory, find_device, surroundings_of
     from mesh_attention.replay.replay import replay
-    from mesh_attention.replay.scene import measure_scene
 
     directions, device = opt.passes(both=given.backward), find_device(given.device)
     rank = problem.ranks // 2 if given.rank is None else opt.check_rank(given.rank, problem.ranks)
     from_files = [_part_of(file, problem, directions, report) for file in given.plan or ()]
     if given.cluster is None:
-        topology = measure_scene(problem, device=device, report=report)
+        topology = measure_cluster(problem, device=device, report=report)
     else:
         topology = find_cluster(given.cluster).with_ranks(problem.ranks)
     parts: list[Part] = []

@@ -39,7 +39,7 @@ from mesh_attention.plan.steps import (
     transfers,
 )
 from mesh_attention.plan.text import format_item, format_step
-from mesh_attention.plan.turns import turns
+from mesh_attention.plan.waits import turns
 
 Fields = Mapping[str, Tensor]
 """Tensors by field name, (batch, heads, tokens, dim)."""

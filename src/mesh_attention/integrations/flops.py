@@ -1,6 +1,6 @@
 """FLOPs of attention for torch's counter: ``FlopCounterMode(custom_mapping=flop_formulas())``.
 
-Counted as torch counts its own attention: without regard to masks, and in backward with the scores computed again.
+Counted as torch counts its own attention: without masks, and with the scores recomputed in backward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mesh_attention.problem import flops_a_pair
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
-    """A formula for each operator. A rank counts its even share: its queries against the whole sequence."""
+    """A formula for each operator. A rank counts its queries against the whole sequence."""
     attend, backward = torch.ops.mesh_attention.attend, torch.ops.mesh_attention.attend_backward
     formulas: dict[Any, Callable[..., int]] = {attend: _forward, backward: _backward}
     for formula in formulas.values():

@@ -52,7 +52,7 @@ def _positions(segments: tuple[Segment, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _cuts(cuts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Boundaries copied to the device once, at first use, which is before a CUDA graph is recorded."""
+    """Boundaries copied to the device once, at first use, which is before a CUDA graph is captured."""
     return torch.tensor(cuts, device=device)
 
 

@@ -39,11 +39,11 @@ def check(plan: Plan, *, on_progress: Callable[[str, float], None] | None = None
             yield program
 
     evidence = Evidence(plan, programs())
-    run = run_programs(evidence)
+    outcome = run_programs(evidence)
     breaches: list[Breach] = []
     for number, (name, rule) in enumerate(RULES.items()):
         tell(f"checking {name}", 0.5 + 0.5 * number / len(RULES))
-        breaches.extend(rule(evidence, run))
+        breaches.extend(rule(evidence, outcome))
     tell("checked", 1.0)
     return tuple(breaches)
 

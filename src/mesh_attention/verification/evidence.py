@@ -23,7 +23,7 @@ from mesh_attention.plan.steps import (
     effects,
     transfers,
 )
-from mesh_attention.plan.turns import turns
+from mesh_attention.plan.waits import turns
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from mesh_attention.plan import steps
 from mesh_attention.plan.steps import INPUTS, KINDS, OUTPUTS, Item, Step
 from mesh_attention.plan.text import format_item, format_numbers
 from mesh_attention.verification.evidence import Breach, Evidence
-from mesh_attention.verification.rendezvous import Run
+from mesh_attention.verification.rendezvous import Outcome
 
 
-def form(evidence: Evidence, run: Run) -> Iterator[Breach]:
+def form(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
     for program in evidence.programs:
         for index, step in enumerate(program.steps):
             for flaw in _flaws(evidence, program.rank, step):

@@ -25,7 +25,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Outcome:
     """The steps in an order that respects every wait, and the ranks that got stuck in a circle.
 
     Past a circle, the order continues as if one of its waits had ended, so that the other rules can still be checked.
@@ -35,13 +35,13 @@ class Run:
     stuck: list[Wait]
 
 
-def run_programs(evidence: Evidence) -> Run:
+def run_programs(evidence: Evidence) -> Outcome:
     rendezvous = _Rendezvous(evidence)
     for rank in range(len(evidence.programs)):
         rendezvous.advance(rank)
     stuck = rendezvous.stuck()
     rendezvous.run_on()
-    return Run(rendezvous.order, stuck)
+    return Outcome(rendezvous.order, stuck)
 
 
 Event = tuple[str, Transfer | Call]

@@ -22,12 +22,12 @@ from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Item, Kind, running, tra
 from mesh_attention.plan.text import format_item, format_step
 from mesh_attention.verification.evidence import Breach, Call, Evidence, Sighting, Transfer, op_of
 from mesh_attention.verification.forms import form
-from mesh_attention.verification.rendezvous import Run, circles
+from mesh_attention.verification.rendezvous import Outcome, circles
 
-Rule = Callable[[Evidence, Run], Iterator[Breach]]
+Rule = Callable[[Evidence, Outcome], Iterator[Breach]]
 
 
-def coverage(evidence: Evidence, run: Run) -> Iterator[Breach]:
+def coverage(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
     matrix, assignment = evidence.matrix, evidence.plan.assignment
     seen: dict[tuple[int, int, int], tuple[int, int]] = {}
     shards = range(assignment.places)
@@ -54,7 +54,7 @@ def coverage(evidence: Evidence, run: Run) -> Iterator[Breach]:
                         yield Breach("coverage", rank, None, f"{name} is in this rank's tile, but no rank attends it")
 
 
-def presence(evidence: Evidence, run: Run) -> Iterator[Breach]:
+def presence(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
     for program in evidence.programs:
         held = evidence.inputs(program.rank)
         freed: set[Item] = set()
@@ -76,7 +76,7 @@ def presence(evidence: Evidence, run: Run) -> Iterator[Breach]:
             freed.update(done.frees)
 
 
-def matching(evidence: Evidence, run: Run) -> Iterator[Breach]:
+def matching(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
     yield from _unmatched(evidence.send_sightings(), evidence.recvs, lambda t: f"rank {t.dest} has no receive for it")
     yield from _unmatched(evidence.recv_sightings(), evidence.sends, lambda t: f"rank {t.source} never sends it")
     yield from _out_of_order(evidence)
@@ -131,8 +131,8 @@ def _uneven_calls(evidence: Evidence) -> Iterator[Breach]:
             )
 
 
-def progress(evidence: Evidence, run: Run) -> Iterator[Breach]:
-    for circle in circles(run.stuck):
+def progress(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
+    for circle in circles(outcome.stuck):
         ranks = " -> ".join(str(wait.rank) for wait in (*circle, circle[0]))
         for wait in circle:
             step = format_step(evidence.programs[wait.rank].steps[wait.step])
@@ -144,8 +144,8 @@ Origin = tuple[int, int]
 """The rank and step that computed a contribution."""
 
 
-def homecoming(evidence: Evidence, run: Run) -> Iterator[Breach]:
-    owed, arrived = _follow_partials(evidence, run)
+def homecoming(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
+    owed, arrived = _follow_partials(evidence, outcome)
     for program in evidence.programs:
         rank = program.rank
         place, heads = evidence.plan.assignment.place(rank), evidence.plan.assignment.head_slice(rank)
@@ -167,13 +167,13 @@ def homecoming(evidence: Evidence, run: Run) -> Iterator[Breach]:
 
 
 def _follow_partials(
-    evidence: Evidence, run: Run
+    evidence: Evidence, outcome: Outcome
 ) -> tuple[dict[tuple[Kind, int, int], list[Origin]], dict[tuple[int, Item], list[Origin]]]:
     """The contributions computed for each result, and those that each held item contains after everything has run."""
     owed: dict[tuple[Kind, int, int], list[Origin]] = defaultdict(list)
     contents: dict[tuple[int, Item], list[Origin]] = {}
     moved: set[Call] = set()
-    for rank, index in run.order:
+    for rank, index in outcome.order:
         step = evidence.programs[rank].steps[index]
         match step:
             case steps.Attend():
@@ -211,7 +211,7 @@ def _move_partials(evidence: Evidence, call: Call, contents: dict[tuple[int, Ite
                     contents[rank, recv.item] = list(sent)
 
 
-def purpose(evidence: Evidence, run: Run) -> Iterator[Breach]:
+def purpose(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
     for program in evidence.programs:
         unused: dict[Item, int] = {}
         for index, step in enumerate(program.steps):
@@ -225,7 +225,7 @@ def purpose(evidence: Evidence, run: Run) -> Iterator[Breach]:
                 yield Breach("purpose", program.rank, index, f"{format_item(item)} is received and never used")
 
 
-def tidiness(evidence: Evidence, run: Run) -> Iterator[Breach]:
+def tidiness(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
     for program in evidence.programs:
         made = dict.fromkeys(evidence.inputs(program.rank), 0)
         for index, done in enumerate(evidence.effects[program.rank]):
@@ -240,7 +240,7 @@ def tidiness(evidence: Evidence, run: Run) -> Iterator[Breach]:
                 yield Breach("tidiness", program.rank, index, f"{format_item(item)} is never freed")
 
 
-def memory(evidence: Evidence, run: Run) -> Iterator[Breach]:
+def memory(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
     for program in evidence.programs:
         profile = held_nbytes(
             program.steps,

@@ -1,4 +1,4 @@
-"""The stage a replay is set on: this device behind its own link to the host, measured, as a cluster of many like it."""
+"""Measures this device and its link to the host, as a cluster of many such devices."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MESSAGE_NBYTES = (2**20, 2**22, 2**24, 2**26)
 MESSAGES_IN_A_ROW, SAMPLES = 8, 5
 
 
-def measure_scene(problem: Problem, *, device: torch.device, report: Report) -> Topology:
-    """A cluster of as many ranks as the problem has, each with this device, and its host's memory as its peer."""
+def measure_cluster(problem: Problem, *, device: torch.device, report: Report) -> Topology:
+    """A cluster with the ranks of the problem, each on a device like this one, with the host's memory as its peer."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # events and graphs are of the current one
+        torch.cuda.set_device(device)  # events and graphs use the current device
     comm = ReplayComm(0, 1, device=device)
     calls = time_kernel(problem, comm=comm, device=device, report=lambda doing, fraction: report(doing, 0.8 * fraction))
     report("merging partials", 0.8)
@@ -45,7 +45,7 @@ def measure_scene(problem: Problem, *, device: torch.device, report: Report) -> 
 
 
 def measure_link(device: torch.device) -> Link:
-    """Copies in and out at once, as in a replay: the rate is that of one direction while the other is as busy."""
+    """The link, measured by copies in and out at once, as in a replay; the rate is that of one direction."""
     comm = ReplayComm(0, 2, device=device)
     comm.reserve(max(MESSAGE_NBYTES))
     points = []
