@@ -3,15 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Torch first and by itself: pinned, it is a CPU build where one is offered.
+# Torch first and by itself: pinned, it is a CPU build where one is offered. To use another version, give it:
+# make test TORCH=torch==2.10.0
 TORCH := $(shell grep '^torch==' constraints.txt)
+# Another torch brings its own triton.
+UNPINNED := ^torch==$(if $(filter command line,$(origin TORCH)),|^triton==)
 
-.PHONY: demo test test-gpu check format bench docs clean
+.PHONY: demo test test-gpu check check-schemas format bench docs dist clean
 
 # What a user has, without the tools of development.
 demo: $(VENV)/installed
 	$(BIN)/mesh-attention demo
-	$(BIN)/mesh-attention plan --ranks 16 --tile 4x4 --seq 128k --heads 32 --kv-heads 8 --head-dim 128 --causal --save $(VENV)/demo-plan.json
+	$(BIN)/mesh-attention plan --ranks 64 --seq 128k --heads 32 --kv-heads 8 --causal --save $(VENV)/demo-plan.json
 	$(BIN)/mesh-attention verify $(VENV)/demo-plan.json
 
 test: $(VENV)/ready
@@ -21,10 +24,14 @@ test: $(VENV)/ready
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -rs $(ARGS)
 
-check: $(VENV)/ready
+check: check-schemas
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check-schemas: $(VENV)/ready
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .
@@ -36,14 +43,23 @@ bench: $(VENV)/ready
 docs: $(VENV)/ready
 	$(BIN)/mkdocs build --strict
 
+# Builds the sdist and the wheel, checks them, and tries the wheel in an empty environment.
+dist: $(VENV)/installed
+	$(PIP) --constraint $(VENV)/constraints.txt --editable '.[dist]'
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/try_dist.py dist
+
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"
-	$(PIP) --constraint constraints.txt --editable '.[charts]'
+	grep -vE '$(UNPINNED)' constraints.txt > $(VENV)/constraints.txt && echo '$(TORCH)' >> $(VENV)/constraints.txt
+	$(PIP) --constraint $(VENV)/constraints.txt --editable '.[charts]'
 	touch $@
 
 $(VENV)/ready: $(VENV)/installed
-	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:

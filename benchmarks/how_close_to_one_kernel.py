@@ -25,17 +25,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from run_facts import commit
 
 from mesh_attention import Problem, causal
-from mesh_attention.cli.replay_device import Surroundings, check_memory, device_from, surroundings_of
-from mesh_attention.cli.replay_rows import Row, bar_groups, kernel_as_json, row_as_json, rows_of
+from mesh_attention.cli.replay_report import bar_groups
 from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.rates import BarGroup, rate_chart
 from mesh_attention.plan.steps import DIRECTIONS
+from mesh_attention.replay.cluster import measure_cluster
+from mesh_attention.replay.device import Surroundings, check_memory, find_device, surroundings_of
 from mesh_attention.replay.parts import tuned_parts
 from mesh_attention.replay.replay import replay
-from mesh_attention.replay.result import Replayed
-from mesh_attention.replay.scene import measure_scene
+from mesh_attention.replay.result import Replayed, Row, kernel_as_json, row_as_json, rows_of
 from mesh_attention.topology import Topology
 from mesh_attention.units import format_size
 
@@ -64,7 +65,7 @@ CAPTION = (
 
 def main() -> int:
     given = _arguments()
-    device = device_from(given.device)
+    device = find_device(given.device)
     problems = QUICK if given.quick else PROBLEMS
     run = Run(given, device, surroundings_of(problems[0], device))
     versions = ", ".join(f"{name} {number}" for name, number in run.around.versions.items())
@@ -85,7 +86,7 @@ class Run:
     device: torch.device
     around: Surroundings
     lines: list[str] = field(default_factory=list)
-    scenes: dict[int, Topology] = field(default_factory=dict)
+    clusters: dict[int, Topology] = field(default_factory=dict)
     found: list[tuple[Problem, Replayed]] = field(default_factory=list)
 
     def say(self, *lines: str) -> None:
@@ -93,12 +94,12 @@ class Run:
         print(*lines, sep="\n", flush=True)
 
     def play(self, problem: Problem) -> None:
-        if problem.kv_heads not in self.scenes:
-            scene = self.scenes[problem.kv_heads] = measure_scene(problem, device=self.device, report=_quietly)
-            self.say(_scene_words(problem, scene))
+        if problem.kv_heads not in self.clusters:
+            cluster = self.clusters[problem.kv_heads] = measure_cluster(problem, device=self.device, report=_quietly)
+            self.say(_cluster_words(problem, cluster))
         if not self.found:
             self.say(_line([name for name, _ in COLUMNS]))
-        self.found.append((problem, _replay(problem, self.scenes[problem.kv_heads], self.given, self.device)))
+        self.found.append((problem, _replay(problem, self.clusters[problem.kv_heads], self.given, self.device)))
         self.say(*_table_lines(*self.found[-1]))
         self.write()
 
@@ -106,10 +107,11 @@ class Run:
     def facts(self) -> dict[str, Any]:
         return {
             "benchmark": NAME,
+            "commit": commit(),
             "command": shlex.join(["python", *sys.argv]),
             **asdict(self.around),
             "rounds": self.given.rounds,
-            "scenes": {kv_heads: asdict(scene) for kv_heads, scene in self.scenes.items()},
+            "scenes": {kv_heads: asdict(cluster) for kv_heads, cluster in self.clusters.items()},
             "problems": [_fact(*one) for one in self.found],
         }
 
@@ -131,8 +133,8 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _replay(problem: Problem, scene: Topology, given: argparse.Namespace, device: torch.device) -> Replayed:
-    topology = replace(scene, ranks=problem.ranks)
+def _replay(problem: Problem, cluster: Topology, given: argparse.Namespace, device: torch.device) -> Replayed:
+    topology = replace(cluster, ranks=problem.ranks)
     rank = problem.ranks // 2 if given.rank is None else given.rank
     methods = [method.replace("ulysses-", "ulysses×") for method in given.methods]
     parts = tuned_parts(problem, topology, methods, directions=DIRECTIONS, layout="zigzag")
@@ -148,11 +150,11 @@ def _quietly(doing: str, fraction: float) -> None:
 # The table
 
 
-def _scene_words(problem: Problem, scene: Topology) -> str:
-    device = scene.device
+def _cluster_words(problem: Problem, cluster: Topology) -> str:
+    device = cluster.device
     return (
         f"with {problem.kv_heads} KV heads: {device.forward.tflops:g} and {device.backward.tflops:g} TFLOP/s fitted, "
-        f"{scene.between.gb_per_s:g} GB/s each way at once, {scene.between.latency_us:g} µs"
+        f"{cluster.between.gb_per_s:g} GB/s each way at once, {cluster.between.latency_us:g} µs"
     )
 
 
@@ -213,7 +215,8 @@ def _fact(problem: Problem, replayed: Replayed) -> dict[str, Any]:
 
 
 def _write(folder: Path, lines: list[str], facts: dict[str, Any], chart: Figure | None) -> None:
-    (folder / f"{NAME}.txt").write_text("\n".join([f"$ {facts['command']}", facts["date"], *lines, ""]))
+    header = [f"$ {facts['command']}", facts["date"], f"commit {facts['commit']}"]
+    (folder / f"{NAME}.txt").write_text("\n".join([*header, *lines, ""]))
     (folder / f"{NAME}.json").write_text(json.dumps(facts, indent=1) + "\n")
     if chart is not None:
         save_chart(chart, folder / f"{NAME}.png")

@@ -7,7 +7,6 @@ is above 1.5.
 from __future__ import annotations
 
 import json
-import platform
 import sys
 from typing import Any
 
@@ -15,9 +14,10 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from run_facts import start_result
 from torch import Tensor
 
-from mesh_attention import LocalGroup, MeshAttention, __version__
+from mesh_attention import LocalGroup, MeshAttention
 
 TOKENS, HEADS, KV_HEADS, DIM = 2048, 8, 4, 64
 PLANNERS: dict[str, dict[str, Any]] = {
@@ -53,6 +53,7 @@ def errors(ours: list[Tensor], truth: list[Tensor]) -> list[float]:
 
 
 def main() -> None:
+    facts = start_result("how_exact_is_bfloat16")
     truth = spread(1, {}, torch.float64)
     single = errors(spread(1, {}, torch.bfloat16), truth)
     grid = [(name, ranks) for ranks in (2, 4, 8, 16) for name in PLANNERS]
@@ -68,9 +69,8 @@ def main() -> None:
     Console().print(table)
     worst = max(row[name] for row in rows if row["ranks"] == 16 for name in ("O", "dQ", "dK", "dV"))
     print(f"worst ratio at 16 ranks: {worst:.2f} (limit {LIMIT})")
-    versions = {"mesh-attention": __version__, "torch": torch.__version__, "python": platform.python_version()}
     rounded = [{k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in rows]
-    print(json.dumps({"benchmark": "how_exact_is_bfloat16", "versions": versions, "single": single, "rows": rounded}))
+    print(json.dumps({**facts, "single": single, "rows": rounded}))
     sys.exit(worst > LIMIT)
 
 

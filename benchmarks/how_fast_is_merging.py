@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -18,9 +17,9 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from run_facts import start_result
 from torch import Tensor
 
-from mesh_attention import __version__
 from mesh_attention.kernels.merge import Merging
 from mesh_attention.kernels.select import MERGINGS
 
@@ -117,6 +116,8 @@ def main() -> None:
     device = torch.device(parser.parse_args().device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("how_fast_is_merging needs a CUDA device, and torch sees none; --device cpu times small sizes here")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    facts = start_result("how_fast_is_merging", device=name)
     ways = [way for way in MERGINGS if way.supports(device) is None]
     sizes = track(TOKENS[device.type], console=Console(stderr=True), transient=True)
     rows = [row for tokens in sizes for row in time_operations(tokens, device, ways)]
@@ -127,10 +128,7 @@ def main() -> None:
     console = Console()
     console.print(table)
     console.print("host, µs a merge: " + ", ".join(f"{name} {cost}" for name, cost in host.items()))
-    versions = {"mesh-attention": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
-    answer = {"benchmark": "how_fast_is_merging", "versions": versions, "machine": machine, "host_us": host}
-    print(json.dumps({**answer, "rows": rows}))
+    print(json.dumps({**facts, "host_us": host, "rows": rows}))
 
 
 if __name__ == "__main__":

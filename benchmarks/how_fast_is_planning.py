@@ -6,7 +6,6 @@ Every figure is the median of fresh runs, each with cold caches. Prints a table 
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -14,8 +13,9 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from run_facts import start_result
 
-from mesh_attention import Problem, __version__, causal, check, make_plan
+from mesh_attention import Problem, causal, check, make_plan
 from mesh_attention.plan.blocks import block_matrix
 from mesh_attention.plan.steps import DIRECTIONS
 
@@ -51,6 +51,7 @@ def median_seconds(work: Callable[[int, str], None], blocks_per_call: int, route
 
 
 def main() -> None:
+    facts = start_result("how_fast_is_planning")
     # Two programs are built a run, one a direction; the limit is for one.
     cases = {
         "program": ("one rank's program, 4096 ranks, 64x64", one_program, 2),
@@ -67,8 +68,7 @@ def main() -> None:
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
     Console().print(table)
-    versions = {"mesh-attention": __version__, "python": platform.python_version(), "machine": platform.machine()}
-    print(json.dumps({"benchmark": "how_fast_is_planning", "versions": versions, "rows": rows}))
+    print(json.dumps({**facts, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -17,12 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,8 +30,9 @@ from emulation.forecast import cluster_of, forecasts
 from emulation.network import Cluster, RunResult, exit_on_signals, parse_rate, why_not
 from rich.console import Console
 from rich.table import Table
+from run_facts import start_result
 
-from mesh_attention import MeshAttentionError, __version__
+from mesh_attention import MeshAttentionError
 
 MIB = 2**20
 
@@ -126,9 +125,10 @@ def main() -> int:
             return 1
         measured = json.loads(Path(folder, "measured.json").read_text())
     rows = make_rows(job, measured, ranks_per_node=given.ranks_per_node)
+    header = start_result("how_fast_on_a_slow_network")
     _print(given, rows, result)
     facts = _facts(given, rows, result, measured[0]["calibration"])
-    print(json.dumps(_rounded({**facts, "load_before": load})))
+    print(json.dumps(_rounded({**header, **facts, "load_before": load})))
     return 0
 
 
@@ -249,11 +249,7 @@ def _print(given: argparse.Namespace, rows: Sequence[Row], result: RunResult) ->
 def _facts(
     given: argparse.Namespace, rows: Sequence[Row], result: RunResult, calibration: Mapping[str, Any]
 ) -> dict[str, Any]:
-    versions = {"mesh-attention": __version__, "torch": version("torch"), "python": platform.python_version()}
     return {
-        "benchmark": "how_fast_on_a_slow_network",
-        "versions": versions,
-        "cores": os.cpu_count(),
         "settings": vars(given),
         "seconds": result.seconds,
         "dropped_packets": result.dropped_packets,

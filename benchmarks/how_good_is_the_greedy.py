@@ -1,6 +1,6 @@
 """How good is the greedy order? Its makespan over that of the shortest schedule there is, for all small tiles.
 
-Both are priced by `planning/clocks.py`, so this says how good the order is in its own model, not how good the model is.
+Both are priced by `orders/clocks.py`, so this says how good the order is in its own model, not how good the model is.
 Costs go from links that hide behind a tenth of a block to links that need ten, with the proportions of multi-head
 attention and of four and eight query heads a KV head. Prints two tables and, last, a JSON line.
 """
@@ -8,22 +8,22 @@ attention and of four and eight query heads a KV head. Prints two tables and, la
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from orders.clocks import price_moves
+from orders.optimum import optimal_moves
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from run_facts import start_result
 
-from mesh_attention import Assignment, Costs, Problem, Tile, __version__, estimate_costs
+from mesh_attention import Assignment, Costs, Problem, Tile, estimate_costs
 from mesh_attention.plan.steps import DIRECTIONS, Direction
-from mesh_attention.planning.clocks import price_moves
 from mesh_attention.planning.greedy import greedy_moves
-from mesh_attention.planning.optimum import optimal_moves
 
 TILES = [Tile(rows, cols) for rows, cols in product(range(1, 5), repeat=2) if rows * cols > 1]
 Q_COSTS = [round(10 ** (exponent / 6), 3) for exponent in range(-6, 7)]
@@ -72,6 +72,7 @@ def print_summaries(what: str, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def main() -> None:
+    facts = start_result("how_good_is_the_greedy")
     start = time.perf_counter()
     cases = [Case(*values) for values in product(DIRECTIONS, TILES, GROUPS, Q_COSTS)]
     ratios = {case: case.ratio() for case in track(cases, console=Console(stderr=True), transient=True)}
@@ -86,10 +87,9 @@ def main() -> None:
     overall += [{"tile": "all", "direction": "both"} | where()]
     print_summaries("tile", [*by_tile, *overall])
     print_summaries("cost of q", by_cost)
-    versions = {"mesh-attention": __version__, "python": platform.python_version(), "machine": platform.machine()}
     size = {"cases": len(cases), "seconds": round(seconds, 1)}
     rows = {"by_tile": by_tile, "by_cost": by_cost, "overall": overall}
-    print(json.dumps({"benchmark": "how_good_is_the_greedy", "versions": versions, **size, **rows}))
+    print(json.dumps({**facts, **size, **rows}))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,8 +18,9 @@ from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
+from run_facts import start_result
 
-from mesh_attention import Problem, __version__, causal
+from mesh_attention import Problem, causal
 from mesh_attention.clusters import cluster_named
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import FAMILIES, Choice, Family, default_layout
@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--exhaustive", action="store_true", help="simulate all candidates, at 256 ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[256, 1024])
     given = parser.parse_args()
-    facts = []
+    facts, cases = start_result("how_good_is_the_tuner"), []
     for ranks in given.ranks:
         cluster = cluster_named(f"h100x{ranks}")
         found = [(case, *_timed(*case, cluster)) for case in _cases(ranks)]
@@ -50,8 +50,8 @@ def main() -> int:
             fact = _fact(problem, directions, tuning, seconds)
             if given.exhaustive and ranks <= 256:
                 fact["exhaustive"] = {d: _best_of_all(problem, cluster, d, tuning.chosen) for d in directions}
-            facts.append(fact)
-    print(json.dumps({"mesh-attention": __version__, "python": platform.python_version(), "cases": facts}))
+            cases.append(fact)
+    print(json.dumps({**facts, "cases": cases}))
     return 0
 
 

@@ -6,7 +6,6 @@ Prints a table and, last, a JSON line; exits 1 if a step takes more than 15 micr
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import sys
 import time
@@ -16,14 +15,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from run_facts import start_result
 from torch import Tensor
 
-from mesh_attention import Problem, __version__, causal, make_plan
+from mesh_attention import Problem, causal, make_plan
+from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Parcel, Work
-from mesh_attention.comm.local import block
-from mesh_attention.execution.autograd import Outputs
 from mesh_attention.execution.compiled import compile_program
-from mesh_attention.execution.executor import Executor, Softmax
+from mesh_attention.execution.driving import drive
+from mesh_attention.execution.engine import Outputs
+from mesh_attention.execution.executor import Executor
 from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores
 from mesh_attention.kernels.merge import TorchMerging
 from mesh_attention.plan.steps import DIRECTIONS, Direction
@@ -102,12 +103,13 @@ def microseconds_a_step(
             merging=NoMerging(),
         )
         start = time.process_time()
-        block(executor.run())
+        drive(executor.run())
         seconds.append(time.process_time() - start)
     return 1e6 * statistics.median(seconds) / len(compiled.steps), len(compiled.steps)
 
 
 def main() -> None:
+    facts = start_result("what_does_a_step_cost")
     torch.set_num_threads(1)
     rows = []
     for ranks, tile in ((16, (4, 4)), (256, (16, 16)), (256, (1, 256))):
@@ -120,8 +122,7 @@ def main() -> None:
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console().print(table)
-    versions = {"mesh-attention": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    print(json.dumps({"benchmark": "what_does_a_step_cost", "versions": versions, "rows": rows}))
+    print(json.dumps({**facts, "rows": rows}))
     sys.exit(max(float(row["us_a_step"]) for row in rows) > LIMIT_US)
 
 

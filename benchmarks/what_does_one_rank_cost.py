@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -19,12 +18,14 @@ from statistics import median
 import torch
 from rich.console import Console
 from rich.table import Table
+from run_facts import start_result
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from mesh_attention import LocalGroup, MeshAttention, __version__
-from mesh_attention.execution.operators import Asked
+from mesh_attention import LocalGroup, MeshAttention
+from mesh_attention.arguments import CallOptions
+from mesh_attention.execution.operators import Operands
 
 HEADS, DIM = 32, 128
 LIMIT_US, LIMIT_SHARE = 20.0, 0.02
@@ -75,7 +76,7 @@ def both_calls(tokens: int, device: torch.device) -> dict[str, Callable[[], obje
 
 
 def _through_operator(attention: MeshAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    asked = Asked(None, None, True, None, (-1, -1), 0.0, False, None, None, q.requires_grad, attention._number)
+    asked = Operands(CallOptions(causal=True), q.requires_grad, attention._number).pack()
     return torch.ops.mesh_attention.attend(q, k, v, *asked)[0]
 
 
@@ -109,6 +110,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(parser.parse_args().device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    facts = start_result("what_does_one_rank_cost", device=name)
     rows, is_within = [], True
     for tokens, repeats in ((128, 100), (8192, 5)):
         for what, make in (("forward", forward_calls), ("forward and backward", both_calls)):
@@ -122,9 +125,7 @@ def main() -> None:
         numbers = (f"{row['bare']:.1f}", f"{row['library']:.1f}", f"{row['over_us']:.1f}", f"{row['over_share']:.1%}")
         table.add_row(str(row["tokens"]), str(row["pass"]), *numbers, f"{row['operator']:.1f}")
     Console().print(table)
-    versions = {"mesh-attention": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    print(json.dumps({"benchmark": "what_does_one_rank_cost", "versions": versions, "device": machine, "rows": rows}))
+    print(json.dumps({**facts, "rows": rows}))
     sys.exit(not is_within)
 
 

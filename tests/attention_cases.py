@@ -125,8 +125,8 @@ def dense_answer(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) 
 
 
 def spread_out(tensor: Tensor) -> Tensor:
-    """The same values with no stride as it would be after `contiguous`."""
-    return torch.stack([tensor, tensor], dim=-1)[..., 0].flip(1).flip(1)
+    """The same values, with no stride that `contiguous` would give: not even the last is 1."""
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:

@@ -1,11 +1,23 @@
-"""One pool of eight workers for all tests of a process that need real ranks."""
+"""Real ranks for the tests: one pool of eight workers for a whole process, and scripts as python or torchrun run them.
+
+All of them are forked from one server (`mesh_attention.testing.run_ranks`), which saves each the import of torch.
+"""
 
 from __future__ import annotations
 
 import atexit
+import os
+import runpy
+import sys
+import tempfile
 from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
 
-from mesh_attention.testing.run_ranks import RankPool
+import torch
+from torch.distributed import TCPStore
+
+from mesh_attention.testing.run_ranks import RankPool, process_context
 
 
 @lru_cache(maxsize=1)
@@ -13,3 +25,49 @@ def shared_pool() -> RankPool:
     pool = RankPool(8)
     atexit.register(pool.close)
     return pool
+
+
+class Finished(NamedTuple):
+    """A script's exit code and output; with several ranks the first code that is not 0, and their output by rank."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_script(script: Path, *flags: str, ranks: int = 0, timeout_s: float = 120.0) -> Finished:
+    """Run a script with the environment that torchrun gives its ranks, or with `ranks=0` as python does."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    common = os.environ | {"OMP_NUM_THREADS": "1"}
+    if ranks:
+        common |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_RESTART_COUNT": "0"}
+        common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    context = process_context()
+    with tempfile.TemporaryDirectory(prefix="mesh-attention-script-") as folder:
+        processes = []
+        for rank in range(ranks or 1):
+            environment = common | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {})
+            given = (str(script), flags, environment, f"{folder}/{rank}")
+            processes.append(context.Process(target=_run_as_main, args=given, daemon=True))
+            processes[-1].start()
+        for process in processes:
+            process.join(timeout_s)
+            process.kill()
+            process.join()
+        code = next((process.exitcode for process in processes if process.exitcode), 0)
+        said = ["".join(Path(f"{folder}/{rank}.{name}").read_text() for rank in range(ranks or 1)) for name in STREAMS]
+    return Finished(code, *said)
+
+
+STREAMS = ("stdout", "stderr")
+
+
+def _run_as_main(script: str, flags: tuple[str, ...], environment: dict[str, str], output: str) -> None:
+    for number, name in enumerate(STREAMS, start=1):
+        os.dup2(os.open(f"{output}.{name}", os.O_CREAT | os.O_WRONLY), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    sys.argv = [script, *flags]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")

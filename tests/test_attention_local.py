@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.comm.local import LocalGroup
-from mesh_attention.comm.wrappers import Recording
+from mesh_attention.comm.wrappers import Counting
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import rank_costs
@@ -38,7 +38,9 @@ def attend(attention: MeshAttention, case: Case, dtype: torch.dtype = torch.floa
     """The whole case through a local group: shard, attend, unshard, backward."""
     q, k, v, d_out, d_lse = whole_tensors(case, dtype)
     inputs = [t.requires_grad_(need) for t, need in zip((q, k, v), case.needs_grad, strict=True)]
-    shards = [attention.shard(spread_out(t) if case.strided else t) for t in inputs]
+    shards = [attention.shard(t) for t in inputs]
+    if case.strided:
+        shards = [[spread_out(t) for t in side] for side in shards]
     call = {"seq_len": case.seq_q, "seq_len_k": case.seq_kv} | case.call
     if case.packed:
         shards = [[t[0] for t in side] for side in shards]
@@ -137,19 +139,19 @@ def test_bytes_on_the_wire_and_bytes_held_are_the_plans(name: str, ranks: int) -
     case = BY_NAME[name]
     for options in methods(ranks, case.kv_heads):
         group = LocalGroup(ranks)
-        comms = [Recording(group.comm(rank)) for rank in range(ranks)]
+        comms = [Counting(group.comm(rank)) for rank in range(ranks)]
         attention = MeshAttention(comms, **options)
         q, k, v, d_out, _ = whole_tensors(case)
         shards = [attention.shard(t.requires_grad_()) for t in (q, k, v)]
         outs = attention(*shards, seq_len=case.seq_q, seq_len_k=case.seq_kv, **case.call)
-        (engine,) = attention._engines.values()
+        (engine,) = attention.engines.known.values()
         assert_counts_are_the_plans(comms, attention, engine.meters, "forward")
         torch.autograd.grad((attention.unshard(outs) * d_out).sum(), (q, k, v))
         assert_counts_are_the_plans(comms, attention, engine.meters, "backward")
 
 
-def assert_counts_are_the_plans(comms: list[Recording], attention: Any, meters: Any, direction: Direction) -> None:
-    (engine,) = attention._engines.values()
+def assert_counts_are_the_plans(comms: list[Counting], attention: Any, meters: Any, direction: Direction) -> None:
+    (engine,) = attention.engines.known.values()
     for comm, compiled, meter in zip(comms, engine.programs(direction), meters, strict=True):
         costs = rank_costs(compiled.plan, comm.rank)
         assert comm.sent_nbytes == {kind: size.total for kind, size in costs.sent.items()}
@@ -184,7 +186,7 @@ def test_narrow_dtypes_are_as_exact_as_they_can_be(dtype: torch.dtype) -> None:
 def test_a_cached_call_shares_nothing_and_plans_nothing() -> None:
     case = BY_NAME["causal"]
     group = LocalGroup(4)
-    comms = [Recording(group.comm(rank)) for rank in range(4)]
+    comms = [Counting(group.comm(rank)) for rank in range(4)]
     planned: list[Direction] = []
 
     def planner(problem: Any, *, direction: Direction, layout: Any) -> Plan:

@@ -114,7 +114,7 @@ CUTS = torch.tensor([0, 5, 8, 16])
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"input_ids": IDS, "token_type_ids": IDS}, "shard_batch does not know 'token_type_ids'"),
+        ({"input_ids": IDS, "token_type_ids": IDS}, "shard_batch does not know how to cut 'token_type_ids'"),
         ({"labels": IDS}, "the batch holds no tokens"),
         ({"input_ids": IDS, "inputs_embeds": IDS[..., None]}, "the batch holds input_ids, inputs_embeds"),
         ({"input_ids": IDS[0]}, r"input_ids is a tensor of shape \(8,\): expected \(batch, tokens\)"),
@@ -130,17 +130,17 @@ CUTS = torch.tensor([0, 5, 8, 16])
         ),
         ({"input_ids": IDS, "attention_mask": torch.tensor([[1, 0, 1, 1] * 2] * 2)}, "masked tokens between real ones"),
         ({"input_ids": IDS, "position_ids": torch.ones(3, 2, 8)}, r"expected \(2, 8\) or \(1, 8\), the whole sequence"),
-        ({"input_ids": IDS, "position_ids": torch.arange(8)[None] + 3}, "neither 0, 1, 2, … over the whole row nor"),
-        ({"input_ids": IDS, "position_ids": torch.arange(8)[None] * 2}, "neither 0, 1, 2, … over the whole row nor"),
+        ({"input_ids": IDS, "position_ids": torch.arange(8)[None] + 3}, "must count 0, 1, 2, … over the whole row or"),
+        ({"input_ids": IDS, "position_ids": torch.arange(8)[None] * 2}, "must count 0, 1, 2, … over the whole row or"),
         ({"input_ids": IDS, "cu_seq_lens_q": CUTS}, "cu_seq_lens_k is missing"),
         ({"input_ids": IDS, "cu_seq_lens_q": CUTS, "cu_seq_lens_k": CUTS + 0.5}, "expected running totals"),
         ({"input_ids": IDS, "cu_seq_lens_q": CUTS, "cu_seq_lens_k": CUTS, "max_length_k": 7}, "max_length_k=7 is less"),
         (
             {"input_ids": IDS, "cu_seq_lens_q": [0, 3, 6], "cu_seq_lens_k": [0, 3, 6]},
-            "end at 3 a row and the batch has 8",
+            "end at 3 in each row, but the batch has 8",
         ),
         ({"input_ids": IDS, "cu_seq_lens_q": [0, 16], "cu_seq_lens_k": [0, 16]}, "one at the end of every row"),
-        ({"input_ids": IDS, "max_length_q": 8}, "max_length came without cu_seq_lens"),
+        ({"input_ids": IDS, "max_length_q": 8}, "max_length needs cu_seq_lens"),
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_refused(batch: dict[str, Any], message: str) -> None:
@@ -149,7 +149,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(batch: dict[str, Any], message: s
 
 
 def test_a_local_group_is_refused() -> None:
-    with pytest.raises(UsageError, match="a local group, whose ranks are all in this process"):
+    with pytest.raises(UsageError, match="all ranks of a local group are in this process"):
         shard_batch(MeshAttention(LocalGroup(2)), {"input_ids": IDS})
 
 
@@ -182,12 +182,16 @@ def test_ranks_with_different_batches_are_told(pool: RankPool, difference: str, 
     for answer in pool.run(3, cut_differently, difference):
         assert answer.startswith("DisagreementError")
         assert message in answer
-        assert "must be given the same whole batch" in answer
+        assert "must get the same whole batch" in answer
 
 
 def test_a_refusal_on_one_rank_reaches_the_others(pool: RankPool) -> None:
     answers = pool.run(3, cut_differently, "refusal")
-    assert [answer.startswith("UsageError: shard_batch does not know 'colour'") for answer in answers] == [0, 1, 0]
+    assert [answer.startswith("UsageError: shard_batch does not know how to cut 'colour'") for answer in answers] == [
+        0,
+        1,
+        0,
+    ]
     assert all("rank 1 refused the call" in answer for answer in (answers[0], answers[2]))
 
 
@@ -329,6 +333,6 @@ def test_a_loss_that_is_not_one_is_refused(pool: RankPool) -> None:
         "loss_sum is float",
         "num_items=0.5: expected this rank's number of labelled tokens",
         "num_items=tensor([3])",
-        "batch_loss came with a batch without labels",
+        "batch_loss needs labels",
     ]
     assert [message.startswith(start) for message, start in zip(messages, starts, strict=True)] == [True] * 6

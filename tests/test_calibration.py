@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pool import run_script
 
 from mesh_attention import LocalGroup, Problem, causal, full, make_plan, rank_costs
 from mesh_attention.calibration.fit import (
@@ -31,11 +30,11 @@ from mesh_attention.calibration.fit import (
     fit_links,
     fit_topology,
     kernel_seconds,
+    median_error,
     message_seconds,
 )
 from mesh_attention.calibration.kernels import Shape, call_flops
 from mesh_attention.calibration.links import SIZES, pair_sets
-from mesh_attention.cli.calibrate_report import median_error
 from mesh_attention.cli.main import main
 from mesh_attention.clusters import cluster_named, read_cluster
 from mesh_attention.errors import TopologyError
@@ -118,9 +117,9 @@ def test_a_line_that_would_begin_below_0_begins_at_0() -> None:
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        ([(1, 4), (2, 3), (4, 2)], "more work takes no longer; is the machine busy with something else"),
-        ([(5, 1)], "1 times of one size came; expected at least two sizes"),
-        ([(5, 1), (5, 2)], "2 times of one size came; expected at least two sizes"),
+        ([(1, 4), (2, 3), (4, 2)], "more work takes no longer; the machine may be busy"),
+        ([(5, 1)], "got 1 times of one size; expected at least two sizes"),
+        ([(5, 1), (5, 2)], "got 2 times of one size; expected at least two sizes"),
     ],
 )
 def test_times_that_make_no_sense_are_refused(points: list[tuple[float, float]], message: str) -> None:
@@ -296,7 +295,7 @@ def test_a_measurement_becomes_a_file_that_reads_back(tmp_path: Path, capsys: py
     assert answer["topology"] == asdict(topology)
     assert (topology.name, topology.ranks, topology.nodes, topology.device.width) == ("here", 2, 1, 1)
     assert (answer["unmeasured"], topology.between) == (["between"], topology.inside)
-    assert "# between: not measured, taken to be as inside.\n" in path.read_text(encoding="utf-8")
+    assert "# between: not measured, assumed equal to inside.\n" in path.read_text(encoding="utf-8")
     measurement = answer["measurement"]
     assert measurement["kernel"] == "cpu flash"
     shapes = {(call["direction"], call["is_causal"]) for call in measurement["calls"]}
@@ -314,10 +313,7 @@ SCRIPT = "import sys; from mesh_attention.cli.main import main; sys.exit(main())
 def test_under_torchrun_all_ranks_measure_and_one_writes(tmp_path: Path) -> None:
     script, path = tmp_path / "script.py", tmp_path / "three.toml"
     script.write_text(SCRIPT, encoding="utf-8")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
-    done = subprocess.run(
-        [*launch, *SMALL, "--ranks-per-node", "2", "--out", str(path)], capture_output=True, text=True, timeout=120
-    )
+    done = run_script(script, *SMALL, "--ranks-per-node", "2", "--out", str(path), ranks=3)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"wrote {path}") == 1
     assert "not measured" not in done.stdout
@@ -348,7 +344,7 @@ def joined_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
         def joined() -> Iterator[tuple[Any, torch.device]]:
             yield comm, torch.device("cpu")
 
-        monkeypatch.setattr("mesh_attention.cli.calibrate.joined", joined)
+        monkeypatch.setattr("mesh_attention.cli.calibrate.joined_group", joined)
         monkeypatch.setenv("RANK", str(comm.rank))
         monkeypatch.setenv("WORLD_SIZE", str(comm.size))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(comm.size))
@@ -364,7 +360,7 @@ def test_under_torchrun_a_file_that_is_there_ends_every_rank(
     line = [*SMALL, "--links-of", "h100", "--out", str(path)]
     joined_as(LocalGroup(1).comm(0))
     assert main(line) == 2
-    assert "is there already; give another name, or --force" in capsys.readouterr().err
+    assert "exists; choose another name, or use --force" in capsys.readouterr().err
     joined_as(Rank1("rank 0 refuses"))
     assert main(line) == 2
     assert capsys.readouterr() == ("", "")
@@ -394,7 +390,7 @@ def test_one_rank_measures_its_kernels_and_is_given_links(
     path.write_text("old")
     joined_as(LocalGroup(1).comm(0))
     out = measured([*SMALL, "--links-of", "h100", "--out", str(path), "--force"], capsys)
-    assert out.count("not measured, as h100's") == 2
+    assert out.count("not measured, taken from h100") == 2
     assert "messages" not in out
     topology, h100 = read_cluster(path), cluster_named("h100")
     assert (topology.inside, topology.between, topology.nics_per_node) == (h100.inside, h100.between, 8)
@@ -404,11 +400,11 @@ def test_one_rank_measures_its_kernels_and_is_given_links(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--out", "there.toml"], "--out there.toml: is there already; give another name, or --force to write over it"),
+        (["--out", "there.toml"], "--out there.toml: exists; choose another name, or use --force to overwrite it"),
         (["--out", "folder"], "--out folder: is a directory; give a file name, such as folder/cluster.toml"),
-        (["--out", "no/c.toml"], "--out no/c.toml: there is no directory no; make it first or write elsewhere"),
+        (["--out", "no/c.toml"], "--out no/c.toml: there is no directory no; create it or write elsewhere"),
         (["--out", "c.json"], "--out c.json: expected a name that ends in .toml"),
-        (["--ranks", "1"], "1 rank has no links to measure; give --ranks 2 or more, or --links-of"),
+        (["--ranks", "1"], "1 rank has no links to measure; use --ranks 2 or more, or --links-of"),
         (["--ranks", "65"], "--ranks 65: expected at most 64, because all of them run on this machine"),
         (["--ranks", "two"], "--ranks 'two': expected a whole number"),
         (["--ranks-per-node", "0"], "--ranks-per-node '0': expected a whole number, 1 or more"),
@@ -441,8 +437,8 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("ranks", "gpus", "message"),
     [
-        (2, 1, "2 ranks, but this machine has 1 GPU: expected one for each rank; give --ranks 1 with --links-of"),
-        (9, 8, "9 ranks, but this machine has 8 GPUs: expected one for each rank; give --ranks 8, or"),
+        (2, 1, "2 ranks, but this machine has 1 GPU: expected one for each rank; use 1 rank, or"),
+        (9, 8, "9 ranks, but this machine has 8 GPUs: expected one for each rank; use 8 ranks, or"),
     ],
 )
 def test_ranks_do_not_share_a_gpu(
@@ -459,4 +455,4 @@ def test_under_torchrun_the_ranks_are_those_that_are_there(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert main(["calibrate", "--ranks", "8"]) == 2
-    assert "--ranks 8: under torchrun there are 16 ranks; leave --ranks out" in capsys.readouterr().err
+    assert "--ranks 8: torchrun started 16 ranks; leave --ranks out" in capsys.readouterr().err

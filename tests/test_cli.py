@@ -23,9 +23,9 @@ from mesh_attention import (
     rank_costs,
     read_plan,
 )
-from mesh_attention.cli.comparison import counted_ranks
-from mesh_attention.cli.main import main
-from mesh_attention.cli.matrix import PALETTE
+from mesh_attention.cli.main import COMMANDS, main
+from mesh_attention.cli.terminal import PALETTE
+from mesh_attention.plan.queries import sampled_ranks
 from mesh_attention.plan.steps import Attend
 from mesh_attention.planning.limits import limits
 from mesh_attention.verification.rules import RULES
@@ -72,7 +72,7 @@ def test_plan_prints_headline_matrix_steps_and_comparison(run: Run) -> None:
     assert re.search(r"digest [0-9a-f]{12}\n", out)
     assert "query shards down, KV shards across; in each block, the rank that computes it" in out
     assert "steps of rank 0" in out
-    assert "worst of all ranks" in out
+    assert "that of the worst of all ranks" in out
     assert [line.split()[0] for line in comparison_lines(out)] == [
         ">",
         "ring",
@@ -85,9 +85,9 @@ def test_plan_prints_headline_matrix_steps_and_comparison(run: Run) -> None:
 
 def comparison_lines(out: str) -> list[str]:
     """The rows below the rule of the last table."""
-    lines = out[out.index("beside the other planners") :].splitlines()
+    lines = out[out.index("compared with the other methods") :].splitlines()
     rows = lines[next(i for i, line in enumerate(lines) if line.startswith("──")) + 1 :]
-    return rows[: next(i for i, line in enumerate(rows) if "is this plan" in line)]
+    return rows[: next(i for i, line in enumerate(rows) if "marks this plan" in line)]
 
 
 def matrix_lines(out: str) -> dict[int, list[str]]:
@@ -96,9 +96,9 @@ def matrix_lines(out: str) -> dict[int, list[str]]:
     return {int(label): cells.split() for label, _, cells in rows}
 
 
-@pytest.mark.parametrize("mask", ["", "--causal", "--window 9,0"])
-def test_the_matrix_names_the_rank_that_attends_each_block(run: Run, mask: str) -> None:
-    line = f"{SMALL} --ranks 8 --tile 2x4 --layout contiguous {mask}"
+@pytest.mark.parametrize("options", ["", "--causal", "--window 9,0", "--inner 1x2"])
+def test_the_matrix_names_the_rank_that_attends_each_block(run: Run, options: str) -> None:
+    line = f"{SMALL} --ranks 8 --tile 2x4 --layout contiguous {options}"
     drawn = matrix_lines(run(line).out)
     plan = plan_from_json(as_json(run(f"{line} --json"))["plan"])
     attended = {
@@ -128,7 +128,7 @@ def test_all_steps_shows_every_step(run: Run) -> None:
 
 
 def step_numbers(out: str) -> list[int]:
-    table = out[out.index("steps of rank") : out.index("beside the other planners")]
+    table = out[out.index("steps of rank") : out.index("compared with the other methods")]
     return [int(found) for found in re.findall(r"(?m)^ *(\d+)   [a-z]", table)]
 
 
@@ -247,7 +247,19 @@ def test_the_comparison_shows_and_explains_the_lower_bound(run: Run) -> None:
     out = run(EXAMPLE).out
     shown = [re.split(" {2,}", line.strip())[5] for line in comparison_lines(out)]
     assert shown == [f"{row['against_bound']:.2f}" for row in rows]
-    assert "× bound: against the least that an average rank can receive" in " ".join(out.split())
+    assert "× bound: relative to the least that an average rank can receive" in " ".join(out.split())
+
+
+def test_the_plan_says_how_it_compares_with_ring_and_why(run: Run) -> None:
+    said = " ".join(run("plan --ranks 64 --seq 128k --heads 32 --kv-heads 8 --causal").out.split())
+    assert (
+        "This plan receives 0.43 of ring's bytes: with ring, a rank receives the K and V of all 63 others; with a 4x16 "
+        "tile it receives 3 query shards and 15 KV shards and returns 3 partial results. "
+        "mesh 8·1x8 receives the least: 0.18 of ring's bytes."
+    ) in said
+    worse = " ".join(run(EXAMPLE).out.split())
+    assert "This plan receives" not in worse
+    assert worse.endswith("mesh 8·1x2 receives the least: 0.36 of ring's bytes.")
 
 
 @pytest.mark.parametrize("options", ["--backward", "--route ring", "--partials ring", "--blocks-per-call 4"])
@@ -346,8 +358,8 @@ def test_no_terminal_is_wide_enough_for_more_than_32_shards(run: Run, monkeypatc
 
 
 def test_the_sampled_ranks_reach_from_the_first_to_the_last() -> None:
-    assert counted_ranks(64) == tuple(range(64))
-    sample = counted_ranks(65)
+    assert sampled_ranks(64) == tuple(range(64))
+    sample = sampled_ranks(65)
     assert (len(set(sample)), sample[0], sample[-1]) == (16, 0, 64)
 
 
@@ -433,9 +445,9 @@ def test_verify_as_json_of_a_right_plan_is_ok(run: Run, tmp_path: Path) -> None:
 # Refusals
 
 BAD_LINES = [
-    # what the command line is given, what came, what was expected
+    # the command line, what the message quotes, what it expects
     ("plan", "--ranks", "Missing option"),
-    ("plan --ranks 4 --seq 64 --heads 4", "--head-dim", "Missing option"),
+    ("plan --ranks 4 --seq 64", "--heads", "Missing option"),
     ("plan --ranks", "--ranks", "requires an argument. See 'mesh-attention plan --help'"),
     ("plam", "plam", "No such command"),
     (f"{SMALL} extra", "extra", "unexpected extra argument"),
@@ -488,10 +500,10 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(
-    ("line", "came", "expected"), BAD_LINES, ids=[line.replace(SMALL, "…")[:60] for line, _, _ in BAD_LINES]
+    ("line", "given", "expected"), BAD_LINES, ids=[line.replace(SMALL, "…")[:60] for line, _, _ in BAD_LINES]
 )
-def test_a_bad_line_is_one_line_and_exit_code_2(run: Run, line: str, came: str, expected: str) -> None:
-    assert_refused(run(line), came, expected)
+def test_a_bad_line_is_one_line_and_exit_code_2(run: Run, line: str, given: str, expected: str) -> None:
+    assert_refused(run(line), given, expected)
 
 
 def test_a_bad_tile_is_one_line_and_exit_code_2(run: Run) -> None:
@@ -528,11 +540,14 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "a number for programs": (json.dumps(PLAN | {"programs": 3}).encode(), "programs 3"),
     "numbers for programs": (json.dumps(PLAN | {"programs": [3, 4]}).encode(), "programs [3, 4]"),
     "a number for a tile": (json.dumps(PLAN | {"tile": 12}).encode(), "tile 12"),
-    "a list for a dtype": (json.dumps(PLAN | {"problem": PLAN["problem"] | {"dtype": []}}).encode(), "no plan"),
+    "a list for a dtype": (
+        json.dumps(PLAN | {"problem": PLAN["problem"] | {"dtype": []}}).encode(),
+        "is not a plan file",
+    ),
     "text for a length": (json.dumps(PLAN | {"problem": PLAN["problem"] | {"seq_q": "8"}}).encode(), "seq_q='8'"),
     "an unknown step": (json.dumps(PLAN).replace("attend ", "attack ").encode(), "step 'attack "),
-    "an endless number": (b'{"format": ' + b"9" * 5000 + b"}", "no plan"),
-    "endless brackets": (b'{"a":' * 100_000, "no plan"),
+    "an endless number": (b'{"format": ' + b"9" * 5000 + b"}", "is not a plan file"),
+    "endless brackets": (b'{"a":' * 100_000, "is not a plan file"),
 }
 
 
@@ -564,7 +579,7 @@ def test_without_arguments_the_help_is_shown(run: Run) -> None:
     assert "verify" in out
 
 
-@pytest.mark.parametrize("command", ["plan", "verify"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(run: Run, command: str) -> None:
     code, out, err = run(f"{command} --help")
     assert (code, err) == (0, "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 from pathlib import Path
@@ -16,11 +16,12 @@ from test_cli import Outcome, Run, as_json, assert_refused
 
 from mesh_attention import Problem, causal, cluster_named, make_plan
 from mesh_attention.cli.main import main
-from mesh_attention.cli.replay import methods_from
+from mesh_attention.cli.replay import read_methods
 from mesh_attention.cli.replay_report import replay_columns
 from mesh_attention.cli.tables import fitting
 from mesh_attention.drawing.rates import Bar, BarGroup, rate_chart
 from mesh_attention.errors import UsageError
+from mesh_attention.replay.result import Row
 from mesh_attention.topology import Topology
 
 run = test_cli.run
@@ -64,7 +65,7 @@ def test_it_says_what_was_played_on_what_and_what_is_left_out(run: Run) -> None:
     assert words.startswith("replay of rank 2 of 4 on cpu, 1 thread: forward and backward; 64 tokens, 4 heads of 8,")
     assert f"torch {torch.__version__}" in words
     assert "kernel cpu flash, merging torch, 2 rounds step by step" in words
-    assert "plans and forecasts for h100: 4 ranks in one node, 360 GB/s a rank" in words
+    assert "plans and forecasts for h100: 4 ranks in one node, 360 GB/s per rank" in words
     assert "Left out: other ranks being late, and contention in the network." in words
 
 
@@ -73,15 +74,16 @@ def test_the_table_has_a_row_for_each_method_and_pass_and_for_both(run: Run, mon
     found = rows(run(f"{REPLAY} --backward").out)
     assert [row[0] for row in found[::4]] == list(METHODS)
     assert [row[0].split()[0] for row in found[:4]] == ["ring", "fwd", "bwd", "both"]
-    assert re.match(r"fwd 1x4 (ring|direct)", found[1][0])
-    assert re.match(r"fwd 2·(2x1|1x2) |fwd 2·2x1", found[9][0])
+    assert re.match(r"fwd ring 1x4", found[1][0])
+    assert re.match(r"fwd ulysses 2 × pass-q 2x1", found[9][0])
     for row in found:
         assert len(row) == (1 if row[0] in METHODS else 12)
         assert row[0] in METHODS or float(row[1].replace(",", "")) > 0
     assert {row[5] for row in found[1:4]} == {"1.00"}
 
 
-def test_one_pass_has_no_row_for_both(run: Run) -> None:
+def test_one_pass_has_no_row_for_both(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     found = rows(run(REPLAY).out)
     assert [row[0].split()[0] for row in found] == ["ring", "fwd", "mesh", "fwd", "ulysses×mesh", "fwd"]
 
@@ -101,14 +103,12 @@ def test_narrow_terminals_have_room_and_are_told_what_is_left_out(
     with_figures = [" ".join(row) for row in rows(out) if row[0] not in METHODS and len(row) > 1]  # others are wrapped
     assert len(with_figures) == 9
     assert all(re.search(r" [+-]?\d+\.\d$", row) for row in with_figures)
-    assert columns == 100 or "a wider terminal and --json have them" in " ".join(out.split())
+    assert columns == 100 or "use a wider terminal, or --json" in " ".join(out.split())
 
 
 def test_where_the_host_would_be_the_limit_is_marked(answer: Any) -> None:
-    from mesh_attention.cli.replay_rows import Row
-
-    fields = {name: answer["rows"][0][name] for name in Row.__dataclass_fields__ if name != "passes"}
-    slow, fast = (Row(**{**fields, "time_s": 1.0, "host_s": host_s, "passes": ()}) for host_s in (1.5, 0.5))
+    fields = {name: answer["rows"][0][name] for name in Row.__dataclass_fields__}
+    slow, fast = (Row(**{**fields, "time_s": 1.0, "host_s": host_s}) for host_s in (1.5, 0.5))
     columns = {column.header.split()[0]: column for column in replay_columns(["ring", slow, fast], is_cuda=True)}
     assert [cell.endswith("!") for cell in columns["host"].cells] == [False, True, False]
     assert replay_columns([slow], is_cuda=False)[7].cells == ["–"]
@@ -156,7 +156,7 @@ def test_without_a_cluster_this_device_and_its_link_are_measured(run: Run, monke
         measured.append(problem)
         return cluster_named("laptopx4")
 
-    monkeypatch.setattr("mesh_attention.replay.scene.measure_scene", measure)
+    monkeypatch.setattr("mesh_attention.replay.cluster.measure_cluster", measure)
     found = as_json(run(f"replay {SIZES} --device cpu --rounds 1 --methods ring --json"))
     assert measured == [PROBLEM]
     assert found["is_measured"]
@@ -179,7 +179,7 @@ def test_a_plan_file_is_replayed_beside(run: Run, tmp_path: Path) -> None:
     assert run(f"plan {SIZES} --tile 2x2 --save", path).code == 0
     found = as_json(run(f"{REPLAY} --backward --json --plan", path))
     row = found["rows"][-1]
-    assert (row["method"], row["what"], row["plan"]) == (str(path), "forward", "mesh 2x2 direct")
+    assert (row["method"], row["what"], row["plan"]) == (str(path), "forward", "mesh 2x2")
     assert row["times_ring"] == pytest.approx(found["rows"][0]["time_s"] / row["time_s"])
     alone = as_json(run(f"{REPLAY} --json --methods", "", "--plan", path))
     assert [row["method"] for row in alone["rows"]] == [str(path)]
@@ -188,12 +188,17 @@ def test_a_plan_file_is_replayed_beside(run: Run, tmp_path: Path) -> None:
 def test_plan_files_that_do_not_fit_are_refused(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.txt"
     path.write_text(str(make_plan(PROBLEM, method="ring", direction="backward")))
-    assert_refused(run(f"{REPLAY} --plan", path), f"--plan {path} is of the backward pass; give --backward to play it")
+    assert_refused(
+        run(f"{REPLAY} --plan", path), f"--plan {path} is a plan of the backward pass; add --backward to play it"
+    )
     other = run(f"{REPLAY} --backward --batch 2 --plan", path)
-    assert_refused(other, f"--plan {path} is for another problem: its batch is 1, and 2 was asked for")
+    assert_refused(other, f"--plan {path} is for another problem: its batch is 1, expected 2")
     unrolled = str(make_plan(PROBLEM, method="ring").unrolled())
     path.write_text(re.sub(r"\n  send kv\d+ to \d+", "", unrolled, count=1))
-    assert_refused(run(f"{REPLAY} --plan", path), f"--plan {path} has ", "of the rules", "mesh-attention verify")
+    code, out, err = run(f"{REPLAY} --plan", path)
+    assert (code, out) == (1, "")
+    assert f"{path} breaks the rules in " in err
+    assert f"'mesh-attention verify {path}' shows all" in err
 
 
 # What is refused
@@ -209,7 +214,7 @@ def test_plan_files_that_do_not_fit_are_refused(run: Run, tmp_path: Path) -> Non
         ("--rank 4", "--rank 4: 4 ranks are numbered 0 to 3"),
         ("--rank -1", "--rank '-1': expected a whole number"),
         ("--rounds 0", "--rounds '0': expected a whole number, 1 or more"),
-        ("--device tpu", "--device 'tpu': expected cpu, cuda, or cuda:1"),
+        ("--device tpu", "device 'tpu': expected cpu, cuda, or cuda:1"),
         ("--kv-heads 2 --methods ulysses", "method ulysses: 2 KV heads cannot be spread over 4 ranks"),
         ("--dtype int8", "dtype='int8': expected one of float64"),
         ("--chart chart.gif", "--chart chart.gif: expected a file name that ends in"),
@@ -222,21 +227,21 @@ def test_what_cannot_be_done_is_one_line(run: Run, more: str, message: str) -> N
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_refused(run: Run) -> None:
-    assert_refused(run(f"{REPLAY} --device cuda"), "--device cuda: torch", "sees no CUDA device here")
+    assert_refused(run(f"{REPLAY} --device cuda"), "device 'cuda': torch", "sees no CUDA device here")
 
 
 def test_plans_that_do_not_fit_are_refused_before_anything_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mesh_attention.cli.replay_device.free_nbytes", lambda device: 1024)
+    monkeypatch.setattr("mesh_attention.replay.device.free_nbytes", lambda device: 1024)
     monkeypatch.setattr("mesh_attention.replay.replay.replay", None)
-    assert_refused(run(REPLAY), "ring takes ", "and cpu has 1.00 KiB free; give more --ranks")
+    assert_refused(run(REPLAY), "ring needs ", "but cpu has 1.00 KiB free; use more ranks")
 
 
 def test_methods_may_be_spelt_in_plain_letters() -> None:
     for text in ("ulysses×mesh", "ulysses-mesh", "ulyssesxmesh", "Ulysses x Mesh", "ulysses_mesh"):
-        assert methods_from(text) == ("ulysses×mesh",)
-    assert methods_from("ring, double-ring,best ,ring") == ("ring", "double ring", "best")
+        assert read_methods("--methods", text) == ("ulysses×mesh",)
+    assert read_methods("--methods", "ring, double-ring,best ,ring") == ("ring", "double ring", "best")
     with pytest.raises(UsageError, match="did you mean attention2d"):
-        methods_from("attention2")
+        read_methods("--methods", "attention2")
 
 
 def test_help_names_the_options(run: Run) -> None:
@@ -275,13 +280,9 @@ def test_a_chart_of_nothing_is_refused(groups: list[BarGroup]) -> None:
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(BENCHMARK.stem, BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(__import__("sys").modules, BENCHMARK.stem, module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "measure_scene", lambda problem, **_: cluster_named(f"h100x{problem.ranks}"))
+    monkeypatch.syspath_prepend(BENCHMARK.parent)
+    module = importlib.import_module(BENCHMARK.stem)
+    monkeypatch.setattr(module, "measure_cluster", lambda problem, **_: cluster_named(f"h100x{problem.ranks}"))
     return module
 
 
@@ -297,5 +298,6 @@ def test_the_benchmark_prints_a_table_and_last_a_json_line(
     assert [row["method"] for row in facts["problems"][0]["rows"][::3]] == ["ring", "ulysses×mesh"]
     assert [text.split()[3] for text in out if text.startswith("1k 2 KV")] == ["ring", "ulysses×mesh", "one"]
     written = (tmp_path / f"{BENCHMARK.stem}.txt").read_text()
+    assert f"\ncommit {facts['commit']}\n" in written
     assert all(text in written for text in out[:-1])
     assert (tmp_path / f"{BENCHMARK.stem}.png").read_bytes().startswith(b"\x89PNG")

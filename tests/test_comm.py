@@ -11,15 +11,16 @@ from pool import shared_pool
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.comm.base import Comm, Parcel
-from mesh_attention.comm.local import LocalGroup, block, take_turns
+from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.torch_dist import TorchComm
-from mesh_attention.comm.wrappers import Delaying, Failing, Recording
+from mesh_attention.comm.wrappers import Counting, Delaying, Failing
 from mesh_attention.errors import StalledError, TransportError
+from mesh_attention.execution.driving import drive, drive_together
 from mesh_attention.testing.comm_conformance import CHECKS, Check
 
 WRAPPERS: dict[str, Callable[[Comm], Comm]] = {
     "bare": lambda comm: comm,
-    "recording": Recording,
+    "recording": Counting,
     "delaying": lambda comm: Delaying(comm, 0.002),
     "failing": lambda comm: Failing(comm, when=lambda parcel: False),
 }
@@ -30,12 +31,12 @@ WRAPPERS: dict[str, Callable[[Comm], Comm]] = {
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_local_transport(check: Check, wrapper: str, ranks: int) -> None:
     group = LocalGroup(ranks)
-    take_turns([check(WRAPPERS[wrapper](group.comm(rank))) for rank in range(ranks)])
+    drive_together([check(WRAPPERS[wrapper](group.comm(rank))) for rank in range(ranks)])
 
 
 def run_checks(group: Any, wrapper: str) -> None:
     for check in CHECKS:
-        block(check(WRAPPERS[wrapper](TorchComm(group))))
+        drive(check(WRAPPERS[wrapper](TorchComm(group))))
 
 
 @pytest.mark.xdist_group("processes")
@@ -47,7 +48,7 @@ def test_torch_transport(wrapper: str, ranks: int) -> None:
 
 def test_recording_counts_both_ways_by_label() -> None:
     group = LocalGroup(2)
-    ends = [Recording(group.comm(rank)) for rank in range(2)]
+    ends = [Counting(group.comm(rank)) for rank in range(2)]
     ends[1].post([], [Parcel([torch.zeros(4, dtype=torch.uint8)], 0, "kv")])
     ends[0].post([Parcel([torch.zeros(4, dtype=torch.uint8)], 1, "kv")], [])
     assert dict(ends[0].sent_nbytes) == dict(ends[1].received_nbytes) == {"kv": 4}
@@ -109,11 +110,11 @@ def test_ranks_that_wait_for_nothing_are_named() -> None:
         yield comm.post([], [Parcel([torch.zeros(1, dtype=torch.uint8)], 1 - comm.rank, "q")])
 
     with pytest.raises(StalledError, match="ranks 0, 1 wait for each other"):
-        take_turns([lonely(group.comm(rank)) for rank in range(2)])
+        drive_together([lonely(group.comm(rank)) for rank in range(2)])
 
 
 def test_chunks_of_another_size_are_refused() -> None:
     group = LocalGroup(2)
     group.comm(1).post([], [Parcel([torch.zeros(3, dtype=torch.uint8)], 0, "q")])
-    with pytest.raises(StalledError, match=r"chunks of \[4\] bytes were sent \(kv\), \[3\] expected \(q\)"):
+    with pytest.raises(StalledError, match=r"got chunks of \[4\] bytes \(kv\), expected \[3\] \(q\)"):
         group.comm(0).post([Parcel([torch.zeros(4, dtype=torch.uint8)], 1, "kv")], [])

@@ -477,31 +477,31 @@ def refusals(group: Any) -> dict[str, str]:
 
 
 REFUSED = {
-    "mask": "attn_mask came under context_parallel, and a rank's part of a dense mask does not say",
-    "dropout": "dropout_p=0.1 came under context_parallel; dropout is not supported",
+    "mask": "attn_mask is not supported under context_parallel: a rank's part of a dense mask does not define",
+    "dropout": "dropout_p=0.1 is not supported under context_parallel",
     "heads": "query has 4 heads and key has 2; expected the same, or enable_gqa=True",
     "broadcast": "have shapes (2, 4, 6, 8), (1, 4, 6, 8), (1, 4, 6, 8); expected the same batch",
     "one dim": "query is a tensor of 1 dims; expected a dense tensor (batch, heads, seq, dim)",
     "operator": "_scaled_dot_product_flash_attention_for_cpu was called under context_parallel, where it would attend",
     "native": "_native_multi_head_attention was called under context_parallel",
-    "weights": "nn.MultiheadAttention was asked for its weights (need_weights=True, the default)",
+    "weights": "nn.MultiheadAttention cannot return its weights (need_weights=True, the default)",
     "bias": "nn.MultiheadAttention with add_bias_kv or add_zero_attn adds a token on every rank",
-    "padding": "attn_mask came under context_parallel",
-    "training dropout": "dropout_p=0.5 came under context_parallel",
-    "lengths": "6 tokens came, which may be this rank's part of 12 or of 11: buffers of both lengths were given",
-    "dims": "1 buffers and 0 buffer_seq_dims came; expected one dim for each buffer",
-    "no dim": "buffer 0 has shape (9,); its seq dim 1 is none of its dims",
-    "twice": "buffer 1 came twice, with dims 1 and 2",
-    "not among": "no_restore_buffers holds a tensor that is not among buffers",
-    "gradient": "buffer 0 requires a gradient, which a change in place would lose",
-    "list": "buffer 0 is a list; expected a tensor",
-    "sparse": "buffer 0 is a Tensor (torch.sparse_coo); expected a plain, dense tensor",
-    "group": "expected a MeshAttention of the mesh's: [0, 1]",
+    "padding": "attn_mask is not supported under context_parallel",
+    "training dropout": "dropout_p=0.5 is not supported under context_parallel",
+    "lengths": "6 tokens may be this rank's part of 12 or of 11: buffers of both lengths were given",
+    "dims": "got 1 buffers and 0 buffer_seq_dims; expected one dim for each buffer",
+    "no dim": "buffers[0] has shape (9,), which has no dim 1",
+    "twice": "buffers[1] is given twice, with dims 1 and 2",
+    "not among": "no_restore_buffers has a tensor that is not in buffers",
+    "gradient": "buffers[0] requires a gradient, which a change in place would lose",
+    "list": "buffers[0] is a list; expected a tensor",
+    "sparse": "buffers[0] is a Tensor (torch.sparse_coo); expected a plain, dense tensor",
+    "group": "expected a MeshAttention over the mesh's ranks [0, 1]",
     "length": "seq_lens has 0; expected whole lengths in tokens",
     "mesh": "mesh is a ProcessGroup; expected a DeviceMesh of one axis",
-    "balancer": "shards are those of a MeshAttention's layout: give `attention`",
-    "seq_dims": "1 buffers and 0 seq_dims came; expected one dim for each buffer",
-    "unshard dim": "Tensor with seq dim 1; expected a plain tensor that has this dim",
+    "balancer": "a MeshAttention's layout determines the shards; use attention= instead",
+    "seq_dims": "got 1 buffers and 0 seq_dims; expected one dim for each buffer",
+    "unshard dim": "got a Tensor with seq dim 1; expected a plain tensor with this dim",
 }
 
 
@@ -523,7 +523,7 @@ def refuse_two_axes(group: Any) -> str:
 
 def test_a_mesh_of_two_axes_is_refused(pool: RankPool) -> None:
     for answer in pool.run(8, refuse_two_axes):
-        assert answer == "ProblemError: a DeviceMesh with 2 axes came; expected one axis, such as device_mesh['cp']"
+        assert answer == "ProblemError: got a DeviceMesh with 2 axes; expected one axis, such as device_mesh['cp']"
 
 
 def refuse_flex(group: Any) -> str:

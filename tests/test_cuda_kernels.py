@@ -130,7 +130,13 @@ def test_records_that_are_not_aligned_are_copied(aten: FakeAten, packages: list[
 def test_a_plan_of_cudnn_is_used_for_one_way_to_lie_only(aten: FakeAten, kv_heads: int) -> None:
     """torch's cuDNN plans know the strides of Q, K and V only; the fake refuses those of torch and of other strides."""
     q, k, v, do, *row = call(MASKS["full"], kv_heads=kv_heads)
-    for lay_q in (lambda x: x, lambda x: x.contiguous(), lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
+    expanded = [lambda x, axis=axis: x.narrow(axis, 0, 1).expand_as(x) for axis in (0, 1)]
+    for lay_q in (
+        lambda x: x,
+        lambda x: x.contiguous(),
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        *expanded,
+    ):
         for lay in (do, do.clone(), do.contiguous(), do.mT.contiguous().mT):
             check(CudnnKernel(), MASKS["full"], (lay_q(q), k, v, lay, *row))
 
@@ -306,7 +312,7 @@ def test_torch_is_asked_about_gradients() -> None:
         reason = cuda._refusal(can_use_nothing, demand(device="cpu", head_dim_v=64))
     assert asked == [(128, 64, True)]
     assert reason == (
-        "cannot do torch.bfloat16 with head sizes 128 and 64 here, says torch.backends.cuda.can_use_nothing"
+        "cannot do torch.bfloat16 with head sizes 128 and 64 here, according to torch.backends.cuda.can_use_nothing"
     )
     assert cuda._refusal(lambda params: True, demand(device="cpu")) is None
 

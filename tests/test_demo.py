@@ -18,13 +18,21 @@ from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan
 from mesh_attention.calibration.fit import CallTime, Measurement, MemoryTimes
 from mesh_attention.cli import demo as demo_command_module
 from mesh_attention.cli import demo_report
-from mesh_attention.cli.demo import WorkerError, _contenders, _problem, _report, run_processes
-from mesh_attention.cli.demo_worker import Measured, Pass, Seen, make_inputs
+from mesh_attention.cli.demo import _methods, _problem, _report, _row, _verdict
+from mesh_attention.cli.demo_worker import Measured, Seen, make_inputs
 from mesh_attention.cli.main import main
+from mesh_attention.comm.launch import WorkerError, run_processes
 from mesh_attention.execution.recorder import record
 
 pytestmark = pytest.mark.xdist_group("processes")
-COMMAND = [sys.executable, "-c", "import sys; from mesh_attention.cli.main import main; sys.exit(main())", "demo"]
+# Smaller forecasts than the demo's; test_page.py has 64 ranks.
+PROGRAM = """import sys
+from mesh_attention.cli import demo_report
+from mesh_attention.cli.main import main
+demo_report.FORECAST_RANKS = (6, 8)
+sys.exit(main())
+"""
+COMMAND = [sys.executable, "-c", PROGRAM, "demo"]
 METHODS = {
     "ring": {"method": "ring"},
     "attention2d": {"method": "attention2d", "tile": "2x2"},
@@ -69,7 +77,7 @@ def test_the_demo_leaves_a_report_of_what_it_measured(demo: tuple[dict[str, Any]
     data = page_data(folder / "report.html")["scenes"]
     here, elsewhere = data[: len(METHODS)], data[len(METHODS) :]
     assert [(scene["ranks"], scene["method"]) for scene in here] == [(4, method) for method in METHODS]
-    assert {scene["ranks"] for scene in elsewhere} == {16, 64}
+    assert {scene["ranks"] for scene in elsewhere} == {6, 8}
     for scene in data:
         for one in scene["passes"].values():
             assert bool(one.get("measured")) == (scene in here), scene["method"]
@@ -82,17 +90,16 @@ def test_the_demo_leaves_a_report_of_what_it_measured(demo: tuple[dict[str, Any]
 def report_of(folder: Path) -> tuple[Path | None, str | None]:
     """The report of what a local group recorded, without processes."""
     problem = _problem(2, 64)
-    contenders = _contenders(problem)
-    methods = []
-    for contender in contenders:
-        attention = MeshAttention(LocalGroup(2), **contender.options)
+    methods, measured = _methods(problem), []
+    for choice in methods.values():
+        attention = MeshAttention(LocalGroup(2), choice=choice)
         q, k, v, _ = ([shard.requires_grad_() for shard in attention.shard(t)] for t in make_inputs(problem))
         with record(attention) as recording:
             out = attention(q, k, v, causal=True)
             torch.autograd.grad([o.sum() for o in out], [*q, *k, *v])
-        passes = tuple(Pass(plan=one.plan, timeline=one.timeline) for one in recording.passes())
-        methods.append(Measured(**NOTHING, passes=passes))
-    return _report(folder, problem, contenders, Seen(methods=methods, calibration=NONSENSE))
+        passes = tuple((one.plan, one.timeline) for one in recording.passes())
+        measured.append(Measured(**NOTHING, passes=passes))
+    return _report(folder, problem, methods, Seen(methods=measured, calibration=NONSENSE))
 
 
 NOTHING: Any = dict.fromkeys(("forward_error", "gradient_error"), 0.0) | {
@@ -126,7 +133,7 @@ def test_times_that_make_no_sense_are_replaced_and_that_is_said(
     page, reason = report_of(tmp_path / "report")
     assert reason is None
     assert page is not None
-    assert "by the laptop preset, because calibrating gave times that make no sense" in page.read_text()
+    assert "by the laptop preset, because the calibrated times make no sense" in page.read_text()
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -153,6 +160,21 @@ def test_the_table_stays_when_there_is_no_report(
     assert re.search(r"no report was written: .*mesh-attention-report: is a file", said.err)
 
 
+def test_the_verdict_names_the_method_that_moved_the_fewest_bytes() -> None:
+    methods = _methods(_problem(8, 512))
+    received = dict(zip(methods, (210, 140, 140, 120), strict=True))
+    rows = [
+        _row(name, methods[name], [Measured(**NOTHING | {"received_nbytes": nbytes << 20})])
+        for name, nbytes in received.items()
+    ]
+    assert _verdict(methods, rows) == (
+        "ulysses × mesh 2·2x2 wins with 120 MiB received by a rank, 0.57 of ring's: with ring, a rank receives the K "
+        "and V of all 7 others; with a 2x2 tile, once 2 ranks have traded heads for tokens, it receives 1 query shard "
+        "and 1 KV shard and returns 1 partial result."
+    )
+    assert "No method moved fewer bytes than ring" in _verdict(methods, rows[:1])
+
+
 def fail_on_rank_1(progress_file: Path) -> str:
     if os.environ["RANK"] == "1":
         raise ValueError("rank 1 was told to fail")
@@ -164,6 +186,17 @@ def test_a_process_that_fails_is_named_with_its_error() -> None:
         run_processes(fail_on_rank_1, ranks=2, report=lambda doing, fraction: None)
 
 
+def test_a_process_that_fails_is_exit_code_1_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> list[Seen]:
+        raise WorkerError("rank 1 failed: Traceback\n  line 2")
+
+    monkeypatch.setattr(demo_command_module, "run_processes", fail)
+    assert main(["demo", "--ranks", "4"]) == 1
+    assert capsys.readouterr() == ("", "rank 1 failed: Traceback\n  line 2\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -172,7 +205,10 @@ def test_a_process_that_fails_is_named_with_its_error() -> None:
         (["--seq", "4q"], "--seq '4q': expected a whole number such as 4096"),
         (["--seq", "1m"], "--seq 1048576: expected at most 65536"),
         (["--report", f"{__file__}"], "is a file; give a folder"),
-        (["--report", "there", "--no-report"], "--report there came beside --no-report; leave one of them out"),
+        (
+            ["--report", "there", "--no-report"],
+            "--report there cannot be combined with --no-report; leave one of them out",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_starts(

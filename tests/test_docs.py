@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pool import shared_pool
+from pool import run_script, shared_pool
 from snippets import Block, blocks, commands, differences, is_session, run_here, run_in_order
 
 from mesh_attention import errors
@@ -76,8 +76,7 @@ def test_snippets_for_several_processes_run_on_them(page: Path) -> None:
 def test_scripts_run_under_torchrun(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(block.source)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={block.torchrun}"]
-    done = run([*torchrun, str(script)])
+    done = run_script(script, ranks=block.torchrun)
     assert done.returncode == 0, done.stderr
     compare(block, done.stdout)
 
@@ -154,6 +153,15 @@ def test_figures_are_those_of_the_stored_results() -> None:
         without_links = re.sub(r"\]\([^)]*\)|`[^`]*`", "]", paragraph)
         wrong = [number for number in NUMBER.findall(without_links) if number not in stored]
         assert not wrong, f"{page.name}: {wrong} not in {result}:\n{paragraph}"
+
+
+def test_every_result_names_the_commit_it_was_made_at() -> None:
+    benchmarks = ROOT / "benchmarks"
+    for result in (benchmarks / "results").glob("*.txt"):
+        header = "\n".join(result.read_text().splitlines()[:3])
+        assert re.search(r"^commit [0-9a-f]{7,}(\+changes)?\b", header, flags=re.MULTILINE), result.name
+    for script in benchmarks.glob("*.py"):
+        assert script.stem == "run_facts" or "from run_facts import" in script.read_text(), script.name
 
 
 # Pictures, files and links

@@ -176,17 +176,17 @@ def uneven(mesh: DeviceMesh) -> list[DTensor]:
 
 
 REFUSED = {
-    "zigzag": "DTensors of 24 tokens over 4 ranks are runs in order, of torch.chunk's sizes, and the MeshAttention "
+    "zigzag": "DTensors of 24 tokens over 4 ranks are sharded like torch.chunk, but the MeshAttention "
     'expects a zigzag layout; make it with layout="chunks"',
-    "uneven": "DTensors of 5 tokens over 4 ranks are runs in order, of torch.chunk's sizes, and the MeshAttention "
+    "uneven": "DTensors of 5 tokens over 4 ranks are sharded like torch.chunk, but the MeshAttention "
     'expects a contiguous layout; make it with layout="chunks"',
     "mixed": "k is a Tensor; expected q, k and v to be DTensors, all or none",
     "placements": "and k is placed (Replicate(),) on",
     "copies": "DTensors are placed (Replicate(),); expected one axis of the mesh to be Shard(1), the dim of tokens",
     "heads alone": "DTensors are placed (Shard(dim=2),); expected one axis of the mesh to be Shard(1)",
     "partial": "DTensors are placed (Partial(sum),); expected one axis of the mesh to be Shard(1)",
-    "length": "seq_len came beside DTensors, which know their whole length; leave it out",
-    "group": "sharded over the ranks [0, 1, 2, 3] in this order (axis 0 of the mesh), and the MeshAttention has [",
+    "length": "seq_len cannot be combined with DTensors, which know their whole length; leave it out",
+    "group": "sharded over ranks [0, 1, 2, 3] in this order (axis 0 of the mesh), but the MeshAttention has [",
     "dimensions": "q, k and v have 2, 2 and 2 dimensions; expected all 4, or all 3",
     "unknown": "unknown argument 'is_causal' of attention; did you mean causal?",
     "context": 'expects a zigzag layout; make it with layout="chunks"',
@@ -225,7 +225,7 @@ def test_other_axes_of_the_mesh_are_honoured_or_refused(pool: RankPool) -> None:
         assert "axis 0 of the mesh is Shard(dim=3); expected Replicate()" in dims
         assert "expected one axis of the mesh to be Shard(1)" in twice
         assert "k has shape (2, 8, 3, 8), and 2 ranks of axis 0 share its heads; expected a multiple of 2" in heads
-        assert "(axis 1 of the mesh), and the MeshAttention has [" in wrong
+        assert "(axis 1 of the mesh), but the MeshAttention has [" in wrong
 
 
 def refusals_of_plain_calls(group: Any) -> list[str]:
@@ -245,6 +245,6 @@ def refusals_of_plain_calls(group: Any) -> list[str]:
 def test_a_plain_call_says_where_to_give_dtensors(pool: RankPool) -> None:
     for ranks in (1, 2):
         for all_three, one, none in pool.run(ranks, refusals_of_plain_calls):
-            assert "a DTensor came; give it to mesh_attention.integrations.dtensors.attend_dtensor" in all_three
+            assert "got a DTensor; use mesh_attention.integrations.dtensors.attend_dtensor" in all_three
             assert all_three == one
             assert none == "none"

@@ -14,14 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from mesh_attention import rank_costs
-
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from emulation.contenders import Job, choose_methods, default_methods, plans_of, sent_nbytes  # noqa: E402
-from emulation.network import (  # noqa: E402
+from emulation.contenders import Job, choose_methods, default_methods, plans_of, sent_nbytes
+from emulation.network import (
     PREFIX,
     Cluster,
     exit_on_signals,
@@ -31,7 +25,10 @@ from emulation.network import (  # noqa: E402
     why_not,
 )
 
+from mesh_attention import rank_costs
+
 pytestmark = pytest.mark.xdist_group("processes")
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 BENCHMARK = BENCHMARKS / "how_fast_on_a_slow_network.py"
 JOB = Job(
     seq=4096,
@@ -96,7 +93,9 @@ def test_nothing_is_left_when_a_rank_fails(tmp_path: Path, capfd: pytest.Capture
     pids.mkdir()
     with Cluster(nodes=2, ranks_per_node=2, rate="10mbit") as cluster:
         assert len(namespaces_of(os.getpid())) == 3
-        command = sleep_after('if [ "$RANK" = 2 ]; then echo no such luck; exit 7; fi', pids)
+        # Rank 2 fails once the other three and their children run.
+        others = f'while [ $(ls "{pids}" | wc -l) -lt 7 ]; do sleep 0.05; done'
+        command = sleep_after(f'if [ "$RANK" = 2 ]; then {others}; echo no such luck; exit 7; fi', pids)
         result = cluster.run(command, timeout_s=60, grace_s=0.5, log_dir=tmp_path / "logs")
     assert result.returncode == 7
     assert result.rank_codes[2] == 7

@@ -118,8 +118,8 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
         (lambda: replace(problem(), mask=None), ProblemError, "mask=None: expected a mask"),
         (lambda: Mask(left=-1), MaskError, "left=-1: expected a number of tokens, or None"),
         (lambda: window(1.5, 0), MaskError, "window left=1.5"),
-        (lambda: documents([0, 2.5, 96]), MaskError, "expected whole numbers"),
-        (lambda: documents(None), MaskError, "cu_seqlens_q=None: expected whole numbers"),
+        (lambda: documents([0, 2.5, 96]), MaskError, "expected running totals, whole numbers"),
+        (lambda: documents(None), MaskError, "cu_seqlens_q=None: expected running totals"),
         (lambda: position_ids(Zigzag(), 7, tokens=80, ranks=4), ProblemError, "rank 7 of 4"),
         (lambda: position_ids(Striped(), 0, tokens=80, ranks=0), ProblemError, "rank 0 of 0"),
         (lambda: permutation(Striped(), tokens=80, ranks=0), ProblemError, "0 ranks"),
@@ -132,7 +132,7 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
         ),
     ],
 )
-def test_a_refusal_says_what_came_and_what_was_expected(
+def test_a_refusal_says_what_was_given_and_what_was_expected(
     refused: Callable[[], Plan], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message) as caught:

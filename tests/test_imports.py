@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import mesh_attention
+from mesh_attention.tuning.cache import PARTS
 
 ROOT = Path(mesh_attention.__file__).parent
 
@@ -26,11 +27,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "verification": (*VALUES, "plan"),
     "simulation": (*VALUES, "plan", "topology", "timeline"),
     "tuning": (*VALUES, "plan", "planning", "simulation", "topology", "timeline"),
-    "papers": (*VALUES, "plan", "planning", "simulation", "tuning", "topology", "timeline", "clusters"),
     "drawing": (*VALUES, "topology", "timeline", "plan"),
     "kernels": VALUES,
     "comm": VALUES,
-    "execution": (*VALUES, "plan", "topology", "timeline", "kernels", "comm"),
+    "execution": (*VALUES, "arguments", "plan", "topology", "timeline", "kernels", "comm"),
     "calibration": (*VALUES, "topology", "clusters", "kernels", "comm", "execution"),
     "replay": (
         *VALUES,
@@ -42,15 +42,18 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "timeline",
         "kernels",
         "comm",
+        "arguments",
         "execution",
         "calibration",
     ),
-    "arguments": (*VALUES, "execution"),
+    "arguments": VALUES,
     "api": (*VALUES, "arguments", "plan", "planning", "tuning", "topology", "clusters", "kernels", "comm", "execution"),
     "integrations": (*VALUES, "plan", "kernels", "comm", "execution", "arguments", "api"),
     "testing": (*VALUES, "plan", "planning", "verification", "kernels", "comm"),
+    "scenes": (*VALUES, "plan", "planning", "simulation", "tuning", "topology", "timeline", "drawing"),
     "cli": (
         *VALUES,
+        "scenes",
         "plan",
         "planning",
         "verification",
@@ -65,7 +68,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "simulation",
         "tuning",
         "drawing",
-        "papers",
         "replay",
     ),
 }
@@ -91,17 +93,20 @@ def test_the_test_for_torch_can_fail() -> None:
     assert loads_torch("import torch")
 
 
-def imported_parts(path: Path) -> set[str]:
-    """The parts of this package that a file imports, wherever in the file it does so."""
+def imported_modules(path: Path) -> set[str]:
+    """The modules that a file imports, wherever in the file it does so."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        names = []
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
+            found.add(node.module)
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("mesh_attention.")}
+            found |= {alias.name for alias in node.names}
     return found
+
+
+def imported_parts(path: Path) -> set[str]:
+    """The parts of this package that a file imports."""
+    return {name.split(".")[1] for name in imported_modules(path) if name.startswith("mesh_attention.")}
 
 
 def test_imports_go_one_way() -> None:
@@ -120,8 +125,12 @@ def test_the_test_for_directions_can_fail(tmp_path: Path) -> None:
 
 def test_torch_distributed_is_imported_where_groups_are_handled_only() -> None:
     for path in ROOT.rglob("*.py"):
-        if "torch.distributed" in path.read_text() and "import torch.distributed" in path.read_text():
+        if any(name.startswith("torch.distributed") for name in imported_modules(path)):
             assert _part(path) in ("comm", "integrations", "testing", "cli"), path
+
+
+def test_a_tuning_is_forgotten_when_anything_it_may_follow_from_changes() -> None:
+    assert {name.removesuffix(".py") for name in PARTS} == {"tuning", *LAYERS["tuning"]}
 
 
 def _part(path: Path) -> str:

@@ -371,10 +371,20 @@ def test_all_breaches_come_at_once_with_the_row_marked() -> None:
         verify(plan)
     message = str(caught.value)
     assert {breach.rule for breach in caught.value.breaches} == {"coverage", "presence"}
-    assert "block (q1, kv2) lies in this rank's tile and nobody attends it" in message
+    assert "block (q1, kv2) is in this rank's tile, but no rank attends it" in message
     marked = [line for line in message.splitlines() if line.startswith("  -->")]
     assert len(marked) == 1
     assert marked[0].endswith("free q3")
+
+
+@pytest.mark.parametrize("inner", [None, (2, 2), (1, 4), (4, 2)])
+def test_a_block_that_nobody_attends_is_missed_where_it_belongs(inner: tuple[int, int] | None) -> None:
+    plan = make_plan(problem(16), tile=(4, 4), inner=inner, blocks_per_call=1)
+    for program in plan.all_programs():
+        index = last(list(program.steps), Attend)
+        broken = edit(plan, program.rank, lambda steps, index=index: steps.pop(index))
+        missed = [breach for breach in check(broken) if breach.rule == "coverage"]
+        assert [breach.rank for breach in missed] == [program.rank]
 
 
 def test_a_finish_that_comes_too_early_loses_a_partial() -> None:

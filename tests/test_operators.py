@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from mesh_attention import LocalGroup, MeshAttention, UsageError, record
+from mesh_attention.arguments import CallOptions
 from mesh_attention.comm.torch_dist import TorchComm
-from mesh_attention.comm.wrappers import Recording
-from mesh_attention.execution.operators import Asked
+from mesh_attention.comm.wrappers import Counting
+from mesh_attention.execution.operators import Operands
 from mesh_attention.integrations.checkpointing import saved_attention
 from mesh_attention.integrations.flops import flop_formulas
 
@@ -75,22 +76,29 @@ def alone(**options: Any) -> MeshAttention:
     return MeshAttention(LocalGroup(1).comm(0), **options)
 
 
-def compiled_against_plain(group: Any, options: dict[str, Any], backend: str) -> list[float]:
+def compiled_against_plain(group: Any, options: dict[str, Any], names: list[str]) -> list[float]:
     torch._dynamo.reset()
     attention = MeshAttention(group, **options)
     layer = Layer(attention)
-    function = torch.compile(layer, backend=backend, fullgraph=True)
+    function = torch.compile(layer, backend="aot_eager", fullgraph=True)
     found = []
-    for tokens in (29, 32, 41):  # compiled anew, then with lengths as symbols
-        for call in CALLS.values() if tokens == 29 else [CALLS["causal"]]:
-            x, call = attention.shard(whole_input(tokens)), call | {"seq_len": tokens}
+    for tokens in (29, 32, 41):  # compiled once for 29, then with lengths as symbols
+        for name in names if tokens == 29 else ["causal"]:
+            x, call = attention.shard(whole_input(tokens)), CALLS[name] | {"seq_len": tokens}
             found.append(difference(results_of(layer, function, x, call), results_of(layer, layer, x, call)))
     return found
 
 
-@pytest.mark.parametrize("options", [{"tile": (2, 2)}, {"tile": (1, 2), "ulysses_degree": 2}], ids=str)
-def test_a_compiled_model_is_one_graph_with_the_same_results(options: dict[str, Any]) -> None:
-    for errors in shared_pool().run(4, compiled_against_plain, options, "aot_eager"):
+@pytest.mark.parametrize(
+    ("ranks", "options", "names"),
+    [(2, {"tile": (1, 2)}, list(CALLS)), (4, {"tile": (1, 2), "ulysses_degree": 2}, ["causal"])],
+    ids=["every call", "ulysses"],
+)
+def test_a_compiled_model_is_one_graph_with_the_same_results(
+    ranks: int, options: dict[str, Any], names: list[str]
+) -> None:
+    """A graph holds attention as one operator, so the plan behind it does not change how calls are compiled."""
+    for errors in shared_pool().run(ranks, compiled_against_plain, options, names):
         assert max(errors) <= 1e-12
 
 
@@ -115,18 +123,18 @@ def test_packed_tokens_without_a_batch_are_compiled_as_well() -> None:
 def test_the_operators_keep_torchs_rules() -> None:
     attention = alone()
     q, k, v = (torch.randn(1, 6, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
-    asked = Asked(None, None, True, None, (-1, -1), 0.0, False, None, None, True, attention._number)
+    asked = Operands(CallOptions(causal=True), True, attention._number).pack()
     torch.library.opcheck(torch.ops.mesh_attention.attend.default, (q, k, v, *asked))
     with torch.no_grad():
         out, lse = torch.ops.mesh_attention.attend(q, k, v, *asked)
-        given = [t.detach() for t in (out, lse, q, k, v, out, lse)]
+        given = [t.detach() for t in (out, lse, out, lse, q, k, v)]
         torch.library.opcheck(torch.ops.mesh_attention.attend_backward.default, (*given, *asked))
 
 
 def messages_of(group: Any, how: str) -> tuple[int, float]:
     """Messages of a forward and a backward pass, and how far gradients are from those without checkpointing."""
     plain = Layer(MeshAttention(group, tile=(2, 2)))
-    comm = Recording(TorchComm(group))
+    comm = Counting(TorchComm(group))
     layer = Layer(MeshAttention(comm, tile=(2, 2)))
     x, call = plain.attention.shard(whole_input(29)), {"causal": True, "seq_len": 29}
     contexts = {"context_fn": saved_attention} if how == "saved" else {}
@@ -157,7 +165,7 @@ def test_fake_tensors_get_shapes_and_nothing_is_run() -> None:
         out, lse = attention(q, k, v, causal=True, return_lse=True)
     assert (out.shape, out.dtype) == ((2, 10**6, 8, 32), torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 8, 10**6), torch.float32)
-    assert not attention._engines
+    assert not attention.engines.known
 
 
 def test_flops_are_counted_as_torch_counts_them() -> None:
@@ -198,11 +206,11 @@ def test_only_gradients_that_exist_come_to_backward() -> None:
 def test_what_was_compiled_needs_its_attention_alive() -> None:
     attention = alone()
     q = torch.randn(1, 6, 2, 8)
-    asked = Asked(None, None, True, None, (-1, -1), 0.0, False, None, None, False, attention._number)
+    asked = Operands(CallOptions(causal=True), False, attention._number).pack()
     torch.ops.mesh_attention.attend(q, q, q, *asked)
     del attention
     gc.collect()
-    with pytest.raises(UsageError, match="no longer exists; keep it as long as"):
+    with pytest.raises(UsageError, match="no longer exists; keep it as long"):
         torch.ops.mesh_attention.attend(q, q, q, *asked)
 
 
@@ -244,7 +252,7 @@ def kept_under_checkpointing(group: Any) -> tuple[float, str]:
 
     error = difference(results_of(keeping, saved, x, call), results_of(plain, plain, x, call))
     q = torch.randn(1, 6, 2, 8)
-    asked = Asked(None, None, True, None, (-1, -1), 0.0, False, None, None, True, keeping.attention._number)
+    asked = Operands(CallOptions(causal=True), True, keeping.attention._number).pack()
     with pytest.raises(UsageError) as refusal:
         torch.ops.mesh_attention.attend(q, q, q, *asked)
     return error, str(refusal.value)
@@ -253,7 +261,7 @@ def kept_under_checkpointing(group: Any) -> tuple[float, str]:
 def test_plans_that_keep_run_step_by_step_and_not_as_operators() -> None:
     for error, refusal in shared_pool().run(2, kept_under_checkpointing):
         assert error <= 1e-13
-        assert "keeps kv for backward, which under torch.compile and selective checkpointing cannot" in refusal
+        assert "keeps kv for backward, which torch.compile and selective checkpointing cannot" in refusal
 
 
 @pytest.mark.parametrize("options", [{}, {"tile": (1, 2), "keep": ("kv",)}], ids=["local", "keep"])
@@ -279,7 +287,11 @@ def test_what_has_no_operator_is_one_break_in_the_graph(options: dict[str, Any])
         ({"dropout_p": 0.5}, "dropout is not supported"),
         ({"casual": True}, "did you mean causal"),
         ({"cu_seqlens_q": torch.tensor([0.0, 6.0])}, "expected running totals"),
-        ({"cu_seqlens_q": "0 6"}, "cu_seqlens_q='0 6': expected running totals"),
+        pytest.param(
+            {"cu_seqlens_q": "0 6"},
+            "cu_seqlens_q='0 6': expected running totals",
+            marks=pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.10 raises an error of its own"),
+        ),
     ],
     ids=str,
 )
@@ -297,8 +309,8 @@ def test_refusals_are_those_of_plain_calls(call: dict[str, Any], message: str) -
 def test_second_derivatives_are_refused() -> None:
     attention = alone()
     q, k, v = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
-    asked = Asked(None, None, True, None, (-1, -1), 0.0, False, None, None, True, attention._number)
+    asked = Operands(CallOptions(causal=True), True, attention._number).pack()
     out, _ = torch.ops.mesh_attention.attend(q, k, v, *asked)
     (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(UsageError, match="only first derivatives exist"):
+    with pytest.raises(UsageError, match="has no second derivatives"):
         gradient.sum().backward()

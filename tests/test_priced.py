@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from orders.clocks import Clocks, price_moves
 
 from mesh_attention import Costs, Problem, ScheduleError, Tile, causal, check, full, make_plan
 from mesh_attention.clusters import cluster_named
@@ -16,7 +17,6 @@ from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Route
 from mesh_attention.plan.steps import DIRECTIONS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.plan.text import parse_move
 from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.clocks import Clocks, price_moves
 from mesh_attention.planning.costs import estimate_gpu_costs
 from mesh_attention.planning.greedy import greedy_moves
 from mesh_attention.planning.holding import ONE_SIZE, held_share

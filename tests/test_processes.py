@@ -13,7 +13,7 @@ from pool import shared_pool
 
 from mesh_attention.api import MeshAttention, mesh_attention
 from mesh_attention.comm.torch_dist import TorchComm
-from mesh_attention.comm.wrappers import Delaying, Recording
+from mesh_attention.comm.wrappers import Counting, Delaying
 from mesh_attention.execution import sharding
 from mesh_attention.plan.queries import rank_costs
 from mesh_attention.testing.run_ranks import RankError, RankPool
@@ -84,13 +84,13 @@ def test_a_slow_network_changes_nothing(pool: RankPool) -> None:
 def counts_of(group: Any, options: dict[str, Any]) -> list[tuple[Any, Any]]:
     """What was counted and what the plan says, forward and backward."""
     case = BY_NAME["batch"]
-    comm = Recording(TorchComm(group))
+    comm = Counting(TorchComm(group))
     attention = MeshAttention(comm, **options)
     q, k, v, d_out, _ = (attention.shard(t) if t.dim() == 4 else t for t in whole_tensors(case))
     inputs = [t.requires_grad_() for t in (q, k, v)]
     counts = []
     out = attention(*inputs, seq_len=case.seq_q, **case.call)
-    (engine,) = attention._engines.values()
+    (engine,) = attention.engines.known.values()
     for direction in ("forward", "backward"):
         if direction == "backward":
             torch.autograd.grad((out * d_out).sum(), inputs)
@@ -241,7 +241,7 @@ def test_when_a_rank_dies_the_others_name_the_step_and_the_rank() -> None:
     assert "from rank 2" in message
 
 
-def train(group: Any, options: dict[str, Any] | None, steps: int = 20) -> list[float]:
+def train(group: Any, options: dict[str, Any] | None, steps: int = 10) -> list[float]:
     """Losses of a small language model in float64; options None: one process, plain attention."""
     from training_model import train_small_model
 

@@ -225,16 +225,16 @@ def test_nothing_recorded_is_no_passes() -> None:
 
 
 def test_one_rank_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"a recording of one rank was asked for: .* without steps; use two"):
+    with pytest.raises(UsageError, match=r"record\(\) needs two or more ranks: .* without steps"):
         record(MeshAttention(LocalGroup(1))).__enter__()
 
 
-def test_played_passes_are_refused() -> None:
+def test_passes_as_cuda_graphs_are_refused() -> None:
     attention = MeshAttention(LocalGroup(2))
     tensors = [list(rank) for rank in zip(*(attention.shard(tensor) for tensor in whole_inputs()), strict=True)]
-    engine = attention.engine(tensors, CallOptions())
-    with pytest.raises(UsageError, match="played from CUDA graphs; leave cuda_graphs out"):
-        Recording(attention.comms).watched(replace(engine, recorded=object()), tensors[0][0])  # type: ignore[arg-type]
+    engine = attention.engines.find(tensors, CallOptions())
+    with pytest.raises(UsageError, match=r"record\(\) cannot look into CUDA graphs; use a Mesh"):
+        Recording(attention.comms).watched(replace(engine, captured=object()), tensors[0][0].device)  # type: ignore[arg-type]
 
 
 # Processes
@@ -309,7 +309,7 @@ def differing_here(group: Any) -> str:
 
 def test_ranks_that_recorded_different_calls_are_told_so() -> None:
     for said in shared_pool().run(2, differing_here):
-        assert said == "ranks recorded [0, 1] passes; record the same calls on all of them"
+        assert said == "ranks recorded [0, 1] passes; record the same calls on every rank"
 
 
 def failing_here(group: Any) -> str:
@@ -324,7 +324,7 @@ def failing_here(group: Any) -> str:
             raise RuntimeError("the peer is gone")
 
     class Cut:
-        rank, size, is_recordable = comm.rank, comm.size, False
+        rank, size, is_capturable = comm.rank, comm.size, False
 
         def post(self, sends: Any, recvs: Any) -> Any:
             return Broken()

@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs
-from mesh_attention.cli.replay_device import check_memory
-from mesh_attention.cli.replay_rows import bar_groups, rows_of
+from mesh_attention.cli.replay_report import bar_groups
 from mesh_attention.comm.base import Parcel
 from mesh_attention.comm.replay import ReplayComm, SilentComm
-from mesh_attention.comm.wrappers import Recording
+from mesh_attention.comm.wrappers import Counting
 from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.execution.compiled import compile_program
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.replay.actor import Actor, OneKernel
+from mesh_attention.replay.cluster import measure_link
+from mesh_attention.replay.device import check_memory
 from mesh_attention.replay.parts import BEST, Part, tuned_parts
 from mesh_attention.replay.replay import replay
-from mesh_attention.replay.result import Contender, KernelPass, Pass, Replayed
-from mesh_attention.replay.scene import measure_link
+from mesh_attention.replay.result import Contender, KernelPass, Pass, Replayed, rows_of
 from mesh_attention.topology import Topology
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def test_everybody_says_what_this_rank_says() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_replay_moves_the_bytes_that_the_plan_says(parts: list[Part], method: str, direction: str) -> None:
     plan = next(part for part in parts if part.name == method).plans[direction]  # type: ignore[index]
-    comm = Recording(ReplayComm(RANK, PROBLEM.ranks, device=CPU))
+    comm = Counting(ReplayComm(RANK, PROBLEM.ranks, device=CPU))
     Actor(plan, RANK, device=CPU).run(comm)
     costs = rank_costs(plan, RANK)
     assert sum(comm.sent_nbytes.values()) == costs.sent_nbytes > 0
@@ -174,15 +174,15 @@ def test_memory_that_is_too_small_is_said_before_anything_runs(
     parts: list[Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check(free: int, *, is_recorded: bool = True) -> None:
-        monkeypatch.setattr("mesh_attention.cli.replay_device.free_nbytes", lambda device: free)
+        monkeypatch.setattr("mesh_attention.replay.device.free_nbytes", lambda device: free)
         check_memory(parts, rank=RANK, device=CPU, is_recorded=is_recorded)
 
     check(2**30)
-    with pytest.raises(MemoryLimitError, match=r"ring takes .* KiB with its inputs, and cpu has 1.00 KiB free"):
+    with pytest.raises(MemoryLimitError, match=r"ring needs .* KiB with its inputs, but cpu has 1.00 KiB free"):
         check(2**10)
-    with pytest.raises(MemoryLimitError, match=r"ring, mesh, ulysses, the one kernel take .* together.*--no-graphs"):
+    with pytest.raises(MemoryLimitError, match=r"ring, mesh, ulysses, the one kernel need .* together.*--no-graphs"):
         check(2**17)
-    with pytest.raises(MemoryLimitError, match=r"give fewer --methods$"):
+    with pytest.raises(MemoryLimitError, match=r"replay fewer methods$"):
         check(2**17, is_recorded=False)
 
 
@@ -209,8 +209,8 @@ def known() -> Replayed:
     return Replayed(
         rank=0,
         contenders=(
-            Contender(name="ring", description="ring 1x4 ring 4 a call; ring 1x4 direct 1 a call", passes=tuple(ring)),
-            Contender(name="mesh", description="mesh 2x2 direct 2 a call", passes=tuple(mesh)),
+            Contender(name="ring", description="ring 1x4, route ring, 4 blocks per call; ring 1x4", passes=tuple(ring)),
+            Contender(name="mesh", description="mesh 2x2, 2 blocks per call", passes=tuple(mesh)),
         ),
         kernel=(
             KernelPass(direction="forward", flops=10**12, times_s=(0.4,)),
@@ -224,7 +224,13 @@ def test_rows_are_each_pass_and_both(known: Replayed) -> None:
     assert [(row.method, row.what) for row in rows] == [
         (method, what) for method in ("ring", "mesh") for what in ("forward", "backward", "both")
     ]
-    assert [row.plan for row in rows] == ["1x4 ring 4/call", "1x4 direct", "", *["2x2 direct 2/call"] * 2, ""]
+    assert [row.plan for row in rows] == [
+        "ring 1x4, route ring, 4 blocks per call",
+        "ring 1x4",
+        "",
+        *["mesh 2x2, 2 blocks per call"] * 2,
+        "",
+    ]
     assert [row.times_ring for row in rows] == [1, 1, 1, 2, 2, 2]
     assert [row.share for row in rows] == pytest.approx([0.4, 0.4, 0.4, 0.8, 0.8, 0.8])
     assert [row.exposed_s for row in rows] == pytest.approx([0.5, 1, 1.5, 0.25, 0.5, 0.75])

@@ -271,7 +271,7 @@ def test_a_plan_that_cannot_end_is_refused() -> None:
     assert plan.programs is not None
     first = plan.programs[0]
     without = replace(first, steps=tuple(step for step in first.steps if type(step).__name__ != "Send"))
-    with pytest.raises(PlanError, match="wait for ever"):
+    with pytest.raises(PlanError, match="wait forever"):
         simulate(plan.with_programs((without, *plan.programs[1:])), topology(2))
 
 

@@ -20,18 +20,18 @@ from pool import shared_pool
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.comm.base import Comm, Parcel
-from mesh_attention.comm.local import block
 from mesh_attention.comm.staged import CudaStage, HostStage, StagedComm, comm_for
 from mesh_attention.comm.torch_dist import TorchComm
-from mesh_attention.comm.wrappers import Delaying, Recording
+from mesh_attention.comm.wrappers import Counting, Delaying
 from mesh_attention.errors import ProblemError, TransportError
+from mesh_attention.execution.driving import drive
 from mesh_attention.testing.comm_conformance import CHECKS
 from mesh_attention.testing.run_ranks import RankError, RankPool
 
 pytestmark = pytest.mark.xdist_group("processes")
 WRAPPERS: dict[str, Callable[[Comm], Comm]] = {
     "bare": lambda comm: comm,
-    "recording": Recording,
+    "recording": Counting,
     "delaying": lambda comm: Delaying(comm, 0.002),
 }
 
@@ -43,7 +43,7 @@ def bytes_of(number: int, size: int = 64) -> torch.Tensor:
 def run_checks(group: Any, wrapper: str) -> None:
     comm = StagedComm(group)  # one for all of them: each leaves it as it was
     for check in CHECKS:
-        block(check(WRAPPERS[wrapper](comm)))
+        drive(check(WRAPPERS[wrapper](comm)))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -61,7 +61,7 @@ class LateStage(HostStage):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def fetch(self, chunk: torch.Tensor, queued: None) -> tuple[torch.Tensor, Callable[[], None]]:
+    def copy_out(self, chunk: torch.Tensor, queued: None) -> tuple[torch.Tensor, Callable[[], None]]:
         host, seconds = self.landing(chunk).fill_(255), self.seconds
         self.seconds /= 2
 
@@ -134,8 +134,8 @@ def test_a_device_copies_on_streams_of_its_own_behind_what_was_queued(monkeypatc
     monkeypatch.setattr(CudaStage, "landing", lambda stage, chunk: host)
     stage: Any = CudaStage(torch.device("cuda:0"))
     queued = stage.mark()
-    stage.fetch(chunk, queued)[1]()
-    stage.land(host, chunk, queued)
+    stage.copy_out(chunk, queued)[1]()
+    stage.copy_in(host, chunk, queued)
     stage.settle()
     assert log == [
         "compute.record_event()",
@@ -213,7 +213,7 @@ def test_a_peer_that_died_is_named_by_everything_that_was_under_way() -> None:
 
 
 class BrokenStage(HostStage):
-    def fetch(self, chunk: torch.Tensor, queued: None) -> tuple[torch.Tensor, Callable[[], None]]:
+    def copy_out(self, chunk: torch.Tensor, queued: None) -> tuple[torch.Tensor, Callable[[], None]]:
         def copy() -> None:
             time.sleep(0.2)  # until all is posted
             raise RuntimeError("the device is gone")
@@ -332,7 +332,7 @@ def stage_without_gloo(group: Any) -> str:
 
 def test_staging_without_gloo_is_refused() -> None:
     (message,) = shared_pool().run(1, stage_without_gloo)
-    assert message.startswith("StagedComm came with a group of cuda:nccl; ")
+    assert message.startswith("StagedComm needs a group with Gloo for the CPU, such as cpu:gloo,cuda:nccl")
 
 
 def meet(group: Any, devices: list[str]) -> list[str]:

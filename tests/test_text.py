@@ -24,6 +24,7 @@ from mesh_attention import (
     read_plan,
     window,
 )
+from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.steps import Item, Recv
 from mesh_attention.plan.text import format_item, parse_item, parse_move, parse_step
 from mesh_attention.testing.strategies import plans
@@ -54,6 +55,18 @@ def test_every_plan_reads_back_from_text_and_json(plan: Plan) -> None:
         assert parse_plan(str(form)) == form
         assert plan_from_json(json.loads(json.dumps(plan_to_json(form)))) == form
         assert read_plan(str(form)).digest == form.digest
+
+
+@pytest.mark.parametrize(
+    ("assignment", "text"),
+    [
+        (Assignment(Tile(4, 8)), "4x8"),
+        (Assignment(Tile(4, 8), ulysses=2), "2·4x8"),
+        (Assignment(Tile(4, 8), ulysses=2, inner=Tile(2, 4)), "2·4x8 inner 2x4"),
+    ],
+)
+def test_an_assignment_reads_as_degree_tile_and_inner_tile(assignment: Assignment, text: str) -> None:
+    assert str(assignment) == text
 
 
 def test_a_step_reads_as_it_is_written() -> None:
@@ -120,7 +133,7 @@ def test_a_file_that_is_no_plan_says_why(text: str, message: str) -> None:
         ({"direction": "sideways"}, ParseError, "direction 'sideways': expected forward or backward"),
         ({"moves": ["fetch kv 7"]}, ScheduleError, "does not fit a forward plan of 2x3 tiles"),
         ({"moves": ["teleport kv 1"]}, ParseError, "move 'teleport kv 1': expected fetch, meet"),
-        ({"moves": None}, ParseError, "either moves or programs"),
+        ({"moves": None}, ParseError, "with moves or with programs"),
         ({"moves": 7}, ParseError, "moves 7: expected a list"),
         ({"moves": [7]}, ParseError, "moves 7: expected text"),
         ({"moves": None, "programs": [7]}, ParseError, "expected a list of objects"),

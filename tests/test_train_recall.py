@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from pool import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SCRIPT = str(EXAMPLES / "train_recall.py")
+SCRIPT = EXAMPLES / "train_recall.py"
 sys.path.append(str(EXAMPLES))
 
 from recall import checkpoints  # noqa: E402
@@ -37,10 +38,8 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def train(ranks: int, *flags: str) -> dict[str, Any]:
-    """The summary of a run that ends well."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
-    command = [sys.executable, *torchrun, SCRIPT, *SMALL, "--json", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
+    """The summary of a run that ends well; with 0 ranks it is started alone."""
+    done = run_script(SCRIPT, *SMALL, "--json", *flags, ranks=ranks, timeout_s=300)
     assert done.returncode == 0, done.stderr
     assert f"/{STEPS}  70 tokens  loss " in done.stderr  # readable where there is no terminal
     summary: dict[str, Any] = json.loads(done.stdout)
@@ -64,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> tuple[dict[str, Any], Path]:
-    return train(1, "--curve", str(folder / "alone.csv")), folder / "alone.csv"
+    return train(0, "--curve", str(folder / "alone.csv")), folder / "alone.csv"
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +123,7 @@ def test_an_interrupted_run_ends_cleanly_and_can_go_on(alone: tuple[dict[str, An
 
 
 def test_a_refusal_is_one_line_and_an_exit_code(tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPT, *SMALL, "--checkpoint", str(tmp_path / "none"), "--resume"]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
+    done = run_script(SCRIPT, *SMALL, "--checkpoint", str(tmp_path / "none"), "--resume")
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"train_recall.py: error: --resume: there is no checkpoint in {tmp_path / 'none'}; leave --resume out to begin "

@@ -204,8 +204,8 @@ def test_forgotten_position_ids_are_refused_on_every_rank(pool: RankPool, layout
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        ("packed", "where they restart for packed documents"),
-        ("uneven", "where ranks hold unequal numbers of tokens, also cu_seq_lens_q/k of the whole sequence"),
+        ("packed", "if they restart for packed documents"),
+        ("uneven", "or ranks hold unequal numbers of tokens, also pass cu_seq_lens_q/k of the whole sequence"),
         ("own mask", "give the mask of the whole sequence on every rank, not this rank's part"),
     ],
 )
@@ -284,7 +284,7 @@ def test_rotary_frequencies_are_those_of_the_whole_sequence_or_refused(
 ) -> None:
     for outcome in pool.run(2, rotary_outcome, model_name, layout, seq):
         if is_refused:
-            assert "whose frequencies follow from the largest position" in str(outcome)
+            assert "whose frequencies depend on the largest position" in str(outcome)
         else:
             assert isinstance(outcome, float), outcome
             assert outcome <= 1e-9

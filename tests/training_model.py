@@ -77,8 +77,10 @@ def train_small_model(group: Any, options: dict[str, Any] | None, steps: int) ->
             total = loss.detach().clone()
             if options is not None:
                 dist.all_reduce(total, group=group)
-                for parameter in model.parameters():
-                    dist.all_reduce(parameter.grad, group=group)
+                gradients = [parameter.grad for parameter in model.parameters()]
+                together = nn.utils.parameters_to_vector(gradients)
+                dist.all_reduce(together, group=group)
+                nn.utils.vector_to_parameters(together, gradients)
             optimizer.step()
             losses.append(float(total))
         return losses

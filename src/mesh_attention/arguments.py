@@ -1,20 +1,19 @@
-"""What a call may be asked for: the arguments of `MeshAttention` and of its calls, checked and as values."""
+"""The arguments of a call, checked: `CallOptions` is everything a call asks for besides its tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mesh_attention.errors import ProblemError, UsageError
-from mesh_attention.execution.buffers import DTYPES
-from mesh_attention.execution.executor import Softmax
 from mesh_attention.masks import Mask, boundaries, causal, documents, full, window
+from mesh_attention.problem import ITEMSIZE, Problem
 
 NO_WINDOW = (-1, -1)
 REFUSED = {
@@ -25,88 +24,130 @@ REFUSED = {
     "block_table": "a paged KV cache",
     "q_descale": "scaled low-precision inputs",
 }
-"""Arguments of other attention functions that have a meaning we do not compute."""
+"""Arguments of other attention functions for features that are not supported."""
+Boundaries = Sequence[int] | Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions:
-    """What a call asks for besides its tensors; the names are flash-attn's."""
+class Softmax:
+    """Scale and cap of the scores."""
+
+    scale: float
+    softcap: float = 0.0
+
+
+class CallOptions(NamedTuple):
+    """Everything a call asks for besides its tensors; the names are flash-attn's.
+
+    A tuple, so that it is made and hashed quickly. Its fields are also arguments of the operators, in this order.
+    """
 
     causal: bool = False
     softmax_scale: float | None = None
-    window_size: tuple[int, int] = (-1, -1)
-    cu_seqlens_q: tuple[int, ...] | None = None
-    cu_seqlens_k: tuple[int, ...] | None = None
+    window_size: tuple[int, int] = NO_WINDOW
+    cu_seqlens_q: Boundaries = None
+    cu_seqlens_k: Boundaries = None
     softcap: float = 0.0
     deterministic: bool = False
     seq_len: int | None = None
     seq_len_k: int | None = None
 
+    def checked(self) -> CallOptions:
+        """The same call with every value checked and in one form, so that equal calls are equal values."""
+        return self._checked(_boundaries)
+
+    def is_plain(self) -> bool:
+        """True if there is nothing to check or convert, and no boundaries."""
+        scale, sides = self.softmax_scale, self.window_size
+        return (
+            (type(self.causal) is bool and type(self.deterministic) is bool and type(self.softcap) is float)
+            and (scale is None or type(scale) is float)
+            and (sides is NO_WINDOW or (type(sides) is tuple and _window(sides) == sides))
+            and (self.cu_seqlens_q is None and self.cu_seqlens_k is None)
+            and (self.seq_len is None or type(self.seq_len) is int)
+            and (self.seq_len_k is None or type(self.seq_len_k) is int)
+        )
+
+    def as_operands(self) -> CallOptions:
+        """The same call, checked, with boundaries as tensors: a compiler sees that they exist, not their values."""
+        return self._checked(_boundary_tensor)
+
+    def _checked(self, boundaries: Callable[[str, Boundaries], Boundaries]) -> CallOptions:
+        return CallOptions(
+            causal=flag("causal", self.causal),
+            softmax_scale=None if self.softmax_scale is None else _number("softmax_scale", self.softmax_scale),
+            window_size=_window(self.window_size),
+            cu_seqlens_q=boundaries("cu_seqlens_q", self.cu_seqlens_q),
+            cu_seqlens_k=boundaries("cu_seqlens_k", self.cu_seqlens_k),
+            softcap=_number("softcap", self.softcap),
+            deterministic=flag("deterministic", self.deterministic),
+            seq_len=self.seq_len,
+            seq_len_k=self.seq_len_k,
+        )
+
     def mask(self) -> Mask:
-        mask = full() if tuple(self.window_size) == (-1, -1) else window(*self.window_size)
+        mask = full() if self.window_size == NO_WINDOW else window(*self.window_size)
         if self.causal:
             mask &= causal()
         if self.cu_seqlens_q is not None:
-            mask &= documents(self.cu_seqlens_q, self.cu_seqlens_k)
+            mask &= documents(self.cu_seqlens_q, self.cu_seqlens_k)  # type: ignore[arg-type] # numbers once checked
         elif self.cu_seqlens_k is not None:
             raise UsageError(
-                "cu_seqlens_k came without cu_seqlens_q; give both, or cu_seqlens_q alone for one sequence"
+                "cu_seqlens_k was given without cu_seqlens_q; give both, or only cu_seqlens_q for one sequence"
             )
         return mask
 
+    def softmax(self, problem: Problem) -> Softmax:
+        scale = problem.head_dim_qk**-0.5 if self.softmax_scale is None else self.softmax_scale
+        if not math.isfinite(scale) or not (math.isfinite(self.softcap) and self.softcap >= 0):
+            raise UsageError(
+                f"softmax_scale={scale}, softcap={self.softcap}: expected finite numbers, and softcap 0 (off) or above"
+            )
+        return Softmax(scale=float(scale), softcap=float(self.softcap))
 
-SIMPLE_ARGUMENTS = (
-    "causal",
-    "softmax_scale",
-    "window_size",
-    "softcap",
-    "deterministic",
-    "seq_len",
-    "seq_len_k",
-    "return_lse",
-)
-CALL_ARGUMENTS = (*SIMPLE_ARGUMENTS, "cu_seqlens_q", "cu_seqlens_k")
-
-
-def call_options(
-    is_causal: object,
-    softmax_scale: object,
-    window_size: object,
-    softcap: object,
-    deterministic: object,
-    seq_len: int | None,
-    seq_len_k: int | None,
-    return_lse: object,
-    cu_seqlens_q: Sequence[int] | Tensor | None = None,
-    cu_seqlens_k: Sequence[int] | Tensor | None = None,
-) -> CallOptions:
-    flag("return_lse", return_lse)
-    return CallOptions(
-        causal=flag("causal", is_causal),
-        softmax_scale=None if softmax_scale is None else _number("softmax_scale", softmax_scale),
-        window_size=_window(window_size),
-        cu_seqlens_q=_boundaries("cu_seqlens_q", cu_seqlens_q),
-        cu_seqlens_k=_boundaries("cu_seqlens_k", cu_seqlens_k),
-        softcap=_number("softcap", softcap),
-        deterministic=flag("deterministic", deterministic),
-        seq_len=seq_len,
-        seq_len_k=seq_len_k,
-    )
+    def problem(self, tensors: Sequence[Tensor], ranks: int) -> Problem:
+        """The problem this call poses, judged by one rank's tensors (batch, tokens, heads, dim)."""
+        q, k, v = tensors
+        seq_k = self.seq_len if self.seq_len_k is None else self.seq_len_k
+        cuts_k = self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
+        return Problem(
+            seq_q=_whole_length(self.seq_len, self.cu_seqlens_q, q, ranks),
+            seq_kv=_whole_length(seq_k, cuts_k, k, ranks),
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_dim_qk=q.shape[3],
+            head_dim_v=v.shape[3],
+            ranks=ranks,
+            batch=q.shape[0],
+            dtype=_dtype_name(q),
+            mask=self.mask(),
+        )
 
 
-def form_of(simple: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
-    """All that tells one call from another; types as well, since True is 1. Written out: a small call waits for it."""
+CALL_ARGUMENTS = (*CallOptions._fields, "return_lse")
+
+
+def call_key(options: CallOptions, q: object, k: object, v: object) -> tuple[object, ...] | None:
+    """Cache key of a call on one rank; None if its options are not in their usual form, or boundaries are given.
+
+    Written out in full, because a small call waits for it. Equal keys stand for equal calls: types are checked, since
+    True == 1.
+    """
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and options.is_plain()):
+        return None
     return (
-        *(simple, *map(type, simple), *window_types(simple[2])),
-        *(type(q), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+        *(options, type(q), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"),
         torch.are_deterministic_algorithms_enabled(),
     )
 
 
-def window_types(sides: object) -> tuple[type, ...]:
-    return () if sides is NO_WINDOW or not isinstance(sides, tuple) else tuple(map(type, sides))
+def needs_gradient(tensors: Iterable[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+# Checks
 
 
 def check_dimensions(ranks: Sequence[Sequence[Tensor]]) -> None:
@@ -129,33 +170,54 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ProblemError(f"q has head size {q.shape[3]} and k has {k.shape[3]}: expected the same (v may differ)")
 
 
-def needs_gradient(tensors: Sequence[Sequence[Tensor]]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for rank in tensors for tensor in rank)
+def flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}={value!r}: expected True or False")
+    return value
 
 
-def check_softmax(scale: float, softcap: float) -> Softmax:
-    if not math.isfinite(scale) or not (math.isfinite(softcap) and softcap >= 0):
-        raise UsageError(
-            f"softmax_scale={scale}, softcap={softcap}: expected finite numbers, softcap 0 (none) or above"
-        )
-    return Softmax(scale=float(scale), softcap=float(softcap))
+def describe(tensor: object) -> str:
+    return f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"{type(tensor).__name__}"
 
 
-def whole_length(given: int | None, cuts: tuple[int, ...] | None, tensor: Tensor, ranks: int) -> int:
+def refuse_others(others: dict[str, Any]) -> None:
+    """Refuse whatever a call was given besides its own arguments; features that are turned off may be named."""
+    for name, meaning in REFUSED.items():
+        value = others.get(name)
+        if value is not None and not (isinstance(value, int | float) and value == 0):
+            raise UsageError(f"{name} was given, but {meaning} is not supported; leave {name} out")
+    refuse_unknown(
+        {name: value for name, value in others.items() if name not in REFUSED}, CALL_ARGUMENTS, of="attention"
+    )
+
+
+def refuse_unknown(given: Iterable[str], known: Sequence[str], *, of: str) -> None:
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(f"unknown argument {name!r} of {of}; {hint}expected some of {', '.join(known)}")
+
+
+def _whole_length(given: int | None, cuts: Boundaries, tensor: Tensor, ranks: int) -> int:
     if given is not None:
         return given
-    return cuts[-1] if cuts is not None else int(tensor.shape[1]) * ranks
+    return int(cuts[-1]) if cuts is not None else int(tensor.shape[1]) * ranks
 
 
-def dtype_name(tensor: Tensor) -> str:
-    for name, dtype in DTYPES.items():
-        if tensor.dtype == dtype:
-            return name
-    raise ProblemError(f"q is {tensor.dtype}: expected one of {', '.join(DTYPES)}")
+def _dtype_name(tensor: Tensor) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in ITEMSIZE:
+        raise ProblemError(f"q is {tensor.dtype}: expected one of {', '.join(ITEMSIZE)}")
+    return name
 
 
-def _boundaries(name: str, cuts: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
+def _boundaries(name: str, cuts: Boundaries) -> tuple[int, ...] | None:
     return None if cuts is None else boundaries(name, cuts)
+
+
+def _boundary_tensor(name: str, cuts: Boundaries) -> Tensor | None:
+    return cuts if cuts is None or isinstance(cuts, Tensor) else torch.tensor(_boundaries(name, cuts))
 
 
 def _window(sides: object) -> tuple[int, int]:
@@ -164,34 +226,7 @@ def _window(sides: object) -> tuple[int, int]:
     raise UsageError(f"window_size={sides!r}: expected (left, right) in tokens, -1 for unbounded")
 
 
-def flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise UsageError(f"{name}={value!r}: expected True or False")
-    return value
-
-
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{name}={value!r}: expected a number")
     return float(value)
-
-
-def describe(tensor: object) -> str:
-    return f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"{type(tensor).__name__}"
-
-
-def refuse_known(others: dict[str, Any]) -> None:
-    for name, meaning in REFUSED.items():
-        value = others.get(name)
-        if value is not None and not (isinstance(value, int | float) and value == 0):
-            raise UsageError(f"{name} came, but {meaning} is not supported; leave {name} out")
-
-
-def refuse_unknown(
-    given: dict[str, Any], known: Sequence[str], *, of: str, allowed: dict[str, str] | None = None
-) -> None:
-    for name in given:
-        if name not in known and name not in (allowed or {}):
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UsageError(f"unknown argument {name!r} of {of}; {hint}expected some of {', '.join(known)}")

@@ -44,6 +44,8 @@ NVLINK_SHARE, NIC_SHARE = 0.8, 0.9
 """The share of its data sheet that programs reach on a fabric, in one direction."""
 
 
+_Three = tuple[float, float, float]
+
 # Nodes of eight GPUs with a NIC each. Forward and backward: TFLOP/s, µs a call, share of that rate in masked calls.
 # Memory: GB/s, GiB, µs of the smallest merge. Width. Fabric, from its data sheet: a port's GB/s, a NIC's Gbit/s, in one
 # direction; latencies in µs inside and between nodes.
@@ -58,31 +60,35 @@ _NODES_OF_8 = (
 
 def _node_of_8(
     name: str,
-    forward: tuple[float, float, float],
-    backward: tuple[float, float, float],
-    memory: tuple[float, float, float],
+    forward: _Three,
+    backward: _Three,
+    memory: _Three,
     width: int,
     fabric: tuple[float, float],
     latencies_us: tuple[float, float],
 ) -> Topology:
-    rates = [KernelRate(tflops=tflops, call_us=us, masked=masked) for tflops, us, masked in (forward, backward)]
-    memory_gb_per_s, memory_gib, launch_us = memory
     port_gb_per_s, nic_gbit_per_s = fabric
     return Topology(
         name=name,
         ranks=8,
         ranks_per_node=8,
         nics_per_node=8,
-        device=Device(
-            forward=rates[0],
-            backward=rates[1],
-            memory_gb_per_s=memory_gb_per_s,
-            memory_gib=memory_gib,
-            launch_us=launch_us,
-            width=width,
-        ),
+        device=_device(forward, backward, memory, width),
         inside=Link(gb_per_s=round(port_gb_per_s * NVLINK_SHARE, 1), latency_us=latencies_us[0]),
         between=Link(gb_per_s=round(nic_gbit_per_s / 8 * NIC_SHARE, 1), latency_us=latencies_us[1]),
+    )
+
+
+def _device(forward: _Three, backward: _Three, memory: _Three, width: int = 1) -> Device:
+    rates = [KernelRate(tflops=tflops, call_us=us, masked=masked) for tflops, us, masked in (forward, backward)]
+    memory_gb_per_s, memory_gib, launch_us = memory
+    return Device(
+        forward=rates[0],
+        backward=rates[1],
+        memory_gb_per_s=memory_gb_per_s,
+        memory_gib=memory_gib,
+        launch_us=launch_us,
+        width=width,
     )
 
 
@@ -90,13 +96,7 @@ _LAPTOP = Topology(
     name="laptop",
     ranks=8,
     ranks_per_node=8,
-    device=Device(
-        forward=KernelRate(tflops=0.019, call_us=1200, masked=0.51),
-        backward=KernelRate(tflops=0.0186, call_us=22_000, masked=0.56),
-        memory_gb_per_s=0.82,
-        memory_gib=2.9,
-        launch_us=68,
-    ),
+    device=_device((0.019, 1200, 0.51), (0.0186, 22_000, 0.56), (0.82, 2.9, 68)),
     inside=Link(gb_per_s=1.5, latency_us=1600),
     between=Link(gb_per_s=1.5, latency_us=1600),
     full_duplex=False,
@@ -106,20 +106,14 @@ _PAPER = Topology(
     ranks=8,
     ranks_per_node=8,
     nics_per_node=4,
-    device=Device(
-        forward=KernelRate(tflops=185, call_us=40),
-        backward=KernelRate(tflops=157, call_us=40),
-        memory_gb_per_s=1500,
-        memory_gib=80,
-        launch_us=5,
-    ),
+    device=_device((185, 40, 1.0), (157, 40, 1.0), (1500, 80, 5)),
     inside=Link(gb_per_s=2.75, latency_us=20),
     between=Link(gb_per_s=2.23, latency_us=20),
     full_duplex=False,
 )
 """The cluster that the Mesh-Attention paper (arXiv 2512.20968) does not name: kernel and link rates, NICs and duplex as
-`papers.fit` finds them, fitted once to ten published times and ratios. Ours against published: Ring's growth in weak
-scaling -22 %, all others within 7 %, rms 9 %. Rates are what programs saw, not a data sheet's."""
+`benchmarks/papers/fit.py` finds them, fitted once to ten published times and ratios. Ours against published: Ring's
+growth in weak scaling -22 %, all others within 7 %, rms 9 %. Rates are what programs saw, not a data sheet's."""
 
 _SOURCES = {
     "a100": "80 GB SXM; kernels estimated from FlashAttention-2's published figures; NVLink 3, 200 Gb/s NICs",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 from math import isfinite
 from typing import Literal, NamedTuple
 
@@ -15,7 +16,7 @@ LANES: tuple[Lane, ...] = ("compute", "wait", "send", "recv")
 
 
 class Span(NamedTuple):
-    """One thing that kept a lane of a rank busy, in seconds from the start of the pass.
+    """Something a lane of a rank was busy with, in seconds from the start of the pass.
 
     `step` is the index of its step in the rank's program of that pass: the first step of a turn of posts, and the step
     that posts a transfer. None where the span belongs to no step.
@@ -97,6 +98,45 @@ class Timeline:
     def tflops(self) -> float:
         """Rate that an average rank achieves."""
         return self.flops / len(self.ranks) / self.time_s / 1e12 if self.time_s else 0.0
+
+
+def joined(timelines: Iterable[Timeline]) -> Timeline:
+    """Passes one after the other: each starts when the last rank has finished the one before."""
+    return reduce(_after, timelines)
+
+
+def _after(first: Timeline, second: Timeline) -> Timeline:
+    start_s = first.time_s
+    return Timeline(
+        name=_name(first.name, second.name),
+        ranks=tuple(_totals(a, b, start_s) for a, b in zip(first.ranks, second.ranks, strict=True)),
+        sent_nbytes={kind: nbytes + second.sent_nbytes[kind] for kind, nbytes in first.sent_nbytes.items()},
+        peak_nbytes=max(first.peak_nbytes, second.peak_nbytes),
+        flops=first.flops + second.flops,
+        spans=(
+            *first.spans,
+            *(s._replace(start_s=s.start_s + start_s, stop_s=s.stop_s + start_s) for s in second.spans),
+        ),
+        is_exact=first.is_exact and second.is_exact,
+    )
+
+
+def _name(first: str, second: str) -> str:
+    """Words that both names begin with appear once."""
+    plan, _, direction = first.rpartition(" ")
+    other, _, later = second.rpartition(" ")
+    return f"{plan} {direction} and {later}" if plan == other else f"{first} and {second}"
+
+
+def _totals(first: RankTimes, second: RankTimes, start_s: float) -> RankTimes:
+    stop_s, compute_s = start_s + second.stop_s, first.compute_s + second.compute_s
+    return RankTimes(
+        rank=first.rank,
+        stop_s=stop_s,
+        compute_s=compute_s,
+        wait_s=stop_s - compute_s,
+        link_s=first.link_s + second.link_s,
+    )
 
 
 def rank_tracks(timeline: Timeline) -> dict[int, dict[Lane, tuple[Track, ...]]]:

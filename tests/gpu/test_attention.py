@@ -33,7 +33,9 @@ SLACK = 6
 def attend(attention: MeshAttention, case: Case, dtype: torch.dtype) -> Answer:
     q, k, v, d_out, d_lse = (t.to(CUDA) for t in whole_tensors(case, dtype))
     inputs = [t.requires_grad_(need) for t, need in zip((q, k, v), case.needs_grad, strict=True)]
-    shards = [attention.shard(spread_out(t) if case.strided else t) for t in inputs]
+    shards = [attention.shard(t) for t in inputs]
+    if case.strided:
+        shards = [[spread_out(t) for t in side] for side in shards]
     call = {"seq_len": case.seq_q, "seq_len_k": case.seq_kv} | case.call
     if case.packed:
         shards = [[t[0] for t in side] for side in shards]
@@ -185,7 +187,7 @@ def test_graphs_leave_earlier_results_alone() -> None:
 
 @pytest.mark.parametrize("name", ["causal", "softcap", "documents", "not-contiguous", "batch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_any_mask_and_kernel_can_be_played(name: str, dtype: torch.dtype) -> None:
+def test_any_mask_and_kernel_can_be_captured(name: str, dtype: torch.dtype) -> None:
     case = BY_NAME[name]
     truth = dense_answer(case, dtype)
     attention = MeshAttention(LocalGroup(4), tile=(2, 2), cuda_graphs=True)
@@ -233,7 +235,7 @@ def test_graphs_play_on_two_streams_without_meeting() -> None:
 
 def test_graphs_are_refused_where_they_cannot_be_had() -> None:
     attention = MeshAttention(LocalGroup(2), cuda_graphs=True)
-    with pytest.raises(UsageError, match="expected them on a CUDA device"):
+    with pytest.raises(UsageError, match="needs CUDA tensors, got cpu"):
         attention(*([torch.randn(1, 4, 2, 8)] * 2 for _ in range(3)))
     keeping = MeshAttention(LocalGroup(2), cuda_graphs=True, keep=("kv",))
     q, k, v, _ = tensors(torch.bfloat16, tokens=256)
@@ -241,7 +243,7 @@ def test_graphs_are_refused_where_they_cannot_be_had() -> None:
         keeping(*(keeping.shard(t) for t in (q, k, v)))
     attention = MeshAttention(LocalGroup(2), cuda_graphs=True)
     outs, lses = attention(*(attention.shard(t.requires_grad_()) for t in (q, k, v)), return_lse=True)
-    with pytest.raises(UsageError, match="a gradient into the LSE came"):
+    with pytest.raises(UsageError, match="does not support gradients of the LSE"):
         (torch.cat(outs).sum() + torch.cat(lses, 2).sum()).backward()
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from merging_conformance import CHECKS, ROW_CHECKS, TYPICAL, Case, Check, Place, RowCheck
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -18,7 +19,6 @@ from mesh_attention.kernels import fused, rows
 from mesh_attention.kernels.fused import FusedMerging
 from mesh_attention.kernels.merge import TorchMerging
 from mesh_attention.kernels.select import choose_merging
-from mesh_attention.testing.merging_conformance import CHECKS, ROW_CHECKS, TYPICAL, Case, Check, Place, RowCheck
 
 CUDA = torch.device("cuda")
 HEADS, DIM = 32, 128

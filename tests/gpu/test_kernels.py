@@ -22,6 +22,7 @@ from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, Row
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
 from mesh_attention.kernels.sliced import SlicedReferenceKernel
+from mesh_attention.testing.kernel_conformance import CHECKS, Check, Setting
 
 DEVICE = "cuda"
 BATCH, HEADS = 2, 4
@@ -128,6 +129,20 @@ def need(
 
 every_kernel = pytest.mark.parametrize("kernel", FUSED, ids=lambda kernel: kernel.name)
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+@every_kernel
+@every_dtype
+@pytest.mark.parametrize("conforms", CHECKS, ids=lambda check: check.__name__)
+def test_conformance(kernel: Kernel, dtype: torch.dtype, conforms: Check) -> None:
+    need(kernel, dtype, (64, 64))
+    conforms(kernel, Setting(device=DEVICE, dtype=dtype, head_dim=64, head_dim_v=128, seq=100))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("conforms", CHECKS, ids=lambda check: check.__name__)
+def test_conformance_of_the_sliced_reference(dtype: torch.dtype, conforms: Check) -> None:
+    conforms(SlicedReferenceKernel(nbytes=20_000), Setting(device=DEVICE, dtype=dtype))
 
 
 @every_kernel

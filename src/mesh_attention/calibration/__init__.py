@@ -1,4 +1,4 @@
-"""Measurement: what the machines at hand do, as a `Topology`.
+"""Measurement of the machines at hand, as a `Topology`.
 
 Reading order: fit (from times to figures, without torch), timing, kernels, memory, links, measurement.
 """

@@ -1,4 +1,4 @@
-"""From measured times to the figures of a cluster. Pure: neither torch nor a clock.
+"""Fits the figures of a cluster to measured times, without torch and without a clock.
 
 Every fit minimises relative errors, so that short calls and small messages count as much as long ones.
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from statistics import median
+from typing import NamedTuple
 
 from mesh_attention.errors import TopologyError
+from mesh_attention.problem import Direction
 from mesh_attention.topology import Device, KernelRate, Link, LinkClass, Topology, filled
 
-Direction = Literal["forward", "backward"]
-
 DUPLEX_BELOW = 1.5
-"""Sending both ways takes 1 × the time of one way on a duplex link, and 2 × on one that is not."""
+"""Between the two: sending both ways takes 1 × the time of one way on a duplex link, and 2 × on any other."""
 DIGITS = 4
-"""Significant digits of a fitted figure; there is more noise than that."""
+"""Significant digits of a fitted figure; the noise is larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +33,15 @@ class CallTime:
     time_s: float
 
     def filled(self, width: int) -> float:
-        """The share of a device's width that is at work: forward spreads runs of queries over it, backward of keys."""
+        """The share of a device's width that is busy: forward spreads runs of queries over it, backward runs of
+        keys."""
         tokens = self.q_tokens if self.direction == "forward" else self.kv_tokens
         return filled(width, heads=self.heads, tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageTime:
-    """One size of message, while so many pairs of ranks send at once; `both_ways_s` while each end also receives."""
+    """One size of message, sent by `pairs` pairs of ranks at once; `both_ways_s` while each end also receives."""
 
     link_class: LinkClass
     pairs: int
@@ -61,7 +62,7 @@ class MemoryTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Everything that was measured, the same on every rank. `threads` are those of one rank on a CPU."""
+    """All measured times, the same on every rank. `threads` is the number of threads of one rank on a CPU."""
 
     device: str
     threads: int
@@ -75,7 +76,7 @@ class Measurement:
 def fit_topology(
     measurement: Measurement, *, name: str, ranks: int, ranks_per_node: int, unmeasured: Topology | None
 ) -> Topology:
-    """The cluster that was measured. Links that were not are those of `unmeasured`, or else like those that were."""
+    """The measured cluster. Links that were not measured come from `unmeasured`, or else equal those that were."""
     links = fit_links(measurement.messages, ranks_per_node=ranks_per_node, unmeasured=unmeasured)
     return Topology(
         name=name,
@@ -98,7 +99,7 @@ def fit_device(measurement: Measurement) -> Device:
     return Device(
         forward=forward,
         backward=backward,
-        # Less the launch, as what uses the figure adds it.
+        # Without the launch, which is added wherever the figure is used.
         memory_gb_per_s=_rounded(memory.nbytes / max(memory.large_s - memory.tiny_s, 0.1 * memory.large_s) / 1e9),
         memory_gib=_rounded(memory.memory_gib),
         launch_us=_rounded(memory.tiny_s * 1e6),
@@ -110,7 +111,7 @@ def fit_device(measurement: Measurement) -> Device:
 
 
 def fit_kernel_rate(calls: Sequence[CallTime], *, width: int = 1) -> KernelRate:
-    """Rate and price of a call from full calls, and then `masked` from the causal ones, if there are any."""
+    """Rate and fixed cost of a call from full calls, then `masked` from the causal calls, if there are any."""
     line = fit_line([(call.flops / call.filled(width), call.time_s) for call in calls if not call.is_causal])
     share = 1.0
     masked = [call for call in calls if call.is_causal]
@@ -128,7 +129,7 @@ def fit_kernel_rate(calls: Sequence[CallTime], *, width: int = 1) -> KernelRate:
 
 
 def kernel_seconds(device: Device, call: CallTime) -> float:
-    """What the fit says of a call."""
+    """The fitted time of a call."""
     rate = device.forward if call.direction == "forward" else device.backward
     tflops = rate.tflops * (rate.masked if call.is_causal else 1.0) * call.filled(device.width)
     return rate.call_us * 1e-6 + call.flops / (tflops * 1e12)
@@ -159,7 +160,7 @@ def fit_links(messages: Sequence[MessageTime], *, ranks_per_node: int, unmeasure
     inside = inside or (unmeasured.inside if unmeasured is not None else between)
     between = between or inside
     if inside is None or between is None:
-        raise TopologyError("no link was measured: one rank has nobody to send to; measure with 2 ranks or more")
+        raise TopologyError("no link was measured, because one rank has no peer; measure with 2 ranks or more")
     return Links(inside, between, min(nics, ranks_per_node), full_duplex)
 
 
@@ -169,20 +170,20 @@ def fit_link(messages: Sequence[MessageTime], *, full_duplex: bool) -> Link:
 
 
 def message_seconds(topology: Topology, message: MessageTime) -> float:
-    """What the fit says of a message, both ways if links are duplex."""
+    """The fitted time of a message, both ways if links are duplex."""
     waiting = max(1.0, message.pairs / topology.nics_per_node) if message.link_class == "between" else 1.0
     return topology.link(message.link_class).seconds(message.nbytes * waiting)
 
 
 def is_duplex(messages: Sequence[MessageTime]) -> bool:
-    """Whether the largest messages of any kind of link take about as long both ways as one way."""
+    """True if the largest messages of any kind of link take about as long both ways as one way."""
     largest = max(message.nbytes for message in messages)
     ratios = [m.both_ways_s / m.one_way_s for m in messages if m.nbytes == largest]
     return min(ratios) < DUPLEX_BELOW
 
 
 def _fit_nics(messages: Sequence[MessageTime], ranks_per_node: int, *, full_duplex: bool) -> tuple[Link, int]:
-    """As many NICs as pairs reach the rate of one alone, all together."""
+    """Number of NICs: how many times the rate of one pair alone all pairs reach together."""
     pairs = max(message.pairs for message in messages)
     one, all_at_once = (
         fit_link([m for m in messages if m.pairs == count], full_duplex=full_duplex) for count in (1, pairs)
@@ -191,6 +192,27 @@ def _fit_nics(messages: Sequence[MessageTime], ranks_per_node: int, *, full_dupl
     nics = max(1, min(ranks_per_node, round(together / one.gb_per_s)))
     rate = min(one.gb_per_s, together / nics)
     return Link(gb_per_s=_rounded(rate), latency_us=one.latency_us), nics
+
+
+# How good the fit is
+
+
+def unmeasured_links(measurement: Measurement) -> list[LinkClass]:
+    """The kinds of link that the ranks do not have."""
+    both: tuple[LinkClass, ...] = ("inside", "between")
+    return [kind for kind in both if all(message.link_class != kind for message in measurement.messages)]
+
+
+def fitted_time_s(message: MessageTime, topology: Topology) -> float:
+    """The one of its times that was fitted."""
+    return message.both_ways_s if topology.full_duplex else message.one_way_s
+
+
+def median_error(measurement: Measurement, topology: Topology) -> float:
+    """Relative error of the fitted times: that of calls or that of messages, the larger of the two."""
+    calls = [abs(kernel_seconds(topology.device, call) / call.time_s - 1) for call in measurement.calls]
+    messages = [abs(message_seconds(topology, m) / fitted_time_s(m, topology) - 1) for m in measurement.messages]
+    return max(median(calls), median(messages or [0.0]))
 
 
 # Lines
@@ -202,11 +224,11 @@ class Line(NamedTuple):
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> Line:
-    """The line with the least squares of relative errors, of those that start at 0 or above."""
+    """The line with the least squares of relative errors among those with a base of 0 or above."""
     if len({x for x, _ in points}) < 2:
-        raise TopologyError(f"{len(points)} times of one size came; expected at least two sizes")
+        raise TopologyError(f"got {len(points)} times of one size; expected at least two sizes")
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    weights = [1 / y**2 for y in ys]  # an error of a point counts as a share of it
+    weights = [1 / y**2 for y in ys]  # errors are relative to the point
     total = sum(weights)
     middle_x, middle_y = _dot(weights, xs) / total, _dot(weights, ys) / total
     spread = _dot(weights, [(x - middle_x) ** 2 for x in xs])
@@ -224,7 +246,7 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _too_noisy(what: str) -> str:
-    return f"the times make no sense: {what}; is the machine busy with something else? Measure again when it is idle"
+    return f"the times make no sense: {what}; the machine may be busy: measure again when it is idle"
 
 
 def _rounded(value: float, *, digits: int = DIGITS) -> float:

@@ -1,6 +1,6 @@
 """Times of attention calls: full and causal, forward and backward, from small ones to large.
 
-Tensors lie as they do in the executor's buffers; merging the result is not part of a call.
+Tensors have the strides of the executor's buffers; merging the result is not part of a call.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mesh_attention.calibration.fit import CallTime, Direction
+from mesh_attention.calibration.fit import CallTime
 from mesh_attention.calibration.timing import Report, time_call
 from mesh_attention.comm.base import Comm
-from mesh_attention.execution.buffers import DTYPES, Buffer, record_of
+from mesh_attention.execution.buffers import DTYPES, Buffer, token_format
 from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
 from mesh_attention.kernels.select import choose_kernel
 from mesh_attention.masks import causal, full
-from mesh_attention.problem import Problem
+from mesh_attention.problem import Direction, Problem
 
 FIRST_TOKENS = {"cpu": 64, "cuda": 1024}
 MOST_SIZES = 5
 """Each has twice the tokens of the one before, so four times the work."""
 LONGEST_CALL_S = 0.6
-"""No size is begun whose longest call would take more."""
+"""Sizes whose longest call would take more are left out."""
 
 
 class Shape(NamedTuple):
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
 
 def time_kernel(setting: Problem, *, comm: Comm, device: torch.device, report: Report) -> list[CallTime]:
-    """Calls with the heads, head sizes and dtype of a problem; its lengths, mask and ranks do not matter."""
+    """Times of calls with the heads, head sizes and dtype of a problem; its lengths, mask and ranks do not matter."""
     kernel = kernel_for(setting, device)
     tokens, times = FIRST_TOKENS[device.type], list[CallTime]()
     for number in range(MOST_SIZES):
@@ -99,7 +99,7 @@ def call_flops(shape: Shape, setting: Problem, direction: Direction) -> int:
 
 def _tensors(shape: Shape, setting: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row, col, do = (
-        Buffer.empty(record_of(kind, setting, 1, False), tokens=tokens, batch=1, device=device).fields
+        Buffer.empty(token_format(kind, setting, 1, False), tokens=tokens, batch=1, device=device).fields
         for kind, tokens in (("q", shape.q_tokens), ("kv", shape.kv_tokens), ("do", shape.q_tokens))
     )
     q, k, v, d_out = (tensor.normal_() for tensor in (row["q"], col["k"], col["v"], do["do"]))

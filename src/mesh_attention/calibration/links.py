@@ -1,7 +1,7 @@
 """Times of messages inside a node and between nodes, one way and both ways.
 
-All pairs of a node send at once, as attention does. Between nodes one pair alone is measured as well: what all reach
-together, against what one reaches, tells how many NICs there are.
+All pairs of a node send at once, as attention does. Between nodes, one pair alone is measured as well: the rate of all
+pairs together, relative to that of one, gives the number of NICs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from statistics import median
 import torch
 
 from mesh_attention.calibration.fit import MessageTime
-from mesh_attention.calibration.timing import Report, everybody, within
+from mesh_attention.calibration.timing import Report, gather_values, within
 from mesh_attention.comm.base import Comm, Parcel
 from mesh_attention.topology import LinkClass
 
 SIZES = (8, 64 * 2**10, 2**20, 4 * 2**20, 16 * 2**20, 64 * 2**20)
 LONGEST_MESSAGE_S = 0.03
-"""No larger message is tried after one that took so long."""
+"""No larger message is tried after one that took this long."""
 SAMPLED_S = 0.1
 LEAST_SAMPLES, MOST_SAMPLES = 3, 15
 
@@ -27,7 +27,7 @@ Pair = tuple[int, int]
 
 
 def time_links(comm: Comm, *, device: torch.device, ranks_per_node: int, report: Report) -> list[MessageTime]:
-    """Every kind of link there is; none for one rank. The same on every rank."""
+    """Times of every kind of link, the same on every rank; none for one rank."""
     sets = pair_sets(comm.size, ranks_per_node)
     times = []
     for number, (link_class, pairs) in enumerate(sets):
@@ -65,7 +65,7 @@ def _time_message(
 def _exchanges(
     comm: Comm, pairs: Sequence[Pair], nbytes: int, device: torch.device
 ) -> tuple[Callable[[], None] | None, Callable[[], None] | None]:
-    """There and back, and both ways at once, as this rank does it; None for a rank that has no part in it."""
+    """This rank's part of a message there and back, and of both ways at once; None for a rank without a pair."""
     first = dict(pairs)
     peer = (first | {b: a for a, b in pairs}).get(comm.rank)
     if peer is None:
@@ -80,16 +80,16 @@ def _exchanges(
         comm.post([], [back]).wait()
         comm.post([out], []).wait()
 
-    # Whoever begins posts the receive of the answer at once: a receive that is posted late holds up the sender.
+    # The first sender posts the receive of the answer at once: a late receive holds up the other end.
     return both if comm.rank in first else answer, both
 
 
 def _slowest_s(exchange: Callable[[], None] | None, comm: Comm, device: torch.device) -> float:
-    """Seconds of one exchange: the median of each rank, and of those the longest."""
+    """Seconds of one exchange: the longest of the ranks' medians."""
     _sample_s(exchange, device)
-    first_s = max(everybody(comm, _sample_s(exchange, device)))
+    first_s = max(gather_values(comm, _sample_s(exchange, device)))
     samples = within(int(SAMPLED_S / first_s), LEAST_SAMPLES, MOST_SAMPLES)
-    return max(everybody(comm, median(_sample_s(exchange, device) for _ in range(samples))))
+    return max(gather_values(comm, median(_sample_s(exchange, device) for _ in range(samples))))
 
 
 def _sample_s(exchange: Callable[[], None] | None, device: torch.device) -> float:

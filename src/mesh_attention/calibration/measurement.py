@@ -1,4 +1,4 @@
-"""One measurement of everything, by all ranks of a group together."""
+"""A full measurement, made by all ranks of a group together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mesh_attention.comm.base import Comm
 from mesh_attention.problem import Problem
 
 KERNELS_UNTIL, MEMORY_UNTIL = 0.7, 0.75
-"""Fractions of the time that a measurement takes."""
+"""Share of each part in the time of a measurement."""
 
 
 def measure(
@@ -44,7 +44,7 @@ def measured_on(
     memory: MemoryTimes,
     messages: Sequence[MessageTime] = (),
 ) -> Measurement:
-    """The times, with what they were taken on."""
+    """The times, with the device and software they were measured on."""
     is_cuda = device.type == "cuda"
     return Measurement(
         device=torch.cuda.get_device_name(device) if is_cuda else "cpu",

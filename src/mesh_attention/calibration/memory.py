@@ -1,4 +1,4 @@
-"""How fast partials are merged, what the smallest merge takes, and how much memory a rank has."""
+"""The time of large and small merges, and the memory of a rank."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from mesh_attention.calibration.fit import MemoryTimes
 from mesh_attention.calibration.timing import time_call
 from mesh_attention.comm.base import Comm
-from mesh_attention.execution.buffers import Buffer, record_of
+from mesh_attention.execution.buffers import Buffer, token_format
 from mesh_attention.kernels.select import choose_merging
 from mesh_attention.problem import Problem
 from mesh_attention.units import GIB
 
 LARGE_NBYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
-"""Of the running sum; several times what the caches hold."""
+"""Size of the running sum; several times the caches."""
 
 
 def time_memory(setting: Problem, *, comm: Comm, device: torch.device, ranks_here: int) -> MemoryTimes:
-    """What a merge has to read and write counts, once each, however often it is read and written."""
+    """Times of a large and a tiny merge. `nbytes` counts every byte that a merge must read or write once."""
     a_token = setting.heads * setting.head_dim_v * setting.accumulator_itemsize
     large = _merge_tensors(max(1, LARGE_NBYTES[device.type] // a_token), setting, device)
     tiny = _merge_tensors(1, setting, device)
@@ -35,7 +35,7 @@ def time_memory(setting: Problem, *, comm: Comm, device: torch.device, ranks_her
 
 
 def memory_nbytes(device: torch.device, *, ranks_here: int) -> float:
-    """Of a GPU, or a rank's part of the machine."""
+    """Memory of a GPU, or a rank's share of the machine's."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_here
@@ -44,7 +44,7 @@ def memory_nbytes(device: torch.device, *, ranks_here: int) -> float:
 def _merge_tensors(tokens: int, setting: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A running sum and a partial, each with its LSE."""
     total, partial = (
-        Buffer.empty(record_of("o", setting, 1, is_running), tokens=tokens, batch=1, device=device).fields
+        Buffer.empty(token_format("o", setting, 1, is_running), tokens=tokens, batch=1, device=device).fields
         for is_running in (True, False)
     )
     for tensor in (*total.values(), *partial.values()):

@@ -9,58 +9,58 @@ from statistics import median
 import torch
 
 from mesh_attention.comm.base import Comm
-from mesh_attention.execution.graphs import Recorded
+from mesh_attention.execution.graphs import CapturedGraph
 
 SAMPLE_S = 0.01
-"""A sample is as many calls in a row as fill this: ranks that share a core take turns of some milliseconds, and a call
-that fits into one turn would look as if it had the core to itself."""
+"""A sample is as many calls in a row as fill this time: ranks that share a core alternate every few milliseconds, and a
+call that fits into such a slice would look as if it had the core to itself."""
 SAMPLED_S = 0.06
-"""Samples are taken for about so long, within the bounds below."""
+"""Samples are taken for about this long, within the bounds below."""
 REST_S = 0.1
-"""A GPU rests for so long before a call is timed: at its power limit it slows down, by a tenth within a few tenths of a
-second, and what came before should not count."""
+"""A GPU rests for this long before a call is timed: at its power limit it slows down, by a tenth within a few tenths of
+a second, and earlier work should not count."""
 LEAST_SAMPLES, MOST_SAMPLES = 3, 15
 MOST_CALLS = 1000
 
 Report = Callable[[str, float], None]
-"""Is told what is being done and the fraction done."""
+"""Gets the current task and the fraction done."""
 
 
-def everybody(comm: Comm, value: float) -> list[float]:
-    """Each rank's number, the same list on all; nobody goes on before all have come here."""
+def gather_values(comm: Comm, value: float) -> list[float]:
+    """Each rank's number, as the same list on all ranks; also a barrier."""
     return [float(text) for text in comm.share(repr(value)).result()]
 
 
 def time_call(call: Callable[[], object], *, comm: Comm, device: torch.device) -> float:
-    """Seconds of a call after warm-up: each rank's median, and of those the median; the same on every rank."""
+    """Seconds of a call after warm-up: the median of the ranks' medians; the same on every rank."""
     sample_s(call, device, calls=1)
-    first_s = everybody(comm, sample_s(call, device, calls=1))
-    calls = within(int(SAMPLE_S / min(first_s)), 1, MOST_CALLS)  # the others may have waited for their turn
+    first_s = gather_values(comm, sample_s(call, device, calls=1))
+    calls = within(int(SAMPLE_S / min(first_s)), 1, MOST_CALLS)  # other ranks may have waited for the core
     samples = within(int(SAMPLED_S / (median(first_s) * calls)), LEAST_SAMPLES, MOST_SAMPLES)
     in_a_row = _repeated(call, calls, device)
     rest(device, REST_S)
-    return median(everybody(comm, median(sample_s(in_a_row, device, calls=1) / calls for _ in range(samples))))
+    return median(gather_values(comm, median(sample_s(in_a_row, device, calls=1) / calls for _ in range(samples))))
 
 
 def rest(device: torch.device, seconds: float) -> None:
-    """Let a GPU finish and cool down; a CPU has no need to."""
+    """Let a GPU finish and cool down; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         time.sleep(seconds)
 
 
 def _repeated(call: Callable[[], object], calls: int, device: torch.device) -> Callable[[], object]:
-    """Some calls in a row. On a GPU they are played from a graph: the host may be slower than a small call."""
+    """Several calls in a row. On a GPU they run as a CUDA graph, since the host may be slower than a small call."""
 
     def repeat() -> None:
         for _ in range(calls):
             call()
 
-    return Recorded(repeat, device).play if device.type == "cuda" else repeat
+    return CapturedGraph(repeat, device).launch if device.type == "cuda" else repeat
 
 
 def sample_s(call: Callable[[], object], device: torch.device, *, calls: int) -> float:
-    """Seconds of one of some calls in a row."""
+    """Seconds per call of several calls in a row."""
     if device.type == "cuda":
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()

@@ -1,6 +1,6 @@
-"""The command line: one file a command, and each parses, calls the library and prints. It decides nothing.
+"""The command line: each command parses its options, calls the library and prints.
 
-Reading order: main, options, sizes, words, plan, comparison, matrix, tables, verify, files, progress; tune,
-tune_report, usage, tune_chart; simulate, planned, passes, simulate_report, lanes; draw, scenes, pictures; calibrate;
-demo, demo_worker, demo_report.
+Reading order: main, command (groups of options), options (those that commands share), plan (and verify), tables,
+terminal (pictures in text), files; simulate; tune, tune_report; draw; replay, replay_report; calibrate,
+calibrate_report; demo, demo_worker, demo_report.
 """

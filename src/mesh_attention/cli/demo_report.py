@@ -1,64 +1,53 @@
-"""The folder that `mesh-attention demo` leaves: a page and a trace of what ran, beside what was forecast."""
+"""The folder that `mesh-attention demo` writes: a page and a trace of what ran, next to its forecast."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 from mesh_attention.calibration.fit import Measurement, fit_topology
-from mesh_attention.cli.demo_worker import Contender, Pass
-from mesh_attention.cli.pictures import make_folder, write_pictures
-from mesh_attention.cli.progress import Report
-from mesh_attention.cli.scenes import rival_scenes, scene_of
-from mesh_attention.cli.words import cluster_words, mask_words, size_words
+from mesh_attention.cli.demo_worker import Measured, Seen
+from mesh_attention.cli.files import Report, make_folder
+from mesh_attention.cli.tables import cluster_words, mask_words, size_words
 from mesh_attention.clusters import PRESETS
 from mesh_attention.drawing.page import Scene
 from mesh_attention.errors import TopologyError
 from mesh_attention.masks import causal
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.problem import Problem
+from mesh_attention.scenes import rival_scenes, scene_of, write_explorer
 from mesh_attention.topology import Topology
 from mesh_attention.units import format_time
 
 PAGE = "report.html"
 LOOK_AT = (
     "Choose a method there: the matrix shows who computes what, the timeline what each rank did when, as forecast and "
-    "as it really ran."
+    "as measured."
 )
 FORECAST_CLUSTER, FORECAST_RANKS = "h100", (16, 64)
 FORECAST_TOKENS = 131072
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
-    """One method, and its recorded passes as rank 0 gathered them."""
-
-    contender: Contender
-    passes: Sequence[Pass]
-
-
-def write_report(
-    folder: Path, problem: Problem, ran: Sequence[Ran], calibration: Measurement, *, report: Report
-) -> Path:
-    """Write the page, which is returned, and a trace beside it."""
+def write_report(folder: Path, problem: Problem, methods: Iterable[str], seen: Seen, *, report: Report) -> Path:
+    """Write the page, which is returned, and a trace next to it. `seen` are the results of rank 0, with recordings."""
     make_folder("--report", folder)
-    here, is_fitted = machine_at_hand(calibration, ranks=problem.ranks)
-    measured = [_measured_scene(one, here, report) for one in ran]
+    assert seen.calibration is not None  # passes were recorded
+    here, is_fitted = machine_at_hand(seen.calibration, ranks=problem.ranks)
+    measured = [_measured_scene(*one, here, report) for one in zip(methods, seen.methods, strict=True)]
     page = folder / PAGE
-    write_pictures(
+    write_explorer(
         page,
         [*measured, *forecast_scenes(report)],
         traced=measured,
-        title="What ran on this machine, and what would on a cluster",
+        title="Measured on this machine, and forecast on a cluster",
         notes=_notes(problem, here, is_fitted=is_fitted),
     )
     return page
 
 
 def machine_at_hand(calibration: Measurement, *, ranks: int) -> tuple[Topology, bool]:
-    """As it was calibrated; where that made no sense, as on a machine with other work, the `laptop` preset."""
+    """As calibrated; where the times make no sense, as on a busy machine, the `laptop` preset."""
     try:
         here = fit_topology(calibration, name="here", ranks=ranks, ranks_per_node=ranks, unmeasured=None)
     except TopologyError:
@@ -66,10 +55,10 @@ def machine_at_hand(calibration: Measurement, *, ranks: int) -> tuple[Topology, 
     return here, True
 
 
-def _measured_scene(ran: Ran, here: Topology, report: Report) -> Scene:
-    plans = {one.plan.direction: one.plan for one in ran.passes}
-    timelines = {one.plan.direction: one.timeline for one in ran.passes}
-    return scene_of(plans, here, report=report, measured=timelines, method=ran.contender.name)
+def _measured_scene(method: str, measured: Measured, here: Topology, report: Report) -> Scene:
+    plans = {plan.direction: plan for plan, _ in measured.passes}
+    timelines = {plan.direction: timeline for plan, timeline in measured.passes}
+    return scene_of(plans, here, report=report, measured=timelines, method=method)
 
 
 def forecast_problem(ranks: int) -> Problem:
@@ -86,21 +75,20 @@ def forecast_scenes(report: Report) -> list[Scene]:
 
 
 def _notes(problem: Problem, here: Topology, *, is_fitted: bool) -> list[str]:
-    cores = os.cpu_count()
-    rates = f"{1e3 * here.device.forward.tflops:.3g} and {1e3 * here.device.backward.tflops:.3g} GFLOP/s a rank"
+    rates = f"{1e3 * here.device.forward.tflops:.3g} and {1e3 * here.device.backward.tflops:.3g} GFLOP/s per rank"
     source = (
         "as calibrated by the same processes right after they ran"
         if is_fitted
-        else "by the laptop preset, because calibrating gave times that make no sense; is the machine busy?"
+        else "by the laptop preset, because the calibrated times make no sense; is the machine busy?"
     )
     larger = forecast_problem(FORECAST_RANKS[-1])
     return [
-        f"Scenes of {problem.ranks} ranks really ran: {size_words(problem)}, {mask_words(problem)}, in {problem.ranks} "
-        f"processes on {cores} cores, over Gloo on the loopback interface. Each pass was recorded once, after the "
-        "timed runs.",
+        f"Scenes of {problem.ranks} ranks were measured: {size_words(problem)}, {mask_words(problem)}, in "
+        f"{problem.ranks} processes on {os.cpu_count()} cores, with Gloo on the loopback interface. Each pass was "
+        "recorded once, after the timed runs.",
         f"Their forecasts are for this machine {source}: {rates} forward and backward with all ranks at work, "
-        f"{here.inside.gb_per_s:.3g} GB/s and {format_time(here.inside.latency_us * 1e-6)} a message. Ranks that share "
-        "cores take turns, and a forecast does not know whose turn it is.",
-        f"Scenes of {' and '.join(map(str, FORECAST_RANKS))} ranks are forecasts only: {size_words(larger)}, "
+        f"{here.inside.gb_per_s:.3g} GB/s and {format_time(here.inside.latency_us * 1e-6)} per message. Ranks that "
+        "share cores take turns, which a forecast does not include.",
+        f"Scenes of {' and '.join(map(str, FORECAST_RANKS))} ranks are forecasts: {size_words(larger)}, "
         f"{mask_words(larger)}, on {cluster_words(PRESETS[FORECAST_CLUSTER].topology.with_ranks(larger.ranks))}.",
     ]

@@ -5,19 +5,19 @@ Torch is imported inside the functions, because importing the command line must 
 
 from __future__ import annotations
 
-import os
-import socket
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mesh_attention.calibration.fit import Measurement
+from mesh_attention.comm.launch import joined_group, note_progress
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import rank_costs
 from mesh_attention.plan.steps import DIRECTIONS
+from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.timeline import Timeline
 
@@ -25,26 +25,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mesh_attention.api import MeshAttention
-    from mesh_attention.comm.wrappers import Recording
-    from mesh_attention.execution.autograd import Engine
+    from mesh_attention.comm.wrappers import Counting
+    from mesh_attention.execution.engine import Engine
 
 TIMED_RUNS = 3
 CALIBRATION_STEPS = 6
-"""Of the progress bar: it takes about as long as so many runs."""
+"""Calibration takes about as long as this many runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
-    """A method under the name it is shown by, and the arguments of `MeshAttention` that make it."""
-
-    name: str
-    tile: str
-    options: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What one rank saw of one method, forward and backward together.
+class Counts:
+    """One method, forward and backward together, on one rank or the worst.
 
     Errors are the largest difference from the reference, relative to the largest value of the whole reference.
     """
@@ -56,160 +47,152 @@ class Measured:
     messages: int
     peak_nbytes: int
     is_as_planned: bool
-    times_s: tuple[float, ...]
-    passes: tuple[Pass, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """A pass as it was recorded: of all ranks, on rank 0."""
+class Measured(Counts):
+    """One rank; `passes` are of all ranks, on rank 0."""
 
-    plan: Plan
-    timeline: Timeline
+    times_s: tuple[float, ...]
+    passes: tuple[tuple[Plan, Timeline], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What one rank has to tell; without a recording there is no calibration either."""
+    """Results of one rank; a calibration only if passes were recorded."""
 
     methods: list[Measured]
     calibration: Measurement | None = None
 
 
-def work(problem: Problem, contenders: Sequence[Contender], is_recorded: bool, progress_file: Path) -> Seen:
-    """What this rank measures of each method. The launcher has set rank, size and address in the environment."""
+def work(problem: Problem, methods: Mapping[str, Choice], is_recorded: bool, progress_file: Path) -> Seen:
+    """Measure each method on this rank. The launcher has set rank, size and address in the environment."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)  # the ranks share this machine's cores
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
-    dist.init_process_group("gloo")
-    try:
-        steps = 1 + len(contenders) * (1 + TIMED_RUNS + is_recorded) + CALIBRATION_STEPS * is_recorded
-        notes = Notes(progress_file if dist.get_rank() == 0 else None, steps=steps)
+    with joined_group(use_gpus=False, is_local=True) as (comm, _):
+        steps = 1 + len(methods) * (1 + TIMED_RUNS + is_recorded) + CALIBRATION_STEPS * is_recorded
+        notes = Notes(progress_file if comm.rank == 0 else None, steps=steps)
         notes.tell("attention in one process")
         inputs, truth = make_inputs(problem), [torch.empty(shape) for shape in _shapes(problem)]
-        if dist.get_rank() == 0:
+        if comm.rank == 0:
             truth = single_process_attention(problem, inputs)
         for tensor in truth:
             dist.broadcast(tensor, src=0)
-        attend = partial(measure, problem, inputs=inputs, truth=truth, notes=notes, is_recorded=is_recorded)
-        methods = [attend(contender) for contender in contenders]
-        return Seen(methods=methods, calibration=calibrate(problem, notes) if is_recorded else None)
-    finally:
-        dist.destroy_process_group()
+        demo = Demo(problem, inputs, truth, notes, is_recorded)
+        found = [demo.measure(name, choice) for name, choice in methods.items()]
+        return Seen(methods=found, calibration=calibrate(problem, notes) if is_recorded else None)
 
 
 class Notes:
-    """Tells the launcher, through a file, what is being done and which fraction of all steps is behind."""
+    """Reports to the launcher, through a file, the current activity and the fraction of all steps that are done."""
 
     def __init__(self, path: Path | None, *, steps: int) -> None:
         self.path, self.steps, self.done = path, steps, 0
 
-    def tell(self, doing: str) -> None:
-        self._write(self.done, doing)
-        self.done += 1
-
-    def tell_part(self, doing: str, fraction: float) -> None:
-        """Of the last steps, calibration."""
-        self._write(self.done + fraction * (self.steps - self.done), doing)
-
-    def _write(self, done: float, doing: str) -> None:
+    def tell(self, doing: str, fraction: float | None = None) -> None:
+        """One more step; with a fraction, that part of all remaining steps."""
+        done = self.done if fraction is None else self.done + fraction * (self.steps - self.done)
+        self.done += fraction is None
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(f"{done / self.steps} {doing}\n")
+            note_progress(self.path, doing, done / self.steps)
 
 
-def measure(
-    problem: Problem,
-    contender: Contender,
-    *,
-    inputs: Sequence[Tensor],
-    truth: Sequence[Tensor],
-    notes: Notes,
-    is_recorded: bool,
-) -> Measured:
-    """A first run for errors and counts, which is also the warm-up; then the timed runs; then one that is recorded."""
-    import torch
-    import torch.distributed as dist
+@dataclass(frozen=True, slots=True)
+class Demo:
+    problem: Problem
+    inputs: Sequence[Tensor]
+    truth: Sequence[Tensor]
+    notes: Notes
+    is_recorded: bool
 
-    from mesh_attention.api import MeshAttention
-    from mesh_attention.arguments import CallOptions
-    from mesh_attention.comm.torch_dist import TorchComm
-    from mesh_attention.comm.wrappers import Recording
+    def measure(self, name: str, choice: Choice) -> Measured:
+        """A first run for errors and counts, which is also the warm-up; then timed runs; then one that is recorded."""
+        import torch
 
-    notes.tell(f"{contender.name} {contender.tile}: compare and count")
-    recording = Recording(TorchComm())
-    attention = MeshAttention(recording, **contender.options)
-    *given, d_out = (attention.shard(tensor) for tensor in inputs)
-    q, k, v = (tensor.requires_grad_() for tensor in given)
-    engine = attention.engine([[q, k, v]], CallOptions(causal=True, seq_len=problem.seq_q))
-    out = attention(q, k, v, causal=True, seq_len=problem.seq_q)
-    forward_peak = engine.meters[0].peak
-    results = [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)]
-    peaks = [forward_peak, engine.meters[0].peak]
-    errors = [_relative_error(attention, ours, whole) for ours, whole in zip(results, truth, strict=True)]
-    sent_nbytes, received_nbytes = recording.sent_nbytes.total(), recording.received_nbytes.total()
-    messages, is_as_planned = recording.messages, _is_as_planned(engine, recording, peaks)
-    times_s = []
-    for number in range(TIMED_RUNS):
-        notes.tell(f"{contender.name} {contender.tile}: timed run {number + 1} of {TIMED_RUNS}")
-        dist.barrier()
-        start = time.perf_counter()
-        torch.autograd.grad(attention(q, k, v, causal=True, seq_len=problem.seq_q), (q, k, v), d_out)
-        times_s.append(time.perf_counter() - start)
-    passes: tuple[Pass, ...] = ()
-    if is_recorded:
-        notes.tell(f"{contender.name} {contender.tile}: recorded run")
-        passes = recorded(attention, (q, k, v), d_out, seq=problem.seq_q)
-    return Measured(
-        forward_error=errors[0],
-        gradient_error=max(errors[1:]),
-        sent_nbytes=sent_nbytes,
-        received_nbytes=received_nbytes,
-        messages=messages,
-        peak_nbytes=max(peaks),
-        is_as_planned=is_as_planned,
-        times_s=tuple(times_s),
-        passes=passes,
-    )
+        from mesh_attention.api import MeshAttention
+        from mesh_attention.arguments import CallOptions
+        from mesh_attention.comm.torch_dist import TorchComm
+        from mesh_attention.comm.wrappers import Counting
 
+        self.notes.tell(f"{name}: compare and count")
+        seq, counting = self.problem.seq_q, Counting(TorchComm())
+        attention = MeshAttention(counting, choice=choice)
+        *given, d_out = (attention.shard(tensor) for tensor in self.inputs)
+        q, k, v = (tensor.requires_grad_() for tensor in given)
+        engine = attention.engines.find([[q, k, v]], CallOptions(causal=True, seq_len=seq))
+        out = attention(q, k, v, causal=True, seq_len=seq)
+        forward_peak = engine.meters[0].peak
+        results = [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)]
+        peaks = [forward_peak, engine.meters[0].peak]
+        errors = [_relative_error(attention, ours, whole) for ours, whole in zip(results, self.truth, strict=True)]
+        counted: dict[str, Any] = {
+            "sent_nbytes": counting.sent_nbytes.total(),
+            "received_nbytes": counting.received_nbytes.total(),
+            "messages": counting.messages,
+            "is_as_planned": _is_as_planned(engine, counting, peaks),
+        }
+        return Measured(
+            forward_error=errors[0],
+            gradient_error=max(errors[1:]),
+            peak_nbytes=max(peaks),
+            **counted,
+            times_s=tuple(self._timed(name, attention, (q, k, v), d_out)),
+            passes=self._recorded(name, attention, (q, k, v), d_out) if self.is_recorded else (),
+        )
 
-def recorded(
-    attention: MeshAttention, inputs: tuple[Tensor, Tensor, Tensor], d_out: Tensor, *, seq: int
-) -> tuple[Pass, ...]:
-    """Forward and backward once, noted; ranks begin each together. Rank 0 tells of all ranks, the others nothing."""
-    import torch
-    import torch.distributed as dist
+    def _timed(self, name: str, attention: MeshAttention, qkv: tuple[Tensor, ...], d_out: Tensor) -> list[float]:
+        import torch
+        import torch.distributed as dist
 
-    from mesh_attention.execution.recorder import record
+        times_s = []
+        for number in range(TIMED_RUNS):
+            self.notes.tell(f"{name}: timed run {number + 1} of {TIMED_RUNS}")
+            dist.barrier()
+            start = time.perf_counter()
+            torch.autograd.grad(attention(*qkv, causal=True, seq_len=self.problem.seq_q), qkv, d_out)
+            times_s.append(time.perf_counter() - start)
+        return times_s
 
-    with record(attention) as recording:
-        dist.barrier()
-        out = attention(*inputs, causal=True, seq_len=seq)
-        dist.barrier()
-        torch.autograd.grad(out, inputs, d_out)
-    passes = recording.passes()
-    return tuple(Pass(plan=one.plan, timeline=one.timeline) for one in passes) if dist.get_rank() == 0 else ()
+    def _recorded(
+        self, name: str, attention: MeshAttention, qkv: tuple[Tensor, ...], d_out: Tensor
+    ) -> tuple[tuple[Plan, Timeline], ...]:
+        """Forward and backward once, recorded; ranks start each together. Rank 0 returns the passes of all ranks."""
+        import torch
+        import torch.distributed as dist
+
+        from mesh_attention.execution.recorder import record
+
+        self.notes.tell(f"{name}: recorded run")
+        with record(attention) as recording:
+            dist.barrier()
+            out = attention(*qkv, causal=True, seq_len=self.problem.seq_q)
+            dist.barrier()
+            torch.autograd.grad(out, qkv, d_out)
+        passes = recording.passes()
+        return tuple((one.plan, one.timeline) for one in passes) if dist.get_rank() == 0 else ()
 
 
 def calibrate(problem: Problem, notes: Notes) -> Measurement:
-    """What a forecast for this machine needs, as `mesh-attention calibrate` measures it."""
+    """Measure this machine for forecasts, as `mesh-attention calibrate` does."""
     import torch
-    import torch.distributed as dist
 
-    from mesh_attention.calibration.measurement import measure as measure_machine
+    from mesh_attention.calibration.measurement import measure
     from mesh_attention.comm.torch_dist import TorchComm
 
-    ranks = dist.get_world_size()
-    return measure_machine(
+    comm = TorchComm()
+    return measure(
         problem,
-        comm=TorchComm(),
+        comm=comm,
         device=torch.device("cpu"),
-        ranks_per_node=ranks,
-        ranks_here=ranks,
-        report=lambda doing, fraction: notes.tell_part(f"calibrating: {doing}", fraction),
+        ranks_per_node=comm.size,
+        ranks_here=comm.size,
+        report=lambda doing, fraction: notes.tell(f"calibrating: {doing}", fraction),
     )
+
+
+# The problem in one process
 
 
 def make_inputs(problem: Problem) -> list[Tensor]:
@@ -236,7 +219,7 @@ def single_process_attention(problem: Problem, inputs: Sequence[Tensor]) -> list
 
 
 def _shapes(problem: Problem) -> list[tuple[int, ...]]:
-    """Of O, Q (and dQ), K and V."""
+    """Shapes of O, Q (and dQ), K and V."""
     q = (problem.batch, problem.seq_q, problem.heads, problem.head_dim_qk)
     kv = (problem.batch, problem.seq_kv, problem.kv_heads, problem.head_dim_qk)
     return [q, q, kv, kv]
@@ -247,19 +230,13 @@ def _relative_error(attention: MeshAttention, ours: Tensor, whole: Tensor) -> fl
     return float(difference.max() / whole.abs().max()) if difference.numel() else 0.0
 
 
-def _is_as_planned(engine: Engine, recording: Recording, peaks: Sequence[int]) -> bool:
-    """Whether bytes of each kind, messages and the peak of each pass are those that the two plans state."""
-    costs = [rank_costs(engine.programs(direction)[0].plan, recording.rank) for direction in DIRECTIONS]
-    sent: dict[str, int] = {}
-    received: dict[str, int] = {}
+def _is_as_planned(engine: Engine, counting: Counting, peaks: Sequence[int]) -> bool:
+    """True if bytes of each kind, messages and the peak of each pass are those that the two plans state."""
+    costs = [rank_costs(engine.programs(direction)[0].plan, counting.rank) for direction in DIRECTIONS]
+    sent: Counter[str] = Counter()
+    received: Counter[str] = Counter()
     for cost in costs:
-        for totals, by_kind in ((sent, cost.sent), (received, cost.received)):
-            for kind, nbytes in by_kind.items():
-                totals[kind] = totals.get(kind, 0) + nbytes.total
-    counted = (dict(recording.sent_nbytes), dict(recording.received_nbytes), recording.messages, list(peaks))
+        sent.update({kind: nbytes.total for kind, nbytes in cost.sent.items()})
+        received.update({kind: nbytes.total for kind, nbytes in cost.received.items()})
+    counted = (counting.sent_nbytes, counting.received_nbytes, counting.messages, list(peaks))
     return counted == (sent, received, sum(c.messages for c in costs), [c.peak_nbytes for c in costs])
-
-
-def loopback() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return next(name for name in ("lo", "lo0") if name in names)

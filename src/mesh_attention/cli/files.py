@@ -1,17 +1,30 @@
-"""Plan files, read and written. Whatever is wrong with one becomes a `UsageError` that names it."""
+"""Files that commands read and write, and a progress bar. Anything wrong with a file becomes a `UsageError`."""
 
 from __future__ import annotations
 
 import json
-from os.path import isdir  # unlike Path.is_dir, it says no to a name that is too long
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from os.path import isdir  # unlike Path.is_dir, it answers False for a name that is too long
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mesh_attention.cli.command import Read
 from mesh_attention.drawing.canvas import FORMATS, new_figure
-from mesh_attention.errors import ParseError, UsageError
+from mesh_attention.errors import ParseError, PlanError, UsageError, writing
 from mesh_attention.plan.codec import plan_to_json, read_plan
 from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import Program
+from mesh_attention.topology import Topology
+from mesh_attention.units import count
+from mesh_attention.verification.check import check
 
 WRITES_ONE = "'mesh-attention plan --save FILE' writes one"
+
+
+# Plans
 
 
 def read_plan_file(path: Path) -> Plan:
@@ -24,30 +37,32 @@ def read_plan_file(path: Path) -> Plan:
     try:
         return read_plan(text)
     except UsageError as error:
-        raise ParseError(f"{path} is no plan: {error}; {WRITES_ONE}") from error
+        raise ParseError(f"{path} is not a plan file: {error}; {WRITES_ONE}") from error
     except (TypeError, ValueError, RecursionError) as error:
-        # What the readers below ours refuse: numbers of thousands of digits, brackets thousands deep, a list as a key.
-        raise ParseError(f"{path} is no plan: a field holds what it should not ({error}); {WRITES_ONE}") from error
+        # Raised by json itself: numbers of thousands of digits, brackets thousands deep, a list as a key.
+        raise ParseError(f"{path} is not a plan file: a field has an invalid value ({error}); {WRITES_ONE}") from error
 
 
-def check_output(option: str, path: Path | None, *, example: str) -> None:
-    """Raise before any work is done for a file that cannot be written; none is none to write."""
-    if path is None:
-        return
-    if not isdir(path.parent):
-        raise UsageError(f"{option} {path}: there is no directory {path.parent}; make it first or save elsewhere")
-    if isdir(path):
-        raise UsageError(f"{option} {path}: is a directory; give a file name, such as {path / example}")
+def checked_plan(path: Path, report: Report) -> Plan:
+    """The plan in a file; raises `PlanError` if it breaks a rule."""
+    plan = read_plan_file(path)
+    breaches = check(unroll(plan, report), on_progress=report)
+    if breaches:
+        raise PlanError(
+            f"{path} breaks the rules in {count(len(breaches), 'place')}, the first: {breaches[0].message}; "
+            f"'mesh-attention verify {path}' shows all"
+        )
+    return plan
 
 
-def check_chart(path: Path | None) -> None:
-    """The same for a chart, and for one that cannot be drawn."""
-    check_output("--chart", path, example="chart.png")
-    if path is None:
-        return
-    if path.suffix.lower() not in FORMATS:
-        raise UsageError(f"--chart {path}: expected a file name that ends in {' or '.join(FORMATS)}")
-    new_figure(height_in=1.0)  # refuses where there is no matplotlib
+def checked_plan_for(path: Path, topology: Topology, report: Report) -> Plan:
+    plan = checked_plan(path, report)
+    if plan.problem.ranks != topology.ranks:
+        raise UsageError(
+            f"{path} is for {count(plan.problem.ranks, 'rank')}, but the cluster has {topology.ranks:,}; "
+            f"use --ranks {plan.problem.ranks}"
+        )
+    return plan
 
 
 def write_plan_file(path: Path, plan: Plan) -> None:
@@ -63,3 +78,69 @@ def write_plan_file(path: Path, plan: Plan) -> None:
 def _reason(error: OSError) -> str:
     reason = error.strerror or type(error).__name__
     return reason[0].lower() + reason[1:]
+
+
+# Readers of options that name a file to write: they refuse before any work is done
+
+
+def output_file(example: str) -> Read:
+    def read(option: str, text: str) -> Path:
+        path = Path(text)
+        if not isdir(path.parent):
+            raise UsageError(f"{option} {path}: there is no directory {path.parent}; create it or write elsewhere")
+        if isdir(path):
+            raise UsageError(f"{option} {path}: is a directory; give a file name, such as {path / example}")
+        return path
+
+    return read
+
+
+def chart_file(option: str, text: str) -> Path:
+    path: Path = output_file("chart.png")(option, text)
+    if path.suffix.lower() not in FORMATS:
+        raise UsageError(f"{option} {path}: expected a file name that ends in {' or '.join(FORMATS)}")
+    new_figure(height_in=1.0)  # refuses where matplotlib is missing
+    return path
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Create the folder and check that a file can be written into it."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{option} {folder}: is a file; give a folder, such as {folder.with_suffix('')}-pictures")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".mesh-attention-probe"
+        probe.write_text("")
+        probe.unlink()
+
+
+# Progress, on stderr: nothing is left behind, and nothing shown where stderr is not a terminal
+
+
+Report = Callable[[str, float], None]
+"""Called with the current activity and the fraction done."""
+
+
+@contextmanager
+def progress(doing: str) -> Iterator[Report]:
+    """A bar that pulses until the first fraction is reported."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(doing, total=None)
+
+        def report(doing: str, fraction: float) -> None:
+            bar.update(task, total=1.0, completed=fraction, description=doing)
+
+        yield report
+
+
+def unroll(plan: Plan, report: Report) -> Plan:
+    """`Plan.unrolled`, with progress."""
+    if plan.programs is not None:
+        return plan
+    programs: list[Program] = []
+    for program in plan.all_programs():
+        report("building programs", program.rank / plan.problem.ranks)
+        programs.append(program)
+    return plan.with_programs(tuple(programs))

@@ -1,6 +1,6 @@
 """The `mesh-attention` command: its subcommands, and errors as one line and an exit code.
 
-Exit codes: 0 done; 1 a plan breaks a rule; 2 what came cannot be used; 130 interrupted.
+Exit codes: 0 done; 1 a plan breaks a rule; 2 the input cannot be used; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import typer
 
 from mesh_attention import __version__
 from mesh_attention.cli.calibrate import calibrate_command
+from mesh_attention.cli.command import command
 from mesh_attention.cli.demo import demo_command
 from mesh_attention.cli.draw import draw_command
-from mesh_attention.cli.plan import plan_command
+from mesh_attention.cli.plan import plan_command, verify_command
 from mesh_attention.cli.replay import replay_command
-from mesh_attention.cli.reproduce import reproduce_command
 from mesh_attention.cli.simulate import simulate_command
 from mesh_attention.cli.tune import tune_command
-from mesh_attention.cli.verify import verify_command
-from mesh_attention.errors import UsageError
+from mesh_attention.comm.launch import WorkerError
+from mesh_attention.errors import PlanError, UsageError
 
 PROGRAM = "mesh-attention"
 
@@ -36,10 +36,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo_command,
     "calibrate": calibrate_command,
     "replay": replay_command,
-    "reproduce": reproduce_command,
 }
 for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
+    app.command(_name)(command(_command))
 
 
 def _show_version(wanted: bool) -> None:
@@ -54,7 +53,7 @@ def describe(
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Exact attention over long sequences, spread over many ranks: plan it, prove it."""
+    """Exact attention over long sequences, spread over many ranks: plan it, prove it, forecast it, run it."""
 
 
 # Newer typer carries click inside it, older typer imports it; either way its errors have this base.
@@ -65,10 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that has no × is no reason to fail
-    command = typer.main.get_command(app)
+        sys.stdout.reconfigure(errors="replace")  # a terminal without × must not end the program
     try:
-        code = command.main(args=arguments, prog_name=PROGRAM, standalone_mode=False)
+        code = typer.main.get_command(app).main(
+            args=list(arguments), prog_name=PROGRAM, standalone_mode=False, obj=arguments
+        )
+    except PlanError as error:
+        return _complain(str(error), code=1)
+    except WorkerError as error:
+        print(error, file=sys.stderr)  # whole: it has a traceback
+        return 1
     except UsageError as error:
         return _complain(str(error))
     except _ClickError as error:
@@ -76,9 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _complain(message: str) -> int:
+def _complain(message: str, *, code: int = 2) -> int:
     print(f"{PROGRAM}: error: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+    return code
 
 
 def _with_help(error: Any, first_argument: str) -> str:

@@ -1,30 +1,35 @@
-"""What `mesh-attention replay` measured: a table for people, JSON for machines, and the chart."""
+"""The result of `mesh-attention replay`: a table for people, JSON for machines, and a chart."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from mesh_attention.cli.replay_device import Surroundings
-from mesh_attention.cli.replay_rows import Row, bar_groups, kernel_as_json, row_as_json, rows_of
-from mesh_attention.cli.tables import Column, fitting, table_of
-from mesh_attention.cli.words import cluster_words, mask_words, size_words
-from mesh_attention.drawing.rates import rate_chart
+from mesh_attention.cli.tables import (
+    NO_NUMBER,
+    Column,
+    cluster_words,
+    mask_words,
+    plain_console,
+    print_table,
+    size_words,
+    times,
+)
+from mesh_attention.drawing.rates import Bar, BarGroup, rate_chart
 from mesh_attention.problem import Problem
-from mesh_attention.replay.result import Replayed
+from mesh_attention.replay.result import Replayed, Row, kernel_as_json, row_as_json, rows_of
 from mesh_attention.topology import Topology
 from mesh_attention.units import BYTES, TIMES, count, format_together, three_digits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from mesh_attention.replay.device import Surroundings
+
 NAME_WIDTH = 22
-"""What plans are wrapped to where there is little room."""
-NO_NUMBER = "–"
-GAPS = (2,)
+"""Plans are wrapped to this width where there is little room."""
 SHORT = {"forward": "fwd", "backward": "bwd", "both": "both"}
 WHAT_IT_IS = (
     "A replay: kernels, merges and memory are real, and every transfer is a copy of its size between the device and "
@@ -35,7 +40,7 @@ WHAT_IT_IS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """A replay, what was asked, and what it ran on. The topology was measured here, unless a cluster was given."""
+    """A replay, and its settings. The topology was measured here, unless a cluster was given."""
 
     command: str
     problem: Problem
@@ -50,25 +55,30 @@ class Played:
     replayed: Replayed
 
 
+# For people
+
+
 def print_replay(played: Played) -> None:
-    console = Console(highlight=False, markup=False, emoji=False)
-    console.print(_headline(played), style="bold")
+    console, replayed = plain_console(), played.replayed
+    directions = " and ".join(one.direction for one in replayed.kernel)
+    console.print(
+        f"replay of rank {replayed.rank} of {played.problem.ranks:,} on {played.around.device}: {directions}; "
+        f"{size_words(played.problem)}, {mask_words(played.problem)}, {played.layout}",
+        style="bold",
+    )
     console.print(_setting_words(played))
     console.print(WHAT_IT_IS)
     console.print()
-    lines = _lines(rows_of(played.replayed))
-    columns = replay_columns(lines, is_cuda=played.is_cuda)
-    bold = [isinstance(line, str) for line in lines]
-    console.print(table_of(columns, bold=bold, width=console.width, gaps=GAPS))
-    kept, _ = fitting(columns, width=console.width, gaps=GAPS)
-    console.print(_kernel_words(played))
-    console.print(_caption(played, [column for column in columns if column not in kept]), style="dim")
-
-
-def _headline(played: Played) -> str:
-    passes = " and ".join(one.direction for one in played.replayed.kernel)
-    what = f"{passes}; {size_words(played.problem)}, {mask_words(played.problem)}, {played.layout}"
-    return f"replay of rank {played.replayed.rank} of {played.problem.ranks:,} on {played.around.device}: {what}"
+    rows = rows_of(replayed)
+    lines: list[Row | str] = []
+    for row, before in zip(rows, (None, *rows), strict=False):
+        lines += [row] if before is not None and before.method == row.method else [row.method, row]
+    left_out = print_table(
+        console, replay_columns(lines, is_cuda=played.is_cuda), bold=[isinstance(line, str) for line in lines]
+    )
+    rates = " and ".join(f"{three_digits(one.tflops)} TFLOP/s {one.direction}" for one in replayed.kernel)
+    console.print(f"one kernel with as much work, a call of {played.kernel_tokens:,} tokens: {rates}")
+    console.print(_caption(played, rows, left_out), style="dim")
 
 
 def _setting_words(played: Played) -> str:
@@ -82,104 +92,62 @@ def _setting_words(played: Played) -> str:
     return f"{words}; link {link.gb_per_s:g} GB/s each way at once, {link.latency_us:g} µs"
 
 
-# The table
-
-
-Line = Row | str
-"""A row, or the name of the method that the rows after it are of."""
-
-
-def _lines(rows: Sequence[Row]) -> list[Line]:
-    lines: list[Line] = []
-    for row, before in zip(rows, (None, *rows), strict=False):
-        if before is None or before.method != row.method:
-            lines.append(row.method)
-        lines.append(row)
-    return lines
-
-
-def replay_columns(lines: Sequence[Line], *, is_cuda: bool) -> list[Column]:
+def replay_columns(lines: Sequence[Row | str], *, is_cuda: bool) -> list[Column]:
+    """A line is a row, or the name of the method of the rows that follow."""
     rows = [line for line in lines if not isinstance(line, str)]
     seconds = [s for row in rows for s in (row.time_s, row.exposed_s, row.host_s if is_cuda else 0.0, row.forecast_s)]
     unit, texts = format_together([round(s * 1e9) for s in seconds], TIMES, below=10_000)
-    times, exposed, host, forecasts = texts[::4], texts[1::4], texts[2::4], texts[3::4]
     peak_unit, peaks = format_together([row.peak_nbytes or 0 for row in rows], BYTES, below=10_000, digits=3)
+    # A host that is slower than the device is marked.
+    hosts = [f"{text}!" if row.host_s > row.time_s else text for row, text in zip(rows, texts[2::4], strict=True)]
+    peaks = [peak if row.peak_nbytes else NO_NUMBER for row, peak in zip(rows, peaks, strict=True)]
     names = [line if isinstance(line, str) else f"  {SHORT[line.what]} {line.plan}".rstrip() for line in lines]
-    columns = [
-        Column(header=f"time\n{unit}", cells=times),
-        Column(header="±\n%", cells=[f"{100 * row.spread:.1f}" for row in rows], drop=4),
-        Column(header="TFLOP/s", cells=[three_digits(row.tflops) for row in rows]),
-        Column(header="% of one\nkernel", cells=[f"{100 * row.share:.1f}" for row in rows]),
-        Column(header="×\nring", cells=[_number(row.times_ring, ".2f") for row in rows]),
-        Column(header=f"exposed\n{unit}", cells=exposed),
-        Column(
-            header=f"host\n{unit}", cells=[_host(*one, is_cuda=is_cuda) for one in zip(rows, host, strict=True)], drop=3
-        ),
-        Column(
-            header=f"peak\n{peak_unit}",
-            cells=[p if row.peak_nbytes else NO_NUMBER for row, p in zip(rows, peaks, strict=True)],
-            drop=2,
-        ),
-        Column(header="plan\n%", cells=[_percent(row.memory_error) for row in rows], drop=1),
-        Column(header=f"forecast\n{unit}", cells=forecasts, drop=5),
-        Column(header="error\n%", cells=[_percent(row.forecast_error) for row in rows]),
+    columns: list[tuple[str, list[str], int]] = [
+        (f"time\n{unit}", texts[::4], 0),
+        ("±\n%", [f"{100 * row.spread:.1f}" for row in rows], 4),
+        ("TFLOP/s", [three_digits(row.tflops) for row in rows], 0),
+        ("% of one\nkernel", [f"{100 * row.share:.1f}" for row in rows], 0),
+        ("×\nring", [times(row.times_ring) for row in rows], 0),
+        (f"exposed\n{unit}", texts[1::4], 0),
+        (f"host\n{unit}", hosts if is_cuda else [NO_NUMBER] * len(rows), 3),
+        (f"peak\n{peak_unit}", peaks, 2),
+        ("plan\n%", [_percent(row.memory_error) for row in rows], 1),
+        (f"forecast\n{unit}", texts[3::4], 5),
+        ("error\n%", [_percent(row.forecast_error) for row in rows], 0),
     ]
-    first = Column(header="method\n  pass, plan", cells=names, is_text=True, least_width=NAME_WIDTH)
-    return [first, *(_below_names(column, lines) for column in columns)]
-
-
-def _below_names(column: Column, lines: Sequence[Line]) -> Column:
-    """With no cell where a method's name stands."""
-    cells = iter(column.cells)
-    spread = ["" if isinstance(line, str) else next(cells) for line in lines]
-    return Column(header=column.header, cells=spread, drop=column.drop)
-
-
-def _host(row: Row, text: str, *, is_cuda: bool) -> str:
-    """Marked where the host would be slower than the device."""
-    if not is_cuda:
-        return NO_NUMBER
-    return f"{text}!" if row.host_s > row.time_s else text
-
-
-def _number(value: float | None, form: str) -> str:
-    return NO_NUMBER if value is None else format(value, form)
+    found = [Column(header="method\n  pass, plan", cells=names, is_text=True, least_width=NAME_WIDTH)]
+    for header, cells, drop in columns:
+        rest = iter(cells)
+        spread = ["" if isinstance(line, str) else next(rest) for line in lines]
+        found.append(Column(header=header, cells=spread, drop=drop))
+    return found
 
 
 def _percent(value: float | None) -> str:
     return NO_NUMBER if value is None else f"{100 * value:+.1f}"
 
 
-def _kernel_words(played: Played) -> str:
-    rates = " and ".join(f"{three_digits(one.tflops)} TFLOP/s {one.direction}" for one in played.replayed.kernel)
-    return f"one kernel on as much work, a call of {played.kernel_tokens:,} tokens: {rates}"
-
-
-def _caption(played: Played, dropped: Sequence[Column]) -> str:
+def _caption(played: Played, rows: Sequence[Row], left_out: str) -> str:
     words = [
-        f"Times are medians of {count(played.rounds, 'round')}, ± half their range. × ring: how many times as fast as "
-        "ring. exposed: what transfers add to the pass without them. host: what queueing it step by step takes. peak: "
-        "memory besides the inputs, and by how much the plan states more or less. error: of the simulator's forecast."
+        f"Times are medians of {count(played.rounds, 'round')}, ± half their range. × ring: speed relative to ring. "
+        "exposed: the time that transfers add. host: the time to queue the pass step by step. peak: memory without the "
+        "inputs; plan: error of the memory that the plan states. error: of the simulator's forecast."
     ]
-    if played.is_cuda and any(row.host_s > row.time_s for row in rows_of(played.replayed)):
+    if played.is_cuda and any(row.host_s > row.time_s for row in rows):
         words.append("!: without CUDA graphs the host would be the limit.")
     if not played.is_measured:
-        words.append("Forecasts are for the cluster's links; the replay has this machine's.")
-    if dropped:
-        names = ", ".join(" ".join(column.header.split()) for column in dropped)
-        words.append(f"No room for {names}: a wider terminal and --json have them.")
-    return " ".join(words)
+        words.append("Forecasts are for the cluster's links; the replay uses this machine's.")
+    return " ".join([*words, left_out]).rstrip()
 
 
-# For machines, and as a picture
+# For machines, and as a chart
 
 
 def as_json(played: Played) -> dict[str, Any]:
-    problem = asdict(played.problem) | {"mask": str(played.problem.mask)}
     return {
         "command": played.command,
         **asdict(played.around),
-        "problem": problem,
+        "problem": asdict(played.problem) | {"mask": str(played.problem.mask)},
         "layout": played.layout,
         "cluster": asdict(played.topology),
         "is_measured": played.is_measured,
@@ -200,3 +168,14 @@ def chart_of(played: Played) -> Figure:
         title=f"One rank of {played.problem.ranks:,}, replayed on {played.around.device}",
         below=f"{size_words(played.problem)}, {mask_words(played.problem)}, {played.layout}",
     )
+
+
+def bar_groups(replayed: Replayed) -> list[BarGroup]:
+    """One for each pass, and one for both."""
+    rows, groups = rows_of(replayed), []
+    for what in dict.fromkeys(row.what for row in rows):
+        found = [row for row in rows if row.what == what]
+        bars = tuple(Bar(name=row.method, value=row.tflops, expected=row.forecast_tflops) for row in found)
+        name = "forward and backward" if what == "both" else what
+        groups.append(BarGroup(name=name, line=median(row.tflops / row.share for row in found), bars=bars))
+    return groups

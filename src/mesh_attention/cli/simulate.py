@@ -1,181 +1,231 @@
-"""`mesh-attention simulate`: forecast a plan on a cluster, beside Ring-Attention."""
+"""`mesh-attention simulate`: forecast a plan on a cluster, next to Ring-Attention."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from mesh_attention.cli import options as opt
-from mesh_attention.cli.comparison import counted_ranks
-from mesh_attention.cli.files import check_chart, check_output
-from mesh_attention.cli.passes import forecast, passes
-from mesh_attention.cli.planned import checked_plan, plan_errors, plan_on, refuse_more, required, ring_like
-from mesh_attention.cli.progress import Report, progress
-from mesh_attention.cli.simulate_report import Contender, as_json, bounds_of, print_forecasts
+from mesh_attention.cli.command import argument, group
+from mesh_attention.cli.files import Report, checked_plan_for, progress
+from mesh_attention.cli.tables import Column, cluster_words, mask_words, plain_console, print_table, size_words, times
+from mesh_attention.cli.terminal import SHADES, draw_lanes
 from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.gantt import gantt
 from mesh_attention.drawing.trace import write_trace
 from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.queries import sampled_ranks
 from mesh_attention.plan.steps import Direction
-from mesh_attention.problem import Problem
-from mesh_attention.timeline import Timeline
+from mesh_attention.planning.limits import limits
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.timeline import Timeline, joined
 from mesh_attention.topology import Topology
+from mesh_attention.tuning.planner import block_plan_on, ring_like
+from mesh_attention.tuning.result import Forecast
+from mesh_attention.units import format_nbytes, format_time, three_digits
 
-BESIDE_A_FILE = ("file", "cluster", "ranks", "trace", "chart", "json_output")
-"""The options that go with a plan file; it says all else."""
 
-File = Annotated[
-    Path | None,
-    typer.Argument(metavar="PLAN", help="A plan file, instead of a problem and options.", show_default=False),
-]
+@group
+class Passes:
+    backward: bool = opt.both_passes_option()
+
+
+@group
+class SimulateOptions:
+    file: Path | None = argument("PLAN", "A plan file, instead of a problem and a choice.", None)
+    trace: Path | None = opt.trace_option()
+    chart: Path | None = opt.chart_option()
+    json: bool = opt.json_option()
 
 
 def simulate_command(
     context: typer.Context,
-    cluster: opt.Cluster,
-    file: File = None,
-    ranks: opt.ClusterRanks = None,
-    seq: opt.PlannedSeq = None,
-    heads: opt.PlannedHeads = None,
-    head_dim: opt.HeadDim = "128",
-    seq_kv: opt.SeqKv = None,
-    kv_heads: opt.KvHeads = None,
-    head_dim_v: opt.HeadDimV = None,
-    batch: opt.Batch = "1",
-    dtype: opt.Dtype = "bfloat16",
-    causal: opt.Causal = False,
-    window: opt.Window = None,
-    documents: opt.Documents = None,
-    method: opt.MethodName = "mesh",
-    tile: opt.TileText = "auto",
-    ulysses_degree: opt.UlyssesDegree = None,
-    inner: opt.InnerText = None,
-    layout: opt.LayoutName = None,
-    backward: opt.BothPasses = False,
-    route: opt.RouteName = None,
-    partials: opt.PartialsName = None,
-    blocks_per_call: opt.BlocksPerCall = None,
-    keep: opt.KeepText = None,
-    trace: opt.Trace = None,
-    chart: opt.Chart = None,
-    json_output: opt.JsonOutput = False,
+    on: opt.ClusterOptions,
+    problem: opt.PlannedProblemOptions,
+    choice: opt.ChoiceOptions,
+    which: Passes,
+    given: SimulateOptions,
 ) -> None:
-    """Forecast a plan on a cluster: time, what communication adds, bytes and memory, beside ring.
+    """Forecast a plan on a cluster: time, exposed communication, bytes and memory, next to ring.
 
     Exit code 0: done. 1: the plan file breaks a rule. 2: it cannot be done.
     """
-    check_output("--trace", trace, example="trace.json")
-    check_chart(chart)
-    topology = opt.cluster_from(cluster, ranks)
-    with plan_errors(), progress("planning") as report:
-        if file is not None:
-            refuse_more(context, file, allowed=BESIDE_A_FILE)
-            asked = _from_file(file, topology, report)
+    topology = on.topology
+    shown_ranks = sorted({0, topology.ranks // 2, topology.ranks - 1})
+    with progress("planning") as report:
+        if given.file is not None:
+            opt.refuse_with_file(context, given.file, opt.PlannedProblemOptions, opt.ChoiceOptions, Passes)
+            plan = checked_plan_for(given.file, topology, report)
+            plans: dict[Direction, Plan] = {plan.direction: plan}
         else:
-            problem = opt.problem_from(
-                ranks=str(topology.ranks),
-                seq=(required("--seq", seq), seq_kv),
-                heads=(required("--heads", heads), kv_heads),
-                head_dim=(head_dim, head_dim_v),
-                batch=batch,
-                dtype=dtype,
-                mask=opt.mask_from(is_causal=causal, window_text=window, documents_text=documents),
-            )
-            options = {
-                "tile": opt.tile_from(tile),
-                "ulysses_degree": opt.whole_from("--ulysses-degree", ulysses_degree),
-                "inner": opt.inner_from(inner),
-                "layout": opt.layout_from(layout),
-                "route": opt.route_from("--route", route),
-                "partials": opt.route_from("--partials", partials),
-                "blocks_per_call": opt.whole_from("--blocks-per-call", blocks_per_call),
-                "keep": opt.keep_from(keep),
-            }
-            asked = _from_options(problem, topology, options | {"method": method}, passes(both=backward))
-        contenders = _forecast(asked, is_traced=trace is not None, report=report)
-        _write(contenders[0].whole, asked.shown_ranks, trace=trace, chart=chart, report=report)
-    if json_output:
-        typer.echo(json.dumps(_as_json(asked, contenders, trace=trace, chart=chart)))
+            asked = problem.problem(topology.ranks)
+            plans = {d: block_plan_on(topology, asked, choice.choice, d) for d in opt.passes(both=which.backward)}
+        spans_of = {*shown_ranks, *(sampled_ranks(topology.ranks) if given.trace else ())}
+        forecasts = [_forecast(plans, topology, spans_of, report)]
+        ring = {direction: ring_like(plan, topology) for direction, plan in plans.items()}
+        if ring != plans:
+            forecasts.append(_forecast(ring, topology, set(), report))
+        whole = forecasts[0].whole
+        if given.trace is not None:
+            report(f"writing {given.trace.name}", 1.0)
+            write_trace(given.trace, whole)
+        if given.chart is not None:
+            report(f"drawing {given.chart.name}", 1.0)
+            save_chart(gantt(whole, ranks=shown_ranks), given.chart)
+    if given.json:
+        files = {
+            name: None if path is None else str(path) for name, path in (("trace", given.trace), ("chart", given.chart))
+        }
+        typer.echo(json.dumps(_as_json(forecasts, topology) | files))
         return
-    print_forecasts(contenders, topology, shown_ranks=asked.shown_ranks)
-    for path in (trace, chart):
+    _print(forecasts, topology, shown_ranks)
+    for path in (given.trace, given.chart):
         if path is not None:
             typer.echo(f"wrote {path}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A plan for each pass, and ring's to set beside them."""
-
-    topology: Topology
-    plans: dict[Direction, Plan]
-    ring: dict[Direction, Plan]
-
-    @property
-    def shown_ranks(self) -> tuple[int, ...]:
-        """The first, a middle one and the last."""
-        return tuple(sorted({0, self.topology.ranks // 2, self.topology.ranks - 1}))
-
-
-# From options
-
-
-def _from_options(
-    problem: Problem, topology: Topology, options: dict[str, Any], directions: tuple[Direction, ...]
-) -> Asked:
-    plans = {direction: plan_on(problem, topology, direction, options) for direction in directions}
-    ring = {direction: ring_like(plan, topology) for direction, plan in plans.items()}
-    return Asked(topology=topology, plans=plans, ring=ring)
-
-
-# From a file
-
-
-def _from_file(file: Path, topology: Topology, report: Report) -> Asked:
-    plan = checked_plan(file, topology, report)
-    return Asked(topology=topology, plans={plan.direction: plan}, ring={plan.direction: ring_like(plan, topology)})
 
 
 # Forecasts
 
 
-def _forecast(asked: Asked, *, is_traced: bool, report: Report) -> list[Contender]:
-    """The plan's, with what some ranks do when; and ring's, unless the plan is ring."""
-    topology = asked.topology
-    ranks = {*asked.shown_ranks, *(counted_ranks(topology.ranks) if is_traced else ())}
-    found = [Contender(plans=asked.plans, timelines=forecast(asked.plans, topology, spans_of=ranks, report=report))]
-    if asked.ring != asked.plans:
-        found.append(Contender(plans=asked.ring, timelines=forecast(asked.ring, topology, spans_of=(), report=report)))
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecasts:
+    """A method's plans and their timelines, by pass."""
+
+    topology: Topology
+    plans: Mapping[Direction, Plan]
+    timelines: Mapping[Direction, Timeline]
+
+    @property
+    def method(self) -> str:
+        return next(iter(self.plans.values())).method
+
+    @property
+    def whole(self) -> Timeline:
+        """All passes, one after the other."""
+        return joined(self.timelines.values())
+
+    def facts(self, direction: Direction | None = None) -> dict[str, Any]:
+        """A pass, or all of them, in numbers. Bytes are what an average rank sends; `against_…` is relative to a bound.
+
+        What forward kept is not sent again in backward: then there is no bound on bytes.
+        """
+        plans = list(self.plans.values()) if direction is None else [self.plans[direction]]
+        timeline = self.whole if direction is None else self.timelines[direction]
+        forecast, (bound_s, bound_nbytes) = Forecast.of(timeline), _bounds(plans, self.topology)
+        has_kept = any(plan.schedule.keep for plan in plans if plan.direction == "backward")
+        return asdict(forecast) | {
+            "overlap": timeline.overlap,
+            "utilisation": timeline.utilisation,
+            "against_compute": timeline.time_s / bound_s if bound_s else None,
+            "against_nbytes": forecast.sent_nbytes / bound_nbytes if bound_nbytes and not has_kept else None,
+        }
 
 
-def _write(
-    timeline: Timeline, shown_ranks: tuple[int, ...], *, trace: Path | None, chart: Path | None, report: Report
-) -> None:
-    if trace is not None:
-        report(f"writing {trace.name}", 1.0)
-        write_trace(trace, timeline)
-    if chart is not None:
-        report(f"drawing {chart.name}", 1.0)
-        save_chart(gantt(timeline, ranks=shown_ranks), chart)
+def _forecast(plans: Mapping[Direction, Plan], topology: Topology, spans_of: set[int], report: Report) -> Forecasts:
+    timelines = {d: simulate(plan, topology, spans_of=spans_of, on_progress=report) for d, plan in plans.items()}
+    return Forecasts(topology=topology, plans=plans, timelines=timelines)
 
 
-def _as_json(asked: Asked, contenders: list[Contender], *, trace: Path | None, chart: Path | None) -> dict[str, Any]:
-    plans = list(asked.plans.values())
-    bound_s, bound_nbytes = bounds_of(plans, asked.topology)
+def _bounds(plans: Sequence[Plan], topology: Topology) -> tuple[float, float]:
+    """Lower bounds: seconds of compute, and bytes that an average rank receives."""
+    rates = {"forward": topology.device.forward.tflops, "backward": topology.device.backward.tflops}
+    least = {plan.direction: limits(plan.problem, plan.direction) for plan in plans}
+    bound_s = sum(one.flops / (rates[direction] * 1e12) for direction, one in least.items())
+    return bound_s, sum(one.received_nbytes for one in least.values())
+
+
+def _as_json(forecasts: Sequence[Forecasts], topology: Topology) -> dict[str, Any]:
+    plans = list(forecasts[0].plans.values())
+    bound_s, bound_nbytes = _bounds(plans, topology)
     return {
         "problem": plan_to_json(plans[0])["problem"],
-        "cluster": asdict(asked.topology),
+        "cluster": asdict(topology),
         "layout": plans[0].layout.name,
-        "is_exact": all(contender.whole.is_exact for contender in contenders),
+        "is_exact": all(one.whole.is_exact for one in forecasts),
         "bound_s": bound_s,
         "bound_nbytes": bound_nbytes,
-        "forecasts": [as_json(contender, asked.topology) for contender in contenders],
-        "trace": None if trace is None else str(trace),
-        "chart": None if chart is None else str(chart),
+        "forecasts": [
+            {
+                "method": one.method,
+                "passes": {
+                    d: {"tile": str(plan.assignment.tile), "ulysses": plan.assignment.ulysses, "digest": plan.digest}
+                    | one.facts(d)
+                    for d, plan in one.plans.items()
+                },
+                "together": one.facts(),
+            }
+            for one in forecasts
+        ],
     }
+
+
+# For people
+
+
+def _print(forecasts: Sequence[Forecasts], topology: Topology, shown_ranks: Sequence[int]) -> None:
+    console, this = plain_console(), forecasts[0]
+    plan = next(iter(this.plans.values()))
+    words = f"{size_words(plan.problem)}, {mask_words(plan.problem)}, {plan.layout.name}"
+    console.print(f"{this.whole.name}; {words}", style="bold")
+    console.print(f"on {cluster_words(topology)}")
+    console.print()
+    columns = _columns(forecasts, topology)
+    print_table(console, columns, bold=[label == "time" for label in columns[0].cells], gaps=(3, 2, 1))
+    console.print(_caption(forecasts, topology), style="dim")
+    for direction, timeline in this.timelines.items():
+        console.print(f"\n{direction}, {format_time(timeline.time_s)}", style="bold")
+        console.print(draw_lanes(timeline, ranks=shown_ranks, width=console.width))
+    console.print(f"{SHADES[-1]} busy all the time, {SHADES[1]} part of the time", style="dim")
+
+
+def _columns(forecasts: Sequence[Forecasts], topology: Topology) -> list[Column]:
+    columns = [Column(header="", cells=list(_cells(forecasts[0].facts(), topology)), is_text=True)]
+    for one in forecasts:
+        for direction, plan in one.plans.items():
+            header = f"{plan.method}\n{plan.assignment}\n{direction}"
+            columns.append(Column(header=header, cells=list(_cells(one.facts(direction), topology).values())))
+        if len(one.plans) > 1:
+            cells = list(_cells(one.facts(), topology).values())
+            columns.append(Column(header=f"{one.method}\n\nboth", cells=cells))
+    return columns
+
+
+def _cells(facts: Mapping[str, Any], topology: Topology) -> dict[str, str]:
+    cells = {
+        "time": format_time(facts["time_s"]),
+        "compute": format_time(facts["compute_s"]),
+        "exposed": format_time(facts["exposed_s"]),
+        "overlap": f"{facts['overlap']:.1%}",
+        "utilisation": f"{facts['utilisation']:.1%}",
+        "TFLOP/s": three_digits(facts["tflops"]),
+        "sent inside nodes": format_nbytes(facts["inside_nbytes"]),
+        "sent between nodes": format_nbytes(facts["between_nbytes"]),
+        "peak memory": format_nbytes(facts["peak_nbytes"]),
+        "× compute bound": times(facts["against_compute"]),
+        "× bytes bound": times(facts["against_nbytes"]),
+    }
+    if topology.nodes == 1:
+        del cells["sent between nodes"]
+    return cells
+
+
+def _caption(forecasts: Sequence[Forecasts], topology: Topology) -> str:
+    bound_s, bound_nbytes = _bounds(list(forecasts[0].plans.values()), topology)
+    ring = "ring: shards are passed on along the ring, one block per call. " if len(forecasts) > 1 else ""
+    prices = (
+        "Prices are exact: every rank's calls are priced."
+        if all(one.whole.is_exact for one in forecasts)
+        else "Prices are sampled: only some ranks' calls are priced."
+    )
+    return (
+        f"{ring}exposed: the time that communication adds to the busiest rank's compute. overlap: the share of the "
+        "busiest link's time that compute hides. utilisation: the share of all ranks' time spent computing. Bytes are "
+        f"those of an average rank. Lower bounds: {format_time(bound_s)} of compute at the full kernel rate, "
+        f"{format_nbytes(bound_nbytes)} received by an average rank. {prices}"
+    )

@@ -1,198 +1,174 @@
-"""`mesh-attention tune`: the plan to use for a problem on a cluster, beside the best of every other method."""
+"""`mesh-attention tune`: the plan to use for a problem on a cluster, next to the best of every other method."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from mesh_attention.cli import options as opt
-from mesh_attention.cli.comparison import counted_ranks
-from mesh_attention.cli.files import check_chart, check_output
-from mesh_attention.cli.passes import forecast, joined, passes
-from mesh_attention.cli.progress import Report, progress
-from mesh_attention.cli.tune_chart import AXES, Axis, Chart, Charter, axis_from, check_axis
-from mesh_attention.cli.tune_report import Answer, print_tuning
-from mesh_attention.cli.usage import cluster_code, explicit_code
-from mesh_attention.cli.words import cluster_name
+from mesh_attention.cli.command import group
+from mesh_attention.cli.files import Report, progress
+from mesh_attention.cli.tables import cluster_name, head_words, mask_words, token_words
+from mesh_attention.cli.tune_report import Answer, cluster_code, explicit_code, print_tuning
 from mesh_attention.drawing.canvas import save_chart
-from mesh_attention.drawing.times import time_chart
+from mesh_attention.drawing.times import ChartPoint, ChartX, time_chart
 from mesh_attention.drawing.trace import write_trace
-from mesh_attention.errors import UsageError
+from mesh_attention.errors import ParseError, UsageError
 from mesh_attention.plan.codec import plan_to_json
-from mesh_attention.plan.layout import layout_named
-from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.choice import Choice
+from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.queries import sampled_ranks
 from mesh_attention.problem import Problem
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.timeline import joined
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
 from mesh_attention.tuning.result import Tuning, tuning_to_json
+from mesh_attention.tuning.sweep import AXES, Axis, Sweep, Sweeper, check_axis
 from mesh_attention.tuning.tune import tune, tuned_plans
-from mesh_attention.units import GIB
+from mesh_attention.units import GIB, parse_nbytes
 
 CODE_WIDTH = 100
-
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Tune anew, and keep nothing.", rich_help_panel="Output")]
-Against = Annotated[
-    str | None,
-    typer.Option("--against", help="What --chart has on its x axis.", metavar="|".join(AXES), rich_help_panel="Output"),
-]
+CHART_X: dict[Axis, ChartX] = {"ranks": "ranks", "seq": "sequence length", "tile": "tile"}
+Tune = Callable[[Problem, Topology, Report], tuple[Tuning, bool]]
+"""The tuning, and whether it was found on disk."""
 
 
-def tune_command(
-    cluster: opt.Cluster,
-    seq: opt.Seq,
-    heads: opt.Heads,
-    ranks: opt.ClusterRanks = None,
-    head_dim: opt.HeadDim = "128",
-    seq_kv: opt.SeqKv = None,
-    kv_heads: opt.KvHeads = None,
-    head_dim_v: opt.HeadDimV = None,
-    batch: opt.Batch = "1",
-    dtype: opt.Dtype = "bfloat16",
-    causal: opt.Causal = False,
-    window: opt.Window = None,
-    documents: opt.Documents = None,
-    backward: opt.BothPasses = False,
-    layout: opt.LayoutName = None,
-    memory: opt.Memory = None,
-    chart: opt.Chart = None,
-    against: Against = None,
-    trace: opt.Trace = None,
-    no_cache: NoCache = False,
-    json_output: opt.JsonOutput = False,
-) -> None:
-    """Choose the plan for a problem on a cluster, and say why no other.
+def _read_axis(name: str, text: str) -> str:
+    if text not in AXES:
+        raise ParseError(f"{name} {text!r}: expected {_AXIS_NAMES}")
+    return text
+
+
+_AXIS_NAMES = f"{', '.join(AXES[:-1])} or {AXES[-1]}"
+
+
+@group
+class TuneOptions:
+    backward: bool = opt.both_passes_option()
+    layout: Layout | None = opt.layout_option()
+    memory: int | None = opt.of_plan(
+        "--memory",
+        "Memory that a call may allocate per rank, such as 20GiB; the device's if left out.",
+        "SIZE",
+        parse_nbytes,
+        None,
+    )
+    chart: Path | None = opt.chart_option()
+    against: Axis | None = opt.of_output("--against", "The x axis of --chart.", "|".join(AXES), _read_axis, None)
+    trace: Path | None = opt.trace_option()
+    no_cache: bool = opt.of_output("--no-cache", "Neither read nor keep tunings on disk.", default=False)
+    json: bool = opt.json_option()
+
+
+def tune_command(on: opt.ClusterOptions, problem: opt.ProblemOptions, given: TuneOptions) -> None:
+    """Choose the plan for a problem on a cluster, and say why not another.
 
     Exit code 0: done. 2: it cannot be done, as when no plan fits into the memory.
     """
-    check_output("--trace", trace, example="trace.json")
-    check_chart(chart)
-    if against is not None and chart is None:
-        raise UsageError("--against came without --chart; give --chart FILE to draw")
-    topology = opt.cluster_from(cluster, ranks)
-    problem = opt.problem_from(
-        ranks=str(topology.ranks),
-        seq=(seq, seq_kv),
-        heads=(heads, kv_heads),
-        head_dim=(head_dim, head_dim_v),
-        batch=batch,
-        dtype=dtype,
-        mask=opt.mask_from(is_causal=causal, window_text=window, documents_text=documents),
-    )
-    tuner = Tuner(
-        directions=passes(both=backward),
-        layout=None if layout is None else layout_named(layout).name,
-        memory_nbytes=opt.memory_from(memory),
-        is_cached=not no_cache,
-    )
-    axis = None if chart is None else axis_from(against)
-    if axis is not None:
-        check_axis(axis, problem)
+    topology = on.topology
+    asked = problem.problem(topology.ranks)
+    if given.against is not None and given.chart is None:
+        raise UsageError("--against needs --chart FILE")
+    if given.chart is not None and given.against is None:
+        raise UsageError(f"--chart needs --against {_AXIS_NAMES}")
+    if given.against is not None:
+        check_axis(given.against, asked)
+
+    def tune_at(problem: Problem, topology: Topology, report: Report) -> tuple[Tuning, bool]:
+        options: dict[str, Any] = {"directions": opt.passes(both=given.backward), "memory_nbytes": given.memory}
+        options |= {"layout": None if given.layout is None else given.layout.name, "on_progress": report}
+        return (
+            (tune(problem, topology, **options), False) if given.no_cache else cached_tune(problem, topology, **options)
+        )
+
     with progress("tuning") as report:
-        tuning, is_from_cache = tuner.tune(problem, topology, report)
+        tuning, is_from_cache = tune_at(asked, topology, report)
         answer = Answer(
-            problem=problem,
+            problem=asked,
             topology=topology,
-            cluster=cluster_name(cluster, topology),
-            memory_nbytes=tuner.memory_nbytes,
+            # A file has a dot or a slash in its name.
+            cluster=cluster_name(topology) if on.cluster.strip().isalnum() else on.cluster,
+            memory_nbytes=given.memory,
             tuning=tuning,
             is_from_cache=is_from_cache,
-            plans=tuned_plans(problem, topology, tuning.chosen),
+            plans=tuned_plans(asked, topology, tuning.chosen),
         )
-        if trace is not None:
-            _write_trace(answer, trace, report)
-        drawn = None if chart is None or axis is None else _draw(answer, tuner, axis, chart, report)
-    if json_output:
-        typer.echo(json.dumps(_as_json(answer) | _files_as_json(trace, chart, drawn)))
+        if given.trace is not None:
+            _write_trace(answer, given.trace, report)
+        chart: dict[str, Any] | None = None
+        if given.chart is not None and given.against is not None:
+            chart = _draw(answer, tune_at, given.against, given.chart, report)
+    if given.json:
+        trace = None if given.trace is None else str(given.trace)
+        typer.echo(json.dumps(_as_json(answer) | {"trace": trace, "chart": chart}))
         return
     print_tuning(answer)
-    _tell_files(trace, chart, drawn)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuner:
-    """How to tune, whatever problem on whatever cluster."""
-
-    directions: tuple[Direction, ...]
-    layout: str | None
-    memory_nbytes: int | None
-    is_cached: bool
-
-    def tune(self, problem: Problem, topology: Topology, report: Report) -> tuple[Tuning, bool]:
-        """The second value says whether it was found on disk."""
-        asked: dict[str, Any] = {"directions": self.directions, "layout": self.layout, "on_progress": report}
-        asked["memory_nbytes"] = self.memory_nbytes
-        if self.is_cached:
-            return cached_tune(problem, topology, **asked)
-        return tune(problem, topology, **asked), False
-
-
-# Files
+    for written in (given.trace, given.chart):
+        if written is not None:
+            typer.echo(f"\nwrote {written}")
+    if chart is not None and chart["left_out"]:
+        typer.echo(f"not in the chart, because no plan fits into the memory: {', '.join(chart['left_out'])}")
 
 
 def _write_trace(answer: Answer, path: Path, report: Report) -> None:
-    ranks = counted_ranks(answer.topology.ranks)
-    timelines = forecast(answer.plans, answer.topology, spans_of=ranks, report=report)
+    topology = answer.topology
+    spans_of = sampled_ranks(topology.ranks)
+    timelines = [simulate(plan, topology, spans_of=spans_of, on_progress=report) for plan in answer.plans.values()]
     write_trace(path, joined(timelines))
 
 
-def _draw(answer: Answer, tuner: Tuner, axis: Axis, path: Path, report: Report) -> Chart:
-    limit = answer.topology.device.memory_gib * GIB if answer.memory_nbytes is None else answer.memory_nbytes
-    chart = Charter(
+def _draw(answer: Answer, tune_at: Tune, axis: Axis, path: Path, report: Report) -> dict[str, Any]:
+    """Draw the chart; returns what it shows."""
+    topology = answer.topology
+    sweep: Sweep = Sweeper(
         problem=answer.problem,
-        topology=answer.topology,
+        topology=topology,
         tuning=answer.tuning,
-        limit_nbytes=limit,
-        tune_at=lambda problem, topology, report: tuner.tune(problem, topology, report)[0],
+        limit_nbytes=topology.device.memory_gib * GIB if answer.memory_nbytes is None else answer.memory_nbytes,
+        tune_at=lambda problem, topology, report: tune_at(problem, topology, report)[0],
         report=report,
-    ).chart(axis)
+    ).along(axis)
     report(f"drawing {path.name}", 1.0)
-    save_chart(time_chart(chart.points, x=chart.x, title=chart.title), path)
-    return chart
+    points, title = [asdict(point) for point in sweep.points], _title(answer, axis)
+    save_chart(time_chart([ChartPoint(**point) for point in points], x=CHART_X[axis], title=title), path)
+    return {"path": str(path), "points": points, "x": CHART_X[axis], "title": title, "left_out": list(sweep.left_out)}
 
 
-def _tell_files(trace: Path | None, path: Path | None, chart: Chart | None) -> None:
-    for written in (trace, path):
-        if written is not None:
-            typer.echo(f"\nwrote {written}")
-    if chart is not None and chart.left_out:
-        typer.echo(f"not in the chart, because no plan fits into the memory: {', '.join(chart.left_out)}")
-
-
-# JSON
+def _title(answer: Answer, axis: Axis) -> str:
+    problem, chosen = answer.problem, answer.tuning.chosen.choices
+    words = [head_words(problem), mask_words(problem), " and ".join(chosen)]
+    if axis != "seq":
+        words.insert(0, token_words(problem))
+    words.append(f"on {answer.topology.name if axis == 'ranks' else cluster_name(answer.topology)}")
+    degree = next(iter(chosen.values())).assignment.ulysses
+    if axis == "tile" and degree > 1:
+        words.append(f"Ulysses degree {degree}")
+    return ", ".join(words)
 
 
 def _as_json(answer: Answer) -> dict[str, Any]:
-    chosen, plans = answer.tuning.chosen, answer.plans
-    first = next(iter(plans.values()))
+    choices, plans, layout = answer.tuning.chosen.choices, answer.plans, next(iter(answer.plans.values())).layout.name
     return {
-        "problem": plan_to_json(first)["problem"],
+        "problem": plan_to_json(next(iter(plans.values())))["problem"],
         "cluster": asdict(answer.topology),
         "directions": list(plans),
         "memory_nbytes": answer.memory_nbytes,
         "tuning": tuning_to_json(answer.tuning),
         "is_from_cache": answer.is_from_cache,
         "digests": {direction: plan.digest for direction, plan in plans.items()},
-        "options": {direction: _options_as_json(choice) for direction, choice in chosen.choices.items()},
+        "options": {
+            direction: {name: value for name, value in choice.options.items() if value is not None}
+            for direction, choice in choices.items()
+        },
         "code": {
             "cluster": cluster_code(
-                answer.cluster, layout=first.layout.name, memory_nbytes=answer.memory_nbytes, width=CODE_WIDTH
+                answer.cluster, layout=layout, memory_nbytes=answer.memory_nbytes, width=CODE_WIDTH
             ),
-            "explicit": explicit_code(chosen.choices, plans, answer.topology, width=CODE_WIDTH),
+            "explicit": explicit_code(choices, plans, answer.topology, width=CODE_WIDTH),
         },
-    }
-
-
-def _options_as_json(choice: Choice) -> dict[str, Any]:
-    return {name: value for name, value in choice.options.items() if value is not None}
-
-
-def _files_as_json(trace: Path | None, path: Path | None, chart: Chart | None) -> dict[str, Any]:
-    return {
-        "trace": None if trace is None else str(trace),
-        "chart": None if chart is None else {"path": str(path), **asdict(chart)},
     }

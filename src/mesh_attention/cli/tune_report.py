@@ -1,33 +1,41 @@
-"""What `mesh-attention tune` found, for people: the choice, its rivals and why they lost, bounds, and how to use it."""
+"""The answer of `mesh-attention tune`: the choice, its rivals and why they lost, bounds, and how to use it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from rich.console import Console
-
-from mesh_attention.cli.tables import Column, fitting, table_of
-from mesh_attention.cli.usage import cluster_code, explicit_code
-from mesh_attention.cli.words import cluster_words, mask_words, size_words
+from mesh_attention.cli.tables import (
+    NO_NUMBER,
+    Column,
+    cluster_words,
+    mask_words,
+    plain_console,
+    print_table,
+    size_words,
+)
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Direction
 from mesh_attention.planning.choice import Choice
+from mesh_attention.planning.costs import CALL_PRICES, Costs
+from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Trial, Tuning
+from mesh_attention.tuning.traffic import costs_on
 from mesh_attention.units import BYTES, TIMES, count, format_nbytes, format_time, format_together, three_digits
 
 NAME_WIDTH, REASON_WIDTH = 22, 22
-"""What methods and reasons are wrapped to where there is little room."""
-NO_NUMBER = "–"
-GAPS = (2,)
+"""Methods and reasons are wrapped to these widths where there is little room."""
 SHORT: dict[Direction, str] = {"forward": "fwd", "backward": "bwd"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A tuning, what was asked, and the plans of the choice. `cluster` is what `MeshAttention` takes for it."""
+    """A tuning, its problem, and the plans of the choice. `cluster` is the argument that `MeshAttention` takes."""
 
     problem: Problem
     topology: Topology
@@ -37,18 +45,21 @@ class Answer:
     is_from_cache: bool
     plans: Mapping[Direction, Plan]
 
+    @property
+    def layout(self) -> str:
+        return next(iter(self.plans.values())).layout.name
+
 
 def print_tuning(answer: Answer) -> None:
-    console = Console(highlight=False, markup=False, emoji=False)
-    tuning, chosen = answer.tuning, answer.tuning.chosen
-    console.print(_headline(answer), style="bold")
+    console, tuning, chosen = plain_console(), answer.tuning, answer.tuning.chosen
+    limit = "" if answer.memory_nbytes is None else f", within {format_nbytes(answer.memory_nbytes)} per rank"
+    words = f"{size_words(answer.problem)}, {mask_words(answer.problem)}, {answer.layout}{limit}"
+    console.print(f"{' and '.join(answer.plans)}; {words}", style="bold")
     console.print(f"on {cluster_words(answer.topology)}")
     console.print()
-    columns = tuning_columns(tuning, has_nodes=answer.topology.nodes > 1)
-    bold = [trial is chosen for trial in tuning.trials]
-    console.print(table_of(columns, bold=bold, width=console.width, gaps=GAPS))
-    kept, _ = fitting(columns, width=console.width, gaps=GAPS)
-    console.print(_caption(answer, [column for column in columns if column not in kept]), style="dim")
+    columns = _columns(tuning, has_nodes=answer.topology.nodes > 1)
+    no_room = print_table(console, columns, bold=[trial is chosen for trial in tuning.trials])
+    console.print(_caption(answer, no_room), style="dim")
     if tuning.left_out:
         console.print("\nleft out", style="bold")
         for reason in dict.fromkeys(tuning.left_out.values()):
@@ -58,25 +69,21 @@ def print_tuning(answer: Answer) -> None:
     console.print(_compute_words(tuning))
     console.print(_nbytes_words(tuning))
     console.print("\nto use it", style="bold")
-    layout = next(iter(answer.plans.values())).layout.name
-    limit = answer.memory_nbytes
-    console.print(cluster_code(answer.cluster, layout=layout, memory_nbytes=limit, width=console.width))
+    limit_nbytes = answer.memory_nbytes
+    console.print(
+        cluster_code(answer.cluster, layout=answer.layout, memory_nbytes=limit_nbytes, width=console.width),
+        soft_wrap=True,
+    )
     if len(answer.plans) < len(DIRECTIONS):
-        console.print("which chooses for forward and backward together, as --backward does here", style="dim")
+        console.print("This chooses for forward and backward together, as --backward does here.", style="dim")
     console.print("\nor, spelled out", style="bold")
-    console.print(explicit_code(chosen.choices, answer.plans, answer.topology, width=console.width))
-
-
-def _headline(answer: Answer) -> str:
-    passes, layout = " and ".join(answer.plans), next(iter(answer.plans.values())).layout.name
-    limit = "" if answer.memory_nbytes is None else f", within {format_nbytes(answer.memory_nbytes)} a rank"
-    return f"{passes}; {size_words(answer.problem)}, {mask_words(answer.problem)}, {layout}{limit}"
+    console.print(explicit_code(chosen.choices, answer.plans, answer.topology, width=console.width), soft_wrap=True)
 
 
 # The table
 
 
-def tuning_columns(tuning: Tuning, *, has_nodes: bool) -> list[Column]:
+def _columns(tuning: Tuning, *, has_nodes: bool) -> list[Column]:
     trials, chosen = tuning.trials, tuning.chosen
     times = [trial.time_s for trial in trials] + [trial.exposed_s for trial in trials]
     time_unit, time_texts = format_together([round(max(0.0, s) * 1e9) for s in times], TIMES, below=1000)
@@ -85,7 +92,7 @@ def tuning_columns(tuning: Tuning, *, has_nodes: bool) -> list[Column]:
     peak_unit, peaks = format_together([trial.peak_nbytes for trial in trials], BYTES, below=1000, digits=3)
     slower = [f"{trial.time_s / chosen.time_s:.2f}" if chosen.time_s else NO_NUMBER for trial in trials]
     columns = [
-        Column(header="method\n  configuration", cells=list(map(_name, trials)), is_text=True, least_width=NAME_WIDTH),
+        Column(header="method\n  choice", cells=list(map(_name, trials)), is_text=True, least_width=NAME_WIDTH),
         Column(header=f"time\n{time_unit}", cells=_at_least(trials, time_texts[: len(trials)])),
         Column(header="×\nfirst", cells=_at_least(trials, slower)),
         Column(header=f"exposed\n{time_unit}", cells=_known(trials, time_texts[len(trials) :])),
@@ -100,18 +107,13 @@ def tuning_columns(tuning: Tuning, *, has_nodes: bool) -> list[Column]:
 
 
 def _name(trial: Trial) -> str:
-    """The method, and below it the configuration of each pass, or of both."""
-    by_pass = {direction: configuration(choice) for direction, choice in trial.choices.items()}
-    if len(set(by_pass.values())) == 1:
-        lines = [next(iter(by_pass.values()))]
+    """The method, and below it the choice for each pass, or for both; the headline has the layout."""
+    texts = {direction: str(replace(choice, layout=None)) for direction, choice in trial.choices.items()}
+    if len(set(texts.values())) == 1:
+        lines = [next(iter(texts.values()))]
     else:
-        lines = [f"{SHORT[direction]} {text}" for direction, text in by_pass.items()]
+        lines = [f"{SHORT[direction]} {text}" for direction, text in texts.items()]
     return "\n".join([trial.family, *(f"  {line}" for line in lines)])
-
-
-def configuration(choice: Choice) -> str:
-    """The choice less its layout, which is that of all."""
-    return str(replace(choice, layout=None))
 
 
 def _at_least(trials: Sequence[Trial], texts: Sequence[str]) -> list[str]:
@@ -123,33 +125,29 @@ def _known(trials: Sequence[Trial], texts: Sequence[str]) -> list[str]:
 
 
 def _against_bound(trial: Trial, tuning: Tuning) -> str:
-    # What forward keeps for backward need not travel again: the bound does not hold.
+    # What forward keeps for backward is not sent again: the bound does not hold.
     if not tuning.bound_nbytes or any(choice.keep for choice in trial.choices.values()):
         return NO_NUMBER
     return f"{'≥' if trial.is_bound else ''}{trial.sent_nbytes / tuning.bound_nbytes:.2f}"
 
 
 def _tflops(trial: Trial) -> float:
-    """Of an average rank, over all passes."""
+    """Rate of an average rank, over all passes."""
     operations = sum(forecast.tflops * forecast.time_s for forecast in trial.forecasts.values())
     return operations / trial.time_s if trial.time_s else 0.0
 
 
-def _caption(answer: Answer, dropped: Sequence[Column]) -> str:
+def _caption(answer: Answer, no_room: str) -> str:
     tuning = answer.tuning
-    source = "kept from an earlier run" if answer.is_from_cache else f"{count(tuning.simulated, 'plan')} simulated"
     words = [
-        "The first is chosen. 8·2x4: Ulysses degree · query shards x KV shards of a rank; inner: the part of that grid "
-        "in one node; direct or ring: how shards travel (/ how partials do); 4/call: so many blocks make a call, by "
-        "price: as many as are worth it. exposed: what communication adds. Bytes are what an average rank sends; "
-        "× bound: against the lower bound."
+        "The first is chosen. 2x4: query shards x KV shards of a rank; inner: the part of that grid in one node; a "
+        "choice without blocks per call groups them by price. exposed: the time that communication adds. Bytes are "
+        "what an average rank sends; × bound: relative to the lower bound."
     ]
     if any(trial.is_bound for trial in tuning.trials):
         words.append("≥: has no plan here, and takes at least about that.")
-    if dropped:
-        names = ", ".join(" ".join(column.header.split()) for column in dropped)
-        words.append(f"No room for {names}: a wider terminal and --json have them.")
-    return " ".join([*words, f"{source[0].upper()}{source[1:]}."])
+    source = "Kept from an earlier run." if answer.is_from_cache else f"{count(tuning.simulated, 'plan')} simulated."
+    return " ".join(filter(None, [*words, no_room, source]))
 
 
 # Bounds
@@ -163,6 +161,84 @@ def _compute_words(tuning: Tuning) -> str:
 
 
 def _nbytes_words(tuning: Tuning) -> str:
-    bound = f"communication: {format_nbytes(round(tuning.bound_nbytes))} received by an average rank"
+    bound = f"communication: {format_nbytes(tuning.bound_nbytes)} received by an average rank"
     against = _against_bound(tuning.chosen, tuning)
     return bound if against == NO_NUMBER else f"{bound}; the choice moves {against} times that"
+
+
+# Code that uses the choice: it runs, and makes the plans that were forecast
+
+
+DIGITS = (1, 2, 3, 4, 6, 9, 17)
+"""Significant digits of a cost; the fewest that make the same plan are written."""
+DEFAULT_LAYOUT = "zigzag"
+"""The default of `MeshAttention`."""
+
+
+def cluster_code(cluster: str, *, layout: str, memory_nbytes: int | None, width: int) -> str:
+    """Code that lets every rank tune."""
+    arguments = [f"cluster={json.dumps(cluster)}"]
+    if layout != DEFAULT_LAYOUT:
+        arguments.append(f'layout="{layout}"')
+    if memory_nbytes is not None:
+        power = next(power for power in (30, 20, 10, 0) if memory_nbytes % 2**power == 0)
+        arguments.append(f"memory_limit={memory_nbytes >> power}" + (f" * 2**{power}" if power else ""))
+    return filled(f"attention = MeshAttention(group, {', '.join(arguments)})", width=width)
+
+
+def explicit_code(
+    choices: Mapping[Direction, Choice], plans: Mapping[Direction, Plan], topology: Topology, *, width: int
+) -> str:
+    """Code that states the choice, without a tuner or a cluster."""
+    written = {d: _arguments(choice, plans[d], topology) for d, choice in choices.items()}
+    first, *others = written.values()
+    if all(other == first for other in others):
+        names = ["Costs", "MeshAttention"] if "costs=" in first else ["MeshAttention"]
+        statements = [f"attention = MeshAttention(group, {first})"]
+    else:
+        has_costs = any("costs=" in arguments for arguments in written.values())
+        names = ["Costs"] * has_costs + ["MeshAttention", "make_plan"]
+        by_pass = ", ".join(f'"{direction}": dict({arguments})' for direction, arguments in written.items())
+        layout = f'layout="{next(iter(plans.values())).layout.name}"'
+        statements = [
+            f"options = {{{by_pass}}}",
+            f"attention = MeshAttention(group, {layout}, planner=lambda problem, direction, layout: "
+            "make_plan(problem, direction=direction, **options[direction]))",
+        ]
+    lines = [f"from mesh_attention import {', '.join(names)}", *statements]
+    return "\n".join(filled(line, width=width) for line in lines)
+
+
+def filled(statement: str, *, width: int) -> str:
+    """The statement wrapped at spaces outside strings and tiles, which are all in brackets, where lines may end."""
+    lines = [""]
+    for word in re.findall(r'(?:"(?:\\.|[^"\\])*"|\(\d+, \d+\)|[^\s"])+', statement):
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)
+
+
+def _arguments(choice: Choice, plan: Plan, topology: Topology) -> str:
+    costs = _least_costs(choice, plan, topology)
+    written = ", ".join(f"{kind}={cost!r}" for kind, cost in costs.items())
+    return f'choice="{choice}"' + (f", costs=Costs({written})" if costs else "")
+
+
+def _least_costs(choice: Choice, plan: Plan, topology: Topology) -> dict[str, float]:
+    """Costs that make this plan, with as few digits as do; empty if the plan is the same without."""
+    for costs in _rounded(choice, plan, topology):
+        given: dict[str, Any] = {"costs": Costs(**costs)} if costs else {}
+        if make_plan(plan.problem, choice, direction=plan.direction, **given) == plan:
+            return costs
+    raise AssertionError("the exact costs do not make the same plan again")
+
+
+def _rounded(choice: Choice, plan: Plan, topology: Topology) -> Iterator[dict[str, float]]:
+    yield {}
+    costs = asdict(costs_on(topology, plan.problem, choice, plan.direction))
+    kinds = (*INPUTS[plan.direction], *OUTPUTS[plan.direction])
+    names = [*kinds, *(price for price in CALL_PRICES if costs[price])]
+    for digits in DIGITS:
+        yield {name: float(f"{costs[name]:.{digits}g}") for name in names}

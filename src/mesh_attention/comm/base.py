@@ -1,7 +1,7 @@
-"""What a transport is. Everything is posted and waited for later; between two ranks, messages arrive in the order sent.
+"""The protocol of a transport. Transfers are posted, and waited for later; between two ranks, messages arrive in order.
 
-An item travels as chunks: contiguous byte tensors, one for each run of its tokens. Both ends cut it the same way.
-`label` says what travels; transports ignore it, wrappers may look at it.
+An item travels as chunks: contiguous byte tensors, one for each of its spans of tokens. Both ends cut it the same way.
+`label` names the kind of item; transports ignore it, wrappers may use it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Work(Protocol):
-    """Something posted. After `wait`, the chunks may be read or used again; waiting again does nothing."""
+    """Posted transfers. After `wait`, the chunks may be read or reused; waiting again does nothing."""
 
     def is_done(self) -> bool: ...
 
@@ -29,7 +29,7 @@ class Parcel(NamedTuple):
 
 
 class Sharing(Work, Protocol):
-    """Everybody's text, in rank order, once it is done."""
+    """The texts of all ranks, in rank order, once it is done."""
 
     def result(self) -> list[str]: ...
 
@@ -37,15 +37,15 @@ class Sharing(Work, Protocol):
 class Comm(Protocol):
     """One rank's end of a group. Ranks are counted within the group.
 
-    `is_recordable`: what is posted, and waited for, can be part of a CUDA graph.
+    `is_capturable`: posts and waits can be part of a CUDA graph.
     """
 
     rank: int
     size: int
-    is_recordable: bool
+    is_capturable: bool
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
-        """All transfers of a turn or a collective, at once: none of them waits for another of them."""
+        """Post all transfers of a turn or a collective at once; none of them waits for another."""
 
     def share(self, text: str) -> Sharing:
-        """Tell every rank of the group a text."""
+        """Send a text to every rank of the group, and get theirs."""

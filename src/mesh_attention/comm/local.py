@@ -1,19 +1,15 @@
-"""All ranks in one process and one thread: for tests, teaching and replay, on CPU or on one GPU.
+"""All ranks in one process and one thread: for tests and teaching, on CPU or on one GPU.
 
-Ranks take turns: whoever waits for something that is not there gives way to the next. (Threads would not do: autograd
-runs all CUDA backward work of a process on one thread, so ranks that wait for each other there would wait for ever.)
+Nothing blocks here. `execution.driving` advances the ranks, moving on to the next when one has to wait.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Generator, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
-from mesh_attention.comm.base import Comm, Parcel, Sharing, Work
+from mesh_attention.comm.base import Parcel, Sharing, Work
 from mesh_attention.errors import StalledError
-
-Result = TypeVar("Result")
 
 
 class LocalGroup:
@@ -29,7 +25,7 @@ class LocalGroup:
         return LocalComm(self, rank)
 
     def post(self, source: int, dest: int, *, send: Parcel | None = None, recv: Parcel | None = None) -> Work:
-        """One end of a transfer; when both are there, the bytes move."""
+        """Post one end of a transfer; the bytes move once both ends are posted."""
         work = _LocalWork()
         pair = (source, dest)
         if send is not None:
@@ -43,7 +39,7 @@ class LocalGroup:
         return work
 
     def forget(self) -> None:
-        """Drop what was posted and never met; after an error it would meet the wrong thing."""
+        """Drop everything posted whose other end is missing; after an error it would meet the wrong transfer."""
         self._sends.clear()
         self._recvs.clear()
         for texts in self._texts:
@@ -53,26 +49,15 @@ class LocalGroup:
 def _move(sent: Parcel, received: Parcel) -> None:
     sizes = [[chunk.numel() for chunk in parcel.chunks] for parcel in (sent, received)]
     if sizes[0] != sizes[1]:
-        raise StalledError(
-            f"chunks of {sizes[0]} bytes were sent ({sent.label}), {sizes[1]} expected ({received.label})"
-        )
+        raise StalledError(f"got chunks of {sizes[0]} bytes ({sent.label}), expected {sizes[1]} ({received.label})")
     for source, dest in zip(sent.chunks, received.chunks, strict=True):
         dest.copy_(source)
-
-
-def forget_posted(comms: Sequence[Comm]) -> None:
-    """Clean up after ranks of one process that stopped in the middle, whatever their transports are wrapped in."""
-    for comm in comms:
-        while hasattr(comm, "inner"):
-            comm = comm.inner
-        if isinstance(comm, LocalComm):
-            comm.group.forget()
 
 
 class LocalComm:
     """One rank's end of a local group."""
 
-    is_recordable = True
+    is_capturable = True
 
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self.group, self.rank, self.size = group, rank, group.size
@@ -96,7 +81,7 @@ class _LocalWork:
 
     def wait(self) -> None:
         if not self.moved:
-            raise StalledError("a transfer was waited for whose other end is not posted; run the ranks in turns")
+            raise StalledError("the other end of a transfer is not posted yet; advance the ranks with drive_together")
 
 
 class _AllOf:
@@ -120,54 +105,8 @@ class _LocalSharing:
 
     def wait(self) -> None:
         if not self.is_done():
-            raise StalledError("not every rank has shared its text yet; run the ranks in turns")
+            raise StalledError("not every rank has shared its text yet; advance the ranks with drive_together")
 
     def result(self) -> list[str]:
         self.wait()
         return [told[self.ordinal] for told in self.texts]
-
-
-def take_turns(ranks: Sequence[Generator[Work, None, Result]]) -> list[Result]:
-    """Run generators that yield what they wait for until all have returned."""
-    results: dict[int, Result] = {}
-    waiting: dict[int, Work | None] = dict.fromkeys(range(len(ranks)))
-    while waiting:
-        moved = False
-        for rank in list(waiting):
-            work = waiting[rank]
-            while work is None or work.is_done():
-                moved = True
-                try:
-                    work = waiting[rank] = next(ranks[rank])
-                except StopIteration as stop:
-                    results[rank] = stop.value
-                    del waiting[rank]
-                    break
-        if not moved and not any(_comes_later(work) for work in waiting.values() if work is not None):
-            raise StalledError(f"ranks {', '.join(map(str, waiting))} wait for each other and nothing moves")
-    return [results[rank] for rank in range(len(ranks))]
-
-
-def _comes_later(work: Work) -> bool:
-    """Whether something is only a matter of time, as behind a delaying wrapper."""
-    try:
-        work.wait()
-    except StalledError:
-        return False
-    return True
-
-
-def block(steps: Generator[Work, None, Result]) -> Result:
-    """Run one generator by waiting for whatever it yields."""
-    try:
-        work = next(steps)
-        while True:
-            try:
-                work.wait()
-            except Exception as error:
-                work = steps.throw(error)
-            else:
-                work = next(steps)
-    except StopIteration as stop:
-        result: Result = stop.value
-        return result

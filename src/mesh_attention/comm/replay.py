@@ -1,9 +1,9 @@
-"""One rank of many, played alone: no other rank is there, yet every transfer is a real copy of its size.
+"""The transport of a replay: one rank of many runs alone, and every transfer is a real copy of the same size.
 
-What would arrive is copied from pinned host memory to the device, what would leave from the device to pinned host
-memory, both at once, each direction on a stream and a copy engine of its own, in the order posted. So kernels, memory
-and links are as busy as they would be. What arrives is noise of a believable size, never a result. Left out: other
-ranks being late, and other traffic on the network. On CPU the copies are made while they are posted.
+Receives are copies from pinned host memory to the device, sends are copies from the device to pinned host memory. Each
+direction has its own stream and copy engine, and keeps the order of posting, so kernels, memory and links are as busy
+as they would be. The bytes that arrive are noise, never a result. Other ranks being late and other traffic on the
+network are left out. On CPU the copies are made while they are posted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mesh_attention.comm.streams import current_stream
 
 
 class ReplayComm:
-    """The transport of the only rank there is."""
+    """The transport of the rank that is played."""
 
-    is_recordable = True
+    is_capturable = True
 
     def __init__(self, rank: int, size: int, *, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -53,11 +53,11 @@ class ReplayComm:
         return _Copied(tuple(done), self.device)
 
     def share(self, text: str) -> Sharing:
-        """Everybody says what this rank says."""
+        """Every other rank echoes this one."""
         return _Echo([text] * self.size)
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for messages of this size before anything is timed: pinning memory takes long."""
+        """Make room for messages of this size before anything is timed: pinning memory is slow."""
         self._make_room(nbytes)
 
     def _copy_in(self, chunks: list[Tensor]) -> None:
@@ -72,8 +72,8 @@ class ReplayComm:
         if nbytes <= self._host["in"].numel():
             return
         if self._streams is not None:
-            torch.cuda.synchronize(self.device)  # copies from what is replaced may be under way
-        # Normal numbers in bfloat16: read in pairs, as float32, they are normal too, but for their last digits.
+            torch.cuda.synchronize(self.device)  # copies may still be reading the memory that is replaced
+        # Normally distributed bfloat16; read in pairs as float32, the numbers are nearly the same.
         noise = torch.randn(-(-nbytes // 2)).to(torch.bfloat16).view(torch.uint8)[:nbytes]
         is_pinned = self._streams is not None
         self._host = {"in": noise.pin_memory() if is_pinned else noise}
@@ -81,14 +81,14 @@ class ReplayComm:
 
 
 class SilentComm(ReplayComm):
-    """Nothing travels, nothing is waited for: what is left of a replay is its compute."""
+    """Sends nothing and waits for nothing: a replay with it is pure compute."""
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         return _Copied((), self.device)
 
 
 class _Copied:
-    """Copies under way; waiting makes the current stream wait, not the host."""
+    """Copies in flight; waiting makes the current stream wait, not the host."""
 
     def __init__(self, events: tuple[torch.cuda.Event, ...], device: torch.device) -> None:
         self.events, self.device = events, device

@@ -1,12 +1,12 @@
 """torch.distributed over Gloo for tensors on a CUDA device: every chunk goes through pinned host memory.
 
 For groups without NCCL, and for several ranks on one GPU, which NCCL refuses. Tensors in host memory go the same way,
-with plain copies. Not for groups whose backend takes the tensors itself: that is `torch_dist`. `comm_for` chooses.
+with plain copies. Where the group's backend can send the tensors itself, use `torch_dist`; `comm_for` chooses.
 
-*Out:* a chunk is copied to the host on a stream of its own, after what was queued when it was posted. A thread waits
-for the copy and sends it, in the order of posting, so that `post` never waits for the device. *In:* the receive is
-posted at once, into host memory. Whoever waits for it copies it to the device on another stream, after what was queued
-when it was posted, and lets the current stream wait for the copy.
+*Out:* a chunk is copied to the host on a separate stream, after the work queued before the post. A thread waits for the
+copy and sends it, in the order of posting, so that `post` never waits for the device. *In:* the receive is posted at
+once, into host memory. `wait` copies it to the device on another stream, after the work queued before the post, and
+makes the current stream wait for the copy.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def comm_for(group: Group | None, device: torch.device) -> Comm:
 class StagedComm:
     """A rank's end of a Gloo group. Its thread starts with the first send and ends with the comm."""
 
-    is_recordable = False  # messages go by way of the host
+    is_capturable = False  # messages go through the host
 
     def __init__(self, group: Group | None = None) -> None:
         self.group = process_group(group)
         if backends(self.group).get("cpu") != "gloo":
             raise ProblemError(
-                f"StagedComm came with a group of {dist.get_backend_config(self.group)}; "
-                "it sends from host memory: expected Gloo for the CPU, as in cpu:gloo,cuda:nccl"
+                f"StagedComm needs a group with Gloo for the CPU, such as cpu:gloo,cuda:nccl, because it sends from "
+                f"host memory; got {dist.get_backend_config(self.group)}"
             )
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
@@ -60,7 +60,7 @@ class StagedComm:
         if not devices:
             return _StagedWork([], [], None, self._fault)
         if len(devices) > 1:
-            raise ProblemError(f"chunks of one post lie on {', '.join(map(str, devices))}; expected one device")
+            raise ProblemError(f"got chunks on {', '.join(map(str, devices))} in one post; expected one device")
         stage = self._stage(devices.pop())
         queued = stage.mark()
         # Receives first: Gloo is full duplex only that way.
@@ -85,12 +85,12 @@ class StagedComm:
     def _dispatch(self, chunk: Tensor, parcel: Parcel, stage: Stage, queued: Any) -> _Departure:
         if self._thread is None:
             self._start()
-        departure = _Departure(chunk, parcel, stage.fetch(chunk, queued), self.group, self._fault)
+        departure = _Departure(chunk, parcel, stage.copy_out(chunk, queued), self.group, self._fault)
         self._outbox.put(departure)
         return departure
 
     def _start(self) -> None:
-        # The thread knows the outbox alone: it must keep neither the comm nor its group alive.
+        # The thread refers to nothing but the outbox, so that it keeps neither the comm nor its group alive.
         arguments, name = (self._outbox,), f"mesh-attention sends of rank {self.rank}"
         self._thread = threading.Thread(target=_send_in_order, args=arguments, name=name, daemon=True)
         self._thread.start()
@@ -98,9 +98,9 @@ class StagedComm:
 
 
 class _Fault:
-    """What went wrong first. Nothing is sent or waited for after it: ends that got out of step would never meet.
+    """The first error. Nothing is sent or waited for after it: ends that are out of step would never meet.
 
-    Words, not the exception: that would hold the frames it came through, and they the group.
+    Kept as text: the exception would hold its frames, and those would hold the group.
     """
 
     message: str | None = None
@@ -113,7 +113,7 @@ class _Fault:
         self.message = self.message or f"{transfer}: {error}"
 
     def attempt(self, transfer: str, call: Callable[[], Any]) -> Any:
-        """What the call gives. If it fails, so does everything after it."""
+        """The result of the call. If it fails, so does everything after it."""
         self.check()
         try:
             return call()
@@ -123,7 +123,7 @@ class _Fault:
 
 
 class _Arrival(NamedTuple):
-    """A receive into host memory, and where its bytes go from there."""
+    """A receive into host memory, and the chunk its bytes go to from there."""
 
     name: str
     request: Any
@@ -133,20 +133,20 @@ class _Arrival(NamedTuple):
 
 
 class _Departure:
-    """A chunk on its way out: sent by the thread, waited for by whoever posted it."""
+    """A chunk to be sent by the thread and waited for by the work of its post."""
 
     def __init__(
         self,
         chunk: Tensor,
         parcel: Parcel,
-        fetched: tuple[Tensor, Callable[[], None]],
+        copied: tuple[Tensor, Callable[[], None]],
         group: ProcessGroup,
         fault: _Fault,
     ) -> None:
         self.name = f"{parcel.label} to rank {parcel.peer}"
         self.peer, self.group, self.fault = parcel.peer, group, fault
-        self.host, self.wait_for_copy = fetched
-        self.chunk: Tensor | None = chunk  # must not be freed before it is copied
+        self.host, self.wait_for_copy = copied
+        self.chunk: Tensor | None = chunk  # keeps it alive until it is copied
         self.request: Any = None
         self.handled = threading.Event()
 
@@ -171,11 +171,11 @@ class _Departure:
 def _send_in_order(outbox: SimpleQueue[_Departure | None]) -> None:
     while (departure := outbox.get()) is not None:
         departure.send()
-        del departure  # idle, the thread holds on to nothing
+        del departure  # an idle thread keeps nothing alive
 
 
 class _StagedWork:
-    """The transfers of one post. Gloo tells only those who wait, so nothing counts as done before."""
+    """The transfers of one post. They count as done only after `wait`, because Gloo reports nothing before."""
 
     def __init__(
         self, arrivals: list[_Arrival], departures: list[_Departure], stage: Stage | None, fault: _Fault
@@ -191,9 +191,9 @@ class _StagedWork:
         try:
             for arrival in self.arrivals:
                 self.fault.attempt(arrival.name, arrival.request.wait)
-                self.stage.land(arrival.host, arrival.chunk, arrival.queued)
+                self.stage.copy_in(arrival.host, arrival.chunk, arrival.queued)
         finally:
-            self.stage.settle()  # after an error, too: the chunks may be freed now, and copies be under way
+            self.stage.settle()  # after an error too: the chunks may be freed while copies are in flight
         for departure in self.departures:
             self.fault.attempt(departure.name, departure.wait)
         self.arrivals, self.departures, self.stage = [], [], None
@@ -203,34 +203,34 @@ class Stage(Protocol):
     """Moves chunks between a device and the host."""
 
     def mark(self) -> Any:
-        """Stands for everything queued so far."""
+        """A marker for everything queued so far."""
 
-    def fetch(self, chunk: Tensor, queued: Any) -> tuple[Tensor, Callable[[], None]]:
-        """A host copy that is made when `queued` is over, and a function that waits until it is made."""
+    def copy_out(self, chunk: Tensor, queued: Any) -> tuple[Tensor, Callable[[], None]]:
+        """A host copy, made once `queued` is over, and a function that waits for the copy."""
 
     def landing(self, chunk: Tensor) -> Tensor:
-        """Host memory for a chunk to arrive in."""
+        """Host memory to receive a chunk in."""
 
-    def land(self, host: Tensor, chunk: Tensor, queued: Any) -> None:
-        """Copy into the chunk when `queued` is over. The host memory may be let go at once."""
+    def copy_in(self, host: Tensor, chunk: Tensor, queued: Any) -> None:
+        """Copy into the chunk once `queued` is over. The host memory may be released at once."""
 
     def settle(self) -> None:
-        """Whatever is queued from now on comes after all that has landed."""
+        """Make everything queued from now on wait for all copies in."""
 
 
 class HostStage:
-    """Chunks that lie in host memory: copies are made on the spot."""
+    """Chunks in host memory: copies are made immediately."""
 
     def mark(self) -> None:
         return None
 
-    def fetch(self, chunk: Tensor, queued: None) -> tuple[Tensor, Callable[[], None]]:
+    def copy_out(self, chunk: Tensor, queued: None) -> tuple[Tensor, Callable[[], None]]:
         return chunk.clone(), lambda: None
 
     def landing(self, chunk: Tensor) -> Tensor:
         return torch.empty_like(chunk)
 
-    def land(self, host: Tensor, chunk: Tensor, queued: None) -> None:
+    def copy_in(self, host: Tensor, chunk: Tensor, queued: None) -> None:
         chunk.copy_(host)
 
     def settle(self) -> None:
@@ -238,9 +238,9 @@ class HostStage:
 
 
 class CudaStage:
-    """Chunks of a CUDA device; a stream for each direction, so that copies overlap with each other and with compute.
+    """Chunks on a CUDA device, with a stream for each direction, so that copies overlap each other and compute.
 
-    torch keeps pinned memory for reuse, and hands it out again only when the copies queued on it are over.
+    torch caches pinned memory, and reuses it only after the copies queued on it are over.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -251,12 +251,12 @@ class CudaStage:
         event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
         return event
 
-    def fetch(self, chunk: Tensor, queued: torch.cuda.Event) -> tuple[Tensor, Callable[[], None]]:
+    def copy_out(self, chunk: Tensor, queued: torch.cuda.Event) -> tuple[Tensor, Callable[[], None]]:
         host = self.landing(chunk)
         self.outward.wait_event(queued)
         with torch.cuda.stream(self.outward):
             host.copy_(chunk, non_blocking=True)
-        # Blocking: the thread sleeps until then, instead of spinning.
+        # blocking=True: the thread sleeps instead of spinning.
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         copied.record(self.outward)
         return host, copied.synchronize
@@ -264,7 +264,7 @@ class CudaStage:
     def landing(self, chunk: Tensor) -> Tensor:
         return torch.empty(chunk.shape, dtype=chunk.dtype, device="cpu", pin_memory=True)
 
-    def land(self, host: Tensor, chunk: Tensor, queued: torch.cuda.Event) -> None:
+    def copy_in(self, host: Tensor, chunk: Tensor, queued: torch.cuda.Event) -> None:
         self.inward.wait_event(queued)
         with torch.cuda.stream(self.inward):
             chunk.copy_(host, non_blocking=True)

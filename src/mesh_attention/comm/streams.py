@@ -1,4 +1,4 @@
-"""The current CUDA stream, found quickly: a step of a plan asks for it several times."""
+"""The current CUDA stream, looked up quickly: each step of a plan asks for it several times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """As `torch.cuda.current_stream`, which looks into much before it answers."""
+    """The same as `torch.cuda.current_stream`, with less overhead."""
     index = torch.cuda.current_device() if device.index is None else device.index
     handle: int = torch._C._cuda_getCurrentRawStream(index)
     stream = _STREAMS.get((index, handle))

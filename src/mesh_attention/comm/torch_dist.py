@@ -1,7 +1,7 @@
-"""torch.distributed: any process group or one axis of a DeviceMesh, Gloo or NCCL, for tensors its backend takes itself.
+"""torch.distributed: any process group or one axis of a DeviceMesh, Gloo or NCCL, for tensors its backend can send.
 
-Gloo takes none of a CUDA device; `staged` is for those. On NCCL, posts run on the device strictly one after the other,
-in the order of posting (they share one stream), and `wait` holds up the current stream, not the host.
+Gloo cannot send CUDA tensors; `staged` is for those. On NCCL, posts run on the device strictly one after the other, in
+the order of posting (they share one stream), and `wait` makes the current stream wait, not the host.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Group = ProcessGroup | DeviceMesh
 
 
 class TorchComm:
-    """A rank's end of a torch.distributed group. With NCCL, `device` is where this rank's chunks lie."""
+    """A rank's end of a torch.distributed group. With NCCL, `device` is the device of its chunks."""
 
     def __init__(self, group: Group | None = None, device: torch.device | None = None) -> None:
         self.group = process_group(group)
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
-        self.is_recordable = device is not None and backends(self.group).get(device.type) == "nccl"
+        self.is_capturable = device is not None and backends(self.group).get(device.type) == "nccl"
         self._meeting = Meeting(device, is_due=device is not None and device.type != "cpu")
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
@@ -50,25 +50,23 @@ def process_group(group: Group | None) -> ProcessGroup:
     """The process group of a group, of a one-axis DeviceMesh, or the default one."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ProblemError(
-                f"a DeviceMesh with {group.ndim} axes came; expected one axis, such as device_mesh['cp']"
-            )
+            raise ProblemError(f"got a DeviceMesh with {group.ndim} axes; expected one axis, such as device_mesh['cp']")
         return group.get_group()
     if not dist.is_initialized():
         raise ProblemError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
     chosen = group if group is not None else dist.group.WORLD
-    assert chosen is not None  # there is a default group once torch.distributed is initialised
+    assert chosen is not None  # the default group exists once torch.distributed is initialised
     return chosen
 
 
 def backends(group: ProcessGroup) -> dict[str, str]:
-    """The backend of a group for each type of device it has one for, such as {"cpu": "gloo", "cuda": "nccl"}."""
+    """The backends of a group by type of device, such as {"cpu": "gloo", "cuda": "nccl"}."""
     config = dist.get_backend_config(group)
     return {device: backend for device, _, backend in (pair.partition(":") for pair in config.split(","))}
 
 
 class _Works:
-    """The requests of one post. Waited for once: Gloo would wait for another message the second time."""
+    """The requests of one post. Waited for once: a second wait in Gloo would wait for another message."""
 
     def __init__(self, works: list[Any]) -> None:
         self.works = works
@@ -84,10 +82,11 @@ class _Works:
 
 @dataclass
 class Meeting:
-    """NCCL connects a group in its first operation on a device, which all its ranks must take part in.
+    """A first operation of all ranks on their devices.
 
-    A plan may leave a rank without transfers, and texts may travel over the group's CPU backend. So, unless their
-    device is the CPU, ranks meet on it when they share their first text.
+    NCCL connects a group in its first operation on a device, and all ranks must take part in that. A plan may leave a
+    rank without transfers, and texts may travel over the group's CPU backend. So ranks whose device is not the CPU meet
+    on it when they share their first text.
     """
 
     device: torch.device | None = None
@@ -99,7 +98,7 @@ class Meeting:
 
 
 class GatheredTexts:
-    """Everybody's text. Blocks in `wait`: torch gathers objects only synchronously."""
+    """The texts of all ranks. Blocks in `wait`: torch gathers objects only synchronously."""
 
     def __init__(self, text: str, group: ProcessGroup, size: int, meeting: Meeting | None = None) -> None:
         self.text, self.group, self.size = text, group, size
@@ -115,7 +114,7 @@ class GatheredTexts:
         told: list[Any] = [None] * self.size
         with _current(self.meeting.device):
             dist.all_gather_object(told, (self.text, self.meeting.is_due), group=self.group)
-            # Not with ranks whose tensors lie elsewhere: they would not come, and are about to be told off.
+            # Only if all are due: ranks with tensors on another device would not take part. They are refused later.
             if all(is_due for _, is_due in told):
                 self.meeting.hold(self.group)
         self.texts = [text for text, _ in told]

@@ -1,4 +1,4 @@
-"""Transports around transports: record, delay or fail what passes. Wrap to change; nothing is overridden."""
+"""Transports around transports: count, delay or fail what passes. Wrap to change; nothing is overridden."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mesh_attention.errors import TransportError
 
 
 @dataclass
-class Recording:
+class Counting:
     """Counts bytes and messages by label, both ways."""
 
     inner: Comm
@@ -22,7 +22,7 @@ class Recording:
     shared: int = 0
 
     def __post_init__(self) -> None:
-        self.rank, self.size, self.is_recordable = self.inner.rank, self.inner.size, self.inner.is_recordable
+        self.rank, self.size, self.is_capturable = self.inner.rank, self.inner.size, self.inner.is_capturable
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         for parcel in sends:
@@ -42,13 +42,13 @@ class Recording:
 
 @dataclass
 class Delaying:
-    """Everything takes at least `seconds` longer."""
+    """Makes every transfer take at least `seconds` longer."""
 
     inner: Comm
     seconds: float
 
     def __post_init__(self) -> None:
-        self.rank, self.size, self.is_recordable = self.inner.rank, self.inner.size, False
+        self.rank, self.size, self.is_capturable = self.inner.rank, self.inner.size, False
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         return _Later(self.inner.post(sends, recvs), self.seconds)
@@ -71,13 +71,13 @@ class _Later:
 
 @dataclass
 class Failing:
-    """Raises instead of posting whatever `when` says yes to."""
+    """Raises instead of posting parcels for which `when` returns True."""
 
     inner: Comm
     when: Callable[[Parcel], bool]
 
     def __post_init__(self) -> None:
-        self.rank, self.size, self.is_recordable = self.inner.rank, self.inner.size, False
+        self.rank, self.size, self.is_capturable = self.inner.rank, self.inner.size, False
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         return self.inner.post([self._checked(p) for p in sends], [self._checked(p) for p in recvs])

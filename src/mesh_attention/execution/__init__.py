@@ -1,5 +1,6 @@
-"""Run: walks one rank's steps and calls a kernel or the network. Decides nothing.
+"""Run: from a call to kernels and transfers.
 
-Reading order: buffers (what items lie in), compiled (steps with every offset worked out), executor (walks them),
-graphs (passes recorded and played), autograd, agreement, sharding, watching and recorder (what happened when).
+Reading order: engine (problem, plans and programs of a call, made once), agreement (ranks compare them), driving (how
+ranks advance), buffers (memory of items), compiled (steps with every offset worked out), executor (walks them), graphs
+(passes as CUDA graphs), autograd, operators, sharding, watching and recorder (measured timelines).
 """

@@ -1,7 +1,7 @@
-"""Buffers: what items lie in. One byte record for each token and batch entry, so that any run of tokens is one piece.
+"""Buffers: the memory that holds items. The bytes of a token are contiguous, and so is any span of tokens.
 
-A record holds the fields of its kind side by side (K and V; O and its LSE; …). Statistics come first and the record is
-as long as the plan says, so bytes on the wire and bytes held are the plan's.
+A token's bytes are the fields of its kind side by side (K and V; O and its LSE; …), statistics first, padded to the
+size that the plan counts with: bytes sent and bytes held are the plan's.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def fields_of(kind: Kind, problem: Problem) -> tuple[Field, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """Where each field lies in a record, and how long the record is."""
+class TokenFormat:
+    """Where each field begins within the bytes of one token of one batch entry, and how many bytes there are."""
 
     slots: tuple[tuple[str, int, int, int, int, torch.dtype], ...]  # name, start, stop, heads, dim, dtype
     nbytes: int
 
 
 @lru_cache(maxsize=256)
-def record_of(kind: Kind, problem: Problem, ulysses: int, is_running: bool) -> Record:
+def token_format(kind: Kind, problem: Problem, ulysses: int, is_running: bool) -> TokenFormat:
     wire = DTYPES[problem.dtype]
     wide = torch.float64 if problem.dtype == "float64" else torch.float32
     slots = []
@@ -76,52 +76,52 @@ def record_of(kind: Kind, problem: Problem, ulysses: int, is_running: bool) -> R
         slots.append((name, at, at + width, heads // ulysses, dim, dtype))
         at += width
     padding = -at % wide.itemsize if has_statistics else 0
-    return Record(tuple(slots), at + padding)
+    return TokenFormat(tuple(slots), at + padding)
 
 
 class Span(NamedTuple):
-    """A run of tokens of a buffer."""
+    """Consecutive tokens of a buffer."""
 
     start: int
     stop: int
 
 
 class Buffer:
-    """Tokens of items. `fields` are (batch, heads, tokens, dim) views, statistics without dim.
+    """Memory of one or more items. `fields` are (batch, heads, tokens, dim) views, statistics without dim.
 
     `raw` is None for a caller's tensors.
     """
 
-    __slots__ = ("_flat", "_runs", "fields", "raw")
+    __slots__ = ("_flat", "_views", "fields", "raw")
 
     def __init__(self, fields: Mapping[str, Tensor], raw: Tensor | None = None) -> None:
         self.fields, self.raw = fields, raw
-        self._runs: dict[tuple[str, Span], Tensor] = {}
+        self._views: dict[tuple[str, Span], Tensor] = {}
         self._flat = None if raw is None else raw.view(-1)
 
-    def run(self, name: str, span: Span | None) -> Tensor:
-        """A run of tokens of a field, or all of them. Made once: a view costs more than its look-up."""
+    def view(self, name: str, span: Span | None) -> Tensor:
+        """A span of tokens of a field, or all of them. Made once: making a view takes longer than looking it up."""
         if span is None:
             return self.fields[name]
-        view = self._runs.get((name, span))
+        view = self._views.get((name, span))
         if view is None:
-            view = self._runs[name, span] = self.fields[name].narrow(2, span.start, span.stop - span.start)
+            view = self._views[name, span] = self.fields[name].narrow(2, span.start, span.stop - span.start)
         return view
 
     @classmethod
-    def empty(cls, record: Record, *, tokens: int, batch: int, device: torch.device) -> Buffer:
-        return cls.over(record, torch.empty((tokens, batch, record.nbytes), dtype=torch.uint8, device=device))
+    def empty(cls, fmt: TokenFormat, *, tokens: int, batch: int, device: torch.device) -> Buffer:
+        return cls.over(fmt, torch.empty((tokens, batch, fmt.nbytes), dtype=torch.uint8, device=device))
 
     @classmethod
-    def over(cls, record: Record, raw: Tensor) -> Buffer:
-        """The fields of records that lie in (tokens, batch, bytes)."""
+    def over(cls, fmt: TokenFormat, raw: Tensor) -> Buffer:
+        """A buffer over existing bytes (tokens, batch, bytes a token)."""
         tokens, batch, nbytes = raw.shape
         typed: dict[torch.dtype, Tensor] = {}
         fields = {}
-        for name, start, _, heads, dim, dtype in record.slots:
+        for name, start, _, heads, dim, dtype in fmt.slots:
             if dtype not in typed:
                 typed[dtype] = raw.view(dtype)
-            # One view instead of a slice, a shape and an order: hosts are slow, and there are many buffers.
+            # One as_strided instead of a slice, a view and a permute: hosts are slow, and there are many buffers.
             width = nbytes // dtype.itemsize
             sizes, strides = (batch, heads, tokens, dim), (width, dim, batch * width, 1)
             size = 3 if name in STATISTICS else 4
@@ -134,7 +134,7 @@ class Buffer:
         return 0 if self.raw is None else self.raw.numel()
 
     def chunk(self, start: int, stop: int) -> Tensor:
-        """The bytes of a run of tokens, in one piece."""
+        """The bytes of a span of tokens; contiguous."""
         assert self.raw is not None, "the caller's tensors do not travel; they are packed first"
         assert self._flat is not None
         _, batch, nbytes = self.raw.shape
@@ -142,7 +142,7 @@ class Buffer:
 
 
 class Meter:
-    """Counts the bytes held, and the most that were."""
+    """Counts the bytes held now, and the most held so far."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -156,7 +156,7 @@ class Meter:
 
 
 class Lot(NamedTuple):
-    """The items that share one allocation, where each lies in it, and how large it is."""
+    """Items that share one allocation, the spans of each in it, and its size."""
 
     items: tuple[Item, ...]
     spans: dict[Item, tuple[Span, ...]]

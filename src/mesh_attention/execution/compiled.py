@@ -1,4 +1,4 @@
-"""Steps with every offset worked out. Pure: depends on the plan and the rank alone, so it is done once and kept."""
+"""Programs compiled for the executor: steps with every offset worked out. Depends on plan and rank only."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mesh_attention.plan.steps import AXIS_OF, Attend, Finish, Item, Kind, Merge
 from mesh_attention.plan.waits import stops
 
 
-class Run(NamedTuple):
-    """Tokens that lie in one piece in the buffer of some running sums, and in one piece on the other side.
+class Stretch(NamedTuple):
+    """Tokens that are consecutive both in the buffer of some running sums and on the other side.
 
-    The other side is what a call gave, a partial that arrived, or where the finished sum goes. `item` is one of the
-    sums; `is_first` says that nothing was added there before. Spans of None are everything.
+    The other side is the result of a call, a partial that arrived, or the destination of a finished sum. `item` is one
+    of the sums; `is_first` says that nothing was added there before. A span of None is everything.
     """
 
     item: Item
@@ -42,16 +42,16 @@ class Call:
     do: Item | None
     do_span: Span | None
     mask: CallMask
-    rows: tuple[Run, ...]
-    cols: tuple[Run, ...]
+    rows: tuple[Stretch, ...]
+    cols: tuple[Stretch, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """A step or a turn of posts, and all that the executor has to know of it.
+    """A step or a turn, and everything the executor needs to know about it.
 
     `arrivals` must be here before it, sends of `departures` must be over. `opens` are the running sums it is the first
-    to add to, `runs` what a merge or a finish copies, `blanks` what is finished though nothing was added to it.
+    to add to, `stretches` what a merge or a finish copies, `blanks` what is finished although nothing was added to it.
     """
 
     index: int
@@ -60,14 +60,14 @@ class Instruction:
     departures: tuple[Item, ...]
     opens: tuple[Item, ...] = ()
     calls: tuple[Call, ...] = ()
-    runs: tuple[Run, ...] = ()
-    blanks: tuple[Run, ...] = ()
+    stretches: tuple[Stretch, ...] = ()
+    blanks: tuple[Stretch, ...] = ()
     turn: tuple[Step, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One rank's program, ready to walk. `device_nbytes` counts what calls give and need besides all buffers."""
+    """One rank's program, ready to walk. `device_nbytes` is its peak with the scratch of calls, beyond the buffers."""
 
     plan: Plan
     rank: int
@@ -103,7 +103,7 @@ def compile_program(plan: Plan, rank: int) -> Compiled:
 
 
 def item_segments(item: Item, matrix: BlockMatrix) -> tuple[Segment, ...]:
-    """The positions of an item's tokens, in the order they lie in."""
+    """The positions of an item's tokens, in the order of its bytes."""
     axis = AXIS_OF[item.kind]
     if item.form in ("home", "piece"):
         return matrix.home_segments(axis, item.shard)
@@ -111,7 +111,7 @@ def item_segments(item: Item, matrix: BlockMatrix) -> tuple[Segment, ...]:
 
 
 def lay_out(items: Iterable[Item], matrix: BlockMatrix) -> Lot:
-    """Side by side, sorted by position."""
+    """One allocation for all items, side by side, sorted by position."""
     items = tuple(items)
     segments = sorted(
         ((segment, item) for item in items for segment in item_segments(item, matrix)), key=lambda entry: entry[0].start
@@ -122,7 +122,7 @@ def lay_out(items: Iterable[Item], matrix: BlockMatrix) -> Lot:
         spans[item].append(Span(at, at + len(segment)))
         at += len(segment)
     nbytes = sum(matrix.nbytes(item).total for item in items)
-    return Lot(items, {item: tuple(runs) for item, runs in spans.items()}, at, nbytes)
+    return Lot(items, {item: tuple(found) for item, found in spans.items()}, at, nbytes)
 
 
 def _lots(steps: tuple[Step, ...], matrix: BlockMatrix, kept: tuple[tuple[Item, ...], ...]) -> dict[Item, Lot]:
@@ -136,15 +136,15 @@ def _lots(steps: tuple[Step, ...], matrix: BlockMatrix, kept: tuple[tuple[Item, 
 
 
 class _Details(NamedTuple):
-    """What an instruction has besides its step and its waits."""
+    """The parts of an instruction other than its step and its waits."""
 
     opens: tuple[Item, ...]
     calls: tuple[Call, ...] = ()
-    runs: tuple[Run, ...] = ()
-    blanks: tuple[Run, ...] = ()
+    stretches: tuple[Stretch, ...] = ()
+    blanks: tuple[Stretch, ...] = ()
 
 
-class _Piece(NamedTuple):
+class _Part(NamedTuple):
     """One segment of a running sum, and where its tokens are on the other side."""
 
     total: Item
@@ -154,7 +154,7 @@ class _Piece(NamedTuple):
 
 @dataclass
 class _Compiling:
-    """Walks the steps; knows which segments of which running sums hold something so far."""
+    """Walks the steps; knows which segments of which running sums have been added to so far."""
 
     matrix: BlockMatrix
     lots: dict[Item, Lot]
@@ -169,10 +169,10 @@ class _Compiling:
             case Attend():
                 return _Details(opens, calls=tuple(self._call(call, step) for call in calls))
             case Merge(partial):
-                return _Details(opens, runs=self._merged(partial))
+                return _Details(opens, stretches=self._merged(partial))
             case Finish(item):
-                runs, blanks = self._finished(item)
-                return _Details(opens, runs=runs, blanks=blanks)
+                stretches, blanks = self._finished(item)
+                return _Details(opens, stretches=stretches, blanks=blanks)
             case _:
                 return _Details(opens)
 
@@ -181,70 +181,70 @@ class _Compiling:
         q, q_span = self._span(call.q, attend.rows)
         kv, kv_span = self._span(call.kv, attend.cols)
         do, do_span = self._span(call.q, attend.grads) if attend.grads else (None, None)
-        rows = self._touch(self._pieces(call.q, attend.rows, "dq" if attend.grads else "o"))
-        cols = self._touch(self._pieces(call.kv, attend.cols, "dkv")) if attend.grads else ()
+        rows = self._touch(self._parts(call.q, attend.rows, "dq" if attend.grads else "o"))
+        cols = self._touch(self._parts(call.kv, attend.cols, "dkv")) if attend.grads else ()
         form = "full" if call.kind is BlockKind.FULL else "causal" if call.is_plain_causal else "positions"
         mask = CallMask(form, problem.mask, call.q, call.kv, problem.seq_q, problem.seq_kv)  # type: ignore[arg-type]
         return Call(q, q_span, kv, kv_span, do, do_span, mask, rows, cols)
 
     def _span(self, segments: tuple[Segment, ...], items: tuple[Item, ...]) -> tuple[Item, Span | None]:
-        """One side of a call: an item that lies in its buffer, and the span of the buffer."""
+        """One side of a call: an item in its buffer, and the span of the buffer."""
         (first, ordinal), (last, last_ordinal) = (self._owner(segments[at], items) for at in (0, -1))
         lot = self.lots[first]
         span = Span(lot.spans[first][ordinal].start, lot.spans[last][last_ordinal].stop)
-        return first, _part(span, lot.tokens)
+        return first, _unless_all(span, lot.tokens)
 
     def _owner(self, segment: Segment, items: tuple[Item, ...]) -> tuple[Item, int]:
-        """Which of the items a segment belongs to, and the how manieth of its segments it is."""
+        """The item a segment belongs to, and its index among the item's segments."""
         if items not in self.owners:
             self.owners[items] = {s: (i, at) for i in items for at, s in enumerate(item_segments(i, self.matrix))}
         return self.owners[items][segment]
 
-    def _pieces(self, segments: tuple[Segment, ...], items: tuple[Item, ...], kind: Kind) -> list[_Piece]:
-        """The sums that a call's tokens belong to."""
-        pieces, at = [], 0
+    def _parts(self, segments: tuple[Segment, ...], items: tuple[Item, ...], kind: Kind) -> list[_Part]:
+        """Where the tokens of a call are in the sums they belong to."""
+        parts, at = [], 0
         for segment in segments:
             item, ordinal = self._owner(segment, items)
-            pieces.append(_Piece(running(kind, item.shard), ordinal, Span(at, at + len(segment))))
+            parts.append(_Part(running(kind, item.shard), ordinal, Span(at, at + len(segment))))
             at += len(segment)
-        return pieces
+        return parts
 
-    def _merged(self, partial: Item) -> tuple[Run, ...]:
+    def _merged(self, partial: Item) -> tuple[Stretch, ...]:
         total = running(partial.kind, partial.shard)
-        return self._touch([_Piece(total, at, span) for at, span in enumerate(self.lots[partial].spans[partial])])
+        return self._touch([_Part(total, at, span) for at, span in enumerate(self.lots[partial].spans[partial])])
 
-    def _finished(self, item: Item) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    def _finished(self, item: Item) -> tuple[tuple[Stretch, ...], tuple[Stretch, ...]]:
         total = running(item.kind, item.shard)
         held = self.touched.pop(total)
-        pieces = [_Piece(total, at, span) for at, span in enumerate(self.lots[item].spans[item])]
-        untouched = [piece for piece in pieces if piece.ordinal not in held]
-        return self._joined([(piece, False) for piece in pieces]), self._joined([(piece, True) for piece in untouched])
+        parts = [_Part(total, at, span) for at, span in enumerate(self.lots[item].spans[item])]
+        untouched = [part for part in parts if part.ordinal not in held]
+        return self._joined([(part, False) for part in parts]), self._joined([(part, True) for part in untouched])
 
-    def _touch(self, pieces: list[_Piece]) -> tuple[Run, ...]:
-        flagged = [(piece, piece.ordinal not in self.touched[piece.total]) for piece in pieces]
-        for piece in pieces:
-            self.touched[piece.total].add(piece.ordinal)
+    def _touch(self, parts: list[_Part]) -> tuple[Stretch, ...]:
+        flagged = [(part, part.ordinal not in self.touched[part.total]) for part in parts]
+        for part in parts:
+            self.touched[part.total].add(part.ordinal)
         return self._joined(flagged)
 
-    def _joined(self, flagged: list[tuple[_Piece, bool]]) -> tuple[Run, ...]:
-        """Neighbours on both sides become one run."""
-        runs: list[tuple[Item, Span, Span, bool]] = []
-        for piece, is_first in flagged:
-            item, inside, other = piece.total, self.lots[piece.total].spans[piece.total][piece.ordinal], piece.other
-            if runs:
-                before, inside_before, other_before, was_first = runs[-1]
+    def _joined(self, flagged: list[tuple[_Part, bool]]) -> tuple[Stretch, ...]:
+        """Join neighbours on both sides into one stretch."""
+        joined: list[tuple[Item, Span, Span, bool]] = []
+        for part, is_first in flagged:
+            item, inside, other = part.total, self.lots[part.total].spans[part.total][part.ordinal], part.other
+            if joined:
+                before, inside_before, other_before, was_first = joined[-1]
                 is_same_buffer = self.lots[before].items == self.lots[item].items
                 is_next = inside_before.stop == inside.start and other_before.stop == other.start
                 if is_same_buffer and is_next and was_first == is_first:
-                    runs.pop()
+                    joined.pop()
                     inside, other = Span(inside_before.start, inside.stop), Span(other_before.start, other.stop)
-            runs.append((item, inside, other, is_first))
-        whole = sum(piece.other.stop - piece.other.start for piece, _ in flagged)
+            joined.append((item, inside, other, is_first))
+        whole = sum(part.other.stop - part.other.start for part, _ in flagged)
         return tuple(
-            Run(item, _part(inside, self.lots[item].tokens), _part(other, whole), is_first)
-            for item, inside, other, is_first in runs
+            Stretch(item, _unless_all(inside, self.lots[item].tokens), _unless_all(other, whole), is_first)
+            for item, inside, other, is_first in joined
         )
 
 
-def _part(span: Span, tokens: int) -> Span | None:
+def _unless_all(span: Span, tokens: int) -> Span | None:
     return None if span == (0, tokens) else span

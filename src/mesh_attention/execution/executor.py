@@ -1,6 +1,6 @@
-"""The executor: walks one rank's instructions.
+"""The executor: walks one rank's instructions, calls kernels and posts transfers. Decides nothing.
 
-A generator that yields what it waits for, so that one thread can run one rank or many.
+A generator that yields what it waits for, so that one thread can drive one rank or many.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import assert_never
 
+from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work
 from mesh_attention.errors import TransportError
-from mesh_attention.execution.buffers import Buffer, Meter, Span, record_of
-from mesh_attention.execution.compiled import Call, Compiled, Instruction, Run, item_segments, lay_out
+from mesh_attention.execution.buffers import Buffer, Meter, Span, token_format
+from mesh_attention.execution.compiled import Call, Compiled, Instruction, Stretch, item_segments, lay_out
 from mesh_attention.kernels.base import Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.merge import Merging, TorchMerging
 from mesh_attention.plan.steps import (
@@ -37,16 +39,7 @@ from mesh_attention.plan.steps import (
     transfers,
 )
 from mesh_attention.plan.text import format_item, format_step
-from mesh_attention.plan.turns import turns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Softmax:
-    """What an attention call computes besides its mask."""
-
-    scale: float
-    softcap: float = 0.0
-
+from mesh_attention.plan.waits import turns
 
 Fields = Mapping[str, Tensor]
 """Tensors by field name, (batch, heads, tokens, dim)."""
@@ -54,9 +47,9 @@ Fields = Mapping[str, Tensor]
 
 @dataclass
 class Executor:
-    """One pass of one rank. `inputs` are the caller's fields by kind; the results are in `outputs` after `run`.
+    """One pass of one rank. `inputs` are the caller's fields by kind; `run` returns the results by kind.
 
-    `kept` is what a forward pass left for this one; `left_over` gives what this one leaves.
+    `kept` is what the forward pass kept for this one.
     """
 
     compiled: Compiled
@@ -84,6 +77,7 @@ class Executor:
             self.meter.take(buffer.nbytes)
 
     def run(self) -> Generator[Work, None, dict[str, Fields]]:
+        """Run the pass, yielding what it waits for."""
         for instruction in self.compiled.instructions:
             self.at = instruction
             for item in instruction.arrivals:
@@ -96,7 +90,7 @@ class Executor:
                 case Attend():
                     self._attend(instruction.calls)
                 case Recv() | Send():
-                    self._take_turn(instruction.turn)
+                    self._post_turn(instruction.turn)
                 case Free(item):
                     self._release(item)
                 case Pack(before, after):
@@ -104,26 +98,28 @@ class Executor:
                 case Finish(item):
                     self._finish(item, instruction)
                 case Merge(partial):
-                    self._merge(partial, instruction.runs)
+                    self._merge(partial, instruction.stretches)
                 case Clear():
-                    pass  # opened, and blank when it is finished
+                    pass  # opened above; its blanks are filled when it is finished
                 case Collective():
                     yield from self._collective(instruction, instruction.step)
                 case Exchange():
                     yield from self._exchange(instruction, instruction.step)
-        # Sends of what is kept have had nobody to wait for them; a request that is dropped is cancelled.
+                case _:
+                    assert_never(instruction.step)
+        # No step has waited for the sends of kept items; a request that is dropped would be cancelled.
         for item in tuple(self.leaving):
             yield from self._wait(self.leaving.pop(item), self.compiled.instructions[-1], item)
         return self.outputs
 
-    def left_over(self) -> dict[Item, Buffer]:
-        """After a forward run, what the plan keeps for backward."""
+    def kept_for_backward(self) -> dict[Item, Buffer]:
+        """What the plan keeps, after a forward pass."""
         return {item: self.buffers[item] for item in self.compiled.kept}
 
     # Waiting
 
     def _wait(self, works: list[Work], instruction: Instruction, item: Item | None) -> Generator[Work, None, None]:
-        """Whoever runs this generator goes on when the work is done, or throws in why it will never be."""
+        """The driver resumes this generator when the work is done, or throws in why it failed."""
         try:
             yield from works
         except Exception as error:
@@ -135,7 +131,7 @@ class Executor:
         return f"rank {self.compiled.rank}, step {self.at.index} '{format_step(self.at.step)}'"
 
     def _waited_for(self, instruction: Instruction, item: Item | None) -> str:
-        """The other ends of the turn that the item was part of; only needed when something has gone wrong."""
+        """The other ends of the turn that the item was part of, for an error message."""
         steps = self.compiled.steps
         posts: Sequence[Step] = (instruction.step,)
         for turn in turns(steps[: instruction.index]):
@@ -163,8 +159,8 @@ class Executor:
         if neighbour is not None:
             buffer = self.buffers[neighbour]
         else:
-            record = record_of(item.kind, self.problem, self.assignment.ulysses, item.form == "running")
-            buffer = Buffer.empty(record, tokens=lot.tokens, batch=self.problem.batch, device=self.device)
+            fmt = token_format(item.kind, self.problem, self.assignment.ulysses, item.form == "running")
+            buffer = Buffer.empty(fmt, tokens=lot.tokens, batch=self.problem.batch, device=self.device)
             self.meter.take(buffer.nbytes)
         self.buffers[item] = buffer
         return buffer
@@ -182,65 +178,65 @@ class Executor:
 
     def _attend(self, calls: tuple[Call, ...]) -> None:
         for call in calls:
-            q = self.buffers[call.q].run("q", call.q_span)
+            q = self.buffers[call.q].view("q", call.q_span)
             kv = self.buffers[call.kv]
-            k, v = kv.run("k", call.kv_span), kv.run("v", call.kv_span)
+            k, v = kv.view("k", call.kv_span), kv.view("v", call.kv_span)
             scores = Scores(call.mask, self.softmax.scale, self.softmax.softcap)
             if call.do is None:
                 self._add_output(call, *self.kernel.forward(q, k, v, scores))
             else:
                 row, at = self.buffers[call.do], call.do_span
-                upstream = RowGradient(row.run("do", at), row.run("lse", at), row.run("delta", at))
-                # Not in a variable, which would live on until the next call has given its own.
+                upstream = RowGradient(row.view("do", at), row.view("lse", at), row.view("delta", at))
+                # Not in a variable, which would keep them alive during the next call.
                 self._add_gradients(call, self.kernel.backward(q, k, v, upstream, scores))
 
     def _add_output(self, call: Call, out: Tensor, lse: Tensor) -> None:
-        for run in call.rows:
-            self._merge_output(run, _run(out, run.other), _run(lse, run.other))
+        for stretch in call.rows:
+            self._merge_output(stretch, _part(out, stretch.other), _part(lse, stretch.other))
 
-    def _merge_output(self, run: Run, out: Tensor, lse: Tensor) -> None:
-        sums = self.buffers[run.item]
-        merge = self.merging.start_output if run.is_first else self.merging.merge_output
-        merge(sums.run("o", run.inside), sums.run("lse", run.inside), out, lse)
+    def _merge_output(self, stretch: Stretch, out: Tensor, lse: Tensor) -> None:
+        sums = self.buffers[stretch.item]
+        merge = self.merging.start_output if stretch.is_first else self.merging.merge_output
+        merge(sums.view("o", stretch.inside), sums.view("lse", stretch.inside), out, lse)
 
     def _add_gradients(self, call: Call, gradients: Gradients) -> None:
-        for run in call.rows:
-            self._add(run, "dq", _run(gradients.dq, run.other))
-        for run in call.cols:
-            self._add(run, "dk", _run(gradients.dk, run.other))
-            self._add(run, "dv", _run(gradients.dv, run.other))
+        for stretch in call.rows:
+            self._add(stretch, "dq", _part(gradients.dq, stretch.other))
+        for stretch in call.cols:
+            self._add(stretch, "dk", _part(gradients.dk, stretch.other))
+            self._add(stretch, "dv", _part(gradients.dv, stretch.other))
 
-    def _add(self, run: Run, name: str, partial: Tensor) -> None:
-        add = self.merging.copy if run.is_first else self.merging.add
-        add(self.buffers[run.item].run(name, run.inside), partial)
+    def _add(self, stretch: Stretch, name: str, partial: Tensor) -> None:
+        add = self.merging.copy if stretch.is_first else self.merging.add
+        add(self.buffers[stretch.item].view(name, stretch.inside), partial)
 
-    def _merge(self, partial: Item, runs: tuple[Run, ...]) -> None:
+    def _merge(self, partial: Item, stretches: tuple[Stretch, ...]) -> None:
         arrived = self.buffers[partial]
-        for run in runs:
+        for stretch in stretches:
             if partial.kind == "o":
-                self._merge_output(run, arrived.run("o", run.other), arrived.run("lse", run.other))
+                self._merge_output(stretch, arrived.view("o", stretch.other), arrived.view("lse", stretch.other))
             else:
                 for name in arrived.fields:
-                    self._add(run, name, arrived.run(name, run.other))
+                    self._add(stretch, name, arrived.view(name, stretch.other))
 
     def _pack(self, before: Item, after: Item) -> None:
         source, dest = self.buffers[before].fields, self._allocate(after).fields
         lots = self.compiled.lots
         for ours, theirs in zip(lots[before].spans[before], lots[after].spans[after], strict=True):
             self._copy(
-                {name: _run(tensor, theirs) for name, tensor in dest.items()},
-                {name: _run(tensor, ours) for name, tensor in source.items()},
+                {name: _part(tensor, theirs) for name, tensor in dest.items()},
+                {name: _part(tensor, ours) for name, tensor in source.items()},
             )
 
     def _finish(self, item: Item, instruction: Instruction) -> None:
         total = running(item.kind, item.shard)
         sums = self.buffers[total]
-        for run in instruction.blanks:
-            _clear(sums, run.inside)
+        for stretch in instruction.blanks:
+            _clear(sums, stretch.inside)
         dest = self._output(item) if item.form == "home" else self._allocate(item).fields
-        for run in instruction.runs:
-            there = {name: _run(tensor, run.other) for name, tensor in dest.items()}
-            here = {name: sums.run(name, run.inside) for name in dest}
+        for stretch in instruction.stretches:
+            there = {name: _part(tensor, stretch.other) for name, tensor in dest.items()}
+            here = {name: sums.view(name, stretch.inside) for name in dest}
             self._copy(there, here)
         self._release(total)
 
@@ -256,7 +252,7 @@ class Executor:
         self.meter.take(sum(tensor.nbytes for tensor in fields.values()))
         return fields
 
-    def _take_turn(self, turn: Sequence[Step]) -> None:
+    def _post_turn(self, turn: Sequence[Step]) -> None:
         sends = [step for step in turn if isinstance(step, Send)]
         recvs = [step for step in turn if isinstance(step, Recv)]
         for step in turn:
@@ -276,8 +272,8 @@ class Executor:
         yield from self._wait([self._post(step.sends, step.recvs, self._chunks)], instruction, None)
 
     def _exchange(self, instruction: Instruction, step: Exchange) -> Generator[Work, None, None]:
-        """Heads for tokens, or back. The whole item's tokens travel from and to where they lie; at home, where all
-        heads lie side by side, they go through a staging buffer for each peer."""
+        """Trade heads for tokens, or back. The whole item is sent from and received into its own buffer. The item at
+        home holds all heads side by side, so its tokens go through a staging buffer for each peer."""
         inward = step.after.form == "whole"
         home, whole = (step.before, step.after) if inward else (step.after, step.before)
         at_home = self.buffers[home].fields if inward else self._output(home)
@@ -299,8 +295,8 @@ class Executor:
 
     def _stage(self, piece: Item) -> Buffer:
         tokens = sum(map(len, item_segments(piece, self.matrix)))
-        record = record_of(piece.kind, self.problem, self.assignment.ulysses, False)
-        staging = Buffer.empty(record, tokens=tokens, batch=self.problem.batch, device=self.device)
+        fmt = token_format(piece.kind, self.problem, self.assignment.ulysses, False)
+        staging = Buffer.empty(fmt, tokens=tokens, batch=self.problem.batch, device=self.device)
         self.meter.take(staging.nbytes)
         return staging
 
@@ -321,28 +317,28 @@ class Executor:
         own = self._heads(at_home, self.assignment.head_slice(rank))
         at = 0
         for start, stop in self._spans_in(whole, rank):
-            here = {name: _run(tensor, Span(at, at + stop - start)) for name, tensor in own.items()}
-            there = {name: _run(tensor, Span(start, stop)) for name, tensor in at_whole.fields.items()}
+            here = {name: _part(tensor, Span(at, at + stop - start)) for name, tensor in own.items()}
+            there = {name: _part(tensor, Span(start, stop)) for name, tensor in at_whole.fields.items()}
             self._copy(there, here) if inward else self._copy(here, there)
             at += stop - start
 
     def _spans_in(self, whole: Item, rank: int) -> list[Span]:
-        """Where one rank's tokens lie in the buffer of its place's item."""
-        runs = list(zip(item_segments(whole, self.matrix), self.compiled.lots[whole].spans[whole], strict=True))
+        """The spans of one rank's tokens in the buffer of its place's item."""
+        held = list(zip(item_segments(whole, self.matrix), self.compiled.lots[whole].spans[whole], strict=True))
         spans = []
         for segment in self.matrix.home_segments(AXIS_OF[whole.kind], rank):
-            run, span = next((run, span) for run, span in runs if run.step == segment.step and segment.start in run)
-            start = span.start + run.index(segment.start)
+            outer, span = next((s, span) for s, span in held if s.step == segment.step and segment.start in s)
+            start = span.start + outer.index(segment.start)
             spans.append(Span(start, start + len(segment)))
         return spans
 
 
 def _clear(sums: Buffer, span: Span | None) -> None:
-    """Sums that nothing was added to: zeros, and for outputs an LSE of -inf."""
+    """Fill sums that nothing was added to: zeros, and for outputs an LSE of -inf."""
     for name in sums.fields:
-        sums.run(name, span).fill_(-torch.inf if name == "lse" else 0.0)
+        sums.view(name, span).fill_(-torch.inf if name == "lse" else 0.0)
 
 
-def _run(field: Tensor, span: Span | None) -> Tensor:
-    """A run of tokens of a field; all of them if no span is given."""
+def _part(field: Tensor, span: Span | None) -> Tensor:
+    """A span of tokens of a field; all of them if no span is given."""
     return field if span is None else field.narrow(2, span[0], span[1] - span[0])

@@ -1,6 +1,6 @@
-"""CUDA graphs: a pass recorded once and played from then on, so that the host queues one thing instead of hundreds.
+"""CUDA graphs: a pass is captured once and launched from then on, so that the host queues one thing, not hundreds.
 
-What is recorded reads and writes the same memory every time it is played; whoever uses it copies in and out.
+A graph reads and writes the same memory at every launch, so inputs are copied in and results copied out.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ Tensors = Sequence[Mapping[str, Mapping[str, Tensor]]]
 """For each rank, by kind and field name."""
 
 
-class Recorded(Generic[Result]):
-    """A run of work on one device. Run it once beforehand: what is made at first use cannot be recorded."""
+class CapturedGraph(Generic[Result]):
+    """Work on one device as a graph. Do the work once beforehand: setting up at first use cannot be captured."""
 
-    def __init__(self, run: Callable[[], Result], device: torch.device, *, pool: Any = None) -> None:
-        """In the memory of a `pool`, which others may share that are never played at the same time."""
+    def __init__(self, work: Callable[[], Result], device: torch.device, *, pool: Any = None) -> None:
+        """Capture `work`. Graphs that are never launched at the same time may share the memory of a `pool`."""
         self.graph = torch.cuda.CUDAGraph()
-        # On a stream of this device, since torch's own is of whichever came first. Other threads may go on using the
-        # device: a data loader's copies are no part of this.
+        # On a stream of this device: torch's default capture stream belongs to the device that was captured first.
+        # Other threads may go on using the device; a data loader's copies are not part of the graph.
         with torch.cuda.device(device):
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self.result = run()
+                self.result = work()
 
-    def play(self) -> Result:
-        """Queue it on the current stream. The result is overwritten by the next play."""
+    def launch(self) -> Result:
+        """Queue the graph on the current stream. The next launch overwrites the result."""
         self.graph.replay()
         return self.result
 
 
 class GraphMemory:
-    """What all recorded passes of a device share: they are played one after the other, on whatever streams."""
+    """Memory shared by all graphs of a device. They run one after the other, on any streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -45,7 +45,7 @@ class GraphMemory:
         self.last: torch.cuda.Event | None = None
 
     def begin(self) -> None:
-        """The current stream waits until nobody uses the memory any more."""
+        """Make the current stream wait until the last graph is done with the memory."""
         if self.last is not None:
             torch.cuda.current_stream(self.device).wait_event(self.last)
 
@@ -53,46 +53,47 @@ class GraphMemory:
         self.last = torch.cuda.current_stream(self.device).record_event()
 
 
-class RecordedPasses:
-    """The passes of one configuration: the first time as they come, the second time recorded, from then on played.
+class CapturedPasses:
+    """The passes of one configuration: run step by step the first time, captured the second, launched from then on.
 
-    All runs read copies that lie alike, so that every rank records at the same call, whatever strides its caller's
-    tensors have, and what was made at first use is what is used again. Some of that is made for each thread.
+    Each time they read copies with canonical strides. So every rank captures at the same call, whatever the strides of
+    its caller's tensors, and finds what the first pass set up. Some of that is set up per thread.
     """
 
     def __init__(self, memory: GraphMemory) -> None:
         self.memory = memory
         self._seen: set[Hashable] = set()
-        self._passes: dict[Hashable, tuple[Tensors, Recorded[Tensors]]] = {}
+        self._passes: dict[Hashable, tuple[Tensors, CapturedGraph[Tensors]]] = {}
 
-    def run(self, key: Hashable, inputs: Tensors, run: Callable[[Tensors], Tensors]) -> Tensors:
-        """The results for these inputs, in memory of their own."""
+    def run(self, key: Hashable, inputs: Tensors, run_pass: Callable[[Tensors], Tensors]) -> Tensors:
+        """The results for these inputs, copied out of the graph's memory."""
         if key not in self._passes:
             if (key, get_ident()) not in self._seen:
                 self._seen.add((key, get_ident()))
-                return run(_lying_alike(inputs))
-            own = _lying_alike(inputs)
-            self._passes[key] = own, Recorded(lambda: run(own), self.memory.device, pool=self.memory.pool)
-        copies, recorded = self._passes[key]
+                return run_pass(_canonical_copies(inputs))
+            own = _canonical_copies(inputs)
+            graph = CapturedGraph(lambda: run_pass(own), self.memory.device, pool=self.memory.pool)
+            self._passes[key] = own, graph
+        copies, graph = self._passes[key]
         self.memory.begin()
         for rank, given in zip(copies, inputs, strict=True):
             for kind, fields in rank.items():
                 for name, tensor in fields.items():
                     tensor.copy_(given[kind][name])
-        results = _copies(recorded.play())
+        results = _copies(graph.launch())
         self.memory.end()
         return results
 
 
-def _lying_alike(tensors: Tensors) -> list[dict[str, dict[str, Tensor]]]:
+def _canonical_copies(tensors: Tensors) -> list[dict[str, dict[str, Tensor]]]:
     """Copies in memory (batch, tokens, heads, dim), or (batch, heads, tokens) for statistics; as views heads first."""
     return [
-        {kind: {name: _lying_so(tensor) for name, tensor in fields.items()} for kind, fields in rank.items()}
+        {kind: {name: _canonical_copy(tensor) for name, tensor in fields.items()} for kind, fields in rank.items()}
         for rank in tensors
     ]
 
 
-def _lying_so(tensor: Tensor) -> Tensor:
+def _canonical_copy(tensor: Tensor) -> Tensor:
     if tensor.dim() == 3:
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)

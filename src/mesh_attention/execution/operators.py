@@ -1,16 +1,16 @@
-"""Attention as operators of torch, for those who look at operators: compilers, selective activation checkpointing,
-fake tensors, FLOP counters.
+"""Attention as torch operators, for tools that look at operators: compilers, selective activation checkpointing, fake
+tensors, FLOP counters.
 
-`mesh_attention::attend` and `mesh_attention::attend_backward` take one rank's tensors, what the call asks for, and a
-number under which the caller's engines are found. They run the same engines as a plain call; what they give is
-contiguous and shares no memory. Nothing goes from forward to backward but tensors, so plans that keep are refused.
+`mesh_attention::attend` and `mesh_attention::attend_backward` take one rank's tensors, the call's options, and the
+number of the caller's engines. They run the same engines as a plain call; their results are contiguous and share no
+memory. Only tensors go from forward to backward, so plans that keep something for backward are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,39 +18,37 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it loads no compiler until it is called
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from mesh_attention.arguments import Boundaries, CallOptions
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.autograd import Engine, run_backward, run_forward
+from mesh_attention.execution.autograd import NO_SECOND_DERIVATIVES, run_backward, run_forward
+from mesh_attention.execution.engine import Engine, Engines
 
-SCHEMA = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, float? softmax_scale, SymInt[] window_size, "
-    "float softcap, bool deterministic, SymInt? seq_len, SymInt? seq_len_k, bool gradient, SymInt caller"
-)
+SCHEMA_TYPES: dict[Any, str] = {
+    bool: "bool",
+    float: "float",
+    float | None: "float?",
+    int | None: "SymInt?",
+    tuple[int, int]: "SymInt[]",
+    Boundaries: "Tensor?",
+}
+SCHEMA = ", ".join(f"{SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(CallOptions).items())
+SCHEMA = f"{SCHEMA}, bool gradient, SymInt engines"
 
 
-class Asked(NamedTuple):
-    """What a call asks for besides its tensors: `SCHEMA` as a value."""
+class Operands(NamedTuple):
+    """The arguments of an operator besides its tensors: `SCHEMA` as a value."""
 
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    causal: bool
-    softmax_scale: float | None
-    window_size: Sequence[int]
-    softcap: float
-    deterministic: bool
-    seq_len: int | None
-    seq_len_k: int | None
+    options: CallOptions
     gradient: bool
-    caller: int
+    engines: int
 
+    @classmethod
+    def unpack(cls, given: Sequence[Any]) -> Operands:
+        *options, gradient, engines = given
+        return cls(CallOptions(*options), gradient, engines)
 
-class Caller(Protocol):
-    """Finds the engine of a call."""
-
-    @property
-    def ranks(self) -> int: ...
-
-    def engine_for(self, tensors: Sequence[Tensor], asked: Asked) -> Engine:
-        """Agreed on with the group the first time."""
+    def pack(self) -> tuple[Any, ...]:
+        return (*self.options, self.gradient, self.engines)
 
 
 T = TypeVar("T")
@@ -73,8 +71,18 @@ class Numbered(Generic[T]):
         return self._objects.get(number)
 
 
-CALLERS: Numbered[Caller] = Numbered()
-number_of = CALLERS.number
+ENGINES: Numbered[Engines] = Numbered()
+number_of = ENGINES.number
+
+
+def engines_of(number: int) -> Engines:
+    found = ENGINES.find(number)
+    if found is None:
+        raise UsageError(
+            "the MeshAttention that this operator was traced with no longer exists; keep it as long as the compiled "
+            "code that uses it"
+        )
+    return found
 
 
 def are_observed() -> bool:
@@ -84,7 +92,7 @@ def are_observed() -> bool:
 
 @_disable_dynamo
 def untraced(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """What a function gives, for what has no operator: a compiler ends its graph here and begins another after it."""
+    """Call a function that has no operator: a compiler ends its graph here and begins another one after it."""
     return function(*given, **named)
 
 
@@ -93,15 +101,15 @@ def untraced(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)",
 )
-def attend_operator(q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> tuple[Tensor, Tensor]:
+def attend_operator(q: Tensor, k: Tensor, v: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
     """O and LSE of this rank; tensors are (batch, tokens, heads, dim)."""
-    engine = _engine((q, k, v), Asked(*asked))
+    engine = _engine((q, k, v), Operands.unpack(operands))
     (out, lse), _ = run_forward(engine, (q, k, v))
     return out.contiguous(), lse.contiguous()
 
 
 @attend_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
     batch, tokens, heads, _ = q.shape
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     return q.new_empty((batch, tokens, heads, v.shape[3])), q.new_empty((batch, heads, tokens), dtype=wide)
@@ -110,41 +118,35 @@ def _(q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "mesh_attention::attend_backward",
     mutates_args=(),
-    schema="(Tensor? d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    schema="(Tensor? d_out, Tensor? d_lse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
     f"{SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
-def backward_operator(d_out: Tensor | None, d_lse: Tensor | None, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+def backward_operator(
+    d_out: Tensor | None, d_lse: Tensor | None, out: Tensor, lse: Tensor, *given: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV of this rank."""
-    tensors, outs, asked = given[:3], given[3:5], Asked(*given[5:])
-    dq, dk, dv = run_backward(_engine(tensors, asked), tensors, outs, (d_out, d_lse))
+    tensors, operands = given[:3], Operands.unpack(given[3:])
+    dq, dk, dv = run_backward(_engine(tensors, operands), tensors, (out, lse), (d_out, d_lse))
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 @backward_operator.register_fake
-def _(d_out: Tensor | None, d_lse: Tensor | None, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    d_out: Tensor | None, d_lse: Tensor | None, out: Tensor, lse: Tensor, *given: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in given[:3])
     return dq, dk, dv
 
 
-def _engine(tensors: Sequence[Tensor], asked: Asked) -> Engine:
-    engine = caller_of(asked.caller).engine_for(tensors, asked)
+def _engine(tensors: Sequence[Tensor], operands: Operands) -> Engine:
+    engine = engines_of(operands.engines).find([tensors], operands.options, gradient=operands.gradient)
     plan = engine.programs("forward")[0].plan
     if plan.schedule.keep:
         raise UsageError(
-            f"{plan!r} keeps {', '.join(plan.schedule.keep)} for backward, which under torch.compile and selective "
-            "checkpointing cannot be handed over; leave keep or memory_limit out"
+            f"{plan!r} keeps {', '.join(plan.schedule.keep)} for backward, which torch.compile and selective "
+            "checkpointing cannot hand over; leave out keep or memory_limit"
         )
     return engine
-
-
-def caller_of(number: int) -> Caller:
-    found = CALLERS.find(number)
-    if found is None:
-        raise UsageError(
-            "the MeshAttention that this operator was traced with no longer exists; keep it as long as the compiled "
-            "code that uses it"
-        )
-    return found
 
 
 # Gradients
@@ -152,25 +154,22 @@ def caller_of(number: int) -> Caller:
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:5], *output)  # Q, K, V, boundaries, O, LSE
-    ctx.asked = inputs[5:]
-    # Backward finds its engine by the same number. (While tracing there is no telling what will run when.)
-    ctx.caller = CALLERS.find(inputs[-1]) if type(inputs[-1]) is int else None
+    ctx.save_for_backward(*output, *(given if isinstance(given, Tensor) else None for given in inputs))
+    ctx.others = tuple(None if isinstance(given, Tensor) else given for given in inputs)
+    # Backward finds its engines by the same number. (While tracing, nothing can be said about what will run when.)
+    ctx.engines = ENGINES.find(inputs[-1]) if type(inputs[-1]) is int else None
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
-    asked = (cu_seqlens_q, cu_seqlens_k, *ctx.asked)
-    given = torch.ops.mesh_attention.attend_backward(d_out, d_lse, q, k, v, out, lse, *asked)
-    needed = ctx.needs_input_grad[:3]
-    return *(gradient if need else None for gradient, need in zip(given, needed, strict=True)), *([None] * len(asked))
+    out, lse, *saved = ctx.saved_tensors
+    inputs = [other if tensor is None else tensor for tensor, other in zip(saved, ctx.others, strict=True)]
+    given = torch.ops.mesh_attention.attend_backward(d_out, d_lse, out, lse, *inputs)
+    needed = zip(given, ctx.needs_input_grad[:3], strict=True)
+    return *(gradient if need else None for gradient, need in needed), *([None] * (len(inputs) - 3))
 
 
 def _refuse_second(ctx: Any, *gradients: Tensor | None) -> None:
-    raise UsageError(
-        "mesh attention was asked for a gradient of a gradient; only first derivatives exist; call backward without "
-        "create_graph"
-    )
+    raise UsageError(NO_SECOND_DERIVATIVES)
 
 
 attend_operator.register_autograd(_gradients, setup_context=_set_up)

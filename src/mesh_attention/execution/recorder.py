@@ -1,30 +1,30 @@
-"""`record`: what really happened when, as a `Timeline` like those that `simulate` forecasts.
+"""`record`: measured timelines of real passes, in the form that `simulate` forecasts them.
 
     with record(attention) as recording:
         out = attention(q, k, v, causal=True)
         out.sum().backward()
-    for one in recording.passes():        # on every rank of the group: they tell each other
+    for one in recording.passes():        # on every rank of the group: they share what they noted
         print(one.timeline.name, one.timeline.time_s)
 
 Spans have the simulator's names. Times are seconds since the first rank began the pass. *compute* is a step at work:
 its kernel calls and copies, and posting. *wait* is a step that cannot begin, or a collective that is not over. *send*
-and *recv* last from when a transfer was posted until it was seen done, which says when it was under way, not how long
-its bytes took: the other end may have posted later, and transfers that are posted together are seen done together.
+and *recv* last from when a transfer was posted until it was seen to be done. That says when it was in flight, not how
+long its bytes took: the other end may have posted later, and transfers posted together are seen to be done together.
 
-On a CPU under torch.distributed, a thread for each post waits for it, so that it is seen at once. In a local group,
-where ranks take turns on one thread, and on CUDA, where moments are those of the device's stream, it is seen by
-whoever waits for it. Ranks of one machine have one clock. Those of several are set by the moment at which they leave a
-meeting, which is as exact as a small message is short.
+On a CPU under torch.distributed, each post has a thread that waits for it, so its end is noted at once. In a local
+group, where one thread drives all ranks, and on CUDA, where times are those of the device's stream, the end is noted
+when a step waits for it. Ranks of one machine share a clock. The clocks of several machines are aligned when ranks
+leave a common meeting, which is as exact as a small message is short.
 
-Nothing is noted, and nothing costs time, outside of `with record(...)`. A backward pass of a call made inside it is
-noted whenever it runs; of an operator (under torch.compile or saved attention), if it runs inside as well.
+Nothing is noted, and nothing costs time, outside of `with record(...)`. A backward pass of a call made inside is noted
+whenever it runs; that of an operator (under torch.compile or saved attention), only if it runs inside as well.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -32,11 +32,10 @@ from platform import node
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from mesh_attention.comm.base import Comm
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.autograd import Engine
+from mesh_attention.execution.engine import Engine, Engines
 from mesh_attention.execution.watching import Notes, Observer, Posted, WatchedComm
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
@@ -50,36 +49,23 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Recordable(Protocol):
-    """What `MeshAttention` has that a recording needs."""
+    """A `MeshAttention`, as far as a recording needs it."""
 
-    comms: list[Comm]
-
-    @property
-    def ranks(self) -> int: ...
-
-    @property
-    def engine(self) -> Callable[..., Engine]: ...
+    engines: Engines
 
 
 @contextmanager
 def record(attention: Recordable) -> Iterator[Recording]:
-    """Note what every pass of calls inside the block does when. `Recording.passes` gives the timelines."""
-    if attention.ranks == 1:
-        raise UsageError("a recording of one rank was asked for: its calls are single kernels without steps; use two")
-    recording = Recording(attention.comms)
-    before, engine_of = vars(attention).get("engine"), attention.engine
-
-    def watched(tensors: Sequence[Sequence[Tensor]], options: Any, **more: Any) -> Engine:
-        return recording.watched(engine_of(tensors, options, **more), tensors[0][0])
-
-    vars(attention)["engine"] = watched
+    """Note when each step of every pass inside the block happens. `Recording.passes` gives the timelines."""
+    engines = attention.engines
+    if engines.ranks == 1:
+        raise UsageError("record() needs two or more ranks: on one rank a call is a single kernel without steps")
+    recording = Recording(engines.played.comms)
+    engines.watchers.append(recording.watched)
     try:
         yield recording
     finally:
-        if before is None:
-            del vars(attention)["engine"]
-        else:
-            vars(attention)["engine"] = before
+        engines.watchers.remove(recording.watched)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,24 +76,24 @@ class RecordedPass:
 
 @dataclass
 class Recording:
-    """Of the ranks that this process plays."""
+    """The notes of the ranks that this process plays."""
 
     comms: Sequence[Comm]
     _engines: dict[int, tuple[Engine, Engine]] = field(default_factory=dict)
     _observers: list[Observer] = field(default_factory=list)
 
-    def watched(self, engine: Engine, like: Tensor) -> Engine:
-        """An engine that runs the same and is noted."""
-        if engine.recorded is not None:
-            raise UsageError("a recording was asked for of calls played from CUDA graphs; leave cuda_graphs out for it")
+    def watched(self, engine: Engine, device: torch.device) -> Engine:
+        """An engine that runs the same passes and notes them."""
+        if engine.captured is not None:
+            raise UsageError("record() cannot look into CUDA graphs; use a MeshAttention without cuda_graphs")
         if id(engine) not in self._engines:
-            self._engines[id(engine)] = engine, self._watched(engine, like.device)
+            self._engines[id(engine)] = engine, self._watched(engine, device)
         return self._engines[id(engine)][1]
 
     def _watched(self, engine: Engine, device: torch.device) -> Engine:
-        if not self._observers:  # one for each rank, whatever engines it has
+        if not self._observers:  # one for each rank, shared by all engines
             self._observers = [Observer(is_alone=len(engine.comms) == 1) for _ in engine.comms]
-            self.comms = engine.comms  # which know the device that ranks meet on
+            self.comms = engine.comms  # these know the device that ranks meet on
         observers = self._observers
         return replace(
             engine,
@@ -116,11 +102,11 @@ class Recording:
                 observer.watched(compiled, device)
                 for compiled, observer in zip(engine.programs(direction), observers, strict=True)
             ],
-            run=lambda runs: engine.run([observer.steps(run) for run, observer in zip(runs, observers, strict=True)]),
+            drive=lambda ranks: engine.drive([o.steps(rank) for rank, o in zip(ranks, observers, strict=True)]),
         )
 
     def passes(self) -> tuple[RecordedPass, ...]:
-        """Every pass that was run to its end, in order, with all ranks' spans. All ranks of the group call this."""
+        """Every pass that ran to its end, in order, with the spans of all ranks. All ranks must call this."""
         met = [sharing.result() for sharing in [comm.share("") for comm in self.comms]]
         now_s = time.perf_counter()
         assert all(len(texts) == self.comms[0].size for texts in met)
@@ -132,7 +118,7 @@ class Recording:
             sharing.wait()
         counts = {len(story.passes) for story in stories}
         if len(counts) > 1:
-            raise UsageError(f"ranks recorded {sorted(counts)} passes; record the same calls on all of them")
+            raise UsageError(f"ranks recorded {sorted(counts)} passes; record the same calls on every rank")
         plans = [one.compiled.plan for one in notes[0]]
         return tuple(
             RecordedPass(plan=plan, timeline=_timeline(plan, stories, number)) for number, plan in enumerate(plans)
@@ -154,7 +140,7 @@ class _Told:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Story:
-    """All passes of one rank, what its clock said when all met, and which machine it runs on."""
+    """All passes of one rank, its clock when all ranks met, and the machine it runs on."""
 
     machine: str
     now_s: float
@@ -166,7 +152,7 @@ def _whole(observer: Observer) -> list[Notes]:
 
 
 def _machine() -> str:
-    """Processes that are told the same share a clock."""
+    """An id of this machine; processes with the same id share a clock."""
     return BOOT_ID.read_text().strip() if BOOT_ID.exists() else node()
 
 
@@ -213,7 +199,7 @@ def _lane_spans(notes: Notes) -> list[Span]:
             continue
         if moment.what == "wait":
             if not has_posted:
-                continue  # and so the wait begins where the step did, or the wait before ended
+                continue  # so the wait begins where the step began, or where the wait before ended
             close("compute", now)
         elif moment.what == "go":
             close("wait", now)
@@ -266,7 +252,7 @@ def _timeline(plan: Plan, stories: Sequence[_Story], number: int) -> Timeline:
 
 
 def _times(rank: int, spans: Sequence[Span], stop_s: float) -> RankTimes:
-    """`link_s` is how long something was under way, however much at once."""
+    """Totals of one rank. `link_s` is the time during which anything was in flight."""
     compute_s = sum(span.stop_s - span.start_s for span in spans if (span.rank, span.lane) == (rank, "compute"))
     under_way = [
         _covered_s(span for span in spans if (span.rank, span.lane) == (rank, lane)) for lane in ("send", "recv")

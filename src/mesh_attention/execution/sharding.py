@@ -1,4 +1,4 @@
-"""Sharding: a rank's tokens out of a whole sequence, a whole sequence out of everybody's, and position ids."""
+"""Sharding: a rank's tokens of a whole sequence, the whole sequence from all shards, and position ids."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def shard(whole: Tensor, layout: Layout, rank: int, *, ranks: int, dim: int = 1)
 
 
 def unshard(local: Tensor, layout: Layout, comm: Comm, *, dim: int = 1) -> Tensor:
-    """The whole sequence, on every rank, out of everybody's tokens. Not differentiable: for looking at results."""
+    """The whole sequence, on every rank, from all ranks' tokens. Not differentiable: for inspecting results."""
     ours = local.detach().movedim(dim, 0).contiguous()
-    # Sizes are asked for, not guessed: a transport need not notice a message of the wrong length.
+    # Ranks share their sizes, because a transport need not notice a message of the wrong length.
     sharing = comm.share(str(ours.shape[0]))
     sharing.wait()
     lengths = [int(text) for text in sharing.result()]
     due = [len(positions(layout, rank, tokens=sum(lengths), ranks=comm.size)) for rank in range(comm.size)]
     if lengths != due:
-        raise ProblemError(f"ranks hold {lengths} tokens; the shards of a {layout.name} sequence would have {due}")
+        raise ProblemError(f"ranks hold {lengths} tokens; expected {due}, the shards of a {layout.name} sequence")
     shards = [ours if rank == comm.rank else ours.new_empty((n, *ours.shape[1:])) for rank, n in enumerate(lengths)]
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     comm.post(
@@ -44,7 +44,7 @@ def unshard(local: Tensor, layout: Layout, comm: Comm, *, dim: int = 1) -> Tenso
 
 
 def join_shards(shards: Sequence[Tensor], layout: Layout, *, dim: int = 1) -> Tensor:
-    """The whole sequence out of all shards; differentiable."""
+    """The whole sequence from all shards; differentiable."""
     tokens = sum(shard.shape[dim] for shard in shards)
     order = torch.tensor(inverse_permutation(layout, tokens=tokens, ranks=len(shards)), device=shards[0].device)
     return torch.cat(list(shards), dim).index_select(dim, order)

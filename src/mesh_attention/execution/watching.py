@@ -1,8 +1,7 @@
-"""What is noted while a pass runs: when each step begins, when it waits, what it posts and when that was seen done.
+"""Notes of a pass as it runs: when each step begins, when it waits, what it posts and when that was seen to be done.
 
-An executor is not changed for this. It walks instructions that note when they are fetched, posts to a transport that
-notes what passes, and runs as a generator that notes how long it is left waiting. Notes are kept raw; `recorder` makes
-spans of them.
+The executor needs no change for this. It walks instructions that note when they are read, posts to a transport that
+notes its parcels, and is driven through a generator that notes how long it waits. `recorder` makes spans of the notes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from mesh_attention.plan.steps import Recv, Send, transfers
 
 Result = TypeVar("Result")
 Mark = Any
-"""A moment of a clock: a number, or an event of a device that comes to have a time."""
+"""A moment of a clock: a number, or an event of a device whose time is known later."""
 
 
 class Clock(Protocol):
@@ -29,11 +28,11 @@ class Clock(Protocol):
         """Now."""
 
     def seconds(self, mark: Mark) -> float:
-        """When that was, on the monotonic clock of this machine."""
+        """The time of a mark, on the monotonic clock of this machine."""
 
 
 class HostClock:
-    """For ranks that compute on a CPU: what is called is done when it returns."""
+    """For ranks that compute on a CPU, where a call is done when it returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -43,7 +42,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """For a CUDA device: moments of its current stream, so that a step takes what it takes there, not on the host."""
+    """For ranks on a CUDA device: times are those of its current stream, not of the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,7 +66,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class Moment(NamedTuple):
-    """`step`: an instruction begins. `post`: it has posted. `wait`, `go`: it waits, and goes on. `end`: all is done."""
+    """`step`: an instruction begins. `post`: it has posted. `wait`, `go`: it waits, and resumes. `end`: all is done."""
 
     what: Literal["step", "post", "wait", "go", "end"]
     mark: Mark
@@ -88,14 +87,14 @@ class Posted:
 
 @dataclass
 class Notes:
-    """One pass of one rank. One that was broken off has no `end`.
+    """One pass of one rank. A pass that was interrupted has no `end`.
 
-    With `is_waited_apart`, each post has a thread that waits for it.
+    With `has_waiters`, each post has a thread that waits for it.
     """
 
     compiled: Compiled
     clock: Clock
-    is_waited_apart: bool
+    has_waiters: bool
     moments: list[Moment] = field(default_factory=list)
     posts: list[Posted] = field(default_factory=list)
 
@@ -105,22 +104,22 @@ class Notes:
 
 
 class Observer:
-    """Notes what one rank does, pass after pass. `is_alone` says that this process plays no other."""
+    """Notes what one rank does, pass after pass. `is_alone` says that this process plays no other rank."""
 
     def __init__(self, *, is_alone: bool) -> None:
         self.is_alone = is_alone
         self.passes: list[Notes] = []
 
     def watched(self, compiled: Compiled, device: torch.device) -> Compiled:
-        """The same program, noted as it is walked."""
+        """The same program, which is noted as it is walked."""
         return replace(compiled, instructions=_Watched(compiled, self, device))  # type: ignore[arg-type]
 
-    def steps(self, run: Generator[Work, None, Result]) -> Generator[Work, None, Result]:
-        """The same generator, with how long it is left waiting. What is thrown in is passed on."""
+    def steps(self, rank: Generator[Work, None, Result]) -> Generator[Work, None, Result]:
+        """The same generator, which notes how long it waits. Errors thrown in are passed on."""
         reply: BaseException | None = None
         while True:
             try:
-                work = next(run) if reply is None else run.throw(reply)
+                work = next(rank) if reply is None else rank.throw(reply)
             except StopIteration as stop:
                 self.note("end")
                 result: Result = stop.value
@@ -134,16 +133,16 @@ class Observer:
             self.note("go")
 
     def begin(self, compiled: Compiled, device: torch.device) -> None:
-        # On CUDA, a wait holds up the stream of the thread that waits; ranks of one thread give way to each other.
-        is_waited_apart = self.is_alone and device.type == "cpu"
-        self.passes.append(Notes(compiled, clock_of(device), is_waited_apart))
+        # On CUDA, a wait acts on the stream of the thread that waits; ranks of one thread must not block it.
+        has_waiters = self.is_alone and device.type == "cpu"
+        self.passes.append(Notes(compiled, clock_of(device), has_waiters))
 
     def note(self, what: Literal["step", "post", "wait", "go", "end"], instruction: Instruction | None = None) -> None:
         now = self.passes[-1]
         now.moments.append(Moment(what, now.clock.mark(), instruction))
 
     def posting(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Posted:
-        """What the step at hand is about to post; a transport is told its parcels in the order of the step."""
+        """Note what the current step is about to post; parcels are in the order of the step."""
         now = self.passes[-1]
         at = next(moment.instruction for moment in reversed(now.moments) if moment.instruction is not None)
         ends = [*enumerate(map(transfers, at.turn or (at.step,)), at.index)]
@@ -159,7 +158,7 @@ class Observer:
 
 
 class _Watched:
-    """The instructions of a program: whoever walks them begins a pass."""
+    """The instructions of a program; walking them begins a pass."""
 
     def __init__(self, compiled: Compiled, observer: Observer, device: torch.device) -> None:
         self.compiled, self.observer, self.device = compiled, observer, device
@@ -178,18 +177,18 @@ class _Watched:
 
 
 class WatchedComm:
-    """A transport that notes what is posted, and when it is seen done."""
+    """A transport that notes what is posted, and when it is seen to be done."""
 
     def __init__(self, inner: Comm, observer: Observer) -> None:
         self.inner, self.observer = inner, observer
-        self.rank, self.size, self.is_recordable = inner.rank, inner.size, inner.is_recordable
+        self.rank, self.size, self.is_capturable = inner.rank, inner.size, inner.is_capturable
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         posted = self.observer.posting(sends, recvs)
         work = self.inner.post(sends, recvs)
         self.observer.note("post")
         now = self.observer.passes[-1]
-        kind = _WaitedApart if now.is_waited_apart else _WatchedWork
+        kind = _ThreadedWork if now.has_waiters else _WatchedWork
         return kind(work, posted, now.clock)
 
     def share(self, text: str) -> Sharing:
@@ -197,7 +196,7 @@ class WatchedComm:
 
 
 class _WatchedWork:
-    """Seen done by whoever asks or waits for it first."""
+    """Noted as done when somebody first asks or waits for it."""
 
     def __init__(self, work: Work, posted: Posted, clock: Clock) -> None:
         self.work, self.posted, self.clock = work, posted, clock
@@ -215,8 +214,8 @@ class _WatchedWork:
         return True
 
 
-class _WaitedApart:
-    """Waited for by a thread of its own. Gloo tells only those who wait, and the rank waits late, if all goes well."""
+class _ThreadedWork:
+    """Waited for by a separate thread, because Gloo reports only to those who wait, and a good plan waits late."""
 
     def __init__(self, work: Work, posted: Posted, clock: Clock) -> None:
         self.error: Exception | None = None

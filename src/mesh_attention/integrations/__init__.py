@@ -1,1 +1,1 @@
-"""The library in the stacks people use. Nothing here is imported unless asked for, and nothing happens at import."""
+"""Bindings to other stacks. Nothing here is imported by the rest of the library, and nothing happens at import."""

@@ -1,4 +1,4 @@
-"""What autocast does to attention's arguments, which calls that torch does not know have to do themselves."""
+"""Autocast for attention's arguments, which torch does not apply to calls it does not know."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def as_autocast(*tensors: Tensor) -> list[Tensor]:
-    """In autocast's dtype, where it is on, as matrix products would be; float64 stays, as everywhere in torch."""
+    """The tensors in autocast's dtype where autocast is on, as for matrix products; float64 stays."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)

@@ -1,11 +1,11 @@
-"""Batches over ranks: a rank's part of a whole batch, and one loss out of everybody's.
+"""Batches over ranks: a rank's part of a whole batch, and one loss from those of all ranks.
 
     local = shard_batch(attention, batch)
     loss = batch_loss(model(**local).loss, local, group=mesh)
     loss.backward()
 
-Every rank of the attention's group is given the same whole batch. Labels are shifted, position ids made and boundaries
-found before anything is cut: the next token may live on another rank. It imports no model library.
+Every rank of the attention's group gets the same whole batch. Labels are shifted, position ids made and boundaries
+found before anything is cut, because the next token may be on another rank. It imports no model library.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import describe
-from mesh_attention.comm.local import block
 from mesh_attention.comm.torch_dist import Group, process_group
 from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.execution.agreement import agree
+from mesh_attention.execution.driving import drive
 from mesh_attention.integrations.sequences import (
     CUTS,
     LENGTHS,
@@ -41,7 +41,7 @@ from mesh_attention.integrations.sequences import (
 )
 
 IGNORED = -100
-"""The label of a token that has none, as in transformers and torch."""
+"""The label of a token without a label, as in transformers and torch."""
 KNOWN = (
     "input_ids",
     "inputs_embeds",
@@ -56,48 +56,47 @@ Gradients = Literal["averaged", "summed"]
 
 
 class LocalBatch(dict[str, Any]):
-    """This rank's part of a batch, which remembers how often its attention had run before."""
+    """This rank's part of a batch. It remembers how often its attention had run when it was made."""
 
     def __init__(self, entries: Mapping[str, Any], attention: MeshAttention) -> None:
         super().__init__(entries)
-        self._attention, self._runs = attention, attention.runs
+        self._engines, self._passes = attention.engines, attention.engines.forward_passes
 
     def check_that_attention_ran(self) -> None:
-        """A model with another attention implementation would attend to this rank's tokens alone, and say nothing."""
-        if self._attention.ranks > 1 and self._attention.runs == self._runs:
+        """Raise if the model did not call mesh attention: it would silently attend to this rank's tokens alone."""
+        if self._engines.ranks > 1 and self._engines.forward_passes == self._passes:
             raise UsageError(
-                "the model gave a loss without having called mesh attention, so every rank attended to its own tokens "
-                'alone; set its attention with model.set_attn_implementation("mesh_attention"). (A config object that '
-                "two models share has the implementation of the last one.)"
+                "the model returned a loss without calling mesh attention, so every rank attended to its own tokens "
+                'only; use model.set_attn_implementation("mesh_attention"). (If two models share a config object, it '
+                "has the implementation of the last one.)"
             )
 
 
 def shard_batch(attention: MeshAttention, batch: Mapping[str, Any], *, is_compared: bool = True) -> LocalBatch:
-    """What this rank passes to ``model(**local)``, out of the whole batch that every rank of the group has.
+    """The arguments of ``model(**local)`` on this rank, from the whole batch that every rank of the group has.
 
     `batch` holds ``input_ids`` or ``inputs_embeds`` (batch, tokens, …), and may hold ``labels`` (as transformers has
     them: not shifted, -100 for none) or ``shift_labels``, ``position_ids``, a 2D ``attention_mask``, and
-    ``cu_seq_lens_q/k`` with ``max_length_q/k``. Position ids that restart, without an attention mask, are packed
-    documents, as in transformers. Anything else is refused. Padding predicts nothing: it has no labels, whatever token
-    comes next.
+    ``cu_seq_lens_q/k`` with ``max_length_q/k``. Position ids that restart, without an attention mask, mark
+    packed documents, as in transformers. Anything else is refused. Padding gets no labels.
 
-    The result has this rank's tokens, position ids and shifted labels, and of the whole sequence the boundaries, the
-    attention mask, and ``num_items_in_batch``, so that the model's loss is this rank's sum over the labelled tokens of
-    the whole batch. Its ``labels`` are all -100: a model computes no loss without them, and one that would shift a
-    rank's own labels has none to get wrong.
+    The result has this rank's tokens, position ids and shifted labels, and for the whole sequence the boundaries, the
+    attention mask and ``num_items_in_batch``, so that the model's loss is this rank's sum over the labelled tokens of
+    the whole batch. Its ``labels`` are all -100: models compute no loss without labels, and a model that shifts labels
+    itself cannot get these wrong.
 
-    Ranks compare the batches they were given (a few hundred bytes a rank); `is_compared` False leaves that out.
+    Ranks compare their batches (a few hundred bytes per rank), unless `is_compared` is False.
     """
     if attention.is_local:
         raise UsageError(
-            "shard_batch came with a local group, whose ranks are all in this process, and a model runs one rank in "
-            "each; use a torch.distributed group (of one process, if need be)"
+            "shard_batch needs one rank per process, but all ranks of a local group are in this process; use a "
+            "torch.distributed group, which may have one process"
         )
     whole: _Whole | UsageError
     try:
         whole = _read(batch, attention.ranks)
     except UsageError as error:
-        whole = error  # the others must hear of it, or they would wait
+        whole = error  # tell the other ranks, which would wait otherwise
     if is_compared:
         _compare(attention, batch, whole)
     if isinstance(whole, UsageError):
@@ -113,13 +112,13 @@ def batch_loss(
     gradients: Gradients = "averaged",
     total_items: int | Tensor | None = None,
 ) -> Tensor:
-    """`reduce_loss` of what the model gave for a batch of `shard_batch`: the mean over all labelled tokens.
+    """`reduce_loss` for the model's loss on a batch of `shard_batch`: the mean over all labelled tokens.
 
-    A loss that came without any call of the batch's attention is refused. To accumulate gradients over several batches,
-    give the `total_items` of all of them, which `count_items` counts.
+    It refuses a loss that was computed without calling the batch's attention. To accumulate gradients over several
+    batches, pass the `total_items` of all of them, from `count_items`.
     """
     if "shift_labels" not in local:
-        raise UsageError("batch_loss came with a batch without labels; give labels to shard_batch")
+        raise UsageError("batch_loss needs labels, and this batch has none; pass labels to shard_batch")
     if isinstance(local, LocalBatch):
         local.check_that_attention_ran()
     num_items = (local["shift_labels"] != IGNORED).sum()
@@ -128,10 +127,10 @@ def batch_loss(
 
 
 def count_items(batches: Iterable[Mapping[str, Any]], *, group: Group | None) -> Tensor:
-    """The labelled tokens in batches of `shard_batch`, of all ranks of `group` together."""
+    """Number of labelled tokens in batches of `shard_batch`, over all ranks of `group`."""
     count = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
     if not isinstance(count, Tensor):
-        raise UsageError("count_items came without batches; give those whose gradients are accumulated")
+        raise UsageError("count_items needs at least one batch; pass all batches whose gradients are accumulated")
     for one in _groups(group):
         dist.all_reduce(count, group=one)
     return count
@@ -152,12 +151,13 @@ def reduce_loss(
     all ranks.
 
     The mean is L = (Σ sums) / N over the labelled tokens N of all ranks, so its gradient is the *sum* over ranks of
-    ∇(own sum) / N. What averages gradients over these ranks (FSDP2, DDP) divides that by their number W, which is
-    therefore multiplied in first; with `gradients="summed"` it is not. Ranks may have any number of labelled tokens,
-    also none. When none has any, the mean is nan and the gradient zero: seen in the log, harmless to the weights.
+    ∇(own sum) / N. FSDP2 and DDP average gradients over these ranks and so divide by their number W; the loss is
+    therefore multiplied by W first, unless `gradients="summed"`. Ranks may have any number of labelled tokens,
+    including none. If no rank has any, the mean is nan and the gradient zero: visible in the log, harmless to the
+    weights.
 
-    `total_items` is N where gradients of several calls are accumulated: the labelled tokens of all ranks in all of
-    them. The values of these calls then add up to the mean.
+    To accumulate gradients over several calls, pass `total_items`: N, the labelled tokens of all ranks in all calls.
+    The values of these calls then add up to the mean.
     """
     if gradients not in ("averaged", "summed"):
         raise UsageError(f"gradients={gradients!r}: expected averaged (FSDP2, DDP) or summed")
@@ -165,10 +165,10 @@ def reduce_loss(
         raise UsageError(f"loss_sum is {describe(loss_sum)}: expected the sum of this rank's losses, a scalar tensor")
     items = torch.as_tensor(num_items, device=loss_sum.device)
     if items.dim() != 0 or items.is_floating_point() or items.dtype == torch.bool:
-        raise UsageError(f"num_items={num_items!r}: expected this rank's number of labelled tokens, a whole number")
+        raise UsageError(f"num_items={num_items!r}: expected this rank's number of labelled tokens as a whole number")
     groups = _groups(group)
     sums = torch.stack([loss_sum.detach().double(), items.double()])
-    for one in groups:  # all axes in turn: everybody's sum
+    for one in groups:  # over each axis in turn: the sum of all ranks
         dist.all_reduce(sums, group=one)
     total, count = sums
     if total_items is not None:
@@ -180,7 +180,7 @@ def reduce_loss(
 
 
 class _Mean(torch.autograd.Function):
-    """A value that was worked out elsewhere, with the gradient of `loss_sum` times `scale`."""
+    """A precomputed value, with the gradient of `loss_sum` times `scale`."""
 
     @staticmethod
     def forward(ctx: Any, loss_sum: Tensor, value: Tensor, scale: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ class _Whole:
     """A whole batch, checked."""
 
     tokens: dict[str, Tensor]
-    """Per-token tensors by the model's name for them."""
+    """Per-token tensors, by the model's argument names."""
     position_ids: Tensor
     rows: tuple[Row, ...]
     attention_mask: Tensor | None
@@ -213,8 +213,8 @@ def _read(batch: Mapping[str, Any], ranks: int) -> _Whole:
     for name in given:
         if name not in KNOWN:
             raise UsageError(
-                f"shard_batch does not know {name!r}, so it cannot tell how to cut it; it knows {', '.join(KNOWN)}; "
-                "pass anything else to the model beside the batch"
+                f"shard_batch does not know how to cut {name!r}; expected some of {', '.join(KNOWN)}; pass anything "
+                "else to the model directly"
             )
     inputs = [name for name in ("input_ids", "inputs_embeds") if name in given]
     if len(inputs) != 1:
@@ -231,8 +231,8 @@ def _read(batch: Mapping[str, Any], ranks: int) -> _Whole:
     plain = torch.arange(seq_len, device=device)
     if positions is not None and find_misplaced(positions, plain.to(positions.device), found) is not None:
         raise UsageError(
-            "position_ids are neither 0, 1, 2, … over the whole row nor over each of its documents, so a rank could "
-            "not check that it was given its own; leave them out, or give cu_seq_lens with them"
+            "position_ids must count 0, 1, 2, … over the whole row or over each of its documents, so that a rank can "
+            "check its own; leave them out, or give cu_seq_lens with them"
         )
     counted = None if labels is None else (labels != IGNORED).sum().clamp(min=1)
     return _Whole(
@@ -268,10 +268,10 @@ def _per_token(
 
 
 def _shifted(given: Mapping[str, Any], mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """Labels of the next token, over the whole row: transformers' rule, which does not stop at documents."""
+    """Labels of the next token over the whole row. As in transformers, documents do not interrupt it."""
     labels, shifted = (_per_token(given, name, shape) for name in ("labels", "shift_labels"))
     if labels is not None and shifted is not None:
-        raise UsageError("the batch holds labels and shift_labels; leave one out")
+        raise UsageError("the batch has both labels and shift_labels; leave one out")
     if labels is not None:
         shifted = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
     if shifted is None or mask is None:
@@ -287,9 +287,11 @@ def _rows(
     if any(name in given for name in CUTS):
         documents = split_rows(read_documents(given), batch=batch)
         if documents[0][-1] != seq_len:
-            raise UsageError(f"cu_seq_lens end at {documents[0][-1]} a row and the batch has {seq_len} tokens a row")
+            raise UsageError(
+                f"cu_seq_lens end at {documents[0][-1]} in each row, but the batch has {seq_len} tokens per row"
+            )
     elif any(name in given for name in LENGTHS):
-        raise UsageError("max_length came without cu_seq_lens_q and cu_seq_lens_k; give all of them or none")
+        raise UsageError("max_length needs cu_seq_lens_q and cu_seq_lens_k; give all of them or none")
     elif positions is not None and mask is None:
         documents = cuts_of_restarts(positions) * (batch // positions.shape[0])
     real = ((0, seq_len),) * batch if mask is None else real_tokens(mask)
@@ -304,10 +306,10 @@ def _local(attention: MeshAttention, whole: _Whole) -> dict[str, Any]:
         local["num_items_in_batch"] = whole.num_items
     if whole.attention_mask is not None:
         local["attention_mask"] = whole.attention_mask
-    # The whole length is said here as well: a rank cannot work it out from its own tokens when ranks differ by one.
+    # States the whole length as well: a rank cannot derive it from its own tokens when ranks differ by one.
     cuts = join_rows([row.cuts for row in whole.rows])
     local |= dict.fromkeys(CUTS, cuts) | dict.fromkeys(LENGTHS, longest_document(cuts))
-    return local | {"use_cache": False}  # a cache would keep every layer's keys, and nothing could be decoded with it
+    return local | {"use_cache": False}  # a cache would keep every layer's keys, but decoding with it is not supported
 
 
 def _compare(attention: MeshAttention, batch: Mapping[str, Any], whole: _Whole | UsageError) -> None:
@@ -316,21 +318,21 @@ def _compare(attention: MeshAttention, batch: Mapping[str, Any], whole: _Whole |
     else:
         asked, refusal = {name: _fingerprint(value) for name, value in sorted(batch.items())}, None
     try:
-        block(agree(attention.comms[0], asked=asked, holds={}, expected=lambda rank: {}, refusal=refusal))
+        drive(agree(attention.comms[0], asked=asked, refusal=refusal))
     except DisagreementError as error:
         raise DisagreementError(
-            f"{error}. Every rank of the attention's group must be given the same whole batch: a data sampler must "
-            "tell apart data-parallel ranks only, and shuffle alike on the others"
+            f"{error}. Every rank of the attention's group must get the same whole batch: a data sampler must "
+            "distinguish data-parallel ranks only, and shuffle the same way on all others"
         ) from None
 
 
 def _fingerprint(value: object) -> str:
-    """A short text that differs when tensors of whole numbers do; of other tensors, their shape."""
+    """A short text that differs for different tensors of whole numbers; the shape for other tensors."""
     if not isinstance(value, Tensor):
         return str(value)
     text = f"{tuple(value.shape)} {value.dtype}"
     if value.is_floating_point():
         return text
     numbers = value.flatten().long()
-    weights = torch.arange(1, numbers.numel() + 1, device=numbers.device) * 0x9E3779B1  # wraps around, as it should
+    weights = torch.arange(1, numbers.numel() + 1, device=numbers.device) * 0x9E3779B1  # overflow is fine: it is a hash
     return f"{text} #{int(((numbers + 1) * weights).sum()) & 0xFFFFFFFF:08x}"

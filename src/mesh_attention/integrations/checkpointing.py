@@ -1,4 +1,4 @@
-"""Activation checkpointing that does not repeat communication: O and LSE are kept, the rest is computed again."""
+"""Activation checkpointing that does not repeat communication: it keeps O and LSE and recomputes the rest."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import mesh_attention.execution.operators  # noqa: F401 -- registers what is nam
 def saved_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of ``checkpoint(layer, x, use_reentrant=False, context_fn=saved_attention)``.
 
-    A layer then holds its input and, for each attention call in it, O and LSE; when backward comes, everything but
-    attention is computed again. With ``checkpoint`` alone attention is computed again too, and all its transfers
-    are made once more.
+    A layer then holds its input and, for each of its attention calls, O and LSE; backward recomputes everything except
+    attention. Plain ``checkpoint`` recomputes attention too, and repeats all its transfers.
     """
     saved = [torch.ops.mesh_attention.attend.default]
     forward, again = create_selective_checkpoint_contexts(saved)  # type: ignore[no-untyped-call]

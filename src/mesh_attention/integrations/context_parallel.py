@@ -6,15 +6,16 @@
         loss = model(ids, labels)      # scaled_dot_product_attention inside it spans all ranks
         loss.backward()
 
-Runs on CPU with Gloo as well. Any length: shards may be uneven. Which method runs, and which layout buffers are sharded
-by, is that of a MeshAttention; options of torch's own method (`set_rotate_method`) have no counterpart.
+Also runs on CPU with Gloo, and takes any length: shards may be uneven. A MeshAttention determines the method and the
+layout; options of torch's own method (`set_rotate_method`) have no counterpart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -27,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from mesh_attention.api import MeshAttention
 from mesh_attention.comm.torch_dist import Group, TorchComm, process_group
 from mesh_attention.errors import UsageError
-from mesh_attention.integrations.buffers import sequence_buffers, sharded
 from mesh_attention.integrations.sdpa import MeshSdpa
 
 
@@ -41,18 +41,19 @@ def context_parallel(
     attention: MeshAttention | None = None,
     seq_lens: Sequence[int] = (),
 ) -> Iterator[None]:
-    """scaled_dot_product_attention spans the mesh inside, and buffers hold this rank's tokens; in place, as in torch.
+    """Inside, scaled_dot_product_attention spans the mesh, and `buffers` hold this rank's tokens, in place as in torch.
 
-    Changes made to buffers inside are lost when they are restored. `attention` is a MeshAttention of the same mesh, to
-    choose method, tile, cluster or layout; the default is ``MeshAttention(mesh)``. Whole lengths are those of the
-    buffers, and `seq_lens` for what was sharded already; of any other tensor all ranks hold the same number of tokens.
+    Changes made to `buffers` inside are lost when they are restored. `attention` is a MeshAttention of the same mesh,
+    to choose method, tile, cluster or layout; the default is ``MeshAttention(mesh)``. Whole lengths are those of
+    `buffers`, and `seq_lens` for tensors that are sharded already; of any other tensor all ranks hold the same number
+    of tokens.
     """
     chosen = _checked(attention, mesh) if attention is not None else _default(_group(mesh), "zigzag")
-    ours = sequence_buffers(buffers, buffer_seq_dims, no_restore_buffers)
-    lengths = [*(buffer.tokens for buffer in ours), *map(_whole_length, seq_lens)]
+    ours = _sharded_tensors(buffers, buffer_seq_dims, no_restore_buffers)
+    lengths = [*(one.tokens for one in ours), *map(_whole_length, seq_lens)]
     chunked = chosen if attention is not None else _default(_group(mesh), "chunks")
     mode = MeshSdpa(chosen, lengths=lengths, chunked=chunked)
-    with sharded(ours, lambda tensor, dim: chosen.shard(tensor, dim=dim)), mode:
+    with _sharded(ours, lambda tensor, dim: chosen.shard(tensor, dim=dim)), mode:
         yield
 
 
@@ -65,23 +66,24 @@ def context_parallel_unshard(
     *,
     attention: MeshAttention | None = None,
 ) -> list[Tensor]:
-    """The whole sequences, on every rank, out of everybody's tokens. `attention` is the one the context was given."""
+    """The whole sequences, gathered on every rank. `attention` is the one that the context was given."""
     if load_balancer is not None:
         raise UsageError(
-            f"load_balancer={load_balancer!r} came; shards are those of a MeshAttention's layout: give `attention`"
+            f"load_balancer={load_balancer!r} is not supported: a MeshAttention's layout determines the shards; "
+            "use attention= instead"
         )
     if len(buffers) != len(seq_dims):
-        raise UsageError(f"{len(buffers)} buffers and {len(seq_dims)} seq_dims came; expected one dim for each buffer")
+        raise UsageError(f"got {len(buffers)} buffers and {len(seq_dims)} seq_dims; expected one dim for each buffer")
     chosen = _checked(attention, mesh) if attention is not None else _default(_group(mesh), "zigzag")
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         if not isinstance(buffer, Tensor) or isinstance(buffer, DTensor) or not -buffer.dim() <= dim < buffer.dim():
-            raise UsageError(f"{type(buffer).__name__} with seq dim {dim}; expected a plain tensor that has this dim")
+            raise UsageError(f"got a {type(buffer).__name__} with seq dim {dim}; expected a plain tensor with this dim")
     return [chosen.unshard(buffer, dim=dim) for buffer, dim in zip(buffers, seq_dims, strict=True)]
 
 
 @lru_cache(maxsize=64)
 def _default(group: Group, layout: Literal["zigzag", "chunks"]) -> MeshAttention:
-    """Kept, with its plans: a context is entered in every step of a training."""
+    """Cached, with its plans: training enters a context in every step."""
     return MeshAttention(group, layout=layout, tensor_format="bhsd")
 
 
@@ -100,7 +102,7 @@ def _checked(attention: MeshAttention, mesh: DeviceMesh) -> MeshAttention:
     ours = dist.get_process_group_ranks(comm.group) if isinstance(comm, TorchComm) else None
     if ours != due:
         raise UsageError(
-            f"attention is {attention!r} of the ranks {ours}; expected a MeshAttention of the mesh's: {due}"
+            f"attention is {attention!r} over ranks {ours}; expected a MeshAttention over the mesh's ranks {due}"
         )
     return attention
 
@@ -109,3 +111,87 @@ def _whole_length(tokens: object) -> int:
     if type(tokens) is not int or tokens < 1:
         raise UsageError(f"seq_lens has {tokens!r}; expected whole lengths in tokens")
     return tokens
+
+
+# Tensors sharded in place
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedTensor:
+    """A per-token tensor (ids, labels, positions, rotary frequencies) that is sharded in place inside the context.
+
+    The tensor object stays and gets other memory, so that its strides, and other tensors that share its memory, are the
+    same again afterwards.
+    """
+
+    tensor: Tensor
+    dim: int
+    is_restored: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.tensor.shape[self.dim]
+
+
+def _sharded_tensors(
+    buffers: Sequence[Tensor] | None, seq_dims: Sequence[int] | None, no_restore: Collection[Tensor] | None
+) -> list[ShardedTensor]:
+    """The arguments of a context as values, checked and without duplicates."""
+    buffers, seq_dims, no_restore = list(buffers or ()), list(seq_dims or ()), list(no_restore or ())
+    if len(buffers) != len(seq_dims):
+        raise UsageError(
+            f"got {len(buffers)} buffers and {len(seq_dims)} buffer_seq_dims; expected one dim for each buffer"
+        )
+    # By identity: == on tensors compares elements.
+    if not all(any(buffer is kept for buffer in buffers) for kept in no_restore):
+        raise UsageError("no_restore_buffers has a tensor that is not in buffers; expected a subset of buffers")
+    made: list[ShardedTensor] = []
+    for number, (tensor, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+        _check_tensor(number, tensor, dim)
+        is_restored = not any(tensor is kept for kept in no_restore)
+        new = ShardedTensor(tensor, dim % tensor.dim(), is_restored)
+        twin = next((known for known in made if known.tensor is tensor), None)
+        if twin is None:
+            made.append(new)
+        elif twin.dim != new.dim:
+            raise UsageError(f"buffers[{number}] is given twice, with dims {twin.dim} and {new.dim}; expected one dim")
+    return made
+
+
+def _check_tensor(number: int, tensor: object, dim: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"buffers[{number}] is a {type(tensor).__name__}; expected a tensor")
+    if isinstance(tensor, DTensor) or tensor.layout is not torch.strided or tensor.is_nested:
+        raise UsageError(
+            f"buffers[{number}] is a {type(tensor).__name__} ({tensor.layout}); expected a plain, dense tensor"
+        )
+    if tensor.requires_grad:
+        raise UsageError(
+            f"buffers[{number}] requires a gradient, which a change in place would lose; shard it inside the context "
+            "with MeshAttention.shard, which is differentiable"
+        )
+    if type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
+        raise UsageError(f"buffers[{number}] has shape {tuple(tensor.shape)}, which has no dim {dim!r}")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise UsageError(f"buffers[{number}] was made in inference mode and cannot be changed outside of it; clone it")
+
+
+@contextmanager
+def _sharded(tensors: Sequence[ShardedTensor], shard: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
+    """Shards the tensors inside; restores them afterwards, except those that are not to be restored."""
+    with torch.no_grad():
+        shards = [shard(one.tensor, one.dim) for one in tensors]  # all of them, before any is changed
+        wholes = [one.tensor.detach() if one.is_restored else None for one in tensors]
+    try:
+        _set(tensors, shards)
+        yield
+    finally:
+        _set(tensors, wholes)
+
+
+def _set(tensors: Sequence[ShardedTensor], contents: Sequence[Tensor | None]) -> None:
+    """Give each tensor the memory of another. Autograd notices, so backward through a graph that saved it raises."""
+    with torch.no_grad():
+        for one, content in zip(tensors, contents, strict=True):
+            if content is not None:
+                one.tensor.set_(content)  # type: ignore[call-overload]

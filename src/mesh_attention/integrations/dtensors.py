@@ -1,8 +1,8 @@
 """DTensors in and out: attention over a sequence that is one dim of DTensors, sharded over one axis of their mesh.
 
-A DTensor's shards are `torch.chunk`'s: runs of tokens in order, the last ones shorter or empty. Positions are those of
-the DTensor's own index, so the layout is `Chunks`; a zigzag sequence is no DTensor of that sequence. Other axes of the
-mesh may hold copies, or shard the batch or the heads; they take no part.
+A DTensor's shards are `torch.chunk`'s: runs of tokens in order, the last ones shorter or empty. A token's position is
+its index in the DTensor, so the layout is `Chunks`; a zigzag layout cannot be a DTensor. Other axes of the mesh may
+hold copies, or shard the batch or the heads; they are not involved.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ PACKED_DIMS = ("seq", "heads", "dim")
 
 
 def attend_dtensor(attention: MeshAttention, q: DTensor, k: DTensor, v: DTensor, **call: Any) -> Any:
-    """The output as a DTensor that is placed as the inputs are; with `return_lse` also the LSE. Differentiable.
+    """The output as a DTensor with the placements of the inputs; with `return_lse` also the LSE. Differentiable.
 
-    Arguments are those of a call of `attention`, less the whole lengths, which DTensors know.
+    Arguments are those of a call of `attention`, without the whole lengths, which DTensors know.
     """
     dims = _check_tensors(attention, q, k, v)
     for name in ("seq_len", "seq_len_k"):
         if name in call:
-            raise UsageError(f"{name} came beside DTensors, which know their whole length; leave it out")
+            raise UsageError(f"{name} cannot be combined with DTensors, which know their whole length; leave it out")
     axis = _sequence_axis(q, dims)
     _check_other_axes(q, k, dims, axis)
     _check_group(attention, q.device_mesh, axis)
@@ -51,7 +51,7 @@ def attend_dtensor(attention: MeshAttention, q: DTensor, k: DTensor, v: DTensor,
 
 
 def _check_tensors(attention: MeshAttention, q: object, k: object, v: object) -> Sequence[str]:
-    """What the dims of the inputs are."""
+    """Names of the dims of the inputs."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, DTensor):
             raise UsageError(f"{name} is a {type(tensor).__name__}; expected q, k and v to be DTensors, all or none")
@@ -99,12 +99,12 @@ def _check_other_axes(q: DTensor, k: DTensor, dims: Sequence[str], seq_axis: int
 
 
 def _sharded_dim(placement: Placement, dims: Sequence[str]) -> str | None:
-    # Not subclasses: a strided shard is not made of runs in order.
+    # Subclasses do not count: a strided shard does not consist of runs in order.
     return dims[placement.dim] if type(placement) is Shard else None
 
 
 def _check_group(attention: MeshAttention, mesh: DeviceMesh, axis: int) -> None:
-    """A rank's chunk is the one of its place on the axis; the group must count its ranks the same way."""
+    """Check that the group numbers its ranks like the axis, which determines each rank's chunk."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise UsageError(f"this process is not part of {mesh}; only its ranks can attend to its DTensors")
@@ -115,8 +115,8 @@ def _check_group(attention: MeshAttention, mesh: DeviceMesh, axis: int) -> None:
     ours = dist.get_process_group_ranks(comm.group) if isinstance(comm, TorchComm) else None
     if ours != due:
         raise UsageError(
-            f"the sequence is sharded over the ranks {due} in this order (axis {axis} of the mesh), and the "
-            f"MeshAttention has {'no process group' if ours is None else f'{ours}'}; make it of that axis"
+            f"the sequence is sharded over ranks {due} in this order (axis {axis} of the mesh), but the "
+            f"MeshAttention has {'no process group' if ours is None else f'{ours}'}; make it from that axis"
         )
 
 
@@ -125,13 +125,13 @@ def _check_layout(attention: MeshAttention, tokens: int) -> None:
     for rank in range(ranks):
         if layout.segments(rank, tokens=tokens, ranks=ranks) != Chunks().segments(rank, tokens=tokens, ranks=ranks):
             raise UsageError(
-                f"DTensors of {tokens} tokens over {ranks} ranks are runs in order, of torch.chunk's sizes, and the "
-                f'MeshAttention expects a {layout.name} layout; make it with layout="chunks"'
+                f"DTensors of {tokens} tokens over {ranks} ranks are sharded like torch.chunk, but the MeshAttention "
+                f'expects a {layout.name} layout; make it with layout="chunks"'
             )
 
 
 def _placed(local: Tensor, like: DTensor, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """A DTensor of this rank's part; its strides are in the order of the part's."""
+    """A DTensor of this rank's part, with strides in the same order."""
     strides = dense_strides(local.stride(), tuple(shape))
     whole: DTensor = DTensor.from_local(
         local, like.device_mesh, placements, run_check=False, shape=Size(shape), stride=strides
@@ -140,6 +140,6 @@ def _placed(local: Tensor, like: DTensor, placements: Sequence[Placement], shape
 
 
 def _moved(placement: Placement, dims: Sequence[str], to: Sequence[str]) -> Placement:
-    """The placement of the same dim, where dims come in another order."""
+    """The placement of the same dim, with dims in another order."""
     dim = _sharded_dim(placement, dims)
     return placement if dim is None else Shard(to.index(dim))

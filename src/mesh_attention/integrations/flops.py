@@ -1,22 +1,22 @@
 """FLOPs of attention for torch's counter: ``FlopCounterMode(custom_mapping=flop_formulas())``.
 
-Counted as torch counts its own attention: without regard to masks, and in backward with the scores computed again.
+Counted as torch counts its own attention: without masks, and with the scores recomputed in backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mesh_attention.execution.operators import Asked, caller_of
+from mesh_attention.execution.operators import Operands, engines_of
 from mesh_attention.problem import flops_a_pair
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
-    """A formula for each operator. A rank counts its even share: its queries against the whole sequence."""
+    """A formula for each operator. A rank counts its queries against the whole sequence."""
     attend, backward = torch.ops.mesh_attention.attend, torch.ops.mesh_attention.attend_backward
     formulas: dict[Any, Callable[..., int]] = {attend: _forward, backward: _backward}
     for formula in formulas.values():
@@ -24,14 +24,16 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
     return formulas
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *asked: Any, out_val: Any = None) -> int:
-    return _pairs(q, k, Asked(*asked)) * flops_a_pair("forward", qk=q.shape[3], v=v.shape[3])
+def _forward(q: Tensor, k: Tensor, v: Tensor, *operands: Any, out_val: Any = None) -> int:
+    return _pairs(q, k, operands) * flops_a_pair("forward", qk=q.shape[3], v=v.shape[3])
 
 
-def _backward(d_out: Any, d_lse: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, out_val: Any = None) -> int:
-    return _pairs(q, k, Asked(*given[2:])) * flops_a_pair("backward", qk=q.shape[3], v=v.shape[3])
+def _backward(*given: Any, out_val: Any = None) -> int:
+    q, k, v, *operands = given[4:]  # after dO, dLSE, O and LSE
+    return _pairs(q, k, operands) * flops_a_pair("backward", qk=q.shape[3], v=v.shape[3])
 
 
-def _pairs(q: Tensor, k: Tensor, asked: Asked) -> int:
-    whole = asked.seq_len_k or asked.seq_len or k.shape[1] * caller_of(asked.caller).ranks
+def _pairs(q: Tensor, k: Tensor, given: Sequence[Any]) -> int:
+    options, _, engines = Operands.unpack(given)
+    whole = options.seq_len_k or options.seq_len or k.shape[1] * engines_of(engines).ranks
     return q.shape[0] * q.shape[2] * q.shape[1] * whole

@@ -1,9 +1,9 @@
-"""Activation checkpointing under a mode: what runs again in backward runs under the mode again.
+"""Activation checkpointing under a mode: functions that are recomputed in backward run under the mode again.
 
-Inside the context that is so anyway. Outside of it, torch would run the checkpointed function as if there had been no
-mode, and attend to a rank's tokens alone. So an attention call that is being checkpointed puts the mode around the
-function that will run again. Both kinds of torch.utils.checkpoint are known; others' are not, nor is one whose saved
-tensors other hooks take (`save_on_cpu` inside of it).
+Inside the context this happens anyway. Outside of it, torch would recompute the checkpointed function without the mode,
+and attend to a rank's tokens alone. So an attention call that is being checkpointed wraps the function that will be
+recomputed in the mode. Both kinds of torch.utils.checkpoint are supported; other implementations are not, nor is one
+whose saved tensors other hooks take (`save_on_cpu` inside of it).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mesh_attention.errors import UsageError
 
 
 class Under:
-    """A function that runs under a mode, wherever it is called."""
+    """The function, always run under the mode."""
 
     def __init__(self, mode: TorchFunctionMode, function: Callable[..., Any]) -> None:
         self.mode, self.function = mode, function
@@ -32,7 +32,7 @@ class Under:
 
 
 def recompute_under(mode: TorchFunctionMode) -> None:
-    """If this call is being checkpointed, let it run under the mode when it runs again."""
+    """If this call is being checkpointed, make its recomputation run under the mode."""
     if torch.compiler.is_compiling():
         return
     _follow_saved_tensors(mode)
@@ -40,19 +40,21 @@ def recompute_under(mode: TorchFunctionMode) -> None:
 
 
 def _follow_saved_tensors(mode: TorchFunctionMode) -> None:
-    """use_reentrant=False: saved tensors go to a hook that knows what to run again."""
+    """use_reentrant=False: saved tensors go to a hook that holds the function to recompute."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or "_checkpoint_hook" not in hooks[0].__qualname__:
         return
     cells = (cell.cell_contents for cell in hooks[0].__closure__ or ())
     region = next((content for content in cells if hasattr(content, "recompute_fn")), None)
     if region is None:
-        raise UsageError(f"torch.utils.checkpoint of torch {torch.__version__} is not known; attend outside of it")
+        raise UsageError(
+            f"torch.utils.checkpoint of torch {torch.__version__} is not supported; call attention outside of it"
+        )
     _wrap(region, "recompute_fn", mode)
 
 
 def _follow_callers(mode: TorchFunctionMode, frame: FrameType | None) -> None:
-    """use_reentrant=True: the function runs without gradients first; one of our callers remembers it."""
+    """use_reentrant=True: the function runs without gradients first; one of our callers holds it."""
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
             _wrap(frame.f_locals["ctx"], "run_function", mode)

@@ -1,8 +1,8 @@
-"""torch's scaled_dot_product_attention, run over a mesh: a mode that sees the calls of this thread.
+"""torch's scaled_dot_product_attention over a mesh: a mode that intercepts the calls of this thread.
 
-Nothing is patched: code that imported the function by name is seen, and other threads are not. What else torch offers
-for attention (fused kernels, flex attention) would attend to this rank's tokens alone, so it is refused. Two things
-are not seen: TorchScript, and kernels that are no operators of torch.
+Nothing is patched: calls are seen even if the function was imported by name, and other threads are not affected. Other
+attention functions of torch (fused kernels, flex attention) would attend to this rank's tokens alone, so they are
+refused. Two things are not seen: TorchScript, and kernels that are not operators of torch.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ SDPA = (
     torch.ops.aten.scaled_dot_product_attention.default,
 )
 WITHOUT_THE_WORD = ("_transformer_encoder_layer_fwd",)
-"""Functions that attend and do not say so in their name."""
+"""Attention functions without "attention" in their name."""
 
 
 class MeshSdpa(TorchFunctionMode):
     """Sends scaled_dot_product_attention to a MeshAttention. `lengths` are whole lengths that ranks may hold parts of.
 
-    `chunked` is the one for DTensors, whose shards lie differently.
+    `chunked` is the MeshAttention for DTensors, which have another layout.
     """
 
     def __init__(self, attention: MeshAttention, *, lengths: Iterable[int], chunked: MeshAttention) -> None:
@@ -74,7 +74,7 @@ class MeshSdpa(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """scaled_dot_product_attention, with its arguments, over the whole sequence."""
-        # Modes further out must not see what we run: kernels of ours go by names that are refused.
+        # Outer modes must not see what we run: our kernels have names that they refuse.
         with torch._C.DisableTorchFunction():
             _check_arguments(attn_mask, dropout_p)
             call = {"softmax_scale": scale}
@@ -105,27 +105,27 @@ class MeshSdpa(TorchFunctionMode):
         return attend_dtensor(self.chunked, *given, **call).transpose(1, 2)  # type: ignore[no-any-return]
 
     def _multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """nn.MultiheadAttention: torch's own function, with the attention inside it sent here.
+        """nn.MultiheadAttention: torch's own function, with its inner attention call sent here.
 
-        A function that torch hands to a mode runs without the mode, so the call inside it would not be seen.
+        A function that torch hands to a mode runs without the mode, so its inner call would not be seen.
         """
         given = inspect.signature(func).bind(*args, **kwargs)
         given.apply_defaults()
         if given.arguments["need_weights"]:
             raise UsageError(
-                "nn.MultiheadAttention was asked for its weights (need_weights=True, the default) under "
-                "context_parallel; no rank has them for the whole sequence: call it with need_weights=False"
+                "nn.MultiheadAttention cannot return its weights (need_weights=True, the default) under "
+                "context_parallel, because no rank has them for the whole sequence; use need_weights=False"
             )
         if given.arguments["bias_k"] is not None or given.arguments["add_zero_attn"]:
             raise UsageError(
                 "nn.MultiheadAttention with add_bias_kv or add_zero_attn adds a token on every rank under "
-                "context_parallel, instead of one to the sequence; make it without"
+                "context_parallel, instead of one to the sequence; leave these arguments out"
             )
         return _with_names(func, has_torch_function=_nothing, scaled_dot_product_attention=self.attend)(*args, **kwargs)
 
 
 class WholeLengths:
-    """Which whole length a rank holds a part of, from the part's length; equal parts of all ranks if it is none."""
+    """Finds the whole length from the length of a rank's part; if none fits, all ranks have equal parts."""
 
     def __init__(self, attention: MeshAttention, lengths: Iterable[int]) -> None:
         self.ranks, layout = attention.ranks, attention.layout
@@ -135,15 +135,15 @@ class WholeLengths:
         }
         own = attention.comms[0].rank
         self._wholes = {part[own]: n for n, part in parts.items()}
-        # Every rank comes to the same verdict, whichever rank's parts coincide.
+        # Every rank gets the same answer, no matter on which rank the parts coincide.
         self._alike = {n: [m for m in parts if m != n and _coincide(parts[n], parts[m])] for n in parts}
 
     def of(self, part: int) -> int:
         whole = self._wholes.get(part, part * self.ranks)
         for other in self._alike.get(whole, ()):
             raise UsageError(
-                f"{part} tokens came, which may be this rank's part of {whole} or of {other}: buffers of both lengths "
-                "were given; give those of one of them, or pad them to lengths that differ by the number of ranks"
+                f"{part} tokens may be this rank's part of {whole} or of {other}: buffers of both lengths were given; "
+                "give buffers of one length, or pad them to lengths that differ by the number of ranks"
             )
         return whole
 
@@ -155,11 +155,11 @@ def _coincide(parts: Sequence[int], others: Sequence[int]) -> bool:
 def _check_arguments(attn_mask: object, dropout_p: object) -> None:
     if attn_mask is not None:
         raise UsageError(
-            "attn_mask came under context_parallel, and a rank's part of a dense mask does not say what the whole is; "
-            "leave it out, use is_causal=True, or call MeshAttention, which has windows and documents"
+            "attn_mask is not supported under context_parallel: a rank's part of a dense mask does not define the "
+            "whole; use is_causal=True instead, or call MeshAttention, which has windows and documents"
         )
     if dropout_p != 0:
-        raise UsageError(f"dropout_p={dropout_p} came under context_parallel; dropout is not supported: expected 0")
+        raise UsageError(f"dropout_p={dropout_p} is not supported under context_parallel: expected 0")
 
 
 def _check_tensors(query: object, key: object, value: object, shares_heads: bool) -> None:
@@ -187,24 +187,25 @@ def _kind(tensor: object) -> str:
 
 
 def _four_dims(tensor: Tensor) -> Tensor:
-    """As (batch, heads, seq, dim): what comes before the heads is batch."""
+    """The tensor as (batch, heads, seq, dim); all dims before the heads are batch."""
     if tensor.dim() > 4:
         return tensor.flatten(0, -4)
     return tensor[(None,) * (4 - tensor.dim())]
 
 
 def _causal_call(causal: bool, seq_q: int, seq_k: int) -> dict[str, Any]:
-    """torch aligns the *first* query with the first key; MeshAttention, as flash-attn, the last with the last."""
+    """Arguments for torch's causal alignment, which aligns the *first* query with the first key. MeshAttention aligns
+    the last query with the last key, as flash-attn does."""
     if not causal or seq_q == seq_k:
         return {"causal": causal}
     if seq_q > seq_k:
         return {"window_size": (-1, seq_q - seq_k)}
-    # Keys beyond the last query are a document of their own, without queries.
+    # Keys beyond the last query form a separate document without queries.
     return {"causal": True, "cu_seqlens_q": (0, seq_q, seq_q), "cu_seqlens_k": (0, seq_q, seq_k)}
 
 
 def _role(func: Any) -> Literal["other", "sdpa", "multi-head", "fused"]:
-    """What a function of torch is to us. Backward functions do nothing without what forward left."""
+    """How to treat a function of torch. Backward functions need no treatment: they follow forward."""
     name = getattr(func, "__name__", "").partition(".")[0]
     if ("att" not in name and name not in WITHOUT_THE_WORD) or "backward" in name:
         return "other"
@@ -217,12 +218,12 @@ def _role(func: Any) -> Literal["other", "sdpa", "multi-head", "fused"]:
     return "fused" if attends and not is_ours else "other"
 
 
-# torch.compile traces a mode, but not names of functions; so it is to ask once, while tracing.
+# torch.compile cannot trace function names, so this is evaluated once, while tracing.
 _role._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_called_by_us() -> bool:
-    """Whether a kernel of ours runs: a MeshAttention may be called under the mode as well."""
+    """True inside one of our kernels: a MeshAttention may also be called under the mode."""
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("mesh_attention.kernels."):
@@ -232,11 +233,11 @@ def _is_called_by_us() -> bool:
 
 
 def _with_names(func: FunctionType, **names: Callable[..., Any]) -> FunctionType:
-    """The same function, to which some global names mean something else."""
+    """The same function with other values for some of its global names."""
     missing = sorted(name for name in names if name not in func.__code__.co_names)
     if missing:
         raise UsageError(
-            f"{func.__name__} of torch {torch.__version__} does not call {', '.join(missing)}; not supported"
+            f"{func.__name__} of torch {torch.__version__} does not call {', '.join(missing)}, so it is not supported"
         )
     made = FunctionType(func.__code__, func.__globals__ | names, func.__name__, func.__defaults__, func.__closure__)
     made.__kwdefaults__ = func.__kwdefaults__
@@ -244,5 +245,5 @@ def _with_names(func: FunctionType, **names: Callable[..., Any]) -> FunctionType
 
 
 def _nothing(tensors: object) -> bool:
-    """No argument asks to be handed to a mode."""
+    """Replaces has_torch_function: no argument is handed to a mode."""
     return False

@@ -1,7 +1,7 @@
-"""Rows of a whole batch: packed documents, padding, and the positions a rank's tokens stand at.
+"""Rows of a whole batch: packed documents, padding, and the positions of a rank's tokens.
 
-Everything here speaks of the whole sequence, before it is sharded, so that it is the same on every rank. It knows
-nothing of models and sends nothing.
+Everything here describes the whole sequence, before it is sharded, so that it is the same on every rank. It does not
+depend on models and sends nothing.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Row:
     real: tuple[int, int]
 
     def boundaries(self, *, is_causal: bool) -> tuple[int, ...]:
-        """Where to cut the row so that no real token sees padding.
+        """Boundaries at which to cut the row so that no real token sees padding.
 
-        Tokens before a causal mask's diagonal are all it lets through, so padding at the end needs no cut.
+        With a causal mask no token sees later ones, so padding at the end needs no cut.
         """
         start, stop = self.real
         if start == stop:
-            return self.cuts  # nothing but padding: no token of it counts
+            return self.cuts  # only padding: no token of it counts
         extra = (start,) if is_causal else (start, stop)
         return tuple(sorted({*self.cuts, *extra}))
 
@@ -50,26 +50,28 @@ def real_tokens(attention_mask: Tensor) -> tuple[tuple[int, int], ...]:
     seq_len = attention_mask.shape[1]
     real = attention_mask != 0
     count = real.sum(1)
-    start = real.int().argmax(1)  # the first of them
+    start = real.int().argmax(1)  # the first real token
     stop = seq_len - real.flip(1).int().argmax(1)
     found = torch.stack([start, stop, count], dim=1).tolist()
     for row, (first, end, tokens) in enumerate(found):
         if tokens and end - first != tokens:
             raise MaskError(
                 f"row {row} of attention_mask has {end - first - tokens} masked tokens between real ones; expected "
-                "padding at the start and at the end only, with all real tokens in one run"
+                "padding only at the start and at the end"
             )
     return tuple((first, end) if tokens else (0, 0) for first, end, tokens in found)
 
 
 def read_documents(given: Mapping[str, Any]) -> tuple[int, ...]:
-    """The boundaries that `cu_seq_lens_q/k` and `max_length_q/k` speak of, in the flattened batch."""
+    """The boundaries in `cu_seq_lens_q/k`, in the flattened batch, checked against `max_length_q/k`."""
     q, k = (given.get(name) for name in CUTS)
     if q is None or k is None:
-        raise UsageError(f"{CUTS[0] if q is None else CUTS[1]} is missing beside the other; give both")
+        raise UsageError(f"{CUTS[0] if q is None else CUTS[1]} is missing; give both cu_seq_lens_q and cu_seq_lens_k")
     cuts = boundaries(CUTS[0], q)
     if boundaries(CUTS[1], k) != cuts:
-        raise UsageError("cu_seq_lens_q and cu_seq_lens_k differ; expected the same, as each token is query and key")
+        raise UsageError(
+            "cu_seq_lens_q and cu_seq_lens_k differ; expected the same, because each token is both query and key"
+        )
     for name in LENGTHS:
         length = given.get(name)
         if length is not None and int(length) < longest_document(cuts):
@@ -78,7 +80,7 @@ def read_documents(given: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def split_rows(cuts: tuple[int, ...], *, batch: int) -> tuple[tuple[int, ...], ...]:
-    """Boundaries in the flattened batch, as transformers has them, as those of each row."""
+    """Boundaries in each row, from those in the flattened batch."""
     total = cuts[-1]
     seq_len, rest = divmod(total, batch)
     ends = {row * seq_len for row in range(batch + 1)}
@@ -97,7 +99,7 @@ def split_rows(cuts: tuple[int, ...], *, batch: int) -> tuple[tuple[int, ...], .
 
 
 def join_rows(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The boundaries of each row as those in the flattened batch; undoes `split_rows`."""
+    """Boundaries in the flattened batch, from those of each row; the inverse of `split_rows`."""
     seq_len = rows[0][-1]
     return tuple(sorted({row * seq_len + cut for row, cuts in enumerate(rows) for cut in cuts}))
 
@@ -107,7 +109,7 @@ def longest_document(cuts: tuple[int, ...]) -> int:
 
 
 def cuts_of_restarts(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
-    """The boundaries in each row of whole position ids: wherever a position is not the one before plus one."""
+    """Boundaries in each row of whole position ids: wherever a position is not the previous one plus one."""
     seq_len = position_ids.shape[1]
     jumps = (position_ids.diff(dim=1) != 1).nonzero().tolist()
     return tuple(
@@ -116,13 +118,15 @@ def cuts_of_restarts(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
 
 
 def find_misplaced(position_ids: Tensor, positions: Tensor, rows: Sequence[Row]) -> int | None:
-    """The first row whose real tokens do not stand where they should; it waits for the device once.
+    """The first row whose real tokens have wrong position ids, if any; it waits for the device once.
 
-    `positions` are those of the tokens in the whole sequence. Right are these, or, in every document, the distance from
-    its start. Of padding, position ids say nothing.
+    `positions` are those of the tokens in the whole sequence. Position ids must equal these, or the distance from the
+    start of the document. Those of padding are not checked.
     """
     if position_ids.shape[0] not in (1, len(rows)):
-        raise UsageError(f"position_ids have {position_ids.shape[0]} rows and the batch has {len(rows)}")
+        raise UsageError(
+            f"position_ids have {position_ids.shape[0]} rows, but the batch has {len(rows)}; expected as many, or one"
+        )
     verdicts = []
     for number, row in enumerate(rows):
         given = position_ids[number if position_ids.shape[0] > 1 else 0]

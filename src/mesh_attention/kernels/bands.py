@@ -1,8 +1,8 @@
-"""Masks as windows: how a masked call is cut into rectangles that a flash kernel's window describes exactly.
+"""Masks as windows: cuts a masked call into rectangles that a flash kernel's window describes exactly.
 
 Every mask here is a band inside documents, so for tokens of equal stride on both sides a document's part of a call is a
-band in the call's own indices. Rows that see nothing and keys that nobody sees are cut away first; what is left always
-has a window with both reaches at or above zero, which is what flash kernels can say.
+band in the call's own indices. Rows that see nothing and keys that no query sees are cut away first; the rest
+always has a window whose two reaches are at or above zero, which flash kernels can express.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from mesh_attention.masks import Segment
 class Window(NamedTuple):
     """A rectangle of a call: queries `q` and keys `kv` by index, and how far each query sees in it.
 
-    Aligned at the bottom right, as flash-attn does: query i sees the keys from i + shift - left to i + shift + right,
-    where shift is the number of keys less that of queries. None is unbounded. Every query sees a key.
+    It is aligned at the bottom right, as in flash-attn: query i sees the keys from i + shift - left to i + shift +
+    right, where shift is the number of keys minus the number of queries. None means unbounded. Every query sees a key.
     """
 
     q: range
@@ -32,15 +32,15 @@ class Window(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Query i sees just the keys up to i, as many queries as keys."""
+        """True if query i sees the keys up to i, with as many queries as keys."""
         return self.left is None and self.right == 0 and len(self.q) == len(self.kv)
 
 
 @lru_cache(maxsize=4096)
 def windows(mask: CallMask) -> tuple[Window, ...] | None:
-    """What a call comes to, in windows that share no query; None if the mask has no such form.
+    """A call as windows that share no query (they may share keys), or None if it has no such form.
 
-    That is for tokens that do not lie at one stride, the same on both sides. Windows may share keys.
+    It has one if the tokens of both sides have the same stride.
     """
     queries, keys = (range(sum(map(len, side))) for side in (mask.q, mask.kv))
     if not queries or not keys:
@@ -57,7 +57,7 @@ def windows(mask: CallMask) -> tuple[Window, ...] | None:
     found = []
     for q_part, kv_part, shift in mask.mask.pieces(q, kv, mask.seq_q, mask.seq_kv):
         rows, cols = _indices(q, q_part), _indices(kv, kv_part)
-        reach = q_part[0] + shift - kv_part[0]  # a query's own position, seen from the first key
+        reach = q_part[0] + shift - kv_part[0]  # a query's own position, relative to the first key
         left, right = mask.mask.left, mask.mask.right
         low = 1 - len(rows) if left is None else -((left - reach) // q.step)
         high = len(cols) - 1 if right is None else (reach + right) // q.step
@@ -66,7 +66,7 @@ def windows(mask: CallMask) -> tuple[Window, ...] | None:
 
 
 def _at_one_stride(q: Segment, kv: Segment) -> tuple[Segment, Segment]:
-    """A lone token lies at any stride."""
+    """The segments, where a single token takes the stride of the other side."""
     if len(q) == 1:
         q = range(q[0], q[0] + kv.step, kv.step)
     elif len(kv) == 1:
@@ -92,15 +92,16 @@ def _cut(q: range, kv: range, low: int, high: int) -> list[Window]:
     shift = len(kv) - len(q)
     left = None if low <= 1 - len(q) else shift - low
     right = None if high >= len(kv) - 1 else high - shift
-    # flash-attn 2 takes a right reach of as many keys or more for unbounded, and an unbounded one beside a left reach
-    # for that many keys. Neither is true for the first of many more queries than keys.
+    # flash-attn 2 treats a right reach of at least the number of keys as unbounded, and an unbounded one beside a left
+    # reach as that many keys. With many more queries than keys, both are wrong for the first queries.
     if len(q) > len(kv) + 1 and not (left is None and right is None):
         return _cut_rows(q, kv, low, high)
     return [Window(q, kv, left, right)]
 
 
 def _cut_rows(q: range, kv: range, low: int, high: int) -> list[Window]:
-    """Queries that the right edge cuts, then those that see all keys, then those that only the left edge cuts."""
+    """Windows of the queries that the right edge cuts, of those that see all keys, and of those that only the left edge
+    cuts."""
     right_ends = min(len(q), max(0, len(kv) - 1 - high))
     left_starts = min(len(q), max(right_ends, 1 - low))
     found = []

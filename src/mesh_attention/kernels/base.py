@@ -1,4 +1,4 @@
-"""What a kernel is: attention over one rectangle. Tensors are (batch, heads, tokens, dim), of any strides."""
+"""The kernel protocol: attention over one rectangle. Tensors are (batch, heads, tokens, dim), with any strides."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mesh_attention.masks import Mask, Segment
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallMask:
-    """The mask of one call. The same as itself only: it is made once, and looked up in every call.
+    """The mask of one call. Compared by identity: it is made once, and looked up in every call.
 
-    ``full``: none. ``causal``: query i sees keys up to i, as many queries as keys. ``positions``: by `mask`, for tokens
-    at these positions of the whole sequence.
+    ``full``: no mask. ``causal``: query i sees keys up to i, with as many queries as keys. ``positions``: `mask`, for
+    tokens at these positions of the whole sequence.
     """
 
     form: Literal["full", "causal", "positions"]
@@ -46,18 +46,18 @@ class CallMask:
 
 
 def _positions(segments: tuple[Segment, ...], device: torch.device) -> Tensor:
-    """Made where they are needed: a copy from the host cannot be part of a CUDA graph."""
+    """Positions made on the device: a copy from the host cannot be part of a CUDA graph."""
     return torch.cat([torch.arange(s.start, s.stop, s.step, device=device) for s in segments])
 
 
 @lru_cache(maxsize=256)
 def _cuts(cuts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Copied to the device once, at first use, which is before anything is recorded."""
+    """Boundaries copied to the device once, at first use, which is before a CUDA graph is captured."""
     return torch.tensor(cuts, device=device)
 
 
 class Scores(NamedTuple):
-    """How the scores of a call are made; 0 is no softcap."""
+    """The mask, scale and softcap of a call's scores; softcap 0 means none."""
 
     mask: CallMask
     scale: float
@@ -65,9 +65,9 @@ class Scores(NamedTuple):
 
 
 class RowGradient(NamedTuple):
-    """What backward needs of its queries besides Q. `lse` is over *all* keys.
+    """The inputs of backward for its queries, besides Q. `lse` is over *all* keys.
 
-    `delta` is rowsum(O∘dO) less dLSE; where O itself is at hand and there is no dLSE, `out` may come instead.
+    `delta` is rowsum(O∘dO) - dLSE; `out` may replace it where O is available and there is no dLSE.
     """
 
     do: Tensor
@@ -84,7 +84,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a kernel must be able to do for one attention call; `deterministic`: the same bits in every run."""
+    """What one attention call requires of a kernel; `deterministic`: the same bits in every run."""
 
     device: str
     dtype: torch.dtype
@@ -101,10 +101,10 @@ class Kernel(Protocol):
     name: str
 
     def supports(self, demand: Demand) -> str | None:
-        """None if it can do that; otherwise why not."""
+        """None if the kernel can do that; otherwise the reason, as in "needs …"."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """Output, and LSE of the rectangle's scores."""
+        """The output, and the LSE of the rectangle's scores."""
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
         """The rectangle's share of the gradients."""

@@ -1,4 +1,4 @@
-"""torch's CPU flash kernels: they give the LSE, and backward takes one from outside."""
+"""torch's CPU flash kernels, which return the LSE and accept one in backward."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores
+from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.rows import output_of
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_REFERENCE = ReferenceKernel()
 
 
 class CpuFlashKernel:
@@ -27,21 +29,37 @@ class CpuFlashKernel:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        if _is_empty(q, k):
+            return _REFERENCE.forward(q, k, v, scores)
         bias, blind = _bias(scores.mask, q)
+        q, k, v = (_in_one_piece(x) for x in (q, k, v))
         out, lse = _forward(q, k, v, 0.0, scores.mask.form == "causal", attn_mask=bias, scale=scores.scale)
-        # For rows that see nothing the kernel says 0, as if they had seen one key.
+        # For rows that see nothing the kernel returns LSE 0, as if they had seen one key.
         return out, lse if blind is None else lse.masked_fill(blind, -torch.inf)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
+        if _is_empty(q, k):
+            return _REFERENCE.backward(q, k, v, row, scores)
         bias, _ = _bias(scores.mask, q)
         lse = row.lse.masked_fill(row.lse == -torch.inf, 0.0)  # masked everywhere; -inf - -inf would be NaN
-        out, is_causal = output_of(row), scores.mask.form == "causal"
-        grads = _backward(row.do, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scores.scale)
+        q, k, v, do, out = (_in_one_piece(x) for x in (q, k, v, row.do, output_of(row)))
+        is_causal = scores.mask.form == "causal"
+        grads = _backward(do, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scores.scale)
         return Gradients(*grads)
 
 
+def _is_empty(q: Tensor, k: Tensor) -> bool:
+    """True without queries or keys: torch's kernel then divides by zero, which ends the process."""
+    return not q.shape[2] or not k.shape[2]
+
+
+def _in_one_piece(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if its last axis is not contiguous: torch's kernel takes that stride to be 1."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def _bias(mask: CallMask, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The additive mask the kernel wants, and which rows see nothing."""
+    """The additive mask for the kernel, and the rows that see nothing."""
     if mask.form != "positions":
         return None, None
     seen = mask.dense(q.device)

@@ -1,8 +1,8 @@
 """torch's own attention on NVIDIA GPUs: cuDNN's kernel and flash-attn 2's, through aten operators.
 
-cuDNN is about twice as fast on Hopper, takes unmasked and aligned causal calls, and builds a plan for every shape it
-meets. flash-attn 2 takes any window and any shape. Neither backward gives the same bits twice unless asked to: both add
-up dQ in the order in which blocks finish. cuDNN's cannot be asked to through torch; flash-attn's can.
+cuDNN is about twice as fast on Hopper, takes unmasked and aligned causal calls, and builds a plan for every new shape.
+flash-attn 2 takes any window and any shape. By default neither backward gives the same bits twice: both add up dQ in
+the order in which blocks finish. Through torch, only flash-attn's can be made deterministic.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mesh_attention.kernels.windowed import (
     all_aligned,
     backward_by_windows,
     forward_by_windows,
+    tokens_first,
     unfit,
 )
 
@@ -36,21 +37,21 @@ _flash_backward = torch.ops.aten._flash_attention_backward.default
 NOT_DETERMINISTIC = "adds up dQ in no fixed order"
 
 _FEWEST_FOR_CUDNN = 64
-"""Below this many queries or keys cuDNN gains nothing, and it refuses a single key."""
+"""Below this many queries or keys cuDNN is no faster, and it refuses a single key."""
 
 _FIRST_SOUND_CUDNN = 91501
-"""Until 9.15.0 lengths that are no multiple of 128 read past their end; torch draws the line at the same number."""
+"""Up to 9.15.0, lengths that are not a multiple of 128 read past their end; torch has the same limit."""
 
 
 _OUR_PLANS = -0.0
-"""The probability of dropout: none, and yet another key than 0.0 where torch looks for a plan, byte by byte."""
+"""Dropout probability: zero, but with other bytes than 0.0, by which torch looks up cuDNN plans."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchFlashOp:
-    """flash-attn 2 as torch carries it: grouped heads as they are, one head size, any window.
+    """torch's copy of flash-attn 2: grouped heads without copies, one head size, any window.
 
-    `is_deterministic` asks for a backward that gives the same bits every time, by torch's process-wide switch.
+    With `is_deterministic`, backward gives the same bits every time, by torch's process-wide switch.
     """
 
     is_deterministic: bool = False
@@ -83,7 +84,7 @@ class TorchFlashOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudnnOp:
-    """cuDNN for unmasked and aligned causal windows that are not tiny, another op for the rest."""
+    """cuDNN for unmasked and aligned causal windows that are not tiny; `rest` for all others."""
 
     rest: WindowOp
 
@@ -102,8 +103,11 @@ class CudnnOp:
         if not _suits_cudnn(window):
             return self.rest.backward(q, k, v, row, window, scale)
         q, k, v = aligned(q), aligned(k), aligned(v)
-        # torch keeps cuDNN's backward plans by the strides of Q, K and V alone: with other strides of O or dO a plan
-        # gives wrong gradients. So ours always lie the same way, and our plans are not those of torch's own attention.
+        if 0 in q.stride():  # expanded: strides like Q's would leave the last axis of O not contiguous
+            q = tokens_first(q)
+        # torch looks up cuDNN's backward plans by the strides of Q, K and V alone: with other strides of O or dO a plan
+        # gives wrong gradients. So our O and dO always have the same strides, and we do not share plans with torch's
+        # own attention.
         out, do = (_laid_as(x, q) for x in (row.out, row.do))
         seed, lse = _no_dropout(q.device), row.lse.contiguous()[..., None]
         lengths = q.shape[2], k.shape[2]
@@ -114,7 +118,7 @@ class CudnnOp:
 
 
 class TorchFlashKernel:
-    """flash-attn 2 as torch carries it; `is_deterministic` for gradients that are the same bits every time."""
+    """torch's copy of flash-attn 2; with `is_deterministic`, gradients have the same bits every time."""
 
     def __init__(self, *, is_deterministic: bool = False) -> None:
         self.name = "torch flash, deterministic" if is_deterministic else "torch flash"
@@ -138,9 +142,9 @@ class TorchFlashKernel:
 
 
 class CudnnKernel:
-    """cuDNN where it can, torch's flash for windows; the fastest that a plain torch has on Hopper and Blackwell.
+    """cuDNN where possible, torch's flash for windows; the fastest in plain torch on Hopper and Blackwell.
 
-    Deterministic, it goes forward only: backward is torch's flash, since cuDNN's gradients differ from run to run.
+    If deterministic, cuDNN runs forward only and torch's flash backward, since cuDNN's gradients vary between runs.
     """
 
     def __init__(self, *, is_deterministic: bool = False) -> None:
@@ -173,13 +177,13 @@ def _cudnn_is_unfit() -> str | None:
         return f"runs better than flash on compute capability 9 and 10 only, not on {major}.{minor}"
     version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     if version is None or version < _FIRST_SOUND_CUDNN:
-        return f"needs cuDNN {_FIRST_SOUND_CUDNN} or later for lengths that are no multiple of 128, not {version}"
+        return f"needs cuDNN {_FIRST_SOUND_CUDNN} or later for lengths that are not a multiple of 128, not {version}"
     return None
 
 
 def _refusal(can_use: Callable[[Any], bool], demand: Demand) -> str | None:
     """torch's own answer for these head sizes, forward and backward, on the current device."""
-    with torch.enable_grad():  # what is asked for without gradients is forward alone
+    with torch.enable_grad():  # without gradients, torch answers for forward alone
         q, v = (
             torch.empty((1, 1, 2 * _FEWEST_FOR_CUDNN, dim), dtype=demand.dtype, device=demand.device).requires_grad_()
             for dim in (demand.head_dim_qk, demand.head_dim_v)
@@ -187,13 +191,13 @@ def _refusal(can_use: Callable[[Any], bool], demand: Demand) -> str | None:
         if can_use(torch.backends.cuda.SDPAParams(q, q, v, None, 0.0, False, False)):
             return None
     return (
-        f"cannot do {demand.dtype} with head sizes {demand.head_dim_qk} and {demand.head_dim_v} here, says "
+        f"cannot do {demand.dtype} with head sizes {demand.head_dim_qk} and {demand.head_dim_v} here, according to "
         f"torch.backends.cuda.{getattr(can_use, '__name__', 'can_use')}"
     )
 
 
 def _suits_cudnn(window: Window) -> bool:
-    """Unmasked, or causal with as many queries as keys; not tiny."""
+    """True for windows that are unmasked, or causal with as many queries as keys, and not tiny."""
     q, kv, left, right = window
     if left is not None or (right is not None and (right or len(q) != len(kv))):
         return False
@@ -201,10 +205,10 @@ def _suits_cudnn(window: Window) -> bool:
 
 
 def _laid_as(tensor: Tensor, q: Tensor) -> Tensor:
-    """The tensor, or a copy of it, that lies in memory as cuDNN lays O for this Q: in one piece, dims in Q's order."""
+    """The tensor, or a copy of it, with the strides cuDNN gives O for this Q: dense, dims in Q's order."""
     due = dense_strides(q.stride(), tensor.shape)
-    lies = all(size == 1 or a == b for size, a, b in zip(tensor.shape, tensor.stride(), due, strict=True))
-    if lies and not tensor.data_ptr() % 16:
+    is_laid = all(size == 1 or a == b for size, a, b in zip(tensor.shape, tensor.stride(), due, strict=True))
+    if is_laid and not tensor.data_ptr() % 16:
         return tensor
     return tensor.new_empty_strided(tensor.shape, due).copy_(tensor)
 
@@ -215,13 +219,13 @@ def _reaches(window: Window) -> dict[str, int | None]:
 
 @lru_cache(maxsize=64)
 def _no_dropout(device: torch.device) -> Tensor:
-    """The random state that the backward operators insist on and, without dropout, do not read."""
+    """The random state that the backward operators require but, without dropout, do not read."""
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
 @contextmanager
 def _same_bits() -> Iterator[None]:
-    """torch's deterministic mode, without its filling of fresh memory; as before afterwards."""
+    """torch's deterministic mode, without filling fresh memory; restores the previous mode."""
     memory: Any = torch.utils.deterministic
     mode, fill = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("error")

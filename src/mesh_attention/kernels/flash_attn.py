@@ -1,7 +1,7 @@
 """The flash-attn packages, where one is installed: 3 for Hopper, 4 for Blackwell, 2 from Ampere on.
 
-Nothing is imported before a kernel for CUDA is asked for. A package is taken if its forward and backward have the
-parameters used here, whatever its version says. Their backward adds up dQ in the order in which blocks finish.
+Nothing is imported until a kernel for CUDA is chosen. A package is used if its forward and backward have the parameters
+used here, regardless of its version. Their backward adds up dQ in the order in which blocks finish.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mesh_attention.kernels.windowed import (
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Where a package keeps its functions, on which compute capabilities it is used, and for which head sizes.
+    """The functions of a package, and the compute capabilities and head sizes it is used for.
 
     `takes_windows`: backward takes any window, not only causal ones.
     """
@@ -72,12 +72,12 @@ _GIVEN: dict[str, Any] = {
     "return_lse": True,
     "deterministic": False,
 }
-"""What every call says, to functions that have such a parameter."""
+"""Arguments of every call, for functions that have such a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function and its parameters, to be called by those names it has."""
+    """A function, called with those arguments that it has parameters for."""
 
     call: Callable[..., Any]
     parameters: Mapping[str, inspect.Parameter]
@@ -89,14 +89,14 @@ class Function:
         return self.call(**{name: value for name, value in given.items() if name in self.parameters})
 
     def _reach(self, side: str, reach: int | None) -> int | None:
-        """Unbounded is None where that is the default, else -1."""
+        """The reach, with unbounded as None where None is the default, else -1."""
         if reach is None and self.parameters[f"window_size_{side}"].default is not None:
             return -1
         return reach
 
 
 def _is_surplus(parameter: inspect.Parameter, needs: Collection[str]) -> bool:
-    """Whether a function insists on something that it is not given."""
+    """True if a function requires a parameter that we do not pass."""
     is_optional = parameter.default is not parameter.empty or parameter.kind in (
         parameter.VAR_POSITIONAL,
         parameter.VAR_KEYWORD,
@@ -112,7 +112,7 @@ class Functions:
 
 @lru_cache(maxsize=16)
 def find_functions(release: Release) -> Functions | str:
-    """A package's functions; or why they cannot be used."""
+    """A package's functions, or the reason why they cannot be used."""
     try:
         module = importlib.import_module(release.module)
     except ImportError as error:
@@ -128,19 +128,19 @@ def find_functions(release: Release) -> Functions | str:
             return f"has a {name} without {', '.join(missing)}"
         surplus = [parameter.name for parameter in function.parameters.values() if _is_surplus(parameter, needs)]
         if surplus:
-            return f"needs {', '.join(surplus)} for its {name}, which is not known here"
+            return f"needs {', '.join(surplus)} for its {name}, which this version does not pass"
         found.append(function)
     return Functions(*found)
 
 
 def _parameters(call: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """By name. A custom operator of torch hides them behind ``*args``; the function it was made of has them."""
+    """Parameters by name. A custom operator of torch hides them behind ``*args``; its original function has them."""
     return inspect.signature(getattr(call, "_init_fn", call)).parameters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlashAttnOp:
-    """A package's functions; windows that they do not take go to `rest`."""
+    """A package's functions; `rest` handles the windows that they do not take."""
 
     functions: Functions
     takes_windows: bool
@@ -198,7 +198,7 @@ class FlashAttnKernel:
         return backward_by_windows(self._op(), q, k, v, row, scores)
 
     def _op(self) -> FlashAttnOp:
-        if self._found is None:  # one op for all calls: what is looked up by it is found again
+        if self._found is None:  # one op for all calls, since caches are keyed by it
             functions = find_functions(self._release)
             assert isinstance(functions, Functions), "asked without supports()"
             self._found = FlashAttnOp(functions, self._release.takes_windows, rest=TorchFlashOp())

@@ -1,6 +1,6 @@
 """Merging and row sums with Triton: one launch and one pass over memory each.
 
-Nothing here imports triton until a kernel is first launched. Outputs are (batch, heads, tokens, dim) of any strides.
+Nothing here imports triton until a kernel is first launched. Outputs are (batch, heads, tokens, dim), with any strides.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 _TILE_NBYTES = 16384
-"""Of the running sum, in one program: eight loads of 16 bytes in flight for each of its 128 threads."""
+"""Bytes of the running sum in one program: eight loads of 16 bytes in flight for each of its 128 threads."""
 
 
 class FusedMerging:
-    """Triton kernels. `device_type` is another than CUDA for Triton's interpreter only."""
+    """Triton kernels. `device_type` differs from "cuda" only under Triton's interpreter."""
 
     name = "triton"
 
@@ -45,7 +45,7 @@ class FusedMerging:
 
 @lru_cache(maxsize=64)
 def lacks(device: torch.device) -> str | None:
-    """What is missing for these kernels to run there; None if nothing is."""
+    """The reason why these kernels cannot run on a device; None if they can."""
     if not _is_installed():
         return "needs triton, which is not installed"
     if device.type == "cuda" and torch.cuda.is_available():
@@ -109,17 +109,17 @@ def _add(total: Tensor, partial: Tensor, *, is_first: bool) -> None:
     assert total.shape == partial.shape
     if not total.numel():
         return
-    if total.dim() == 3:  # a statistic: its heads, which lie side by side in a record, take the place of dim
+    if total.dim() == 3:  # a statistic: its heads, adjacent in a record, take the place of dim
         total, partial = total.transpose(1, 2)[:, None], partial.transpose(1, 2)[:, None]
     steps, part_steps, unit = _steps(total.stride(), partial.stride(), max(total.itemsize, partial.itemsize))
     _launch("add_rows", total, (total, *steps, partial, *part_steps), unit, is_first, itemsize=max(4, total.itemsize))
 
 
-# Launching. What can be looked up is: a small launch takes the host longer than the device.
+# Launching. Everything possible is cached: a small launch takes the host longer than the device.
 
 
 def _launch(name: str, like: Tensor, args: tuple[Any, ...], *constants: Any, itemsize: int) -> None:
-    """`like` gives the rows; `itemsize` is of the dtype that is computed in."""
+    """Launch a kernel over the rows of `like`; `itemsize` is that of the dtype it computes in."""
     batch, heads, tokens, dim = like.shape
     block, rows = _tile(dim, itemsize)
     tiles = -(-tokens * heads // rows)
@@ -130,13 +130,13 @@ def _launch(name: str, like: Tensor, args: tuple[Any, ...], *constants: Any, ite
     elif device.index == torch.cuda.current_device():
         _launch_here(name, grid, args, device.index)
     else:
-        with torch.cuda.device(device):  # Triton launches on the current one
+        with torch.cuda.device(device):  # Triton launches on the current device
             _launch_here(name, grid, args, device.index)
 
 
 def _launch_here(name: str, grid: tuple[int, int, int], args: tuple[Any, ...], index: int) -> None:
-    """Compiled once for each form of arguments, and from then on launched as compiled: Triton's own look-up of what to
-    launch takes several times as long as the launch."""
+    """Compile once for each form of arguments, then launch the compiled kernel directly: Triton's own lookup takes
+    several times as long as the launch."""
     form = (name, index, *(_form(arg) for arg in args[: -_CONSTANTS[name]]), *args[-_CONSTANTS[name] :])
     compiled = _COMPILED.get(form)
     if compiled is None:
@@ -147,11 +147,12 @@ def _launch_here(name: str, grid: tuple[int, int, int], args: tuple[Any, ...], i
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 _CONSTANTS = {"merge_rows": 6, "add_rows": 6, "dot_rows": 5, "stand_in_rows": 6}
-"""How many of a kernel's arguments are constants to its compiler; they come last."""
+"""Number of a kernel's compile-time constants; they are its last arguments."""
 
 
 def _form(arg: Any) -> Any:
-    """What the compiler may look at: dtype and alignment; whether a number is 1, divisible by 16, and of 32 bits."""
+    """What the compiler may specialise on: dtype and alignment; whether a number is 1, divisible by 16, or 32 bits
+    wide."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     return arg == 1, arg % 16 == 0, arg < 2**31
@@ -159,7 +160,7 @@ def _form(arg: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _tile(dim: int, itemsize: int) -> tuple[int, int]:
-    """Dim rounded up to a power of two, and how many rows of it fill a program."""
+    """Dim rounded up to a power of two, and the number of such rows in a program."""
     block = 1 << (dim - 1).bit_length()
     return block, max(1, _TILE_NBYTES // (itemsize * block))
 
@@ -168,10 +169,10 @@ def _tile(dim: int, itemsize: int) -> tuple[int, int]:
 def _steps(
     strides: tuple[int, ...], others: tuple[int, ...], itemsize: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """The strides of two tensors in units of elements, and the unit; not of the last dimension.
+    """The strides of two tensors in multiples of a unit, and the unit; the last stride stays in elements.
 
-    The unit is 16 bytes of the wider dtype if that divides them all, else the largest power of two that does. It is one
-    for both tensors so that a thread holds the same elements of both, and none are exchanged between threads.
+    The unit is 16 bytes of the wider dtype if that divides all strides, else the largest power of two that does. Both
+    tensors share it, so that a thread holds the same elements of both and threads exchange nothing.
     """
     unit = 16 // itemsize
     while any(stride % unit for stride in (*strides[:-1], *others[:-1])):

@@ -1,7 +1,7 @@
-"""Merging: a partial into a running sum, in place. Sums are float32, or float64 for float64.
+"""Merging a partial into a running sum, in place. Sums are float32, or float64 for float64.
 
-The protocol, and plain torch, which does it anywhere. Outputs are (batch, heads, tokens, dim) of any strides, LSE has
-the same shape without the last dimension.
+The protocol, and an implementation in plain torch that runs anywhere. Outputs are (batch, heads, tokens, dim), with any
+strides; LSE has the same shape without the last dimension.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from torch import Tensor
 
 
 class Merging(Protocol):
-    """A way of merging; others may be faster, none may be less exact."""
+    """An implementation of merging. It may be faster than plain torch, but not less exact."""
 
     name: str
 
     def supports(self, device: torch.device) -> str | None:
-        """None if it works there; otherwise why not."""
+        """None if it works on the device; otherwise the reason."""
 
     def start_output(self, total: Tensor, total_lse: Tensor, partial: Tensor, lse: Tensor) -> None:
-        """The first partial of a sum: what is in the sum before is not read."""
+        """Start a sum with its first partial; the old contents of the sum are not read."""
 
     def merge_output(self, total: Tensor, total_lse: Tensor, partial: Tensor, lse: Tensor) -> None:
-        """Fold an output and its LSE into the running ones. Rows that saw nothing have LSE -inf and weigh nothing."""
+        """Merge an output and its LSE into the running ones. Rows that saw nothing have LSE -inf and weight 0."""
 
     def copy(self, dest: Tensor, source: Tensor) -> None:
-        """The first partial of a gradient; packing; rounding a sum. Of any dtypes."""
+        """Copy between any two dtypes: the first partial of a gradient, packing, rounding a sum."""
 
     def add(self, total: Tensor, partial: Tensor) -> None:
-        """A further partial of a gradient."""
+        """Add another partial of a gradient."""
 
 
 class TorchMerging:

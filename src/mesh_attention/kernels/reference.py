@@ -1,4 +1,4 @@
-"""The truth: plain torch, any dtype, any mask, nothing clever. Computes in float32, or float64 for float64."""
+"""The reference: plain torch for any dtype and any mask. Computes in float32, or float64 for float64."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def _unshare(gradient: Tensor, groups: int) -> Tensor:
-    """The sum over the query heads that read each KV head."""
+    """Gradients summed over the query heads that share each KV head."""
     batch, heads, tokens, dim = gradient.shape
     return gradient.reshape(batch, heads // groups, groups, tokens, dim).sum(2)
 
 
 def _share(x: Tensor, q: Tensor) -> Tensor:
-    """Each KV head once for every query head that reads it."""
+    """Every KV head repeated for each query head that reads it."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)

@@ -1,6 +1,6 @@
-"""Per row and head: delta = rowsum(O∘dO), and an output that stands in for the one backward has not got.
+"""Per row and head: delta = rowsum(O∘dO), and an output that stands in for O where backward does not have it.
 
-On CUDA each is one pass over memory, where Triton is at hand; elsewhere plain torch.
+With Triton on CUDA, each is one pass over memory; elsewhere plain torch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from mesh_attention.kernels.base import RowGradient
 
 
 def row_delta(out: Tensor, d_out: Tensor, *, wide: torch.dtype) -> Tensor:
-    """rowsum(O∘dO) over the last dimension, computed and given in `wide`. (batch, tokens, heads, dim)"""
+    """rowsum(O∘dO) over the last dimension of (batch, tokens, heads, dim), computed and returned in dtype `wide`."""
     if _is_fused(out):
         return fused.row_delta(out, d_out, wide=wide)
     return (out.to(wide) * d_out.to(wide)).sum(-1)
 
 
 def stand_in_output(do: Tensor, delta: Tensor) -> Tensor:
-    """Some O with rowsum(O∘dO) = delta: all that the kernel takes from O is that sum. (batch, heads, tokens, dim)"""
+    """An O of shape (batch, heads, tokens, dim) with rowsum(O∘dO) = delta, the only thing the kernel uses O for."""
     if _is_fused(do):
         return fused.stand_in_output(do, delta)
     wide = do.to(delta.dtype)
@@ -39,7 +39,7 @@ def stand_in_rows(do: Tensor, delta: Tensor, lse: Tensor) -> tuple[Tensor, Tenso
 
 
 def delta_of(row: RowGradient) -> Tensor:
-    """Delta, as given or from the output."""
+    """Delta as given, or computed from the output."""
     if row.delta is not None:
         return row.delta
     assert row.out is not None, "a row has its delta or its output"
@@ -47,7 +47,7 @@ def delta_of(row: RowGradient) -> Tensor:
 
 
 def output_of(row: RowGradient) -> Tensor:
-    """The output, as given or one that stands in for it."""
+    """The output as given, or one that stands in for it."""
     return row.out if row.out is not None else stand_in_output(row.do, delta_of(row))
 
 

@@ -1,4 +1,4 @@
-"""The reference over a few queries at a time, for what no fast kernel takes on a GPU: exact, slow, bounded memory."""
+"""The reference over a few queries at a time, for calls that no fast GPU kernel takes: exact, slow, bounded memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WHOLE = ReferenceKernel()
 
 
 class SlicedReferenceKernel:
-    """A slice's scores take at most `nbytes` (or are of one query); some five tensors of that size live at once."""
+    """The scores of a slice take at most `nbytes`, or one query; about five tensors of that size exist at once."""
 
     name = "reference in slices"
 
@@ -58,7 +58,7 @@ class SlicedReferenceKernel:
 
 def _rows(scores: Scores, rows: slice) -> Scores:
     mask = scores.mask
-    form = "positions" if mask.form == "causal" else mask.form  # causal is for as many queries as keys
+    form = "positions" if mask.form == "causal" else mask.form  # causal needs as many queries as keys
     part: CallMask = replace(mask, form=form, q=_part(mask.q, rows.start, rows.stop))
     return scores._replace(mask=part)
 

@@ -1,9 +1,10 @@
 """The Triton kernels behind `fused`. Importing this imports triton; only `fused` does, when it first launches one.
 
-A *row* is a token and a head. A program takes a tile of rows × dim, heads first, for heads lie side by side in memory.
-Every tensor comes as its address and strides. The strides of tensors with dim, but not the one over dim, are in units
-of `unit` elements: so the compiler knows that rows are aligned, and loads 16 bytes at once. Sizes and strides are 64
-bits wide and not specialised on: another number of tokens is not another compilation. The stride over dim is, for 1.
+A *row* is a token and a head. A program takes a tile of rows × dim, heads first, because heads are adjacent in memory.
+Every tensor is passed as its address and strides. The strides of tensors with dim, except the one over dim, are in
+units of `unit` elements, so that the compiler knows that rows are aligned and loads 16 bytes at once. Sizes and strides
+are 64 bits wide and not specialised on, so a new number of tokens needs no compilation; the stride over dim is
+specialised on 1.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _PLAIN = [  # arguments whose values do not select a compilation
 
 @triton.jit
 def _locate(tokens, tiles, heads: tl.constexpr, rows: tl.constexpr):
-    """This program's batch entry and first token; then for each row how many tokens on, its head, whether it exists.
+    """This program's batch entry and first token; for each row its token relative to the first, its head, and if it
+    exists.
 
     Only the scalars are divided in 64 bits; rows are divided by a constant.
     """
@@ -39,14 +41,14 @@ def _locate(tokens, tiles, heads: tl.constexpr, rows: tl.constexpr):
 
 @triton.jit
 def _rows(base, per_batch, per_head, per_token, batch, token, onward, head, unit: tl.constexpr):
-    """Where rows begin. The scalar part apart, so that it is computed once."""
+    """Pointers to the starts of rows. The scalar part is separate, so that it is computed once."""
     start = batch * per_batch + token * per_token
     return base + start * unit + (onward * per_token + head * per_head) * unit
 
 
 @triton.jit
 def _across(row_pointers, per_dim, block: tl.constexpr):
-    """Where the elements of rows lie."""
+    """Pointers to the elements of rows."""
     return row_pointers[:, None] + (tl.arange(0, block).to(tl.int64) * per_dim)[None, :]
 
 
@@ -57,7 +59,7 @@ def _within(is_row, dim: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def _cast(values, dtype: tl.constexpr):
-    """As torch does it: a float64 becomes a float32 on its way to 16 bits."""
+    """Cast as torch does: a float64 goes through float32 on its way to 16 bits."""
     if values.dtype == tl.float64 and dtype.primitive_bitwidth == 16:
         values = values.to(tl.float32)
     return values.to(dtype)
@@ -120,7 +122,7 @@ def merge_rows(
     unit: tl.constexpr,
     is_first: tl.constexpr,
 ):
-    """Output b with its LSE into the running output a; `is_first`: instead of it, and a is not read."""
+    """Merge output b with its LSE into the running output a; if `is_first`, replace a without reading it."""
     batch, token, onward, head, is_row = _locate(tokens, tiles, heads, rows)
     a_lse_at = _rows(a_stat, a_stat_batch, a_stat_head, a_stat_token, batch, token, onward, head, 1)
     b_lse_at = _rows(b_stat, b_stat_batch, b_stat_head, b_stat_token, batch, token, onward, head, 1)
@@ -135,7 +137,7 @@ def merge_rows(
         merged = before * a_weight.to(before.dtype)[:, None] + merged * b_weight.to(before.dtype)[:, None]
     tl.store(a_at, merged, mask=here)
     if not is_first:
-        tl.debug_barrier()  # every warp reads the LSE of its rows for itself; one of them writes it
+        tl.debug_barrier()  # every warp reads the LSE of its rows; one of them writes it
     tl.store(a_lse_at, joint, mask=is_row)
 
 
@@ -160,7 +162,7 @@ def add_rows(
     unit: tl.constexpr,
     is_first: tl.constexpr,
 ):
-    """a += b; `is_first`: a = b, and a is not read."""
+    """a += b; if `is_first`, a = b without reading a."""
     batch, token, onward, head, is_row = _locate(tokens, tiles, heads, rows)
     a_at = _across(_rows(a, a_batch, a_head, a_token, batch, token, onward, head, unit), a_dim, block)
     b_at = _across(_rows(b, b_batch, b_head, b_token, batch, token, onward, head, unit), b_dim, block)
@@ -240,7 +242,7 @@ def stand_in_rows(
     unit: tl.constexpr,
     has_lse: tl.constexpr,
 ):
-    """b with rowsum(b∘a) = a_stat, as `rows.stand_in_output`; `has_lse`: and c_stat = b_stat with 0 for -inf."""
+    """b with rowsum(b∘a) = a_stat, as `rows.stand_in_output`; if `has_lse`, also c_stat = b_stat with 0 for -inf."""
     batch, token, onward, head, is_row = _locate(tokens, tiles, heads, rows)
     a_at = _across(_rows(a, a_batch, a_head, a_token, batch, token, onward, head, unit), a_dim, block)
     b_at = _across(_rows(b, b_batch, b_head, b_token, batch, token, onward, head, unit), b_dim, block)

@@ -1,4 +1,4 @@
-"""What kernels that take a window have in common: any mask by windows, an output that stands in, aligned tensors."""
+"""Shared parts of kernels that take a window: masks as windows, a stand-in output, aligned tensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SLICED = SlicedReferenceKernel()
 
 
 class FlashRow(NamedTuple):
-    """What a flash backward takes of its queries besides Q.
+    """The inputs of a flash backward for its queries, besides Q.
 
-    `out` only stands in: rowsum(out∘do) is delta. `lse` is 0 where a query sees nothing anywhere.
+    `out` is a stand-in with rowsum(out∘do) = delta. `lse` is 0 where a query sees no key at all.
     """
 
     do: Tensor
@@ -31,12 +31,12 @@ class FlashRow(NamedTuple):
 
 
 class WindowOp(Protocol):
-    """Attention over one window's queries and keys; tensors are (batch, heads, tokens, dim), of any strides."""
+    """Attention over one window's queries and keys; tensors are (batch, heads, tokens, dim), with any strides."""
 
     def __hash__(self) -> int: ...
 
     def refuses(self, window: Window, head_dim_qk: int, head_dim_v: int) -> str | None:
-        """None if it takes that window; otherwise why not."""
+        """None if it takes that window; otherwise the reason."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
         """Output and LSE, (batch, heads, queries) in float32."""
@@ -45,7 +45,7 @@ class WindowOp(Protocol):
 
 
 def unfit(demand: Demand) -> str | None:
-    """Why no flash kernel can meet the demand; None if one may."""
+    """The reason why no flash kernel can meet the demand; None if one might."""
     if demand.device != "cuda":
         return f"runs on cuda, not on {demand.device}"
     if demand.dtype not in (torch.bfloat16, torch.float16):
@@ -101,7 +101,7 @@ def _flash_row(row: RowGradient, mask: CallMask) -> FlashRow:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it, so that every head of every token starts at 16 bytes and is of one piece.
+    """The tensor, or a copy of it, in which every head of every token is contiguous and aligned to 16 bytes.
 
     Fused kernels load 16 bytes at a time; records put statistics before dO, and a run may start at any token.
     """
@@ -111,7 +111,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def all_aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `aligned` would leave all three as they are, asked at once."""
+    """True if `aligned` would copy none of the three."""
     is_at_16 = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
     return is_at_16 and _have_aligned_rows(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.itemsize)
 
@@ -129,13 +129,13 @@ def _has_aligned_rows(shape: tuple[int, ...], strides: tuple[int, ...], itemsize
 
 
 def tokens_first(tensor: Tensor) -> Tensor:
-    """A copy that lies in memory as (batch, tokens, heads, dim)."""
+    """A copy whose memory order is (batch, tokens, heads, dim)."""
     return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 @lru_cache(maxsize=4096)
 def _cuts(op: WindowOp, mask: CallMask, head_dim_qk: int, head_dim_v: int) -> tuple[Window, ...] | None:
-    """The call in windows that the op takes; None, with a word in the log, if it does not."""
+    """The call as windows that the op takes, or None, with a log message, if it does not take them."""
     cuts = windows(mask)
     if cuts is None:
         _log_once(f"no windows of token strides {_strides(mask.q)} × {_strides(mask.kv)}")
@@ -150,7 +150,7 @@ def _cuts(op: WindowOp, mask: CallMask, head_dim_qk: int, head_dim_v: int) -> tu
 
 @lru_cache(maxsize=4096)
 def _is_whole(cuts: tuple[Window, ...], mask: CallMask) -> bool:
-    """Whether one window is the whole call, so that its results are the call's."""
+    """True if one window is the whole call, so that its results are the call's."""
     sides = ((len(cuts[0].q), mask.q), (len(cuts[0].kv), mask.kv)) if len(cuts) == 1 else ()
     return bool(sides) and all(count == sum(map(len, side)) for count, side in sides)
 

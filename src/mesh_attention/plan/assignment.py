@@ -160,6 +160,10 @@ class Assignment:
         (outer_row, outer_col), (row, col) = divmod(run, self.tile.rows // wide), divmod(local, wide)
         return outer_row * high + row, outer_col * wide + col
 
+    def owner(self, row_shard: int, col_shard: int) -> int:
+        """The place that computes a block: its Q group has the query shard, its KV group the key/value shard."""
+        return self._place(self.coordinates(row_shard)[0], self.coordinates(col_shard)[1])
+
     def _place(self, row: int, col: int) -> int:
         if self.inner is None:
             return row * self.tile.rows + col

@@ -140,10 +140,10 @@ class BlockMatrix:
         payload, statistics = elements_a_token(item.kind, problem)
         width = problem.accumulator_itemsize if item.form == "running" else problem.itemsize
         tokens, wide = problem.batch * _count(segments), problem.accumulator_itemsize
-        record = payload // share * width
+        a_token = payload // share * width
         if statistics and item.form != "home":
-            record += -record % wide  # statistics are read in place, so the next record must be aligned for them
-        return Bytes(payload=tokens * record, statistics=tokens * (statistics // share) * wide)
+            a_token += -a_token % wide  # statistics are read in place, so the next token must be aligned for them
+        return Bytes(payload=tokens * a_token, statistics=tokens * (statistics // share) * wide)
 
     def runs(self, item: Item) -> int:
         """Number of pieces in which an item travels: one for each run of its tokens."""

@@ -159,8 +159,8 @@ class _Lowering:
         if not self.matrix.segments(axis, self.place) or (inward and not self._is_wanted(kind)):
             return
         group = tuple(self.assignment.ulysses_group(self.rank))
-        # Inward, each rank gives its tokens and gets its heads; outward, it gives its heads and gets its tokens.
-        # In the order of distances round the group: at every turn each rank sends to one rank and receives from one.
+        # Inward, each rank gives its tokens and gets its heads; outward, it gives its heads and gets its tokens. In the
+        # order of distances round the group: at every distance each rank sends to one rank and receives from one.
         sends, recvs = [], []
         for distance in range(1, len(group)):
             dest, source = group[(self.head_slice + distance) % len(group)], group[self.head_slice - distance]

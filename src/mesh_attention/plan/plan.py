@@ -83,10 +83,7 @@ class Plan:
         return format_plan(self)
 
     def __repr__(self) -> str:
-        ulysses = f"{self.assignment.ulysses}*" if self.assignment.ulysses > 1 else ""
-        what = (
-            f"{self.method} {ulysses}{self.assignment.tile} {self.direction}, {self.layout.name}, {self.problem.mask}"
-        )
+        what = f"{self.method} {self.assignment} {self.direction}, {self.layout.name}, {self.problem.mask}"
         return f"<Plan {what}, {self.digest[:12]}>"
 
 

@@ -74,6 +74,16 @@ def imbalance(flops: Iterable[int]) -> float:
     return max(flops) / mean - 1 if mean else 0.0
 
 
+ALL_RANKS, SAMPLED_RANKS = 64, 16
+
+
+def sampled_ranks(ranks: int, *, all_up_to: int = ALL_RANKS, sample: int = SAMPLED_RANKS) -> tuple[int, ...]:
+    """All ranks up to a number of them; of more, a sample spread evenly from the first to the last."""
+    if ranks <= all_up_to:
+        return tuple(range(ranks))
+    return tuple(index * (ranks - 1) // (sample - 1) for index in range(sample))
+
+
 def _by_kind(items: Iterable[Item], matrix: BlockMatrix) -> dict[Kind, Bytes]:
     totals: dict[Kind, Bytes] = {}
     for item in items:

@@ -1,11 +1,11 @@
 """Schedules: in what order a rank fetches, attends and returns.
 
 A schedule is written once for all ranks, in *offsets*: row 0 and column 0 are a rank's own shard, row x the shard of
-the place x before it in its Q group's ring, column y likewise in its KV group's. All ranks make the same moves at the
-same turn, so whatever one sends at a turn another receives at that turn, and no circle of waiting can arise. A mask
+the place x before it in its Q group's ring, column y likewise in its KV group's. All ranks make the same moves in the
+same order, so whatever one sends in a move another receives in that move, and no circle of waiting can arise. A mask
 only removes: `lowering` turns the moves into one rank's steps and leaves out what that rank and its peers do not need.
 
-    fetch kv 2            get column 2's K and V, and send the shards that others get at this turn
+    fetch kv 2            get column 2's K and V, and send the shard that others get in this move
     meet 0,1 x 0-3        attend these rows with these columns
     return o 1            row 1 is complete: its partial leaves, another's arrives for row 0; `return o 0` ends row 0
     gather q · reduce o   the same for a whole group at once, as a collective
@@ -30,7 +30,7 @@ KEEPABLE: tuple[tuple[Kind, ...], ...] = ((), ("q",), ("kv",), ("q", "kv"))
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Get the shard at `offset`; send the one that others get at this turn."""
+    """Get the shard at `offset`; send the one that others get in this move."""
 
     kind: Kind
     offset: int

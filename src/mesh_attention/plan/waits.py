@@ -1,7 +1,14 @@
-"""The stops of a program: one for each step or turn of posts, and the transfers that must be over before it.
+"""Turns and stops of a program: which transfers are posted together, and which must be over before a step.
 
-A receive is only posted; the first step that reads the item waits for it. An item may be freed only when no transfer of
-it is under way, in or out. The executor waits at these stops, and the simulator counts the waits.
+A *turn* is a set of adjacent sends and receives, posted together. A transport may run its operations strictly in order
+(NCCL does, on one stream): a receive that is posted alone would then hold up the send behind it, and two ranks that do
+so wait for each other. So receives and the sends that follow them, with nothing but packing between, form one turn. A
+receive after a send begins the next turn, and so does a send of something the turn itself receives: later transfers may
+depend on what others send in this turn.
+
+A *stop* is a step or a turn. A receive is only posted; the first step that reads the item waits for it. An item may be
+freed only when no transfer of it is under way, in or out. The executor waits at these stops, and the simulator counts
+the waits.
 """
 
 from __future__ import annotations
@@ -9,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mesh_attention.plan.steps import Item, Recv, Send, Step, effects
-from mesh_attention.plan.turns import turns
+from mesh_attention.plan.steps import Item, Pack, Recv, Send, Step, effects
 
 
 class Stop(NamedTuple):
@@ -43,3 +49,26 @@ def stops(steps: Sequence[Step]) -> list[Stop]:
         found.append(Stop(span, index in turn_at, tuple(dict.fromkeys(arrivals)), departures))
         index = span.stop
     return found
+
+
+def turns(steps: Sequence[Step]) -> list[range]:
+    """The indices of each turn. A turn begins and ends with a send or a receive."""
+    found: list[range] = []
+    received: set[Item] = set()
+    start = stop = None
+    has_sent = False
+    for index, step in enumerate(steps):
+        if (isinstance(step, Send) and step.item in received) or (isinstance(step, Recv) and has_sent):
+            found, start, received = _closed(found, start, stop), None, set()
+        if isinstance(step, Send | Recv):
+            start, stop = index if start is None else start, index + 1
+            has_sent = isinstance(step, Send)
+            if isinstance(step, Recv):
+                received.add(step.item)
+        elif not isinstance(step, Pack):
+            found, start, received, has_sent = _closed(found, start, stop), None, set(), False
+    return _closed(found, start, stop)
+
+
+def _closed(found: list[range], start: int | None, stop: int | None) -> list[range]:
+    return found if start is None or stop is None else [*found, range(start, stop)]

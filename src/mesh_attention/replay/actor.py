@@ -12,13 +12,14 @@ from math import isqrt, log
 import torch
 from torch import Tensor
 
+from mesh_attention.arguments import Softmax
 from mesh_attention.calibration.kernels import kernel_for
 from mesh_attention.comm.base import Comm
-from mesh_attention.comm.local import block
-from mesh_attention.execution.autograd import Outputs
-from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, fields_of, record_of
+from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, fields_of, token_format
 from mesh_attention.execution.compiled import Compiled, compile_program
-from mesh_attention.execution.executor import Executor, Fields, Softmax
+from mesh_attention.execution.driving import drive
+from mesh_attention.execution.engine import Outputs
+from mesh_attention.execution.executor import Executor, Fields
 from mesh_attention.kernels.base import CallMask, RowGradient, Scores
 from mesh_attention.kernels.select import choose_merging
 from mesh_attention.masks import causal, full
@@ -78,7 +79,7 @@ class Actor:
             merging=self.merging,
             kept=self._kept if self.plan.direction == "backward" else {},
         )
-        return block(executor.run())
+        return drive(executor.run())
 
     @cached_property
     def _kept(self) -> dict[Item, Buffer]:
@@ -87,8 +88,8 @@ class Actor:
         for item in self.compiled.kept:
             lot = self.compiled.lots[item]
             if lot.items not in made:
-                record = record_of(item.kind, self.problem, self.plan.assignment.ulysses, False)
-                made[lot.items] = Buffer.empty(record, tokens=lot.tokens, batch=self.problem.batch, device=self.device)
+                fmt = token_format(item.kind, self.problem, self.plan.assignment.ulysses, False)
+                made[lot.items] = Buffer.empty(fmt, tokens=lot.tokens, batch=self.problem.batch, device=self.device)
                 for tensor in made[lot.items].fields.values():
                     tensor.normal_()
         return {item: made[self.compiled.lots[item].items] for item in self.compiled.kept}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mesh_attention.errors import UsageError
@@ -52,7 +52,7 @@ def tuned_parts(
         trial = tuning.trials[0] if method == BEST else trials.get(method)
         if trial is None:
             raise UsageError(f"method {method}: {tuning.left_out.get(method, 'has no plan for this problem')}")
-        description = "; ".join(dict.fromkeys(str(choice) for choice in trial.choices.values()))
+        description = "; ".join(dict.fromkeys(str(replace(choice, layout=None)) for choice in trial.choices.values()))
         if all(part.description != description for part in parts):
             parts.append(Part(name=trial.family, description=description, plans=tuned_plans(problem, topology, trial)))
     return parts

@@ -13,7 +13,7 @@ from mesh_attention.calibration.timing import rest
 from mesh_attention.comm.base import Comm
 from mesh_attention.comm.replay import ReplayComm, SilentComm
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.graphs import Recorded
+from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.plan.steps import Direction
 from mesh_attention.replay.actor import Actor, OneKernel
 from mesh_attention.replay.parts import Part
@@ -39,7 +39,7 @@ def replay(
     """Every part's passes, in every round one after the other, with the one kernel among them.
 
     `topology` is what the simulator's forecasts are made for: this device behind this device's link. Without
-    `cuda_graphs` the host queues every step, as it does for transports that cannot be recorded.
+    `cuda_graphs` the host queues every step, as it does for transports that a graph cannot capture.
     """
     if not parts:
         raise UsageError("nothing to replay; give at least one plan")
@@ -48,8 +48,8 @@ def replay(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events and graphs are of the current one
     report = on_progress or (lambda doing, fraction: None)
-    is_recorded = cuda_graphs and device.type == "cuda"
-    takes = [_Take(part, rank, direction, device, is_recorded) for part in parts for direction in part.plans]
+    is_captured = cuda_graphs and device.type == "cuda"
+    takes = [_Take(part, rank, direction, device, is_captured) for part in parts for direction in part.plans]
     problem = next(iter(parts[0].plans.values())).problem
     kernel = OneKernel(problem, device=device)
     kernel_times: dict[Direction, list[float]] = {direction: [] for part in parts for direction in part.plans}
@@ -111,7 +111,7 @@ class _Take:
     rank: int
     direction: Direction
     device: torch.device
-    is_recorded: bool
+    is_captured: bool
     times_s: list[float] = field(default_factory=list)
     silent_s: list[float] = field(default_factory=list)
     host_s: float = 0.0
@@ -135,11 +135,12 @@ class _Take:
         self.run()
         self.peak_nbytes = self._peak()
         self.host_s = clock(self.run, self.device).host_s
-        if self.is_recorded:
-            recorded = Recorded(self.run, self.device)
-            recorded.play()  # so that the silent one finds noise, as it should, where nothing arrives
-            pool = recorded.graph.pool()
-            self.run, self.run_silently = recorded.play, Recorded(self.run_silently, self.device, pool=pool).play
+        if self.is_captured:
+            graph = CapturedGraph(self.run, self.device)
+            graph.launch()  # so that the silent one finds noise, as it should, where nothing arrives
+            pool = graph.graph.pool()
+            silent = CapturedGraph(self.run_silently, self.device, pool=pool)
+            self.run, self.run_silently = graph.launch, silent.launch
 
     def once(self) -> None:
         self.times_s.append(clock(self.run, self.device).device_s)

@@ -1,4 +1,4 @@
-"""The engine for any plan: discrete events, every rank and every transfer by itself.
+"""The engine for any plan: discrete events, with every rank and every transfer on its own.
 
 A rank walks its jobs in order. A transfer begins when both ends have posted it, both have finished what they posted
 before it in the same direction and on the same kind of link (links serve in order), and its lanes are free.
@@ -36,14 +36,14 @@ class _Rank:
         self.at = 0
         self.now = 0.0
         self.is_computing = False
-        self.pending = [0] * len(track.jobs)  # posts of each job that are not over
+        self.pending = [0] * len(track.jobs)  # unfinished posts of each job
 
 
 Queue = deque[_Transfer]
 
 
 class EventEngine:
-    """Runs all tracks; what happened is in the recorder afterwards."""
+    """Runs all tracks; the recorder holds the outcome."""
 
     def __init__(self, tracks: Sequence[Track], matrix: BlockMatrix, network: Network, recorder: Recorder) -> None:
         self.ranks = [_Rank(track) for track in tracks]
@@ -53,7 +53,7 @@ class EventEngine:
         self.unmatched: dict[tuple[int, int, Item, bool], Queue] = {}
         self.queues: dict[tuple[int, bool, str], Queue] = {}
         self.is_busy = [False] * network.num_lanes
-        self.blocked: dict[int, list[_Transfer]] = {}  # by lane: could start but for it
+        self.blocked: dict[int, list[_Transfer]] = {}  # by lane: transfers that wait for it alone
 
     def run(self) -> None:
         for rank in range(len(self.ranks)):
@@ -68,12 +68,12 @@ class EventEngine:
         if stuck:
             job = self.ranks[stuck[0]].jobs[self.ranks[stuck[0]].at]
             raise PlanError(
-                f"{len(stuck)} ranks wait for ever, rank {stuck[0]} at '{job.name}': links serve transfers in the "
-                "order they are posted in, and these orders make a circle"
+                f"{len(stuck)} ranks wait forever, rank {stuck[0]} at '{job.name}': links serve transfers in the "
+                "order in which they are posted, and these orders form a circle"
             )
 
     def _advance(self, rank: int, now: float) -> None:
-        """Go on from the current job if all it waits for is over."""
+        """Go on from the current job if everything it waits for is over."""
         state = self.ranks[rank]
         if state.is_computing or state.at == len(state.jobs):
             return

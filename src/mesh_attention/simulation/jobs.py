@@ -1,4 +1,4 @@
-"""One rank's program as jobs: what its compute lane does, what it posts, and which posts it waits for first."""
+"""One rank's program as jobs: compute on its lane, transfers it posts, and earlier posts it waits for."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Track:
 
 
 def track(plan: Plan, rank: int, prices: Prices) -> Track:
-    """A rank's jobs. As in the executor, posts made at once are over at once: who waits for one, waits for all."""
+    """A rank's jobs. As in the executor, posts made together end together: waiting for one means waiting for all."""
     program, matrix = plan.program(rank), plan.matrix
     calls = kernel_calls(program.steps, matrix, matrix.kept(plan.schedule.keep, rank))
     jobs: list[Job] = []

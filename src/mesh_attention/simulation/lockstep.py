@@ -1,9 +1,9 @@
-"""The engine for uniform plans: the same rules as the events', for all ranks at once.
+"""The engine for uniform plans: the rules of the event engine, for all ranks at once.
 
-Where every rank needs every shard of its groups, all ranks walk the same jobs with other peers: job by job, arrays over
-the ranks hold what single numbers hold in the event engine. Peers follow from the assignment: what one rank receives
-from `offset` before it in a group, every rank does. The order in which a shared NIC serves the transfers of one job is
-by rank here, and by readiness there; all else is the same, and tests hold the two to each other.
+Where every rank needs every shard of its groups, all ranks run the same jobs with other peers. Arrays over the ranks
+replace the single numbers of the event engine. Peers follow from the assignment: if one rank receives from `offset`
+before it in a group, every rank does. A shared NIC serves the transfers of one job by rank here and by readiness there;
+everything else is the same, and tests compare the two engines.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ CLASSES: tuple[LinkClass, ...] = ("inside", "between")
 
 
 class Delta(NamedTuple):
-    """Where a peer stands, as seen from any rank: `offset` before it on an axis, or in its Ulysses group."""
+    """A peer's position relative to any rank: `offset` before it on an axis, or in its Ulysses group (axis None)."""
 
     axis: Axis | None
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
-class Hand:
-    """One transfer of every rank: who sends to each, over which lanes, in rounds in which no lane comes twice."""
+class PeerTransfer:
+    """One transfer to every rank: its source, its lanes, and rounds in which no lane is used twice."""
 
     source: Whole
     out_lane: Whole
@@ -55,7 +55,7 @@ class NotUniformError(Exception):
 class LockstepEngine:
     """Runs the jobs of `tracks[0]` on all ranks; `seconds_of[r]` is the track whose prices stand for rank r's.
 
-    `shown` are the own jobs of ranks whose spans are recorded, for the names of what they do.
+    `shown` holds the jobs of the ranks whose spans are recorded, which name the spans.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class LockstepEngine:
         self.seconds = np.array([[job.seconds for job in track.jobs] for track in tracks])[seconds_of].T
         self.all = np.arange(network.topology.ranks)
         self.deltas = self._deltas()
-        self.hands: dict[Delta, Hand] = {}
+        self.transfers: dict[Delta, PeerTransfer] = {}
 
     def run(self) -> None:
-        """Raises NotUniformError where the jobs are not the same for all ranks after all."""
+        """Raise NotUniformError if the jobs turn out to differ between ranks."""
         ranks = len(self.all)
         now = np.zeros(ranks)
         free = np.zeros(self.network.num_lanes)
@@ -99,42 +99,42 @@ class LockstepEngine:
         self._totals(computed, np.maximum(stopped, now))
 
     def _post(self, index: int, now: Floats, free: Floats) -> Floats:
-        """When all that each rank posts with this job is over."""
+        """The times at which everything that each rank posts with this job is over."""
         job = self.jobs[index]
         received = Counter((recv.item.kind, self.deltas[recv.source]) for recv in job.recvs)
         sent = Counter((send.item.kind, self._from(self.deltas[send.dest])) for send in job.sends)
         if received != sent:
-            raise NotUniformError(f"'{job.name}': what ranks receive and what they send at once is not the same")
+            raise NotUniformError(f"'{job.name}': ranks do not send the same items that they receive")
         over = now
         for number in range(len(job.recvs)):
-            over = np.maximum(over, self._hand_round(index, number, now, free))
+            over = np.maximum(over, self._move(index, number, now, free))
         return over
 
-    def _hand_round(self, index: int, number: int, now: Floats, free: Floats) -> Floats:
+    def _move(self, index: int, number: int, now: Floats, free: Floats) -> Floats:
         recv = self.jobs[index].recvs[number]
-        hand = self._hand(self.deltas[recv.source])
+        transfer = self._transfer(self.deltas[recv.source])
         nbytes = self.matrix.nbytes(recv.item).total
         times = [self.network.seconds(nbytes, link_class) for link_class in CLASSES]
         starts, stop = np.empty(len(self.all)), np.empty(len(self.all))
-        between = hand.is_between.astype(int)
-        for dest in hand.rounds:
-            source, out_lane, in_lane, kind = hand.source[dest], hand.out_lane[dest], hand.in_lane[dest], between[dest]
+        between = transfer.is_between.astype(int)
+        for dest in transfer.rounds:
+            source, out_lane, in_lane = transfer.source[dest], transfer.out_lane[dest], transfer.in_lane[dest]
             start = np.maximum(np.maximum(now[source], now[dest]), np.maximum(free[out_lane], free[in_lane]))
-            end = start + np.where(kind, times[1], times[0])
+            end = start + np.where(between[dest], times[1], times[0])
             free[out_lane] = free[in_lane] = end
             starts[dest], stop[dest] = start, end
-        self._record_transfers(index, number, hand, starts, stop, nbytes)
+        self._record_transfers(index, number, transfer, starts, stop, nbytes)
         self.in_s += stop - starts
-        # Each rank sends to one: what comes in from all is what goes out from all, in another order.
-        self.out_s[hand.source] += stop - starts
+        # Each rank sends to one other: the transfers out are the transfers in, in another order.
+        self.out_s[transfer.source] += stop - starts
         over: Floats = stop.copy()
-        over[hand.source] = np.maximum(over[hand.source], stop)
+        over[transfer.source] = np.maximum(over[transfer.source], stop)
         return over
 
     # Peers
 
     def _deltas(self) -> dict[int, Delta]:
-        """Where each rank that this one may hear from stands."""
+        """The relative position of every rank that this one may receive from."""
         assignment, rank = self.matrix.assignment, self.rank
         place, head_slice = assignment.place(rank), assignment.head_slice(rank)
         axes: tuple[Axis, ...] = ("row", "col")
@@ -148,7 +148,7 @@ class LockstepEngine:
         return found
 
     def peers(self, delta: Delta, ranks: Any) -> Any:
-        """The ranks that stand `delta` before these; whole numbers or arrays of them."""
+        """The ranks `delta` before these; whole numbers or arrays of them."""
         assignment = self.matrix.assignment
         place, head_slice = divmod(ranks, assignment.ulysses)
         if delta.axis is None:
@@ -156,18 +156,18 @@ class LockstepEngine:
         return assignment.peer(delta.axis, place, delta.offset) * assignment.ulysses + head_slice
 
     def _from(self, delta: Delta) -> Delta:
-        """Where a sender stands, as its receiver sees it, when the receiver stands `delta` before the sender."""
+        """The sender's position as seen from its receiver, when the receiver is `delta` before the sender."""
         assignment = self.matrix.assignment
         if delta.axis is None:
             return Delta(None, -delta.offset % assignment.ulysses)
         return Delta(delta.axis, assignment.offset_back(delta.axis, delta.offset))
 
-    def _hand(self, delta: Delta) -> Hand:
-        if delta not in self.hands:
-            self.hands[delta] = self._new_hand(delta)
-        return self.hands[delta]
+    def _transfer(self, delta: Delta) -> PeerTransfer:
+        if delta not in self.transfers:
+            self.transfers[delta] = self._new_transfer(delta)
+        return self.transfers[delta]
 
-    def _new_hand(self, delta: Delta) -> Hand:
+    def _new_transfer(self, delta: Delta) -> PeerTransfer:
         source: Whole = np.asarray(self.peers(delta, self.all))
         network, topology = self.network, self.network.topology
         nodes, nics = topology.node(self.all), topology.nic(self.all)
@@ -175,9 +175,9 @@ class LockstepEngine:
         out_lane = np.where(is_between, network.out_nics + nics[source], network.out_ports + source)
         in_lane = np.where(is_between, network.in_nics + nics, network.in_ports + self.all)
         rounds = _rounds(out_lane, in_lane) if network.is_shared else (self.all,)
-        return Hand(source, out_lane, in_lane, is_between, rounds)
+        return PeerTransfer(source, out_lane, in_lane, is_between, rounds)
 
-    # What happened
+    # Recording
 
     def _record_compute(self, index: int, now: Floats, start: Floats) -> None:
         for rank, jobs in self.shown.items():
@@ -188,12 +188,14 @@ class LockstepEngine:
         for rank, jobs in self.shown.items():
             self.recorder.wait(rank, start[rank], stop[rank], jobs[index])
 
-    def _record_transfers(self, index: int, number: int, hand: Hand, start: Floats, stop: Floats, nbytes: int) -> None:
-        count = int(hand.is_between.sum())
+    def _record_transfers(
+        self, index: int, number: int, transfer: PeerTransfer, start: Floats, stop: Floats, nbytes: int
+    ) -> None:
+        count = int(transfer.is_between.sum())
         self.recorder.sent["between"] += count * nbytes
         self.recorder.sent["inside"] += (len(self.all) - count) * nbytes
         for rank, jobs in self.shown.items():
-            job, dest = jobs[index], int(np.flatnonzero(hand.source == rank)[0])  # each rank sends to one
+            job, dest = jobs[index], int(np.flatnonzero(transfer.source == rank)[0])  # each rank sends to one
             self.recorder.transfer_span(rank, job, job.recvs[number], start[rank], stop[rank], nbytes)
             self.recorder.transfer_span(rank, job, self._send(job, number, dest), start[dest], stop[dest], nbytes)
 
@@ -211,7 +213,7 @@ class LockstepEngine:
 
 
 def _rounds(out_lane: Whole, in_lane: Whole) -> tuple[Whole, ...]:
-    """Receivers, such that in each round no lane comes twice."""
+    """Receivers in rounds, such that no round uses a lane twice."""
     taken: list[set[int]] = []
     rounds: list[list[int]] = []
     for rank in range(len(out_lane)):

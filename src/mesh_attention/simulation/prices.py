@@ -1,4 +1,4 @@
-"""What a step costs on a device: kernel calls by shape and mask, everything else by the memory it touches."""
+"""The time of a step on a device: kernel calls by shape and mask, everything else by the memory it touches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mesh_attention.topology import Device, filled
 
 
 class Prices:
-    """Seconds of the compute lane, for the steps of one plan."""
+    """Seconds on the compute lane for the steps of one plan."""
 
     def __init__(self, device: Device, matrix: BlockMatrix, direction: Direction) -> None:
         self.device, self.matrix, self.direction = device, matrix, direction
@@ -24,7 +24,7 @@ class Prices:
         self.heads = problem.batch * problem.heads // ulysses
         self.rate = device.forward if direction == "forward" else device.backward
         self.flops_a_pair = problem.flops(direction, pairs=1) // ulysses
-        # A partial is read once, the sum it goes into read and written.
+        # A partial is read once; the sum it is added to is read and written.
         moved = 2 * problem.accumulator_itemsize + problem.itemsize
         kv_heads = problem.batch * problem.kv_heads // ulysses
         qk, v = problem.head_dim_qk, problem.head_dim_v
@@ -44,7 +44,7 @@ class Prices:
             case steps.Clear(item):
                 return self._touch(self._nbytes(item))
             case steps.Exchange(before, after):
-                # Staged at one end, and the own piece copied: every byte of the item is read and written about once.
+                # Staged at one end, with its own piece copied: every byte of the item is read and written about once.
                 return self._touch(self._nbytes(before) + self._nbytes(after))
             case steps.Recv() | steps.Send() | steps.Collective() | steps.Free():
                 return 0.0
@@ -52,7 +52,7 @@ class Prices:
                 assert_never(step)
 
     def call(self, call: KernelCall) -> float:
-        """A kernel call, and adding what it gives to the running sums."""
+        """A kernel call, and adding its results to the running sums."""
         q, kv = _tokens(call.q), _tokens(call.kv)
         is_full = call.kind is BlockKind.FULL
         problem = self.matrix.problem
@@ -61,7 +61,7 @@ class Prices:
         return self.kernel(q, kv, pairs=pairs, is_full=is_full) + self._touch(touched)
 
     def kernel(self, q: int, kv: int, *, pairs: int, is_full: bool) -> float:
-        """The kernel by itself. Forward spreads runs of queries over the device, backward runs of keys."""
+        """The kernel alone. Forward spreads runs of queries over the device, backward runs of keys."""
         along = q if self.direction == "forward" else kv
         share = (1.0 if is_full else self.rate.masked) * filled(self.device.width, heads=self.heads, tokens=along)
         tflops = self.rate.tflops * share

@@ -1,4 +1,4 @@
-"""Totals of every rank and spans of the ranks that were asked for, collected while an engine runs."""
+"""Totals of every rank and spans of the requested ranks, collected while an engine runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`simulate`: a plan on a cluster, forecast. Picks the engine and says how exact it is."""
+"""`simulate`: the forecast of a plan on a cluster. Chooses the engine and states how exact the forecast is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 
 EXACT_RANKS = 64
-"""Up to this many ranks, every rank's calls are priced, unless told otherwise."""
+"""Up to this many ranks, every rank's calls are priced by default."""
 SAMPLED_RANKS = 8
 Report = Callable[[str, float], None]
 
@@ -31,12 +31,12 @@ def simulate(
     priced_ranks: int | None = None,
     on_progress: Report | None = None,
 ) -> Timeline:
-    """What the pass takes on the cluster: times of all ranks, bytes by link class, peak memory, spans of some ranks.
+    """Forecast a pass on the cluster: times of all ranks, bytes by link class, peak memory, spans of some ranks.
 
-    Plans in which all ranks do alike (uniform ones: full masks, and causal ones on zigzag and striped layouts) are run
-    for all ranks at once. There, on more than `EXACT_RANKS` ranks, the calls of `priced_ranks` ranks, evenly spread,
-    are priced and stand for their neighbours'; all waiting and all links are those of every rank. Any other plan is run
-    rank by rank.
+    Uniform plans, in which all ranks run the same steps (full masks, and causal ones on zigzag and striped layouts),
+    are simulated for all ranks at once. On more than `EXACT_RANKS` ranks, the calls of `priced_ranks` evenly spread
+    ranks are priced and stand for those of their neighbours; waiting and links are simulated for every rank. Any other
+    plan is simulated rank by rank.
     """
     if plan.problem.ranks != topology.ranks:
         raise TopologyError(
@@ -47,7 +47,7 @@ def simulate(
         raise TopologyError(f"priced_ranks={priced_ranks!r}: expected a whole number of at least 1, or None")
     wrong = [rank for rank in spans_of if not 0 <= rank < topology.ranks]
     if wrong:
-        raise TopologyError(f"spans of rank {wrong[0]} were asked for; the cluster has ranks 0 to {topology.ranks - 1}")
+        raise TopologyError(f"spans of rank {wrong[0]} requested; the cluster has ranks 0 to {topology.ranks - 1}")
     report = on_progress or (lambda doing, fraction: None)
     if plan.programs is None and plan.matrix.is_uniform:
         try:

@@ -1,1 +1,1 @@
-"""For those who test planners of their own: Hypothesis strategies for legal problems and plans."""
+"""For tests of your own planners, kernels and transports: strategies, conformance suites, a pool of ranks."""

@@ -1,14 +1,17 @@
-"""A pool of worker processes with a Gloo group, kept between tests: starting torch so often is what takes the time.
+"""A pool of worker processes with a Gloo group, kept between tests.
 
     with RankPool(8) as pool:
         results = pool.run(3, my_function, argument)      # my_function(group, argument) on ranks 0, 1, 2
 
 The function must be importable by name. An exception on any rank is raised here, with its traceback.
+Where the system can fork, workers are forked from a server that has imported torch once.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
 import tempfile
 import time
 import traceback
@@ -17,10 +20,27 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, SpawnContext
 
 START_S = 120
 """How long the workers may take to import torch and find each other."""
+SLOW_IMPORTS = (
+    *("mesh_attention.api", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    *("transformers.modeling_utils", "hypothesis", "pytest"),
+)
+"""Imported once for all workers if this process has imported them."""
+
+
+def process_context() -> ForkServerContext | SpawnContext:
+    """A forkserver with torch imported, or spawn where there is no fork."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", *(name for name in SLOW_IMPORTS if name in sys.modules)])
+    return context
 
 
 class RankError(AssertionError):
@@ -37,11 +57,11 @@ class RankPool:
     def __init__(self, size: int, *, group_timeout_s: float = 60.0) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="mesh-attention-pool-")
-        context = multiprocessing.get_context("spawn")
+        context = process_context()
         self._workers: list[tuple[Any, Connection]] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, size, str(Path(self._folder.name) / "store"), group_timeout_s)
+            arguments = (theirs, rank, size, str(Path(self._folder.name) / "store"), group_timeout_s, dict(os.environ))
             process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -88,7 +108,10 @@ class RankPool:
         self.close()
 
 
-def _work(connection: Connection, rank: int, size: int, store: str, group_timeout_s: float) -> None:
+def _work(
+    connection: Connection, rank: int, size: int, store: str, group_timeout_s: float, environment: dict[str, str]
+) -> None:
+    os.environ.update(environment)  # the server's is as old as the server
     import torch
     import torch.distributed as dist
 

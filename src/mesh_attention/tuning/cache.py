@@ -19,7 +19,18 @@ from mesh_attention.tuning.search import Report
 from mesh_attention.tuning.tune import tune
 
 log = logging.getLogger(__name__)
-PARTS = ("masks.py", "problem.py", "topology.py", "plan", "planning", "simulation", "tuning")
+PARTS = (
+    "errors.py",
+    "units.py",
+    "masks.py",
+    "problem.py",
+    "topology.py",
+    "timeline.py",
+    "plan",
+    "planning",
+    "simulation",
+    "tuning",
+)
 
 
 def cache_folder() -> Path:

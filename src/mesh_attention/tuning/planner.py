@@ -1,4 +1,4 @@
-"""A planner that tunes: what `MeshAttention(cluster=…)` plans with."""
+"""Plans for a cluster: a planner that tunes, for `MeshAttention(cluster=…)`, and plans of a given choice."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from functools import lru_cache
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
+from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.tuning.tune import tuned_plans
 
 
@@ -33,3 +35,16 @@ def tuned_planner(topology: Topology, *, memory_nbytes: float | None = None) -> 
         return plans(problem, layout.name, needs_gradient)[direction]
 
     return planner
+
+
+def block_plan_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Plan:
+    """`plan_on` with one block per call, unless the choice states another number."""
+    if choice.blocks_per_call is None and not choice.is_collective:
+        choice = replace(choice, blocks_per_call=1)
+    return plan_on(topology, problem, choice, direction)
+
+
+def ring_like(plan: Plan, topology: Topology) -> Plan:
+    """Ring-Attention as it is usually run: shards and partials travel along the ring, one block per call."""
+    choice = Choice(method="ring", layout=plan.layout, route="ring", partials="ring", keep=plan.schedule.keep)
+    return block_plan_on(topology, plan.problem, choice, plan.direction)

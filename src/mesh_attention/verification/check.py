@@ -1,4 +1,4 @@
-"""Check a plan against every rule; show all breaches at once, with the step table and the row marked."""
+"""Checks a plan against every rule; shows all breaches at once, with the step table and the row marked."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from mesh_attention.verification.rendezvous import run_programs
 from mesh_attention.verification.rules import RULES
 
 WHOLE_TABLE = 40
-"""Programs up to this many steps are shown whole; of longer ones, the surroundings of the marked rows."""
+"""Programs up to this many steps are shown in full; longer ones around the marked rows only."""
 SURROUNDINGS = 4
 SHOWN_BREACHES = 20
 SHOWN_RANKS = 3
 
 
 class BrokenPlanError(PlanError):
-    """A plan that breaks rules; `breaches` holds all of them, the message the first and their step tables."""
+    """A plan that breaks rules; `breaches` holds all breaches, the message shows the first ones with their step
+    tables."""
 
     def __init__(self, plan: Plan, breaches: tuple[Breach, ...]) -> None:
         super().__init__(format_breaches(plan, breaches))
@@ -28,7 +29,7 @@ class BrokenPlanError(PlanError):
 
 
 def check(plan: Plan, *, on_progress: Callable[[str, float], None] | None = None) -> tuple[Breach, ...]:
-    """Every breach of every rule. `on_progress` is told what is being done and the fraction done."""
+    """Every breach of every rule. `on_progress` gets the current task and the fraction done."""
     tell = on_progress or (lambda doing, fraction: None)
     ranks = plan.problem.ranks
 
@@ -38,11 +39,11 @@ def check(plan: Plan, *, on_progress: Callable[[str, float], None] | None = None
             yield program
 
     evidence = Evidence(plan, programs())
-    run = run_programs(evidence)
+    outcome = run_programs(evidence)
     breaches: list[Breach] = []
     for number, (name, rule) in enumerate(RULES.items()):
         tell(f"checking {name}", 0.5 + 0.5 * number / len(RULES))
-        breaches.extend(rule(evidence, run))
+        breaches.extend(rule(evidence, outcome))
     tell("checked", 1.0)
     return tuple(breaches)
 

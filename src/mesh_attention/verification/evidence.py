@@ -1,4 +1,4 @@
-"""A plan taken apart for the rules: every rank's steps, what each does, and which transfer is which."""
+"""A plan taken apart for the rules: every rank's steps, their effects, and the identity of every transfer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from mesh_attention.plan.steps import (
     effects,
     transfers,
 )
-from mesh_attention.plan.turns import turns
+from mesh_attention.plan.waits import turns
 
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """A rule broken at a step of a rank; `step` is None when something is missing that no step stands for."""
+    """A rule broken at a step of a rank; `step` is None if a step is missing."""
 
     rule: str
     rank: int
@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What both ends must agree on. `call` is None for a plain send or receive."""
+    """The identity of a transfer, which both ends must agree on. `call` is None for a plain send or receive."""
 
     source: int
     dest: int
@@ -61,7 +61,7 @@ class Sighting(NamedTuple):
 
 
 class Evidence:
-    """Programs with everything that several rules look at, worked out once."""
+    """Programs, with the facts that several rules use computed once."""
 
     def __init__(self, plan: Plan, programs: Iterable[Program]) -> None:
         self.plan = plan
@@ -79,12 +79,12 @@ class Evidence:
         self.recvs = Counter(sighting.transfer for sighting in self._sightings(Recv))
 
     def inputs(self, rank: int) -> set[Item]:
-        """What a rank starts with: the caller's tensors, and in backward what forward kept."""
+        """Items a rank starts with: the caller's tensors, and in backward the items that forward kept."""
         home = {Item(kind, rank, "home") for kind in INPUTS[self.plan.direction]}
         return home | self.kept(rank) if self.plan.direction == "backward" else home
 
     def outputs(self, rank: int) -> set[Item]:
-        """What a rank ends with: the caller's results, and in forward what is kept."""
+        """Items a rank ends with: the caller's results, and in forward the kept items."""
         home = {Item(kind, rank, "home") for kind in OUTPUTS[self.plan.direction]}
         return home | self.kept(rank) if self.plan.direction == "forward" else home
 
@@ -124,7 +124,7 @@ def _number_calls(program: Program) -> dict[int, Call]:
 
 
 def op_of(step: Step) -> str:
-    """What members of a group must agree on in a collective besides its transfers."""
+    """The operation of a collective, which all members of its group must agree on."""
     match step:
         case Collective(op, _, _, _):
             return op

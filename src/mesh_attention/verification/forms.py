@@ -1,6 +1,6 @@
 """The rule of forms: each step uses things of the right kind, in the right form, and deals with the right ranks.
 
-It looks at one step at a time and knows nothing of what is held or what others do.
+It looks at one step at a time, without regard to the items held or to other ranks.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from mesh_attention.plan import steps
 from mesh_attention.plan.steps import INPUTS, KINDS, OUTPUTS, Item, Step
 from mesh_attention.plan.text import format_item, format_numbers
 from mesh_attention.verification.evidence import Breach, Evidence
-from mesh_attention.verification.rendezvous import Run
+from mesh_attention.verification.rendezvous import Outcome
 
 
-def form(evidence: Evidence, run: Run) -> Iterator[Breach]:
+def form(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
     for program in evidence.programs:
         for index, step in enumerate(program.steps):
             for flaw in _flaws(evidence, program.rank, step):
@@ -36,16 +36,16 @@ def _flaws(evidence: Evidence, rank: int, step: Step) -> Iterator[str]:
             yield from _flaws_of_conversion(evidence, rank, step)
         case steps.Merge(partial):
             if partial.kind not in outputs or partial.form != "whole" or partial.source is None:
-                yield f"{format_item(partial)} is no partial that arrived"
+                yield f"{format_item(partial)} is not a partial that arrived"
         case steps.Finish(item):
             if item.kind not in outputs or item.form not in ("whole", "home") or item.source is not None:
-                yield f"{format_item(item)} is no result to finish"
+                yield f"{format_item(item)} is not a result to finish"
         case steps.Clear(item):
             if item.kind not in outputs or item.form != "running":
-                yield f"{format_item(item)} is no running sum"
+                yield f"{format_item(item)} is not a running sum"
         case steps.Free(item):
             if item.form in ("running", "home"):
-                why = "is to be finished, not freed" if item.form == "running" else "is not ours to free"
+                why = "must be finished, not freed" if item.form == "running" else "belongs to the caller"
                 yield f"{format_item(item)} {why}"
 
 
@@ -66,7 +66,7 @@ def _flaws_of_transfer(evidence: Evidence, rank: int, item: Item, peer: int) -> 
     if item.form != "whole" or item.kind not in KINDS:
         yield f"{format_item(item)} does not travel"
     if peer == rank:
-        yield f"{format_item(item)} is sent by a rank to itself"
+        yield f"{format_item(item)} is sent from a rank to itself"
     elif peer not in range(evidence.plan.problem.ranks):
         yield f"there is no rank {peer}"
     elif assignment.head_slice(peer) != assignment.head_slice(rank):
@@ -82,7 +82,7 @@ def _flaws_of_group(
 
 
 def _flaws_of_conversion(evidence: Evidence, rank: int, step: steps.Pack | steps.Exchange) -> Iterator[str]:
-    """A pack or exchange that turns something into something else, with others than it should, or brings only some."""
+    """Flaws of a pack or exchange: wrong items, wrong group, or missing and surplus pieces."""
     assignment, inputs = evidence.plan.assignment, INPUTS[evidence.plan.direction]
     kind = step.before.kind
     inward = kind in inputs
@@ -91,11 +91,11 @@ def _flaws_of_conversion(evidence: Evidence, rank: int, step: steps.Pack | steps
         yield f"{format_item(step.after)} cannot be made of {format_item(step.before)} here"
     if isinstance(step, steps.Pack):
         if assignment.ulysses > 1 or not inward:
-            yield "only an input is packed, and only where no heads are traded"
+            yield "only inputs are packed, and only without Ulysses"
         return
     others = [other for other in assignment.ulysses_group(rank) if other != rank]
     if step.group != tuple(assignment.ulysses_group(rank)):
-        yield f"heads are traded within {format_numbers(assignment.ulysses_group(rank))}"
+        yield f"heads must be traded within {format_numbers(assignment.ulysses_group(rank))}"
     # Before the grid, a rank gives its tokens and gets its heads; after it, it gives its heads and gets its tokens.
     due: set[steps.Send | steps.Recv] = {
         steps.Send(_piece(evidence, kind, rank if inward else o, o if inward else rank), o) for o in others

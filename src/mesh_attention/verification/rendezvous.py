@@ -1,9 +1,9 @@
-"""Runs all programs with no data, to find an order in which they can go, or the circle in which they wait.
+"""Runs all programs without data, to find an order in which they can run, or the circle in which they wait.
 
-A strict reading of the steps: the posts of a turn are made at once, when what its sends read is there; a send waits
-until its receive is posted; a read waits until what it reads has been sent, and all that is received in the same turn
-(posts made at once are over at once); a collective waits until the whole group is there. Transfers that lack their
-other end wait for nothing here: that is another rule's to report.
+A strict reading of the steps: the posts of a turn are made together, when the items its sends read are present; a send
+waits until its receive is posted; a read waits until the item has been sent, and everything else received in the same
+turn (posts made together end together); a collective waits until the whole group has reached it. A transfer without its
+other end waits for nothing here: another rule reports it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mesh_attention.verification.evidence import Call, Evidence, Transfer
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rank that cannot go on: at which step, for whom."""
+    """A rank that cannot go on: the step it is at, and the rank it waits for."""
 
     rank: int
     step: int
@@ -25,23 +25,23 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Outcome:
     """The steps in an order that respects every wait, and the ranks that got stuck in a circle.
 
-    Past a circle, the order goes on as if one of its waits had been let off, so that other rules can still be judged.
+    Past a circle, the order continues as if one of its waits had ended, so that the other rules can still be checked.
     """
 
     order: list[tuple[int, int]]
     stuck: list[Wait]
 
 
-def run_programs(evidence: Evidence) -> Run:
+def run_programs(evidence: Evidence) -> Outcome:
     rendezvous = _Rendezvous(evidence)
     for rank in range(len(evidence.programs)):
         rendezvous.advance(rank)
     stuck = rendezvous.stuck()
     rendezvous.run_on()
-    return Run(rendezvous.order, stuck)
+    return Outcome(rendezvous.order, stuck)
 
 
 Event = tuple[str, Transfer | Call]
@@ -52,7 +52,7 @@ class _Rendezvous:
     evidence: Evidence
     order: list[tuple[int, int]] = field(default_factory=list)
     cursor: dict[int, int] = field(default_factory=dict)
-    blocked: dict[int, tuple[Event, int]] = field(default_factory=dict)  # what a rank waits for, and from whom
+    blocked: dict[int, tuple[Event, int]] = field(default_factory=dict)  # the items a rank waits for, and their sources
     waiting: dict[Event, list[int]] = field(default_factory=lambda: defaultdict(list))
     posted: Counter[Transfer] = field(default_factory=Counter)
     sent: Counter[Transfer] = field(default_factory=Counter)
@@ -67,7 +67,7 @@ class _Rendezvous:
                 self.members[call].add(rank)
 
     def advance(self, rank: int) -> None:
-        """Run a rank, and everyone it wakes, as far as they go."""
+        """Run a rank, and every rank it wakes, as far as possible."""
         awake = [rank]
         while awake:
             rank = awake.pop()
@@ -88,7 +88,7 @@ class _Rendezvous:
         return [Wait(rank, self.cursor[rank], source) for rank, (_, source) in sorted(self.blocked.items())]
 
     def run_on(self) -> None:
-        """Let one waiting rank off after the other, those first whose wait is not for data."""
+        """Release waiting ranks one by one, starting with those that do not wait for data."""
         while self.blocked:
             rank = min(self.blocked, key=lambda rank: (self.blocked[rank][0][0] == "sent", rank))
             event, _ = self.blocked.pop(rank)
@@ -97,7 +97,7 @@ class _Rendezvous:
             self.advance(rank)
 
     def _obstacle(self, rank: int, index: int, awake: list[int]) -> tuple[Event, int] | None:
-        """What the next step of a rank still waits for, and from whom."""
+        """The items the next step of a rank still waits for, and their sources."""
         if (rank, index) in self.excused:
             return None
         effects = self.evidence.effects[rank]
@@ -143,7 +143,7 @@ class _Rendezvous:
 
 
 def circles(stuck: list[Wait]) -> list[list[Wait]]:
-    """The closed circles among ranks that wait; every stuck rank waits for one of them in the end."""
+    """The closed circles among waiting ranks; every stuck rank waits, directly or not, for one of them."""
     by_rank = {wait.rank: wait for wait in stuck}
     seen: set[int] = set()
     found = []

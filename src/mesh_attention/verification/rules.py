@@ -1,4 +1,4 @@
-"""The rules a plan must keep. Each is a function from evidence to breaches, and needs no other rule.
+"""The rules a plan must keep. Each is a function from evidence to breaches, independent of the other rules.
 
 form         every step uses things of the right kind and form and deals with the right ranks (forms.py)
 coverage     every unmasked block is attended exactly once, an empty one never
@@ -22,12 +22,12 @@ from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Item, Kind, running, tra
 from mesh_attention.plan.text import format_item, format_step
 from mesh_attention.verification.evidence import Breach, Call, Evidence, Sighting, Transfer, op_of
 from mesh_attention.verification.forms import form
-from mesh_attention.verification.rendezvous import Run, circles
+from mesh_attention.verification.rendezvous import Outcome, circles
 
-Rule = Callable[[Evidence, Run], Iterator[Breach]]
+Rule = Callable[[Evidence, Outcome], Iterator[Breach]]
 
 
-def coverage(evidence: Evidence, run: Run) -> Iterator[Breach]:
+def coverage(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
     matrix, assignment = evidence.matrix, evidence.plan.assignment
     seen: dict[tuple[int, int, int], tuple[int, int]] = {}
     shards = range(assignment.places)
@@ -41,20 +41,20 @@ def coverage(evidence: Evidence, run: Run) -> Iterator[Breach]:
                 elif block in seen:
                     first_rank, first_index = seen[block]
                     where = f"rank {first_rank} step {first_index}"
-                    yield Breach("coverage", rank, index, f"{name} is attended again; {where} did it already")
+                    yield Breach("coverage", rank, index, f"{name} is attended again; {where} attended it already")
                 seen.setdefault(block, (rank, index))
     for row_shard in shards:
         for col_shard in shards:
             if matrix.is_live(row_shard, col_shard):
-                place = row_shard - row_shard % assignment.tile.rows + col_shard % assignment.tile.rows
+                place = assignment.owner(row_shard, col_shard)
                 for heads in range(assignment.ulysses):
                     if (row_shard, col_shard, heads) not in seen:
                         name = f"block (q{row_shard}, kv{col_shard})"
                         rank = assignment.rank(place, head_slice=heads)
-                        yield Breach("coverage", rank, None, f"{name} lies in this rank's tile and nobody attends it")
+                        yield Breach("coverage", rank, None, f"{name} is in this rank's tile, but no rank attends it")
 
 
-def presence(evidence: Evidence, run: Run) -> Iterator[Breach]:
+def presence(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
     for program in evidence.programs:
         held = evidence.inputs(program.rank)
         freed: set[Item] = set()
@@ -66,7 +66,7 @@ def presence(evidence: Evidence, run: Run) -> Iterator[Breach]:
                     yield Breach("presence", program.rank, index, f"{format_item(item)} {why}")
             for item in done.writes:
                 if item in held:
-                    yield Breach("presence", program.rank, index, f"{format_item(item)} is written over")
+                    yield Breach("presence", program.rank, index, f"{format_item(item)} is overwritten")
             for item in done.adds:
                 if item in finished:
                     yield Breach("presence", program.rank, index, f"{format_item(item)} was finished before")
@@ -76,7 +76,7 @@ def presence(evidence: Evidence, run: Run) -> Iterator[Breach]:
             freed.update(done.frees)
 
 
-def matching(evidence: Evidence, run: Run) -> Iterator[Breach]:
+def matching(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
     yield from _unmatched(evidence.send_sightings(), evidence.recvs, lambda t: f"rank {t.dest} has no receive for it")
     yield from _unmatched(evidence.recv_sightings(), evidence.sends, lambda t: f"rank {t.source} never sends it")
     yield from _out_of_order(evidence)
@@ -126,11 +126,13 @@ def _uneven_calls(evidence: Evidence) -> Iterator[Breach]:
             yield Breach("matching", rank, index, message)
         ops = {op_of(evidence.programs[member].steps[at]) for member, at in index_by_rank.items()}
         if len(ops) > 1:
-            yield Breach("matching", rank, index, f"the group's ranks call different things: {', '.join(sorted(ops))}")
+            yield Breach(
+                "matching", rank, index, f"the group's ranks make different collectives: {', '.join(sorted(ops))}"
+            )
 
 
-def progress(evidence: Evidence, run: Run) -> Iterator[Breach]:
-    for circle in circles(run.stuck):
+def progress(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
+    for circle in circles(outcome.stuck):
         ranks = " -> ".join(str(wait.rank) for wait in (*circle, circle[0]))
         for wait in circle:
             step = format_step(evidence.programs[wait.rank].steps[wait.step])
@@ -142,8 +144,8 @@ Origin = tuple[int, int]
 """The rank and step that computed a contribution."""
 
 
-def homecoming(evidence: Evidence, run: Run) -> Iterator[Breach]:
-    owed, arrived = _follow_partials(evidence, run)
+def homecoming(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
+    owed, arrived = _follow_partials(evidence, outcome)
     for program in evidence.programs:
         rank = program.rank
         place, heads = evidence.plan.assignment.place(rank), evidence.plan.assignment.head_slice(rank)
@@ -153,7 +155,7 @@ def homecoming(evidence: Evidence, run: Run) -> Iterator[Breach]:
                 continue
             at = _last_write(evidence, rank, result)
             if (rank, result) not in arrived:
-                yield Breach("homecoming", rank, at, f"{format_item(result)} is never given back to the caller")
+                yield Breach("homecoming", rank, at, f"{format_item(result)} is never returned to the caller")
                 continue
             merged = Counter(arrived[rank, result])
             due = Counter(owed[kind, place, heads])
@@ -165,13 +167,13 @@ def homecoming(evidence: Evidence, run: Run) -> Iterator[Breach]:
 
 
 def _follow_partials(
-    evidence: Evidence, run: Run
+    evidence: Evidence, outcome: Outcome
 ) -> tuple[dict[tuple[Kind, int, int], list[Origin]], dict[tuple[int, Item], list[Origin]]]:
-    """Which contributions were computed for each result, and which each held item contains after everything has run."""
+    """The contributions computed for each result, and those that each held item contains after everything has run."""
     owed: dict[tuple[Kind, int, int], list[Origin]] = defaultdict(list)
     contents: dict[tuple[int, Item], list[Origin]] = {}
     moved: set[Call] = set()
-    for rank, index in run.order:
+    for rank, index in outcome.order:
         step = evidence.programs[rank].steps[index]
         match step:
             case steps.Attend():
@@ -184,7 +186,7 @@ def _follow_partials(
                 contents[dest, item._replace(source=rank)] = list(contents.get((rank, item), ()))
             case steps.Collective():
                 if evidence.calls[rank][index] not in moved:
-                    # The first of its members to go on: all have come this far, and none further.
+                    # The first member to go on: all have reached this step, and none is past it.
                     moved.add(evidence.calls[rank][index])
                     _move_partials(evidence, evidence.calls[rank][index], contents)
             case steps.Merge(partial):
@@ -200,7 +202,7 @@ def _follow_partials(
 
 
 def _move_partials(evidence: Evidence, call: Call, contents: dict[tuple[int, Item], list[Origin]]) -> None:
-    """What a collective's receivers get is what its senders hold at that point."""
+    """Give a collective's receivers what its senders hold at that point."""
     for rank in call.group:
         for index, made in evidence.calls[rank].items() if rank < len(evidence.calls) else ():
             if made == call:
@@ -209,7 +211,7 @@ def _move_partials(evidence: Evidence, call: Call, contents: dict[tuple[int, Ite
                     contents[rank, recv.item] = list(sent)
 
 
-def purpose(evidence: Evidence, run: Run) -> Iterator[Breach]:
+def purpose(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
     for program in evidence.programs:
         unused: dict[Item, int] = {}
         for index, step in enumerate(program.steps):
@@ -223,7 +225,7 @@ def purpose(evidence: Evidence, run: Run) -> Iterator[Breach]:
                 yield Breach("purpose", program.rank, index, f"{format_item(item)} is received and never used")
 
 
-def tidiness(evidence: Evidence, run: Run) -> Iterator[Breach]:
+def tidiness(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
     for program in evidence.programs:
         made = dict.fromkeys(evidence.inputs(program.rank), 0)
         for index, done in enumerate(evidence.effects[program.rank]):
@@ -232,13 +234,13 @@ def tidiness(evidence: Evidence, run: Run) -> Iterator[Breach]:
                 made.pop(item, None)
         for item in evidence.kept(program.rank) if evidence.plan.direction == "forward" else ():
             if item not in made:
-                yield Breach("tidiness", program.rank, None, f"{format_item(item)} is to be kept and is not there")
+                yield Breach("tidiness", program.rank, None, f"{format_item(item)} is to be kept, but is not held")
         for item, index in made.items():
             if item.form != "home" and item not in evidence.outputs(program.rank):
                 yield Breach("tidiness", program.rank, index, f"{format_item(item)} is never freed")
 
 
-def memory(evidence: Evidence, run: Run) -> Iterator[Breach]:
+def memory(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
     for program in evidence.programs:
         profile = held_nbytes(
             program.steps,
@@ -249,7 +251,7 @@ def memory(evidence: Evidence, run: Run) -> Iterator[Breach]:
         )
         for index, nbytes in enumerate(profile):
             if nbytes > program.peak_nbytes:
-                message = f"{nbytes:,} bytes are held here; the program states {program.peak_nbytes:,}"
+                message = f"{nbytes:,} bytes are held here, but the program states {program.peak_nbytes:,}"
                 yield Breach("memory", program.rank, index, message)
                 break
 

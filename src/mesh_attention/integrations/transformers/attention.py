@@ -1,7 +1,7 @@
 """The attention function that transformers' layers call: arguments checked, rows of a batch grouped by their mask.
 
-Tensors are transformers': (batch, heads, tokens, dim), of this rank's tokens. All that is said about the whole sequence
-(padding, packed documents, its length) must be the same on every rank. Every argument is honoured, known to be without
+Tensors are transformers': (batch, heads, tokens, dim), of this rank's tokens. Arguments about the whole sequence
+(padding, packed documents, its length) must be the same on every rank. Every argument is honoured, known to have no
 effect on attention, or refused.
 """
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import describe
-from mesh_attention.comm.local import block
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.execution.agreement import agree
+from mesh_attention.execution.driving import drive
 from mesh_attention.integrations.autocast import as_autocast
 from mesh_attention.integrations.sequences import CUTS, LENGTHS, Row, find_misplaced, read_documents, split_rows
 from mesh_attention.integrations.transformers.masks import DECODING, BatchMask, make_mask, shard_length
@@ -45,12 +45,12 @@ WITHOUT_EFFECT = (
     "shift_labels",
     "output_hidden_states",
 )
-"""Arguments that travel through the layers and say nothing about attention."""
+"""Arguments that pass through the layers and have no effect on attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a layer asks for, checked: the mask of each row of the batch, the length of the whole sequence, the rest."""
+    """A layer's arguments, checked: the mask of each row of the batch, the length of the whole sequence, the rest."""
 
     mask: BatchMask
     rows: tuple[Row, ...]
@@ -61,7 +61,7 @@ class Request:
     sinks: Tensor | None
 
     def groups(self) -> dict[tuple[int, ...], list[int]]:
-        """Rows that can share a call, by where they are cut."""
+        """Rows that can share a call, by their boundaries."""
         found: dict[tuple[int, ...], list[int]] = {}
         for number, row in enumerate(self.rows):
             found.setdefault(row.boundaries(is_causal=self.mask.is_causal), []).append(number)
@@ -69,7 +69,7 @@ class Request:
 
 
 class LayerAttention:
-    """What the layers of models call for one `MeshAttention`, and what is remembered between them."""
+    """The attention function of one `MeshAttention`, and the answers it caches between layers."""
 
     def __init__(self, attention: MeshAttention) -> None:
         self.attention = attention
@@ -80,7 +80,7 @@ class LayerAttention:
         self._positions: Memory[Tensor] = Memory()
 
     def make_mask(self, **asked: Any) -> BatchMask:
-        """The mask of layers. Models ask for it in every forward, on every rank, before the first layer attends."""
+        """The mask of layers. Models request it in every forward, on every rank, before the first layer attends."""
         self._is_to_meet = True
         return make_mask(self.attention, **asked)
 
@@ -93,7 +93,7 @@ class LayerAttention:
         attention_mask: object,
         **arguments: Any,
     ) -> tuple[Tensor, None]:
-        """This rank's output, (batch, tokens, heads, dim); there are no attention weights to give."""
+        """This rank's output, (batch, tokens, heads, dim), and None for the attention weights."""
         request = self._agreed(module, (query, key, value), attention_mask, arguments)
         tensors = as_autocast(query, key, value)
         groups = request.groups()
@@ -133,11 +133,11 @@ class LayerAttention:
     def _agreed(
         self, module: nn.Module, tensors: Sequence[Tensor], mask: object, arguments: Mapping[str, Any]
     ) -> Request:
-        """The request; once a forward, ranks tell each other of refusals, or those without one would wait.
+        """The request. Once per forward, ranks tell each other of refusals; the others would wait otherwise.
 
-        When that is does not depend on what this rank remembers, which might be other things than another rank does.
+        The moment does not depend on this rank's caches, which may differ from another rank's.
         """
-        if torch.compiler.is_compiling():  # positions are checked when it runs
+        if torch.compiler.is_compiling():  # the operator checks positions when it runs
             return self._request(module, tensors, mask, arguments)
         found: list[Request] = []
 
@@ -162,7 +162,7 @@ class LayerAttention:
         except UsageError as refusal:
             error = refusal
         said = None if error is None else str(error)
-        block(agree(self.attention.comms[0], asked={}, holds={}, expected=lambda rank: {}, refusal=said))
+        drive(agree(self.attention.comms[0], refusal=said))
         if error is not None:
             raise error
         self._is_to_meet = False
@@ -191,7 +191,7 @@ class LayerAttention:
     def _rows(
         self, mask: BatchMask, batch: int, tokens: int, arguments: Mapping[str, Any]
     ) -> tuple[int, tuple[Row, ...]]:
-        """The whole length and the rows: of boundaries and padding, if given, or else as many tokens on every rank."""
+        """The whole length and the rows, from boundaries and padding if given; otherwise all ranks have equal parts."""
         packing = {name: arguments.get(name) for name in (*CUTS, *LENGTHS)}
         seq_len = mask.seq_len
         documents: tuple[tuple[int, ...], ...] | None = None
@@ -201,7 +201,7 @@ class LayerAttention:
             )
             if seq_len is not None and documents[0][-1] != seq_len:
                 raise MaskError(
-                    f"cu_seq_lens speak of {documents[0][-1]} tokens a row and attention_mask of {seq_len}; expected "
+                    f"cu_seq_lens has {documents[0][-1]} tokens per row, but attention_mask has {seq_len}; expected "
                     "both to be of the whole sequence"
                 )
             seq_len = documents[0][-1]
@@ -209,7 +209,7 @@ class LayerAttention:
         due = shard_length(self.attention, seq_len)
         if due != tokens:
             raise UsageError(
-                f"the whole sequence has {seq_len} tokens, of which this rank holds {due}, but it was given {tokens}; "
+                f"the whole sequence has {seq_len} tokens, {due} of them on this rank, but it got {tokens}; "
                 "cut inputs with shard_batch or MeshAttention.shard, and give cu_seq_lens of the whole sequence"
             )
         real = mask.real or ((0, seq_len),) * batch
@@ -232,11 +232,11 @@ class LayerAttention:
 def check_shape(position_ids: object, tokens: int) -> Tensor:
     if not isinstance(position_ids, Tensor):
         raise UsageError(
-            "the layer passed no position_ids to attention, so nobody can tell whether this rank's tokens stand "
-            "where they should; mesh attention runs models whose layers pass them on (Llama, Qwen, Gemma, …)"
+            "the layer passed no position_ids to attention, so the positions of this rank's tokens cannot be checked; "
+            "use a model whose layers pass them on (Llama, Qwen, Gemma, …)"
         )
     if position_ids.dim() != 2 or position_ids.shape[1] != tokens:
-        raise UsageError(f"position_ids is {describe(position_ids)}: expected (batch or 1, {tokens}), one a token")
+        raise UsageError(f"position_ids is {describe(position_ids)}: expected (batch or 1, {tokens}), one per token")
     return position_ids
 
 
@@ -244,10 +244,10 @@ def _misplaced(position_ids: Tensor, row: int, due: Row, positions: Tensor) -> s
     given = position_ids[min(row, position_ids.shape[0] - 1)]
     shown = ", ".join(map(str, given[:4].tolist())), ", ".join(map(str, given[-2:].tolist()))
     return (
-        f"position_ids of row {row} ({shown[0]}, …, {shown[1]}) are not those of this rank's tokens, which stand at "
+        f"position_ids of row {row} ({shown[0]}, …, {shown[1]}) are not those of this rank's tokens, which are "
         f"{positions[0]} to {positions[-1]} of the whole sequence{' and its documents' if len(due.cuts) > 2 else ''}; "
-        "pass position_ids of shard_batch or MeshAttention.position_ids to the model; where they restart for packed "
-        "documents, and where ranks hold unequal numbers of tokens, also cu_seq_lens_q/k of the whole sequence"
+        "pass position_ids from shard_batch or MeshAttention.position_ids to the model; if they restart for packed "
+        "documents, or ranks hold unequal numbers of tokens, also pass cu_seq_lens_q/k of the whole sequence"
     )
 
 
@@ -255,46 +255,48 @@ def refuse_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name not in HONOURED and name not in WITHOUT_EFFECT and value is not None:
             raise UsageError(
-                f"{type(module).__name__} passed {name} to attention, and mesh attention does not know what that would "
-                "mean; leave it out, or use another attn_implementation"
+                f"{type(module).__name__} passed {name} to attention, which mesh attention does not know; leave it "
+                "out, or use another attn_implementation"
             )
     if arguments.get("dropout"):
         raise UsageError(
-            f"attention dropout of {arguments['dropout']} came; mesh attention has none; set "
-            "config.attention_dropout to 0, or call model.eval()"
+            f"attention dropout is not supported, got {arguments['dropout']}; set config.attention_dropout to 0, or "
+            "call model.eval()"
         )
     if arguments.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
-        raise UsageError("output_attentions came, and no rank ever has attention weights; use eager for that")
+        raise UsageError(
+            "output_attentions is not supported: no rank has the attention weights; use eager attention instead"
+        )
     config = getattr(module, "config", None)
     refuse_mixing(config)
     refuse_router_loss(config, arguments)
 
 
 def check_mask(mask: object, arguments: Mapping[str, Any]) -> BatchMask:
-    """The mask, and that what else is said about it says the same."""
+    """The mask, checked against the other arguments that describe it."""
     if not isinstance(mask, BatchMask):
         what = "no mask" if mask is None else describe(mask)
         raise MaskError(
-            f"{what} came as attention_mask where one made for mesh attention was expected: a mask of one's own (4D) "
-            "cannot be read, and a model that makes its masks without transformers' mask interface cannot be run; "
-            "give a 2D attention_mask of the whole sequence, or cu_seq_lens"
+            f"attention got {what} as its mask, expected one made for mesh attention: custom 4D masks, and models that "
+            "do not use transformers' mask interface, are not supported; give a 2D attention_mask of the whole "
+            "sequence, or cu_seq_lens"
         )
     is_causal, window = arguments.get("is_causal"), arguments.get("sliding_window")
     if is_causal is not None and bool(is_causal) != mask.is_causal:
-        raise MaskError(f"is_causal={is_causal} came with the mask {mask.band}; set config.is_causal instead")
+        raise MaskError(f"is_causal={is_causal} contradicts the mask {mask.band}; set config.is_causal instead")
     reach = mask.band.left
     if window is not None and reach not in ((window - 1,) if mask.is_causal else (window - 1, window)):
-        raise MaskError(f"sliding_window={window} came with the mask {mask.band}, which has another window")
+        raise MaskError(f"sliding_window={window} contradicts the mask {mask.band}, which has another window")
     return mask
 
 
 def check_sinks(sinks: object, *, heads: int) -> Tensor | None:
     if sinks is None or (isinstance(sinks, Tensor) and tuple(sinks.shape) == (heads,)):
         return sinks
-    raise UsageError(f"s_aux is {describe(sinks)}: expected attention sinks, one a head ({heads})")
+    raise UsageError(f"s_aux is {describe(sinks)}: expected attention sinks, one per head ({heads})")
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The output when every row also attends to a sink, a score with no value: e^lse of e^lse + e^sink remains."""
+    """The output if every row also attends to a sink, a score without a value: scaled by e^lse / (e^lse + e^sink)."""
     share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
     return (out * share.transpose(1, 2)[..., None]).to(out.dtype)

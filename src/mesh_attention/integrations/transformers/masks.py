@@ -1,8 +1,7 @@
-"""What transformers asks of a mask, recognised: its mask functions are closures, and only its own are known.
+"""Recognises transformers' mask functions, which are closures: causal, bidirectional, and sliding windows of both.
 
-Recognised are causal, bidirectional and sliding windows of both. Its packed documents are guessed from a rank's own
-position ids, which jump where the shard does; documents come from the whole sequence instead, and attention checks the
-position ids against them. Everything else is refused.
+transformers guesses packed documents from a rank's position ids, which jump where the shard does; here documents are
+taken from the whole sequence instead, and attention checks the position ids against them. Other masks are refused.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from mesh_attention.masks import Mask, causal, full, window
 
 MaskFunction = Callable[..., Any]
 WITHOUT_EFFECT = ("allow_is_causal_skip", "allow_is_bidirectional_skip", "local_size", "dtype", "device", "config")
-"""Arguments of mask functions that say how a dense mask is made, or say again what the mask function says."""
+"""Arguments of mask functions that say how a dense mask is made, or repeat what the mask function says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMask:
-    """What a layer's attention must honour: a band, and the padding of the whole sequence (None: not spoken of)."""
+    """The mask of a layer: a band, and the padding of the whole sequence (None: not given)."""
 
     band: Mask
     seq_len: int | None = None
@@ -53,12 +52,12 @@ def make_mask(
     use_vmap: bool = False,
     **others: Any,
 ) -> BatchMask:
-    """What transformers' models call to make the mask of their layers, once a forward for each kind of layer."""
+    """Makes the mask of layers; transformers' models call it once per forward for each kind of layer."""
     refuse_unknown(others, WITHOUT_EFFECT, of="the mask function")
     if use_vmap:
         raise MaskError(
-            "the model adds a mask function of its own (or_mask_function or and_mask_function); mesh attention cannot "
-            "read what it means; use another attn_implementation for it"
+            "the model adds a custom mask function (or_mask_function or and_mask_function), which mesh attention "
+            "cannot interpret; use another attn_implementation for it"
         )
     if isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
         raise UsageError(DECODING)
@@ -72,8 +71,8 @@ def make_mask(
 
 
 DECODING = (
-    "queries and keys are not of the same tokens: a KV cache that holds something, a StaticCache, or cross attention; "
-    "mesh attention runs whole sequences (training, scoring, prefill); generate with another implementation, such as "
+    "queries and keys are of different tokens (a filled KV cache, a StaticCache, or cross attention), but mesh "
+    "attention runs whole sequences only (training, scoring, prefill); generate with another implementation, such as "
     'model.set_attn_implementation("sdpa")'
 )
 
@@ -82,26 +81,28 @@ def _check_padding(
     attention: MeshAttention, attention_mask: Tensor, batch_size: int, q_length: int, kv_length: int
 ) -> None:
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size:
-        raise MaskError(f"attention_mask is {tuple(attention_mask.shape)} and the batch has {batch_size} rows")
+        raise MaskError(
+            f"attention_mask is {tuple(attention_mask.shape)}: expected (batch, tokens) with {batch_size} rows"
+        )
     seq_len = attention_mask.shape[1]
     due = shard_length(attention, seq_len)
     if q_length != due:
         raise MaskError(
-            f"attention_mask speaks of {seq_len} tokens, of which this rank holds {due}, but it was given {q_length}; "
-            "give the mask of the whole sequence on every rank, not this rank's part (shard_batch does)"
+            f"attention_mask has {seq_len} tokens, {due} of them on this rank, but it got {q_length}; give the mask of "
+            "the whole sequence on every rank, not this rank's part (shard_batch does)"
         )
     if kv_length not in (q_length, seq_len):
         raise UsageError(DECODING)
 
 
 def shard_length(attention: MeshAttention, seq_len: int) -> int:
-    """How many tokens of a whole sequence this rank is home to."""
+    """Number of tokens of a whole sequence that this rank is home to."""
     segments = attention.layout.segments(attention.comms[0].rank, tokens=seq_len, ranks=attention.ranks)
     return sum(map(len, segments))
 
 
 def band_of(mask_function: MaskFunction) -> Mask:
-    """The band that one of transformers' mask functions lets through; documents are left out."""
+    """The band of one of transformers' mask functions, without documents."""
     if mask_function is masking_utils.causal_mask_function:
         return causal()
     if mask_function is masking_utils.bidirectional_mask_function:
@@ -113,26 +114,26 @@ def band_of(mask_function: MaskFunction) -> Mask:
                 mask &= band_of(part)
             return mask
         case "sliding window":
-            return window(_held(mask_function, "sliding_window") - 1, -1)  # it counts the token itself
+            return window(_held(mask_function, "sliding_window") - 1, -1)  # it includes the token itself
         case "sliding window both ways":
             return window(*[_held(mask_function, "sliding_window")] * 2)
         case "packed":
             return full()
     name = getattr(mask_function, "__qualname__", repr(mask_function)).partition(".")[0]
     raise MaskError(
-        f"the model asks for a mask that is not known here ({name}); mesh attention knows causal and bidirectional "
-        "masks, sliding windows, padding and packed documents; use another attn_implementation for it"
+        f"the model uses an unknown mask ({name}); mesh attention knows causal and bidirectional masks, sliding "
+        "windows, padding and packed documents; use another attn_implementation for it"
     )
 
 
 def _held(closure: MaskFunction, name: str) -> Any:
-    """A variable that a closure has from the function it was made in."""
+    """The value of a closure's variable."""
     cells = dict(zip(closure.__code__.co_freevars, closure.__closure__ or (), strict=True))
     return cells[name].cell_contents
 
 
 def _kinds() -> dict[CodeType | None, str]:
-    """Closures that one factory makes share their code, by which they are known."""
+    """Kinds of mask functions by their code, which all closures of one factory share."""
     made = {
         "and": masking_utils.and_masks(masking_utils.causal_mask_function),
         "sliding window": masking_utils.sliding_window_overlay(1),
@@ -146,7 +147,8 @@ _KINDS = _kinds()
 
 
 def check_meanings() -> None:
-    """Refuse a transformers whose mask functions do not mean what is read into them, on every pair of a few tokens."""
+    """Refuse a version of transformers whose mask functions mean something else, tested on every pair of a few
+    tokens."""
     tokens, size = torch.arange(6), 6
     rows, columns = tokens[None, None, :, None], tokens[None, None, None, :]
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long)
@@ -165,6 +167,6 @@ def check_meanings() -> None:
         ]
         if said != read:
             raise UsageError(
-                f"this version of transformers means something else by {getattr(function, '__qualname__', function)} "
-                "than mesh attention reads into it; use another version of one of them"
+                f"{getattr(function, '__qualname__', function)} of this version of transformers has another meaning "
+                "than mesh attention expects; use another version of one of them"
             )

@@ -1,4 +1,5 @@
-"""Memory of the last answer about tensors: layers of a forward ask alike, and looking at values waits for a device."""
+"""A cache of the last answer about tensors: the layers of a forward ask the same, and reading values waits for a
+device."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ Answer = TypeVar("Answer")
 
 
 class Memory(Generic[Answer]):
-    """The last answer, for as long as the same tensors, unchanged, and equal other things are asked about.
+    """The last answer, valid for the same unchanged tensors and equal other arguments.
 
-    Of tensors made in inference mode nothing is remembered: they do not count how often they were written to. Nor is
-    anything while a compiler traces, which would compile again whenever the memory is another.
+    Nothing is cached for tensors made in inference mode, which do not count writes, nor while a compiler traces, which
+    would recompile whenever the cache changes.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class Memory(Generic[Answer]):
 
 
 def _mark(thing: Any) -> Any:
-    # Held weakly: a batch must not live on here, and an address says nothing once it can be used again.
+    # Held weakly: this must not keep a batch alive, and an address means nothing once it is reused.
     if not isinstance(thing, Tensor):
         return thing
     return None if thing.is_inference() else (weakref.ref(thing), thing._version)

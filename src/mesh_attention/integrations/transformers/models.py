@@ -1,8 +1,8 @@
-"""Models that a rank cannot run on its own tokens alone, told by their configs, and refused.
+"""Refuses models that a rank cannot run on its own tokens, recognised by their configs.
 
-All but attention must treat tokens one by one: a rank's tokens are neither neighbours nor all there are. Not so are
-convolutions and recurrences over tokens, rotary frequencies made from the largest position, and a router's loss. The
-verdict is made of what is the same on every rank, so all ranks come to the same one.
+Everything but attention must treat tokens one by one: a rank's tokens are neither neighbours nor the whole sequence.
+Convolutions and recurrences over tokens, rotary frequencies that depend on the largest position, and a router's loss do
+not. Decisions depend only on what is the same on every rank, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ HYBRIDS = (
     "hybrid_layer_pattern",
     "attn_layer_period",
 )
-"""Attributes of configs by which a model that mixes tokens outside attention is known, where no layer types are."""
+"""Config attributes of models that mix tokens outside attention, for configs without layer types."""
 
 
 def refuse_mixing(config: object) -> None:
-    """Refuse a model with layers other than attention that look at several tokens."""
+    """Refuse a model whose layers, other than attention, use several tokens."""
     layers = getattr(config, "layer_types", None)
     if layers is not None:
         others = [name for name in layers if name not in ATTENTION_LAYERS]
@@ -55,9 +55,9 @@ def refuse_mixing(config: object) -> None:
 
 def _mixes(config: object, why: str) -> str:
     return (
-        f"{_name(config)} mixes tokens outside of plain attention ({why}); there, a rank would take its own tokens for "
-        "neighbours and for all there are, and be silently wrong; run it with another attn_implementation on whole "
-        "sequences, or use a model whose layers are full or sliding attention"
+        f"{_name(config)} mixes tokens outside of plain attention ({why}), where each rank would silently treat its "
+        "own tokens as the whole sequence; run it with another attn_implementation on whole sequences, or use a model "
+        "whose layers are full or sliding attention"
     )
 
 
@@ -65,14 +65,14 @@ def refuse_router_loss(config: object, arguments: Mapping[str, Any]) -> None:
     asked = arguments.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if asked is None else asked:
         raise UsageError(
-            "output_router_logits came: the auxiliary loss of a router would be made of this rank's own tokens, and "
-            "counted once for every rank; set config.output_router_logits to False, and compute that loss outside of "
-            "the model, over the tokens of all ranks"
+            "output_router_logits is not supported: the auxiliary loss of a router would cover this rank's tokens "
+            "only, and be counted once for every rank; set config.output_router_logits to False, and compute that loss "
+            "outside of the model, over the tokens of all ranks"
         )
 
 
 def refuse_rotary(config: object, attention: MeshAttention, rows: Sequence[Row], seq_len: int) -> None:
-    """Refuse rotary frequencies that follow from the largest position, where ranks could differ in it."""
+    """Refuse rotary frequencies that depend on the largest position, where ranks could differ in it."""
     for rotary in _rotaries(getattr(config, "rope_parameters", None)):
         kind = str(rotary.get("rope_type", rotary.get("type", "default")))
         limit = getattr(config, "max_position_embeddings", None)
@@ -89,15 +89,15 @@ def refuse_rotary(config: object, attention: MeshAttention, rows: Sequence[Row],
 
 def _depends(config: object, kind: str, limit: int, seq_len: int) -> str:
     instead = (
-        "or so many, without padding and documents, that every rank's last token is beyond these (with layout "
-        '"striped" every rank ends late)'
+        "or enough that every rank's last token is beyond these, without padding and documents (with layout "
+        '"striped" every rank has late tokens)'
         if kind == "longrope"
         else "or use another rope_type, such as yarn"
     )
     return (
-        f"{_name(config)} has rotary embeddings ({kind}), whose frequencies follow from the largest position where "
-        f"that is beyond {limit}; {seq_len} tokens came, of which each rank knows another largest position; give at "
-        f"most {limit} tokens, {instead}"
+        f"{_name(config)} has rotary embeddings ({kind}) whose frequencies depend on the largest position beyond "
+        f"{limit}; with {seq_len} tokens, each rank has another largest position; give at most {limit} tokens, "
+        f"{instead}"
     )
 
 
@@ -114,7 +114,7 @@ def _rotaries(parameters: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _least_end(attention: MeshAttention, rows: Sequence[Row], seq_len: int) -> int:
-    """The end of the rank that ends first; 0 where positions may start anew, which would be anybody's guess."""
+    """The smallest end among the ranks' tokens; 0 where positions may restart, so that it is unknown."""
     whole = (0, seq_len)
     if any(row.cuts != whole or row.real != whole for row in rows):
         return 0

@@ -1,6 +1,7 @@
-"""The check of position ids as an operator of torch, for compiled layers: a compiler sees shapes, and it sees values.
+"""The check of position ids as an operator of torch, for compiled layers: a compiler sees only shapes, this sees
+values.
 
-It gives the boundaries that attention is then called with, so no compiler can leave it out as being without use.
+It returns the boundaries that attention is then called with, so that no compiler removes it as unused.
 """
 
 from __future__ import annotations

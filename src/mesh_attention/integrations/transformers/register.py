@@ -1,6 +1,6 @@
-"""Registration: a name under which transformers' models find mesh attention, in both of its interfaces.
+"""Registers mesh attention with transformers under a name, in both of its interfaces.
 
-Both, because a model whose implementation makes no masks is given none, and would drop padding without a word.
+Both are needed, because a model whose implementation makes no masks gets none, and would silently ignore padding.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from mesh_attention.integrations.transformers.masks import check_meanings
 
 NAME = "mesh_attention"
 MEANINGFUL = ("flash", "sdpa", "flex", "eager", "paged", "/", "|", ":")
-"""Parts of a name by which transformers chooses a path of its own."""
+"""Parts of a name that make transformers choose one of its own code paths."""
 
 
 def register(attention: MeshAttention, *, name: str = NAME) -> None:
     """Make `attention` known to transformers as `name`, for ``attn_implementation=name``, until `unregister`.
 
-    Several can be registered under several names, one for each group that models run on. A name stays with its
-    `MeshAttention`, since models that run by it would otherwise change under their users.
+    Several can be registered under different names, one for each group that models run on. A name cannot be registered
+    again for another `MeshAttention`, which would change models that use it.
     """
     if not isinstance(attention, MeshAttention):
-        raise UsageError(f"register came with {type(attention).__name__}: expected a MeshAttention")
+        raise UsageError(f"register got a {type(attention).__name__}; expected a MeshAttention")
     if attention.is_local:
         raise UsageError(
-            "register came with a local group, whose ranks are all in this process, and a model runs one rank in each; "
-            "use a torch.distributed group (of one process, if need be)"
+            "register needs one rank per process, but all ranks of a local group are in this process; use a "
+            "torch.distributed group, which may have one process"
         )
     _check_name(name)
     held = AttentionInterface._global_mapping.get(name)
@@ -41,13 +41,13 @@ def register(attention: MeshAttention, *, name: str = NAME) -> None:
     check_meanings()
     layers = LayerAttention(attention)
     AttentionInterface.register(name, layers)
-    # Not traced by torch.compile: it reads closures, and the padding's values. Layers can be compiled, one by one.
+    # torch.compile does not trace it: it reads closures and the values of padding. Layers can be compiled one by one.
     untraced = torch.compiler.disable(layers.make_mask)  # type: ignore[no-untyped-call]
     AttentionMaskInterface.register(name, untraced)
 
 
 def unregister(name: str = NAME) -> None:
-    """Forget a registration; models that run by its name can no longer run until they are set to another."""
+    """Remove a registration; models that use its name must be set to another implementation."""
     if not isinstance(AttentionInterface._global_mapping.get(name), LayerAttention):
         raise UsageError(f"{name!r} is not a registered MeshAttention")
     del AttentionInterface._global_mapping[name]
@@ -57,6 +57,6 @@ def unregister(name: str = NAME) -> None:
 def _check_name(name: str) -> None:
     if not isinstance(name, str) or not name or any(part in name for part in MEANINGFUL):
         raise UsageError(
-            f"name={name!r}: expected a name in which transformers reads nothing, that is without any of "
-            f"{' '.join(MEANINGFUL)}"
+            f"name={name!r}: expected a name without any of {' '.join(MEANINGFUL)}, which have a meaning to "
+            "transformers"
         )

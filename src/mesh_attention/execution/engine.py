@@ -1,0 +1,315 @@
+"""Engines: everything a call needs that outlives it, made at the first call of a configuration and then kept.
+
+`Engines.find` works out the problem and its plans, lets the ranks agree on them, and keeps the result. An `Engine` runs
+passes: it compiles each rank's program once and hands it to executors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mesh_attention.arguments import CallOptions, Softmax, check_tensors, needs_gradient
+from mesh_attention.comm.base import Comm, Work
+from mesh_attention.errors import UsageError
+from mesh_attention.execution.agreement import Configuration, agree_on_call
+from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Meter, fields_of
+from mesh_attention.execution.compiled import Compiled, compile_program
+from mesh_attention.execution.driving import PlayedRanks
+from mesh_attention.execution.executor import Executor, Fields
+from mesh_attention.execution.graphs import CapturedPasses, GraphMemory, Tensors
+from mesh_attention.kernels.base import Demand, Kernel, Scores
+from mesh_attention.kernels.select import choose_kernel, choose_merging
+from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import Direction, Item
+from mesh_attention.problem import Problem
+
+MOST_ENGINES = 128
+"""Configurations kept, the most recently used ones; ranks make the same calls, so they drop the same ones."""
+Drive = Callable[[Sequence[Generator[Work, None, dict[str, Fields]]]], list[dict[str, Fields]]]
+
+
+class Planner(Protocol):
+    """Makes the plans of both passes; the same on every rank."""
+
+    def __call__(self, problem: Problem, *, on_gpu: bool, gradient: bool) -> dict[Direction, Plan]: ...
+
+
+class Engines:
+    """The engines of one group, by configuration.
+
+    They do not refer to the `MeshAttention` they belong to, so that a group is released with the last reference to it:
+    left to the garbage collector, it may outlive the process group, and Gloo's threads do not survive that.
+    """
+
+    def __init__(self, played: PlayedRanks, layout: Layout, planner: Planner, *, cuda_graphs: bool) -> None:
+        self.played, self.layout, self.planner, self.cuda_graphs = played, layout, planner, cuda_graphs
+        self.known: dict[object, Engine] = {}
+        self.forward_passes = 0
+        """Forward passes asked for so far, except those that one rank makes as a single kernel call."""
+        self.watchers: list[Callable[[Engine, torch.device], Engine]] = []
+        """Wrap every engine that is found, while recordings are made."""
+        self._graph_memories: dict[torch.device, GraphMemory] = {}
+
+    @property
+    def ranks(self) -> int:
+        return self.played.size
+
+    def find(
+        self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, *, gradient: bool | None = None
+    ) -> Engine:
+        """The engine for inputs like these, q, k and v of each rank played here.
+
+        `gradient` says whether there will be a backward pass, where tensors and grad mode do not.
+        """
+        self.forward_passes += 1
+        options = options.checked()
+        flat = [tensor for rank in tensors for tensor in rank]
+        gradient = needs_gradient(flat) if gradient is None else gradient
+        key = (options, gradient, *((tensor.shape, tensor.dtype, tensor.device) for tensor in flat))
+        engine = self.known.pop(key, None) or self._new(tensors, options, gradient)
+        self.known[key] = engine  # the most recently used comes last
+        if len(self.known) > MOST_ENGINES:
+            del self.known[next(iter(self.known))]
+        for watch in self.watchers:
+            engine = watch(engine, flat[0].device)
+        return engine
+
+    def _new(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool) -> Engine:
+        device = tensors[0][0].device
+        found: Configuration | UsageError
+        try:
+            found = self._configuration(tensors, options, gradient)
+        except UsageError as error:
+            found = error  # the other ranks must hear of it, or they would wait
+        comms = self.played.comms_on(device)
+        self.played.drive([agree_on_call(comm, found, rank) for comm, rank in zip(comms, tensors, strict=True)])
+        if isinstance(found, UsageError):
+            raise found
+        return Engine.of(found, comms, self.played.drive, self._captured(device))
+
+    def _configuration(
+        self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool
+    ) -> Configuration:
+        for rank in tensors:
+            check_tensors(*rank)
+        device = tensors[0][0].device
+        self._check_graphs(device)
+        problem = options.problem(tensors[0], self.ranks)
+        plans = self.planner(problem, on_gpu=device.type == "cuda", gradient=gradient)
+        _check_keep(plans, cuda_graphs=self.cuda_graphs)
+        return Configuration(
+            options=options,
+            problem=problem,
+            layout=self.layout,
+            plans=plans,
+            softmax=options.softmax(problem),
+            gradient=gradient,
+            cuda_graphs=self.cuda_graphs,
+        )
+
+    def _check_graphs(self, device: torch.device) -> None:
+        if not self.cuda_graphs:
+            return
+        if device.type != "cuda":
+            raise UsageError(f"cuda_graphs=True needs CUDA tensors, got {device}")
+        if not all(comm.is_capturable for comm in self.played.comms_on(device)):
+            raise UsageError(
+                "cuda_graphs=True needs transfers that a CUDA graph can capture, and this group's cannot be; "
+                "use NCCL, or leave cuda_graphs out"
+            )
+
+    def _captured(self, device: torch.device) -> CapturedPasses | None:
+        if not self.cuda_graphs:
+            return None
+        if device not in self._graph_memories:
+            self._graph_memories[device] = GraphMemory(device)
+        return CapturedPasses(self._graph_memories[device])
+
+
+def _check_keep(plans: dict[Direction, Plan], *, cuda_graphs: bool) -> None:
+    forward, backward = plans["forward"], plans["backward"]
+    same = (forward.schedule.keep, forward.assignment) == (backward.schedule.keep, backward.assignment)
+    if (forward.schedule.keep or backward.schedule.keep) and not same:
+        raise UsageError(
+            f"{forward!r} keeps {forward.schedule.keep}, {backward!r} expects {backward.schedule.keep}: "
+            "both passes must keep the same, on the same tile"
+        )
+    if cuda_graphs and forward.schedule.keep:
+        raise UsageError(
+            f"{forward!r} keeps {', '.join(forward.schedule.keep)} for backward, which CUDA graphs cannot hand over; "
+            "leave out cuda_graphs, keep or memory_limit"
+        )
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Runs the passes of one configuration for the ranks played here."""
+
+    problem: Problem
+    softmax: Softmax
+    deterministic: bool
+    comms: Sequence[Comm]
+    programs: Callable[[Direction], Sequence[Compiled]]
+    drive: Drive
+    captured: CapturedPasses | None = None
+    """The passes that are launched as CUDA graphs. They can keep nothing for each other."""
+    kernels: dict[tuple[torch.device, bool, bool], Kernel] = field(default_factory=dict)
+    meters: list[Meter] = field(default_factory=list)
+    """Memory of the last pass that ran step by step, one meter for each rank played here."""
+
+    @classmethod
+    def of(
+        cls, configuration: Configuration, comms: Sequence[Comm], drive: Drive, captured: CapturedPasses | None
+    ) -> Engine:
+        plans = configuration.plans
+
+        @lru_cache(maxsize=2)
+        def programs(direction: Direction) -> list[Compiled]:
+            return [compile_program(plans[direction], comm.rank) for comm in comms]
+
+        return cls(
+            problem=configuration.problem,
+            softmax=configuration.softmax,
+            deterministic=configuration.options.deterministic,
+            comms=comms,
+            programs=programs,
+            drive=drive,
+            captured=captured,
+        )
+
+    def run(
+        self,
+        direction: Direction,
+        inputs: Sequence[Mapping[str, Fields]],
+        tokens: Sequence[dict[str, int]],
+        kernel: Kernel,
+        kept: Sequence[Mapping[Item, Buffer]] | None = None,
+    ) -> tuple[Tensors, list[dict[Item, Buffer]]]:
+        """One pass of every rank played here: its results, and what it keeps for backward.
+
+        `tokens` are the local lengths of q and kv; `kept` is what the forward pass kept.
+        """
+        given = kept or [{} for _ in self.comms]
+        if self.captured is None:
+            return self._run(direction, inputs, tokens, kernel, given)
+        return self.captured.run(
+            (direction, kernel.name), inputs, lambda own: self._run(direction, own, tokens, kernel, given)[0]
+        ), [{} for _ in self.comms]
+
+    def _run(
+        self,
+        direction: Direction,
+        inputs: Sequence[Mapping[str, Fields]],
+        tokens: Sequence[dict[str, int]],
+        kernel: Kernel,
+        kept: Sequence[Mapping[Item, Buffer]],
+    ) -> tuple[list[dict[str, Fields]], list[dict[Item, Buffer]]]:
+        device = next(iter(inputs[0]["q"].values())).device
+        merging = choose_merging(device)
+        executors = [
+            Executor(
+                compiled=compiled,
+                comm=comm,
+                kernel=kernel,
+                softmax=self.softmax,
+                inputs=given,
+                device=device,
+                new_output=Outputs(self.problem, lengths, device),
+                merging=merging,
+                kept=of_rank,
+            )
+            for compiled, comm, given, lengths, of_rank in zip(
+                self.programs(direction), self.comms, inputs, tokens, kept, strict=True
+            )
+        ]
+        results = self.drive([executor.run() for executor in executors])
+        self.meters[:] = [executor.meter for executor in executors]
+        for executor, result, lengths in zip(executors, results, tokens, strict=True):
+            _fill_in_empty(result, executor.new_output, direction, lengths)
+        return results, [executor.kept_for_backward() if direction == "forward" else {} for executor in executors]
+
+    # One kernel call
+
+    @cached_property
+    def single_call(self) -> Scores | None:
+        """The scores of the only kernel call, where one rank holds everything; otherwise None."""
+        if self.problem.ranks != 1:
+            return None
+        calls = [call for instruction in self.programs("forward")[0].instructions for call in instruction.calls]
+        if len(calls) != 1 or calls[0].q_span is not None or calls[0].kv_span is not None:
+            return None
+        return Scores(calls[0].mask, self.softmax.scale, self.softmax.softcap)
+
+    def single_forward(self, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Forward by the only kernel call, as one function: a small call waits for every line of it."""
+        assert self.single_call is not None
+        forward, scores = self.kernel_for(device, lse_gradient=False).forward, self.single_call
+        dtype = DTYPES[self.problem.dtype]
+
+        def attend_once(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse = forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scores)
+            out = out.transpose(1, 2)
+            return (out if out.dtype == dtype else out.to(dtype)), lse
+
+        return attend_once
+
+    # Kernels
+
+    def kernel_for(self, device: torch.device, *, lse_gradient: bool) -> Kernel:
+        """The kernel of a pass. Kept, because choosing one takes longer than a small call should."""
+        key = device, lse_gradient, self.deterministic or torch.are_deterministic_algorithms_enabled()
+        found = self.kernels.get(key)
+        if found is None:
+            found = self.kernels[key] = choose_kernel(self._demand(*key))
+        return found
+
+    def _demand(self, device: torch.device, lse_gradient: bool, deterministic: bool) -> Demand:
+        return Demand(
+            device=device.type,
+            dtype=DTYPES[self.problem.dtype],
+            head_dim_qk=self.problem.head_dim_qk,
+            head_dim_v=self.problem.head_dim_v,
+            softcap=self.softmax.softcap,
+            lse_gradient=lse_gradient,
+            deterministic=deterministic,
+        )
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Makes the tensors the caller gets: (batch, tokens, heads, dim), and LSE (batch, heads, tokens)."""
+
+    problem: Problem
+    tokens: dict[str, int]
+    device: torch.device
+
+    def __call__(self, kind: str) -> Fields:
+        problem = self.problem
+        wire = DTYPES[problem.dtype]
+        wide = torch.float64 if wire is torch.float64 else torch.float32
+        tokens = self.tokens["kv" if kind == "dkv" else "q"]
+        made = {}
+        for name, heads, dim in fields_of(kind, problem):  # type: ignore[arg-type]
+            if name in STATISTICS:
+                made[name] = torch.empty((problem.batch, heads, tokens), dtype=wide, device=self.device)
+            else:
+                tensor = torch.empty((problem.batch, tokens, heads, dim), dtype=wire, device=self.device)
+                made[name] = tensor.transpose(1, 2)
+        return made
+
+
+def _fill_in_empty(
+    result: dict[str, Fields], new_output: Callable[[str], Fields], direction: Direction, tokens: dict[str, int]
+) -> None:
+    """Add empty results for a rank without tokens, which has no step that makes them."""
+    for kind in ("o",) if direction == "forward" else ("dq", "dkv"):
+        if kind not in result:
+            assert not tokens["kv" if kind == "dkv" else "q"]
+            result[kind] = new_output(kind)

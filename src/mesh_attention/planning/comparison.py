@@ -1,0 +1,107 @@
+"""Compares a plan with those that the other methods make of the same problem, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
+
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.queries import RankCosts, imbalance, rank_costs, sampled_ranks
+from mesh_attention.planning.choice import Choice
+from mesh_attention.planning.limits import limits
+from mesh_attention.planning.registry import make_plan
+from mesh_attention.problem import Problem
+
+Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A plan; each number is that of the worst of the counted ranks."""
+
+    method: str
+    ulysses: int
+    tile: str
+    is_this_plan: bool
+    sent_nbytes: int
+    received_nbytes: int
+    against_ring: float | None = None
+    against_bound: float | None = None
+    flops: int
+    imbalance: float
+    peak_nbytes: int
+    kernel_calls: int
+    messages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """`bound_nbytes` is a lower bound on the bytes that an average rank receives."""
+
+    counted_ranks: tuple[int, ...]
+    bound_nbytes: float
+    rows: tuple[Row, ...]
+
+
+def compare(plan: Plan, choice: Choice, *, report: Report) -> Comparison:
+    """Rivals have the layout of the plan, and the routes, grouping and kept inputs of its choice."""
+    plans = list(_rivals(plan, choice, report))
+    if plan not in plans:
+        plans.insert(0, plan)
+    ranks = sampled_ranks(plan.problem.ranks)
+    rows = []
+    for number, rival in enumerate(plans):
+        costs: list[RankCosts] = []
+        for rank in ranks:
+            report(f"counting {rival.method}", (number + len(costs) / len(ranks)) / len(plans))
+            costs.append(rank_costs(rival, rank))
+        rows.append(_row(rival, costs, is_this_plan=rival == plan))
+    ring = next(row for row in rows if row.method == "ring" and row.ulysses == 1).received_nbytes
+    bound = limits(plan.problem, plan.direction).received_nbytes
+    # What forward kept is not received again: the bound does not hold.
+    has_bound = bound and not (plan.schedule.keep and plan.direction == "backward")
+    measured = [
+        replace(
+            row,
+            against_ring=row.received_nbytes / ring if ring else None,
+            against_bound=row.received_nbytes / bound if has_bound else None,
+        )
+        for row in rows
+    ]
+    return Comparison(counted_ranks=ranks, bound_nbytes=bound, rows=tuple(measured))
+
+
+def _rivals(plan: Plan, choice: Choice, report: Report) -> Iterator[Plan]:
+    whole = Choice(layout=plan.layout, keep=choice.keep)
+    greedy = replace(whole, route=choice.route, partials=choice.partials, blocks_per_call=choice.blocks_per_call)
+    wanted = [replace(greedy, method="ring"), replace(greedy, method="pass-q"), greedy]
+    wanted.append(replace(whole, method="attention2d"))
+    degree = _mixed_degree(plan.problem)
+    if degree is not None:
+        wanted.append(replace(greedy, ulysses_degree=degree))
+    if plan.problem.kv_heads % plan.problem.ranks == 0:
+        wanted.append(replace(whole, method="ulysses"))
+    for number, rival in enumerate(wanted):
+        report(f"planning {rival.method}", number / len(wanted))
+        yield make_plan(plan.problem, rival, direction=plan.direction)
+
+
+def _mixed_degree(problem: Problem) -> int | None:
+    """The largest Ulysses degree that fits and leaves a grid of more than one place."""
+    common = gcd(problem.ranks, problem.kv_heads)
+    return next((u for u in range(common, 1, -1) if common % u == 0 and u < problem.ranks), None)
+
+
+def _row(plan: Plan, costs: list[RankCosts], *, is_this_plan: bool) -> Row:
+    counted = ("sent_nbytes", "received_nbytes", "flops", "peak_nbytes", "kernel_calls", "messages")
+    worst: dict[str, Any] = {name: max(getattr(cost, name) for cost in costs) for name in counted}
+    return Row(
+        method=plan.method,
+        ulysses=plan.assignment.ulysses,
+        tile=str(plan.assignment.tile),
+        is_this_plan=is_this_plan,
+        imbalance=imbalance(cost.flops for cost in costs),
+        **worst,
+    )

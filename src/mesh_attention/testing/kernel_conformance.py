@@ -1,0 +1,391 @@
+"""What any kernel must do: forward and backward against dense attention in float64. Each check takes a kernel.
+
+    for check in CHECKS:
+        check(MyKernel(), Setting(device="cuda", dtype=torch.bfloat16, head_dim=64, head_dim_v=128, seq=100))
+
+Two head sizes, softcap, a gradient into the LSE and determinism are optional: their checks pass if `supports` refuses.
+Everything else is required of every kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import permutations, product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores
+from mesh_attention.masks import Mask, Segment, causal, documents, full, window
+from mesh_attention.testing.masks import is_unmasked
+
+BATCH, HEADS = 2, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Device, dtype and sizes of the calls. `head_dim_v` is for the check of two head sizes; most calls have about
+    `seq` queries and keys."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float64
+    head_dim: int = 6
+    head_dim_v: int = 4
+    seq: int = 16
+
+
+Check = Callable[[Kernel, Setting], None]
+
+
+class Call(NamedTuple):
+    """The tensors of one call. The LSE and delta in `row` are over more keys than the call's, as they are in a plan."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    row: RowGradient
+    scores: Scores
+
+
+def a_plain_call_is_supported(kernel: Kernel, setting: Setting) -> None:
+    reason = kernel.supports(_demand(setting))
+    assert reason is None, f"{kernel.name} {reason}; use a setting that it supports"
+
+
+# Masks
+
+
+def unmasked_calls_are_exact(kernel: Kernel, setting: Setting) -> None:
+    _check_masks(kernel, setting, *(_full(setting.seq, setting.seq + more) for more in (0, 3, -3)))
+
+
+def causal_calls_are_exact(kernel: Kernel, setting: Setting) -> None:
+    _check_masks(kernel, setting, _causal(setting.seq))
+
+
+def bands_are_exact(kernel: Kernel, setting: Setting) -> None:
+    """Windows over some of the tokens, over every third token, and with more keys than queries."""
+    n = setting.seq
+    _check_masks(
+        kernel,
+        setting,
+        _positions(window(n // 2, 0), range(n), range(n), n),
+        _positions(window(3, 1), range(n // 4, n - 2), range(2, n - 3), n),
+        _positions(causal(), range(1, 3 * n, 3), range(2, 3 * n, 3), 3 * n),
+        _positions(causal(), range(n), range(0, 2 * n, 2), 2 * n),
+        _positions(causal(), range(n), range(n + 5), n, n + 5),
+    )
+
+
+def documents_are_exact(kernel: Kernel, setting: Setting) -> None:
+    n = setting.seq
+    packed = documents([0, n // 4, n // 4 + 1, n // 2, n])
+    first = _positions(packed, range(n), range(n), n)
+    _check_masks(kernel, setting, first, _positions(causal() & packed, range(2, n - 2), range(n - 5), n))
+
+
+def tokens_in_several_segments_are_exact(kernel: Kernel, setting: Setting) -> None:
+    """Such as a zigzag shard's."""
+    n = setting.seq
+    ends = (range(n // 2), range(3 * n // 2, 2 * n))
+    _check_masks(kernel, setting, CallMask("positions", causal(), ends, ends, 2 * n, 2 * n))
+
+
+def rows_that_see_nothing_have_output_0_and_lse_minus_infinity(kernel: Kernel, setting: Setting) -> None:
+    n = setting.seq
+    some = _positions(window(1, 0), range(n), range(n // 2, n - 2), n)
+    none = _positions(window(0, 0), range(n // 2), range(n // 2, n), n)
+    for mask in (some, none):
+        call = _call(mask, setting)
+        out, lse = _check_exact(kernel, call)
+        blind = slice(0, n // 2)
+        assert (lse[:, :, blind] == -torch.inf).all(), f"{kernel.name}: rows that see nothing have a finite LSE"
+        assert not out[:, :, blind].any(), f"{kernel.name}: rows that see nothing have an output"
+        # Over all keys of all calls they may see nothing, too.
+        call.row.lse[:, :, blind] = -torch.inf
+        assert not kernel.backward(*call).dq[:, :, blind].any(), f"{kernel.name}: rows that see nothing have a dQ"
+        _check_exact(kernel, call)
+
+
+# Heads, scores and rows
+
+
+def calls_over_parts_of_the_keys_add_up(kernel: Kernel, setting: Setting) -> None:
+    """Given the LSE over all keys, the gradients of two calls are those of torch's attention over all keys."""
+    n, cut = setting.seq, setting.seq // 3
+    q, k, v, row, scores = _call(_full(n, n), setting)
+    wide_q, wide_k, wide_v = inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        out = scaled_dot_product_attention(wide_q, wide_k, wide_v, scale=scores.scale)
+        due = Gradients(*torch.autograd.grad(out, inputs, row.do.double()))
+    lse = (q.double() @ k.double().mT * scores.scale).logsumexp(-1)
+    delta = (out.detach() * row.do.double()).sum(-1)
+    row = RowGradient(row.do, lse.to(row.lse.dtype), delta.to(row.lse.dtype))
+    lses, found = [], []
+    for keys in (slice(0, cut), slice(cut, n)):
+        part = Call(q, k[:, :, keys], v[:, :, keys], row, scores._replace(mask=_full(n, k[:, :, keys].shape[2])))
+        lses.append(_check_exact(kernel, part)[1].double())
+        found.append(kernel.backward(*part))
+    _check_lse(kernel, torch.logaddexp(*lses), lse, setting.dtype)
+    dq = found[0].dq.double() + found[1].dq.double()
+    ours = Gradients(dq, *(torch.cat(pair, 2) for pair in list(zip(*found, strict=True))[1:]))
+    _check_gradients(kernel, ours, due, setting.dtype)
+
+
+def query_heads_share_kv_heads(kernel: Kernel, setting: Setting) -> None:
+    n = setting.seq
+    for kv_heads in (1, 2):
+        some = _positions(window(3, 1), range(n), range(2, n), n)
+        _check_masks(kernel, setting, _full(n, n), _causal(n), some, kv_heads=kv_heads)
+
+
+def two_head_sizes_are_exact(kernel: Kernel, setting: Setting) -> None:
+    if _supports(kernel, setting, head_dim_v=setting.head_dim_v):
+        masks = _full(setting.seq, setting.seq + 1), _causal(setting.seq)
+        _check_masks(kernel, setting, *masks, head_dim_v=setting.head_dim_v, kv_heads=2)
+
+
+def softcap_is_exact(kernel: Kernel, setting: Setting) -> None:
+    if _supports(kernel, setting, softcap=1.5):
+        _check_masks(kernel, setting, _causal(setting.seq), softcap=1.5)
+
+
+def a_gradient_into_the_lse_is_exact_where_do_is_zero(kernel: Kernel, setting: Setting) -> None:
+    """Delta is rowsum(O∘dO) less dLSE: no output that stands in for O gives it if dO is zero."""
+    if _supports(kernel, setting, lse_gradient=True):
+        call = _call(_causal(setting.seq), setting)
+        call.row.do[:, :, ::2] = 0.0
+        _check_exact(kernel, call)
+
+
+def the_output_may_be_given_instead_of_delta(kernel: Kernel, setting: Setting) -> None:
+    call = _call(_causal(setting.seq), setting)
+    out, lse, _ = _truth(call)
+    out, lse = out.to(setting.dtype), lse.to(call.row.lse.dtype)
+    delta = (out.double() * call.row.do.double()).sum(-1)
+    due = _truth(call._replace(row=RowGradient(call.row.do, lse, delta)))[2]
+    given = call._replace(row=RowGradient(call.row.do, lse, out=out))
+    _check_gradients(kernel, kernel.backward(*given), due, setting.dtype)
+
+
+def small_gradients_do_not_vanish(kernel: Kernel, setting: Setting) -> None:
+    if setting.dtype != torch.float16:  # which cannot hold them
+        call = _call(_full(setting.seq, setting.seq), setting)
+        for size in (2.0**-60, 2.0**-80):
+            row = RowGradient(call.row.do * size, call.row.lse, _delta(call) * size)
+            _check_exact(kernel, call._replace(row=row), f"with dO times {size:.0e}")
+
+
+def deterministic_kernels_give_the_same_bits(kernel: Kernel, setting: Setting) -> None:
+    if _supports(kernel, setting, deterministic=True):
+        call = _call(_causal(8 * setting.seq), setting, kv_heads=1)
+        runs = [(*kernel.forward(*call[:3], call.scores), *kernel.backward(*call)) for _ in range(4)]
+        assert all(map(torch.equal, runs[0] * 3, sum(runs[1:], ()))), f"{kernel.name}: one call gave different bits"
+
+
+# Lengths and strides
+
+
+def no_length_is_special(kernel: Kernel, setting: Setting) -> None:
+    n = setting.seq
+    pairs = ((1, 1), (1, n), (n, 1), (n - 1, n // 2 + 1), (2 * n + 1, n), (n + 1, 3 * n - 1))
+    _check_masks(kernel, setting, *(_full(*pair) for pair in pairs))
+    _check_masks(kernel, setting, *map(_causal, (1, 2, n - 1, n + 1, 2 * n + 1)))
+
+
+def calls_without_queries_or_keys_are_exact(kernel: Kernel, setting: Setting) -> None:
+    for queries, keys in ((0, setting.seq), (setting.seq, 0), (0, 0)):
+        some = _positions(causal(), range(queries), range(keys), setting.seq)
+        _check_masks(kernel, setting, _full(queries, keys), some)
+
+
+def strides_are_followed(kernel: Kernel, setting: Setting) -> None:
+    """Every tensor with its axes in every order in memory, so that the last may not be contiguous; dense, or past the
+    start of its storage and with NaN around every run."""
+    n, orders, fewer = setting.seq, list(permutations(range(4))), list(permutations(range(3)))
+    masks = _full(n, n - 1), _positions(window(n // 2, 1), range(n), range(1, n), n)
+    for index, mask, gap in product(range(len(orders)), masks, (0, 1)):
+        picked = [orders[(index + 5 * number) % len(orders)] for number in range(4)]  # all different
+        call = _call(mask, setting, kv_heads=2)
+        q, k, v, do = (_laid(x, order, gap) for x, order in zip((*call[:3], call.row.do), picked, strict=True))
+        lse, delta = _laid(call.row.lse, fewer[index % 6], gap), _laid(_delta(call), fewer[(index + 1) % 6], gap)
+        laid = Call(q, k, v, RowGradient(do, lse, delta), call.scores)
+        _check_exact(kernel, laid, f"with the axes of q, k, v, dO in memory as {picked}, gaps of {gap}")
+
+
+def expanded_tensors_are_exact(kernel: Kernel, setting: Setting) -> None:
+    """Strides of zero: one KV head for all, one row for the whole batch, the gradient of a sum."""
+    call = _call(_full(setting.seq, setting.seq), setting)
+    for axis, name in ((0, "batch"), (1, "heads")):
+        q, k, v, do = (x.narrow(axis, 0, 1).expand_as(x) for x in (*call[:3], call.row.do))
+        for changed in ({"q": q}, {"k": k, "v": v}, {"row": call.row._replace(do=do)}):
+            _check_exact(kernel, call._replace(**changed), f"with {', '.join(changed)} expanded over {name}")
+    one = call.row.do.new_ones(()).expand_as(call.row.do)
+    _check_exact(kernel, call._replace(row=call.row._replace(do=one)), "with dO expanded from one number")
+
+
+def inputs_are_not_written_to(kernel: Kernel, setting: Setting) -> None:
+    n = setting.seq
+    for mask in (_full(n, n), _causal(n), _positions(window(3, 1), range(n), range(2, n), n)):
+        call = _call(mask, setting)
+        given = (*call[:3], call.row.do, call.row.lse, _delta(call))
+        before = [x.clone() for x in given]
+        kernel.forward(*call[:3], call.scores)
+        kernel.backward(*call)
+        assert all(map(torch.equal, before, given)), f"{kernel.name} writes to its inputs"
+
+
+CHECKS: tuple[Check, ...] = (
+    a_plain_call_is_supported,
+    unmasked_calls_are_exact,
+    causal_calls_are_exact,
+    bands_are_exact,
+    documents_are_exact,
+    tokens_in_several_segments_are_exact,
+    rows_that_see_nothing_have_output_0_and_lse_minus_infinity,
+    calls_over_parts_of_the_keys_add_up,
+    query_heads_share_kv_heads,
+    two_head_sizes_are_exact,
+    softcap_is_exact,
+    a_gradient_into_the_lse_is_exact_where_do_is_zero,
+    the_output_may_be_given_instead_of_delta,
+    small_gradients_do_not_vanish,
+    deterministic_kernels_give_the_same_bits,
+    no_length_is_special,
+    calls_without_queries_or_keys_are_exact,
+    strides_are_followed,
+    expanded_tensors_are_exact,
+    inputs_are_not_written_to,
+)
+
+
+# Calls
+
+
+def _full(queries: int, keys: int) -> CallMask:
+    return CallMask("full", full(), (range(queries),), (range(keys),), queries, keys)
+
+
+def _causal(tokens: int) -> CallMask:
+    return CallMask("causal", causal(), (range(tokens),), (range(tokens),), tokens, tokens)
+
+
+def _positions(mask: Mask, q: Segment, kv: Segment, seq_q: int, seq_kv: int | None = None) -> CallMask:
+    return CallMask("positions", mask, (q,), (kv,), seq_q, seq_q if seq_kv is None else seq_kv)
+
+
+def _call(
+    mask: CallMask, setting: Setting, *, head_dim_v: int | None = None, kv_heads: int = HEADS, softcap: float = 0.0
+) -> Call:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype = setting.dtype) -> Tensor:
+        return torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64).to(setting.device, dtype)
+
+    queries, keys = (sum(map(len, side)) for side in (mask.q, mask.kv))
+    d_qk, d_v = setting.head_dim, head_dim_v or setting.head_dim
+    wide = torch.promote_types(setting.dtype, torch.float32)
+    q, k, v = random(HEADS, queries, d_qk), random(kv_heads, keys, d_qk), random(kv_heads, keys, d_v)
+    scores = Scores(mask, 1.3 * d_qk**-0.5, softcap)
+    statistics = random(2, HEADS, queries, dtype=wide).unbind(1)
+    lse = torch.logaddexp(_scored(q.double(), k.double(), scores).logsumexp(-1).to(wide), statistics[0])
+    return Call(q, k, v, RowGradient(random(HEADS, queries, d_v), lse, statistics[1]), scores)
+
+
+def _laid(tensor: Tensor, order: tuple[int, ...], gap: int) -> Tensor:
+    """A copy with its axes in this order in memory, outermost first, and a gap after each."""
+    room = [tensor.shape[axis] + gap for axis in order]
+    whole = tensor.new_full((gap + prod(room),), torch.nan)[gap:].view(room)
+    laid = whole.permute([order.index(axis) for axis in range(len(order))])
+    return laid[tuple(slice(size) for size in tensor.shape)].copy_(tensor)
+
+
+def _delta(call: Call) -> Tensor:
+    assert call.row.delta is not None
+    return call.row.delta
+
+
+def _demand(setting: Setting, **asked: Any) -> Demand:
+    plain = {"head_dim_v": setting.head_dim, "softcap": 0.0, "lse_gradient": False}
+    return Demand(device=setting.device, dtype=setting.dtype, head_dim_qk=setting.head_dim, **(plain | asked))
+
+
+def _supports(kernel: Kernel, setting: Setting, **asked: Any) -> bool:
+    return kernel.supports(_demand(setting, **asked)) is None
+
+
+# Truth
+
+
+def _scored(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
+    mask = scores.mask
+    q_at, kv_at = ([x for segment in side for x in segment] for side in (mask.q, mask.kv))
+    seen = [[mask.form == "full" or is_unmasked(mask.mask, x, y, mask.seq_q, mask.seq_kv) for y in kv_at] for x in q_at]
+    found = q @ k.repeat_interleave(HEADS // k.shape[1], 1).mT * scores.scale
+    if scores.softcap:
+        found = scores.softcap * torch.tanh(found / scores.softcap)
+    is_seen = torch.tensor(seen, dtype=torch.bool, device=q.device).view(len(q_at), len(kv_at))
+    return found.masked_fill(~is_seen, -torch.inf)
+
+
+def _truth(call: Call) -> tuple[Tensor, Tensor, Gradients]:
+    """Output, LSE and gradients in float64, by autograd: dO and delta are what O and the sum of weights are worth."""
+    q, k, v = inputs = [x.detach().double().requires_grad_() for x in call[:3]]
+    with torch.enable_grad():
+        scored, values = _scored(q, k, call.scores), v.repeat_interleave(HEADS // v.shape[1], 1)
+        weights = (scored - _finite(call.row.lse.double())).exp()
+        worth = ((weights @ values) * call.row.do.double()).sum() - (weights.sum(-1) * _delta(call).double()).sum()
+        gradients = Gradients(*torch.autograd.grad(worth, inputs))
+    lse = scored.detach().logsumexp(-1)
+    return (scored.detach() - _finite(lse)).exp() @ values.detach(), lse, gradients
+
+
+def _finite(lse: Tensor) -> Tensor:
+    return lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]
+
+
+# Comparison
+
+
+def _check_masks(kernel: Kernel, setting: Setting, *masks: CallMask, **options: Any) -> None:
+    for mask in masks:
+        _check_exact(kernel, _call(mask, setting, **options), f"with {mask}")
+
+
+def _check_exact(kernel: Kernel, call: Call, note: str = "") -> tuple[Tensor, Tensor]:
+    """The kernel's output and LSE, which like its gradients are the truth's."""
+    due, due_lse, due_gradients = _truth(call)
+    dtype = call.q.dtype
+    out, lse = kernel.forward(*call[:3], call.scores)
+    _check_near(kernel, out, due, 2, dtype, f"output {note}".strip())
+    _check_lse(kernel, lse, due_lse, dtype, note)
+    _check_gradients(kernel, kernel.backward(*call), due_gradients, dtype, note)
+    return out, lse
+
+
+def _check_gradients(kernel: Kernel, ours: Gradients, due: Gradients, dtype: torch.dtype, note: str = "") -> None:
+    for name in Gradients._fields:
+        _check_near(kernel, getattr(ours, name), getattr(due, name), 6, dtype, f"{name} {note}".strip())
+
+
+def _check_near(kernel: Kernel, ours: Tensor, due: Tensor, roundings: int, dtype: torch.dtype, what: str) -> None:
+    """Within as many roundings to the dtype as are on the way, of the whole tensor's size, and sums in `wide`."""
+    wide = torch.promote_types(dtype, torch.float32)
+    allowed = roundings * torch.finfo(dtype).eps / 2 + 64 * torch.finfo(wide).eps
+    assert ours.shape == due.shape, f"{kernel.name}: {what}: shape {tuple(ours.shape)}, expected {tuple(due.shape)}"
+    assert torch.promote_types(ours.dtype, dtype) == ours.dtype, f"{kernel.name}: {what}: {ours.dtype} is too narrow"
+    size = due.norm().clamp_min(torch.finfo(due.dtype).tiny)
+    error = float((ours.double() - due).norm() / size)
+    assert error <= allowed, f"{kernel.name}: {what}: off by {error:.1e} of its size, expected {allowed:.1e} at most"
+
+
+def _check_lse(kernel: Kernel, ours: Tensor, due: Tensor, dtype: torch.dtype, note: str = "") -> None:
+    """Absolute: 2^-12 for 16-bit dtypes, whose kernels may take exponentials of two that are not exact."""
+    allowed = 2.0**-12 if dtype.itemsize == 2 else 64 * torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        ours.double(), due, rtol=0, atol=allowed, msg=lambda text: f"{kernel.name}: LSE {note}: {text}"
+    )

@@ -1,0 +1,95 @@
+"""The public names and their signatures are frozen: a change shows up as a diff of tests/golden/public-names.txt."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mesh_attention
+from mesh_attention import MeshAttention
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = ROOT / "tests" / "golden" / "public-names.txt"
+REFERENCE = ROOT / "docs" / "reference"
+METHODS = ("__call__", "shard", "unshard", "position_ids")
+INTEGRATIONS = {
+    "batches": ("LocalBatch", "batch_loss", "count_items", "reduce_loss", "shard_batch"),
+    "checkpointing": ("saved_attention",),
+    "context_parallel": ("context_parallel", "context_parallel_unshard"),
+    "dtensors": ("attend_dtensor",),
+    "flops": ("flop_formulas",),
+    "transformers": ("register", "unregister"),
+}
+
+
+def test_public_names_and_signatures_are_what_they_were(request: pytest.FixtureRequest) -> None:
+    """Rewrite with --rewrite-golden, read the diff, and list renamed names in CHANGELOG.md."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    written = "\n".join(public_lines()) + "\n"
+    if request.config.getoption("--rewrite-golden"):
+        GOLDEN.write_text(written)
+    assert GOLDEN.read_text() == written
+
+
+def test_public_names_are_sorted_and_can_be_imported() -> None:
+    names = mesh_attention.__all__
+    assert names == sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert [name for name in names if not hasattr(mesh_attention, name)] == []
+
+
+def test_the_reference_documents_every_public_name() -> None:
+    documented = set(re.findall(r"^::: (\S+)", "\n".join(page.read_text() for page in REFERENCE.iterdir()), flags=re.M))
+    names = {f"mesh_attention.{name}" for name in mesh_attention.__all__ if not is_in_errors(name)}
+    assert names - documented == set()
+    for module, members in INTEGRATIONS.items():
+        for member in members:
+            found = [path for path in documented if re.fullmatch(rf"mesh_attention.*\.{module}\b.*\.{member}", path)]
+            assert found, f"docs/reference lacks {module}.{member}"
+
+
+def is_in_errors(name: str) -> bool:
+    """True for exceptions of errors.py, which the reference documents as one module."""
+    return getattr(mesh_attention, name).__class__ is type and hasattr(mesh_attention.errors, name)
+
+
+def public_lines() -> Iterator[str]:
+    for name in mesh_attention.__all__:
+        yield f"mesh_attention.{name}{describe(getattr(mesh_attention, name))}"
+    for method in METHODS:
+        yield f"mesh_attention.MeshAttention.{method}{describe(getattr(MeshAttention, method))}"
+    for module, members in INTEGRATIONS.items():
+        path = f"mesh_attention.integrations.{module}"
+        for member in members:
+            yield f"{path}.{member}{describe(getattr(import_module(path), member))}"
+
+
+def describe(value: Any) -> str:
+    """The signature of a function or a value's constructor; other classes by their bases, constants by their type."""
+    if inspect.isfunction(value) or dataclasses.is_dataclass(value) or value is MeshAttention:
+        return str(unquoted(inspect.signature(value)))
+    if isinstance(value, type):
+        return f": class of {', '.join(base.__name__ for base in value.__bases__)}"
+    return f": {type(value).__name__}"
+
+
+def unquoted(signature: inspect.Signature) -> inspect.Signature:
+    parameters = [given.replace(annotation=plain(given.annotation)) for given in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=plain(signature.return_annotation))
+
+
+def plain(annotation: Any) -> Any:
+    return Plain(annotation) if isinstance(annotation, str) else annotation
+
+
+class Plain(str):
+    """An annotation that prints as it is written in the source."""
+
+    def __repr__(self) -> str:
+        return str(self)
