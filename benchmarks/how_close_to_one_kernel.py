@@ -36,8 +36,7 @@ from mesh_attention.replay.cluster import measure_cluster
 from mesh_attention.replay.device import Surroundings, check_memory, find_device, surroundings_of
 from mesh_attention.replay.parts import tuned_parts
 from mesh_attention.replay.replay import replay
-from mesh_attention.replay.result import Replayed
-from mesh_attention.replay.rows import Row, kernel_as_json, row_as_json, rows_of
+from mesh_attention.replay.result import Replayed, Row, kernel_as_json, row_as_json, rows_of
 from mesh_attention.topology import Topology
 from mesh_attention.units import format_size
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,10 +23,10 @@ from papers.scaling import CONTENDERS
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from run_facts import start_result
 
-from mesh_attention import __version__
-from mesh_attention.cli.progress import progress
-from mesh_attention.cli.words import cluster_words
+from mesh_attention.cli.files import progress
+from mesh_attention.cli.tables import cluster_words
 
 SHORT: dict[Paper, str] = {"Mesh-Attention": "Mesh", "ATTENTION2D": "2D", "derived": "derived"}
 CAPTION = (
@@ -41,17 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--refit", action="store_true", help="fit the Mesh-Attention paper's cluster again (minutes)")
     given = parser.parse_args(argv)
+    facts = start_result("what_do_the_papers_claim")
     with progress("reproducing") as report:
         fits = fit(on_progress=report) if given.refit else ()
         found = reproduce(on_progress=report)
     _print(found, fits)
-    print(json.dumps(_as_json(found, fits)))
+    print(json.dumps(facts | _as_json(found, fits)))
     return 0
 
 
 def _as_json(found: Reproduction, fits: Sequence[Fit]) -> dict[str, Any]:
     answer = {
-        "versions": {"mesh-attention": __version__, "python": platform.python_version()},
         "figures": [_row_json(row) for row in found.rows],
         "cluster": asdict(found.cluster),
         "passes": list(PASSES),

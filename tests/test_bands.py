@@ -36,7 +36,7 @@ def calls(draw: st.DrawFn) -> CallMask:
 
 
 @given(calls())
-@settings(max_examples=2000)
+@settings(max_examples=600)
 def test_windows_are_the_mask(call: CallMask) -> None:
     found = windows(call)
     assert found is not None
@@ -52,7 +52,7 @@ def test_windows_are_the_mask(call: CallMask) -> None:
 
 
 @given(calls())
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_a_band_without_documents_is_at_most_three_windows(call: CallMask) -> None:
     found = windows(call)
     assert found is not None

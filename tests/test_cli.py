@@ -24,7 +24,7 @@ from mesh_attention import (
     read_plan,
 )
 from mesh_attention.cli.main import COMMANDS, main
-from mesh_attention.cli.matrix import PALETTE
+from mesh_attention.cli.terminal import PALETTE
 from mesh_attention.plan.queries import sampled_ranks
 from mesh_attention.plan.steps import Attend
 from mesh_attention.planning.limits import limits

@@ -21,7 +21,7 @@ from mesh_attention.cli.replay_report import replay_columns
 from mesh_attention.cli.tables import fitting
 from mesh_attention.drawing.rates import Bar, BarGroup, rate_chart
 from mesh_attention.errors import UsageError
-from mesh_attention.replay.rows import Row
+from mesh_attention.replay.result import Row
 from mesh_attention.topology import Topology
 
 run = test_cli.run

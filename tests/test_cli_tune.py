@@ -13,9 +13,9 @@ import test_cli
 from test_cli import Run, as_json, assert_refused
 
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, read_plan
-from mesh_attention.cli.lanes import busy_shares, draw_lanes, shade
 from mesh_attention.cli.tables import Column, fitting, table_of
-from mesh_attention.cli.usage import explicit_code, filled
+from mesh_attention.cli.terminal import busy_shares, draw_lanes, shade
+from mesh_attention.cli.tune_report import explicit_code, filled
 from mesh_attention.clusters import cluster_to_toml, find_cluster
 from mesh_attention.drawing.times import ChartPoint
 from mesh_attention.plan.assignment import tiles_of
@@ -31,6 +31,7 @@ from mesh_attention.tuning.result import Trial, Tuning, tuning_from_json
 from mesh_attention.tuning.sweep import MAIN_METHODS, doubled
 from mesh_attention.tuning.tune import tune, tuned_plans
 
+pytestmark = pytest.mark.xdist_group("tunings")  # kept for the tests that follow
 run = test_cli.run
 """The fixture."""
 

@@ -21,8 +21,7 @@ from mesh_attention.cli import demo_report
 from mesh_attention.cli.demo import _methods, _problem, _report, _row, _verdict
 from mesh_attention.cli.demo_worker import Measured, Seen, make_inputs
 from mesh_attention.cli.main import main
-from mesh_attention.comm.launch import run_processes
-from mesh_attention.errors import WorkerError
+from mesh_attention.comm.launch import WorkerError, run_processes
 from mesh_attention.execution.recorder import record
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -185,6 +184,17 @@ def fail_on_rank_1(progress_file: Path) -> str:
 def test_a_process_that_fails_is_named_with_its_error() -> None:
     with pytest.raises(WorkerError, match=r"(?s)^rank 1 failed: .*ValueError: rank 1 was told to fail"):
         run_processes(fail_on_rank_1, ranks=2, report=lambda doing, fraction: None)
+
+
+def test_a_process_that_fails_is_exit_code_1_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> list[Seen]:
+        raise WorkerError("rank 1 failed: Traceback\n  line 2")
+
+    monkeypatch.setattr(demo_command_module, "run_processes", fail)
+    assert main(["demo", "--ranks", "4"]) == 1
+    assert capsys.readouterr() == ("", "rank 1 failed: Traceback\n  line 2\n")
 
 
 @pytest.mark.parametrize(

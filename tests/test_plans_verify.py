@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import product
+
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 
 from mesh_attention import Plan, Problem, causal, check, documents, full, make_plan, window
 from mesh_attention.plan.assignment import tiles_of
-from mesh_attention.plan.layout import LAYOUTS
+from mesh_attention.plan.layout import LAYOUTS, Layout
 from mesh_attention.plan.steps import Direction
 from mesh_attention.testing.strategies import plans
 from mesh_attention.verification.check import format_breaches
@@ -28,24 +32,33 @@ def masks_for(tokens: int) -> list[object]:
 
 BALANCED = [layout for layout in LAYOUTS.values() if layout.name != "chunks"]
 """Shards differ by at most one token. Chunks, which do not, are met once here, and in plans that are drawn."""
+EXHAUSTIVE = 8
+"""Up to this many ranks every mask meets every layout in every tile; beyond, one layout in each, taken in turn."""
+
+
+def layouts_in_turn(ranks: int, turn: int) -> list[Layout]:
+    return BALANCED if ranks <= EXHAUSTIVE else [BALANCED[turn % len(BALANCED)]]
+
+
+def marked(cases: Iterable[tuple[int, ...]]) -> list[ParameterSet]:
+    """Cases of more ranks than `EXHAUSTIVE` are slow; a case begins with its ranks."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] if case[0] > EXHAUSTIVE else []) for case in cases]
 
 
 @pytest.mark.parametrize(
     ("ranks", "group_size"),
-    [
-        *((ranks, 1) for ranks in range(1, 17)),
-        *((ranks, size) for ranks in (2, 3, 6, 8, 12) for size in (4, 8)),
-    ],
+    marked([*product(range(1, 17), (1,)), *product((2, 3, 6, 8, 12), (4, 8))]),
 )
 def test_every_small_plan_is_right(ranks: int, group_size: int) -> None:
     route, partials, blocks_per_call = VARIANTS[group_size]
     tokens = 5 * ranks + 3
-    for mask in masks_for(tokens):
+    for number, mask in enumerate(masks_for(tokens)):
         problem = Problem.self_attention(
             seq=tokens, heads=8, kv_heads=8 // group_size, head_dim=4, ranks=ranks, mask=mask
         )
-        for layout in LAYOUTS.values() if group_size == 1 and ranks <= 8 else BALANCED:
-            for tile in tiles_of(ranks):
+        for turn, tile in enumerate(tiles_of(ranks), start=number + ranks):
+            is_each = group_size == 1 and ranks <= EXHAUSTIVE
+            for layout in LAYOUTS.values() if is_each else layouts_in_turn(ranks, turn):
                 for direction in DIRECTIONS:
                     common = {"tile": tile, "layout": layout, "direction": direction}
                     greedy = {"route": route, "partials": partials, "blocks_per_call": blocks_per_call}
@@ -53,14 +66,14 @@ def test_every_small_plan_is_right(ranks: int, group_size: int) -> None:
                     assert_right(make_plan(problem, method="attention2d", **common))
 
 
-@pytest.mark.parametrize("ranks", [4, 6, 8, 12, 16])
+@pytest.mark.parametrize("ranks", marked([(4,), (6,), (8,), (12,), (16,)]))
 def test_every_small_ulysses_product_is_right(ranks: int) -> None:
     tokens = 3 * ranks + 1
     for degree in (u for u in (2, 4, 8) if ranks % u == 0):
-        for mask in masks_for(tokens):
+        for number, mask in enumerate(masks_for(tokens)):
             problem = Problem.self_attention(seq=tokens, heads=16, kv_heads=8, head_dim=2, ranks=ranks, mask=mask)
-            for layout in BALANCED:
-                for tile in tiles_of(ranks // degree):
+            for turn, tile in enumerate(tiles_of(ranks // degree), start=number + degree):
+                for layout in layouts_in_turn(ranks, turn):
                     for direction in DIRECTIONS:
                         common = {"tile": tile, "layout": layout, "direction": direction, "ulysses_degree": degree}
                         assert_right(make_plan(problem, route="ring", blocks_per_call=2, **common))
@@ -73,6 +86,7 @@ def test_any_plan_is_right(plan: Plan) -> None:
     assert_right(plan)
 
 
+@pytest.mark.slow
 @given(plans(max_ranks=40))
 @settings(max_examples=60)
 def test_any_larger_plan_is_right(plan: Plan) -> None:

@@ -20,8 +20,7 @@ from mesh_attention.replay.cluster import measure_link
 from mesh_attention.replay.device import check_memory
 from mesh_attention.replay.parts import BEST, Part, tuned_parts
 from mesh_attention.replay.replay import replay
-from mesh_attention.replay.result import Contender, KernelPass, Pass, Replayed
-from mesh_attention.replay.rows import rows_of
+from mesh_attention.replay.result import Contender, KernelPass, Pass, Replayed, rows_of
 from mesh_attention.topology import Topology
 
 CPU = torch.device("cpu")

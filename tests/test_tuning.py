@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 
@@ -43,6 +44,10 @@ def problem(ranks: int, *, seq: int = 1 << 18, heads: int = 32, kv_heads: int = 
 
 def with_nic(cluster: Topology, gb_per_s: float) -> Topology:
     return replace(cluster, between=replace(cluster.between, gb_per_s=gb_per_s))
+
+
+def two_nodes_of_four() -> Topology:
+    return replace(cluster_named("h100x8"), ranks_per_node=4, nics_per_node=4)
 
 
 # The choice
@@ -108,17 +113,16 @@ def test_tuning_twice_gives_the_same() -> None:
 # As the cluster and the problem change
 
 
-@settings(max_examples=8, deadline=None)
-@given(st.floats(0.5, 400), st.floats(1.0, 20), st.sampled_from((8, 32)), st.sampled_from(DIRECTIONS))
-def test_more_bandwidth_never_makes_the_forecast_slower(
-    gb_per_s: float, factor: float, kv_heads: int, direction: Direction
-) -> None:
+@pytest.mark.parametrize(("kv_heads", "direction"), [(8, "backward"), (32, "forward")])
+def test_more_bandwidth_never_makes_the_forecast_slower(kv_heads: int, direction: Direction) -> None:
     asked, cluster = problem(16, kv_heads=kv_heads), cluster_named("h100x16")
-    slow, fast = (
-        tune(asked, with_nic(cluster, rate), directions=[direction]).chosen for rate in (gb_per_s, gb_per_s * factor)
-    )
+    times_s = [
+        tune(asked, with_nic(cluster, rate), directions=[direction]).chosen.time_s
+        for rate in (0.5, 3.0, 17.0, 90.0, 400.0)
+    ]
     # Schedules are made for the cluster they are for, so times may differ by what the tuner calls near.
-    assert fast.time_s <= slow.time_s * (1 + 2 * NEAR_TIE)
+    for slow_s, fast_s in pairwise(times_s):
+        assert fast_s <= slow_s * (1 + 2 * NEAR_TIE)
 
 
 def test_one_node_and_a_short_sequence_choose_few_calls() -> None:
@@ -134,11 +138,10 @@ def test_a_long_sequence_on_two_ranks_chooses_ring() -> None:
 
 def test_a_slow_network_chooses_to_send_less() -> None:
     asked, cluster = problem(64, kv_heads=1), cluster_named("h100x64")
-    fast, slow = (tune(asked, with_nic(cluster, rate)).chosen for rate in (400.0, 2.0))
-    assert slow.between_nbytes < fast.between_nbytes or slow.family == fast.family
-    assert slow.between_nbytes <= min(
-        trial.between_nbytes for trial in tune(asked, with_nic(cluster, 2.0)).trials if trial.family == "ring"
-    )
+    fast, slow = (tune(asked, with_nic(cluster, rate)) for rate in (400.0, 2.0))
+    sent = slow.chosen.between_nbytes
+    assert sent < fast.chosen.between_nbytes or slow.chosen.family == fast.chosen.family
+    assert sent <= min(trial.between_nbytes for trial in slow.trials if trial.family == "ring")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -146,7 +149,7 @@ def test_more_kv_heads_never_raise_the_volume_of_the_choice(direction: Direction
     """In units, with as many query heads a KV head: every tile stays possible, and larger Ulysses degrees come up."""
     cluster = with_nic(cluster_named("h100x32"), 0.5)
     units = []
-    for kv_heads in (1, 2, 4, 8, 16, 32):
+    for kv_heads in (1, 2, 8, 32):
         asked = problem(32, heads=4 * kv_heads, kv_heads=kv_heads, seq=1 << 16)
         chosen = tune(asked, cluster, directions=[direction]).chosen
         units.append(chosen.between_nbytes / asked.heads)
@@ -163,14 +166,14 @@ def test_fewer_kv_heads_for_the_same_queries_never_raise_it_either() -> None:
 
 
 def test_a_memory_limit_is_honoured() -> None:
-    asked, cluster = problem(16, kv_heads=32, seq=1 << 17), cluster_named("h100x16")
+    asked, cluster = problem(8, kv_heads=32, seq=1 << 16), two_nodes_of_four()
     peaks = sorted(trial.peak_nbytes for trial in tune(asked, cluster, directions=DIRECTIONS).trials)
     assert peaks[0] < peaks[-1]
     for limit in (peaks[0], peaks[len(peaks) // 2]):
         limited = tune(asked, cluster, directions=DIRECTIONS, memory_nbytes=limit)
         assert all(trial.peak_nbytes <= limit for trial in limited.trials)
         for plan in tuned_plans(asked, cluster, limited.chosen).values():
-            assert max(rank_costs(plan, rank).peak_nbytes for rank in range(16)) <= limit
+            assert max(rank_costs(plan, rank).peak_nbytes for rank in range(8)) <= limit
 
 
 def test_what_is_gathered_is_kept_where_memory_allows() -> None:
@@ -349,7 +352,7 @@ def test_masks_that_make_ranks_differ_are_tuned_as_well(mask: object) -> None:
     assert found.chosen.time_s <= min(trial.time_s for trial in found.trials) * (1 + NEAR_TIE)
 
 
-@pytest.mark.parametrize("ranks", [8, 12, 16])
+@pytest.mark.parametrize("ranks", [8, 12])
 def test_layouts_that_leave_a_causal_mask_uneven_are_tuned_as_well(ranks: int) -> None:
     """Ranks then skip shards, and rings of inner rings are not among the candidates."""
     cluster = replace(cluster_named(f"h100x{ranks}"), ranks_per_node=4, nics_per_node=4)

@@ -33,6 +33,7 @@ from mesh_attention.planning.choice import Method
 from mesh_attention.planning.limits import limits
 from mesh_attention.topology import Topology
 
+pytestmark = pytest.mark.xdist_group("papers")  # one reproduction for all tests
 RESULTS = Path(script.__file__).parent / "results"
 EXPLAINED = 0.1
 """How far off a time may be that is said to be explained."""
@@ -270,12 +271,14 @@ def quick(monkeypatch: pytest.MonkeyPatch, reproduction: Reproduction) -> Reprod
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[str], dict[str, Any]]:
-    """The lines for people, and the JSON line after them."""
+    """The lines for people after the first, which says what ran where, and the JSON line."""
     assert script.main(arguments) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    *lines, last = out.splitlines()
-    return lines, json.loads(last)
+    first, *lines, last = out.splitlines()
+    answer = json.loads(last)
+    assert answer["commit"] in first
+    return lines, answer
 
 
 @pytest.mark.usefixtures("quick")

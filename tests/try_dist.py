@@ -1,6 +1,6 @@
 """Tries what was built: python tests/try_dist.py dist
 
-The sdist must hold everything the tests need, the wheel every data file of the package. The wheel is then installed
+The sdist must hold every file of the repository, the wheel every file of the package. The wheel is then installed
 into an empty environment, where the README's first snippet and the command line must run from outside the checkout.
 """
 
@@ -19,7 +19,6 @@ from pathlib import Path
 from snippets import blocks
 
 ROOT = Path(__file__).resolve().parent.parent
-NEEDED = ("src", "tests", "docs", "examples", "benchmarks", "README.md", "Makefile", "constraints.txt", "mkdocs.yml")
 WHERE = "import mesh_attention; print(mesh_attention.__file__)"
 LARGEST_ERROR = 1e-5
 
@@ -37,7 +36,7 @@ def main(folder: Path) -> None:
 def check_sdist(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    missing = [name for name in tracked(*NEEDED) if name not in held]
+    missing = [name for name in tracked(".") if name not in held and name != ".gitignore"]
     assert not missing, f"{sdist.name} lacks {missing}; name them in MANIFEST.in"
 
 
@@ -48,8 +47,8 @@ def check_wheel(wheel: Path) -> None:
     assert not missing, f"{wheel.name} lacks {missing}; name them in pyproject.toml, [tool.setuptools.package-data]"
 
 
-def tracked(*paths: str) -> list[str]:
-    listed = subprocess.run(["git", "ls-files", *paths], cwd=ROOT, capture_output=True, text=True, check=True)
+def tracked(folder: str) -> list[str]:
+    listed = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True)
     return listed.stdout.splitlines()
 
 

@@ -10,7 +10,6 @@ MeshAttentionError
 │   ├── MemoryLimitError              no plan stays below the memory limit
 │   └── ParseError                    text or JSON that is not a plan, a step or a size
 ├── PlanError                         a plan that breaks a rule (see verification/)
-├── WorkerError                       a process that was started here and failed
 ├── DisagreementError                 ranks that were called with different arguments
 └── TransportError                    a transfer that failed, with the step and the rank it waited for
     └── StalledError                  ranks that wait for each other
@@ -61,10 +60,6 @@ class ParseError(UsageError):
 
 class PlanError(MeshAttentionError):
     """A plan that breaks a rule; the message shows the step table with the row marked."""
-
-
-class WorkerError(MeshAttentionError):
-    """A process that was started here failed; the message names its rank and shows its traceback."""
 
 
 class DisagreementError(MeshAttentionError):

@@ -235,7 +235,7 @@ def test_graphs_play_on_two_streams_without_meeting() -> None:
 
 def test_graphs_are_refused_where_they_cannot_be_had() -> None:
     attention = MeshAttention(LocalGroup(2), cuda_graphs=True)
-    with pytest.raises(UsageError, match="expected them on a CUDA device"):
+    with pytest.raises(UsageError, match="needs CUDA tensors, got cpu"):
         attention(*([torch.randn(1, 4, 2, 8)] * 2 for _ in range(3)))
     keeping = MeshAttention(LocalGroup(2), cuda_graphs=True, keep=("kv",))
     q, k, v, _ = tensors(torch.bfloat16, tokens=256)

@@ -17,8 +17,7 @@ import typer
 from mesh_attention.calibration.fit import Measurement, fit_topology
 from mesh_attention.cli.calibrate_report import as_json, note, print_report
 from mesh_attention.cli.command import group, option
-from mesh_attention.cli.files import output_file
-from mesh_attention.cli.progress import Report, progress
+from mesh_attention.cli.files import Report, output_file, progress
 from mesh_attention.clusters import cluster_to_toml, find_cluster
 from mesh_attention.comm.launch import check_gpus, joined_group, note_progress, ranks_here, run_processes
 from mesh_attention.errors import UsageError
@@ -49,13 +48,15 @@ class CalibrateOptions:
     ranks: int | None = option(
         "--ranks", "Processes to start here; 2 if left out. Not under torchrun.", "N", parse_whole, None
     )
-    ranks_per_node: int | None = option("--ranks-per-node", "Those of one machine if left out.", "N", parse_whole, None)
+    ranks_per_node: int | None = option(
+        "--ranks-per-node", "Ranks per machine; those of this one if left out.", "N", parse_whole, None
+    )
     heads: int = option("--heads", "Heads of the attention calls.", "N", parse_whole, 32)
     head_dim: int = option("--head-dim", "Their size.", "N", parse_whole, 128)
     dtype: str = option("--dtype", f"One of {', '.join(ITEMSIZE)}.", "NAME", default="bfloat16")
     links_of: Topology | None = option(
         "--links-of",
-        "A cluster (h100x8, FILE.toml) whose links stand for those not here.",
+        "A cluster (h100x8, FILE.toml) to take missing links from.",
         "CLUSTER",
         _read_cluster,
         None,

@@ -18,10 +18,8 @@ import typer
 from mesh_attention.cli.command import group, option
 from mesh_attention.cli.demo_report import LOOK_AT, write_report
 from mesh_attention.cli.demo_worker import TIMED_RUNS, Counts, Measured, Seen, work
-from mesh_attention.cli.files import make_folder
-from mesh_attention.cli.progress import progress
-from mesh_attention.cli.tables import Column, plain_console, print_table
-from mesh_attention.cli.words import mask_words, size_words, tile_reason
+from mesh_attention.cli.files import make_folder, progress
+from mesh_attention.cli.tables import Column, mask_words, plain_console, print_table, size_words, tile_reason
 from mesh_attention.comm.launch import run_processes
 from mesh_attention.errors import UsageError
 from mesh_attention.masks import causal

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from mesh_attention.calibration.fit import Measurement, fit_topology
 from mesh_attention.cli.demo_worker import Measured, Seen
-from mesh_attention.cli.files import make_folder
-from mesh_attention.cli.progress import Report
-from mesh_attention.cli.words import cluster_words, mask_words, size_words
+from mesh_attention.cli.files import Report, make_folder
+from mesh_attention.cli.tables import cluster_words, mask_words, size_words
 from mesh_attention.clusters import PRESETS
 from mesh_attention.drawing.page import Scene
 from mesh_attention.errors import TopologyError

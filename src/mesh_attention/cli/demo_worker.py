@@ -175,7 +175,7 @@ class Demo:
 
 
 def calibrate(problem: Problem, notes: Notes) -> Measurement:
-    """What a forecast for this machine needs, as `mesh-attention calibrate` measures it."""
+    """Measure this machine for forecasts, as `mesh-attention calibrate` does."""
     import torch
 
     from mesh_attention.calibration.measurement import measure
@@ -219,7 +219,7 @@ def single_process_attention(problem: Problem, inputs: Sequence[Tensor]) -> list
 
 
 def _shapes(problem: Problem) -> list[tuple[int, ...]]:
-    """Of O, Q (and dQ), K and V."""
+    """Shapes of O, Q (and dQ), K and V."""
     q = (problem.batch, problem.seq_q, problem.heads, problem.head_dim_qk)
     kv = (problem.batch, problem.seq_kv, problem.kv_heads, problem.head_dim_qk)
     return [q, q, kv, kv]

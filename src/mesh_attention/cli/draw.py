@@ -9,9 +9,8 @@ import typer
 
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import group
-from mesh_attention.cli.files import checked_plan_for, make_folder
-from mesh_attention.cli.progress import progress
-from mesh_attention.cli.words import cluster_name, cluster_words
+from mesh_attention.cli.files import checked_plan_for, make_folder, progress
+from mesh_attention.cli.tables import cluster_name, cluster_words
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
@@ -59,7 +58,7 @@ def draw_command(
         )
     with progress("planning") as report:
         if given.plan is not None:
-            opt.refuse_beside_file(context, given.plan, opt.PlannedProblemOptions, opt.ChoiceOptions)
+            opt.refuse_with_file(context, given.plan, opt.PlannedProblemOptions, opt.ChoiceOptions)
             plan = checked_plan_for(given.plan, topology, report)
             plans: dict[Direction, Plan] = {plan.direction: plan}
         else:

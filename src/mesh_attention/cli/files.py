@@ -1,17 +1,22 @@
-"""Files that commands read and write. Anything wrong with one becomes a `UsageError` that names it."""
+"""Files that commands read and write, and a progress bar. Anything wrong with a file becomes a `UsageError`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from os.path import isdir  # unlike Path.is_dir, it answers False for a name that is too long
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
 from mesh_attention.cli.command import Read
-from mesh_attention.cli.progress import Report, unroll
 from mesh_attention.drawing.canvas import FORMATS, new_figure
 from mesh_attention.errors import ParseError, PlanError, UsageError, writing
 from mesh_attention.plan.codec import plan_to_json, read_plan
 from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import Program
 from mesh_attention.topology import Topology
 from mesh_attention.units import count
 from mesh_attention.verification.check import check
@@ -107,3 +112,35 @@ def make_folder(option: str, folder: Path) -> None:
         probe = folder / ".mesh-attention-probe"
         probe.write_text("")
         probe.unlink()
+
+
+# Progress, on stderr: nothing is left behind, and nothing shown where stderr is not a terminal
+
+
+Report = Callable[[str, float], None]
+"""Called with the current activity and the fraction done."""
+
+
+@contextmanager
+def progress(doing: str) -> Iterator[Report]:
+    """A bar that pulses until the first fraction is reported."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(doing, total=None)
+
+        def report(doing: str, fraction: float) -> None:
+            bar.update(task, total=1.0, completed=fraction, description=doing)
+
+        yield report
+
+
+def unroll(plan: Plan, report: Report) -> Plan:
+    """`Plan.unrolled`, with progress."""
+    if plan.programs is not None:
+        return plan
+    programs: list[Program] = []
+    for program in plan.all_programs():
+        report("building programs", program.rank / plan.problem.ranks)
+        programs.append(program)
+    return plan.with_programs(tuple(programs))

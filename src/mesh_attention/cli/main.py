@@ -17,11 +17,11 @@ from mesh_attention.cli.calibrate import calibrate_command
 from mesh_attention.cli.command import command
 from mesh_attention.cli.demo import demo_command
 from mesh_attention.cli.draw import draw_command
-from mesh_attention.cli.plan import plan_command
+from mesh_attention.cli.plan import plan_command, verify_command
 from mesh_attention.cli.replay import replay_command
 from mesh_attention.cli.simulate import simulate_command
 from mesh_attention.cli.tune import tune_command
-from mesh_attention.cli.verify import verify_command
+from mesh_attention.comm.launch import WorkerError
 from mesh_attention.errors import PlanError, UsageError
 
 PROGRAM = "mesh-attention"
@@ -71,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except PlanError as error:
         return _complain(str(error), code=1)
+    except WorkerError as error:
+        print(error, file=sys.stderr)  # whole: it has a traceback
+        return 1
     except UsageError as error:
         return _complain(str(error))
     except _ClickError as error:

@@ -223,7 +223,7 @@ class ChoiceOptions:
         return Choice.of(**{one.name: getattr(self, one.name) for one in fields(self)})
 
 
-def refuse_beside_file(context: typer.Context, file: Path, *groups: Any) -> None:
+def refuse_with_file(context: typer.Context, file: Path, *groups: Any) -> None:
     """A plan file states the problem and the plan, so options that state them again are refused."""
     given = options_given(context, *groups)
     if given:

@@ -1,4 +1,4 @@
-"""`mesh-attention plan`: make a plan, show it, and compare it with the plans of the other methods."""
+"""`mesh-attention plan`: make a plan, show it, and compare it with others. `mesh-attention verify`: prove one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from rich import box
 from rich.table import Table
 
 from mesh_attention.cli import options as opt
-from mesh_attention.cli.command import group
-from mesh_attention.cli.files import output_file, write_plan_file
-from mesh_attention.cli.matrix import draw_matrix
-from mesh_attention.cli.progress import Report, progress, unroll
-from mesh_attention.cli.tables import Column, plain_console, print_table, times
-from mesh_attention.cli.words import mask_words, size_words, tile_reason
+from mesh_attention.cli.command import argument, group, option
+from mesh_attention.cli.files import Report, output_file, progress, read_plan_file, unroll, write_plan_file
+from mesh_attention.cli.tables import Column, mask_words, plain_console, print_table, size_words, tile_reason, times
+from mesh_attention.cli.terminal import draw_matrix
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.codec import plan_to_json
@@ -28,6 +26,8 @@ from mesh_attention.plan.text import format_step
 from mesh_attention.planning.comparison import Comparison, Row, compare
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.units import BYTES, FLOPS, count, format_nbytes, format_together
+from mesh_attention.verification.check import check, format_breaches
+from mesh_attention.verification.rules import RULES
 
 WHOLE_PROGRAM = 40
 """Programs up to this many steps are shown whole."""
@@ -193,3 +193,34 @@ def _verdict(plan: Plan, comparison: Comparison) -> str:
     if least.received_nbytes < this.received_nbytes:
         words.append(f"{least.method} {_tile(least)} receives the least: {least.against_ring:.2f} of ring's bytes.")
     return " ".join(words) or "No other method receives fewer bytes here."
+
+
+# verify
+
+
+@group
+class VerifyOptions:
+    file: Path = argument("FILE", "A plan, text or JSON.")
+    json: bool = option("--json", "Print one JSON object and nothing else.", default=False)
+
+
+def verify_command(given: VerifyOptions) -> None:
+    """Prove that a plan is right, or show every rule it breaks.
+
+    Exit code 0: the plan is right. 1: it breaks a rule. 2: the file is not a plan.
+    """
+    with progress(f"reading {given.file.name}") as report:
+        plan = read_plan_file(given.file)
+        unrolled = unroll(plan, report)
+        breaches = check(unrolled, on_progress=report)
+    ranks, steps = plan.problem.ranks, sum(len(program.steps) for program in unrolled.programs or ())
+    if given.json:
+        found = [asdict(breach) for breach in breaches]
+        answer = {"ok": not found, "breaches": found, "ranks": ranks, "steps": steps, "rules": list(RULES)}
+        typer.echo(json.dumps(answer | {"digest": plan.digest}))
+    elif breaches:
+        typer.echo(format_breaches(plan, breaches))
+    else:
+        typer.echo(f"plan is right: {count(ranks, 'rank')}, {count(steps, 'step')}, {len(RULES)} rules kept")
+    if breaches:
+        raise typer.Exit(1)

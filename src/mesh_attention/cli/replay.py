@@ -17,8 +17,7 @@ import typer
 
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import group, option
-from mesh_attention.cli.files import checked_plan
-from mesh_attention.cli.progress import Report, progress
+from mesh_attention.cli.files import Report, checked_plan, progress
 from mesh_attention.cli.replay_report import Played, as_json, chart_of, print_replay
 from mesh_attention.clusters import find_cluster
 from mesh_attention.drawing.canvas import save_chart
@@ -69,7 +68,7 @@ class ReplayOptions:
     rank: int | None = _of_replay("--rank", "The rank to play; the middle one if left out.", "N", opt.read_rank, None)
     rounds: int = _of_replay("--rounds", "How often each method runs.", "N", parse_whole, 5)
     device: str | None = _of_replay(
-        "--device", "cpu, cuda, cuda:1; a GPU if there is one and it is left out.", "NAME", default=None
+        "--device", "cpu, cuda or cuda:1; if left out, a GPU if there is one.", "NAME", default=None
     )
     cluster: str | None = _of_replay(
         "--cluster",

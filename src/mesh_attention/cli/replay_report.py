@@ -7,12 +7,19 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.cli.tables import NO_NUMBER, Column, plain_console, print_table, times
-from mesh_attention.cli.words import cluster_words, mask_words, size_words
+from mesh_attention.cli.tables import (
+    NO_NUMBER,
+    Column,
+    cluster_words,
+    mask_words,
+    plain_console,
+    print_table,
+    size_words,
+    times,
+)
 from mesh_attention.drawing.rates import Bar, BarGroup, rate_chart
 from mesh_attention.problem import Problem
-from mesh_attention.replay.result import Replayed
-from mesh_attention.replay.rows import Row, kernel_as_json, row_as_json, rows_of
+from mesh_attention.replay.result import Replayed, Row, kernel_as_json, row_as_json, rows_of
 from mesh_attention.topology import Topology
 from mesh_attention.units import BYTES, TIMES, count, format_together, three_digits
 

@@ -12,11 +12,9 @@ import typer
 
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import argument, group
-from mesh_attention.cli.files import checked_plan_for
-from mesh_attention.cli.lanes import SHADES, draw_lanes
-from mesh_attention.cli.progress import Report, progress
-from mesh_attention.cli.tables import Column, plain_console, print_table, times
-from mesh_attention.cli.words import cluster_words, mask_words, size_words
+from mesh_attention.cli.files import Report, checked_plan_for, progress
+from mesh_attention.cli.tables import Column, cluster_words, mask_words, plain_console, print_table, size_words, times
+from mesh_attention.cli.terminal import SHADES, draw_lanes
 from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.gantt import gantt
 from mesh_attention.drawing.trace import write_trace
@@ -62,7 +60,7 @@ def simulate_command(
     shown_ranks = sorted({0, topology.ranks // 2, topology.ranks - 1})
     with progress("planning") as report:
         if given.file is not None:
-            opt.refuse_beside_file(context, given.file, opt.PlannedProblemOptions, opt.ChoiceOptions, Passes)
+            opt.refuse_with_file(context, given.file, opt.PlannedProblemOptions, opt.ChoiceOptions, Passes)
             plan = checked_plan_for(given.file, topology, report)
             plans: dict[Direction, Plan] = {plan.direction: plan}
         else:

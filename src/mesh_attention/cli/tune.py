@@ -12,10 +12,9 @@ import typer
 
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import group
-from mesh_attention.cli.progress import Report, progress
-from mesh_attention.cli.tune_report import Answer, print_tuning
-from mesh_attention.cli.usage import cluster_code, explicit_code
-from mesh_attention.cli.words import cluster_name, head_words, mask_words, token_words
+from mesh_attention.cli.files import Report, progress
+from mesh_attention.cli.tables import cluster_name, head_words, mask_words, token_words
+from mesh_attention.cli.tune_report import Answer, cluster_code, explicit_code, print_tuning
 from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.times import ChartPoint, ChartX, time_chart
 from mesh_attention.drawing.trace import write_trace

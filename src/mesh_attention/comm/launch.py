@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.errors import UsageError, WorkerError
+from mesh_attention.errors import MeshAttentionError, UsageError
 from mesh_attention.units import count
 
 if TYPE_CHECKING:
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 Report = Callable[[str, float], None]
+
+
+class WorkerError(MeshAttentionError):
+    """A process that was started here failed; the message names its rank and shows its traceback."""
 
 
 def run_processes(function: Callable[..., Any], *arguments: Any, ranks: int, report: Report) -> list[Any]:

@@ -1,4 +1,4 @@
-"""One plan beside the plans that the other methods make of the same problem, in numbers."""
+"""Compares a plan with those that the other methods make of the same problem, in numbers."""
 
 from __future__ import annotations
 

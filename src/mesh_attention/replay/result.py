@@ -1,10 +1,11 @@
-"""Times and memory of a replay, pass by pass. Values only."""
+"""Times and memory of a replay, pass by pass, and as rows of a table. Values only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any, Literal
 
 from mesh_attention.plan.steps import Direction
 
@@ -73,3 +74,99 @@ class Replayed:
         """Rate of these passes, relative to the one kernel on the same work."""
         rates = {one.direction: one.tflops * 1e12 for one in self.kernel}
         return sum(one.flops / rates[one.direction] for one in passes) / sum(one.time_s for one in passes)
+
+
+# Rows: each pass of a method, and both together
+
+
+What = Literal["forward", "backward", "both"]
+BASE = "ring"
+"""The method that the others are compared with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One pass of a method, or both one after the other; `times_s` has every round.
+
+    `share` is relative to one kernel's rate, `times_ring` the speed relative to ring. For both passes, the memory is
+    that of the larger one.
+    """
+
+    method: str
+    plan: str
+    what: What
+    flops: int
+    times_s: tuple[float, ...]
+    time_s: float
+    share: float
+    times_ring: float | None
+    exposed_s: float
+    compute_s: float
+    host_s: float
+    plan_nbytes: int
+    peak_nbytes: int | None
+    forecast_s: float
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.time_s / 1e12
+
+    @property
+    def forecast_tflops(self) -> float:
+        return self.flops / self.forecast_s / 1e12
+
+    @property
+    def spread(self) -> float:
+        """Half the difference between the fastest and the slowest round, as a share of the median."""
+        return (max(self.times_s) - min(self.times_s)) / 2 / self.time_s
+
+    @property
+    def forecast_error(self) -> float:
+        return self.forecast_s / self.time_s - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """Relative error of the memory that the plan states; None where it was not measured."""
+        return None if not self.peak_nbytes else self.plan_nbytes / self.peak_nbytes - 1
+
+
+def rows_of(replayed: Replayed) -> list[Row]:
+    """Method by method: forward, backward, and both where both were played."""
+    ring = next((contender for contender in replayed.contenders if contender.name == BASE), None)
+    ring_s = {} if ring is None else {what: sum(one.time_s for one in passes) for what, passes in _takes(ring)}
+    return [
+        _row(contender, what, passes, ring_s=ring_s.get(what), share=replayed.share(passes))
+        for contender in replayed.contenders
+        for what, passes in _takes(contender)
+    ]
+
+
+def _takes(contender: Contender) -> list[tuple[What, tuple[Pass, ...]]]:
+    takes: list[tuple[What, tuple[Pass, ...]]] = [(one.direction, (one,)) for one in contender.passes]
+    return takes if len(takes) == 1 else [*takes, ("both", contender.passes)]
+
+
+def _row(contender: Contender, what: What, passes: tuple[Pass, ...], *, ring_s: float | None, share: float) -> Row:
+    summed = ("flops", "time_s", "exposed_s", "compute_s", "host_s", "forecast_s")
+    totals: dict[str, Any] = {name: sum(getattr(one, name) for one in passes) for name in summed}
+    largest = max(passes, key=lambda one: one.plan_nbytes)
+    return Row(
+        method=contender.name,
+        plan="" if what == "both" else contender.plan_words(what),
+        what=what,
+        times_s=tuple(map(sum, zip(*(one.times_s for one in passes), strict=True))),
+        share=share,
+        times_ring=None if ring_s is None else ring_s / totals["time_s"],
+        plan_nbytes=largest.plan_nbytes,
+        peak_nbytes=largest.peak_nbytes,
+        **totals,
+    )
+
+
+def row_as_json(row: Row) -> dict[str, Any]:
+    figures = ("tflops", "spread", "forecast_tflops", "forecast_error", "memory_error")
+    return asdict(row) | {name: getattr(row, name) for name in figures}
+
+
+def kernel_as_json(one: KernelPass) -> dict[str, Any]:
+    return asdict(one) | {"time_s": one.time_s, "tflops": one.tflops}
