@@ -9,7 +9,10 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Another torch brings its own triton.
 UNPINNED := ^torch==$(if $(filter command line,$(origin TORCH)),|^triton==)
 
-.PHONY: demo test test-gpu check check-schemas format bench docs dist clean
+.PHONY: demo test quick test-gpu check check-schemas format bench docs dist clean
+
+# Tests start many interpreters: let them share what they compile.
+unexport PYTHONDONTWRITEBYTECODE
 
 # What a user has, without the tools of development.
 demo: $(VENV)/installed
@@ -19,6 +22,12 @@ demo: $(VENV)/installed
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+# The heart of the library, for the loop while editing: what starts no processes and ends within a minute.
+QUICK := api_refusals attention_local bands bytes calls choice clusters cuda_kernels errors greedy imports in_order \
+	kernel_conformance kernels layout lowering masks mutations plans_verify public_names text units
+quick: $(VENV)/ready
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(QUICK:%=tests/test_%.py) $(ARGS)
 
 # With the Python at hand, which must have torch for CUDA, pytest and hypothesis: nothing is installed.
 test-gpu:

@@ -85,6 +85,7 @@ def test_every_layout_is_exact(name: str, layout: str) -> None:
             assert_equal(case, attend(MeshAttention(LocalGroup(ranks), layout=layout, **options), case), truth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sixteen_ranks_are_exact(layout: str) -> None:
     case = BY_NAME["causal"]
@@ -93,6 +94,7 @@ def test_sixteen_ranks_are_exact(layout: str) -> None:
         assert_equal(case, attend(MeshAttention(LocalGroup(16), layout=layout, **options), case), truth)
 
 
+@pytest.mark.slow
 @given(plans(max_ranks=16), st.sampled_from([0.0, 2.0]))
 @settings(max_examples=80)
 def test_any_plan_computes_attention(plan: Plan, softcap: float) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import product
+
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 
 from mesh_attention import Plan, Problem, causal, check, documents, full, make_plan, window
@@ -36,12 +40,14 @@ def layouts_in_turn(ranks: int, turn: int) -> list[Layout]:
     return BALANCED if ranks <= EXHAUSTIVE else [BALANCED[turn % len(BALANCED)]]
 
 
+def marked(cases: Iterable[tuple[int, ...]]) -> list[ParameterSet]:
+    """Cases of more ranks than `EXHAUSTIVE` are slow; a case begins with its ranks."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] if case[0] > EXHAUSTIVE else []) for case in cases]
+
+
 @pytest.mark.parametrize(
     ("ranks", "group_size"),
-    [
-        *((ranks, 1) for ranks in range(1, 17)),
-        *((ranks, size) for ranks in (2, 3, 6, 8, 12) for size in (4, 8)),
-    ],
+    marked([*product(range(1, 17), (1,)), *product((2, 3, 6, 8, 12), (4, 8))]),
 )
 def test_every_small_plan_is_right(ranks: int, group_size: int) -> None:
     route, partials, blocks_per_call = VARIANTS[group_size]
@@ -60,7 +66,7 @@ def test_every_small_plan_is_right(ranks: int, group_size: int) -> None:
                     assert_right(make_plan(problem, method="attention2d", **common))
 
 
-@pytest.mark.parametrize("ranks", [4, 6, 8, 12, 16])
+@pytest.mark.parametrize("ranks", marked([(4,), (6,), (8,), (12,), (16,)]))
 def test_every_small_ulysses_product_is_right(ranks: int) -> None:
     tokens = 3 * ranks + 1
     for degree in (u for u in (2, 4, 8) if ranks % u == 0):
@@ -80,6 +86,7 @@ def test_any_plan_is_right(plan: Plan) -> None:
     assert_right(plan)
 
 
+@pytest.mark.slow
 @given(plans(max_ranks=40))
 @settings(max_examples=60)
 def test_any_larger_plan_is_right(plan: Plan) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from typing_extensions import Unpack
 
 from mesh_attention.arguments import (
@@ -33,20 +34,15 @@ from mesh_attention.execution import sharding
 from mesh_attention.execution.autograd import attend
 from mesh_attention.execution.driving import PlayedRanks
 from mesh_attention.execution.engine import MOST_ENGINES, Engine, Engines
-from mesh_attention.execution.operators import Operands, are_observed, number_of, untraced
+from mesh_attention.execution.operators import Operands, number_of, untraced
 from mesh_attention.plan.layout import Zigzag
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice, ChoiceOptions
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.registry import gpu_price, make_plan, make_priced_plan
-from mesh_attention.problem import Problem
+from mesh_attention.planning.registry import Planner, Planning
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.planner import tuned_planner
 from mesh_attention.tuning.tune import check_memory
 
-Planner = Callable[..., Plan]
-"""``planner(problem, direction=…, layout=…)`` gives a plan."""
 TensorFormat = Literal["bshd", "bhsd"]
 
 
@@ -105,8 +101,9 @@ class MeshAttention:
             planner = _tuned_planner(cluster, memory_limit, decided, played.size)
         elif memory_limit is not None:
             raise UsageError("memory_limit= needs cluster=, because it is the tuner that keeps to it")
-        plans = _Plans(replace(choice, layout=self.layout), costs, planner, is_tuned=cluster is not None)
-        self.engines = Engines(played, self.layout, plans, cuda_graphs=flag("cuda_graphs", cuda_graphs))
+        choice = replace(choice, layout=self.layout)
+        planning = Planning(choice, costs=costs, planner=planner, is_tuned=cluster is not None)
+        self.engines = Engines(played, self.layout, planning, cuda_graphs=flag("cuda_graphs", cuda_graphs))
         self._number = number_of(self.engines)
         self._has_operator = not self.is_local and not choice.keep
         self._is_one_rank = not self.is_local and self.ranks == 1
@@ -161,7 +158,7 @@ class MeshAttention:
             seq_len=seq_len,
             seq_len_k=seq_len_k,
         )
-        if are_observed():
+        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
             if self._has_operator:
                 return self._through_operator(q, k, v, options, return_lse, others)
             if torch.compiler.is_compiling():
@@ -280,27 +277,6 @@ def _attention_of(group: Group, settings: tuple[tuple[str, Any], ...]) -> MeshAt
 
 
 _SETTINGS = (*list(signature(MeshAttention).parameters)[1:-1], *ChoiceOptions.__annotations__)
-
-
-@dataclass(frozen=True)
-class _Plans:
-    """Makes the plans of both passes, by a planner or by a choice."""
-
-    choice: Choice
-    costs: Costs | None
-    planner: Planner | None
-    is_tuned: bool
-
-    def __call__(self, problem: Problem, *, on_gpu: bool, gradient: bool) -> dict[Direction, Plan]:
-        return {direction: self._plan(problem, direction, on_gpu, gradient) for direction in DIRECTIONS}
-
-    def _plan(self, problem: Problem, direction: Direction, on_gpu: bool, gradient: bool) -> Plan:
-        if self.planner is not None:
-            asked = {"needs_gradient": gradient} if self.is_tuned else {}
-            return self.planner(problem, direction=direction, layout=self.choice.layout, **asked)
-        if on_gpu and self.costs is None and self.choice.blocks_per_call is None:
-            return make_priced_plan(problem, self.choice, direction, gpu_price)  # one block a call is too fine
-        return make_plan(problem, self.choice, direction=direction, costs=self.costs)
 
 
 def _tuned_planner(cluster: Topology | str, memory_limit: int | None, decided: list[str], ranks: int) -> Planner:

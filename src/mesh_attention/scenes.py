@@ -15,7 +15,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import sampled_ranks
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import Choice, default_layout
-from mesh_attention.planning.search import least_volume_tile
+from mesh_attention.planning.costs import least_volume_tile
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline

@@ -1,4 +1,4 @@
 """Network: how items travel between ranks.
 
-Reading order: base (the protocol), torch_dist, staged (CUDA tensors over Gloo), local, replay, wrappers; streams.
+Reading order: base (the protocol), torch_dist, staged (CUDA tensors over Gloo), local, replay, wrappers.
 """

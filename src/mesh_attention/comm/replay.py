@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from mesh_attention.comm.base import Parcel, Sharing, Work
-from mesh_attention.comm.streams import current_stream
+
+_STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 class ReplayComm:
@@ -37,7 +38,7 @@ class ReplayComm:
             self._copy_in(into)
             self._copy_out(from_)
             return _Copied((), self.device)
-        compute = current_stream(self.device)
+        compute = _current_stream(self.device)
         posted = compute.record_event()
         done = []
         try:
@@ -98,7 +99,7 @@ class _Copied:
 
     def wait(self) -> None:
         for event in self.events:
-            current_stream(self.device).wait_event(event)
+            _current_stream(self.device).wait_event(event)
 
 
 class _Echo:
@@ -113,3 +114,13 @@ class _Echo:
 
     def result(self) -> list[str]:
         return self.texts
+
+
+def _current_stream(device: torch.device) -> torch.cuda.Stream:
+    """The same as `torch.cuda.current_stream`, with less overhead."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    handle: int = torch._C._cuda_getCurrentRawStream(index)
+    stream = _STREAMS.get((index, handle))
+    if stream is None:
+        stream = _STREAMS[index, handle] = torch.cuda.current_stream(device)
+    return stream

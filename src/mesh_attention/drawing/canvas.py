@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from typing_extensions import assert_never
 
@@ -31,8 +30,7 @@ DPI = 200
 """Twice what a page of 800 pixels shows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Margins:
+class Margins(NamedTuple):
     """Inches between the edges of the sheet and the axes."""
 
     left: float

@@ -11,8 +11,7 @@ from mesh_attention.kernels.base import CallMask
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffers import shared_buffers
-from mesh_attention.plan.calls import KernelCall, kernel_calls
-from mesh_attention.plan.memory import peak_nbytes
+from mesh_attention.plan.calls import KernelCall, kernel_calls, peak_nbytes
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import AXIS_OF, Attend, Finish, Item, Kind, Merge, Step, effects, running
 from mesh_attention.plan.waits import stops

@@ -35,10 +35,10 @@ MOST_ENGINES = 128
 Drive = Callable[[Sequence[Generator[Work, None, dict[str, Fields]]]], list[dict[str, Fields]]]
 
 
-class Planner(Protocol):
-    """Makes the plans of both passes; the same on every rank."""
+class Planning(Protocol):
+    """Makes the plans of both passes, the same on every rank (`planning.registry.Planning`)."""
 
-    def __call__(self, problem: Problem, *, on_gpu: bool, gradient: bool) -> dict[Direction, Plan]: ...
+    def plans(self, problem: Problem, *, on_gpu: bool, needs_gradient: bool) -> dict[Direction, Plan]: ...
 
 
 class Engines:
@@ -48,8 +48,8 @@ class Engines:
     left to the garbage collector, it may outlive the process group, and Gloo's threads do not survive that.
     """
 
-    def __init__(self, played: PlayedRanks, layout: Layout, planner: Planner, *, cuda_graphs: bool) -> None:
-        self.played, self.layout, self.planner, self.cuda_graphs = played, layout, planner, cuda_graphs
+    def __init__(self, played: PlayedRanks, layout: Layout, planning: Planning, *, cuda_graphs: bool) -> None:
+        self.played, self.layout, self.planning, self.cuda_graphs = played, layout, planning, cuda_graphs
         self.known: dict[object, Engine] = {}
         self.forward_passes = 0
         """Forward passes asked for so far, except those that one rank makes as a single kernel call."""
@@ -102,7 +102,7 @@ class Engines:
         device = tensors[0][0].device
         self._check_graphs(device)
         problem = options.problem(tensors[0], self.ranks)
-        plans = self.planner(problem, on_gpu=device.type == "cuda", gradient=gradient)
+        plans = self.planning.plans(problem, on_gpu=device.type == "cuda", needs_gradient=gradient)
         _check_keep(plans, cuda_graphs=self.cuda_graphs)
         return Configuration(
             options=options,

@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it loads no compiler until it is called
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mesh_attention.arguments import Boundaries, CallOptions
 from mesh_attention.errors import UsageError
@@ -83,11 +82,6 @@ def engines_of(number: int) -> Engines:
             "code that uses it"
         )
     return found
-
-
-def are_observed() -> bool:
-    """True under torch.compile or a dispatch mode."""
-    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
 
 
 @_disable_dynamo

@@ -4,11 +4,14 @@ A buffer holds its shards' segments sorted by position. A call covers queries th
 that are adjacent in theirs, and is either unmasked or masked as a whole. Unmasked neighbours are joined; segments that
 the mask cuts through get one call for each pair. The exception is a causal mask over the same positions on both sides,
 such as a zigzag shard's own block: one masked call covers all of it.
+
+A program states only the buffers. A call's output, its gradients and a fused kernel's scratch live until they are added
+to the sums; they are counted for the fast CUDA kernels. Kernels that write out the scores take more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,8 +19,9 @@ from typing import NamedTuple
 from mesh_attention.masks import BlockKind, Segment, causal
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.buffers import shared_buffers
-from mesh_attention.plan.steps import Attend, Item, Step
+from mesh_attention.plan.buffers import held_nbytes, shared_buffers
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import Attend, Direction, Item, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +111,50 @@ def _runs(slots: Iterable[_Slot]) -> Iterator[tuple[_Slot, ...]]:
 
 def _call(rows: Iterable[_Slot], cols: Iterable[_Slot], kind: BlockKind) -> KernelCall:
     return KernelCall(tuple(slot.segment for slot in rows), tuple(slot.segment for slot in cols), kind)
+
+
+# Memory
+
+
+def peak_nbytes(plan: Plan, rank: int, steps: Sequence[Step], calls: Mapping[int, Sequence[KernelCall]]) -> int:
+    """The most bytes that one rank holds at once. `calls` are the program's, by step."""
+    matrix = plan.matrix
+    kept, has_kept = matrix.kept(plan.schedule.keep, rank), plan.direction == "backward"
+    held = held_nbytes(steps, matrix, kept=kept, has_kept=has_kept)
+    for index, of_step in calls.items():
+        needed = [scratch_nbytes(call, matrix, plan.direction) for call in of_step]
+        if _is_at_home(steps[index]):
+            needed = [total - _copied_nbytes(call, matrix) for total, call in zip(needed, of_step, strict=True)]
+        held[index] += max(needed, default=0)
+    return max(held, default=0)
+
+
+def _is_at_home(step: Step) -> bool:
+    """True if an attend reads dO from the caller's tensors, where it is contiguous already."""
+    return isinstance(step, Attend) and any(item.form == "home" for item in step.grads)
+
+
+def _copied_nbytes(call: KernelCall, matrix: BlockMatrix) -> int:
+    """Bytes of a contiguous copy of dO."""
+    problem = matrix.problem
+    heads = problem.heads // matrix.assignment.ulysses
+    return problem.batch * sum(map(len, call.q)) * heads * problem.head_dim_v * problem.itemsize
+
+
+def scratch_nbytes(call: KernelCall, matrix: BlockMatrix, direction: Direction) -> int:
+    """Bytes of one call: its results, and the scratch of the fast CUDA kernels.
+
+    Forward: output and LSE. Backward: the gradients, dQ in float32, contiguous dO and LSE, an output that stands in for
+    O, and where queries share KV heads, the gradients of K and V for every query head.
+    """
+    problem, ulysses = matrix.problem, matrix.assignment.ulysses
+    narrow, wide = problem.itemsize, problem.accumulator_itemsize
+    qk, v = problem.head_dim_qk, problem.head_dim_v
+    heads, kv_heads = problem.heads // ulysses, problem.kv_heads // ulysses
+    q, kv = (problem.batch * sum(map(len, segments)) for segments in (call.q, call.kv))
+    outputs = q * heads * (v * narrow + wide)
+    if direction == "forward":
+        return outputs
+    spread_heads = heads if heads > kv_heads else 0
+    gradients = q * heads * qk * (narrow + wide) + kv * (kv_heads + spread_heads) * (qk + v) * narrow
+    return outputs + gradients + _copied_nbytes(call, matrix)

@@ -1,1 +1,1 @@
-"""Choices: pure functions that return plans. Reading order: costs, greedy, mesh, attention2d, ulysses, registry."""
+"""Choices: pure functions that return plans. Reading order: choice, costs, greedy, mesh, attention2d, registry."""

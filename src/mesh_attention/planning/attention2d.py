@@ -6,7 +6,6 @@ from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.schedule import Meet, Move, Return, Schedule, Together
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.ulysses import trade_heads
 
 
 def attention2d_schedule(choice: Choice, direction: Direction) -> Schedule:
@@ -20,7 +19,7 @@ def attention2d_schedule(choice: Choice, direction: Direction) -> Schedule:
         Meet(tuple(range(tile.rows)), tuple(range(tile.cols))),
         *(Together("reduce", kind) if _size(kind, tile) > 1 else Return(kind, 0) for kind in OUTPUTS[direction]),
     )
-    return Schedule(moves=trade_heads(moves, direction, choice.assignment.ulysses, have=have), keep=choice.keep)
+    return Schedule(moves=moves, keep=choice.keep)
 
 
 def _size(kind: Kind, tile: Tile) -> int:

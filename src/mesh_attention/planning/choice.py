@@ -21,7 +21,7 @@ from mesh_attention.plan.assignment import Assignment, Tile, as_tile, check_assi
 from mesh_attention.plan.layout import LAYOUTS, Contiguous, Layout, Zigzag, layout_named
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.plan.steps import Direction, Kind
-from mesh_attention.planning.search import least_volume_tile
+from mesh_attention.planning.costs import least_volume_tile
 from mesh_attention.problem import Problem
 
 Method = Literal["mesh", "ring", "pass-q", "attention2d", "ulysses"]

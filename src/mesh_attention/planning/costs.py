@@ -1,8 +1,8 @@
-"""What transfers and kernel calls cost, in blocks of compute. Real numbers.
+"""Costs of transfers and kernel calls in blocks of compute (real numbers), and the tile that moves the fewest bytes.
 
-A transfer costs as many blocks as hide it. A call of r rows and c columns costs r·c blocks, and besides: `call` for
-being one, `row` for every row and `col` for every column that its partial results are added to. Rows and columns that
-do not lie side by side are attended in several calls.
+A transfer costs the number of blocks that hide it. A call of r rows and c columns costs r·c blocks, plus `call` once,
+`row` for every row and `col` for every column that its partial results are added to. Rows and columns that are not
+adjacent are attended in several calls.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from mesh_attention.errors import ScheduleError
-from mesh_attention.plan.assignment import Assignment, check_assignment
-from mesh_attention.plan.blocks import elements_a_token
-from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, KINDS, Direction, Kind
+from mesh_attention.plan.assignment import Assignment, Tile, check_assignment, tiles_of
+from mesh_attention.plan.blocks import BlockMatrix, elements_a_token
+from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, KINDS, OUTPUTS, Direction, Item, Kind
 from mesh_attention.problem import Problem
 
 FLOPS_PER_BYTE = 12_000.0
@@ -111,3 +112,38 @@ def _nbytes(kind: Kind, problem: Problem, assignment: Assignment) -> float:
     payload, statistics = elements_a_token(kind, problem)
     tokens = (problem.seq_q if AXIS_OF[kind] == "row" else problem.seq_kv) / assignment.places
     return tokens * (payload * problem.itemsize + statistics * problem.accumulator_itemsize)
+
+
+# Bytes
+
+SAMPLED_PLACES = 16
+"""Places whose bytes are counted, the first and the last among them; masks and layouts are regular."""
+
+
+def least_volume_tile(problem: Problem, layout: Layout, direction: Direction, *, ulysses_degree: int = 1) -> Tile:
+    """The tile whose busiest rank receives the fewest bytes; ties go to fewer rows. Overlap is ignored."""
+    places = problem.ranks // ulysses_degree
+
+    def volume(tile: Tile) -> int:
+        matrix = BlockMatrix(problem, layout, Assignment(tile, ulysses_degree))
+        return max(received_nbytes(matrix, place, direction) for place in _sample(places))
+
+    return min(tiles_of(places), key=volume)
+
+
+def received_nbytes(matrix: BlockMatrix, place: int, direction: Direction) -> int:
+    """Tensor bytes that reach a place of the grid in one pass, for one slice of the heads, with any planner."""
+    total = 0
+    for kind in (*INPUTS[direction], *OUTPUTS[direction]):
+        axis = AXIS_OF[kind]
+        for other in matrix.assignment.group(axis, place):
+            if other != place and kind in INPUTS[direction] and matrix.needs(axis, place, other):
+                total += matrix.nbytes(Item(kind, other)).payload
+            if other != place and kind in OUTPUTS[direction] and matrix.needs(axis, other, place):
+                total += matrix.nbytes(Item(kind, place)).payload
+    return total
+
+
+def _sample(places: int) -> list[int]:
+    count = min(places, SAMPLED_PLACES)
+    return sorted({index * (places - 1) // max(1, count - 1) for index in range(count)})

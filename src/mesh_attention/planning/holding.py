@@ -65,7 +65,7 @@ def _groups(moves: Iterable[Move], axis: Axis) -> list[set[int]]:
 
 
 def _peak(moves: Sequence[Move], change: Sequence[float], direction: Direction, size: Mapping[Kind, float]) -> float:
-    """Besides what is held, there is what `plan.memory` says that a call gives and needs."""
+    """Besides what is held, there is what `plan.calls` says that a call gives and needs."""
     row, col = size["o"], 0.0
     if direction == "backward":
         every_head = size["q"] + size["o"]  # of K and V, where queries share their heads

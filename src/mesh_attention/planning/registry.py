@@ -1,20 +1,24 @@
-"""`make_plan`: the plan of one pass, by the method that a choice names."""
+"""`make_plan`: the plan of one pass, by the method that a choice names. `Planning`: the plans of both passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from typing_extensions import Unpack
 
 from mesh_attention.errors import ScheduleError, UsageError
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.plan.schedule import Move, Together
+from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Direction
 from mesh_attention.planning.attention2d import attention2d_schedule
 from mesh_attention.planning.choice import Choice, ChoiceOptions
 from mesh_attention.planning.costs import Costs, estimate_gpu_costs
 from mesh_attention.planning.mesh import mesh_schedule
 from mesh_attention.problem import Problem
 
+Planner = Callable[..., Plan]
+"""``planner(problem, direction=…, layout=…)`` gives a plan."""
 Price = Callable[[Problem, Choice, Direction], Costs]
 """Costs of a settled choice: what transfers, and perhaps calls, take on some machine."""
 
@@ -45,6 +49,7 @@ def make_plan(
     else:
         schedule = mesh_schedule(problem, settled, direction, costs)
     assert settled.layout is not None
+    schedule = replace(schedule, moves=_trade_heads(schedule.moves, settled, direction))
     return Plan(
         method=settled.method,
         direction=direction,
@@ -53,6 +58,40 @@ def make_plan(
         assignment=settled.assignment,
         schedule=schedule,
     )
+
+
+@dataclass(frozen=True)
+class Planning:
+    """Makes the plans of both passes of a problem, by a choice that has a layout, or by a planner.
+
+    A planner that `is_tuned` is also told whether there will be a backward pass.
+    """
+
+    choice: Choice
+    costs: Costs | None = None
+    planner: Planner | None = None
+    is_tuned: bool = False
+
+    def plans(self, problem: Problem, *, on_gpu: bool, needs_gradient: bool) -> dict[Direction, Plan]:
+        return {direction: self._plan(problem, direction, on_gpu, needs_gradient) for direction in DIRECTIONS}
+
+    def _plan(self, problem: Problem, direction: Direction, on_gpu: bool, needs_gradient: bool) -> Plan:
+        if self.planner is not None:
+            more = {"needs_gradient": needs_gradient} if self.is_tuned else {}
+            return self.planner(problem, direction=direction, layout=self.choice.layout, **more)
+        if on_gpu and self.costs is None and self.choice.blocks_per_call is None:
+            return make_priced_plan(problem, self.choice, direction, gpu_price)  # one block a call is too small
+        return make_plan(problem, self.choice, direction=direction, costs=self.costs)
+
+
+def _trade_heads(moves: tuple[Move, ...], choice: Choice, direction: Direction) -> tuple[Move, ...]:
+    """Ulysses as a factor: trade heads for tokens, make the moves on the smaller grid, trade back."""
+    if choice.ulysses_degree == 1:
+        return moves
+    have = choice.keep if direction == "backward" else ()
+    before = (Together("exchange", kind) for kind in INPUTS[direction] if kind not in have)
+    after = (Together("exchange", kind) for kind in OUTPUTS[direction])
+    return (*before, *moves, *after)
 
 
 def make_priced_plan(problem: Problem, choice: Choice, direction: Direction, price: Price) -> Plan:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mesh_attention.plan.calls import kernel_calls
-from mesh_attention.plan.memory import peak_nbytes
+from mesh_attention.plan.calls import kernel_calls, peak_nbytes
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Collective, Exchange, Free, Item, Recv, Send, Step, transfers
 from mesh_attention.plan.text import format_step

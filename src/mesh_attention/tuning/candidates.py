@@ -10,7 +10,7 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.schedule import Route
 from mesh_attention.planning.choice import FAMILIES, Choice, Method
-from mesh_attention.planning.entries import has_inner_rings
+from mesh_attention.planning.mesh import has_inner_rings
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 
