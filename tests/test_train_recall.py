@@ -126,8 +126,8 @@ def test_a_refusal_is_one_line_and_an_exit_code(tmp_path: Path) -> None:
     done = run_script(SCRIPT, *SMALL, "--checkpoint", str(tmp_path / "none"), "--resume")
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        f"train_recall.py: error: --resume: there is no checkpoint in {tmp_path / 'none'}; leave --resume out to begin "
-        "one there"
+        f"train_recall.py: error: --resume: there is no checkpoint in {tmp_path / 'none'}; leave --resume out to start "
+        "a new run there"
     ]
 
 

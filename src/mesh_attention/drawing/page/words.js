@@ -66,7 +66,7 @@ function methodWords(data) {
     return said(
       "Method",
       "A tile of one row is Ring-Attention: Q stays at home, and the K and V of all other ranks pass by.",
-      data.layout === "zigzag" && "Zigzag gives each rank an early and a late run of tokens,",
+      data.layout === "zigzag" && "Zigzag gives each rank some early and some late tokens,",
       data.layout === "zigzag" && "so that all ranks have the same work under a causal mask.",
     );
   }
