@@ -22,8 +22,6 @@ from mesh_attention.integrations.batches import batch_loss, count_items, reduce_
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.testing.run_ranks import RankPool
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 @pytest.fixture(scope="module")
 def pool() -> RankPool:

@@ -27,7 +27,6 @@ from emulation.network import (
 
 from mesh_attention import rank_costs
 
-pytestmark = pytest.mark.xdist_group("processes")
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 BENCHMARK = BENCHMARKS / "how_fast_on_a_slow_network.py"
 JOB = Job(

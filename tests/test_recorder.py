@@ -34,7 +34,6 @@ from mesh_attention.plan.waits import stops
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Span, Timeline
 
-pytestmark = pytest.mark.xdist_group("processes")
 RANKS, TOKENS = 4, 96
 METHODS = methods(RANKS, 2)
 IDS = [" ".join(f"{value}" for value in options.values()) for options in METHODS]
