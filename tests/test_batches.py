@@ -1,4 +1,4 @@
-"""A rank's part of a batch, and one loss out of everybody's: exact whatever ranks hold, and hard to get wrong."""
+"""A rank's part of a batch, and one loss from all ranks: exact for any split of the tokens, and hard to get wrong."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def wait_until(happens: Callable[[], bool], *, seconds: float = 20.0) -> bool:
 
 
 def is_running(process: int) -> bool:
-    """Zombies do not run: whoever adopts them collects them when it likes."""
+    """Zombies do not count as running: the process that adopts them may collect them later."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
