@@ -112,7 +112,7 @@ def test_golden_plans_are_what_they_were(name: str, request: pytest.FixtureReque
         ("", "first line '': expected 'mesh-attention plan 1'"),
         ("mesh-attention plan 9\n", "expected 'mesh-attention plan 1'"),
         ("mesh-attention plan 1\n  fetch kv 1\n", "line 2: 'fetch kv 1' is outside"),
-        ("mesh-attention plan 1\nmethod mesh\n", "plan lacks"),
+        ("mesh-attention plan 1\nmethod mesh\n", "missing fields: direction, "),
         ("{}", "format None: expected 'mesh-attention plan'"),
         ("{", "not JSON"),
         ('{"format": "mesh-attention plan", "version": 2}', "version 2: this library reads version 1"),

@@ -198,7 +198,7 @@ def _verdict(methods: Mapping[str, Choice], rows: Sequence[Row]) -> str:
     """Which method moved the fewest bytes, and why."""
     ring, best = rows[0], min(rows, key=lambda row: row.received_nbytes)
     if best.received_nbytes >= ring.received_nbytes:
-        return "No method moved fewer bytes than ring: on so few ranks there is no tile with several rows and columns."
+        return "No method moved fewer bytes than ring: no tile on these ranks has several rows and several columns."
     share = best.received_nbytes / ring.received_nbytes
     return (
         f"{best.method} {best.tile} wins with {format_nbytes(best.received_nbytes)} received by a rank, {share:.2f} of "

@@ -79,7 +79,7 @@ def _notes(problem: Problem, here: Topology, *, is_fitted: bool) -> list[str]:
     source = (
         "as calibrated by the same processes right after they ran"
         if is_fitted
-        else "by the laptop preset, because the calibrated times make no sense; is the machine busy?"
+        else "by the laptop preset, because the measured times are inconsistent; run it again when the machine is idle"
     )
     larger = forecast_problem(FORECAST_RANKS[-1])
     return [

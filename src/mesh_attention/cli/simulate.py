@@ -54,7 +54,7 @@ def simulate_command(
 ) -> None:
     """Forecast a plan on a cluster: time, exposed communication, bytes and memory, next to ring.
 
-    Exit code 0: done. 1: the plan file breaks a rule. 2: it cannot be done.
+    Exit code 0: done. 1: the plan file breaks a rule. 2: invalid input.
     """
     topology = on.topology
     shown_ranks = sorted({0, topology.ranks // 2, topology.ranks - 1})

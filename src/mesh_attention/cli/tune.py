@@ -68,7 +68,7 @@ class TuneOptions:
 def tune_command(on: opt.ClusterOptions, problem: opt.ProblemOptions, given: TuneOptions) -> None:
     """Choose the plan for a problem on a cluster, and say why not another.
 
-    Exit code 0: done. 2: it cannot be done, as when no plan fits into the memory.
+    Exit code 0: done. 2: invalid input, or no plan fits into memory.
     """
     topology = on.topology
     asked = problem.problem(topology.ranks)

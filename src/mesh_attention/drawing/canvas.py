@@ -121,7 +121,7 @@ def save_chart(figure: Figure, path: Path | str) -> None:
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
-        raise UsageError(f"{path}: a chart is written as {', '.join(FORMATS)}; give a file name that ends so")
+        raise UsageError(f"{path}: expected a file name that ends in {' or '.join(FORMATS)}")
     with writing(path), rc_context({"svg.hashsalt": "mesh-attention"}):
         figure.savefig(path, format=suffix[1:], dpi=DPI, metadata=FORMATS[suffix])
 

@@ -79,7 +79,7 @@ def token_format(kind: Kind, problem: Problem, ulysses: int, is_running: bool) -
     return TokenFormat(tuple(slots), at + padding)
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Consecutive tokens of a buffer."""
 
     start: int
@@ -96,10 +96,10 @@ class Buffer:
 
     def __init__(self, fields: Mapping[str, Tensor], raw: Tensor | None = None) -> None:
         self.fields, self.raw = fields, raw
-        self._views: dict[tuple[str, Span], Tensor] = {}
+        self._views: dict[tuple[str, TokenSpan], Tensor] = {}
         self._flat = None if raw is None else raw.view(-1)
 
-    def view(self, name: str, span: Span | None) -> Tensor:
+    def view(self, name: str, span: TokenSpan | None) -> Tensor:
         """A span of tokens of a field, or all of them. Made once: making a view takes longer than looking it up."""
         if span is None:
             return self.fields[name]
@@ -155,10 +155,10 @@ class Meter:
         self.now -= nbytes
 
 
-class Lot(NamedTuple):
+class Allocation(NamedTuple):
     """Items that share one allocation, the spans of each in it, and its size."""
 
     items: tuple[Item, ...]
-    spans: dict[Item, tuple[Span, ...]]
+    spans: dict[Item, tuple[TokenSpan, ...]]
     tokens: int
     nbytes: int

@@ -109,7 +109,7 @@ def _add(total: Tensor, partial: Tensor, *, is_first: bool) -> None:
     assert total.shape == partial.shape
     if not total.numel():
         return
-    if total.dim() == 3:  # a statistic: its heads, adjacent in a record, take the place of dim
+    if total.dim() == 3:  # a statistic: its heads, adjacent in memory, take the place of dim
         total, partial = total.transpose(1, 2)[:, None], partial.transpose(1, 2)[:, None]
     steps, part_steps, unit = _steps(total.stride(), partial.stride(), max(total.itemsize, partial.itemsize))
     _launch("add_rows", total, (total, *steps, partial, *part_steps), unit, is_first, itemsize=max(4, total.itemsize))

@@ -75,7 +75,7 @@ function compareWords() {
   const ring = ringBeside();
   const mine = mostReceived(state.scene, state.direction);
   const time = pass().forecast.time_s;
-  if (!ring) return [paragraph(`A rank receives ${bytesText(mine)}; there is no ring beside it on this page.`)];
+  if (!ring) return [paragraph(`A rank receives ${bytesText(mine)}; this page has no ring to compare it with.`)];
   if (ring === state.scene) return ringWords(mine, time);
   const others = mostReceived(ring, state.direction);
   const ringTime = ring.passes[state.direction].forecast.time_s;
@@ -95,7 +95,7 @@ function ringWords(mine, time) {
     .sort((a, b) => mostReceived(a, state.direction) - mostReceived(b, state.direction))[0];
   const fewest = mostReceived(least, state.direction);
   if (fewest === mine) {
-    return [paragraph("A rank receives ", ["b", bytesText(mine)], " with ring, and with none of the others less.")];
+    return [paragraph("A rank receives ", ["b", bytesText(mine)], " with ring; no other method here receives less.")];
   }
   return [
     paragraph(

@@ -97,7 +97,7 @@ class _View:
     # Numbers
 
     def _rising(self, items: tuple[steps.Item, ...]) -> tuple[steps.Item, ...]:
-        """In order of offset; only items that stood in order of shard, so that this order can be had back."""
+        """The items by offset. They must be in order of shard, so that the page can restore that order."""
         if any(a.shard > b.shard for a, b in pairwise(items)):
             raise _NotRelativeError
         return tuple(sorted(map(self._item, items), key=lambda item: item.shard))
