@@ -133,7 +133,7 @@ def test_a_file_that_is_no_plan_says_why(text: str, message: str) -> None:
         ({"direction": "sideways"}, ParseError, "direction 'sideways': expected forward or backward"),
         ({"moves": ["fetch kv 7"]}, ScheduleError, "does not fit a forward plan of 2x3 tiles"),
         ({"moves": ["teleport kv 1"]}, ParseError, "move 'teleport kv 1': expected fetch, meet"),
-        ({"moves": None}, ParseError, "with moves or with programs"),
+        ({"moves": None}, ParseError, "plan has neither moves nor programs"),
         ({"moves": 7}, ParseError, "moves 7: expected a list"),
         ({"moves": [7]}, ParseError, "moves 7: expected text"),
         ({"moves": None, "programs": [7]}, ParseError, "expected a list of objects"),

@@ -15,7 +15,7 @@ from mesh_attention.errors import TopologyError
 RUN = 128
 """Tokens that one unit of a device's width works on at a time."""
 LinkClass = Literal["inside", "between"]
-"""Where a transfer runs: inside a node, or between nodes."""
+"""The kind of link that a transfer uses: inside a node, or between nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ class MemoryTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """All measured times, the same on every rank. `threads` is the number of threads of one rank on a CPU."""
+    """The measured times, the same on every rank. `threads` is the number of threads of one rank on a CPU."""
 
     device: str
     threads: int

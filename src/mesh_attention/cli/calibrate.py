@@ -133,7 +133,7 @@ def work(setting: Problem, ranks_per_node: int, progress_file: Path) -> Measurem
 
 
 def _measure_with_ranks(given: CalibrateOptions, setting: Problem, ranks: int, size: int) -> Measurement | None:
-    """On rank 0 the measurement, on the others None."""
+    """The measurement on rank 0, None on the others."""
     with joined_group() as (comm, device):
         refusal = _refusal(given) if comm.rank == 0 else ""
         if refusal := comm.share(refusal).result()[0]:  # else the others would wait for rank 0

@@ -47,7 +47,7 @@ def write_report(folder: Path, problem: Problem, methods: Iterable[str], seen: S
 
 
 def machine_at_hand(calibration: Measurement, *, ranks: int) -> tuple[Topology, bool]:
-    """As calibrated; where the times make no sense, as on a busy machine, the `laptop` preset."""
+    """The calibrated machine, or the `laptop` preset if its times are inconsistent, as on a busy machine."""
     try:
         here = fit_topology(calibration, name="here", ranks=ranks, ranks_per_node=ranks, unmeasured=None)
     except TopologyError:

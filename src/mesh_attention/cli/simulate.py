@@ -107,13 +107,13 @@ class Forecasts:
 
     @property
     def whole(self) -> Timeline:
-        """All passes, one after the other."""
+        """The passes joined into one timeline."""
         return joined(self.timelines.values())
 
     def facts(self, direction: Direction | None = None) -> dict[str, Any]:
-        """A pass, or all of them, in numbers. Bytes are what an average rank sends; `against_…` is relative to a bound.
+        """Numbers of one pass or of all. Bytes are sent by an average rank; `against_…` is relative to a bound.
 
-        What forward kept is not sent again in backward: then there is no bound on bytes.
+        Inputs that forward kept are not sent again in backward, and then no bound on bytes is known.
         """
         plans = list(self.plans.values()) if direction is None else [self.plans[direction]]
         timeline = self.whole if direction is None else self.timelines[direction]

@@ -23,7 +23,7 @@ from mesh_attention.problem import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What a call comes down to: its problem, the plans of both passes, and how they run."""
+    """A call after planning: its problem, the plans of both passes, and how they run."""
 
     options: CallOptions
     problem: Problem

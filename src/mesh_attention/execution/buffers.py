@@ -55,7 +55,7 @@ def fields_of(kind: Kind, problem: Problem) -> tuple[Field, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TokenFormat:
-    """Where each field begins within the bytes of one token of one batch entry, and how many bytes there are."""
+    """The place of each field in the bytes of one token of one batch entry, and the number of those bytes."""
 
     slots: tuple[tuple[str, int, int, int, int, torch.dtype], ...]  # name, start, stop, heads, dim, dtype
     nbytes: int
@@ -114,7 +114,7 @@ class Buffer:
 
     @classmethod
     def over(cls, fmt: TokenFormat, raw: Tensor) -> Buffer:
-        """A buffer over existing bytes (tokens, batch, bytes a token)."""
+        """A buffer over existing bytes (tokens, batch, bytes per token)."""
         tokens, batch, nbytes = raw.shape
         typed: dict[torch.dtype, Tensor] = {}
         fields = {}

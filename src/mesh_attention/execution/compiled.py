@@ -49,8 +49,8 @@ class Call:
 class Instruction:
     """A step or a turn, and everything the executor needs to know about it.
 
-    `arrivals` must be here before it, sends of `departures` must be over. `opens` are the running sums it is the first
-    to add to, `stretches` what a merge or a finish copies, `blanks` what is finished although nothing was added to it.
+    Receives of `arrivals` and sends of `departures` must be over before it. `opens` are the running sums that it is the
+    first to add to, `stretches` are copied by a merge or a finish, `blanks` are finished although nothing was added.
     """
 
     index: int
@@ -157,7 +157,7 @@ class _Part(NamedTuple):
 
 @dataclass
 class _Compiling:
-    """Walks the steps; knows which segments of which running sums have been added to so far."""
+    """Compiles steps in order; `touched` has the segments of running sums that were added to so far."""
 
     matrix: BlockMatrix
     allocations: dict[Item, Allocation]
@@ -204,7 +204,7 @@ class _Compiling:
         return self.owners[items][segment]
 
     def _parts(self, segments: tuple[Segment, ...], items: tuple[Item, ...], kind: Kind) -> list[_Part]:
-        """Where the tokens of a call are in the sums they belong to."""
+        """The parts of running sums that the tokens of a call belong to."""
         parts, at = [], 0
         for segment in segments:
             item, ordinal = self._owner(segment, items)

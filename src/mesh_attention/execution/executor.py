@@ -113,7 +113,7 @@ class Executor:
         return self.outputs
 
     def kept_for_backward(self) -> dict[Item, Buffer]:
-        """What the plan keeps, after a forward pass."""
+        """The items that the plan keeps, after a forward pass."""
         return {item: self.buffers[item] for item in self.compiled.kept}
 
     # Waiting

@@ -143,7 +143,7 @@ class _PassSpans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankReport:
-    """All passes of one rank, its clock when all ranks met, and the machine it runs on."""
+    """The passes of one rank, its clock when all ranks met, and the machine it runs on."""
 
     machine: str
     now_s: float

@@ -151,8 +151,8 @@ _CONSTANTS = {"merge_rows": 6, "add_rows": 6, "dot_rows": 5, "stand_in_rows": 6}
 
 
 def _form(arg: Any) -> Any:
-    """What the compiler may specialise on: dtype and alignment; whether a number is 1, divisible by 16, or 32 bits
-    wide."""
+    """The properties the compiler may specialise on: dtype and alignment; if a number is 1, divisible by 16, or 32
+    bits wide."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     return arg == 1, arg % 16 == 0, arg < 2**31

@@ -64,7 +64,7 @@ def tiles_of(places: int) -> tuple[Tile, ...]:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, smallest first."""
+    """The divisors of a number, smallest first."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
 

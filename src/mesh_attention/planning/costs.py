@@ -91,7 +91,7 @@ def _block_flops(problem: Problem, assignment: Assignment, direction: Direction)
 
 
 def estimate_gpu_costs(problem: Problem, assignment: Assignment, direction: Direction) -> Costs:
-    """`estimate_costs` with the price of calls on a Hopper GPU: what a launch and what touching running sums take."""
+    """`estimate_costs` with the price of calls on a Hopper GPU: of launches, and of access to running sums."""
     costs = estimate_costs(problem, assignment, direction)
     block_s = _block_flops(problem, assignment, direction) / (GPU_TFLOPS * 1e12)
     # Sums are read and written, the partial is read. Shards of a place hold all the heads of its Ulysses group.
@@ -117,7 +117,7 @@ def _nbytes(kind: Kind, problem: Problem, assignment: Assignment) -> float:
 # Bytes
 
 SAMPLED_PLACES = 16
-"""Places whose bytes are counted, the first and the last among them; masks and layouts are regular."""
+"""Places whose bytes are counted, including the first and the last; masks and layouts are regular."""
 
 
 def least_volume_tile(problem: Problem, layout: Layout, direction: Direction, *, ulysses_degree: int = 1) -> Tile:

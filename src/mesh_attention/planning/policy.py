@@ -23,7 +23,7 @@ LARGE = 0.98
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How an order decides. A call's worth is the share of its price that is blocks.
+    """Rules by which an order decides. A call's worth is the share of its price that is blocks.
 
     own_row_worth     blocks that a column's block in the own row counts as when fetches are compared
     most_ahead        on each axis, at most this many shards are fetched and not yet attended

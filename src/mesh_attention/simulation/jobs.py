@@ -40,7 +40,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class RankJobs:
-    """All jobs of a rank."""
+    """The jobs of a rank, and its peak memory."""
 
     rank: int
     jobs: tuple[Job, ...]

@@ -30,7 +30,7 @@ def messages_arrive_in_the_order_they_were_sent(comm: Comm) -> Generator[Work, N
 
 
 def an_item_of_several_chunks_arrives_whole(comm: Comm) -> Generator[Work, None, None]:
-    """Into slices of one buffer, as a zigzag shard does."""
+    """The chunks go into slices of one buffer, like those of a zigzag shard."""
     peer = comm.size - 1 - comm.rank
     if peer == comm.rank:
         return

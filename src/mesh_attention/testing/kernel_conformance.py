@@ -1,4 +1,4 @@
-"""What any kernel must do: forward and backward against dense attention in float64. Each check takes a kernel.
+"""Checks that every kernel must pass: forward and backward against dense attention in float64.
 
     for check in CHECKS:
         check(MyKernel(), Setting(device="cuda", dtype=torch.bfloat16, head_dim=64, head_dim_v=128, seq=100))
@@ -89,7 +89,7 @@ def documents_are_exact(kernel: Kernel, setting: Setting) -> None:
 
 
 def tokens_in_several_segments_are_exact(kernel: Kernel, setting: Setting) -> None:
-    """Such as a zigzag shard's."""
+    """Tokens such as those of a zigzag shard."""
     n = setting.seq
     ends = (range(n // 2), range(3 * n // 2, 2 * n))
     _check_masks(kernel, setting, CallMask("positions", causal(), ends, ends, 2 * n, 2 * n))

@@ -69,7 +69,7 @@ function drawLegends() {
     ready: "could be computed",
     todo: "inputs missing",
     other: "other ranks’ tiles",
-    here: "shard is here",
+    here: "shard has arrived",
     coming: "on its way",
     missing: "not asked for yet",
     gone: "freed",

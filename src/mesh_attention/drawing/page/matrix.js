@@ -232,7 +232,7 @@ function blockAt(event) {
 function blockWords(data, row, col) {
   const pattern = patternOf(data, row, col);
   const name = `Block q${row} × kv${col}`;
-  if (pattern === "0") return `${name}: the mask leaves nothing of it, so nobody computes it.`;
+  if (pattern === "0") return `${name}: the mask leaves nothing of it, so no rank computes it.`;
   const place = ownerOf(data, row, col);
   const ranks = numbersText(members(data, place));
   const who = data.ulysses === 1 ? `rank ${place}` : `place ${place} (ranks ${ranks}, each for its heads)`;

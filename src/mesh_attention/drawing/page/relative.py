@@ -27,7 +27,7 @@ class _NotRelativeError(Exception):
 
 
 def program_text(assignment: Assignment, program: Program) -> str:
-    """One line a step, in offsets if all its numbers have one."""
+    """One line for each step, in offsets if every number has one."""
     view = _View(assignment, program.rank)
     try:
         return "\n".join(view.text(step) for step in program.steps)
@@ -134,7 +134,7 @@ class _View:
         return self._offset(kind, self.assignment.place(rank))
 
     def _distance(self, rank: int) -> int:
-        """How far ahead a rank of the Ulysses group is."""
+        """The number of ranks by which a rank of the Ulysses group is ahead of this one."""
         group = self.assignment.ulysses_group(self.rank)
         if rank not in group:
             raise _NotRelativeError

@@ -176,15 +176,15 @@ function verbWords(step) {
     attend: () => attendWords(step),
     pack: () => `Copies its own ${item.kind} into the form that travels.`,
     merge: () => `Adds the partial that rank ${item.source} sent to its own sum.`,
-    clear: () => "Starts a sum to which nothing is added: the mask leaves nothing.",
+    clear: () => "Sets a sum to zero, because the mask leaves nothing to add.",
     finish: () =>
       item.form === "home"
         ? "The sum is complete: this is the rank’s result."
         : `The sum ${item.kind}${item.shard}~ is complete: it is rounded to the dtype that travels.`,
-    free: () => `${item.text} is not needed any more; its room is free.`,
+    free: () => `${item.text} is not needed any more; its memory is free.`,
     gather: () =>
       `The ranks of the group (${group}) give each other theirs; this one receives ${itemsText(recvs)}, ` +
-      "and waits until all is here.",
+      "and waits until all have arrived.",
     reduce: () => `The group (${group}) sends partial results to their homes; this rank receives ${itemsText(recvs)}.`,
     exchange: () => `Ranks ${group} trade heads for tokens, or back: ${item.text} becomes ${step.after.text}.`,
   };
