@@ -1,9 +1,9 @@
-# Every target does its own set-up in .venv.
+# Every target except test-gpu sets up .venv on first use.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Torch first and by itself: pinned, it is a CPU build where one is offered. To use another version, give it:
+# Torch is installed first, as a CPU build where one is offered. To use another version:
 # make test TORCH=torch==2.10.0
 TORCH := $(shell grep '^torch==' constraints.txt)
 # Another torch brings its own triton.
@@ -11,10 +11,10 @@ UNPINNED := ^torch==$(if $(filter command line,$(origin TORCH)),|^triton==)
 
 .PHONY: demo test quick test-gpu check check-schemas format bench docs dist clean
 
-# Tests start many interpreters: let them share what they compile.
+# Tests start many interpreters; let them share compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-# What a user has, without the tools of development.
+# What a user installs, without development tools.
 demo: $(VENV)/installed
 	$(BIN)/mesh-attention demo
 	$(BIN)/mesh-attention plan --ranks 64 --seq 128k --heads 32 --kv-heads 8 --causal --save $(VENV)/demo-plan.json
@@ -23,13 +23,13 @@ demo: $(VENV)/installed
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
-# The heart of the library, for the loop while editing: what starts no processes and ends within a minute.
+# The core tests, to run while editing: they start no processes and take about a minute.
 QUICK := api_refusals attention_local bands bytes calls choice clusters cuda_kernels errors greedy imports in_order \
 	kernel_conformance kernels layout lowering masks mutations plans_verify public_names text units
 quick: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(QUICK:%=tests/test_%.py) $(ARGS)
 
-# With the Python at hand, which must have torch for CUDA, pytest and hypothesis: nothing is installed.
+# Uses your own Python, which needs torch for CUDA, pytest and hypothesis; installs nothing.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -rs $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Print a plan: who receives how much, and what one rank does, step by step. Needs no torch.
+"""Print a plan: how much a rank receives, and the steps of one rank. Does not need torch.
 
 python examples/01_print_a_plan.py
 """

@@ -1,4 +1,4 @@
-"""Run a plan with all ranks in one process: the same code as on a cluster, and nothing to set up.
+"""Run a plan with all ranks in one process. The code is the same as on a cluster, and there is nothing to set up.
 
 python examples/02_run_in_one_process.py
 """
@@ -16,7 +16,7 @@ q = torch.randn(1, SEQ, HEADS, HEAD_DIM)
 k, v = (torch.randn(1, SEQ, KV_HEADS, HEAD_DIM) for _ in range(2))
 
 attention = MeshAttention(LocalGroup(RANKS), tile=(2, 3))
-# In a local group, a sharded tensor is a list with one tensor a rank.
+# In a local group, a sharded tensor is a list with one tensor per rank.
 outs = attention(attention.shard(q), attention.shard(k), attention.shard(v), causal=True)
 ours = attention.unshard(outs)
 

@@ -1,4 +1,4 @@
-"""Run attention over processes, forward and backward, and compare with attention in one process.
+"""Run attention on several processes, forward and backward, and compare it with attention in one process.
 
 torchrun --nproc-per-node 4 examples/03_run_under_torchrun.py
 """
@@ -17,7 +17,7 @@ SEQ, HEADS, KV_HEADS, HEAD_DIM = 1024, 8, 2, 32
 def main() -> None:
     attention = MeshAttention()  # over the default group
 
-    # Every rank makes the same whole sequence, for the comparison's sake; in earnest a rank loads its own tokens.
+    # Every rank makes the whole sequence, to compare with; a real program loads only its own tokens.
     torch.manual_seed(0)
     q = torch.randn(1, SEQ, HEADS, HEAD_DIM)
     k, v = (torch.randn(1, SEQ, KV_HEADS, HEAD_DIM) for _ in range(2))
@@ -46,4 +46,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     main()
     dist.destroy_process_group()
-    time.sleep(0.5)  # Gloo's threads may still be letting go of tensors, and Python must not end under them
+    time.sleep(0.5)  # Gloo's threads may still hold tensors; Python must not exit before they let go

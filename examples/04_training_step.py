@@ -1,4 +1,4 @@
-"""Train a small model on a sharded sequence: ids, labels and position ids; the losses are those of one process.
+"""Train a small model on a sharded sequence: token ids, labels and positions. The losses equal those of one process.
 
 torchrun --nproc-per-node 4 examples/04_training_step.py      (or alone: python examples/04_training_step.py)
 """
@@ -34,12 +34,12 @@ def main() -> None:
     torch.manual_seed(0)  # the same weights and the same text on every rank
     model = Model(attention := MeshAttention())
     text = torch.randint(VOCABULARY, (1, SEQ + 1))
-    # Labels are shifted before sharding: the next token may live on another rank.
+    # Shift labels before sharding: the next token may be on another rank.
     ids, labels = attention.shard(text[:, :-1]), attention.shard(text[:, 1:])
     position_ids = attention.position_ids(SEQ)
     for step in range(STEPS):
         logits = model(ids, position_ids)
-        # Summed here and divided by the whole count, because shards may differ by a token.
+        # Sum and divide by the whole count, because shards may differ by a token.
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / SEQ
         model.zero_grad()
         loss.backward()
@@ -56,4 +56,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", **alone)
     main()
     dist.destroy_process_group()
-    time.sleep(0.5)  # Gloo's threads may still be letting go of tensors, and Python must not end under them
+    time.sleep(0.5)  # Gloo's threads may still hold tensors; Python must not exit before they let go

@@ -1,6 +1,6 @@
-"""A planner of your own: a function from a problem to a plan. It can be proved and run like any other.
+"""Write a planner: a function from a problem to a plan. Its plans can be proved and run like any other.
 
-This one fetches every K and V first, and then attends in one call.
+This one fetches every K and V first, then attends in one call.
 
 python examples/05_a_custom_planner.py
 """
@@ -18,13 +18,13 @@ RANKS, SEQ, HEADS, HEAD_DIM = 4, 200, 4, 16
 
 
 def fetch_first(problem: Problem, *, direction: Direction, layout: Layout) -> Plan:
-    # The tile: its own query shard × all key/value shards. Column y is the shard of the rank y before.
+    # The tile: the rank's own query shard × all key/value shards. Column y is the shard of the rank y places before.
     columns = range(problem.ranks)
     fetches = [Fetch("kv", column) for column in columns[1:]]
     attend = Meet((0,), tuple(columns))
     if direction == "forward":
         returns = [Return("o", 0)]
-    else:  # gradients of fetched keys and values go home; column 0, its own, collects them and ends last
+    else:  # gradients of fetched keys and values go home; column 0, the rank's own, collects them and ends last
         returns = [Return("dq", 0), *(Return("dkv", column) for column in reversed(columns))]
     return Plan(
         method="fetch-first",
@@ -51,4 +51,4 @@ theirs = scaled_dot_product_attention(*bhsd, is_causal=True).transpose(1, 2)
 gradients = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (ours, theirs)]
 for a, b in zip((ours, *gradients[0]), (theirs, *gradients[1]), strict=True):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-print("and give what torch's attention gives, forward and backward")
+print("they give the same results as torch's attention, forward and backward")

@@ -1,10 +1,11 @@
-"""Train a transformers Llama on sequences that no rank holds as a whole: each has its part of the tokens, and its part
-of the weights. It learns to recall, thousands of tokens later, which value a key was given (recall/task.py).
+"""Train a transformers Llama on sharded sequences: each rank holds a part of the tokens and a part of the weights.
+
+The model learns to recall which value a key was given thousands of tokens earlier (recall/task.py).
 
 torchrun --nproc-per-node 4 examples/train_recall.py                    (or alone: python examples/train_recall.py)
 
-The losses are those of one process. With ``--checkpoint DIR`` an interrupted run goes on with ``--resume``, on any
-number of ranks. All that is about ranks is in `main` and `Trainer`; the rest is in recall/.
+The losses equal those of one process. With ``--checkpoint DIR``, ``--resume`` continues an interrupted run on any number
+of ranks. `main` and `Trainer` contain everything about ranks; the rest is in recall/.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ INTERRUPTED = 130
 
 
 def make_model(flags: Flags) -> LlamaForCausalLM:
-    """Small and random; the same on every rank."""
+    """A small model with random weights, the same on every rank."""
     torch.manual_seed(flags.seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -60,7 +61,7 @@ def make_model(flags: Flags) -> LlamaForCausalLM:
     )
     model = LlamaForCausalLM(config)
     for name, module in list(model.named_modules()):
-        if isinstance(module, LlamaRMSNorm):  # which computes in float32, whatever the dtype; torch's does not
+        if isinstance(module, LlamaRMSNorm):  # it computes in float32 for every dtype; torch's does not
             model.set_submodule(name, nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
     return model.to(getattr(torch, flags.dtype))
 
@@ -77,7 +78,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
 
     def train_step(self, step: int) -> tuple[float, float]:
-        """Loss and recall of all ranks, on sequences that were never seen before."""
+        """Train one step on new sequences; returns the loss and the recall over all ranks."""
         seq = lesson_seq(step, seq=self.flags.seq, lessons=self.flags.lessons)
         batch = make_batch(self.flags.seed, step, rows=self.flags.seq // seq, seq=seq)
         for group in self.optimizer.param_groups:
@@ -90,21 +91,21 @@ class Trainer:
         return loss.item(), recall
 
     def evaluate(self, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
-        """The mean loss over the whole batch, to be differentiated, and the share of right answers."""
+        """The mean loss over the whole batch, differentiable, and the share of correct answers."""
         local = shard_batch(self.attention, batch)
         targets = local.pop("shift_labels")
-        del local["labels"], local["num_items_in_batch"]  # no loss of the model's own: it would be in float32
+        del local["labels"], local["num_items_in_batch"]  # without the model's own loss, which is in float32
         logits, labels = self.model(**local).logits.flatten(0, 1), targets.flatten()
         loss_sum = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
         is_asked = labels != IGNORED
-        loss = reduce_loss(loss_sum, is_asked.sum(), group=self.mesh, gradients="averaged")  # as FSDP does
+        loss = reduce_loss(loss_sum, is_asked.sum(), group=self.mesh, gradients="averaged")  # FSDP averages
         counts = torch.stack([(logits.argmax(-1) == labels)[is_asked].sum(), is_asked.sum()])
         dist.all_reduce(counts, group=self.mesh.get_group())
         return loss, (counts[0] / counts[1]).item()
 
     @torch.no_grad()
     def test(self) -> tuple[float, float]:
-        """Mean loss and recall on whole-length sequences that no step trains on."""
+        """Mean loss and recall on full-length sequences that no step trains on."""
         seed, seq = self.flags.seed, self.flags.seq
         batches = (make_batch(seed, index, rows=1, seq=seq, stream="test") for index in range(TEST_SEQUENCES))
         results = [(loss.item(), recall) for loss, recall in map(self.evaluate, batches)]
@@ -112,7 +113,7 @@ class Trainer:
         return sum(losses) / len(losses), sum(recalls) / len(recalls)
 
     def should_stop(self) -> bool:
-        """Whether any rank was interrupted: all leave after the same step."""
+        """True if any rank was interrupted; all ranks stop after the same step."""
         asked = torch.tensor(self.interruption.is_set(), dtype=torch.int32)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
         return bool(asked)
@@ -123,7 +124,7 @@ class Trainer:
             save_checkpoint(self.flags.checkpoint, self.model, self.optimizer, step=step, settings=settings)
 
     def restore(self) -> int:
-        """The step to go on with."""
+        """Load the newest checkpoint, if asked to; returns the step to continue with."""
         flags = self.flags
         if flags.checkpoint is None or not flags.resume:
             if flags.checkpoint is not None:
@@ -131,13 +132,13 @@ class Trainer:
             return 0
         path, step = find_checkpoint(flags.checkpoint, settings=flags.settings)
         if step > flags.steps:
-            raise UsageError(f"{path} is {step} steps on, and --steps is {flags.steps}; give as many steps or more")
+            raise UsageError(f"{path} is at step {step}, but --steps is {flags.steps}; give --steps {step} or more")
         load_checkpoint(path, self.model, self.optimizer)
         return step
 
 
 def main(flags: Flags, interruption: Event) -> int:
-    """The exit code; an interruption ends training after the step it came in."""
+    """Train and test; returns the exit code. An interruption ends training after the current step."""
     trainer = Trainer(flags, interruption)
     is_first, begun_s, step = dist.get_rank() == 0, time.monotonic(), trainer.restore()
     start, is_interrupted = step, False
@@ -153,7 +154,7 @@ def main(flags: Flags, interruption: Event) -> int:
         trainer.save(step)
     if is_interrupted:
         if is_first:
-            kept = f"; {flags.checkpoint} keeps it for --resume" if flags.checkpoint and step else ""
+            kept = f"; continue with --resume --checkpoint {flags.checkpoint}" if flags.checkpoint and step else ""
             print(f"interrupted after step {step}{kept}", file=sys.stderr)
         return INTERRUPTED
     trained_s = time.monotonic() - begun_s
@@ -170,7 +171,7 @@ def report(flags: Flags, steps: int, trained_s: float, loss: float, recall: floa
         print(json.dumps(result | flags.settings))
         return
     print(f"{steps} steps on {ranks} ranks in {trained_s:.0f} s")
-    print(f"{TEST_SEQUENCES} fresh sequences of {flags.seq} tokens: loss {loss:.4f}, recall {recall:.1%}")
+    print(f"{TEST_SEQUENCES} new sequences of {flags.seq} tokens: loss {loss:.4f}, recall {recall:.1%}")
 
 
 if __name__ == "__main__":
@@ -186,5 +187,5 @@ if __name__ == "__main__":
         if dist.get_rank() == 0:
             print(f"train_recall.py: error: {error}", file=sys.stderr)
     dist.destroy_process_group()
-    time.sleep(0.5)  # Gloo's threads may still be letting go of tensors, and Python must not end under them
+    time.sleep(0.5)  # Gloo's threads may still hold tensors; Python must not exit before they let go
     sys.exit(code)

@@ -304,4 +304,4 @@ def test_the_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
 def test_the_torchrun_script_says_what_it_needs() -> None:
     done = run(["bash", str(DOCS / "launch" / "torchrun.sh"), "train.py"], HEAD="")
     assert done.returncode != 0
-    assert "HEAD: the node at which all meet" in done.stderr
+    assert "HEAD: the node where all nodes meet" in done.stderr

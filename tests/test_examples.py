@@ -18,10 +18,10 @@ ALONE = {
     "01_print_a_plan.py": "mesh 2x8: a rank receives at most",
     "02_run_in_one_process.py": "largest difference from torch's attention:",
     "04_training_step.py": "step 4: loss 3.4032",
-    "05_a_custom_planner.py": "and give what torch's attention gives, forward and backward",
+    "05_a_custom_planner.py": "they give the same results as torch's attention, forward and backward",
 }
 LONGER = {
-    "train_recall.py": (("--steps", "2", "--seq", "64"), "8 fresh sequences of 64 tokens: loss "),
+    "train_recall.py": (("--steps", "2", "--seq", "64"), "8 new sequences of 64 tokens: loss "),
 }
 """Not numbered, not short: flags with which they end soon, and what they say then."""
 

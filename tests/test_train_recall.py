@@ -117,7 +117,7 @@ def test_an_interrupted_run_ends_cleanly_and_can_go_on(alone: tuple[dict[str, An
     assert process.returncode == 130
     assert "Traceback" not in stderr
     steps = len(read_curve(curve))
-    assert f"interrupted after step {steps}; {kept} keeps it for --resume" in stderr
+    assert f"interrupted after step {steps}; continue with --resume --checkpoint {kept}" in stderr
     assert [path.name for path in kept.iterdir()] == [f"step-{steps:06}"]
     assert losses(curve)[:STEPS] == losses(alone[1])
 
@@ -126,26 +126,26 @@ def test_a_refusal_is_one_line_and_an_exit_code(tmp_path: Path) -> None:
     done = run_script(SCRIPT, *SMALL, "--checkpoint", str(tmp_path / "none"), "--resume")
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        f"train_recall.py: error: --resume: there is no checkpoint in {tmp_path / 'none'}; leave --resume out to begin "
-        "one there"
+        f"train_recall.py: error: --resume: there is no checkpoint in {tmp_path / 'none'}; leave --resume out to start "
+        "a new run there"
     ]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--steps 0", "argument --steps: '0' is not a whole number from 1 on"),
-        ("--steps -3", "argument --steps: '-3' is not a whole number from 1 on"),
-        ("--seq 7", "argument --seq: 7 tokens hold no task; expected at least 8"),
+        ("--steps 0", "argument --steps: '0' is not a whole number of at least 1"),
+        ("--steps -3", "argument --steps: '-3' is not a whole number of at least 1"),
+        ("--seq 7", "argument --seq: 7 tokens are too few; expected at least 8"),
         ("--seed -1", "argument --seed: -1 is negative"),
         ("--dtype float16", "argument --dtype: invalid choice: 'float16'"),
         ("--method star", "argument --method: invalid choice: 'star'"),
         ("--tile 4", "'4' is not a tile; expected rows × columns, such as 2x2"),
         ("--tile 2x0", "'2x0' is not a tile"),
-        ("--lessons 16", "'16' are no lessons; expected tokens × steps, such as 16x"),
+        ("--lessons 16", "'16' is not a list of lessons; expected tokens × steps, such as 16x"),
         ("--lessons 4x9", "a sequence has at least 8 tokens"),
-        ("--resume", "--resume needs to know from where; add --checkpoint DIR"),
-        ("--curve /no/such/folder/curve.csv", "/no/such/folder is no folder"),
+        ("--resume", "--resume needs --checkpoint DIR"),
+        ("--curve /no/such/folder/curve.csv", "/no/such/folder is not a folder"),
         ("--stps 4", "unrecognized arguments: --stps 4"),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_checkpoint_of_another_run_is_refused(flags: str, message: str, tmp_pa
     settings = read_flags(["--seq", "128"]).settings
     written_checkpoint(tmp_path, 40, settings)
     assert find_checkpoint(tmp_path, settings=settings) == (tmp_path / "step-000040", 40)
-    with pytest.raises(UsageError, match="goes on with what it was begun with") as caught:
+    with pytest.raises(UsageError, match="use the same settings, or another --checkpoint") as caught:
         find_checkpoint(tmp_path, settings=read_flags(flags.split()).settings)
     assert message in str(caught.value)
 
@@ -209,7 +209,7 @@ def test_a_checkpoint_that_was_cut_off_is_not_taken_for_one(tmp_path: Path, monk
 def test_a_new_run_does_not_overwrite_checkpoints(tmp_path: Path) -> None:
     refuse_used(tmp_path / "new")
     written_checkpoint(tmp_path, 40, {})
-    with pytest.raises(UsageError, match="holds step-000040; add --resume to go on with it"):
+    with pytest.raises(UsageError, match="holds step-000040; add --resume to continue it"):
         refuse_used(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file; expected a folder"):

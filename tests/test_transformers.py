@@ -309,4 +309,4 @@ def test_a_loss_of_a_model_that_attends_by_other_means_is_refused(
     pool: RankPool, ranks: int, implementation: str, is_refused: bool
 ) -> None:
     for said in pool.run(ranks, refusal_of_a_loss, implementation):
-        assert ("every rank attended to its own tokens alone" in said) == is_refused, said
+        assert ("every rank attended to its own tokens only" in said) == is_refused, said

@@ -1,1 +1,1 @@
-"""What `train_recall.py` is made of: the task, the model, checkpoints, flags and what is shown."""
+"""The parts of `train_recall.py`: the task, checkpoints, command-line flags and the progress display."""

@@ -1,8 +1,7 @@
-"""Checkpoints that any number of ranks can write and any other number can read: ``DIR/step-000120/``.
+"""Checkpoints that any number of ranks can write, and any other number can read: ``DIR/step-000120/``.
 
-A checkpoint is written beside its final name and renamed when every rank is done, so that one which has that name is
-whole, whatever happens meanwhile. What is random here follows from the seed and the step, so these are all that is
-kept of it.
+A checkpoint is written under a temporary name and renamed when every rank is done, so a checkpoint with its final name is
+always complete. All random numbers follow from the seed and the step, so no other random state is saved.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from mesh_attention.errors import UsageError
 
 SETTINGS = "settings.json"
 KEPT = 2
-"""The newest ones; those before are removed."""
+"""How many checkpoints are kept; older ones are removed."""
 
 
 def save_checkpoint(
     folder: Path, model: nn.Module, optimizer: Optimizer, *, step: int, settings: Mapping[str, Any]
 ) -> Path:
-    """Write what is needed to go on at `step`. Every rank calls it."""
+    """Write what is needed to continue at `step`. Call it on every rank."""
     final, partial = folder / f"step-{step:06}", folder / f".step-{step:06}.partial"
     is_first = dist.get_rank() == 0
     if is_first:
@@ -51,34 +50,34 @@ def save_checkpoint(
 
 
 def find_checkpoint(folder: Path, *, settings: Mapping[str, Any]) -> tuple[Path, int]:
-    """The newest whole checkpoint and its step; refuses one of another run."""
+    """The newest complete checkpoint and its step; refuses one that was made with other settings."""
     found = _whole(folder)
     if not found:
-        raise UsageError(f"--resume: there is no checkpoint in {folder}; leave --resume out to begin one there")
+        raise UsageError(f"--resume: there is no checkpoint in {folder}; leave --resume out to start a new run there")
     newest = found[-1]
     theirs = json.loads((newest / SETTINGS).read_text())
     for name, ours in json.loads(json.dumps(dict(settings))).items():
         if theirs.get(name) != ours:
             raise UsageError(
-                f"{newest} was made with {name}={theirs.get(name)}, and this run has {name}={ours}; a run goes on with "
-                "what it was begun with: give the same, or another --checkpoint"
+                f"{newest} was made with {name}={theirs.get(name)}, but this run has {name}={ours}; use the same "
+                "settings, or another --checkpoint"
             )
     return newest, int(newest.name.removeprefix("step-"))
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Each rank reads its part, however many ranks wrote it."""
+    """Each rank reads its part, for any number of ranks that wrote the checkpoint."""
     weights, moments = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
 
 def refuse_used(folder: Path) -> None:
-    """A run that does not go on must not mix its checkpoints with another's."""
+    """Refuse a folder that has checkpoints already: a new run must not mix its checkpoints with them."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--checkpoint {folder} is a file; expected a folder, or a name for a new one")
     if found := _whole(folder):
-        raise UsageError(f"{folder} holds {found[-1].name}; add --resume to go on with it, or choose another folder")
+        raise UsageError(f"{folder} holds {found[-1].name}; add --resume to continue it, or choose another folder")
 
 
 def _whole(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What rank 0 shows while training, on stderr, and the file the curve goes to. Other ranks show and write nothing."""
+"""Progress of training on stderr, and the file with the loss curve. Only rank 0 shows and writes anything."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mesh_attention.errors import UsageError
 
 LINE_EVERY = 20
-"""Steps a line, where there is no terminal to draw a bar on."""
+"""Steps per line, where stderr is not a terminal."""
 HEADER = "step,loss,recall"
 
 
 class Display:
-    """A bar on a terminal, else a line now and then; a line of the curve for every step."""
+    """A progress bar on a terminal, otherwise a line every few steps; and one line of the curve for every step."""
 
     def __init__(self, *, start: int, steps: int, is_shown: bool, curve: Path | None) -> None:
         self.steps = steps
@@ -50,11 +50,11 @@ class Display:
         self.last_seq = seq
         if self.has_lines and is_due:
             step_s = (time.monotonic() - self.begun_s) / (step + 1 - self.start)
-            print(f"step {step + 1:4}/{self.steps}  {text}  {step_s:.2f} s a step", file=sys.stderr, flush=True)
+            print(f"step {step + 1:4}/{self.steps}  {text}  {step_s:.2f} s per step", file=sys.stderr, flush=True)
 
 
 def _opened(path: Path, start: int) -> TextIO:
-    """The file, with what an earlier run wrote of the steps before `start`."""
+    """The file, with the lines of an earlier run for the steps before `start`."""
     header, *lines = path.read_text().splitlines() if start and path.is_file() else [HEADER]
     if header != HEADER:
         raise UsageError(

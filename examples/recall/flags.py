@@ -1,4 +1,4 @@
-"""The command line of `train_recall.py`, checked. Only rank 0 complains, every rank leaves."""
+"""The command line of `train_recall.py`. On an error, only rank 0 prints the message, and every rank exits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Flags:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the curve, so that a checkpoint goes on only with the same; not so the ranks and the method."""
+        """The flags that decide the curve: a checkpoint continues only with the same. Ranks and method may differ."""
         return {
             "seq": self.seq,
             "seed": self.seed,
@@ -45,26 +45,26 @@ def read_flags(arguments: list[str] | None = None) -> Flags:
     parser = _Parser(prog="train_recall.py", description="Train a small Llama to recall, on a sharded sequence.")
     add = parser.add_argument
     add("--steps", type=_count, default=620, help="train up to this step (%(default)s)")
-    add("--seq", type=_count, default=4096, help="tokens of a sequence, over all ranks (%(default)s)")
+    add("--seq", type=_count, default=4096, help="tokens per sequence, over all ranks (%(default)s)")
     add("--lessons", type=_lessons, default=LESSONS, help=f"shorter sequences first; {_written(LESSONS)}")
-    add("--seed", type=int, default=0, help="of weights and data (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights and data (%(default)s)")
     add("--dtype", choices=DTYPES, default="float32", help="float64 to compare curves (%(default)s)")
-    add("--method", choices=get_args(Method), help="of attention; by default the tile that moves the fewest bytes")
-    add("--tile", type=_tile, metavar="ROWSxCOLS", help="rows × columns, as many as ranks")
-    add("--checkpoint", type=Path, metavar="DIR", help="keep checkpoints there")
-    add("--save-every", type=_count, default=100, metavar="STEPS", help="and at the end (%(default)s)")
-    add("--resume", action="store_true", help="go on with the newest checkpoint, on any number of ranks")
-    add("--curve", type=Path, metavar="FILE", help="write step,loss,recall of each step there")
+    add("--method", choices=get_args(Method), help="method of attention; by default, mesh")
+    add("--tile", type=_tile, metavar="ROWSxCOLS", help="tile of attention, such as 2x2 for 4 ranks")
+    add("--checkpoint", type=Path, metavar="DIR", help="keep checkpoints in this folder")
+    add("--save-every", type=_count, default=100, metavar="STEPS", help="steps between checkpoints (%(default)s)")
+    add("--resume", action="store_true", help="continue with the newest checkpoint, on any number of ranks")
+    add("--curve", type=Path, metavar="FILE", help="write step,loss,recall of each step to this file")
     add("--json", action="store_true", help="print one JSON object at the end")
     given = vars(parser.parse_args(arguments))
     if given["seed"] < 0:
         parser.error(f"argument --seed: {given['seed']} is negative; expected 0 or more")
     if given["seq"] < SHORTEST:
-        parser.error(f"argument --seq: {given['seq']} tokens hold no task; expected at least {SHORTEST}")
+        parser.error(f"argument --seq: {given['seq']} tokens are too few; expected at least {SHORTEST}")
     if given["resume"] and given["checkpoint"] is None:
-        parser.error("--resume needs to know from where; add --checkpoint DIR")
+        parser.error("--resume needs --checkpoint DIR")
     if given["curve"] is not None and not given["curve"].absolute().parent.is_dir():
-        parser.error(f"argument --curve: {given['curve'].parent} is no folder")
+        parser.error(f"argument --curve: {given['curve'].parent} is not a folder")
     return Flags(**given)
 
 
@@ -81,7 +81,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
@@ -98,7 +98,7 @@ def _lessons(text: str) -> tuple[Lesson, ...]:
         lessons = tuple(Lesson(*map(_count, part.split("x"))) for part in text.split(",") if text)
     except (argparse.ArgumentTypeError, TypeError):
         raise argparse.ArgumentTypeError(
-            f"{text!r} are no lessons; expected tokens × steps, such as {_written(LESSONS[:2])}"
+            f"{text!r} is not a list of lessons; expected tokens × steps, such as {_written(LESSONS[:2])}"
         ) from None
     if any(lesson.seq < SHORTEST for lesson in lessons):
         raise argparse.ArgumentTypeError(f"{text!r}: a sequence has at least {SHORTEST} tokens")

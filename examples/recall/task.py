@@ -1,12 +1,12 @@
-"""The task: look up, across the whole sequence, which value a key was given. Data only; knows no ranks.
+"""The task: recall which value a key was given earlier in the sequence. Data only; it does not depend on ranks.
 
-The first half of a sequence is records, a key token and its value token; the second half is keys, and at each of them
-the value that the first half gave it is to be predicted:
+The first half of a sequence consists of pairs: a key token and its value token. The second half consists of keys; at
+each key the model must predict the value that the first half gave it:
 
     k7 v3  k2 v9  k5 v1  …  |  k5  k7  k7 …        →  v1  v3  v3 …
 
-Values are drawn anew for every sequence, so nothing can be learnt by heart. Training begins with short sequences, many
-to a batch, in which few keys occur: with long ones alone, models of this size find no way to start.
+Values are random in every sequence, so they cannot be memorised. Training begins with short sequences, many to a batch,
+in which few keys occur: with long sequences alone, models of this size do not start to learn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Stream = Literal["training", "test"]
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """So many steps on sequences of so many tokens."""
+    """A number of steps on sequences of one length."""
 
     seq: int
     steps: int
@@ -38,7 +38,7 @@ LESSONS = tuple(Lesson(*pair) for pair in ((16, 240), (32, 40), (64, 60), (128, 
 
 
 def lesson_seq(step: int, *, seq: int, lessons: Sequence[Lesson]) -> int:
-    """How long the sequences of a step are; after the last lesson, `seq`."""
+    """The length of the sequences of a step; after the last lesson, `seq`."""
     for lesson in lessons:
         if step < lesson.steps:
             return min(lesson.seq, seq)
@@ -47,19 +47,19 @@ def lesson_seq(step: int, *, seq: int, lessons: Sequence[Lesson]) -> int:
 
 
 def make_batch(seed: int, step: int, *, rows: int, seq: int, stream: Stream = "training") -> dict[str, Tensor]:
-    """Whole sequences and what each token should predict: the same for the same arguments, wherever it is called."""
+    """Whole sequences, and what each token should predict. Equal arguments give equal batches, on any rank."""
     random = _generator(f"{stream} {seed} {step}")
-    keys_in_play, records = min(KEYS, seq), seq // 4
+    keys_in_play, pairs = min(KEYS, seq), seq // 4
     shuffled = torch.rand(rows, keys_in_play, generator=random).argsort(dim=1)
     value_of = torch.randint(VALUES, (rows, keys_in_play), generator=random) + KEYS
-    keys = shuffled.repeat(1, -(-records // keys_in_play))[:, :records]
-    asked = keys.gather(1, torch.randint(records, (rows, seq - 2 * records), generator=random))
+    keys = shuffled.repeat(1, -(-pairs // keys_in_play))[:, :pairs]
+    asked = keys.gather(1, torch.randint(pairs, (rows, seq - 2 * pairs), generator=random))
     told = torch.stack([keys, value_of.gather(1, keys)], dim=2).flatten(1)
     targets = torch.cat([torch.full_like(told, IGNORED), value_of.gather(1, asked)], dim=1)
-    # Already those of the next token, so they are `shift_labels`, not `labels`.
+    # The targets are already shifted, so they are `shift_labels`, not `labels`.
     return {"input_ids": torch.cat([told, asked], dim=1), "shift_labels": targets}
 
 
 def _generator(name: str) -> torch.Generator:
-    """One for each name, by a hash: torch reads only 32 bits of a seed, so that sums and shifts would meet again."""
+    """A generator for each name. Seeded by a hash: torch reads 32 bits of a seed, so sums and shifts could collide."""
     return torch.Generator().manual_seed(int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big"))

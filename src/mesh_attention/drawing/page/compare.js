@@ -1,4 +1,4 @@
-// This scene beside the others: bytes a rank receives, and time, by pass and together.
+// This scene next to the others: bytes that a rank receives, and times of each pass and of both.
 
 const receivedBy = (data, rank) => sum(Object.values(data.costs.received).map((values) => at(values, rank)));
 
@@ -7,14 +7,14 @@ function mostReceived(scene, direction) {
   return Math.max(...Array.from({ length: scene.ranks }, (_, rank) => receivedBy(data, rank)));
 }
 
-// The one-row tile without Ulysses, whatever it is called.
+// The one-row tile without Ulysses, under any name.
 const isRing = (scene) => Object.values(scene.passes).every((data) => data.tile[0] === 1 && data.ulysses === 1);
 const ringBeside = () => rivals().find((scene) => isRing(scene) && state.direction in scene.passes);
 const sceneName = (scene) => `${scene.method} ${scene.tile}`;
 
 function drawCompare() {
   const scenes = rivals().filter((scene) => state.direction in scene.passes);
-  byId("compare-title").textContent = `Against the others, ${state.scene.ranks} ranks, ${state.direction}`;
+  byId("compare-title").textContent = `Comparison: ${state.scene.ranks} ranks, ${state.direction}`;
   byId("compare-words").replaceChildren(...compareWords());
   const received = scenes.map((scene) => ({ scene, value: mostReceived(scene, state.direction) }));
   const both = directions(state.scene);
@@ -75,7 +75,7 @@ function compareWords() {
   const ring = ringBeside();
   const mine = mostReceived(state.scene, state.direction);
   const time = pass().forecast.time_s;
-  if (!ring) return [paragraph(`A rank receives ${bytesText(mine)}; this page has no ring to compare it with.`)];
+  if (!ring) return [paragraph(`A rank receives ${bytesText(mine)}. This page has no ring to compare it with.`)];
   if (ring === state.scene) return ringWords(mine, time);
   const others = mostReceived(ring, state.direction);
   const ringTime = ring.passes[state.direction].forecast.time_s;
@@ -95,17 +95,17 @@ function ringWords(mine, time) {
     .sort((a, b) => mostReceived(a, state.direction) - mostReceived(b, state.direction))[0];
   const fewest = mostReceived(least, state.direction);
   if (fewest === mine) {
-    return [paragraph("A rank receives ", ["b", bytesText(mine)], " with ring; no other method here receives less.")];
+    return [paragraph("A rank receives ", ["b", bytesText(mine)], " with ring. No other method here receives less.")];
   }
   return [
     paragraph(
       ...["With ring a rank receives ", ["b", bytesText(mine)], `, and the forecast is ${timeText(time)}. `],
-      ...["The least here is ", ["b", bytesText(fewest)], `, with ${sceneName(least)}: ${ratioText(fewest, mine)}.`],
+      ...["The least here is ", ["b", bytesText(fewest)], ` with ${sceneName(least)}: ${ratioText(fewest, mine)}.`],
     ),
   ];
 }
 
-// As ranks are added
+// More ranks
 
 function growthRows() {
   const named = (scene) => DATA.problems[scene.problem].text === DATA.problems[state.scene.problem].text;
@@ -125,9 +125,9 @@ function drawGrowth() {
   byId("growth-part").hidden = ranks.length < 3;
   if (ranks.length < 3) return;
   byId("growth-words").textContent = [
-    "Bytes a rank receives, by method, with the tile that receives least.",
-    "Ring stays high: every K and V comes past every rank.",
-    "A square tile’s sides are √n, so its traffic falls with √n.",
+    "Bytes that a rank receives, by method, with the tile that receives the least.",
+    "Ring stays high, because every K and V passes every rank.",
+    "The sides of a square tile are √n, so its traffic falls with √n.",
   ].join(" ");
   const box = byId("growth");
   const names = [...rows.keys()].map((method) => cutText(method, 22));

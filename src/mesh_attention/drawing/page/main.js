@@ -1,4 +1,4 @@
-// Controls, keys, resizing; what is drawn when.
+// Controls, keys and resizing; redraws what has changed.
 
 let playing = null;
 
@@ -66,21 +66,21 @@ function drawLegends() {
   const matrix = {
     done: "done",
     now: "now",
-    ready: "could be computed",
+    ready: "ready to compute",
     todo: "inputs missing",
     other: "other ranks’ tiles",
     here: "shard has arrived",
     coming: "on its way",
-    missing: "not asked for yet",
+    missing: "not requested yet",
     gone: "freed",
-    sum: `${sums}: how far; purple: gone home`,
+    sum: `${sums}: share done; purple: sent home`,
   };
   const lanes = {
     compute: "computes",
     wait: "waits: exposed communication",
     send: "sends",
     recv: "receives",
-    cursor: "the step shown",
+    cursor: "current step",
   };
   const swatches = (words) => Object.entries(words).map(([name, text]) => swatch(`s-${name}`, text));
   byId("matrix-legend").replaceChildren(...swatches(matrix));
@@ -185,7 +185,7 @@ function clickTimeline(event) {
 }
 
 function showSpan(target) {
-  byId("span-words").textContent = target.dataset.words || "Point at a span to read it; a click goes to its step.";
+  byId("span-words").textContent = target.dataset.words || "Point at a span to see what it is; click to go to its step.";
 }
 
 function lookAt(block) {
@@ -193,7 +193,7 @@ function lookAt(block) {
   drawLookedAt();
 }
 
-// With Ulysses a place is several ranks: the one with the same heads is chosen.
+// With Ulysses, a place is several ranks; choose the one with the same heads.
 function chooseOwner() {
   if (!state.block || patternOf(pass(), ...state.block) === "0") return;
   const data = pass();

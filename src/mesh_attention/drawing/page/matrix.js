@@ -217,7 +217,7 @@ function drawLookedAt() {
   fill(frame, { x: round(room.x(col)), y: round(room.x(row)), width: size, height: size }, []);
   byId("block-words").textContent = state.block
     ? blockWords(data, row, col)
-    : "Point at a block, or tap it, to see who computes it and what must travel.";
+    : "Point at a block, or tap it, to see which rank computes it and what is sent.";
 }
 
 function blockAt(event) {
@@ -232,7 +232,7 @@ function blockAt(event) {
 function blockWords(data, row, col) {
   const pattern = patternOf(data, row, col);
   const name = `Block q${row} × kv${col}`;
-  if (pattern === "0") return `${name}: the mask leaves nothing of it, so no rank computes it.`;
+  if (pattern === "0") return `${name}: fully masked, so no rank computes it.`;
   const place = ownerOf(data, row, col);
   const ranks = numbersText(members(data, place));
   const who = data.ulysses === 1 ? `rank ${place}` : `place ${place} (ranks ${ranks}, each for its heads)`;
@@ -244,8 +244,8 @@ function blockWords(data, row, col) {
   const goes = [];
   if (row !== place) goes.push(`a partial ${kinds[1]}${row} goes home to ${from(row)}`);
   if (col !== place && state.direction === "backward") goes.push(`a partial dkv${col} to ${from(col)}`);
-  const travel = comes.length ? `It needs ${listText(comes)}` : "It has all it needs at home: nothing travels";
-  const share = pattern === "1" ? "" : " The mask leaves part of it.";
+  const travel = comes.length ? `It needs ${listText(comes)}` : "The rank already has everything it needs";
+  const share = pattern === "1" ? "" : " It is partly masked.";
   return `${name}: computed by ${who}. ${travel}${goes.length ? `; ${listText(goes)}` : ""}.${share}`;
 }
 

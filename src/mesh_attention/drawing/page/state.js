@@ -1,4 +1,4 @@
-// What is chosen. Only scenes that exist can be chosen; the address keeps the choice.
+// The state of the page. Only scenes that exist can be chosen; the address keeps the state.
 
 const DATA = JSON.parse(byId("data").textContent);
 const state = { scene: DATA.scenes[0], direction: "forward", rank: 0, step: 0, block: null };
@@ -46,7 +46,7 @@ function stateHash() {
   return `#${new URLSearchParams(Object.entries(values))}`;
 }
 
-// What the address does not say, or says wrongly, is left as it is or set to the nearest there is.
+// What the address leaves out is not changed; what it gets wrong is set to the nearest valid value.
 function readHash(hash) {
   const values = new URLSearchParams(hash.replace(/^#/, ""));
   const ranks = Number(values.get("ranks"));

@@ -1,4 +1,4 @@
-// Elements, and numbers as people read them.
+// Elements, and numbers as text.
 
 const SVG = "http://www.w3.org/2000/svg";
 const byId = (id) => document.getElementById(id);

@@ -8,7 +8,7 @@ const SOURCE_WORDS = { forecast: "Forecast", measured: "Measured" };
 
 const sourcesOf = (data) => SOURCES.filter((source) => data[source]);
 
-// Of what is drawn of a pass, the longest.
+// The longest timeline that is drawn for a pass.
 const passTime = (data) => Math.max(...sourcesOf(data).map((source) => data[source].time_s)) || 1e-9;
 
 function longestTime() {
@@ -138,7 +138,7 @@ function shortName(span) {
 }
 
 function spanWords(span) {
-  const verb = { compute: "", wait: "waits for what it needs: ", send: "sends ", recv: "receives " }[span.lane];
+  const verb = { compute: "", wait: "waits before ", send: "sends ", recv: "receives " }[span.lane];
   return `${verb}${span.name}: ${timeText(span.start)} to ${timeText(span.stop)}, ${timeText(span.stop - span.start)}`;
 }
 
@@ -157,7 +157,7 @@ function drawAxis(picture, stop, scale, top) {
 function drawTimelineWords(data) {
   const words = sourcesOf(data).map((source) => {
     const { time_s, exposed_s, utilisation, is_exact } = data[source];
-    const rough = source === "forecast" && !is_exact ? " (some ranks’ prices stand for their neighbours’)" : "";
+    const rough = source === "forecast" && !is_exact ? " (approximate: some ranks are priced like their neighbours)" : "";
     return [
       `${SOURCE_WORDS[source]}${rough}: ${timeText(time_s)} until the last rank is done,`,
       `of which ${timeText(exposed_s)} is exposed communication;`,
@@ -240,9 +240,9 @@ function drawOverview() {
   for (let rank = 0; rank < ranks; rank += 1) picture.append(overviewRow(timeline, rank, height, scale, hasAll));
   drawAxis(picture, timeline.time_s || 1e-9, scale, ranks * height + 6);
   box.replaceChildren(picture);
-  const [what, whole] = hasAll ? ["When", ""] : ["How long", " in all"];
+  const [what, whole] = hasAll ? ["When", ""] : ["How long", ", in total,"];
   byId("overview-words").textContent =
-    `${what} each rank computes (blue) and waits${whole}, by the forecast, ${state.direction}. A click chooses a rank.`;
+    `${what} each rank computes (blue) and waits${whole} in the forecast, ${state.direction}. Click to choose a rank.`;
 }
 
 function overviewRow(timeline, rank, height, scale, hasAll) {

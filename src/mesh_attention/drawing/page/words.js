@@ -1,4 +1,4 @@
-// The explanation beside the picture: what this choice means, and what happens now.
+// The explanation next to the picture: the method and tile shown, and the current step.
 
 const KIND_WORDS = {
   q: "Q",
@@ -30,15 +30,15 @@ function tileWords(data) {
   const place = placeOf(data, state.rank);
   const who = data.ulysses === 1 ? `Rank ${state.rank}` : `Place ${place} (ranks ${numbersText(members(data, place))})`;
   if (isOneBlock(data)) {
-    const alone = `${who} is the only place of the grid: its tile is one block.`;
-    return said("Tile", alone, "Only heads and tokens are exchanged.");
+    const alone = `${who} is the only place in the grid: its tile is one block.`;
+    return said("Tile", alone, "Ranks only trade heads for tokens.");
   }
   return said(
     "Tile",
-    `${who} computes the blue blocks; its tile is ${rows} × ${cols} blocks:`,
+    `${who} computes the blue blocks. Its tile has ${rows} × ${cols} blocks:`,
     `query ${shardsText(qGroup(data, state.rank))} (its Q group)`,
     `against key/value ${shardsText(kvGroup(data, state.rank))} (its KV group).`,
-    `It contains block q${place} × kv${place}, so the rank can start with what it has.`,
+    `It contains block q${place} × kv${place}, so the rank can start without waiting for data.`,
   );
 }
 
@@ -46,9 +46,9 @@ function ulyssesWords(data) {
   if (data.ulysses === 1) return null;
   return said(
     "Ulysses",
-    `Before the pass, runs of ${data.ulysses} ranks exchange heads for tokens: each then has 1/${data.ulysses} of the`,
-    `heads for the tokens of all ${data.ulysses}, and together they act as one place of the grid.`,
-    `The matrix shows the ${count(data.rows.length, "place")}. Results are exchanged back at the end.`,
+    `Before the pass, groups of ${data.ulysses} ranks trade heads for tokens. Each rank then has 1/${data.ulysses} of the`,
+    `heads for the tokens of all ${data.ulysses}, and together they form one place in the grid.`,
+    `The matrix shows the ${count(data.rows.length, "place")}. Results are traded back at the end.`,
   );
 }
 
@@ -58,28 +58,28 @@ function methodWords(data) {
   if (stepsNow().some((step) => step.verb === "gather")) {
     return said(
       "Method",
-      "Everything is gathered in large collectives first, then attended in a few large calls, then partial results are",
-      "reduced. The ranks wait while they gather; look at the wait lane.",
+      "The ranks first gather everything in large collectives, then attend in a few large calls, then reduce partial",
+      "results. They wait while they gather; see the wait lane.",
     );
   }
   if (rows === 1) {
     return said(
       "Method",
-      "One row is ring attention: Q stays at home, and K and V of the others come past.",
-      data.layout === "zigzag" && "Zigzag gives each rank an early and a late run of tokens,",
-      data.layout === "zigzag" && "so that a causal mask leaves all the same work.",
+      "A tile of one row is Ring-Attention: Q stays at home, and the K and V of all other ranks pass by.",
+      data.layout === "zigzag" && "Zigzag gives each rank some early and some late tokens,",
+      data.layout === "zigzag" && "so that all ranks have the same work under a causal mask.",
     );
   }
   if (cols === 1) {
     return said(
       "Method",
-      "One column is pass-Q: K and V stay at home, Q goes round, and partial results go back to the home of the Q.",
+      "A tile of one column is pass-Q: K and V stay at home, Q passes by, and partial results return to the home of Q.",
     );
   }
   return meshWords(data);
 }
 
-// Counted in the program: a mask may spare a rank some shards, and what was kept from forward is not sent again.
+// Counted in the program: a mask may spare a rank some shards, and shards kept from forward are not sent again.
 function meshWords(data) {
   const q = receivedShards("q");
   const comes = `The rank receives ${count(q, "Q shard")}`;
@@ -89,14 +89,14 @@ function meshWords(data) {
   if (state.direction === "forward") {
     return said(
       "Method",
-      `${comes} and ${kvs}, in the order that unlocks most blocks for its price.`,
-      "A row that is complete leaves as a partial O with its LSE, and its home adds it up.",
+      `${comes} and ${kvs}. Each fetch is the one that unlocks the most blocks for its cost.`,
+      "A complete row is sent home as a partial O with its LSE, and added up there.",
     );
   }
   return said(
     "Method",
     `${comes} with ${q === 1 ? "its" : "their"} dO, LSE and delta, and ${kvs}.`,
-    "A row that is complete leaves as partial dQ, a column as partial dKV; their homes add them up.",
+    "Complete rows are sent home as partial dQ, complete columns as partial dKV, and added up there.",
   );
 }
 
@@ -117,29 +117,29 @@ function rootWords(data) {
   const places = rows * cols;
   const { heads, kv_heads } = DATA.problems[state.scene.problem];
   const wide = heads > kv_heads && [
-    `${heads} heads share ${kv_heads} KV heads, so a KV shard is lighter than a Q shard with its result,`,
+    `${heads} heads share ${kv_heads} KV heads, so a KV shard is smaller than a Q shard with its result,`,
     "and tiles with more columns than rows send less.",
   ].join(" ");
   if (rows === 1 || cols === 1) {
     return said(
       "Why it matters",
-      `A line of ${places} blocks needs up to ${places - 1} shards of others.`,
-      `A square tile of as many blocks would have sides of about √${places} = ${digits(Math.sqrt(places))}.`,
+      `A line of ${places} blocks needs up to ${places - 1} shards from other places.`,
+      `A square tile with as many blocks would have sides of about √${places} = ${digits(Math.sqrt(places))}.`,
       wide,
     );
   }
   const spared = receivedShards("q") + receivedShards("kv") < rows + cols - 2 && !data.keep.length;
   return said(
     "Why √n",
-    `The work is the tile’s area, ${rows} × ${cols} = ${places} blocks; what must come in is its two sides,`,
-    `${rows - 1} + ${cols - 1} shards of others. With ring it would be ${places - 1}.`,
+    `The work is the area of the tile, ${rows} × ${cols} = ${places} blocks. The traffic is its two sides,`,
+    `${rows - 1} + ${cols - 1} shards from other places. With ring it would be ${places - 1}.`,
     spared && "Here the mask spares this rank some of them.",
-    "For a square tile both sides are √n, so traffic falls as ranks are added.",
+    "Both sides of a square tile are √n, so traffic falls as ranks are added.",
     wide,
   );
 }
 
-// What happens now
+// The current step
 
 function updateNowWords() {
   const step = stepsNow()[state.step];
@@ -153,11 +153,11 @@ function nowParagraph(step) {
   const parts = [];
   if (now && now.stop - now.first - now.waited > 1e-9) parts.push(timeText(now.stop - now.first - now.waited));
   if (now && now.waited > 1e-9) parts.push(`${timeText(now.waited)} of waiting`);
-  const when = parts.length ? ` By the forecast it takes ${listText(parts)}.` : "";
+  const when = parts.length ? ` Forecast: ${listText(parts)}.` : "";
   return paragraph(["code", cutText(step.text, 64)], html("br"), `${verbWords(step)}${when}`);
 }
 
-const endParagraph = () => paragraph(`Rank ${state.rank} is done: its tile is computed, and its results are home.`);
+const endParagraph = () => paragraph(`Rank ${state.rank} is done: its tile is computed, and its results are at home.`);
 
 function sizeWords(item) {
   const sizes = pass().sizes[item.kind];
@@ -170,22 +170,22 @@ function verbWords(step) {
   const { verb, item, group, sends, recvs } = step;
   const words = {
     recv: () =>
-      `Posts a receive of ${item.text}${sizeWords(item)} from rank ${recvs[0].peer}, and goes on: ` +
-      "the first step that reads it will wait for it.",
-    send: () => `Posts a send of ${item.text}${sizeWords(item)} to rank ${sends[0].peer}, and goes on.`,
+      `Posts a receive of ${item.text}${sizeWords(item)} from rank ${recvs[0].peer} and continues. ` +
+      "The first step that reads it waits for it.",
+    send: () => `Posts a send of ${item.text}${sizeWords(item)} to rank ${sends[0].peer} and continues.`,
     attend: () => attendWords(step),
     pack: () => `Copies its own ${item.kind} into the form that travels.`,
     merge: () => `Adds the partial that rank ${item.source} sent to its own sum.`,
-    clear: () => "Sets a sum to zero, because the mask leaves nothing to add.",
+    clear: () => "Sets the sum to zero: the mask leaves nothing to add.",
     finish: () =>
       item.form === "home"
-        ? "The sum is complete: this is the rank’s result."
-        : `The sum ${item.kind}${item.shard}~ is complete: it is rounded to the dtype that travels.`,
-    free: () => `${item.text} is not needed any more; its memory is free.`,
+        ? "The sum is complete. It is the rank’s result."
+        : `The sum ${item.kind}${item.shard}~ is complete. It is rounded to the dtype in which it is sent.`,
+    free: () => `Frees the memory of ${item.text}, which is no longer needed.`,
     gather: () =>
-      `The ranks of the group (${group}) give each other theirs; this one receives ${itemsText(recvs)}, ` +
-      "and waits until all have arrived.",
-    reduce: () => `The group (${group}) sends partial results to their homes; this rank receives ${itemsText(recvs)}.`,
+      `The ranks of the group (${group}) send each other their shards. This rank receives ${itemsText(recvs)}, ` +
+      "and waits until everything has arrived.",
+    reduce: () => `The ranks of the group (${group}) send partial results home. This rank receives ${itemsText(recvs)}.`,
     exchange: () => `Ranks ${group} trade heads for tokens, or back: ${item.text} becomes ${step.after.text}.`,
   };
   return words[verb]();
@@ -199,7 +199,7 @@ function attendWords(step) {
       ? rows.map((shard) => `o${shard}~`)
       : [...rows.map((shard) => `dq${shard}~`), ...step.cols.map(({ shard }) => `dkv${shard}~`)];
   const named = sums.length > 4 ? count(sums.length, "running sum") : sums.join(", ");
-  return `Computes ${count(blocks, "block")}, orange in the matrix, and adds to ${named}.`;
+  return `Computes ${count(blocks, "block")} (orange in the matrix) and adds the results to ${named}.`;
 }
 
 function stockList(found) {
