@@ -33,7 +33,7 @@ from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.rates import BarGroup, rate_chart
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.replay.cluster import measure_cluster
-from mesh_attention.replay.device import Surroundings, check_memory, find_device, surroundings_of
+from mesh_attention.replay.device import Environment, check_memory, environment_of, find_device
 from mesh_attention.replay.parts import tuned_parts
 from mesh_attention.replay.replay import replay
 from mesh_attention.replay.result import Replayed, Row, kernel_as_json, row_as_json, rows_of
@@ -67,9 +67,10 @@ def main() -> int:
     given = _arguments()
     device = find_device(given.device)
     problems = QUICK if given.quick else PROBLEMS
-    run = Run(given, device, surroundings_of(problems[0], device))
-    versions = ", ".join(f"{name} {number}" for name, number in run.around.versions.items())
-    run.say(f"replay on {run.around.device}, kernel {run.around.kernel}, merging {run.around.merging}; {versions}")
+    run = Run(given, device, environment_of(problems[0], device))
+    on = run.environment
+    versions = ", ".join(f"{name} {number}" for name, number in on.versions.items())
+    run.say(f"replay on {on.device}, kernel {on.kernel}, merging {on.merging}; {versions}")
     for problem in problems:
         run.play(problem)
     run.say(CAPTION)
@@ -84,7 +85,7 @@ class Run:
 
     given: argparse.Namespace
     device: torch.device
-    around: Surroundings
+    environment: Environment
     lines: list[str] = field(default_factory=list)
     clusters: dict[int, Topology] = field(default_factory=dict)
     found: list[tuple[Problem, Replayed]] = field(default_factory=list)
@@ -109,7 +110,7 @@ class Run:
             "benchmark": NAME,
             "commit": commit(),
             "command": shlex.join(["python", *sys.argv]),
-            **asdict(self.around),
+            **asdict(self.environment),
             "rounds": self.given.rounds,
             "scenes": {kv_heads: asdict(cluster) for kv_heads, cluster in self.clusters.items()},
             "problems": [_fact(*one) for one in self.found],
@@ -118,7 +119,7 @@ class Run:
     def write(self) -> None:
         if self.given.out is not None:
             self.given.out.mkdir(parents=True, exist_ok=True)
-            _write(self.given.out, self.lines, self.facts, _chart(self.found, device=self.around.device))
+            _write(self.given.out, self.lines, self.facts, _chart(self.found, device=self.environment.device))
 
 
 def _arguments() -> argparse.Namespace:
@@ -138,9 +139,9 @@ def _replay(problem: Problem, cluster: Topology, given: argparse.Namespace, devi
     rank = problem.ranks // 2 if given.rank is None else given.rank
     methods = [method.replace("ulysses-", "ulysses×") for method in given.methods]
     parts = tuned_parts(problem, topology, methods, directions=DIRECTIONS, layout="zigzag")
-    is_recorded = device.type == "cuda" and not given.no_graphs
-    check_memory(parts, rank=rank, device=device, is_recorded=is_recorded)
-    return replay(parts, topology, rank=rank, device=device, rounds=given.rounds, cuda_graphs=is_recorded)
+    is_captured = device.type == "cuda" and not given.no_graphs
+    check_memory(parts, rank=rank, device=device, is_captured=is_captured)
+    return replay(parts, topology, rank=rank, device=device, rounds=given.rounds, cuda_graphs=is_captured)
 
 
 def _quietly(doing: str, fraction: float) -> None:

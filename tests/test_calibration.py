@@ -366,13 +366,13 @@ def test_under_torchrun_a_file_that_is_there_ends_every_rank(
 
 
 def measured(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What it prints. Times of a busy machine may make no sense, which is refused; then they are taken again."""
+    """What it prints. Times of a busy machine may be inconsistent and are refused; then it is measured again."""
     for _ in range(5):
         code = main(arguments)
         printed = capsys.readouterr()
         if code == 0:
             return printed.out
-        assert "make no sense" in printed.err or "again" in printed.err, printed.err
+        assert "are inconsistent" in printed.err or "again" in printed.err, printed.err
     raise AssertionError(printed.err)
 
 
