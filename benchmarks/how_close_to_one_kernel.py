@@ -1,15 +1,15 @@
-"""How close does a rank of 256 come to one kernel's rate? A *replay*: one GPU plays one rank, forward and backward.
+"""How close does one of 256 ranks get to one kernel's rate? In a *replay*, one GPU plays one rank, in both passes.
 
     python benchmarks/how_close_to_one_kernel.py                        # the four problems, on a GPU; about 3 minutes
     python benchmarks/how_close_to_one_kernel.py --methods ring mesh --out benchmarks/results
     python benchmarks/how_close_to_one_kernel.py --quick --device cpu   # a small problem, to see that it runs
 
-32 heads × 128, bfloat16, causal, zigzag. Kernels, merges and buffers are real, transfers are copies of their size
-between the GPU and pinned host memory, both ways at once. Left out: other ranks being late, and contention in the
-network. Methods take turns in every round, with the one kernel among them. Plans are the tuner's, for this GPU behind
-this link. The GPU rests for 0.2 s before every run: one that is always busy computes about a tenth slower, by any
-method and by one kernel alike. A problem's rows are printed, and files written, as soon as they are there; last comes
-a JSON line.
+32 heads × 128, bfloat16, causal, zigzag. Kernels, merges and buffers are real; transfers are copies of the same size
+between the GPU and pinned host memory, in both directions at once. A replay leaves out other ranks being late, and
+contention in the network. Every round times all methods and one kernel. The tuner makes the plans, for this GPU behind
+this link. The GPU rests for 0.2 s before each pass: a GPU that is always busy computes about a tenth slower, with any
+method and with one kernel. The script prints the rows of a problem, and writes files, as soon as they are ready; the
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.rates import BarGroup, rate_chart
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.replay.cluster import measure_cluster
-from mesh_attention.replay.device import Surroundings, check_memory, find_device, surroundings_of
+from mesh_attention.replay.device import Environment, check_memory, environment_of, find_device
 from mesh_attention.replay.parts import tuned_parts
 from mesh_attention.replay.replay import replay
 from mesh_attention.replay.result import Replayed, Row, kernel_as_json, row_as_json, rows_of
@@ -67,9 +67,10 @@ def main() -> int:
     given = _arguments()
     device = find_device(given.device)
     problems = QUICK if given.quick else PROBLEMS
-    run = Run(given, device, surroundings_of(problems[0], device))
-    versions = ", ".join(f"{name} {number}" for name, number in run.around.versions.items())
-    run.say(f"replay on {run.around.device}, kernel {run.around.kernel}, merging {run.around.merging}; {versions}")
+    run = Run(given, device, environment_of(problems[0], device))
+    on = run.environment
+    versions = ", ".join(f"{name} {number}" for name, number in on.versions.items())
+    run.say(f"replay on {on.device}, kernel {on.kernel}, merging {on.merging}; {versions}")
     for problem in problems:
         run.play(problem)
     run.say(CAPTION)
@@ -80,11 +81,11 @@ def main() -> int:
 
 @dataclass
 class Run:
-    """What was asked, and what was found so far."""
+    """The arguments, and the results so far."""
 
     given: argparse.Namespace
     device: torch.device
-    around: Surroundings
+    environment: Environment
     lines: list[str] = field(default_factory=list)
     clusters: dict[int, Topology] = field(default_factory=dict)
     found: list[tuple[Problem, Replayed]] = field(default_factory=list)
@@ -109,7 +110,7 @@ class Run:
             "benchmark": NAME,
             "commit": commit(),
             "command": shlex.join(["python", *sys.argv]),
-            **asdict(self.around),
+            **asdict(self.environment),
             "rounds": self.given.rounds,
             "scenes": {kv_heads: asdict(cluster) for kv_heads, cluster in self.clusters.items()},
             "problems": [_fact(*one) for one in self.found],
@@ -118,18 +119,18 @@ class Run:
     def write(self) -> None:
         if self.given.out is not None:
             self.given.out.mkdir(parents=True, exist_ok=True)
-            _write(self.given.out, self.lines, self.facts, _chart(self.found, device=self.around.device))
+            _write(self.given.out, self.lines, self.facts, _chart(self.found, device=self.environment.device))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--methods", nargs="+", default=METHODS, metavar="NAME", help=f"such as {' '.join(METHODS)}")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", help="cuda if there is one")
-    parser.add_argument("--rank", type=int, help="the rank that is played; the middle one if left out")
-    parser.add_argument("--no-graphs", action="store_true", help="queue every step, as without CUDA graphs")
-    parser.add_argument("--quick", action="store_true", help="a small problem of 8 ranks")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the table, JSON and a chart there")
+    parser.add_argument("--device", help="cuda by default, if there is a GPU")
+    parser.add_argument("--rank", type=int, help="the rank to play; by default the middle one")
+    parser.add_argument("--no-graphs", action="store_true", help="queue every step instead of launching CUDA graphs")
+    parser.add_argument("--quick", action="store_true", help="use a small problem of 8 ranks")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the table, JSON and a chart to this folder")
     return parser.parse_args()
 
 
@@ -138,13 +139,13 @@ def _replay(problem: Problem, cluster: Topology, given: argparse.Namespace, devi
     rank = problem.ranks // 2 if given.rank is None else given.rank
     methods = [method.replace("ulysses-", "ulysses×") for method in given.methods]
     parts = tuned_parts(problem, topology, methods, directions=DIRECTIONS, layout="zigzag")
-    is_recorded = device.type == "cuda" and not given.no_graphs
-    check_memory(parts, rank=rank, device=device, is_recorded=is_recorded)
-    return replay(parts, topology, rank=rank, device=device, rounds=given.rounds, cuda_graphs=is_recorded)
+    is_captured = device.type == "cuda" and not given.no_graphs
+    check_memory(parts, rank=rank, device=device, is_captured=is_captured)
+    return replay(parts, topology, rank=rank, device=device, rounds=given.rounds, cuda_graphs=is_captured)
 
 
 def _quietly(doing: str, fraction: float) -> None:
-    """Nobody watches."""
+    """Reports no progress."""
 
 
 # The table
@@ -223,7 +224,7 @@ def _write(folder: Path, lines: list[str], facts: dict[str, Any], chart: Figure 
 
 
 def _chart(found: Sequence[tuple[Problem, Replayed]], *, device: str) -> Figure | None:
-    """None where there is no matplotlib."""
+    """The chart; None if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         return None
     groups = [

@@ -534,8 +534,11 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "half an object": (json.dumps(PLAN)[:100].encode(), "not JSON"),
     "another object": (b'{"a": 1}', "format None"),
     "another version": (json.dumps(PLAN | {"version": 99}).encode(), "version 99"),
-    "a missing field": (json.dumps({key: PLAN[key] for key in PLAN if key != "tile"}).encode(), "lacks ['tile']"),
-    "a surplus field": (json.dumps(PLAN | {"color": 1}).encode(), "unknown ['color']"),
+    "a missing field": (
+        json.dumps({key: PLAN[key] for key in PLAN if key != "tile"}).encode(),
+        "missing fields: tile; unknown fields: none",
+    ),
+    "a surplus field": (json.dumps(PLAN | {"color": 1}).encode(), "unknown fields: color"),
     "a number for a problem": (json.dumps(PLAN | {"problem": 3}).encode(), "problem 3"),
     "a number for programs": (json.dumps(PLAN | {"programs": 3}).encode(), "programs 3"),
     "numbers for programs": (json.dumps(PLAN | {"programs": [3, 4]}).encode(), "programs [3, 4]"),

@@ -24,7 +24,6 @@ from mesh_attention.cli.main import main
 from mesh_attention.comm.launch import WorkerError, run_processes
 from mesh_attention.execution.recorder import record
 
-pytestmark = pytest.mark.xdist_group("processes")
 # Smaller forecasts than the demo's; test_page.py has 64 ranks.
 PROGRAM = """import sys
 from mesh_attention.cli import demo_report
@@ -126,14 +125,12 @@ NONSENSE = Measurement(
 """More work takes less time, as it may seem on a busy machine."""
 
 
-def test_times_that_make_no_sense_are_replaced_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inconsistent_times_are_replaced_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_report, "FORECAST_RANKS", (4,))
     page, reason = report_of(tmp_path / "report")
     assert reason is None
     assert page is not None
-    assert "by the laptop preset, because the calibrated times make no sense" in page.read_text()
+    assert "by the laptop preset, because the measured times are inconsistent" in page.read_text()
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -230,7 +230,10 @@ def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
         (lambda: time_chart([ChartPoint("ring", 8, -1.0, 1)], x="ranks"), "expected seconds, 0 or above"),
         (lambda: time_chart([ChartPoint("ring", 8, 1, -0.5)], x="ranks"), "expected seconds, 0 or above"),
         (lambda: time_chart([ChartPoint("ring", 8, 1, 0)] * 2, x="ranks"), "ring has another point at 8"),
-        (lambda: save_chart(gantt(SMALL), "chart.gif"), "chart.gif: a chart is written as .png, .svg, .pdf"),
+        (
+            lambda: save_chart(gantt(SMALL), "chart.gif"),
+            "chart.gif: expected a file name that ends in .png or .svg or .pdf",
+        ),
         (lambda: save_chart(gantt(SMALL), "/no/such/place/a.png"), "/no/such/place/a.png: cannot be written"),
     ],
 )

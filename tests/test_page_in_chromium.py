@@ -18,10 +18,7 @@ from mesh_attention.plan.text import format_step
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.xdist_group("chromium"),
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 400, "height": 800}
 TITLE = "Six & eight <ranks>"
 READ = "(selector) => [...document.querySelectorAll(selector)].map((e) => e.textContent)"
@@ -191,7 +188,7 @@ def test_forecast_and_measured_are_named_and_never_mixed_up(view: View) -> None:
 
 def test_a_rank_without_spans_says_which_have_some(view: View) -> None:
     view.go(ranks=16, method="mesh", rank=7, step=3)
-    assert "No spans of rank 7 were kept; there are some of rank 0, 5." in view.texts("#timeline text")
+    assert "The timeline of rank 7 was not kept; choose one of these ranks: 0, 5." in view.texts("#timeline text")
     assert len(view.texts("#steps li")) > 30
     view.go(ranks=16, method="mesh", rank=5, step=3)
     assert view.run("() => document.querySelectorAll('.span').length") > 30

@@ -34,12 +34,12 @@ HAVE = st.sampled_from(((), ("q",), ("kv",), ("q", "kv")))
 POLICIES = st.builds(
     Policy,
     own_row_worth=st.integers(0, 1),
-    ahead=st.integers(1, 8),
+    most_ahead=st.integers(1, 8),
     window=st.none() | st.tuples(st.sampled_from(("row", "col")), st.integers(1, 4)),
-    completing=st.floats(0.3, 1),
-    hurry=st.none() | st.floats(0.5, 3),
-    enough=st.none() | st.floats(0.3, 1),
-    patience=st.floats(0, 1),
+    completing_worth=st.floats(0.3, 1),
+    large_while=st.none() | st.floats(0.5, 3),
+    early_worth=st.none() | st.floats(0.3, 1),
+    least_worth=st.floats(0, 1),
 )
 
 
@@ -70,7 +70,7 @@ def test_clocks_know_the_price_of_a_call() -> None:
 
 
 def test_prices_below_nothing_are_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"cost of row is -1: expected 0 or a number above"):
+    with pytest.raises(ScheduleError, match=r"cost of row is -1: expected a number, 0 or above"):
         Costs(row=-1)
 
 

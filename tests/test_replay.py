@@ -15,7 +15,7 @@ from mesh_attention.comm.wrappers import Counting
 from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.execution.compiled import compile_program
 from mesh_attention.plan.steps import DIRECTIONS
-from mesh_attention.replay.actor import Actor, OneKernel
+from mesh_attention.replay.actor import Actor, BaselineKernel
 from mesh_attention.replay.cluster import measure_link
 from mesh_attention.replay.device import check_memory
 from mesh_attention.replay.parts import BEST, Part, tuned_parts
@@ -143,7 +143,7 @@ def test_what_forward_keeps_is_there_for_backward_and_no_part_of_its_memory(
     )
     backward = found.contenders[0].passes[1]
     compiled = compile_program(plans["backward"], RANK)
-    kept = {compiled.lots[item].items: compiled.lots[item].nbytes for item in compiled.kept}
+    kept = {compiled.allocations[item].items: compiled.allocations[item].nbytes for item in compiled.kept}
     assert backward.plan_nbytes == compiled.device_nbytes - sum(kept.values()) < compiled.device_nbytes
 
 
@@ -158,7 +158,7 @@ def test_nothing_to_replay_and_ranks_that_are_not_there_are_refused(parts: list[
 def test_the_one_kernel_has_a_ranks_share_of_the_work(problem: Problem) -> None:
     plan = make_plan(problem, method="ring")
     average = sum(rank_costs(plan, rank).flops for rank in range(4)) / 4
-    assert OneKernel(problem, device=CPU).flops("forward") == pytest.approx(average, rel=0.1)
+    assert BaselineKernel(problem, device=CPU).flops("forward") == pytest.approx(average, rel=0.1)
 
 
 def test_a_link_is_measured() -> None:
@@ -173,9 +173,9 @@ def test_a_link_is_measured() -> None:
 def test_memory_that_is_too_small_is_said_before_anything_runs(
     parts: list[Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(free: int, *, is_recorded: bool = True) -> None:
+    def check(free: int, *, is_captured: bool = True) -> None:
         monkeypatch.setattr("mesh_attention.replay.device.free_nbytes", lambda device: free)
-        check_memory(parts, rank=RANK, device=CPU, is_recorded=is_recorded)
+        check_memory(parts, rank=RANK, device=CPU, is_captured=is_captured)
 
     check(2**30)
     with pytest.raises(MemoryLimitError, match=r"ring needs .* KiB with its inputs, but cpu has 1.00 KiB free"):
@@ -183,7 +183,7 @@ def test_memory_that_is_too_small_is_said_before_anything_runs(
     with pytest.raises(MemoryLimitError, match=r"ring, mesh, ulysses, the one kernel need .* together.*--no-graphs"):
         check(2**17)
     with pytest.raises(MemoryLimitError, match=r"replay fewer methods$"):
-        check(2**17, is_recorded=False)
+        check(2**17, is_captured=False)
 
 
 def made_up(direction: str, *, times_s: tuple[float, ...], flops: int, peak: int | None = 90) -> Pass:

@@ -19,7 +19,7 @@ from mesh_attention.plan.schedule import ROUTES
 from mesh_attention.plan.steps import Free, Step, transfers
 from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.simulation import simulate as simulation
-from mesh_attention.simulation.jobs import track
+from mesh_attention.simulation.jobs import rank_jobs
 from mesh_attention.simulation.prices import Prices
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Span, Timeline
@@ -129,7 +129,7 @@ def test_what_is_freed_has_been_sent() -> None:
     plan = make_plan(problem(4), tile=(2, 2), partials="ring")
     prices = Prices(DEVICE, plan.matrix, "forward")
     for rank in range(4):
-        jobs = track(plan, rank, prices).jobs
+        jobs = rank_jobs(plan, rank, prices).jobs
         for index, job in enumerate(jobs):
             if isinstance(job.steps[0], Free):
                 freed = job.steps[0].item
@@ -271,7 +271,7 @@ def test_a_plan_that_cannot_end_is_refused() -> None:
     assert plan.programs is not None
     first = plan.programs[0]
     without = replace(first, steps=tuple(step for step in first.steps if type(step).__name__ != "Send"))
-    with pytest.raises(PlanError, match="wait forever"):
+    with pytest.raises(PlanError, match="the plan deadlocks"):
         simulate(plan.with_programs((without, *plan.programs[1:])), topology(2))
 
 

@@ -21,8 +21,6 @@ from mesh_attention.integrations.sequences import CUTS
 from mesh_attention.integrations.transformers import register, unregister
 from mesh_attention.testing.run_ranks import RankPool
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 METHODS: list[dict[str, Any]] = [
     {"method": "ring"},
     {"method": "mesh", "tile": (2, 2), "layout": "striped"},

@@ -108,7 +108,7 @@ class MeshAttention:
         self._has_operator = not self.is_local and not choice.keep
         self._is_one_rank = not self.is_local and self.ranks == 1
         self._ready: dict[object, Callable[..., tuple[Tensor, ...]]] = {}
-        """On one rank, what to call for a call like an earlier one: a small kernel takes no longer than its checks."""
+        """One rank: the function for each earlier `call_key`. Checking a small call takes as long as its kernel."""
 
     @property
     def ranks(self) -> int:

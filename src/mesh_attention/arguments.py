@@ -181,7 +181,7 @@ def describe(tensor: object) -> str:
 
 
 def refuse_others(others: dict[str, Any]) -> None:
-    """Refuse whatever a call was given besides its own arguments; features that are turned off may be named."""
+    """Refuse arguments that a call does not have; those of unsupported features may be given if they are off."""
     for name, meaning in REFUSED.items():
         value = others.get(name)
         if value is not None and not (isinstance(value, int | float) and value == 0):

@@ -24,7 +24,7 @@ Segment = range
 
 
 class BlockKind(Enum):
-    """How much of a rectangle of queries and keys a mask leaves."""
+    """The part of a rectangle of queries and keys that a mask leaves."""
 
     EMPTY = "empty"
     PARTIAL = "partial"
@@ -204,7 +204,7 @@ def _band_pairs(q: Segment, kv: Segment, shift: int, left: int | None, right: in
 
 @lru_cache(maxsize=65536)
 def _pairs_up_to(lead: int, num_q: int, q_step: int, num_kv: int, kv_step: int) -> int:
-    """How many (u, w) have ``w * kv_step <= lead + u * q_step``, for u below num_q and w below num_kv."""
+    """Number of pairs (u, w) with ``w * kv_step <= lead + u * q_step``, for u below num_q and w below num_kv."""
     first = min(num_q, max(0, -(lead // q_step)))  # the first u that reaches any w
     whole = min(num_q, max(0, -((lead - (num_kv - 1) * kv_step) // q_step)))  # the first u that reaches all
     some = whole - first

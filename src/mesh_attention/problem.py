@@ -90,11 +90,11 @@ class Problem:
 
     def flops(self, direction: Direction, *, pairs: int | None = None) -> int:
         """Floating-point operations of `pairs` pairs (default: all of them), over all heads and batch entries."""
-        a_pair = flops_a_pair(direction, qk=self.head_dim_qk, v=self.head_dim_v)
-        return (self.pairs if pairs is None else pairs) * self.batch * self.heads * a_pair
+        per_pair = flops_per_pair(direction, qk=self.head_dim_qk, v=self.head_dim_v)
+        return (self.pairs if pairs is None else pairs) * self.batch * self.heads * per_pair
 
 
-def flops_a_pair(direction: Direction, *, qk: int, v: int) -> int:
+def flops_per_pair(direction: Direction, *, qk: int, v: int) -> int:
     """Floating-point operations of one query with one key, in one head with head sizes `qk` and `v`."""
     # Forward: QKᵀ and PV. Backward: QKᵀ again, dO·Vᵀ, Pᵀ·dO, dS·K, dSᵀ·Q. Two operations a multiply-add.
     return 2 * (qk + v if direction == "forward" else 3 * qk + 2 * v)

@@ -65,11 +65,11 @@ def rival_scenes(
     choices = list(_choices(problem, layout or default_layout(problem), tiles=tiles))
     for number, choice in enumerate(choices):
 
-        def told(doing: str, fraction: float, done: int = number) -> None:
+        def report_part(doing: str, fraction: float, done: int = number) -> None:
             report(f"{problem.ranks} ranks: {doing}", (done + fraction) / len(choices))
 
         plans = {direction: _plan(problem, topology, direction, choice) for direction in directions}
-        yield scene_of(plans, topology, report=told)
+        yield scene_of(plans, topology, report=report_part)
 
 
 def _plan(problem: Problem, topology: Topology, direction: Direction, choice: Choice) -> Plan:
@@ -108,11 +108,12 @@ def explorer_scenes(first: Sequence[Scene], topology: Topology, *, report: Repor
     scenes = list(first)
     for number, ranks in enumerate(counts):
 
-        def told(doing: str, fraction: float, done: int = number) -> None:
+        def report_part(doing: str, fraction: float, done: int = number) -> None:
             report(doing, (done + fraction) / len(counts))
 
         asked = replace(problem, ranks=ranks)
-        found = rival_scenes(asked, topology.with_ranks(ranks), layout=plan.layout, directions=directions, report=told)
+        cluster = topology.with_ranks(ranks)
+        found = rival_scenes(asked, cluster, layout=plan.layout, directions=directions, report=report_part)
         scenes += [scene for scene in found if not any(_is_same(scene, other) for other in scenes)]
     return scenes
 

@@ -15,7 +15,7 @@ from mesh_attention.errors import TopologyError
 RUN = 128
 """Tokens that one unit of a device's width works on at a time."""
 LinkClass = Literal["inside", "between"]
-"""Where a transfer runs: inside a node, or between nodes."""
+"""The kind of link that a transfer uses: inside a node, or between nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ class Topology:
                 raise TopologyError(f"{name}={getattr(self, name)!r}: expected a {wanted.__name__}(...)")
         if self.nics_per_node > self.ranks_per_node:
             raise TopologyError(
-                f"{self.nics_per_node} NICs for {self.ranks_per_node} ranks a node: a rank uses one NIC, so the others "
-                f"would idle; give at most {self.ranks_per_node}, each as fast as those a rank can use together"
+                f"nics_per_node={self.nics_per_node}: expected at most ranks_per_node={self.ranks_per_node}, because a "
+                "rank uses one NIC; if a rank can use several, describe them as one NIC with their total rate"
             )
         if not isinstance(self.full_duplex, bool):
             raise TopologyError(f"full_duplex={self.full_duplex!r}: expected True or False")

@@ -62,7 +62,7 @@ class MemoryTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """All measured times, the same on every rank. `threads` is the number of threads of one rank on a CPU."""
+    """The measured times, the same on every rank. `threads` is the number of threads of one rank on a CPU."""
 
     device: str
     threads: int
@@ -246,7 +246,7 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _too_noisy(what: str) -> str:
-    return f"the times make no sense: {what}; the machine may be busy: measure again when it is idle"
+    return f"the measured times are inconsistent: {what}; measure again when the machine is idle"
 
 
 def _rounded(value: float, *, digits: int = DIGITS) -> float:

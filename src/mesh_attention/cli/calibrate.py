@@ -49,10 +49,10 @@ class CalibrateOptions:
         "--ranks", "Processes to start here; 2 if left out. Not under torchrun.", "N", parse_whole, None
     )
     ranks_per_node: int | None = option(
-        "--ranks-per-node", "Ranks per machine; those of this one if left out.", "N", parse_whole, None
+        "--ranks-per-node", "Ranks per machine; default: the number on this machine.", "N", parse_whole, None
     )
     heads: int = option("--heads", "Heads of the attention calls.", "N", parse_whole, 32)
-    head_dim: int = option("--head-dim", "Their size.", "N", parse_whole, 128)
+    head_dim: int = option("--head-dim", "Head size.", "N", parse_whole, 128)
     dtype: str = option("--dtype", f"One of {', '.join(ITEMSIZE)}.", "NAME", default="bfloat16")
     links_of: Topology | None = option(
         "--links-of",
@@ -61,7 +61,7 @@ class CalibrateOptions:
         _read_cluster,
         None,
     )
-    name: str | None = option("--name", "Name of the cluster; its device's if left out.", "NAME", _read_name, None)
+    name: str | None = option("--name", "Name of the cluster; default: the device's name.", "NAME", _read_name, None)
     out: Path = option("--out", "The file to write.", "FILE", default=Path("cluster.toml"))
     force: bool = option("--force", "Overwrite an existing file.", default=False)
     json: bool = option("--json", "Print one JSON object; still writes the file.", default=False)
@@ -81,7 +81,7 @@ def calibrate_command(given: CalibrateOptions) -> None:
 
     By itself: with processes on this machine. Under torchrun: with its ranks, inside and between nodes.
 
-    Exit code 0: written. 1: a process failed. 2: it cannot be done, or FILE exists.
+    Exit code 0: written. 1: a process failed. 2: invalid input, or FILE exists.
     """
     is_under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if is_under_torchrun else given.ranks or 2
@@ -133,7 +133,7 @@ def work(setting: Problem, ranks_per_node: int, progress_file: Path) -> Measurem
 
 
 def _measure_with_ranks(given: CalibrateOptions, setting: Problem, ranks: int, size: int) -> Measurement | None:
-    """On rank 0 the measurement, on the others None."""
+    """The measurement on rank 0, None on the others."""
     with joined_group() as (comm, device):
         refusal = _refusal(given) if comm.rank == 0 else ""
         if refusal := comm.share(refusal).result()[0]:  # else the others would wait for rank 0

@@ -85,7 +85,7 @@ def demo_command(given: DemoOptions) -> None:
 
 
 def _report(folder: Path, problem: Problem, methods: Iterable[str], first: Seen) -> tuple[Path | None, str | None]:
-    """The page, or why there is none: a folder that cannot be written does not make the results wrong."""
+    """The page, or the reason why it was not written: the results are right without it."""
     try:
         with progress("drawing") as report:
             return write_report(folder, problem, methods, first, report=report), None
@@ -195,10 +195,10 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def _verdict(methods: Mapping[str, Choice], rows: Sequence[Row]) -> str:
-    """Which method moved the fewest bytes, and why."""
+    """The method that moved the fewest bytes, and the reason."""
     ring, best = rows[0], min(rows, key=lambda row: row.received_nbytes)
     if best.received_nbytes >= ring.received_nbytes:
-        return "No method moved fewer bytes than ring: on so few ranks there is no tile with several rows and columns."
+        return "No method moved fewer bytes than ring: no tile on these ranks has several rows and several columns."
     share = best.received_nbytes / ring.received_nbytes
     return (
         f"{best.method} {best.tile} wins with {format_nbytes(best.received_nbytes)} received by a rank, {share:.2f} of "

@@ -47,7 +47,7 @@ def write_report(folder: Path, problem: Problem, methods: Iterable[str], seen: S
 
 
 def machine_at_hand(calibration: Measurement, *, ranks: int) -> tuple[Topology, bool]:
-    """As calibrated; where the times make no sense, as on a busy machine, the `laptop` preset."""
+    """The calibrated machine, or the `laptop` preset if its times are inconsistent, as on a busy machine."""
     try:
         here = fit_topology(calibration, name="here", ranks=ranks, ranks_per_node=ranks, unmeasured=None)
     except TopologyError:
@@ -79,7 +79,7 @@ def _notes(problem: Problem, here: Topology, *, is_fitted: bool) -> list[str]:
     source = (
         "as calibrated by the same processes right after they ran"
         if is_fitted
-        else "by the laptop preset, because the calibrated times make no sense; is the machine busy?"
+        else "by the laptop preset, because the measured times are inconsistent; run it again when the machine is idle"
     )
     larger = forecast_problem(FORECAST_RANKS[-1])
     return [

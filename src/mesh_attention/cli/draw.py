@@ -48,7 +48,7 @@ def draw_command(
 ) -> None:
     """Draw a plan: one page to explore it next to the other methods, and a trace.
 
-    Exit code 0: done. 1: the plan file breaks a rule. 2: it cannot be done.
+    Exit code 0: done. 1: the plan file breaks a rule. 2: invalid input.
     """
     topology = on.topology
     if topology.ranks > MOST_RANKS:

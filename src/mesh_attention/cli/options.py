@@ -96,7 +96,7 @@ def _heads(**settings: Any) -> Any:
 
 @group
 class PlannedProblemOptions:
-    """A problem, which is left out where a plan file states it."""
+    """A problem, which is left out if a plan file states it."""
 
     seq: int | None = _seq(default=None)
     heads: int | None = _heads(default=None)
@@ -154,7 +154,7 @@ class RanksOption:
 
 @group
 class ClusterOptions:
-    """A cluster, and its number of ranks if not as it says."""
+    """A cluster, and a number of ranks if it differs from the cluster's."""
 
     cluster: str = of_problem(
         "--cluster",
@@ -189,7 +189,7 @@ def passes(*, both: bool) -> tuple[Direction, ...]:
 
 @group
 class ChoiceOptions:
-    """How to plan."""
+    """Options of a `Choice`."""
 
     method: str = of_plan("--method", f"Planner: {', '.join(METHODS)}.", "NAME", default="mesh")
     tile: Tile | None = of_plan(

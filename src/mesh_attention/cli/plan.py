@@ -182,7 +182,7 @@ def _comparison_caption(comparison: Comparison, *, ranks: int) -> str:
 
 
 def _verdict(plan: Plan, comparison: Comparison) -> str:
-    """How this plan compares with ring, and why; and which receives the least."""
+    """A comparison of this plan with ring, with the reason, and the plan that receives the least."""
     this = next(row for row in comparison.rows if row.is_this_plan)
     least = min(comparison.rows, key=lambda row: row.received_nbytes)
     if this.against_ring is None or least.against_ring is None:

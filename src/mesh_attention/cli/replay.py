@@ -88,7 +88,7 @@ def replay_command(
 
     There are no other ranks: transfers are copies from and to the host's memory.
 
-    Exit code 0: done. 1: a plan file breaks a rule. 2: it cannot be done, as when a plan does not fit into the memory.
+    Exit code 0: done. 1: a plan file breaks a rule. 2: invalid input, or a plan does not fit into memory.
     """
     if not given.methods and not given.plan:
         raise UsageError("nothing to replay: give --methods, or a --plan")
@@ -106,9 +106,9 @@ def replay_command(
 
 
 def _play(problem: Problem, given: ReplayOptions, command: str, report: Report) -> Played:
-    from mesh_attention.replay.actor import OneKernel
+    from mesh_attention.replay.actor import BaselineKernel
     from mesh_attention.replay.cluster import measure_cluster
-    from mesh_attention.replay.device import check_memory, find_device, surroundings_of
+    from mesh_attention.replay.device import check_memory, environment_of, find_device
     from mesh_attention.replay.replay import replay
 
     directions, device = opt.passes(both=given.backward), find_device(given.device)
@@ -124,26 +124,26 @@ def _play(problem: Problem, given: ReplayOptions, command: str, report: Report) 
         parts = tuned_parts(problem, topology, given.methods, directions=directions, layout=layout, on_progress=report)
     parts += from_files
     is_cuda = device.type == "cuda"
-    is_recorded = is_cuda and not given.no_graphs
-    check_memory(parts, rank=rank, device=device, is_recorded=is_recorded)
+    is_captured = is_cuda and not given.no_graphs
+    check_memory(parts, rank=rank, device=device, is_captured=is_captured)
     return Played(
         command=command,
         problem=problem,
         layout=next(iter(parts[0].plans.values())).layout.name,
         topology=topology,
         is_measured=given.cluster is None,
-        is_recorded=is_recorded,
+        is_captured=is_captured,
         is_cuda=is_cuda,
         rounds=given.rounds,
-        around=surroundings_of(problem, device),
-        kernel_tokens=OneKernel(problem, device=device).tokens,
+        environment=environment_of(problem, device),
+        kernel_tokens=BaselineKernel(problem, device=device).tokens,
         replayed=replay(
             parts,
             topology,
             rank=rank,
             device=device,
             rounds=given.rounds,
-            cuda_graphs=is_recorded,
+            cuda_graphs=is_captured,
             on_progress=report,
         ),
     )

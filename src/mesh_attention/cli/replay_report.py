@@ -26,7 +26,7 @@ from mesh_attention.units import BYTES, TIMES, count, format_together, three_dig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from mesh_attention.replay.device import Surroundings
+    from mesh_attention.replay.device import Environment
 
 NAME_WIDTH = 22
 """Plans are wrapped to this width where there is little room."""
@@ -47,10 +47,10 @@ class Played:
     layout: str
     topology: Topology
     is_measured: bool
-    is_recorded: bool
+    is_captured: bool
     is_cuda: bool
     rounds: int
-    around: Surroundings
+    environment: Environment
     kernel_tokens: int
     replayed: Replayed
 
@@ -62,7 +62,7 @@ def print_replay(played: Played) -> None:
     console, replayed = plain_console(), played.replayed
     directions = " and ".join(one.direction for one in replayed.kernel)
     console.print(
-        f"replay of rank {replayed.rank} of {played.problem.ranks:,} on {played.around.device}: {directions}; "
+        f"replay of rank {replayed.rank} of {played.problem.ranks:,} on {played.environment.device}: {directions}; "
         f"{size_words(played.problem)}, {mask_words(played.problem)}, {played.layout}",
         style="bold",
     )
@@ -82,10 +82,10 @@ def print_replay(played: Played) -> None:
 
 
 def _setting_words(played: Played) -> str:
-    around = played.around
-    versions = ", ".join(f"{name} {number}" for name, number in around.versions.items())
-    queued = "from CUDA graphs" if played.is_recorded else "step by step"
-    words = f"kernel {around.kernel}, merging {around.merging}, {count(played.rounds, 'round')} {queued}; {versions}"
+    on = played.environment
+    versions = ", ".join(f"{name} {number}" for name, number in on.versions.items())
+    queued = "from CUDA graphs" if played.is_captured else "step by step"
+    words = f"kernel {on.kernel}, merging {on.merging}, {count(played.rounds, 'round')} {queued}; {versions}"
     if not played.is_measured:
         return f"{words}; plans and forecasts for {cluster_words(played.topology)}"
     link = played.topology.between
@@ -130,8 +130,9 @@ def _percent(value: float | None) -> str:
 def _caption(played: Played, rows: Sequence[Row], left_out: str) -> str:
     words = [
         f"Times are medians of {count(played.rounds, 'round')}, ± half their range. × ring: speed relative to ring. "
-        "exposed: the time that transfers add. host: the time to queue the pass step by step. peak: memory without the "
-        "inputs; plan: error of the memory that the plan states. error: of the simulator's forecast."
+        "exposed: the time that transfers add. host: the time to queue the pass step by step. peak: measured "
+        "memory, without the inputs. plan: error of the plan's own memory figure. error: error of the simulator's "
+        "forecast."
     ]
     if played.is_cuda and any(row.host_s > row.time_s for row in rows):
         words.append("!: without CUDA graphs the host would be the limit.")
@@ -146,12 +147,12 @@ def _caption(played: Played, rows: Sequence[Row], left_out: str) -> str:
 def as_json(played: Played) -> dict[str, Any]:
     return {
         "command": played.command,
-        **asdict(played.around),
+        **asdict(played.environment),
         "problem": asdict(played.problem) | {"mask": str(played.problem.mask)},
         "layout": played.layout,
         "cluster": asdict(played.topology),
         "is_measured": played.is_measured,
-        "is_recorded": played.is_recorded,
+        "is_recorded": played.is_captured,
         "rank": played.replayed.rank,
         "rounds": played.rounds,
         "rows": [row_as_json(row) for row in rows_of(played.replayed)],
@@ -165,7 +166,7 @@ def chart_of(played: Played) -> Figure:
         unit="TFLOP/s",
         expected="forecast",
         line="one kernel",
-        title=f"One rank of {played.problem.ranks:,}, replayed on {played.around.device}",
+        title=f"One rank of {played.problem.ranks:,}, replayed on {played.environment.device}",
         below=f"{size_words(played.problem)}, {mask_words(played.problem)}, {played.layout}",
     )
 

@@ -54,7 +54,7 @@ def simulate_command(
 ) -> None:
     """Forecast a plan on a cluster: time, exposed communication, bytes and memory, next to ring.
 
-    Exit code 0: done. 1: the plan file breaks a rule. 2: it cannot be done.
+    Exit code 0: done. 1: the plan file breaks a rule. 2: invalid input.
     """
     topology = on.topology
     shown_ranks = sorted({0, topology.ranks // 2, topology.ranks - 1})
@@ -107,13 +107,13 @@ class Forecasts:
 
     @property
     def whole(self) -> Timeline:
-        """All passes, one after the other."""
+        """The passes joined into one timeline."""
         return joined(self.timelines.values())
 
     def facts(self, direction: Direction | None = None) -> dict[str, Any]:
-        """A pass, or all of them, in numbers. Bytes are what an average rank sends; `against_…` is relative to a bound.
+        """Numbers of one pass or of all. Bytes are sent by an average rank; `against_…` is relative to a bound.
 
-        What forward kept is not sent again in backward: then there is no bound on bytes.
+        Inputs that forward kept are not sent again in backward, and then no bound on bytes is known.
         """
         plans = list(self.plans.values()) if direction is None else [self.plans[direction]]
         timeline = self.whole if direction is None else self.timelines[direction]

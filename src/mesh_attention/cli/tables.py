@@ -22,7 +22,7 @@ NO_NUMBER = "–"
 class Column:
     """Cells below a header. Numbers are never wrapped; text is, down to `least_width` if it has one.
 
-    Where there is no room for all columns, those with `drop` are left out, the highest first.
+    If there is not room for all columns, those with `drop` are left out, the highest first.
     """
 
     header: str
@@ -56,7 +56,7 @@ def print_table(
 
 
 def fitting(columns: Sequence[Column], *, width: int, gaps: tuple[int, ...]) -> tuple[list[Column], int]:
-    """All columns with the first gap with which they fit; if none is, those that fit with the last gap."""
+    """The columns with the first gap at which all fit; if none does, those that fit with the last gap."""
     gap = next((gap for gap in gaps if _narrow_width(columns, gap) <= width), gaps[-1])
     kept = list(columns)
     while _narrow_width(kept, gap) > width and any(column.drop for column in kept):
@@ -140,7 +140,7 @@ def head_words(problem: Problem) -> str:
 
 
 def tile_reason(assignment: Assignment) -> str:
-    """Why a tile moves fewer bytes than ring."""
+    """The reason why a tile moves fewer bytes than ring."""
     tile, others = assignment.tile, assignment.ulysses * assignment.places - 1
     shards = [(tile.rows - 1, "query shard"), (tile.cols - 1, "KV shard")]
     received = " and ".join(count(number, noun) for number, noun in shards if number)
@@ -166,5 +166,5 @@ def cluster_words(topology: Topology) -> str:
 
 
 def cluster_name(topology: Topology) -> str:
-    """Its name with its number of ranks, as --cluster takes it."""
+    """The name of a cluster with its number of ranks, as --cluster takes it."""
     return f"{topology.name.removesuffix('x')}x{topology.ranks}"

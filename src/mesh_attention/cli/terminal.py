@@ -13,11 +13,11 @@ from mesh_attention.timeline import LANES, Lane, Timeline
 
 MOST_SHARDS = 32
 PALETTE = (26, 166, 28, 163, 30, 160, 134, 100, 33, 168, 64, 243)
-"""Those of the 256 terminal colours that are readable on black and on white."""
+"""Terminal colours (of 256) that are readable on black and on white."""
 
 
 def draw_matrix(plan: Plan, *, width: int) -> Text:
-    """One line for each query shard, as many as fit, and a caption."""
+    """One line for each query shard that fits, and a caption."""
     places = plan.assignment.places
     digits = len(str(places - 1))
     most = (width - digits - 2) // (digits + 1)
@@ -72,9 +72,9 @@ def _ordinal(number: int) -> str:
 
 
 SHADES = " ░▒▓█"
-"""Busy for none of a slice, a little, half, most or all of it."""
+"""Characters for a slice that is idle, and busy for a little, half, most or all of its time."""
 COLOURS: dict[Lane, int] = {"compute": 26, "wait": 160, "send": 28, "recv": 134}
-"""Those of the 256 terminal colours that are readable on black and on white."""
+"""Terminal colours (of 256) that are readable on black and on white."""
 LEAST_WIDTH = 10
 
 

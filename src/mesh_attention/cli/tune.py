@@ -35,7 +35,7 @@ from mesh_attention.units import GIB, parse_nbytes
 CODE_WIDTH = 100
 CHART_X: dict[Axis, ChartX] = {"ranks": "ranks", "seq": "sequence length", "tile": "tile"}
 Tune = Callable[[Problem, Topology, Report], tuple[Tuning, bool]]
-"""The tuning, and whether it was found on disk."""
+"""The tuning, and True if it was read from the cache."""
 
 
 def _read_axis(name: str, text: str) -> str:
@@ -66,9 +66,9 @@ class TuneOptions:
 
 
 def tune_command(on: opt.ClusterOptions, problem: opt.ProblemOptions, given: TuneOptions) -> None:
-    """Choose the plan for a problem on a cluster, and say why not another.
+    """Choose the plan for a problem on a cluster, and explain why the others were not chosen.
 
-    Exit code 0: done. 2: it cannot be done, as when no plan fits into the memory.
+    Exit code 0: done. 2: invalid input, or no plan fits into memory.
     """
     topology = on.topology
     asked = problem.problem(topology.ranks)

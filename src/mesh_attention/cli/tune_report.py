@@ -75,7 +75,7 @@ def print_tuning(answer: Answer) -> None:
         soft_wrap=True,
     )
     if len(answer.plans) < len(DIRECTIONS):
-        console.print("This chooses for forward and backward together, as --backward does here.", style="dim")
+        console.print("MeshAttention tunes forward and backward together, as --backward does here.", style="dim")
     console.print("\nor, spelled out", style="bold")
     console.print(explicit_code(chosen.choices, answer.plans, answer.topology, width=console.width), soft_wrap=True)
 
@@ -125,7 +125,7 @@ def _known(trials: Sequence[Trial], texts: Sequence[str]) -> list[str]:
 
 
 def _against_bound(trial: Trial, tuning: Tuning) -> str:
-    # What forward keeps for backward is not sent again: the bound does not hold.
+    # Inputs that forward keeps for backward are not sent again: the bound does not hold.
     if not tuning.bound_nbytes or any(choice.keep for choice in trial.choices.values()):
         return NO_NUMBER
     return f"{'≥' if trial.is_bound else ''}{trial.sent_nbytes / tuning.bound_nbytes:.2f}"
@@ -145,8 +145,8 @@ def _caption(answer: Answer, no_room: str) -> str:
         "what an average rank sends; × bound: relative to the lower bound."
     ]
     if any(trial.is_bound for trial in tuning.trials):
-        words.append("≥: has no plan here, and takes at least about that.")
-    source = "Kept from an earlier run." if answer.is_from_cache else f"{count(tuning.simulated, 'plan')} simulated."
+        words.append("≥: an estimated lower bound; this library has no plan for that method.")
+    source = "Read from the cache." if answer.is_from_cache else f"{count(tuning.simulated, 'plan')} simulated."
     return " ".join(filter(None, [*words, no_room, source]))
 
 

@@ -30,7 +30,7 @@ class TorchComm:
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self.is_capturable = device is not None and backends(self.group).get(device.type) == "nccl"
-        self._meeting = Meeting(device, is_due=device is not None and device.type != "cpu")
+        self._connection = GroupConnection(device, is_due=device is not None and device.type != "cpu")
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         # One batch, so that NCCL starts them together; receives first, since Gloo is full duplex only that way.
@@ -43,7 +43,7 @@ class TorchComm:
         return _Works(dist.batch_isend_irecv(posts) if posts else [])
 
     def share(self, text: str) -> Sharing:
-        return GatheredTexts(text, self.group, self.size, self._meeting)
+        return GatheredTexts(text, self.group, self.size, self._connection)
 
 
 def process_group(group: Group | None) -> ProcessGroup:
@@ -81,8 +81,8 @@ class _Works:
 
 
 @dataclass
-class Meeting:
-    """A first operation of all ranks on their devices.
+class GroupConnection:
+    """The first operation of all ranks on their devices, which connects the group.
 
     NCCL connects a group in its first operation on a device, and all ranks must take part in that. A plan may leave a
     rank without transfers, and texts may travel over the group's CPU backend. So ranks whose device is not the CPU meet
@@ -92,7 +92,7 @@ class Meeting:
     device: torch.device | None = None
     is_due: bool = False
 
-    def hold(self, group: ProcessGroup) -> None:
+    def connect(self, group: ProcessGroup) -> None:
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         self.is_due = False
 
@@ -100,9 +100,9 @@ class Meeting:
 class GatheredTexts:
     """The texts of all ranks. Blocks in `wait`: torch gathers objects only synchronously."""
 
-    def __init__(self, text: str, group: ProcessGroup, size: int, meeting: Meeting | None = None) -> None:
+    def __init__(self, text: str, group: ProcessGroup, size: int, connection: GroupConnection | None = None) -> None:
         self.text, self.group, self.size = text, group, size
-        self.meeting = Meeting() if meeting is None else meeting
+        self.connection = GroupConnection() if connection is None else connection
         self.texts: list[str] | None = None
 
     def is_done(self) -> bool:
@@ -111,13 +111,13 @@ class GatheredTexts:
     def wait(self) -> None:
         if self.texts is not None:
             return
-        told: list[Any] = [None] * self.size
-        with _current(self.meeting.device):
-            dist.all_gather_object(told, (self.text, self.meeting.is_due), group=self.group)
+        gathered: list[Any] = [None] * self.size
+        with _current(self.connection.device):
+            dist.all_gather_object(gathered, (self.text, self.connection.is_due), group=self.group)
             # Only if all are due: ranks with tensors on another device would not take part. They are refused later.
-            if all(is_due for _, is_due in told):
-                self.meeting.hold(self.group)
-        self.texts = [text for text, _ in told]
+            if all(is_due for _, is_due in gathered):
+                self.connection.connect(self.group)
+        self.texts = [text for text, _ in gathered]
 
     def result(self) -> list[str]:
         self.wait()

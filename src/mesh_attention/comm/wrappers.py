@@ -1,4 +1,4 @@
-"""Transports around transports: count, delay or fail what passes. Wrap to change; nothing is overridden."""
+"""Transports that count, delay or fail transfers. Each wraps another transport."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 12.0, 10.0, 8.0
 WIDTH_IN, EDGE_IN = 8.0, 0.16
 LONGEST_TITLE, LONGEST_LABEL = 110, 28
 COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#222222", "#882255", "#332288", "#999933"
-"""For methods; colour-blind readers can tell them apart."""
+"""Colours of methods, which colour-blind readers can tell apart."""
 FORMATS: dict[str, dict[str, None]] = {  # and what would tell one run's file from another's
     ".png": {"Software": None},
     ".svg": {"Date": None},
@@ -99,7 +99,7 @@ def shorten(words: str, *, most: int) -> str:
 
 
 def write_titles(figure: Figure, title: str, below: str = "") -> None:
-    """At the top left of the sheet; a long title is smaller, a very long one cut."""
+    """Write the titles at the top left of the sheet; a long title is smaller, a very long one is cut."""
     height_in = figure.get_size_inches()[1]
     title = shorten(title, most=LONGEST_TITLE)
     room_in = WIDTH_IN - 2 * EDGE_IN
@@ -115,13 +115,13 @@ def darker(colour: str) -> str:
 
 
 def save_chart(figure: Figure, path: Path | str) -> None:
-    """PNG, SVG or PDF by the name of the file. The same chart gives the same bytes."""
+    """Write PNG, SVG or PDF, depending on the file name. The same chart gives the same bytes."""
     from matplotlib import rc_context
 
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
-        raise UsageError(f"{path}: a chart is written as {', '.join(FORMATS)}; give a file name that ends so")
+        raise UsageError(f"{path}: expected a file name that ends in {' or '.join(FORMATS)}")
     with writing(path), rc_context({"svg.hashsalt": "mesh-attention"}):
         figure.savefig(path, format=suffix[1:], dpi=DPI, metadata=FORMATS[suffix])
 

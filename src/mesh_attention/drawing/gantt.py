@@ -21,7 +21,7 @@ LANE_IN, RANK_GAP = 0.24, 0.6
 """A lane's height in inches, and the gap between ranks in lanes."""
 
 Tracks = Mapping[int, Mapping[Lane, Sequence[Track]]]
-"""By rank and lane."""
+"""Tracks by rank and lane."""
 
 
 def gantt(timeline: Timeline, *, ranks: Sequence[int] | None = None) -> Figure:
@@ -53,7 +53,7 @@ def _shown_ranks(there: Sequence[int], asked: Sequence[int] | None, name: str) -
 
 
 def _rows_of(ranks: Sequence[int]) -> float:
-    """Their height together, in lanes."""
+    """Total height of these ranks, in lanes."""
     return len(ranks) * (len(LANES) + RANK_GAP)
 
 
@@ -64,7 +64,7 @@ def _names_in(ranks: Iterable[int]) -> float:
 
 
 def _draw_ranks(axes: Axes, tracks: Tracks, ranks: Sequence[int], *, left_in: float) -> None:
-    """Their lanes and names, from top to bottom; the x axis is set already."""
+    """Draw the lanes and names of these ranks, from top to bottom; the x axis is set already."""
     tops = [number * (len(LANES) + RANK_GAP) for number in range(len(ranks))]
     axes.set_ylim(_rows_of(ranks) - RANK_GAP / 2, -RANK_GAP / 2)
     axes.grid(axis="x", color=canvas.GRID, linewidth=0.8)
@@ -112,7 +112,7 @@ def _draw_lane(axes: Axes, lane: Lane, tracks: Sequence[Track], *, top: float) -
     for number, track in enumerate(tracks):
         y = top + 0.07 + number * height
         bars = [(span.start_s, span.stop_s - span.start_s) for span in track]
-        # An edge of its own shade: a span too short to see is still a stroke.
+        # With a darker edge, a span that is too short to see is still a line.
         axes.broken_barh(
             bars, (y, height), facecolor=colour, edgecolor=canvas.darker(colour), linewidth=0.5, label=lane
         )
@@ -121,7 +121,7 @@ def _draw_lane(axes: Axes, lane: Lane, tracks: Sequence[Track], *, top: float) -
 
 
 def _name_spans(axes: Axes, track: Track, *, y: float) -> None:
-    """Inside the bars that are wide enough."""
+    """Write the names of spans inside the bars that are wide enough."""
     pixels_a_second = axes.bbox.width / axes.get_xlim()[1]
     for span in track:
         width = (span.stop_s - span.start_s) * pixels_a_second

@@ -126,7 +126,7 @@ def _draw_bar(axes: Axes, bar: Bar, *, at: float, colour: str, width_in: float) 
 
 
 def _label_foot(axes: Axes, bar: Bar, *, tall_in: float) -> tuple[float, bool]:
-    """Inches above the axis, and whether that is inside the bar: at its foot, or where that does not do, above it."""
+    """Inches above the axis, and True if that is inside the bar: at its foot if there is room, otherwise above it."""
     scale = HEIGHT_IN / axes.get_ylim()[1]
     top_in, mark_in = scale * bar.value, -1.0 if bar.expected is None else scale * bar.expected
     inside_in = LABEL_GAP_IN + tall_in + LABEL_GAP_IN
@@ -137,7 +137,7 @@ def _label_foot(axes: Axes, bar: Bar, *, tall_in: float) -> tuple[float, bool]:
 
 
 def _legend_columns(entries: Sequence[str]) -> int:
-    """As many as there are entries, if they have room side by side."""
+    """One column for each entry if they fit side by side, otherwise as many as fit."""
     widths = [canvas.text_width_in([entry], size=canvas.TEXT_SIZE) + LEGEND_ENTRY_IN for entry in entries]
     return len(entries) if sum(widths) < canvas.WIDTH_IN - 0.7 else max(1, int((canvas.WIDTH_IN - 0.7) / max(widths)))
 

@@ -10,14 +10,14 @@ from typing import Literal
 from mesh_attention.units import SECONDS, time_unit
 
 Tick = tuple[float, str]
-"""Its value, in the unit of the data, and its label."""
+"""Value of a tick, in the unit of the data, and its label."""
 
 _LOG_STEPS = tuple(step * 10**power for power in range(5) for step in (1, 2, 5))
 _MOST_LOG_TICKS = 10
 LOG_FROM = 10.0
 """Times that differ by more than this factor are drawn on a log axis."""
 SHOWN_BELOW = 100.0
-"""On it, exposed communication that is this many times less than the shortest time is as good as 0."""
+"""On a log axis, exposed communication this many times shorter than the shortest time is drawn as 0."""
 MOST_TEXTS = 30
 
 
@@ -38,7 +38,7 @@ class Scale:
 
 
 def time_scale(times_s: Sequence[float], exposed_s: Sequence[float]) -> Scale:
-    """From 0 where times are alike; log where they are not, with 0 below it if something is 0."""
+    """A linear scale from 0 if times are similar, otherwise a log scale, with 0 below it if a time is 0."""
     shortest, largest = min(times_s), max(*times_s, *exposed_s)
     if not shortest or max(times_s) <= LOG_FROM * shortest:
         high = 1.05 * largest or 1e-6
@@ -53,7 +53,7 @@ def time_scale(times_s: Sequence[float], exposed_s: Sequence[float]) -> Scale:
 
 
 def number_scale(numbers: Sequence[float], *, label: str, write: Callable[[float], str]) -> Scale:
-    """Log2, with ticks at the numbers themselves."""
+    """A log2 scale with ticks at the numbers themselves."""
     first, last = min(numbers), max(numbers)
     pad = 2 ** (0.04 * log2(last / first) or 1.0)
     ticks = [(at, write(at)) for at in spaced(numbers)]
@@ -61,7 +61,7 @@ def number_scale(numbers: Sequence[float], *, label: str, write: Callable[[float
 
 
 def text_scale(texts: Sequence[str], *, label: str) -> Scale:
-    """Side by side from 0 on; where there are many, not each has a tick."""
+    """Texts side by side, from 0 on; if there are many, only some have a tick."""
     ticks = [(float(place), text) for place, text in enumerate(texts)]
     shown = ticks[:: ceil(len(ticks) / MOST_TEXTS)]
     return Scale(kind="linear", low=-0.25, high=len(texts) - 0.75, ticks=shown, label=label)
@@ -97,7 +97,7 @@ def log_ticks(start_s: float, stop_s: float) -> list[Tick]:
 
 
 def spaced(values: Sequence[float], *, most: int = 12) -> list[float]:
-    """Those of the values that a log axis has room for, the last one among them."""
+    """The values that a log axis has room for; the largest is always included."""
     ordered = sorted(set(values), reverse=True)
     gap = log2(ordered[0] / ordered[-1]) / most
     kept = ordered[:1]
@@ -108,6 +108,6 @@ def spaced(values: Sequence[float], *, most: int = 12) -> list[float]:
 
 
 def _round_up(value: float) -> float:
-    """To 1, 2 or 5 times a power of ten."""
+    """The next 1, 2 or 5 times a power of ten."""
     power = 10.0 ** floor(log10(value))
     return power * next(step for step in (1, 2, 5, 10) if step >= value / power - 1e-9)

@@ -27,7 +27,7 @@ TIME_LOOK: dict[str, Any] = {"linewidth": 2.0, "markersize": 5.0}
 EXPOSED_LOOK: dict[str, Any] = TIME_LOOK | {"linewidth": 1.3, "linestyle": (0, (4, 2)), "markerfacecolor": "white"}
 LABELS_IN_HEIGHT = 16
 BESIDE = tuple((12.0, dy) for dy in (0.0, 11.0, -11.0, 22.0, -22.0, 33.0, -33.0))
-"""Where the label of a line that ends early may stand, in points from its end."""
+"""Places for the label of a line that ends early, in points from its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def time_chart(points: Iterable[ChartPoint], *, x: ChartX, title: str = "") -> F
 
 
 def _lines(points: Sequence[ChartPoint], x: ChartX) -> dict[str, list[ChartPoint]]:
-    """By method, in order of x; refuses what cannot be drawn."""
+    """The points of each method, in order of x. Refuses points that cannot be drawn."""
     if x not in get_args(ChartX):
         raise UsageError(f"x={x!r}: expected one of {', '.join(get_args(ChartX))}")
     if not points:
@@ -89,7 +89,7 @@ def _check(point: ChartPoint, x: ChartX) -> None:
 
 
 def _places(points: Sequence[ChartPoint], x: ChartX) -> dict[float | str, float]:
-    """Where on the axis each x stands."""
+    """The place of each x on the axis."""
     if x == "tile":
         return {tile: float(place) for place, tile in enumerate(dict.fromkeys(point.x for point in points))}
     return {point.x: float(point.x) for point in points}
@@ -108,7 +108,7 @@ def _x_scale(places: dict[float | str, float], x: ChartX) -> Scale:
 
 
 def _comparison_axes(across: Scale, up: Scale, labels: Sequence[str], *, has_title: bool) -> tuple[Figure, Axes]:
-    """With room for the ticks on the left, the labels on the right and a title; ticks below aslant if need be."""
+    """Axes with room for ticks, labels on the right and a title; ticks of x are slanted if they would overlap."""
     left = canvas.EDGE_IN + 0.35 + canvas.text_width_in(up.tick_texts, size=canvas.TEXT_SIZE)
     right = 0.4 + canvas.text_width_in(labels, size=canvas.TEXT_SIZE)
     tick_in = canvas.text_width_in(across.tick_texts, size=canvas.TEXT_SIZE)
@@ -132,7 +132,7 @@ def _draw_line(axes: Axes, method: str, line: Sequence[tuple[float, float, float
 
 
 def _label_ends(axes: Axes, labels: Sequence[str], ends: Sequence[Point]) -> None:
-    """Beside the last point of each method, with a stroke to it."""
+    """Write each method beside its last point, with a line to it."""
     from matplotlib.patheffects import withStroke
 
     for number, offset in _label_offsets(axes, labels, ends).items():
@@ -155,7 +155,7 @@ def _label_ends(axes: Axes, labels: Sequence[str], ends: Sequence[Point]) -> Non
 
 
 def _label_offsets(axes: Axes, labels: Sequence[str], ends: Sequence[Point]) -> dict[int, Point]:
-    """In points. At the last x, labels make room for each other; earlier ones stand where they cover the least."""
+    """Offsets in points. Labels at the last x make room for each other; earlier ones stand where they cover least."""
     spots = _in_points(axes, ends)
     widths = [72 * canvas.text_width_in([label], size=canvas.TEXT_SIZE) for label in labels]
     lasts = [number for number, end in enumerate(ends) if end[0] == max(x for x, _ in ends)]
@@ -215,7 +215,7 @@ class Box(NamedTuple):
 def spread(wanted: Sequence[float], *, gap: float, low: float, high: float) -> list[float]:
     """The places nearest to those wanted, in their order, at least `gap` apart and from `low` to `high`.
 
-    Where there is no room for all, they begin at `low` and go on above `high`.
+    If there is not room for all, they begin at `low` and continue above `high`.
     """
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     # Less the gaps below each, labels that push each other meet at one place: the mean of what they wanted.
@@ -233,7 +233,7 @@ def spread(wanted: Sequence[float], *, gap: float, low: float, high: float) -> l
 
 
 def clearest(boxes: Sequence[Box], *, taken: Sequence[Box], points: Sequence[Point]) -> int:
-    """Which box meets the fewest of those taken, and of these covers the fewest points; the first of several."""
+    """Index of the box that overlaps the fewest taken ones, then covers the fewest points; the first if several do."""
     return min(
         range(len(boxes)),
         key=lambda i: (

@@ -23,7 +23,7 @@ from mesh_attention.problem import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What a call comes down to: its problem, the plans of both passes, and how they run."""
+    """A call after planning: its problem, the plans of both passes, and how they run."""
 
     options: CallOptions
     problem: Problem
@@ -95,14 +95,14 @@ def agree(
 
 
 def find_difference(asked: Sequence[Mapping[str, str]]) -> str | None:
-    """The first thing in which ranks differ, and which ranks were asked for what; None if all agree."""
+    """The first argument that differs between ranks, with its values; None if all agree."""
     for name in dict.fromkeys(name for one in asked for name in one):
         says: dict[str, list[int]] = {}
         for rank, one in enumerate(asked):
             says.setdefault(one.get(name, "nothing"), []).append(rank)
         if len(says) > 1:
             parts = (f"{value} on rank(s) {format_numbers(ranks)}" for value, ranks in says.items())
-            return f"ranks were asked for different things: {name} is {', but '.join(parts)}"
+            return f"ranks were called with different arguments: {name} is {', but '.join(parts)}"
     return None
 
 

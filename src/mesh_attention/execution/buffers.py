@@ -55,7 +55,7 @@ def fields_of(kind: Kind, problem: Problem) -> tuple[Field, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TokenFormat:
-    """Where each field begins within the bytes of one token of one batch entry, and how many bytes there are."""
+    """The place of each field in the bytes of one token of one batch entry, and the number of those bytes."""
 
     slots: tuple[tuple[str, int, int, int, int, torch.dtype], ...]  # name, start, stop, heads, dim, dtype
     nbytes: int
@@ -79,7 +79,7 @@ def token_format(kind: Kind, problem: Problem, ulysses: int, is_running: bool) -
     return TokenFormat(tuple(slots), at + padding)
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Consecutive tokens of a buffer."""
 
     start: int
@@ -96,10 +96,10 @@ class Buffer:
 
     def __init__(self, fields: Mapping[str, Tensor], raw: Tensor | None = None) -> None:
         self.fields, self.raw = fields, raw
-        self._views: dict[tuple[str, Span], Tensor] = {}
+        self._views: dict[tuple[str, TokenSpan], Tensor] = {}
         self._flat = None if raw is None else raw.view(-1)
 
-    def view(self, name: str, span: Span | None) -> Tensor:
+    def view(self, name: str, span: TokenSpan | None) -> Tensor:
         """A span of tokens of a field, or all of them. Made once: making a view takes longer than looking it up."""
         if span is None:
             return self.fields[name]
@@ -114,7 +114,7 @@ class Buffer:
 
     @classmethod
     def over(cls, fmt: TokenFormat, raw: Tensor) -> Buffer:
-        """A buffer over existing bytes (tokens, batch, bytes a token)."""
+        """A buffer over existing bytes (tokens, batch, bytes per token)."""
         tokens, batch, nbytes = raw.shape
         typed: dict[torch.dtype, Tensor] = {}
         fields = {}
@@ -155,10 +155,10 @@ class Meter:
         self.now -= nbytes
 
 
-class Lot(NamedTuple):
+class Allocation(NamedTuple):
     """Items that share one allocation, the spans of each in it, and its size."""
 
     items: tuple[Item, ...]
-    spans: dict[Item, tuple[Span, ...]]
+    spans: dict[Item, tuple[TokenSpan, ...]]
     tokens: int
     nbytes: int

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mesh_attention.execution.buffers import Lot, Span
+from mesh_attention.execution.buffers import Allocation, TokenSpan
 from mesh_attention.kernels.base import CallMask
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.blocks import BlockMatrix
@@ -25,8 +25,8 @@ class Stretch(NamedTuple):
     """
 
     item: Item
-    inside: Span | None
-    other: Span | None
+    inside: TokenSpan | None
+    other: TokenSpan | None
     is_first: bool = False
 
 
@@ -35,11 +35,11 @@ class Call:
     """One kernel call: which tokens of which buffers, under which mask, into which sums."""
 
     q: Item
-    q_span: Span | None  # None: the whole buffer
+    q_span: TokenSpan | None  # None: the whole buffer
     kv: Item
-    kv_span: Span | None
+    kv_span: TokenSpan | None
     do: Item | None
-    do_span: Span | None
+    do_span: TokenSpan | None
     mask: CallMask
     rows: tuple[Stretch, ...]
     cols: tuple[Stretch, ...]
@@ -49,8 +49,8 @@ class Call:
 class Instruction:
     """A step or a turn, and everything the executor needs to know about it.
 
-    `arrivals` must be here before it, sends of `departures` must be over. `opens` are the running sums it is the first
-    to add to, `stretches` what a merge or a finish copies, `blanks` what is finished although nothing was added to it.
+    Receives of `arrivals` and sends of `departures` must be over before it. `opens` are the running sums that it is the
+    first to add to, `stretches` are copied by a merge or a finish, `blanks` are finished although nothing was added.
     """
 
     index: int
@@ -72,7 +72,7 @@ class Compiled:
     rank: int
     steps: tuple[Step, ...]
     instructions: tuple[Instruction, ...]
-    lots: dict[Item, Lot]
+    allocations: dict[Item, Allocation]
     peak_nbytes: int
     device_nbytes: int
     kept: tuple[Item, ...]
@@ -82,7 +82,7 @@ def compile_program(plan: Plan, rank: int) -> Compiled:
     program, matrix = plan.program(rank), plan.matrix
     kept = matrix.kept(plan.schedule.keep, rank)
     calls = kernel_calls(program.steps, matrix, kept)
-    compiling = _Compiling(matrix, _lots(program.steps, matrix, kept))
+    compiling = _Compiling(matrix, _allocations(program.steps, matrix, kept))
     instructions = []
     for stop in stops(program.steps):
         steps, index = program.steps[stop.span.start : stop.span.stop], stop.span.start
@@ -94,7 +94,7 @@ def compile_program(plan: Plan, rank: int) -> Compiled:
         rank,
         program.steps,
         tuple(instructions),
-        compiling.lots,
+        compiling.allocations,
         program.peak_nbytes,
         peak_nbytes(plan, rank, program.steps, calls),
         tuple(item for group in kept for item in group),
@@ -109,29 +109,33 @@ def item_segments(item: Item, matrix: BlockMatrix) -> tuple[Segment, ...]:
     return matrix.segments(axis, item.shard)
 
 
-def lay_out(items: Iterable[Item], matrix: BlockMatrix) -> Lot:
+def lay_out(items: Iterable[Item], matrix: BlockMatrix) -> Allocation:
     """One allocation for all items, side by side, sorted by position."""
     items = tuple(items)
     segments = sorted(
         ((segment, item) for item in items for segment in item_segments(item, matrix)), key=lambda entry: entry[0].start
     )
-    spans: dict[Item, list[Span]] = {item: [] for item in items}
+    spans: dict[Item, list[TokenSpan]] = {item: [] for item in items}
     at = 0
     for segment, item in segments:
-        spans[item].append(Span(at, at + len(segment)))
+        spans[item].append(TokenSpan(at, at + len(segment)))
         at += len(segment)
     nbytes = sum(matrix.nbytes(item).total for item in items)
-    return Lot(items, {item: tuple(found) for item, found in spans.items()}, at, nbytes)
+    return Allocation(items, {item: tuple(found) for item, found in spans.items()}, at, nbytes)
 
 
-def _lots(steps: tuple[Step, ...], matrix: BlockMatrix, kept: tuple[tuple[Item, ...], ...]) -> dict[Item, Lot]:
-    lots = {item: lot for group in shared_buffers(steps, kept) for lot in (lay_out(group, matrix),) for item in group}
+def _allocations(
+    steps: tuple[Step, ...], matrix: BlockMatrix, kept: tuple[tuple[Item, ...], ...]
+) -> dict[Item, Allocation]:
+    allocations: dict[Item, Allocation] = {}
+    for group in shared_buffers(steps, kept):
+        allocations.update(dict.fromkeys(group, lay_out(group, matrix)))
     for step in steps:
         done = effects(step)
         for item in (*done.reads, *done.writes, *done.adds):
-            if item not in lots:
-                lots[item] = lay_out((item,), matrix)
-    return lots
+            if item not in allocations:
+                allocations[item] = lay_out((item,), matrix)
+    return allocations
 
 
 class _Details(NamedTuple):
@@ -148,15 +152,15 @@ class _Part(NamedTuple):
 
     total: Item
     ordinal: int
-    other: Span
+    other: TokenSpan
 
 
 @dataclass
 class _Compiling:
-    """Walks the steps; knows which segments of which running sums have been added to so far."""
+    """Compiles steps in order; `touched` has the segments of running sums that were added to so far."""
 
     matrix: BlockMatrix
-    lots: dict[Item, Lot]
+    allocations: dict[Item, Allocation]
     touched: dict[Item, set[int]] = field(default_factory=dict)
     owners: dict[tuple[Item, ...], dict[Segment, tuple[Item, int]]] = field(default_factory=dict)
 
@@ -186,12 +190,12 @@ class _Compiling:
         mask = CallMask(form, problem.mask, call.q, call.kv, problem.seq_q, problem.seq_kv)  # type: ignore[arg-type]
         return Call(q, q_span, kv, kv_span, do, do_span, mask, rows, cols)
 
-    def _span(self, segments: tuple[Segment, ...], items: tuple[Item, ...]) -> tuple[Item, Span | None]:
+    def _span(self, segments: tuple[Segment, ...], items: tuple[Item, ...]) -> tuple[Item, TokenSpan | None]:
         """One side of a call: an item in its buffer, and the span of the buffer."""
         (first, ordinal), (last, last_ordinal) = (self._owner(segments[at], items) for at in (0, -1))
-        lot = self.lots[first]
-        span = Span(lot.spans[first][ordinal].start, lot.spans[last][last_ordinal].stop)
-        return first, _unless_all(span, lot.tokens)
+        allocation = self.allocations[first]
+        span = TokenSpan(allocation.spans[first][ordinal].start, allocation.spans[last][last_ordinal].stop)
+        return first, _unless_all(span, allocation.tokens)
 
     def _owner(self, segment: Segment, items: tuple[Item, ...]) -> tuple[Item, int]:
         """The item a segment belongs to, and its index among the item's segments."""
@@ -200,22 +204,22 @@ class _Compiling:
         return self.owners[items][segment]
 
     def _parts(self, segments: tuple[Segment, ...], items: tuple[Item, ...], kind: Kind) -> list[_Part]:
-        """Where the tokens of a call are in the sums they belong to."""
+        """The parts of running sums that the tokens of a call belong to."""
         parts, at = [], 0
         for segment in segments:
             item, ordinal = self._owner(segment, items)
-            parts.append(_Part(running(kind, item.shard), ordinal, Span(at, at + len(segment))))
+            parts.append(_Part(running(kind, item.shard), ordinal, TokenSpan(at, at + len(segment))))
             at += len(segment)
         return parts
 
     def _merged(self, partial: Item) -> tuple[Stretch, ...]:
         total = running(partial.kind, partial.shard)
-        return self._touch([_Part(total, at, span) for at, span in enumerate(self.lots[partial].spans[partial])])
+        return self._touch([_Part(total, at, span) for at, span in enumerate(self.allocations[partial].spans[partial])])
 
     def _finished(self, item: Item) -> tuple[tuple[Stretch, ...], tuple[Stretch, ...]]:
         total = running(item.kind, item.shard)
         held = self.touched.pop(total)
-        parts = [_Part(total, at, span) for at, span in enumerate(self.lots[item].spans[item])]
+        parts = [_Part(total, at, span) for at, span in enumerate(self.allocations[item].spans[item])]
         untouched = [part for part in parts if part.ordinal not in held]
         return self._joined([(part, False) for part in parts]), self._joined([(part, True) for part in untouched])
 
@@ -227,23 +231,26 @@ class _Compiling:
 
     def _joined(self, flagged: list[tuple[_Part, bool]]) -> tuple[Stretch, ...]:
         """Join neighbours on both sides into one stretch."""
-        joined: list[tuple[Item, Span, Span, bool]] = []
+        joined: list[tuple[Item, TokenSpan, TokenSpan, bool]] = []
         for part, is_first in flagged:
-            item, inside, other = part.total, self.lots[part.total].spans[part.total][part.ordinal], part.other
+            item, inside, other = part.total, self.allocations[part.total].spans[part.total][part.ordinal], part.other
             if joined:
                 before, inside_before, other_before, was_first = joined[-1]
-                is_same_buffer = self.lots[before].items == self.lots[item].items
+                is_same_buffer = self.allocations[before].items == self.allocations[item].items
                 is_next = inside_before.stop == inside.start and other_before.stop == other.start
                 if is_same_buffer and is_next and was_first == is_first:
                     joined.pop()
-                    inside, other = Span(inside_before.start, inside.stop), Span(other_before.start, other.stop)
+                    inside, other = (
+                        TokenSpan(inside_before.start, inside.stop),
+                        TokenSpan(other_before.start, other.stop),
+                    )
             joined.append((item, inside, other, is_first))
         whole = sum(part.other.stop - part.other.start for part, _ in flagged)
         return tuple(
-            Stretch(item, _unless_all(inside, self.lots[item].tokens), _unless_all(other, whole), is_first)
+            Stretch(item, _unless_all(inside, self.allocations[item].tokens), _unless_all(other, whole), is_first)
             for item, inside, other, is_first in joined
         )
 
 
-def _unless_all(span: Span, tokens: int) -> Span | None:
+def _unless_all(span: TokenSpan, tokens: int) -> TokenSpan | None:
     return None if span == (0, tokens) else span

@@ -15,7 +15,7 @@ from typing_extensions import assert_never
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work
 from mesh_attention.errors import TransportError
-from mesh_attention.execution.buffers import Buffer, Meter, Span, token_format
+from mesh_attention.execution.buffers import Buffer, Meter, TokenSpan, token_format
 from mesh_attention.execution.compiled import Call, Compiled, Instruction, Stretch, item_segments, lay_out
 from mesh_attention.kernels.base import Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.merge import Merging, TorchMerging
@@ -113,7 +113,7 @@ class Executor:
         return self.outputs
 
     def kept_for_backward(self) -> dict[Item, Buffer]:
-        """What the plan keeps, after a forward pass."""
+        """The items that the plan keeps, after a forward pass."""
         return {item: self.buffers[item] for item in self.compiled.kept}
 
     # Waiting
@@ -154,25 +154,25 @@ class Executor:
     # Buffers
 
     def _allocate(self, item: Item) -> Buffer:
-        lot = self.compiled.lots[item]
-        neighbour = next((other for other in lot.items if other in self.buffers), None)
+        allocation = self.compiled.allocations[item]
+        neighbour = next((other for other in allocation.items if other in self.buffers), None)
         if neighbour is not None:
             buffer = self.buffers[neighbour]
         else:
             fmt = token_format(item.kind, self.problem, self.assignment.ulysses, item.form == "running")
-            buffer = Buffer.empty(fmt, tokens=lot.tokens, batch=self.problem.batch, device=self.device)
+            buffer = Buffer.empty(fmt, tokens=allocation.tokens, batch=self.problem.batch, device=self.device)
             self.meter.take(buffer.nbytes)
         self.buffers[item] = buffer
         return buffer
 
     def _release(self, item: Item) -> None:
         buffer = self.buffers.pop(item)
-        if not any(other in self.buffers for other in self.compiled.lots[item].items):
+        if not any(other in self.buffers for other in self.compiled.allocations[item].items):
             self.meter.give(buffer.nbytes)
 
     def _chunks(self, item: Item) -> list[Tensor]:
         buffer = self.buffers[item]
-        return [buffer.chunk(*span) for span in self.compiled.lots[item].spans[item]]
+        return [buffer.chunk(*span) for span in self.compiled.allocations[item].spans[item]]
 
     # Steps
 
@@ -221,8 +221,8 @@ class Executor:
 
     def _pack(self, before: Item, after: Item) -> None:
         source, dest = self.buffers[before].fields, self._allocate(after).fields
-        lots = self.compiled.lots
-        for ours, theirs in zip(lots[before].spans[before], lots[after].spans[after], strict=True):
+        allocations = self.compiled.allocations
+        for ours, theirs in zip(allocations[before].spans[before], allocations[after].spans[after], strict=True):
             self._copy(
                 {name: _part(tensor, theirs) for name, tensor in dest.items()},
                 {name: _part(tensor, ours) for name, tensor in source.items()},
@@ -308,8 +308,8 @@ class Executor:
 
     def _exchange_chunks(self, piece: Item, whole: Item, staged: Mapping[Item, Buffer]) -> list[Tensor]:
         if piece in staged:
-            lot = lay_out((piece,), self.matrix)
-            return [staged[piece].chunk(*span) for span in lot.spans[piece]]
+            allocation = lay_out((piece,), self.matrix)
+            return [staged[piece].chunk(*span) for span in allocation.spans[piece]]
         return [self.buffers[whole].chunk(*span) for span in self._spans_in(whole, piece.shard)]
 
     def _keep_own_piece(self, whole: Item, at_whole: Buffer, at_home: Fields, *, inward: bool) -> None:
@@ -317,28 +317,28 @@ class Executor:
         own = self._heads(at_home, self.assignment.head_slice(rank))
         at = 0
         for start, stop in self._spans_in(whole, rank):
-            here = {name: _part(tensor, Span(at, at + stop - start)) for name, tensor in own.items()}
-            there = {name: _part(tensor, Span(start, stop)) for name, tensor in at_whole.fields.items()}
+            here = {name: _part(tensor, TokenSpan(at, at + stop - start)) for name, tensor in own.items()}
+            there = {name: _part(tensor, TokenSpan(start, stop)) for name, tensor in at_whole.fields.items()}
             self._copy(there, here) if inward else self._copy(here, there)
             at += stop - start
 
-    def _spans_in(self, whole: Item, rank: int) -> list[Span]:
+    def _spans_in(self, whole: Item, rank: int) -> list[TokenSpan]:
         """The spans of one rank's tokens in the buffer of its place's item."""
-        held = list(zip(item_segments(whole, self.matrix), self.compiled.lots[whole].spans[whole], strict=True))
+        held = list(zip(item_segments(whole, self.matrix), self.compiled.allocations[whole].spans[whole], strict=True))
         spans = []
         for segment in self.matrix.home_segments(AXIS_OF[whole.kind], rank):
             outer, span = next((s, span) for s, span in held if s.step == segment.step and segment.start in s)
             start = span.start + outer.index(segment.start)
-            spans.append(Span(start, start + len(segment)))
+            spans.append(TokenSpan(start, start + len(segment)))
         return spans
 
 
-def _clear(sums: Buffer, span: Span | None) -> None:
+def _clear(sums: Buffer, span: TokenSpan | None) -> None:
     """Fill sums that nothing was added to: zeros, and for outputs an LSE of -inf."""
     for name in sums.fields:
         sums.view(name, span).fill_(-torch.inf if name == "lse" else 0.0)
 
 
-def _part(field: Tensor, span: Span | None) -> Tensor:
+def _part(field: Tensor, span: TokenSpan | None) -> Tensor:
     """A span of tokens of a field; all of them if no span is given."""
     return field if span is None else field.narrow(2, span[0], span[1] - span[0])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 Result = TypeVar("Result")
 Tensors = Sequence[Mapping[str, Mapping[str, Tensor]]]
-"""For each rank, by kind and field name."""
+"""Tensors of each rank, by kind and field name."""
 
 
 class CapturedGraph(Generic[Result]):

@@ -53,7 +53,7 @@ class Operands(NamedTuple):
 T = TypeVar("T")
 
 
-class Numbered(Generic[T]):
+class WeakRegistry(Generic[T]):
     """Objects that operators refer to by number, because an operator takes tensors and numbers only; held weakly."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Numbered(Generic[T]):
         return self._objects.get(number)
 
 
-ENGINES: Numbered[Engines] = Numbered()
+ENGINES: WeakRegistry[Engines] = WeakRegistry()
 number_of = ENGINES.number
 
 

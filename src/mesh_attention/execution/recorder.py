@@ -111,22 +111,25 @@ class Recording:
         now_s = time.perf_counter()
         assert all(len(texts) == self.comms[0].size for texts in met)
         notes = [_whole(observer) for observer in self._observers] or [[] for _ in self.comms]
-        told = [_Story(machine=_machine(), now_s=now_s, passes=[asdict(_told(one)) for one in mine]) for mine in notes]
-        sharings = [comm.share(json.dumps(asdict(story))) for comm, story in zip(self.comms, told, strict=True)]
-        stories = [_Story(**json.loads(text)) for text in sharings[0].result()]
+        own = [
+            _RankReport(machine=_machine(), now_s=now_s, passes=[asdict(_pass_spans(one)) for one in mine])
+            for mine in notes
+        ]
+        sharings = [comm.share(json.dumps(asdict(report))) for comm, report in zip(self.comms, own, strict=True)]
+        reports = [_RankReport(**json.loads(text)) for text in sharings[0].result()]
         for sharing in sharings:
             sharing.wait()
-        counts = {len(story.passes) for story in stories}
+        counts = {len(report.passes) for report in reports}
         if len(counts) > 1:
             raise UsageError(f"ranks recorded {sorted(counts)} passes; record the same calls on every rank")
         plans = [one.compiled.plan for one in notes[0]]
         return tuple(
-            RecordedPass(plan=plan, timeline=_timeline(plan, stories, number)) for number, plan in enumerate(plans)
+            RecordedPass(plan=plan, timeline=_timeline(plan, reports, number)) for number, plan in enumerate(plans)
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
+class _PassSpans:
     """One pass of one rank. Spans are in seconds of the rank's own clock."""
 
     rank: int
@@ -139,8 +142,8 @@ class _Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Story:
-    """All passes of one rank, its clock when all ranks met, and the machine it runs on."""
+class _RankReport:
+    """The passes of one rank, its clock when all ranks met, and the machine it runs on."""
 
     machine: str
     now_s: float
@@ -159,7 +162,7 @@ def _machine() -> str:
 # From notes to spans
 
 
-def _told(notes: Notes) -> _Told:
+def _pass_spans(notes: Notes) -> _PassSpans:
     compiled = notes.compiled
     start_s, stop_s = (notes.clock.seconds(notes.moments[at].mark) for at in (0, -1))
     program = Program(rank=compiled.rank, steps=compiled.steps, peak_nbytes=compiled.peak_nbytes)
@@ -167,7 +170,7 @@ def _told(notes: Notes) -> _Told:
     for posted in notes.posts:
         for (_, send), nbytes in zip(posted.sends, posted.sent_nbytes, strict=True):
             sent[send.dest] = sent.get(send.dest, 0) + nbytes
-    return _Told(
+    return _PassSpans(
         rank=compiled.rank,
         start_s=start_s,
         stop_s=stop_s,
@@ -225,28 +228,28 @@ def _transfer_spans(posted: Posted, notes: Notes) -> Iterator[Span]:
 # From all ranks' spans to a timeline
 
 
-def _timeline(plan: Plan, stories: Sequence[_Story], number: int) -> Timeline:
-    told = [_Told(**story.passes[number]) for story in stories]
-    is_one_machine = len({story.machine for story in stories}) == 1
-    shifts = [0.0 if is_one_machine else -story.now_s for story in stories]
-    zero_s = min(one.start_s + shift for one, shift in zip(told, shifts, strict=True))
+def _timeline(plan: Plan, reports: Sequence[_RankReport], number: int) -> Timeline:
+    passes = [_PassSpans(**report.passes[number]) for report in reports]
+    is_one_machine = len({report.machine for report in reports}) == 1
+    shifts = [0.0 if is_one_machine else -report.now_s for report in reports]
+    zero_s = min(one.start_s + shift for one, shift in zip(passes, shifts, strict=True))
     spans = [
         span._replace(start_s=span.start_s + shift - zero_s, stop_s=span.stop_s + shift - zero_s)
-        for one, shift in zip(told, shifts, strict=True)
+        for one, shift in zip(passes, shifts, strict=True)
         for span in map(Span._make, one.spans)
     ]
     sent: dict[LinkClass, int] = {"inside": 0, "between": 0}
-    for one, story in zip(told, stories, strict=True):
+    for one, report in zip(passes, reports, strict=True):
         for dest, nbytes in one.sent.items():
-            sent["inside" if story.machine == stories[int(dest)].machine else "between"] += nbytes
+            sent["inside" if report.machine == reports[int(dest)].machine else "between"] += nbytes
     return Timeline(
         name=f"{plan.method} {plan.assignment} {plan.direction}",
         ranks=tuple(
-            _times(one.rank, spans, one.stop_s + shift - zero_s) for one, shift in zip(told, shifts, strict=True)
+            _times(one.rank, spans, one.stop_s + shift - zero_s) for one, shift in zip(passes, shifts, strict=True)
         ),
         sent_nbytes=sent,
-        peak_nbytes=max(one.peak_nbytes for one in told),
-        flops=sum(one.flops for one in told),
+        peak_nbytes=max(one.peak_nbytes for one in passes),
+        flops=sum(one.flops for one in passes),
         spans=tuple(sorted(spans, key=lambda span: (span.rank, span.start_s))),
     )
 

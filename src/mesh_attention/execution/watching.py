@@ -32,7 +32,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For ranks that compute on a CPU, where a call is done when it returns."""
+    """The clock of ranks that compute on a CPU, where a call is done when it returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -42,7 +42,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """For ranks on a CUDA device: times are those of its current stream, not of the host."""
+    """The clock of ranks on a CUDA device: times are those of its current stream, not of the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -196,7 +196,7 @@ class WatchedComm:
 
 
 class _WatchedWork:
-    """Noted as done when somebody first asks or waits for it."""
+    """A post that is noted as done when it is first asked or waited for."""
 
     def __init__(self, work: Work, posted: Posted, clock: Clock) -> None:
         self.work, self.posted, self.clock = work, posted, clock
@@ -215,7 +215,7 @@ class _WatchedWork:
 
 
 class _ThreadedWork:
-    """Waited for by a separate thread, because Gloo reports only to those who wait, and a good plan waits late."""
+    """A post with a thread that waits for it: Gloo reports only to a waiting thread, and a good plan waits late."""
 
     def __init__(self, work: Work, posted: Posted, clock: Clock) -> None:
         self.error: Exception | None = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.execution.operators import Operands, engines_of
-from mesh_attention.problem import flops_a_pair
+from mesh_attention.problem import flops_per_pair
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
@@ -25,12 +25,12 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *operands: Any, out_val: Any = None) -> int:
-    return _pairs(q, k, operands) * flops_a_pair("forward", qk=q.shape[3], v=v.shape[3])
+    return _pairs(q, k, operands) * flops_per_pair("forward", qk=q.shape[3], v=v.shape[3])
 
 
 def _backward(*given: Any, out_val: Any = None) -> int:
     q, k, v, *operands = given[4:]  # after dO, dLSE, O and LSE
-    return _pairs(q, k, operands) * flops_a_pair("backward", qk=q.shape[3], v=v.shape[3])
+    return _pairs(q, k, operands) * flops_per_pair("backward", qk=q.shape[3], v=v.shape[3])
 
 
 def _pairs(q: Tensor, k: Tensor, given: Sequence[Any]) -> int:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from mesh_attention.errors import UsageError
 
 
-class Under:
+class RunUnderMode:
     """The function, always run under the mode."""
 
     def __init__(self, mode: TorchFunctionMode, function: Callable[..., Any]) -> None:
@@ -63,5 +63,5 @@ def _follow_callers(mode: TorchFunctionMode, frame: FrameType | None) -> None:
 
 def _wrap(holder: Any, name: str, mode: TorchFunctionMode) -> None:
     function = getattr(holder, name)
-    if not (isinstance(function, Under) and function.mode is mode):
-        setattr(holder, name, Under(mode, function))
+    if not (isinstance(function, RunUnderMode) and function.mode is mode):
+        setattr(holder, name, RunUnderMode(mode, function))

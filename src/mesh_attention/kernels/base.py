@@ -84,7 +84,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What one attention call requires of a kernel; `deterministic`: the same bits in every run."""
+    """The requirements of one attention call; `deterministic`: the same bits in every run."""
 
     device: str
     dtype: torch.dtype

@@ -109,7 +109,7 @@ def _add(total: Tensor, partial: Tensor, *, is_first: bool) -> None:
     assert total.shape == partial.shape
     if not total.numel():
         return
-    if total.dim() == 3:  # a statistic: its heads, adjacent in a record, take the place of dim
+    if total.dim() == 3:  # a statistic: its heads, adjacent in memory, take the place of dim
         total, partial = total.transpose(1, 2)[:, None], partial.transpose(1, 2)[:, None]
     steps, part_steps, unit = _steps(total.stride(), partial.stride(), max(total.itemsize, partial.itemsize))
     _launch("add_rows", total, (total, *steps, partial, *part_steps), unit, is_first, itemsize=max(4, total.itemsize))
@@ -151,8 +151,8 @@ _CONSTANTS = {"merge_rows": 6, "add_rows": 6, "dot_rows": 5, "stand_in_rows": 6}
 
 
 def _form(arg: Any) -> Any:
-    """What the compiler may specialise on: dtype and alignment; whether a number is 1, divisible by 16, or 32 bits
-    wide."""
+    """The properties the compiler may specialise on: dtype and alignment; if a number is 1, divisible by 16, or 32
+    bits wide."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     return arg == 1, arg % 16 == 0, arg < 2**31

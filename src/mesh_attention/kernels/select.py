@@ -38,7 +38,7 @@ KERNELS: tuple[Kernel, ...] = (
     SlicedReferenceKernel(),
     ReferenceKernel(),
 )
-"""In the order they are asked; the reference, which can do everything, last.
+"""Kernels in the order they are asked; the reference, which can do everything, comes last.
 
 flash-attn 3 has to be built by hand for Hopper, so an installed one is meant to be used. cuDNN comes with torch and is
 twice as fast there as flash-attn 2, which is a separate package and, in an older version, part of torch. flash-attn 4
@@ -47,7 +47,7 @@ is for Blackwell.
 
 
 MERGINGS: tuple[Merging, ...] = (FusedMerging(), TorchMerging())
-"""Fastest first; torch's, which works anywhere, last."""
+"""Merging implementations, fastest first; torch's, which works anywhere, comes last."""
 
 
 @lru_cache(maxsize=128)

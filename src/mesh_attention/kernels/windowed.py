@@ -103,7 +103,7 @@ def _flash_row(row: RowGradient, mask: CallMask) -> FlashRow:
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it, in which every head of every token is contiguous and aligned to 16 bytes.
 
-    Fused kernels load 16 bytes at a time; records put statistics before dO, and a run may start at any token.
+    Fused kernels load 16 bytes at a time; buffers store statistics before dO, and a window may start at any token.
     """
     if not tensor.data_ptr() % 16 and _has_aligned_rows(tensor.shape, tensor.stride(), tensor.itemsize):
         return tensor
@@ -138,7 +138,7 @@ def _cuts(op: WindowOp, mask: CallMask, head_dim_qk: int, head_dim_v: int) -> tu
     """The call as windows that the op takes, or None, with a log message, if it does not take them."""
     cuts = windows(mask)
     if cuts is None:
-        _log_once(f"no windows of token strides {_strides(mask.q)} × {_strides(mask.kv)}")
+        _log_once(f"queries with strides {_strides(mask.q)} and keys with strides {_strides(mask.kv)} form no windows")
         return None
     for cut in cuts:
         reason = op.refuses(cut, head_dim_qk, head_dim_v)
@@ -157,7 +157,7 @@ def _is_whole(cuts: tuple[Window, ...], mask: CallMask) -> bool:
 
 @lru_cache(maxsize=64)
 def _log_once(reason: str) -> None:
-    logger.info("attention kernel: some calls by %s: %s", _SLICED.name, reason)
+    logger.info("attention kernel: using %s for some calls: %s", _SLICED.name, reason)
 
 
 def _strides(segments: tuple[range, ...]) -> str:

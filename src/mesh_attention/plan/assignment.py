@@ -64,7 +64,7 @@ def tiles_of(places: int) -> tuple[Tile, ...]:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, smallest first."""
+    """The divisors of a number, smallest first."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
 
@@ -142,8 +142,8 @@ class Assignment:
             return row * rows + (col - offset) % rows if axis == "row" else (row - offset) % cols * rows + col
         row, col = self.coordinates(place)
         if axis == "row":
-            return self._place(row, _turned(col, offset, self.tile.rows, self.inner_size(axis)))
-        return self._place(_turned(row, offset, self.tile.cols, self.inner_size(axis)), col)
+            return self._place(row, _rotated(col, offset, self.tile.rows, self.inner_size(axis)))
+        return self._place(_rotated(row, offset, self.tile.cols, self.inner_size(axis)), col)
 
     def offset_back(self, axis: Axis, offset: int) -> int:
         """The offset of this place as seen from the place at `offset`."""
@@ -172,7 +172,7 @@ class Assignment:
         return (outer_row * (self.tile.rows // wide) + outer_col) * wide * high + row * wide + col
 
 
-def _turned(index: int, offset: int, size: int, inner: int) -> int:
+def _rotated(index: int, offset: int, size: int, inner: int) -> int:
     """The member `offset` before the one at `index`, in a ring of inner rings."""
     (ring, at), (rings_back, back) = divmod(index, inner), divmod(abs(offset), inner)
     if offset < 0:

@@ -137,7 +137,7 @@ class BlockMatrix:
         at_home = item.form in ("home", "piece")
         segments = self.home_segments(axis, item.shard) if at_home else self.segments(axis, item.shard)
         share = 1 if item.form == "home" else self.assignment.ulysses
-        payload, statistics = elements_a_token(item.kind, problem)
+        payload, statistics = elements_per_token(item.kind, problem)
         width = problem.accumulator_itemsize if item.form == "running" else problem.itemsize
         tokens, wide = problem.batch * _count(segments), problem.accumulator_itemsize
         a_token = payload // share * width
@@ -167,7 +167,7 @@ def _count(segments: tuple[Segment, ...]) -> int:
     return sum(len(s) for s in segments)
 
 
-def elements_a_token(kind: Kind, problem: Problem) -> tuple[int, int]:
+def elements_per_token(kind: Kind, problem: Problem) -> tuple[int, int]:
     """Elements of one token, over all heads: those of tensors, and those of statistics."""
     heads, kv_heads = problem.heads, problem.kv_heads
     qk, v = problem.head_dim_qk, problem.head_dim_v

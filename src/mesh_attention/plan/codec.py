@@ -114,10 +114,14 @@ def _build(entries: dict[str, Any]) -> Plan:
     missing = [key for key in _REQUIRED if key not in entries]
     unknown = [key for key in entries if key not in (*_REQUIRED, "inner", "moves", "programs")]
     if missing or unknown:
-        raise ParseError(f"plan lacks {missing or 'nothing'} and has unknown {unknown or 'nothing'}")
+        raise ParseError(
+            f"missing fields: {', '.join(missing) or 'none'}; unknown fields: {', '.join(unknown) or 'none'}; "
+            "save the plan again"
+        )
     moves, programs = entries.get("moves"), entries.get("programs")
     if (moves is None) == (programs is None):
-        raise ParseError("expected a plan with moves or with programs, not both or neither; save the plan again")
+        found = "neither moves nor programs" if moves is None else "both moves and programs"
+        raise ParseError(f"plan has {found}; expected one of the two; save the plan again")
     schedule = Schedule(
         moves=tuple(parse_move(move) for move in _texts("moves", moves or [])),
         route=entries["route"],

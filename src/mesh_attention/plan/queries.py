@@ -1,4 +1,4 @@
-"""What a plan costs, read off its steps: bytes, FLOPs, memory, calls and messages. Exact; no clock, no machine."""
+"""The costs of a plan, counted from its steps: bytes, FLOPs, memory, calls and messages. Exact, without a machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mesh_attention.plan.steps import Attend, Item, Kind, transfers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCosts:
-    """What one rank's program costs. Bytes are by kind; a message is one run of tokens that the rank sends."""
+    """The costs of one rank's program. Bytes are by kind; a message is one run of tokens that the rank sends."""
 
     rank: int
     sent: dict[Kind, Bytes]
@@ -68,7 +68,7 @@ def flops_by_rank(plan: Plan) -> list[int]:
 
 
 def imbalance(flops: Iterable[int]) -> float:
-    """How much longer the busiest rank computes than the average: 0 is even, 1 means twice as long."""
+    """The extra work of the busiest rank relative to the average: 0 is even, 1 means twice as much."""
     flops = list(flops)
     mean = sum(flops) / max(1, len(flops))
     return max(flops) / mean - 1 if mean else 0.0
@@ -78,7 +78,7 @@ ALL_RANKS, SAMPLED_RANKS = 64, 16
 
 
 def sampled_ranks(ranks: int, *, all_up_to: int = ALL_RANKS, sample: int = SAMPLED_RANKS) -> tuple[int, ...]:
-    """All ranks up to a number of them; of more, a sample spread evenly from the first to the last."""
+    """Every rank if there are at most `all_up_to`, otherwise a sample spread evenly from the first to the last."""
     if ranks <= all_up_to:
         return tuple(range(ranks))
     return tuple(index * (ranks - 1) // (sample - 1) for index in range(sample))

@@ -51,7 +51,7 @@ def _hops_at(
 
 
 def _chain_hops(matrix: BlockMatrix, axis: Axis, place: int) -> dict[int, list[Hop]]:
-    """By offset, the shards that a place passes on along the ring, each to the next places that need it."""
+    """For each offset, the shards that a place passes on along the ring, each to the next places that need it."""
     hops: dict[int, list[Hop]] = {}
     for held in range(matrix.assignment.size(axis)):
         shard = matrix.assignment.peer(axis, place, held)
@@ -95,7 +95,7 @@ def partial_hops_in(matrix: BlockMatrix, route: Route, axis: Axis, place: int, o
 
 
 def _chain_partials(matrix: BlockMatrix, axis: Axis, place: int) -> dict[int, list[Hop]]:
-    """By offset, the partials that arrive along the ring, for each shard that the place adds to."""
+    """For each offset, the partials that arrive along the ring, for each shard that the place adds to."""
     size = matrix.assignment.size(axis)
     hops: dict[int, list[Hop]] = {}
     for own in range(1, size + 1):  # offset `size` is its own shard, at the end of the chain

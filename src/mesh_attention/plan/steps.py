@@ -1,4 +1,4 @@
-"""The instruction set: what one rank's program is made of.
+"""The instruction set: the steps of a rank's program.
 
 An *item* is a thing a rank holds: a shard of something, the running sum of a partial, a partial that arrived. A step
 states the items it reads, writes and frees; waits, memory and data flow are derived from that and from nothing else.
@@ -10,7 +10,7 @@ states the items it reads, writes and frees; waits, memory and data flow are der
     pack home:q0 -> q0        copy an input of the caller's into the form that travels
     attend q0,q1 x kv0,kv4    one rectangle of shards; adds to o0~ and o1~ (backward, `with do0,do1`: to dq~ and dkv~)
     merge o3@5                fold the partial that rank 5 sent into o3~
-    clear o3~                 set a running sum that nothing was added to to zero
+    clear o3~                 set a running sum to zero, because no step adds to it
     finish o3                 the sum is complete: round it to the dtype that travels; o3~ is gone
     free kv4
 """
@@ -117,7 +117,7 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Start a running sum that nothing is added to."""
+    """Set a running sum to zero, because no step adds to it."""
 
     item: Item
 

@@ -29,7 +29,7 @@ class Stop(NamedTuple):
 
 
 def stops(steps: Sequence[Step]) -> list[Stop]:
-    """All stops of a program, in order."""
+    """The stops of a program, in order."""
     turn_at = {turn.start: turn for turn in turns(steps)}
     in_flight: set[Item] = set()
     leaving: set[Item] = set()

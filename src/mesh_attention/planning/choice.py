@@ -42,7 +42,7 @@ Family = Literal[
     "startrail",
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)[:-1]
-"""Simplest first. StarTrail is left out: it has no plan here, only a bound (see `tuning.rivals`)."""
+"""Simplest first. StarTrail is left out: this library has no plan for it, only a bound (see `tuning.rivals`)."""
 
 
 class ChoiceOptions(TypedDict, total=False):

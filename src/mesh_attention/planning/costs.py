@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Assignment, Tile, check_assignment, tiles_of
-from mesh_attention.plan.blocks import BlockMatrix, elements_a_token
+from mesh_attention.plan.blocks import BlockMatrix, elements_per_token
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, KINDS, OUTPUTS, Direction, Item, Kind
 from mesh_attention.problem import Problem
@@ -21,15 +21,15 @@ FLOPS_PER_BYTE = 12_000.0
 
 GPU_TFLOPS, GPU_MEMORY_GB_PER_S = 600.0, 3500.0
 GPU_CALL_US: dict[Direction, float] = {"forward": 20.0, "backward": 120.0}
-"""A Hopper GPU's, for the two or so kernel calls that a mask makes of a meeting, and their launches."""
+"""Fixed time of a meet on a Hopper GPU: about two kernel calls under a mask, and their launches."""
 
 CALL_PRICES = ("call", "row", "col")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Blocks of compute that hide one transfer of each kind, and what a call costs besides its blocks: here nothing, as
-    in the paper."""
+    """Blocks of compute that hide one transfer of each kind, and what a call costs besides its blocks: by default
+    nothing, as in the paper."""
 
     q: float = 1.0
     kv: float = 1.0
@@ -46,7 +46,7 @@ class Costs:
             cost, may_be_0 = getattr(self, f.name), f.name in CALL_PRICES
             is_number = isinstance(cost, int | float) and 0 <= cost < float("inf")
             if not is_number or not (cost or may_be_0):
-                expected = "0 or a number above" if may_be_0 else "a number above 0"
+                expected = "a number, 0 or above" if may_be_0 else "a number above 0"
                 raise ScheduleError(f"cost of {f.name} is {cost!r}: expected {expected}")
 
     @property
@@ -91,7 +91,7 @@ def _block_flops(problem: Problem, assignment: Assignment, direction: Direction)
 
 
 def estimate_gpu_costs(problem: Problem, assignment: Assignment, direction: Direction) -> Costs:
-    """`estimate_costs` with the price of calls on a Hopper GPU: what a launch and what touching running sums take."""
+    """`estimate_costs` with the price of calls on a Hopper GPU: of launches, and of access to running sums."""
     costs = estimate_costs(problem, assignment, direction)
     block_s = _block_flops(problem, assignment, direction) / (GPU_TFLOPS * 1e12)
     # Sums are read and written, the partial is read. Shards of a place hold all the heads of its Ulysses group.
@@ -104,12 +104,12 @@ def estimate_gpu_costs(problem: Problem, assignment: Assignment, direction: Dire
 
 
 def shard_sizes(problem: Problem, assignment: Assignment) -> dict[Kind, float]:
-    """Bytes of a place's average shard of each kind, over all slices of the heads, a batch entry."""
+    """Bytes of a place's average shard of each kind, over all slices of the heads, for one batch entry."""
     return {kind: _nbytes(kind, problem, assignment) for kind in KINDS}
 
 
 def _nbytes(kind: Kind, problem: Problem, assignment: Assignment) -> float:
-    payload, statistics = elements_a_token(kind, problem)
+    payload, statistics = elements_per_token(kind, problem)
     tokens = (problem.seq_q if AXIS_OF[kind] == "row" else problem.seq_kv) / assignment.places
     return tokens * (payload * problem.itemsize + statistics * problem.accumulator_itemsize)
 
@@ -117,7 +117,7 @@ def _nbytes(kind: Kind, problem: Problem, assignment: Assignment) -> float:
 # Bytes
 
 SAMPLED_PLACES = 16
-"""Places whose bytes are counted, the first and the last among them; masks and layouts are regular."""
+"""Places whose bytes are counted, including the first and the last; masks and layouts are regular."""
 
 
 def least_volume_tile(problem: Problem, layout: Layout, direction: Direction, *, ulysses_degree: int = 1) -> Tile:

@@ -1,18 +1,18 @@
-"""The greedy schedule: what to fetch next, what to attend meanwhile, what to return when.
+"""The greedy schedule: the order in which a rank fetches shards, attends and returns partials.
 
 The paper's Algorithm 2 (forward) and its row/column rule (backward), with real-valued costs and two clocks: one for
 the link, one for compute, both in blocks. Whenever the link would fall idle it gets the transfer that unlocks the most
 blocks for its price. Compute takes what has arrived, row by row, the own row last, so that rows complete and their
-partials can leave. Once everything is here, backward completes rows and columns in turn.
+partials can leave. Once all shards have arrived, backward completes rows and columns in turn.
 
-The own row is wanted at the end, where it hides the last partials. If a column is fetched for its block in the own row,
-that block is gone by then; if it is not, compute may have nothing to do until a row is here. Neither is best for all
-costs: both orders are made, and the paper's, which counts the own row, gives way to one that is a hundredth shorter.
+A rank's own row is best computed last, to hide the last partials. If a column is fetched for its block in that row, the
+block is done too early; if it is not, compute may be idle until another row arrives. Neither is best for all costs, so
+both orders are made. The paper's order counts the own row; the other must be 1 % shorter to replace it.
 
 A row waits until `blocks_per_call` columns are pending for it, and rows that wait for the same columns meet them in one
-rectangle: few large kernel calls instead of one a block. Rows whose columns are all here are completed one by one, or
-as few at once as make a call. Smaller calls are made only while compute would wait for the link anyway. With 1, every
-call is one block, as in the paper.
+rectangle: few large kernel calls instead of one per block. Rows whose columns have all arrived are completed one by
+one, or as few at once as make a call. Smaller calls are made only while compute would wait for the link anyway. With 1,
+every call is one block, as in the paper.
 
 Where the price of a call is known, blocks need not be counted: see `priced`.
 
@@ -41,10 +41,10 @@ def greedy_moves(
     route: Route = "direct",
     sizes: Sizes = ONE_SIZE,
 ) -> tuple[Move, ...]:
-    """The moves of one tile, from its own block to the last partial returned. Kinds it `have`s are not fetched.
+    """The moves of one tile, from its own block to the last partial returned. Kinds in `have` are not fetched.
 
-    Left open, `blocks_per_call` is chosen call by call if the costs say what a call costs, and 1 if they do not. Given,
-    a call costs its blocks.
+    If `blocks_per_call` is None, every call is sized by its price, or is one block if `costs` has no call prices. If it
+    is a number, call prices are ignored.
     """
     if blocks_per_call is not None and (type(blocks_per_call) is not int or blocks_per_call < 1):
         raise ScheduleError(f"blocks_per_call={blocks_per_call!r}: expected a whole number of at least 1")
@@ -72,14 +72,15 @@ def _counted_moves(
 
 
 OWN_ROW_WORTHS = (1, 0)
-"""What a column's block in the own row counts for when fetches are weighed, in blocks. The paper's first."""
+"""Blocks that a column's block in the own row counts as when fetches are compared; the paper's value first."""
 
 _WORTH_A_CHANGE = 0.99
-"""What another order must be below to be taken instead: a smaller gain may be lost in what has no price here."""
+"""Another order is taken only if its makespan is below this share of the best: costs that are not modelled could undo a
+smaller gain."""
 
 
 class CountedOrder(Order):
-    """A schedule in the making whose calls are `blocks_per_call` or more."""
+    """A schedule in the making whose calls have at least `blocks_per_call` blocks."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class CountedOrder(Order):
         self.blocks_per_call, self.own_row_worth = blocks_per_call, own_row_worth
 
     def complete_all(self) -> float:
-        """Makes the moves, all but the returns of the own row and column. The makespan, in blocks."""
+        """Make all moves except the returns of the own row and column. Returns the makespan in blocks."""
         while self.blocks_left:
             call = self.next_call()
             if call is None:
@@ -102,7 +103,7 @@ class CountedOrder(Order):
                 call = self.idle_call()
             else:
                 self.fetch_behind(call)
-            self.post_returns()  # after the fetches: compute waits for those, nobody for these
+            self.post_returns()  # after the fetches: compute waits for fetches, not for returns
             if call is None:
                 self.wait()
             else:
@@ -138,7 +139,7 @@ class CountedOrder(Order):
         if self.is_all_here:
             return self._completing_call()
         if not self.done[0]:
-            return (1, 1)  # the own block: needs nobody, and its mask makes it a call of its own anyway
+            return (1, 1)  # the own block: needs no transfer, and its mask makes it a separate call anyway
         here = (1 << self.here["col"]) - 1
         for row in self.rows_here():
             pending = here & ~self.done[row]
@@ -148,7 +149,7 @@ class CountedOrder(Order):
         return None
 
     def idle_call(self) -> Call | None:
-        """While compute would wait for the link anyway, a call too small to be worth it costs nothing if it fits in."""
+        """A small call that fits into the time that compute would wait for the link anyway; None if none fits."""
         here = (1 << self.here["col"]) - 1
         wait = self.arrivals[0][0] - self.now
         for row in self.rows_here():
@@ -167,7 +168,7 @@ class CountedOrder(Order):
         return mask_of(alike) if self.blocks_per_call > 1 else 1 << row, self._cut(pending)
 
     def _rows_completed_with(self, row: int, pending: int) -> Call | None:
-        """A row whose columns are all here: alone, so that its partial can leave at once, or as few as make a call."""
+        """A row whose columns have all arrived: alone, so that its partial leaves at once, or as few as make a call."""
         wanted = -(-self.blocks_per_call // pending.bit_count())
         alike = [r for r in self.rows_here() if self.all_cols & ~self.done[r] == pending] if wanted > 1 else [row]
         if len(alike) < wanted and self.here["row"] < self.tile.rows:
@@ -175,15 +176,15 @@ class CountedOrder(Order):
         return mask_of(alike[:wanted]), self._cut(pending)
 
     def _completing_call(self) -> Call:
-        """All is here: work on the next row or the next column, whichever frees more transfer for a block."""
+        """The next call once all shards have arrived: for the row or column that releases more transfer per block."""
         (row, row_worth), (col, col_worth) = self.next_to_complete("row"), self.next_to_complete("col")
         if col_worth > row_worth:
             rows = [r for r in range(self.tile.rows) if not self.done[r] >> col & 1]
             return self._cut(mask_of(rows)), 1 << col
         call = self._rows_completed_with(row, self.all_cols & ~self.done[row])
-        assert call is not None  # all rows are here, so none is waited for
+        assert call is not None  # all rows have arrived, so none is waited for
         return call
 
     def _cut(self, offsets: int) -> int:
-        """The first of them if calls are to be blocks, else all."""
+        """The first offset if every call is one block, otherwise all of them."""
         return offsets & -offsets if self.blocks_per_call == 1 else offsets

@@ -1,8 +1,8 @@
-"""About how much memory a list of moves needs, relative to what a tile has when all of it is there at once.
+"""Estimates the peak memory of a list of moves, relative to holding the whole tile at once.
 
-By the rules of `plan.buffers`, in offsets: rows that meet in one call share a buffer, which is whole from the first
-that lands in it until the last is complete; so do their running sums, from the first meeting on. Columns likewise.
-During a call there is what it gives, besides. What is on its way out is left out.
+It follows the rules of `plan.buffers`, in offsets. Rows that meet in one call share a buffer, from the fetch of the
+first until the last is complete; their running sums share one from the first meet on. The same holds for columns. The
+results of a call count while it runs. Partials that are being sent do not count.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from mesh_attention.plan.schedule import Fetch, Meet, Move
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 
 Sizes = tuple[tuple[Kind, float], ...]
-"""Of a shard of each kind, in any unit."""
+"""Size of a shard of each kind, in any unit."""
 ONE_SIZE: Sizes = tuple((kind, 1.0) for kind in KINDS)
 SUM_WIDTH = 2
-"""Of a running sum, in float32, over what travels."""
+"""Size of a running sum (float32) relative to the 16-bit item that travels."""
 
 
 def held_share(moves: Sequence[Move], direction: Direction, *, sizes: Sizes) -> float:
-    """The peak, over the inputs and running sums of all rows and columns."""
+    """Peak memory, divided by the memory of the inputs and running sums of all rows and columns."""
     change = [0.0] * (len(moves) + 1)  # in what is held, at each move
     size = dict(sizes)
     whole = 0.0
@@ -40,7 +40,7 @@ def held_share(moves: Sequence[Move], direction: Direction, *, sizes: Sizes) -> 
 
 
 def _times(moves: Sequence[Move], axis: Axis) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
-    """By offset, the moves at which it is fetched, meets first and meets last."""
+    """For each offset, the moves at which it is fetched, meets first and meets last."""
     fetched: dict[int, int] = {}
     met: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -65,7 +65,7 @@ def _groups(moves: Iterable[Move], axis: Axis) -> list[set[int]]:
 
 
 def _peak(moves: Sequence[Move], change: Sequence[float], direction: Direction, size: Mapping[Kind, float]) -> float:
-    """Besides what is held, there is what `plan.calls` says that a call gives and needs."""
+    """The peak of what is held plus what a call needs, as `plan.calls` counts it."""
     row, col = size["o"], 0.0
     if direction == "backward":
         every_head = size["q"] + size["o"]  # of K and V, where queries share their heads

@@ -1,8 +1,8 @@
-"""What no assignment can beat: the fewest bytes a rank must receive, and the least it must compute.
+"""Lower bounds for any assignment: the fewest bytes a rank must receive, and the least it must compute.
 
 A rank that computes x queries with y keys of one KV head has at most x·y pairs there, whatever the mask. It must
 receive those x and y that are not at home there, and its partial results must reach their homes, which on average
-receive as many. The bound is the best way to come to 1/n of all pairs: how many KV heads to work on, and which x and y.
+receive as many. The bound is the minimum over all ways to cover 1/n of the pairs: over the KV heads used, x and y.
 Nothing is replicated: a token's queries, keys and values are at home on one rank.
 """
 
@@ -17,7 +17,7 @@ from mesh_attention.problem import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of an average rank. `whole_heads_nbytes` is the bound where heads are not split, as in mesh and ring."""
+    """Lower bounds for an average rank; `whole_heads_nbytes` if heads are not split, as in mesh and ring."""
 
     received_nbytes: float
     whole_heads_nbytes: float
@@ -25,7 +25,7 @@ class Limits:
 
 
 def limits(problem: Problem, direction: Direction) -> Limits:
-    """Bytes of tensors that an average rank receives at least, and operations it computes, if the work is even."""
+    """The fewest tensor bytes that an average rank receives, and its operations, if the work is even."""
     all_heads = problem.batch * problem.kv_heads
     fewest = max(1, all_heads // problem.ranks)
     return Limits(
@@ -36,9 +36,9 @@ def limits(problem: Problem, direction: Direction) -> Limits:
 
 
 def _least_nbytes(problem: Problem, direction: Direction, heads: int) -> float:
-    """With `heads` KV heads (of all batch entries) a rank, each with a rectangle of queries × keys."""
+    """The fewest bytes if a rank works on `heads` KV heads (of all batch entries), on a rectangle of pairs in each."""
     area = problem.pairs * problem.batch * problem.kv_heads / problem.ranks / heads
-    row, col = _nbytes_a_token(problem, direction)
+    row, col = _nbytes_per_token(problem, direction)
     home_q, home_kv = problem.seq_q / problem.ranks, problem.seq_kv / problem.ranks
     if not area:
         return 0.0
@@ -47,12 +47,12 @@ def _least_nbytes(problem: Problem, direction: Direction, heads: int) -> float:
         x = min(max(x, area / problem.seq_kv), problem.seq_q)
         return max(0.0, x - home_q) * row + max(0.0, area / x - home_kv) * col
 
-    # The least is inside, or where one side is just what is at home.
+    # The minimum is inside, or where one side is exactly the tokens at home.
     return heads * min(map(nbytes, (sqrt(area * col / row), home_q, area / home_kv)))
 
 
-def _nbytes_a_token(problem: Problem, direction: Direction) -> tuple[float, float]:
-    """What one query (with all query heads of its KV head) and one key cost, inputs there and results back."""
+def _nbytes_per_token(problem: Problem, direction: Direction) -> tuple[float, float]:
+    """Bytes to send one query (with all query heads of its KV head) and one key, and to return their results."""
     group = problem.heads / problem.kv_heads
     qk, v = problem.head_dim_qk, problem.head_dim_v
     if direction == "forward":

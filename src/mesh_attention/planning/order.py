@@ -1,6 +1,6 @@
-"""A schedule in the making: what is here, what has met, and two clocks, one for compute and one for the link.
+"""A schedule in the making: shards that have arrived, blocks that are done, and clocks for compute and for the link.
 
-What to do next is not decided here, but by the orders that build on this: `greedy` and `priced`.
+The orders that build on this, `greedy` and `priced`, decide what to do next.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Order:
         self.now = self.link_free = 0.0
         self.blocks_left = tile.rows * tile.cols
         self.all_cols = (1 << tile.cols) - 1
-        self.done = [0] * tile.rows  # columns already attended, a row
+        self.done = [0] * tile.rows  # columns already attended, for each row
         self.left: dict[Axis, list[int]] = {"row": [tile.cols] * tile.rows, "col": [tile.rows] * tile.cols}
         self.next_return: dict[Axis, int] = dict.fromkeys(self.results, 1)  # in order: a ring of partials relies on it
         self.complete: list[Return] = []  # and not sent yet
-        # How many are here or on their way, and how many have arrived: the own one, or all if none is to be fetched.
+        # Shards fetched, and of those the ones that have arrived: the own one, or all if none is to be fetched.
         self.fetched: dict[Axis, int] = {axis: 1 if kinds else self.sizes[axis] for axis, kinds in self.inputs.items()}
         self.here = dict(self.fetched)
-        self.arrivals: list[tuple[float, Axis]] = []  # of those on their way, in order
+        self.arrivals: list[tuple[float, Axis]] = []  # of shards that are in flight, in order
         self.touched: dict[Axis, int] = {axis: (1 << count) - 1 for axis, count in self.fetched.items()}
 
     def branch(self) -> Order:
-        """A copy that goes its own way from here."""
+        """An independent copy of the current state."""
         other = copy(self)
         other.moves, other.done, other.arrivals = self.moves[:], self.done[:], self.arrivals[:]
         other.left = {axis: counts[:] for axis, counts in self.left.items()}
@@ -66,12 +66,12 @@ class Order:
         self.complete = []
 
     def axes_left(self) -> list[Axis]:
-        """Where something is left to fetch; columns first: ties go to KV."""
+        """Axes that have shards left to fetch; columns first, because ties go to KV."""
         axes: tuple[Axis, ...] = ("col", "row")
         return [axis for axis in axes if self.fetched[axis] < self.sizes[axis]]
 
     def fetch(self, axes: list[Axis], *, own_row_worth: int) -> None:
-        """Fetch, of these, the row or the column that unlocks more blocks for its cost."""
+        """Fetch the next row or the next column, whichever of these axes unlocks more blocks for its cost."""
         other_rows = self.fetched["row"] - 1
         unlocks: dict[Axis, int] = {"col": other_rows + own_row_worth, "row": self.fetched["col"]}
         axis = max(axes, key=lambda axis: unlocks[axis] / self.fetch_cost[axis])
@@ -80,7 +80,7 @@ class Order:
         self.arrivals.append((self._occupy_link(self.fetch_cost[axis]), axis))
 
     def wait(self) -> None:
-        """Until the next shard is here."""
+        """Advance the clock to the next arrival."""
         self.now = max(self.now, self.arrivals[0][0])
         self._land()
 
@@ -99,7 +99,7 @@ class Order:
         return self.here == self.sizes
 
     def rows_here(self) -> list[int]:
-        """The own row last: it leaves nowhere, so nobody waits for it."""
+        """Rows that have arrived. The own row comes last: it is not sent, so no rank waits for it."""
         return [*range(1, self.here["row"]), 0]
 
     def meet(self, call: Call) -> None:
@@ -126,7 +126,7 @@ class Order:
                 self.next_return[axis] += 1
 
     def next_to_complete(self, axis: Axis) -> tuple[int, float]:
-        """Offset and worth. The own row or column comes last: it leaves nowhere, so nobody waits for it."""
+        """Offset and worth. The own row or column comes last: it is not sent, so no rank waits for it."""
         if axis not in self.results:
             return 0, -1.0
         offset = self.next_return[axis]

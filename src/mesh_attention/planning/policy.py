@@ -1,10 +1,10 @@
 """Orders by the price of calls, each under one policy.
 
-While compute waits for the link, any call is as good as none. Later there is more to attend than time for it, and then
-a call should be large: it costs a launch, and adding up its partial results costs memory traffic for every row (and,
-backward, every column) it touches. So rows that wait for the same columns meet them in one rectangle, and of all such
-rectangles the one comes first whose price is mostly blocks. The rows with fewer columns pending wait, and gather more.
-Once all is here, rows and columns are completed in turn, as few at a time as make a call that is worth its price.
+While compute waits for the link, any call is better than none. Later, compute is the limit, and then a call should be
+large: it costs a launch, and adding up its partial results costs memory traffic for every row (and, backward, every
+column) it touches. So rows that wait for the same columns meet them in one rectangle, and of all such rectangles the
+one with the largest share of blocks in its price comes first. Rows with fewer pending columns wait for more. Once all
+shards have arrived, rows and columns are completed in turn, as few at a time as make a worthwhile call.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.order import Call, Order, mask_of
 
 LARGE = 0.98
-"""The worth from which a call need not be larger: what it gives takes memory until it is added to the sums."""
+"""A call of this worth need not be larger: its results take memory until they are added to the sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How an order decides. A call's worth is the share of its price that is blocks.
+    """Rules by which an order decides. A call's worth is the share of its price that is blocks.
 
-    own_row_worth   what a column's block in the own row counts for when fetches are weighed
-    ahead           shards that may be on their way, or here and not attended yet, on each axis
-    window          of this axis, so many at most are here and not complete: a panel after the other, in less memory
-    completing      the worth of a call that completes rows or columns: as few as reach it
-    hurry           large calls while what is left to compute is more than so many times what is left to return
-    enough          as few rows as reach this worth meet before all columns are here; None: as many as there are
-    patience        a call of less worth is made only if it fits into the time until the next shard is here
+    own_row_worth     blocks that a column's block in the own row counts as when fetches are compared
+    most_ahead        on each axis, at most this many shards are fetched and not yet attended
+    window            (axis, n): at most n shards of this axis are fetched and not complete, which saves memory
+    completing_worth  a call that completes rows or columns takes the fewest that reach this worth
+    large_while       such calls must be LARGE while the blocks left exceed this many times the cost of the returns left
+    early_worth       before all columns have arrived, a call takes the fewest rows that reach this worth; None: LARGE
+    least_worth       a call of less worth is made only if it ends before the next shard arrives
     """
 
     own_row_worth: int = 1
-    ahead: int = 4
+    most_ahead: int = 4
     window: tuple[Axis, int] | None = None
-    completing: float = 0.95
-    hurry: float | None = None
-    enough: float | None = None
-    patience: float = 0.0
+    completing_worth: float = 0.95
+    large_while: float | None = None
+    early_worth: float | None = None
+    least_worth: float = 0.0
 
 
 class PolicyOrder(Order):
-    """A schedule in the making. With `waits_its_turn`, a shard is fetched when the one before it on its axis is here:
-    along a ring it comes from a rank that must have it first."""
+    """A schedule in the making. If `waits_its_turn`, a shard is fetched when the one before it on its axis has arrived:
+    along a ring, the neighbour that sends it must receive it first."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class PolicyOrder(Order):
         return cast("PolicyOrder", super().branch())
 
     def complete_all(self, limit: float = float("inf")) -> float:
-        """Makes the moves that are left, all but the returns of the own row and column. The makespan, in blocks; given
-        up as infinite when it cannot stay below the limit."""
+        """Make the moves that are left, except the returns of the own row and column. Returns the makespan in blocks,
+        or infinity if it cannot stay below the limit."""
         while self.blocks_left:
             if self.now + self.blocks_left >= limit:
                 return float("inf")
@@ -82,7 +82,7 @@ class PolicyOrder(Order):
             self.wait()
         else:
             self.fetch_behind(call)
-            self.post_returns()  # after the fetches: compute waits for those, nobody for these
+            self.post_returns()  # after the fetches: compute waits for fetches, not for returns
             self.meet(call)
 
     # The link
@@ -104,7 +104,7 @@ class PolicyOrder(Order):
         have_landed = self.fetched[axis] == self.here[axis]
         if not self._is_open(axis) or (self.waits_its_turn and not have_landed):
             return False
-        return self.fetched[axis] - touched.bit_count() < self.policy.ahead + have_landed
+        return self.fetched[axis] - touched.bit_count() < self.policy.most_ahead + have_landed
 
     def _is_open(self, axis: Axis) -> bool:
         window = self.policy.window
@@ -114,24 +114,24 @@ class PolicyOrder(Order):
 
     def choose(self) -> Call | None:
         if not self.done[0]:
-            return (1, 1)  # the own block: needs nobody, and its mask makes it a call of its own anyway
+            return (1, 1)  # the own block: needs no transfer, and its mask makes it a separate call anyway
         if self.is_all_here:
             return self._completing_call()
         best, own = self._best_call(), self._own_row_call()
-        if best is not None and self.worth(best) >= self.policy.patience:
+        if best is not None and self.worth(best) >= self.policy.least_worth:
             return best
         self.fetch_something()
         wait = self.arrivals[0][0] - self.now
         for call in (best, own):
             if call is not None and self.costs.of_call(*call) <= wait:
                 return call
-        is_worth_it = best is None and own is not None and self.worth(own) >= self.policy.patience
+        is_worth_it = best is None and own is not None and self.worth(own) >= self.policy.least_worth
         return own if is_worth_it else None
 
     def _best_call(self) -> Call | None:
-        """Of the rows that wait for the same columns. The own row is left for the end, to hide the last partials."""
+        """The best call of rows that wait for the same columns, without the own row: it hides the last partials."""
         has_all_cols, policy = self.here["col"] == self.tile.cols, self.policy
-        enough = policy.completing if has_all_cols else policy.enough
+        enough = policy.completing_worth if has_all_cols else policy.early_worth
         found: list[tuple[bool, float, Call]] = []
         for pending, rows in self.rows_by_pending().items():
             others = rows if policy.window else [row for row in rows if row]
@@ -146,7 +146,7 @@ class PolicyOrder(Order):
         return (1, pending) if pending else None
 
     def _completing_call(self) -> Call:
-        """All is here: work on the next row or the next column, whichever frees more transfer for a block."""
+        """The next call once all shards have arrived: for the row or column that releases more transfer per block."""
         (row, row_worth), (col, col_worth) = self.next_to_complete("row"), self.next_to_complete("col")
         wanted = self._completing_worth()
         if col_worth > row_worth:
@@ -160,15 +160,15 @@ class PolicyOrder(Order):
         return self.all_cols & ~self.done[row]
 
     def _completing_worth(self) -> float:
-        if self.policy.hurry is None:
-            return self.policy.completing
+        if self.policy.large_while is None:
+            return self.policy.completing_worth
         to_return = sum(
             self.costs.of(kind) * (self.sizes[axis] - self.next_return[axis]) for axis, kind in self.results.items()
         )
-        return LARGE if self.blocks_left > self.policy.hurry * to_return else self.policy.completing
+        return LARGE if self.blocks_left > self.policy.large_while * to_return else self.policy.completing_worth
 
     def _few(self, offsets: list[int], others: int, wanted: float, *, are_cols: bool = False) -> Call:
-        """The call of as few of these as are worth what is wanted, or of all. They meet the same others."""
+        """The call of the fewest of these offsets that reaches the wanted worth, or of all, with `others`."""
         chosen = 0
         for offset in offsets:
             chosen |= 1 << offset
@@ -177,10 +177,10 @@ class PolicyOrder(Order):
                 break
         return call
 
-    # What there is to choose from
+    # Possible calls
 
     def rows_by_pending(self) -> dict[int, list[int]]:
-        """By the columns that are here and not met yet, the rows that wait for them."""
+        """Rows, grouped by the columns that have arrived and that they have not met yet."""
         here, found = (1 << self.here["col"]) - 1, dict[int, list[int]]()
         for row in self.rows_here():
             pending = here & ~self.done[row]
@@ -189,7 +189,7 @@ class PolicyOrder(Order):
         return found
 
     def cols_by_pending(self) -> dict[int, list[int]]:
-        """By the rows that have not met them, the columns; all must be here."""
+        """Columns, grouped by the rows that have not met them yet. All shards must have arrived."""
         found: dict[int, list[int]] = {}
         for col in range(self.tile.cols):
             rows = mask_of([row for row in range(self.tile.rows) if not self.done[row] >> col & 1])
@@ -198,7 +198,7 @@ class PolicyOrder(Order):
         return found
 
     def alternatives(self) -> list[Call | None]:
-        """What could be done instead of what the policy chooses; None is to wait."""
+        """Other calls than the one that the policy chooses; None means to wait."""
         found: list[Call | None] = [] if self.is_all_here else [None]
         for pending, rows in self.rows_by_pending().items():
             found += [(mask_of(rows[:count]), pending) for count in _some_counts(len(rows))]

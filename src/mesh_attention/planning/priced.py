@@ -1,10 +1,10 @@
 """The schedule by the price of calls: orders under several policies, and the best of them with every choice tried out.
 
 Which policy is best depends on costs and tile, and making an order is cheap; so policies are changed one property at a
-time, and a change that makes the order better is kept. Then the order is made once more, and at every step each thing
-that could be done instead is tried to the end under the same policy. Whatever ends earlier is done.
+time, and a change that makes the order better is kept. Then the order is made once more, and at every step each
+alternative is tried to the end under the same policy, and the one that ends earliest is taken.
 
-An order is better that is shorter, memory considered.
+The better of two orders has the lower price: its makespan, raised by `MEMORY_WORTH` times its share of the memory.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mesh_attention.planning.policy import Policy, PolicyOrder
 Make = Callable[[Policy], PolicyOrder]
 Price = Callable[[PolicyOrder], float]
 WORTH_A_CHANGE = 0.999
-"""What another policy must be below to be taken instead."""
+"""Another policy is taken only if its price is below this share of the best."""
 MEMORY_WORTH = 0.05
-"""By how much an order may be longer that needs less memory by all that the tile has."""
+"""Share by which an order may be longer if it saves as much memory as the whole tile takes."""
 WORTH_TRYING_OUT = 0.995
-"""What the order with its choices tried out must be below: its calls are odd shapes, and a smaller gain may be lost in
-what has no price here."""
+"""The tried-out order is taken only if its price is below this share of the best: its calls have odd shapes, and costs
+that are not modelled could undo a smaller gain."""
 LONGEST_TRIED_OUT = 40
-"""Rows and columns of a tile together. Trying out takes about as many steps as the cube of that."""
+"""Rows plus columns of a tile. The number of steps to try out grows with about the cube of this."""
 NOISE = 1e-6
 
 
@@ -45,7 +45,7 @@ def priced_moves(
     have: tuple[Kind, ...] = (),
     route: Route = "direct",
 ) -> tuple[Move, ...]:
-    """All moves but the returns of the own row and column. `sizes` are those of a shard, for memory."""
+    """Every move except the returns of the own row and column. `sizes` of shards are for the price of memory."""
 
     def order_by(policy: Policy) -> PolicyOrder:
         return PolicyOrder(tile, direction, costs, have, policy, waits_its_turn=route == "ring")
@@ -93,19 +93,19 @@ def _tried_out(order: PolicyOrder, shortest: float) -> PolicyOrder:
 
 
 def _changes(tile: Tile, direction: Direction) -> Iterator[list[dict[str, Any]]]:
-    """Of a policy, in the order in which they are tried; of each list the best is kept, if any."""
+    """Lists of policy changes, in the order they are tried; the best of each list is kept if it improves the order."""
     for _ in range(2):
         yield [{"own_row_worth": worth} for worth in (0, 1)]
         yield [{"window": window} for window in (None, *_windows(tile, direction))]
-        yield [{"completing": completing} for completing in (0.8, 0.9, 0.95, 0.97)]
-        yield [{"hurry": hurry} for hurry in (None, 1.0, 2.0)]
-        yield [{"enough": enough} for enough in (None, 0.8)]
-        yield [{"patience": patience} for patience in (0.0, 0.8)]
-        yield [{"ahead": ahead} for ahead in (4, 8, 16)]
+        yield [{"completing_worth": worth} for worth in (0.8, 0.9, 0.95, 0.97)]
+        yield [{"large_while": ratio} for ratio in (None, 1.0, 2.0)]
+        yield [{"early_worth": worth} for worth in (None, 0.8)]
+        yield [{"least_worth": worth} for worth in (0.0, 0.8)]
+        yield [{"most_ahead": ahead} for ahead in (4, 8, 16)]
 
 
 def _windows(tile: Tile, direction: Direction) -> Iterator[tuple[Axis, int]]:
-    """Where columns leave as well as rows; forward, a window only delays."""
+    """Windows to try in backward, where columns are returned as well as rows; in forward, a window only delays."""
     sides: tuple[tuple[Axis, int], ...] = (("col", tile.cols), ("row", tile.rows))
     for axis, size in sides if len(OUTPUTS[direction]) == 2 and min(tile.rows, tile.cols) >= 4 else ():
         for eighths in (3, 4):

@@ -1,4 +1,4 @@
-"""One rank of one plan with made-up inputs, ready to run as often as wanted; and the one kernel it is measured against.
+"""One rank of one plan with made-up inputs, ready to run repeatedly; and the kernel it is compared with.
 
 Inputs are normal numbers: zeros would run faster than anything real.
 """
@@ -51,20 +51,22 @@ class Actor:
 
     @cached_property
     def flops(self) -> int:
-        """What this rank has to compute."""
+        """FLOPs of this rank."""
         place, assignment = self.plan.assignment.place(self.rank), self.plan.assignment
         rows, cols = assignment.group("row", place), assignment.group("col", place)
         return sum(self.matrix.flops(row, col, self.plan.direction) for row in rows for col in cols)
 
     @property
     def device_nbytes(self) -> int:
-        """What the plan says that a pass takes besides its inputs, and what forward kept."""
-        kept = {id(self.compiled.lots[item]): self.compiled.lots[item].nbytes for item in self.compiled.kept}
+        """Bytes that the plan states for a pass, without its inputs and without the items that forward kept."""
+        kept = {
+            id(self.compiled.allocations[item]): self.compiled.allocations[item].nbytes for item in self.compiled.kept
+        }
         return self.compiled.device_nbytes - (sum(kept.values()) if self.plan.direction == "backward" else 0)
 
     @property
     def largest_message_nbytes(self) -> int:
-        return max((self.matrix.nbytes(item).total for item in self.compiled.lots), default=0)
+        return max((self.matrix.nbytes(item).total for item in self.compiled.allocations), default=0)
 
     def run(self, comm: Comm) -> Mapping[str, Fields]:
         """One pass. On a GPU it is only queued when this returns."""
@@ -83,16 +85,18 @@ class Actor:
 
     @cached_property
     def _kept(self) -> dict[Item, Buffer]:
-        """What forward would have left, one buffer for all items that lie together."""
+        """Items that forward would have kept; those that are adjacent in memory share a buffer."""
         made: dict[tuple[Item, ...], Buffer] = {}
         for item in self.compiled.kept:
-            lot = self.compiled.lots[item]
-            if lot.items not in made:
+            allocation = self.compiled.allocations[item]
+            if allocation.items not in made:
                 fmt = token_format(item.kind, self.problem, self.plan.assignment.ulysses, False)
-                made[lot.items] = Buffer.empty(fmt, tokens=lot.tokens, batch=self.problem.batch, device=self.device)
-                for tensor in made[lot.items].fields.values():
+                made[allocation.items] = Buffer.empty(
+                    fmt, tokens=allocation.tokens, batch=self.problem.batch, device=self.device
+                )
+                for tensor in made[allocation.items].fields.values():
                     tensor.normal_()
-        return {item: made[self.compiled.lots[item].items] for item in self.compiled.kept}
+        return {item: made[self.compiled.allocations[item].items] for item in self.compiled.kept}
 
     def _input(self, kind: Kind) -> Fields:
         tokens, batch = self.tokens["q" if AXIS_OF[kind] == "row" else "kv"], self.problem.batch
@@ -109,8 +113,8 @@ class Actor:
         return made
 
 
-class OneKernel:
-    """One call with as much work as a rank has: what the device does when nothing disturbs it."""
+class BaselineKernel:
+    """One kernel call with as much work as a rank has: the rate of the device without communication."""
 
     def __init__(self, problem: Problem, *, device: torch.device) -> None:
         self.problem, self.kernel = problem, kernel_for(problem, device)

@@ -15,13 +15,13 @@ import torch
 from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
-from mesh_attention.replay.actor import Actor, OneKernel
+from mesh_attention.replay.actor import Actor, BaselineKernel
 from mesh_attention.replay.parts import Part
 from mesh_attention.units import count, format_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class Environment:
     """The device, kernels and versions of a replay."""
 
     device: str
@@ -54,10 +54,10 @@ def find_device(text: str | None) -> torch.device:
     return torch.device("cuda", device.index or 0)
 
 
-def surroundings_of(problem: Problem, device: torch.device) -> Surroundings:
+def environment_of(problem: Problem, device: torch.device) -> Environment:
     actor = Actor(make_plan(problem, method="ring"), 0, device=device)  # kernels depend on the problem, not on the plan
     is_cuda = device.type == "cuda"
-    return Surroundings(
+    return Environment(
         device=torch.cuda.get_device_name(device) if is_cuda else f"cpu, {count(torch.get_num_threads(), 'thread')}",
         kernel=actor.kernel.name,
         merging=actor.merging.name,
@@ -94,9 +94,9 @@ class Need:
     lasting_nbytes: int
 
 
-def check_memory(parts: Sequence[Part], *, rank: int, device: torch.device, is_recorded: bool) -> None:
+def check_memory(parts: Sequence[Part], *, rank: int, device: torch.device, is_captured: bool) -> None:
     """Raise before anything runs if the plans state that they need more memory than is free."""
-    needs = [_need(part, rank, device, is_recorded=is_recorded) for part in parts]
+    needs = [_need(part, rank, device, is_captured=is_captured) for part in parts]
     needs.append(_kernel_need(next(iter(parts[0].plans.values())).problem, device))
     free = free_nbytes(device)
     for need in needs:
@@ -107,25 +107,25 @@ def check_memory(parts: Sequence[Part], *, rank: int, device: torch.device, is_r
             )
     together = sum(need.lasting_nbytes for need in needs) + max(need.running_nbytes for need in needs)
     if together > free:
-        hint = "replay fewer methods" + (", or without CUDA graphs (--no-graphs)" if is_recorded else "")
+        hint = "replay fewer methods" + (", or without CUDA graphs (--no-graphs)" if is_captured else "")
         raise MemoryLimitError(
             f"{', '.join(need.name for need in needs)} need {format_nbytes(together)} together, but {device} has "
             f"{format_nbytes(free)} free; {hint}"
         )
 
 
-def _need(part: Part, rank: int, device: torch.device, *, is_recorded: bool) -> Need:
-    """As the plans state it. Each pass has its own inputs: Q, K, V and, backward, dO."""
+def _need(part: Part, rank: int, device: torch.device, *, is_captured: bool) -> Need:
+    """The memory that the plans state. Each pass has its own inputs: Q, K, V and, backward, dO."""
     problem = next(iter(part.plans.values())).problem
     inputs = _token_nbytes(problem) * max(problem.seq_q, problem.seq_kv) // problem.ranks
     passes = [Actor(plan, rank, device=device).device_nbytes for plan in part.plans.values()]
-    lasting = inputs * len(passes) + (sum(passes) if is_recorded else 0)
+    lasting = inputs * len(passes) + (sum(passes) if is_captured else 0)
     return Need(part.name, max(passes) + inputs, lasting)
 
 
 def _kernel_need(problem: Problem, device: torch.device) -> Need:
     """The tensors of the one kernel, and about as much again for its results."""
-    tensors = _token_nbytes(problem) * OneKernel(problem, device=device).tokens
+    tensors = _token_nbytes(problem) * BaselineKernel(problem, device=device).tokens
     return Need("the one kernel", 2 * tensors, tensors)
 
 

@@ -1,4 +1,4 @@
-"""What to replay: for each method that was asked for, the plans that the tuner takes for it."""
+"""The parts of a replay: for each method asked for, the plans that the tuner chooses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mesh_attention.plan.plan import Plan
 
 BEST = "best"
-"""Stands for whatever the tuner would choose."""
+"""Name that stands for the method that the tuner chooses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def tuned_parts(
     layout: str | None = None,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> list[Part]:
-    """One part a method, in the order asked for."""
+    """One part for each method, in the order asked for."""
     unknown = [method for method in methods if method not in (*FAMILIES, BEST)]
     if unknown:
         raise UsageError(f"method {unknown[0]!r}: expected some of {', '.join((*FAMILIES, BEST))}")

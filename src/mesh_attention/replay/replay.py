@@ -1,4 +1,4 @@
-"""`replay`: plays plans on a device, interleaved, so that what disturbs one disturbs all."""
+"""`replay`: runs plans on a device in alternation, so that a disturbance affects all of them alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mesh_attention.comm.replay import ReplayComm, SilentComm
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.plan.steps import Direction
-from mesh_attention.replay.actor import Actor, OneKernel
+from mesh_attention.replay.actor import Actor, BaselineKernel
 from mesh_attention.replay.parts import Part
 from mesh_attention.replay.result import Contender, KernelPass, Pass, Replayed
 from mesh_attention.simulation.simulate import simulate
@@ -23,7 +23,7 @@ from mesh_attention.topology import Topology
 
 REST_S = 0.2
 Report = Callable[[str, float], None]
-"""Is told what is being done and the fraction done."""
+"""Called with a description of the current work and the fraction done."""
 
 
 def replay(
@@ -36,9 +36,9 @@ def replay(
     cuda_graphs: bool = True,
     on_progress: Report | None = None,
 ) -> Replayed:
-    """Every part's passes, in every round one after the other, with the one kernel among them.
+    """Run the passes of every part and the one kernel, one after the other, in every round.
 
-    `topology` is what the simulator's forecasts are made for: this device behind this device's link. Without
+    The simulator's forecasts are for `topology`, which should describe this device and its link. Without
     `cuda_graphs` the host queues every step, as it does for transports that a graph cannot capture.
     """
     if not parts:
@@ -46,12 +46,12 @@ def replay(
     if rounds < 1:
         raise UsageError(f"rounds={rounds}: expected at least 1")
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # events and graphs are of the current one
+        torch.cuda.set_device(device)  # events and graphs use the current device
     report = on_progress or (lambda doing, fraction: None)
     is_captured = cuda_graphs and device.type == "cuda"
     takes = [_Take(part, rank, direction, device, is_captured) for part in parts for direction in part.plans]
     problem = next(iter(parts[0].plans.values())).problem
-    kernel = OneKernel(problem, device=device)
+    kernel = BaselineKernel(problem, device=device)
     kernel_times: dict[Direction, list[float]] = {direction: [] for part in parts for direction in part.plans}
     comm = ReplayComm(rank, problem.ranks, device=device)
     comm.reserve(max(take.actor.largest_message_nbytes for take in takes))
@@ -78,14 +78,14 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class Clocked:
-    """Until the device was done, and until the host had queued everything."""
+    """Seconds until the device was done, and until the host had queued everything."""
 
     device_s: float
     host_s: float
 
 
 def clock(run: Callable[[], object], device: torch.device) -> Clocked:
-    """One run, from a device that has rested to one that is idle: at its power limit, a GPU that was busy is slower."""
+    """Time one run, after the device has rested: a GPU that was busy may be slower, at its power limit."""
     rest(device, REST_S)
     if device.type != "cuda":
         begin = time.perf_counter()
@@ -105,7 +105,7 @@ def clock(run: Callable[[], object], device: torch.device) -> Clocked:
 
 @dataclass
 class _Take:
-    """One pass of one part, and what was measured of it so far."""
+    """One pass of one part, and its measurements so far."""
 
     part: Part
     rank: int
@@ -128,7 +128,7 @@ class _Take:
         return f"{self.part.name} {self.direction}"
 
     def prepare(self, comm: Comm, topology: Topology) -> None:
-        """Run it step by step, so that what is made at first use is there, and look at its memory; then record it."""
+        """Run it step by step, to warm up and to measure its memory; then capture it as a CUDA graph, if asked to."""
         self.forecast_s = simulate(self.actor.plan, topology).ranks[self.rank].stop_s
         silence = SilentComm(self.rank, self.actor.problem.ranks, device=self.device)
         self.run, self.run_silently = (lambda: self.actor.run(comm)), (lambda: self.actor.run(silence))
@@ -137,7 +137,7 @@ class _Take:
         self.host_s = clock(self.run, self.device).host_s
         if self.is_captured:
             graph = CapturedGraph(self.run, self.device)
-            graph.launch()  # so that the silent one finds noise, as it should, where nothing arrives
+            graph.launch()  # fills the shared memory with noise for the silent graph, which receives nothing
             pool = graph.graph.pool()
             silent = CapturedGraph(self.run_silently, self.device, pool=pool)
             self.run, self.run_silently = graph.launch, silent.launch

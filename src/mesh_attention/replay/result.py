@@ -12,7 +12,7 @@ from mesh_attention.plan.steps import Direction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPass:
-    """One kernel by itself, undisturbed. Times are of every round, in seconds."""
+    """One kernel call by itself. `times_s` has the seconds of every round."""
 
     direction: Direction
     flops: int
@@ -32,7 +32,7 @@ class Pass(KernelPass):
     """One pass of one plan, as one rank runs it, in the same rounds.
 
     `compute_s` is the pass without transfers, `host_s` the time to queue it, `forecast_s` the simulator's answer for
-    that rank. `plan_nbytes` is the memory that the plan states, `peak_nbytes` what was measured.
+    that rank. `plan_nbytes` is the memory that the plan states, `peak_nbytes` the measured memory.
     """
 
     compute_s: float
@@ -64,7 +64,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """All contenders and the one kernel, measured in the same rounds."""
+    """The contenders and the one kernel, measured in the same rounds."""
 
     rank: int
     contenders: tuple[Contender, ...]
@@ -131,7 +131,7 @@ class Row:
 
 
 def rows_of(replayed: Replayed) -> list[Row]:
-    """Method by method: forward, backward, and both where both were played."""
+    """Rows of each method: forward, backward, and both if both were played."""
     ring = next((contender for contender in replayed.contenders if contender.name == BASE), None)
     ring_s = {} if ring is None else {what: sum(one.time_s for one in passes) for what, passes in _takes(ring)}
     return [

@@ -14,7 +14,7 @@ from itertools import count
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.steps import Item, Recv, Send
-from mesh_attention.simulation.jobs import Job, Track
+from mesh_attention.simulation.jobs import Job, RankJobs
 from mesh_attention.simulation.network import Network, Path
 from mesh_attention.simulation.recorder import Recorder
 
@@ -31,22 +31,22 @@ class _Transfer:
 
 
 class _Rank:
-    def __init__(self, track: Track) -> None:
-        self.jobs: Sequence[Job] = track.jobs
+    def __init__(self, own: RankJobs) -> None:
+        self.jobs: Sequence[Job] = own.jobs
         self.at = 0
         self.now = 0.0
         self.is_computing = False
-        self.pending = [0] * len(track.jobs)  # unfinished posts of each job
+        self.pending = [0] * len(own.jobs)  # unfinished posts of each job
 
 
 Queue = deque[_Transfer]
 
 
 class EventEngine:
-    """Runs all tracks; the recorder holds the outcome."""
+    """Runs the jobs of all ranks; the recorder holds the outcome."""
 
-    def __init__(self, tracks: Sequence[Track], matrix: BlockMatrix, network: Network, recorder: Recorder) -> None:
-        self.ranks = [_Rank(track) for track in tracks]
+    def __init__(self, ranks: Sequence[RankJobs], matrix: BlockMatrix, network: Network, recorder: Recorder) -> None:
+        self.ranks = [_Rank(own) for own in ranks]
         self.matrix, self.network, self.recorder = matrix, network, recorder
         self.events: list[tuple[float, int, _Transfer | int]] = []
         self.order = count()
@@ -68,8 +68,9 @@ class EventEngine:
         if stuck:
             job = self.ranks[stuck[0]].jobs[self.ranks[stuck[0]].at]
             raise PlanError(
-                f"{len(stuck)} ranks wait forever, rank {stuck[0]} at '{job.name}': links serve transfers in the "
-                "order in which they are posted, and these orders form a circle"
+                f"the plan deadlocks: {len(stuck)} ranks never finish, rank {stuck[0]} stops at "
+                f"'{job.name}'; links serve transfers in the order they are posted, so change the order of the plan's "
+                "transfers"
             )
 
     def _advance(self, rank: int, now: float) -> None:

@@ -39,15 +39,15 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Track:
-    """All jobs of a rank."""
+class RankJobs:
+    """The jobs of a rank, and its peak memory."""
 
     rank: int
     jobs: tuple[Job, ...]
     peak_nbytes: int
 
 
-def track(plan: Plan, rank: int, prices: Prices) -> Track:
+def rank_jobs(plan: Plan, rank: int, prices: Prices) -> RankJobs:
     """A rank's jobs. As in the executor, posts made together end together: waiting for one means waiting for all."""
     program, matrix = plan.program(rank), plan.matrix
     calls = kernel_calls(program.steps, matrix, matrix.kept(plan.schedule.keep, rank))
@@ -69,4 +69,4 @@ def track(plan: Plan, rank: int, prices: Prices) -> Track:
                 leaving.setdefault(send.item, set()).add(len(jobs))
             arriving.update((recv.item, len(jobs)) for recv in recvs)
         jobs.append(Job(steps, stop.span.start, seconds, tuple(sorted(waits)), sends, recvs, holds))
-    return Track(rank, tuple(jobs), peak_nbytes(plan, rank, program.steps, calls))
+    return RankJobs(rank, tuple(jobs), peak_nbytes(plan, rank, program.steps, calls))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.steps import Send
-from mesh_attention.simulation.jobs import Job, Track
+from mesh_attention.simulation.jobs import Job, RankJobs
 from mesh_attention.simulation.network import Network
 from mesh_attention.simulation.recorder import Recorder
 from mesh_attention.topology import LinkClass
@@ -53,14 +53,14 @@ class NotUniformError(Exception):
 
 
 class LockstepEngine:
-    """Runs the jobs of `tracks[0]` on all ranks; `seconds_of[r]` is the track whose prices stand for rank r's.
+    """Runs the jobs of `priced[0]` on all ranks; rank r takes as long as `priced[seconds_of[r]]`.
 
     `shown` holds the jobs of the ranks whose spans are recorded, which name the spans.
     """
 
     def __init__(
         self,
-        tracks: Sequence[Track],
+        priced: Sequence[RankJobs],
         seconds_of: Whole,
         matrix: BlockMatrix,
         network: Network,
@@ -68,9 +68,9 @@ class LockstepEngine:
         shown: Mapping[int, Sequence[Job]],
     ) -> None:
         self.shown = shown
-        self.jobs, self.rank = tracks[0].jobs, tracks[0].rank
+        self.jobs, self.rank = priced[0].jobs, priced[0].rank
         self.matrix, self.network, self.recorder = matrix, network, recorder
-        self.seconds = np.array([[job.seconds for job in track.jobs] for track in tracks])[seconds_of].T
+        self.seconds = np.array([[job.seconds for job in one.jobs] for one in priced])[seconds_of].T
         self.all = np.arange(network.topology.ranks)
         self.deltas = self._deltas()
         self.transfers: dict[Delta, PeerTransfer] = {}

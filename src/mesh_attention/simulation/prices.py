@@ -23,7 +23,7 @@ class Prices:
         problem, ulysses = matrix.problem, matrix.assignment.ulysses
         self.heads = problem.batch * problem.heads // ulysses
         self.rate = device.forward if direction == "forward" else device.backward
-        self.flops_a_pair = problem.flops(direction, pairs=1) // ulysses
+        self.flops_per_pair = problem.flops(direction, pairs=1) // ulysses
         # A partial is read once; the sum it is added to is read and written.
         moved = 2 * problem.accumulator_itemsize + problem.itemsize
         kv_heads = problem.batch * problem.kv_heads // ulysses
@@ -65,7 +65,7 @@ class Prices:
         along = q if self.direction == "forward" else kv
         share = (1.0 if is_full else self.rate.masked) * filled(self.device.width, heads=self.heads, tokens=along)
         tflops = self.rate.tflops * share
-        return self.rate.call_us * 1e-6 + pairs * self.flops_a_pair / (tflops * 1e12)
+        return self.rate.call_us * 1e-6 + pairs * self.flops_per_pair / (tflops * 1e12)
 
     def _touch(self, nbytes: int) -> float:
         return self.device.launch_us * 1e-6 + nbytes / (self.device.memory_gb_per_s * 1e9)

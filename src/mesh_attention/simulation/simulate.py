@@ -9,7 +9,7 @@ import numpy as np
 from mesh_attention.errors import TopologyError
 from mesh_attention.plan.plan import Plan
 from mesh_attention.simulation.events import EventEngine
-from mesh_attention.simulation.jobs import Track, track
+from mesh_attention.simulation.jobs import RankJobs, rank_jobs
 from mesh_attention.simulation.lockstep import LockstepEngine, NotUniformError
 from mesh_attention.simulation.network import Network
 from mesh_attention.simulation.prices import Prices
@@ -65,39 +65,39 @@ def _in_lockstep(
     # From the last one: under a causal mask the first has the fewest calls.
     sampled = np.unique(np.linspace(ranks - 1, 0, min(wanted, ranks)).round().astype(int))
     prices = Prices(topology.device, plan.matrix, plan.direction)
-    tracks: list[Track] = []
+    priced: list[RankJobs] = []
     for rank in sampled.tolist():
-        report(f"pricing {plan.method}", len(tracks) / len(sampled))
-        tracks.append(track(plan, rank, prices))
-    shapes = {tuple((len(job.recvs), len(job.sends), job.waits, job.holds) for job in t.jobs) for t in tracks}
+        report(f"pricing {plan.method}", len(priced) / len(sampled))
+        priced.append(rank_jobs(plan, rank, prices))
+    shapes = {tuple((len(job.recvs), len(job.sends), job.waits, job.holds) for job in t.jobs) for t in priced}
     if len(shapes) > 1:
         raise NotUniformError("jobs of different kinds")
     nearest = np.abs(np.arange(ranks)[:, None] - sampled[None, :]).argmin(axis=1)
     recorder = Recorder(ranks, spans_of)
-    priced = {track.rank: track.jobs for track in tracks}
-    shown = {rank: priced.get(rank) or track(plan, rank, prices).jobs for rank in recorder.spans_of}
-    LockstepEngine(tracks, nearest, plan.matrix, Network(topology), recorder, shown).run()
+    jobs_of = {one.rank: one.jobs for one in priced}
+    shown = {rank: jobs_of.get(rank) or rank_jobs(plan, rank, prices).jobs for rank in recorder.spans_of}
+    LockstepEngine(priced, nearest, plan.matrix, Network(topology), recorder, shown).run()
     is_even = plan.problem.seq_q % ranks == 0 and plan.problem.seq_kv % ranks == 0
-    return _timeline(plan, recorder, tracks, is_exact=is_even and len(sampled) == ranks)
+    return _timeline(plan, recorder, priced, is_exact=is_even and len(sampled) == ranks)
 
 
 def _by_events(plan: Plan, topology: Topology, spans_of: Collection[int], report: Report) -> Timeline:
     prices = Prices(topology.device, plan.matrix, plan.direction)
-    tracks = []
+    priced = []
     for rank in range(topology.ranks):
         report(f"pricing {plan.method}", rank / topology.ranks)
-        tracks.append(track(plan, rank, prices))
+        priced.append(rank_jobs(plan, rank, prices))
     recorder = Recorder(topology.ranks, spans_of)
-    EventEngine(tracks, plan.matrix, Network(topology), recorder).run()
-    return _timeline(plan, recorder, tracks, is_exact=True)
+    EventEngine(priced, plan.matrix, Network(topology), recorder).run()
+    return _timeline(plan, recorder, priced, is_exact=True)
 
 
-def _timeline(plan: Plan, recorder: Recorder, tracks: list[Track], *, is_exact: bool) -> Timeline:
+def _timeline(plan: Plan, recorder: Recorder, priced: list[RankJobs], *, is_exact: bool) -> Timeline:
     return Timeline(
         name=f"{plan.method} {plan.assignment} {plan.direction}",
         ranks=recorder.rank_times(),
         sent_nbytes=recorder.sent,
-        peak_nbytes=max(track.peak_nbytes for track in tracks),
+        peak_nbytes=max(one.peak_nbytes for one in priced),
         flops=plan.problem.flops(plan.direction),
         spans=tuple(sorted(recorder.spans, key=lambda span: (span.rank, span.start_s))),
         is_exact=is_exact,

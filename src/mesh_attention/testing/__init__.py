@@ -1,1 +1,1 @@
-"""For tests of your own planners, kernels and transports: strategies, conformance suites, a pool of ranks."""
+"""Tools to test your own planners, kernels and transports: strategies, conformance suites, a pool of ranks."""

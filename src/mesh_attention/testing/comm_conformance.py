@@ -1,6 +1,7 @@
-"""What any transport must do. Each check is one rank's part, as a generator that yields what it waits for.
+"""Checks that every transport must pass. Each is one rank's part, as a generator that yields what it waits for.
 
-Run them with `take_turns` for ranks of one process, with `block` in a process of its own.
+Run them with `execution.driving.drive_together` for several ranks in one process, or with `execution.driving.drive` for
+one rank per process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def messages_arrive_in_the_order_they_were_sent(comm: Comm) -> Generator[Work, N
 
 
 def an_item_of_several_chunks_arrives_whole(comm: Comm) -> Generator[Work, None, None]:
-    """Into slices of one buffer, as a zigzag shard does."""
+    """The chunks go into slices of one buffer, like those of a zigzag shard."""
     peer = comm.size - 1 - comm.rank
     if peer == comm.rank:
         return
@@ -64,7 +65,7 @@ def everybody_can_exchange_with_everybody(comm: Comm) -> Generator[Work, None, N
 
 
 def waiting_again_does_nothing(comm: Comm) -> Generator[Work, None, None]:
-    """One post is waited for by whoever reads what arrived and by whoever frees what was sent."""
+    """A post is waited for twice: by the step that reads what arrived and by the step that frees what was sent."""
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     landing = torch.zeros(5, dtype=torch.uint8)
     work = comm.post([Parcel([_bytes_of(comm.rank, 7)], after, "kv")], [Parcel([landing], before, "kv")])
@@ -89,7 +90,7 @@ def turns_are_waited_for_in_any_order(comm: Comm) -> Generator[Work, None, None]
 
 
 def what_was_sent_may_be_overwritten_after_waiting(comm: Comm) -> Generator[Work, None, None]:
-    """As buffers that are used again are, at once and by the next arrival."""
+    """The executor reuses buffers at once, also for the next receive."""
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     chunk, landing = _bytes_of(comm.rank, 0, 4096), torch.zeros(4096, dtype=torch.uint8)
     for number in range(1, 9):

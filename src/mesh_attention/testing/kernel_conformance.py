@@ -1,4 +1,4 @@
-"""What any kernel must do: forward and backward against dense attention in float64. Each check takes a kernel.
+"""Checks that every kernel must pass: forward and backward against dense attention in float64.
 
     for check in CHECKS:
         check(MyKernel(), Setting(device="cuda", dtype=torch.bfloat16, head_dim=64, head_dim_v=128, seq=100))
@@ -89,7 +89,7 @@ def documents_are_exact(kernel: Kernel, setting: Setting) -> None:
 
 
 def tokens_in_several_segments_are_exact(kernel: Kernel, setting: Setting) -> None:
-    """Such as a zigzag shard's."""
+    """Tokens such as those of a zigzag shard."""
     n = setting.seq
     ends = (range(n // 2), range(3 * n // 2, 2 * n))
     _check_masks(kernel, setting, CallMask("positions", causal(), ends, ends, 2 * n, 2 * n))
@@ -333,7 +333,7 @@ def _scored(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
 
 
 def _truth(call: Call) -> tuple[Tensor, Tensor, Gradients]:
-    """Output, LSE and gradients in float64, by autograd: dO and delta are what O and the sum of weights are worth."""
+    """Output, LSE and gradients in float64; autograd of sum(O∘dO) - sum(delta · row sums of the weights)."""
     q, k, v = inputs = [x.detach().double().requires_grad_() for x in call[:3]]
     with torch.enable_grad():
         scored, values = _scored(q, k, call.scores), v.repeat_interleave(HEADS // v.shape[1], 1)
@@ -357,7 +357,7 @@ def _check_masks(kernel: Kernel, setting: Setting, *masks: CallMask, **options: 
 
 
 def _check_exact(kernel: Kernel, call: Call, note: str = "") -> tuple[Tensor, Tensor]:
-    """The kernel's output and LSE, which like its gradients are the truth's."""
+    """Check output, LSE and gradients against the truth; returns the kernel's output and LSE."""
     due, due_lse, due_gradients = _truth(call)
     dtype = call.q.dtype
     out, lse = kernel.forward(*call[:3], call.scores)
@@ -373,7 +373,7 @@ def _check_gradients(kernel: Kernel, ours: Gradients, due: Gradients, dtype: tor
 
 
 def _check_near(kernel: Kernel, ours: Tensor, due: Tensor, roundings: int, dtype: torch.dtype, what: str) -> None:
-    """Within as many roundings to the dtype as are on the way, of the whole tensor's size, and sums in `wide`."""
+    """Check that the relative error is within `roundings` roundings to the dtype, plus that of sums in `wide`."""
     wide = torch.promote_types(dtype, torch.float32)
     allowed = roundings * torch.finfo(dtype).eps / 2 + 64 * torch.finfo(wide).eps
     assert ours.shape == due.shape, f"{kernel.name}: {what}: shape {tuple(ours.shape)}, expected {tuple(due.shape)}"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext
 
 START_S = 120
-"""How long the workers may take to import torch and find each other."""
+"""Seconds that the workers may take to import torch and find each other."""
 SLOW_IMPORTS = (
     *("mesh_attention.api", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
     *("transformers.modeling_utils", "hypothesis", "pytest"),
@@ -35,7 +35,7 @@ SLOW_IMPORTS = (
 
 
 def process_context() -> ForkServerContext | SpawnContext:
-    """A forkserver with torch imported, or spawn where there is no fork."""
+    """A forkserver with torch imported, or spawn if the system has no fork."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -52,7 +52,7 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """Worker processes 0 to size - 1; any first few of them can be given work, as a group of their own."""
+    """Worker processes 0 to size - 1; the first few of them, any number, can run a function as one group."""
 
     def __init__(self, size: int, *, group_timeout_s: float = 60.0) -> None:
         self.size = size
@@ -70,7 +70,7 @@ class RankPool:
             self._receive(rank, time.monotonic() + START_S)
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
-        """What the function returns on each of the first `ranks` ranks."""
+        """Results of the function on each of the first `ranks` ranks."""
         for _, connection in self._workers[:ranks]:
             connection.send((ranks, function, arguments))
         deadline = time.monotonic() + timeout_s

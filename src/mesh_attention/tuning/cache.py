@@ -1,4 +1,4 @@
-"""Tunings kept on disk, by problem and cluster. A file that cannot be read or written is as good as none."""
+"""Tunings cached on disk, by problem and cluster. A file that cannot be read or written is ignored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cache_folder() -> Path:
     named = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(named or Path.home() / ".cache") / "mesh-attention"
-    except RuntimeError:  # a user id that has no home
+    except RuntimeError:  # the user has no home directory
         return Path(gettempdir()) / "mesh-attention"
 
 
@@ -52,7 +52,7 @@ def cached_tune(
     on_progress: Report | None = None,
     folder: Path | None = None,
 ) -> tuple[Tuning, bool]:
-    """As `tune`; the second value says whether it was found on disk."""
+    """Call `tune`, or read its result from the cache on disk; the second value is True if it was read."""
     asked = (RESULT_VERSION, code_digest(), problem, topology, tuple(directions), layout, memory_nbytes)
     key = hashlib.sha256(repr(asked).encode()).hexdigest()[:32]
     path = (folder or cache_folder()) / f"tuning-{key}.json"
@@ -73,7 +73,7 @@ def cached_tune(
 
 @lru_cache(maxsize=1)
 def code_digest() -> str:
-    """Of all that a tuning follows from: what another version found may not be what this one would."""
+    """Hash of the code that tunings depend on, so that those of another version are not reused."""
     package = Path(__file__).parent.parent
     parts = [path for name in PARTS for path in sorted((package / name).rglob("*.py")) or [package / name]]
     return hashlib.sha256(b"".join(path.read_bytes() for path in parts)).hexdigest()[:16]
@@ -86,16 +86,16 @@ def _read(path: Path, asked: str) -> Tuning | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s is no tuning (%s); tuning anew", path, error)
+        log.warning("%s is not a cached tuning (%s); tuning again", path, error)
         return None
 
 
 def _write(path: Path, asked: str, tuning: Tuning) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Ranks of one machine write the same file at once: each its own, then one move.
+        # Ranks of one machine may write at once: each writes a temporary file, then moves it here.
         with NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8", suffix=".part") as part:
             json.dump({"asked": asked, "tuning": tuning_to_json(tuning)}, part)
         os.replace(part.name, path)
     except OSError as error:
-        log.warning("the tuning is not kept: %s", error)
+        log.warning("could not cache the tuning: %s", error)

@@ -15,12 +15,12 @@ from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 
 BY_PRICE = 1 << 16
-"""Where grouping by price stands among the numbers of blocks per call: it is the least simple."""
+"""Rank of grouping by price among the numbers of blocks per call: it is the least simple."""
 Complexity = tuple[int | str, ...]
 
 
 def complexity(choice: Choice) -> Complexity:
-    """Of two choices that are about as fast, the one that compares lower is simpler. No two compare equal."""
+    """A key by which the simpler of two choices compares lower. No two choices compare equal."""
     assignment = choice.assignment
     return (
         FAMILIES.index(choice.family),
@@ -74,12 +74,12 @@ ROUTE_PAIRS: Routes = (("direct", "direct"), ("ring", "ring"), ("ring", "direct"
 
 
 def _routes(problem: Problem) -> Routes:
-    """In 16 bits partials do not go round a ring: rounded once a hop, they lose twice what one kernel does."""
+    """Pairs of routes. In 16 bits partials do not go round a ring: rounding at every hop doubles the error."""
     return tuple(pair for pair in ROUTE_PAIRS if problem.itemsize > 2 or pair[1] == "direct")
 
 
 def placements(tile: Tile, ulysses: int, topology: Topology) -> list[Tile | None]:
-    """Inner tiles that fill a node, after the Ulysses groups; without one if nodes hold one place or are but one."""
+    """None, then every inner tile that fills a node; only None unless there are several nodes of several places."""
     places = topology.ranks_per_node // ulysses
     if topology.nodes == 1 or places < 2 or topology.ranks_per_node % ulysses:
         return [None]

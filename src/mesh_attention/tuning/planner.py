@@ -18,9 +18,9 @@ from mesh_attention.tuning.tune import tuned_plans
 
 
 def tuned_planner(topology: Topology, *, memory_nbytes: float | None = None) -> Callable[..., Plan]:
-    """``planner(problem, direction=…, layout=…, needs_gradient=…)``: the tuner's choice, found once a problem.
+    """``planner(problem, direction=…, layout=…, needs_gradient=…)``: the tuner's choice, made once for each problem.
 
-    For both passes together; without gradients for forward alone, and backward, which nobody runs then, is like it.
+    Both passes are tuned together. Without gradients only forward is tuned, and backward, which never runs, copies it.
     """
 
     @lru_cache(maxsize=128)

@@ -1,4 +1,4 @@
-"""Why a loser lost, in words, from the numbers of its trial and of the chosen one."""
+"""Explains why a trial lost, from its numbers and those of the chosen one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def why_not(loser: Trial, chosen: Trial, near_tie: float) -> str:
-    """One line; it names what costs the loser most."""
+    """One line that names the largest cost of the loser."""
     lost = loser.time_s - chosen.time_s
     if lost <= near_tie * chosen.time_s:
         return "about as fast, and not as simple" if loser.time_s < chosen.time_s or lost > 0 else "as fast"
@@ -50,7 +50,7 @@ def cannot_be_used(
         elif family == "double ring":
             left_out[family] = "needs several nodes of several ranks"
         else:
-            left_out[family] = "has no tile or degree here that another method has not"
+            left_out[family] = "every tile and degree possible here belongs to another method"
     return left_out
 
 

@@ -1,4 +1,4 @@
-"""What the tuner found: trials, ranked, with the reason each loser lost. Values, with a JSON form for the cache."""
+"""The tuner's result: trials, ranked, with the reason each loser lost. Values, with a JSON form for the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESULT_VERSION = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A pass of a choice, in numbers. Bytes are what an average rank sends."""
+    """The numbers of one pass of a choice. Bytes are those that an average rank sends."""
 
     time_s: float
     compute_s: float
@@ -48,7 +48,8 @@ class Forecast:
 class Trial:
     """A choice for each pass that was asked for, with its forecast.
 
-    `is_bound`: the method has no plan here, and takes at least this (see `rivals`). `reason` says why it is not chosen.
+    `is_bound`: this library has no plan for the method, and the numbers are lower bounds (see `rivals`). `reason` says
+    why it is not chosen.
     """
 
     family: Family
@@ -88,10 +89,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """The chosen trial first, then the best of every other family, fastest first, then what cannot be used and why.
+    """The chosen trial, then the best of every other family, fastest first. `left_out`: families that cannot be used.
 
-    `bound_s` is what computing takes at the full kernel rate, `bound_nbytes` what an average rank receives at least if
-    forward keeps nothing for backward.
+    `bound_s` is the time to compute at the full kernel rate, `bound_nbytes` the fewest bytes that an average rank
+    receives if forward keeps nothing for backward.
     """
 
     trials: tuple[Trial, ...]
@@ -106,7 +107,7 @@ class Tuning:
 
 
 def tuning_to_json(tuning: Tuning) -> dict[str, Any]:
-    """Plain values; the choices as options that `Choice.of` reads back."""
+    """The tuning as plain values, with choices as options that `Choice.of` reads back."""
     trials = [
         {**asdict(replace(trial, choices={})), "choices": {d: choice.options for d, choice in trial.choices.items()}}
         for trial in tuning.trials
@@ -115,9 +116,9 @@ def tuning_to_json(tuning: Tuning) -> dict[str, Any]:
 
 
 def tuning_from_json(written: Mapping[str, Any]) -> Tuning:
-    """The opposite of `tuning_to_json`; a KeyError, TypeError or ValueError where it is something else."""
+    """The opposite of `tuning_to_json`. Raises KeyError, TypeError or ValueError if `written` is something else."""
     if written["version"] != RESULT_VERSION:
-        raise ValueError(f"version {written['version']!r}")
+        raise ValueError(f"version {written['version']!r}, expected {RESULT_VERSION}")
     return Tuning(
         trials=tuple(_trial(trial) for trial in written["trials"]),
         left_out=dict(written["left_out"]),

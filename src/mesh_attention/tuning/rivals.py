@@ -1,9 +1,9 @@
-"""Rivals that have no plan here, as cost models.
+"""Cost models of rivals that this library has no plan for.
 
 StarTrail with degree C gathers Q, K and V in teams of C, passes the gathered K and V round rings of teams, and reduces
 the outputs in teams. A rank computes C query shards with n / C key/value shards: the blocks of a mesh tile of C rows.
-It sends all that mesh does, and besides gathers K and V. So it takes at least what a mesh tile of C rows does, and that
-is taken from the fastest schedule that was found for it.
+It sends everything that mesh does, and also gathers K and V. So it takes at least as long as the fastest schedule found
+for a mesh tile of C rows.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MOST_DEGREES = 2
 
 
 def startrail_degrees(ranks: int) -> list[int]:
-    """C for which n is a multiple of C²; 1 is Ring-Attention."""
+    """Degrees C for which n is a multiple of C²; without 1, which is Ring-Attention."""
     return [c for c in range(2, ranks) if c * c <= ranks and ranks % (c * c) == 0]
 
 
 def startrail_units(ranks: int, degree: int) -> float:
-    """Forward volume a rank at g = 1, in units of (tokens a rank × heads × head size), as its paper states it."""
+    """Forward volume per rank at g = 1, in units of (tokens per rank × heads × head size), as its paper states it."""
     return 4 * degree - 1 + 2 * ranks / degree
 
 
@@ -54,7 +54,7 @@ def startrail(candidates: list[Choice], searches: Mapping[Direction, PassSearch]
 
 
 def _fastest(choice: Choice, search: PassSearch) -> Choice:
-    """Of all groupings of this choice, and of all that was tried with its tile."""
+    """The fastest choice with this tile and degree, after every grouping of this one has been simulated."""
     for grouping in (None, *groupings(choice)):
         search.simulate(replace(choice, blocks_per_call=grouping))
     assignment = (choice.assignment.tile, choice.assignment.ulysses)

@@ -1,6 +1,6 @@
 """The search for one pass: candidates in the order of their bounds, simulated until no bound is below the best.
 
-Nothing here looks at a clock: every rank of a group comes to the same answer.
+The result does not depend on measured time, so every rank of a group finds the same one.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from mesh_attention.tuning.result import Forecast
 from mesh_attention.tuning.traffic import Traffic, plan_on, traffic
 
 Report = Callable[[str, float], None]
-MOST_BLOCKS_A_CALL = 16
+MOST_BLOCKS_PER_CALL = 16
 AT_LEAST = 3
-"""Shapes of a family that are simulated even if their bound says that they cannot win: a rival is shown at its best."""
+"""Shapes of a family that are simulated even if their bounds exclude them, so that each rival is shown at its best."""
 FINALISTS = 8
-"""Of all shapes simulated in a pass, those tried with other groupings; and the first two of every family, where they
-are not more than `FIRST_OF_FAMILY` times slower than the best."""
+"""The fastest shapes of a pass that are tried with other groupings, besides the first `FIRSTS` of every family that are
+at most `FIRST_OF_FAMILY` times slower than the best."""
 FIRSTS = 2
 LONGEST_PRICED_FIRST = 80
-"""Rows and columns of a tile together."""
+"""Rows plus columns of a tile."""
 FIRST_OF_FAMILY = 2.0
 
 
@@ -44,7 +44,7 @@ class Tried:
 class Effort:
     """How much of a family is simulated: the `least` most promising, and up to `most` of those whose estimate is within
     a factor `worth_trying` of the best time so far; with the calls of `priced_ranks` ranks priced. Finalists are tried
-    with so many larger and smaller groupings."""
+    with up to `regroupings` larger and as many smaller groupings."""
 
     priced_ranks: int
     least: int
@@ -54,14 +54,14 @@ class Effort:
 
 
 def effort(ranks: int) -> Effort:
-    """A simulation takes as long as there are ranks, so with fewer of them more is tried."""
+    """Search effort for a number of ranks: simulations of fewer ranks are faster, so more are made."""
     if ranks <= 64:
         return Effort(priced_ranks=4, least=12, most=48, worth_trying=1.1, regroupings=4)
     return Effort(priced_ranks=2, least=5, most=16, worth_trying=1.03, regroupings=1)
 
 
 class PassSearch:
-    """All candidates of one pass and what was found out about them."""
+    """The search for one pass: its limits, and the forecasts found so far."""
 
     def __init__(
         self, problem: Problem, topology: Topology, direction: Direction, limit_nbytes: float, report: Report
@@ -72,14 +72,14 @@ class PassSearch:
         self.effort = effort(problem.ranks)
 
     def run(self, candidates: Sequence[Choice], *, priced_ranks: int, is_uniform: bool) -> None:
-        """Simulates what may win, and the most promising of every family."""
+        """Simulate the candidates that may win, and the most promising of every family."""
         self.priced_ranks, self.is_uniform = priced_ranks, is_uniform
         candidates = [self.grouped(choice) for choice in candidates]
         bounds = {c: traffic(c, self.problem, self.topology, self.direction) for c in candidates}
         by_family = {family: [c for c in candidates if c.family == family] for family in FAMILIES}
-        # The families that promise most go first: their times prune the rest.
-        promise = {f: min((bounds[c].promise_s for c in found), default=0.0) for f, found in by_family.items()}
-        for number, family in enumerate(sorted(FAMILIES, key=lambda family: promise[family])):
+        # Families with the lowest estimates go first: their times prune the rest.
+        estimates = {f: min((bounds[c].estimate_s for c in found), default=0.0) for f, found in by_family.items()}
+        for number, family in enumerate(sorted(FAMILIES, key=lambda family: estimates[family])):
             self.report(f"trying {family}", 0.95 * number / len(FAMILIES))
             self._run_family(_tiles_first(by_family[family], bounds), bounds)
         firsts = [tried for family in FAMILIES for tried in self.best(family)[:FIRSTS]]
@@ -90,11 +90,11 @@ class PassSearch:
                 self.simulate(choice)
 
     def _run_family(self, candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> None:
-        """The first few that fit into memory, whatever their bound; after them, those that may be the fastest."""
+        """Simulate the first few that fit into memory, whatever their bound, then those that may be the fastest."""
         fitting = 0
         for choice in candidates:
             bound = bounds[choice]
-            is_unlikely = fitting >= self.effort.least and bound.promise_s > self.effort.worth_trying * self.best_s
+            is_unlikely = fitting >= self.effort.least and bound.estimate_s > self.effort.worth_trying * self.best_s
             is_beaten = self.is_uniform and fitting >= AT_LEAST and bound.bound_s >= self.best_s
             if is_unlikely or is_beaten:
                 continue
@@ -114,18 +114,18 @@ class PassSearch:
         return min((tried.forecast.time_s for tried in self.best()), default=float("inf"))
 
     def best(self, family: Family | None = None) -> list[Tried]:
-        """What fits into memory, of a family or of all, fastest first."""
+        """Tried choices that fit into memory, of one family or of all, fastest first."""
         found = [Tried(c, forecast) for c, forecast in self.tried.items() if family in (None, c.family)]
         fitting = [tried for tried in found if tried.forecast.peak_nbytes <= self.limit_nbytes]
         return sorted(fitting, key=lambda tried: (tried.forecast.time_s, complexity(tried.choice)))
 
     def grouped(self, choice: Choice) -> Choice:
-        """With the grouping that promises most."""
+        """The choice with the grouping of the lowest estimate."""
         found = [replace(choice, blocks_per_call=grouping) for grouping in groupings(choice)]
-        return min(found, key=lambda c: traffic(c, self.problem, self.topology, self.direction).promise_s)
+        return min(found, key=lambda c: traffic(c, self.problem, self.topology, self.direction).estimate_s)
 
     def _regrouped(self, choice: Choice) -> Iterator[Choice]:
-        """By the price of calls; where a number may be better, with the next larger and smaller groupings, or all."""
+        """The choice with calls sized by price, then, where a fixed size may be better, with nearby groupings."""
         if choice.is_collective:
             return
         yield replace(choice, blocks_per_call=None)
@@ -137,23 +137,23 @@ class PassSearch:
 
 
 def _first_try(choice: Choice) -> Choice:
-    """By the price of calls; not along a ring, where shards wait for each other in ways that have no price, and not if
-    the tile is so long that planning takes more time than a simulation."""
+    """The choice with calls sized by price, except on ring routes, where waits between shards have no price, and for
+    tiles so long that planning takes longer than simulating."""
     tile, is_direct = choice.assignment.tile, not choice.is_collective and choice.route == "direct"
     is_quick = tile.rows + tile.cols <= LONGEST_PRICED_FIRST
     return replace(choice, blocks_per_call=None) if is_direct and is_quick else choice
 
 
 def _tiles_first(candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> list[Choice]:
-    """By promise; the best of every tile before the second best of any."""
-    by_promise = sorted(candidates, key=lambda c: (bounds[c].promise_s, complexity(c)))
+    """Candidates by estimate, but the best of every tile before the second best of any."""
+    by_estimate = sorted(candidates, key=lambda c: (bounds[c].estimate_s, complexity(c)))
     seen: Counter[tuple[int, Tile]] = Counter()
-    turn = {}
-    for choice in by_promise:
+    place_in_tile = {}
+    for choice in by_estimate:
         tile = (choice.assignment.ulysses, choice.assignment.tile)
         seen[tile] += 1
-        turn[choice] = seen[tile]
-    return sorted(by_promise, key=lambda choice: turn[choice])  # sorting keeps the order of equals
+        place_in_tile[choice] = seen[tile]
+    return sorted(by_estimate, key=lambda choice: place_in_tile[choice])  # sorting keeps the order of equals
 
 
 def groupings(choice: Choice) -> list[int | None]:
@@ -161,4 +161,4 @@ def groupings(choice: Choice) -> list[int | None]:
     if choice.is_collective:
         return [None]
     longer = max(choice.assignment.tile.rows, choice.assignment.tile.cols)
-    return [1 << power for power in range(min(longer, MOST_BLOCKS_A_CALL).bit_length())]
+    return [1 << power for power in range(min(longer, MOST_BLOCKS_PER_CALL).bit_length())]

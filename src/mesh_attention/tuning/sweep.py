@@ -23,7 +23,7 @@ from mesh_attention.tuning.traffic import plan_on, traffic
 Axis = Literal["ranks", "seq", "tile"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 MAIN_METHODS = ("ring", "ulysses", "attention2d", "usp", "mesh", "ulysses×mesh")
-"""Included besides the chosen one; all methods would be too many for a chart."""
+"""Methods in the chart besides the chosen one; all of them would be too many."""
 OF_A_TILE = ("mesh", "attention2d")
 FEWEST_RANKS, FEWEST_TOKENS = 8, 65536
 TRIED_OF_A_TILE = 3
@@ -43,7 +43,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Points, and where there are none because no plan fits into memory."""
+    """The points, and the values at which no plan fits into memory."""
 
     points: tuple[Point, ...]
     left_out: tuple[str, ...]
@@ -51,12 +51,12 @@ class Sweep:
 
 def check_axis(axis: Axis, problem: Problem) -> None:
     if axis == "seq" and problem.mask.documents is not None:
-        raise UsageError("packed documents have one length: use another axis than seq, or leave the documents out")
+        raise UsageError("packed documents fix the length; use ranks or tile instead of seq, or leave documents out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweeper:
-    """Varies a problem that was tuned; `tune_at` tunes others like it."""
+    """Varies a problem that was tuned; `tune_at` tunes the variations."""
 
     problem: Problem
     topology: Topology
@@ -95,7 +95,7 @@ class Sweeper:
                 for trial in tuning.trials
                 if trial.family in families
             ]
-        points.sort(key=lambda point: families.index(point.method))  # a method has its colour in every chart
+        points.sort(key=lambda point: families.index(point.method))  # a method has the same colour in every chart
         return Sweep(points=tuple(points), left_out=tuple(left_out))
 
     def _tiles(self) -> Sweep:
@@ -124,14 +124,14 @@ class Sweeper:
     def _fastest(self, candidates: Sequence[Choice], direction: Direction) -> Forecast | None:
         problem, topology = self.problem, self.topology
         grouped = [replace(c, blocks_per_call=grouping) for c in candidates for grouping in groupings(c)]
-        grouped.sort(key=lambda c: traffic(c, problem, topology, direction).promise_s)
+        grouped.sort(key=lambda c: traffic(c, problem, topology, direction).estimate_s)
         plans = [plan_on(topology, problem, choice, direction) for choice in grouped[:TRIED_OF_A_TILE]]
         forecasts = [Forecast.of(simulate(plan, topology, priced_ranks=PRICED_RANKS)) for plan in plans]
         return min(forecasts, key=lambda forecast: forecast.time_s, default=None)
 
 
 def doubled(fewest: int, most: int) -> list[int]:
-    """From the fewest, doubled each time, up to and including the most; from 1 where the most is not more."""
+    """Numbers from `fewest`, doubled each time, up to and including `most`; from 1 if `most` is not above `fewest`."""
     numbers = [fewest if most > fewest else 1]
     while 2 * numbers[-1] < most:
         numbers.append(2 * numbers[-1])
@@ -139,7 +139,7 @@ def doubled(fewest: int, most: int) -> list[int]:
 
 
 def _with_tokens(problem: Problem, tokens: int) -> Problem:
-    """Keys and values in the same ratio."""
+    """The problem with this many queries, and keys in the same ratio."""
     return replace(problem, seq_q=tokens, seq_kv=max(1, problem.seq_kv * tokens // problem.seq_q))
 
 

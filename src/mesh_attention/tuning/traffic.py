@@ -1,7 +1,7 @@
-"""How long a choice's links are busy at least, and what that makes of its time. Closed form; nothing is simulated.
+"""Lower bounds on the link time and the total time of a choice, in closed form, without simulation.
 
-For plans in which every rank needs every shard of its groups; a mask that takes shards away makes less traffic, and
-then these are estimates and no bounds.
+They hold if every rank needs every shard of its groups. A mask that makes shards unnecessary reduces traffic; these are
+then estimates, not bounds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.plan.assignment import Assignment, Axis
-from mesh_attention.plan.blocks import elements_a_token
+from mesh_attention.plan.blocks import elements_per_token
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
@@ -26,20 +26,20 @@ from mesh_attention.topology import Topology
 
 Counts = NDArray[np.float64]
 LEFT_EXPOSED = 0.05
-CALLS_A_MEETING = 2
-"""Of rows and columns, under a causal mask: early and late segments see different keys."""
+CALLS_PER_MEET = 2
+"""Kernel calls per meet under a causal mask, because early and late segments see different keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Seconds of the busiest NIC, of the busiest port, and of what no rank can hide behind compute.
+    """Seconds that the busiest NIC and port are in use; `unhidden_s`: transfers that compute cannot hide.
 
-    `calls_s` is about what many calls instead of one add to compute, `fill_s` about how long the first of them waits.
+    `calls_s` estimates what many calls instead of one add to compute, `fill_s` how long the first call waits.
     """
 
     nic_s: float
     port_s: float
-    held_s: float
+    unhidden_s: float
     compute_s: float
     calls_s: float
     fill_s: float
@@ -47,23 +47,23 @@ class Traffic:
     @property
     def bound_s(self) -> float:
         """No schedule of this choice takes less, if the plan is uniform."""
-        return max(self.nic_s, self.port_s, self.held_s + self.compute_s)
+        return max(self.nic_s, self.port_s, self.unhidden_s + self.compute_s)
 
     @property
-    def promise_s(self) -> float:
-        """An estimate to begin with, no bound: links are never hidden wholly."""
+    def estimate_s(self) -> float:
+        """A first estimate, not a bound: compute never hides links completely."""
         return self.bound_s + self.calls_s + self.fill_s + LEFT_EXPOSED * (self.nic_s + self.port_s)
 
 
-class Busy(NamedTuple):
-    """Seconds in which each rank receives from other nodes, and from inside its own."""
+class ReceiveTimes(NamedTuple):
+    """Seconds that each rank spends receiving from other nodes, and from its own."""
 
     crossing_s: Counts
     inside_s: Counts
 
 
 class Links:
-    """What the ranks of a cluster receive, for one assignment."""
+    """Times that the ranks of a cluster spend receiving, for one assignment."""
 
     def __init__(self, problem: Problem, topology: Topology, assignment: Assignment) -> None:
         self.problem, self.topology, self.assignment = problem, topology, assignment
@@ -71,8 +71,8 @@ class Links:
         self.nodes, self.nics = topology.node(self.ranks), topology.nic(self.ranks)
         self.none: Counts = np.zeros(topology.ranks)
 
-    def group_s(self, kind: Kind, route: Route) -> Busy:
-        """What all transfers of a kind in its group make of every rank's time."""
+    def group_s(self, kind: Kind, route: Route) -> ReceiveTimes:
+        """Seconds that each rank spends receiving one kind of item in its group."""
         axis = AXIS_OF[kind]
         size = self.assignment.size(axis)
         if size == 1:
@@ -80,26 +80,26 @@ class Links:
         crossing = self._direct(axis) if route == "direct" else self._ring(axis)
         return self._busy(crossing, size - 1 - crossing, self._shard_nbytes(kind))
 
-    def exchange_s(self, kind: Kind) -> Busy:
+    def exchange_s(self, kind: Kind) -> ReceiveTimes:
         """A Ulysses exchange: a slice of the heads to and from every other rank of the group."""
         ulysses = self.assignment.ulysses
         same = self._same_node(self.ranks // ulysses)
         return self._busy(ulysses - same, same - 1, self._shard_nbytes(kind) / ulysses)
 
     def nic_s(self, crossing_s: Counts) -> float:
-        """Of the busiest NIC, all its ranks together."""
+        """Seconds that the busiest NIC receives, summed over the ranks that share it."""
         return float(np.bincount(self.nics, weights=crossing_s).max())
 
     def _shard_nbytes(self, kind: Kind) -> float:
-        """Of a place's shard, one slice of the heads: as many tokens more as heads fewer, so a rank's own tokens."""
-        payload, statistics = elements_a_token(kind, self.problem)
+        """Bytes of one head slice of a place's shard, which is as large as one rank's own tokens with all heads."""
+        payload, statistics = elements_per_token(kind, self.problem)
         tokens = (self.problem.seq_q if AXIS_OF[kind] == "row" else self.problem.seq_kv) / self.problem.ranks
         problem = self.problem
         return problem.batch * tokens * (payload * problem.itemsize + statistics * problem.accumulator_itemsize)
 
-    def _busy(self, crossing: Counts, inside: Counts, nbytes: float) -> Busy:
+    def _busy(self, crossing: Counts, inside: Counts, nbytes: float) -> ReceiveTimes:
         topology = self.topology
-        return Busy(crossing * topology.between.seconds(nbytes), inside * topology.inside.seconds(nbytes))
+        return ReceiveTimes(crossing * topology.between.seconds(nbytes), inside * topology.inside.seconds(nbytes))
 
     def _direct(self, axis: Axis) -> Counts:
         place = self.ranks // self.assignment.ulysses
@@ -109,7 +109,7 @@ class Links:
         return self.assignment.size(axis) - same
 
     def _same_node(self, group: Any) -> Counts:
-        """How many members of each rank's group are in its node, itself among them."""
+        """For each rank, the members of its group that are in its node, itself included."""
         key = np.asarray(group) * self.topology.nodes + self.nodes
         _, inverse, counts = np.unique(key, return_inverse=True, return_counts=True)
         same: Counts = counts[inverse].astype(float)
@@ -136,18 +136,18 @@ def traffic(choice: Choice, problem: Problem, topology: Topology, direction: Dir
     for kind in (*fetched, *OUTPUTS[direction]):
         group = links.group_s(kind, choice.route if kind in fetched else choice.partials)
         is_held = choice.is_collective
-        exchange = links.exchange_s(kind) if choice.assignment.ulysses > 1 else Busy(links.none, links.none)
+        exchange = links.exchange_s(kind) if choice.assignment.ulysses > 1 else ReceiveTimes(links.none, links.none)
         crossing = crossing + group.crossing_s + exchange.crossing_s
         inside = inside + group.inside_s + exchange.inside_s
         held = held + np.maximum(*exchange) + (np.maximum(*group) if is_held else 0.0)
     nic, port = links.nic_s(crossing), float(inside.max())
     transfers = max(1, choice.assignment.tile.rows + choice.assignment.tile.cols - 2)
-    # Along a ring, what is waited for has itself been waited for.
+    # Along a ring the sender waits for the shard first, so the wait counts twice.
     fill_s = (2 if choice.route == "ring" else 1) * ((choice.blocks_per_call or 1) - 1) / transfers * max(nic, port)
     return Traffic(
         nic_s=nic,
         port_s=port,
-        held_s=float(held.max()),
+        unhidden_s=float(held.max()),
         compute_s=_compute_s(problem, topology, direction),
         calls_s=_calls_s(choice, problem, topology, direction),
         fill_s=fill_s,
@@ -155,7 +155,7 @@ def traffic(choice: Choice, problem: Problem, topology: Topology, direction: Dir
 
 
 def costs_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Costs:
-    """In blocks of compute: a transfer of each kind on the links its group runs over; a call, if that decides."""
+    """Costs on a cluster, in blocks of compute; call prices only if the choice leaves `blocks_per_call` open."""
     links, tile = Links(problem, topology, choice.assignment), choice.assignment.tile
     block_s = _compute_s(problem, topology, direction) / (tile.rows * tile.cols)
     found: dict[str, float] = {}
@@ -174,10 +174,10 @@ def plan_on(topology: Topology, problem: Problem, choice: Choice, direction: Dir
 
 
 def _call_prices(problem: Problem, topology: Topology, direction: Direction, block_s: float) -> dict[str, float]:
-    """What a meeting costs besides its blocks: its calls, and the memory it touches for a row and for a column."""
+    """Prices of a meet besides its blocks: for its calls, and for the memory it touches per row and per column."""
     device = topology.device
     rate = device.forward if direction == "forward" else device.backward
-    call_s = CALLS_A_MEETING * (rate.call_us + device.launch_us) * 1e-6
+    call_s = CALLS_PER_MEET * (rate.call_us + device.launch_us) * 1e-6
     memory_s = 1 / (device.memory_gb_per_s * 1e9)
     row_nbytes, col_nbytes = _touched_nbytes(problem, direction)
     return {"call": call_s / block_s, "row": row_nbytes * memory_s / block_s, "col": col_nbytes * memory_s / block_s}
@@ -193,7 +193,7 @@ def _touched_nbytes(problem: Problem, direction: Direction) -> tuple[float, floa
 
 
 def _calls_s(choice: Choice, problem: Problem, topology: Topology, direction: Direction) -> float:
-    """Fixed costs of kernel calls, and the memory that adding up partials touches."""
+    """Seconds for the fixed costs of kernel calls and for the memory traffic of adding up partials."""
     tile, device = choice.assignment.tile, topology.device
     rate = device.forward if direction == "forward" else device.backward
     is_whole = choice.is_collective
@@ -201,7 +201,7 @@ def _calls_s(choice: Choice, problem: Problem, topology: Topology, direction: Di
     rows, cols = (tile.rows, tile.cols) if is_whole else (meetings, tile.rows * tile.cols)
     row_nbytes, col_nbytes = _touched_nbytes(problem, direction)
     touched = rows * row_nbytes + cols * col_nbytes
-    return CALLS_A_MEETING * meetings * rate.call_us * 1e-6 + touched / (device.memory_gb_per_s * 1e9)
+    return CALLS_PER_MEET * meetings * rate.call_us * 1e-6 + touched / (device.memory_gb_per_s * 1e9)
 
 
 def _compute_s(problem: Problem, topology: Topology, direction: Direction) -> float:

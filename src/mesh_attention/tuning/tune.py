@@ -1,4 +1,4 @@
-"""`tune`: the plan to use for a problem on a cluster, and why no other."""
+"""`tune`: the plan to use for a problem on a cluster, and why the others were not chosen."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import GIB, format_nbytes
 
 NEAR_TIE = 0.005
-"""Within this share of the fastest, the simplest wins."""
+"""Among trials within this share of the fastest, the simplest wins."""
 PRICED_RANKS_AT_LAST = 8
 FAR_BEHIND = 1.6
-"""Times slower than the fastest: the first forecast is not that far off."""
+"""Trials that are this many times slower than the fastest are not priced again: no forecast is that far off."""
 KEEPS: tuple[tuple[Kind, ...], ...] = (("kv",), ("q", "kv"))
 
 
@@ -41,12 +41,13 @@ def tune(
 ) -> Tuning:
     """The best trial of every family, the chosen one first; both passes together if both are asked for.
 
-    `memory_nbytes` is what a call may allocate on a rank; without it, the device's memory. What forward keeps gathered
-    for backward is held for as many layers as a model has, so it is tried only under a limit that was given.
+    `memory_nbytes` is what a call may allocate on a rank; if it is None, the device's memory. Inputs that forward keeps
+    for backward take memory in every layer of a model, so keeping is tried only if a limit is given.
     """
     if problem.ranks != topology.ranks:
         raise TopologyError(
-            f"the problem has {problem.ranks} ranks and {topology.name} has {topology.ranks}; they must be as many"
+            f"the problem has {problem.ranks} ranks and {topology.name} has {topology.ranks}; use "
+            f"topology.with_ranks({problem.ranks}), or a problem with {topology.ranks} ranks"
         )
     report = on_progress or (lambda doing, fraction: None)
     limit = memory_nbytes if memory_nbytes is not None else topology.device.memory_gib * GIB
@@ -85,7 +86,7 @@ def tune(
 
 
 def tuned_plans(problem: Problem, topology: Topology, trial: Trial) -> dict[Direction, Plan]:
-    """The plans of a trial, one a pass."""
+    """The plan of each pass of a trial."""
     return {direction: plan_on(topology, problem, choice, direction) for direction, choice in trial.choices.items()}
 
 
@@ -100,11 +101,11 @@ def check_memory(nbytes: object) -> None:
 
 def _check_directions(directions: Sequence[Direction]) -> None:
     if isinstance(directions, str) or not directions or [d for d in DIRECTIONS if d in directions] != list(directions):
-        raise ScheduleError(f"directions {directions!r}: expected a list of forward, of backward, or of both in order")
+        raise ScheduleError(f"directions {directions!r}: expected ('forward',), ('backward',) or both in this order")
 
 
 def _trials(searches: dict[Direction, PassSearch]) -> list[Trial]:
-    """For every family the fastest choice of each pass, unless a simpler one is about as fast."""
+    """A trial for every family: the fastest choice of each pass, unless a simpler one is about as fast."""
     trials = []
     for family in FAMILIES:
         by_pass = {direction: search.best(family) for direction, search in searches.items()}
@@ -127,7 +128,7 @@ def _trial(family: Family, tried: dict[Direction, Tried]) -> Trial:
 
 
 def _kept(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> list[Trial]:
-    """The fastest trials' tiles again, with what forward gathered left to backward."""
+    """Trials with the fastest trials' tiles in which forward keeps its inputs for backward."""
     found = []
     for trial in sorted(trials, key=lambda trial: trial.time_s)[:3]:
         for shape in dict.fromkeys(c for c in trial.choices.values() if c.assignment.places > 1):
@@ -140,7 +141,7 @@ def _kept(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> lis
 
 
 def _priced_again(trials: list[Trial], searches: dict[Direction, PassSearch]) -> list[Trial]:
-    """With the calls of more ranks priced: all that are not far behind, and the fastest in any case."""
+    """Simulate the trials that are not far behind again, with the calls of more ranks priced."""
     for search in searches.values():
         search.priced_ranks, search.tried = PRICED_RANKS_AT_LAST, {}
     fastest = min(trial.time_s for trial in trials)
@@ -178,6 +179,6 @@ def _does_not_fit(searches: dict[Direction, PassSearch], limit: float) -> Memory
     ]
     least = min(needs)
     return MemoryLimitError(
-        f"no plan stays below {format_nbytes(limit)} a rank; the smallest needs {format_nbytes(least)}. "
+        f"no plan stays below {format_nbytes(limit)} per rank; the smallest needs {format_nbytes(least)}. "
         "Allow more, or spread the sequence over more ranks"
     )

@@ -8,6 +8,7 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.text import format_step
+from mesh_attention.units import count
 from mesh_attention.verification.evidence import Breach, Evidence
 from mesh_attention.verification.rendezvous import run_programs
 from mesh_attention.verification.rules import RULES
@@ -58,7 +59,7 @@ def verify(plan: Plan) -> None:
 def format_breaches(plan: Plan, breaches: Sequence[Breach]) -> str:
     """The list of breaches, then the step table of the first ranks that have any."""
     rules = ", ".join(sorted({breach.rule for breach in breaches}))
-    lines = [f"{plan!r} breaks {len(breaches)} time(s): {rules}"]
+    lines = [f"{plan!r} breaks the rules in {count(len(breaches), 'place')}: {rules}"]
     for breach in breaches[:SHOWN_BREACHES]:
         where = f"rank {breach.rank}" + (f" step {breach.step}" if breach.step is not None else "")
         lines.append(f"  {breach.rule}: {where}: {breach.message}")

@@ -36,7 +36,7 @@ class Breach:
     message: str
 
 
-class Call(NamedTuple):
+class CollectiveId(NamedTuple):
     """One collective of one group: the ordinal-th that a rank makes with that group."""
 
     group: tuple[int, ...]
@@ -49,7 +49,7 @@ class Transfer(NamedTuple):
     source: int
     dest: int
     item: Item
-    call: Call | None
+    call: CollectiveId | None
 
 
 class Sighting(NamedTuple):
@@ -68,7 +68,7 @@ class Evidence:
         self.matrix: BlockMatrix = plan.matrix
         self.programs: list[Program] = []
         self.effects: list[list[Effects]] = []
-        self.calls: list[dict[int, Call]] = []
+        self.calls: list[dict[int, CollectiveId]] = []
         self.turns: list[dict[int, range]] = []
         for program in programs:
             self.programs.append(program)
@@ -113,12 +113,12 @@ class Evidence:
                     yield Sighting(self.transfer(program.rank, index, end), program.rank, index)
 
 
-def _number_calls(program: Program) -> dict[int, Call]:
+def _number_calls(program: Program) -> dict[int, CollectiveId]:
     made: Counter[tuple[int, ...]] = Counter()
     calls = {}
     for index, step in enumerate(program.steps):
         if isinstance(step, Collective | Exchange):
-            calls[index] = Call(step.group, made[step.group])
+            calls[index] = CollectiveId(step.group, made[step.group])
             made[step.group] += 1
     return calls
 

@@ -53,7 +53,8 @@ def _flaws_of_attend(evidence: Evidence, attend: steps.Attend) -> Iterator[str]:
     rows, cols, grads = attend.rows, attend.cols, attend.grads
     due = tuple(row.shard for row in rows) if evidence.plan.direction == "backward" else ()
     if not rows or not cols or tuple(grad.shard for grad in grads) != due:
-        yield f"a {evidence.plan.direction} attend needs rows, columns and dO of {list(due)}"
+        dos = "the dO of each row, in order" if evidence.plan.direction == "backward" else "no dO"
+        yield f"a {evidence.plan.direction} attend needs at least one row, at least one column and {dos}"
     if any(item.kind != kind for items, kind in ((rows, "q"), (cols, "kv"), (grads, "do")) for item in items):
         yield "an attend takes q as rows, kv as columns and do after 'with'"
     forms = ("whole",) if evidence.plan.assignment.ulysses > 1 else ("whole", "home")

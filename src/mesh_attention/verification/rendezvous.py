@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from mesh_attention.plan.steps import Item, Recv, Send
-from mesh_attention.verification.evidence import Call, Evidence, Transfer
+from mesh_attention.verification.evidence import CollectiveId, Evidence, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def run_programs(evidence: Evidence) -> Outcome:
     return Outcome(rendezvous.order, stuck)
 
 
-Event = tuple[str, Transfer | Call]
+Event = tuple[str, Transfer | CollectiveId]
 
 
 @dataclass(slots=True)
@@ -57,8 +57,8 @@ class _Rendezvous:
     posted: Counter[Transfer] = field(default_factory=Counter)
     sent: Counter[Transfer] = field(default_factory=Counter)
     arriving: dict[tuple[int, Item], list[tuple[Transfer, int]]] = field(default_factory=dict)
-    joined: dict[Call, set[int]] = field(default_factory=lambda: defaultdict(set))
-    members: dict[Call, set[int]] = field(default_factory=lambda: defaultdict(set))
+    joined: dict[CollectiveId, set[int]] = field(default_factory=lambda: defaultdict(set))
+    members: dict[CollectiveId, set[int]] = field(default_factory=lambda: defaultdict(set))
     excused: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from mesh_attention.plan import steps
 from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Item, Kind, running, transfers
 from mesh_attention.plan.text import format_item, format_step
-from mesh_attention.verification.evidence import Breach, Call, Evidence, Sighting, Transfer, op_of
+from mesh_attention.verification.evidence import Breach, CollectiveId, Evidence, Sighting, Transfer, op_of
 from mesh_attention.verification.forms import form
 from mesh_attention.verification.rendezvous import Outcome, circles
 
@@ -114,7 +114,7 @@ def _out_of_order(evidence: Evidence) -> Iterator[Breach]:
 
 
 def _uneven_calls(evidence: Evidence) -> Iterator[Breach]:
-    made: dict[Call, dict[int, int]] = defaultdict(dict)
+    made: dict[CollectiveId, dict[int, int]] = defaultdict(dict)
     for rank, calls in enumerate(evidence.calls):
         for index, call in calls.items():
             made[call][rank] = index
@@ -172,7 +172,7 @@ def _follow_partials(
     """The contributions computed for each result, and those that each held item contains after everything has run."""
     owed: dict[tuple[Kind, int, int], list[Origin]] = defaultdict(list)
     contents: dict[tuple[int, Item], list[Origin]] = {}
-    moved: set[Call] = set()
+    moved: set[CollectiveId] = set()
     for rank, index in outcome.order:
         step = evidence.programs[rank].steps[index]
         match step:
@@ -201,7 +201,7 @@ def _follow_partials(
     return owed, contents
 
 
-def _move_partials(evidence: Evidence, call: Call, contents: dict[tuple[int, Item], list[Origin]]) -> None:
+def _move_partials(evidence: Evidence, call: CollectiveId, contents: dict[tuple[int, Item], list[Origin]]) -> None:
     """Give a collective's receivers what its senders hold at that point."""
     for rank in call.group:
         for index, made in evidence.calls[rank].items() if rank < len(evidence.calls) else ():

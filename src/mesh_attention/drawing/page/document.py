@@ -20,7 +20,7 @@ from mesh_attention.problem import Problem
 from mesh_attention.units import format_size
 
 SCRIPTS = ("text", "state", "program", "matrix", "steps", "timeline", "compare", "words", "main")
-"""In the order in which they are joined; each may use those before it."""
+"""Scripts in the order they are joined; each may use the ones before it."""
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -96,7 +96,7 @@ def _file(name: str) -> str:
 
 
 def _json(data: Any) -> str:
-    """Inside a script element: nothing in it can end the element or begin a comment."""
+    """JSON for a script element, in which nothing can end the element or begin a comment."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
@@ -104,7 +104,7 @@ def _json(data: Any) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """Only this style and this script, and nothing from anywhere."""
+    """A content security policy that allows this style and this script, and nothing else."""
     return (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"

@@ -21,11 +21,11 @@ from mesh_attention.timeline import LANES, Lane, Span, Timeline, rank_tracks
 
 Data = dict[str, Any]
 TICKS = 1e5
-"""A timeline has at least this many; finer than any screen."""
+"""A timeline has at least this many ticks; finer than any screen."""
 EMPTY, FULL, LOWER, UPPER, PART = "01234"
-"""How much of a pair of segments the mask leaves: none, all, the lower left or upper right triangle, another part."""
+"""The part of a pair of segments that the mask leaves: none, all, the lower left or upper right triangle, or other."""
 FINEST = 4
-"""Segments a shard up to which a block is drawn segment by segment."""
+"""Blocks of shards with at most this many segments are drawn segment by segment."""
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -51,12 +51,12 @@ def pass_data(plan: Plan, forecast: Timeline, measured: Timeline | None) -> Data
 
 
 def even(values: Sequence[int]) -> int | list[int]:
-    """One number where all are the same."""
+    """One number if all are the same."""
     return values[0] if len(set(values)) == 1 else list(values)
 
 
 def _peers(plan: Plan, axis: Axis) -> list[list[int]]:
-    """For each place the members of its group by offset; itself first."""
+    """For each place, the members of its group by offset, itself first."""
     assignment = plan.assignment
     sizes = range(assignment.size(axis))
     return [[assignment.peer(axis, place, offset) for offset in sizes] for place in range(assignment.places)]

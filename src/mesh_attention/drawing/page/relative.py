@@ -27,7 +27,7 @@ class _NotRelativeError(Exception):
 
 
 def program_text(assignment: Assignment, program: Program) -> str:
-    """One line a step, in offsets if all its numbers have one."""
+    """One line for each step, in offsets if every number has one."""
     view = _View(assignment, program.rank)
     try:
         return "\n".join(view.text(step) for step in program.steps)
@@ -97,7 +97,7 @@ class _View:
     # Numbers
 
     def _rising(self, items: tuple[steps.Item, ...]) -> tuple[steps.Item, ...]:
-        """In order of offset; only items that stood in order of shard, so that this order can be had back."""
+        """The items by offset. They must be in order of shard, so that the page can restore that order."""
         if any(a.shard > b.shard for a, b in pairwise(items)):
             raise _NotRelativeError
         return tuple(sorted(map(self._item, items), key=lambda item: item.shard))
@@ -134,7 +134,7 @@ class _View:
         return self._offset(kind, self.assignment.place(rank))
 
     def _distance(self, rank: int) -> int:
-        """How far ahead a rank of the Ulysses group is."""
+        """The number of ranks by which a rank of the Ulysses group is ahead of this one."""
         group = self.assignment.ulysses_group(self.rank)
         if rank not in group:
             raise _NotRelativeError

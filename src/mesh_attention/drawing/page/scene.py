@@ -52,7 +52,7 @@ class Scene:
 
     @property
     def tile(self) -> str:
-        """As it is offered for choice; both tiles where the passes differ."""
+        """The tile as the page shows it; both tiles if the passes differ."""
         tiles = dict.fromkeys(str(self.plans[direction].assignment) for direction in self.directions)
         return " / ".join(tiles)
 
@@ -75,7 +75,7 @@ class Scene:
 
 
 def check_scenes(scenes: Sequence[Scene]) -> None:
-    """A page needs at least one scene, and each must be told apart by what a person chooses."""
+    """Check that there is a scene, and that no two have the same ranks, method and tile."""
     if not scenes:
         raise UsageError("no scenes given; expected at least one to make a page of")
     seen: set[tuple[int, str, str]] = set()

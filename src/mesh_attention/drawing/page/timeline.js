@@ -82,7 +82,7 @@ function drawSource(picture, source, scale, top, width) {
   picture.append(label(0, top + 11, name, { class: "source-name" }));
   const begin = top + 20;
   if (!lanes) {
-    const words = `No spans of rank ${state.rank} were kept; ${shownRanks(data)}`;
+    const words = `The timeline of rank ${state.rank} was not kept; ${shownRanks(data)}`;
     picture.append(label(LEFT, begin + 12, words, { class: "small" }));
     return begin + 22;
   }
@@ -104,7 +104,7 @@ function drawSource(picture, source, scale, top, width) {
 
 const shownRanks = (data) => {
   const ranks = Object.keys(data.spans).map(Number);
-  return ranks.length ? `there are some of rank ${numbersText(ranks)}.` : "only totals are known.";
+  return ranks.length ? `choose one of these ranks: ${numbersText(ranks)}.` : "only totals are known.";
 };
 
 // Spans of one lane that overlap are drawn side by side.
@@ -164,7 +164,7 @@ function drawTimelineWords(data) {
       `ranks compute ${Math.round(100 * utilisation)} % of the time.`,
     ].join(" ");
   });
-  if (!data.measured) words.push("This pass was not run, so there is nothing measured.");
+  if (!data.measured) words.push("This pass was not run, so nothing measured is shown.");
   byId("timeline-words").textContent = words.join(" ");
 }
 

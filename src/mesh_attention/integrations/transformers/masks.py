@@ -167,6 +167,6 @@ def check_meanings() -> None:
         ]
         if said != read:
             raise UsageError(
-                f"{getattr(function, '__qualname__', function)} of this version of transformers has another meaning "
-                "than mesh attention expects; use another version of one of them"
+                f"{getattr(function, '__qualname__', function)} of this version of transformers does not mask "
+                "as mesh attention expects; install another version of transformers or of mesh-attention"
             )

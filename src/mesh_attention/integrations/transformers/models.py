@@ -89,14 +89,14 @@ def refuse_rotary(config: object, attention: MeshAttention, rows: Sequence[Row],
 
 def _depends(config: object, kind: str, limit: int, seq_len: int) -> str:
     instead = (
-        "or enough that every rank's last token is beyond these, without padding and documents (with layout "
-        '"striped" every rank has late tokens)'
+        f"or enough that every rank has a token beyond position {limit}, without padding or documents "
+        '(layout="striped" gives every rank late tokens)'
         if kind == "longrope"
         else "or use another rope_type, such as yarn"
     )
     return (
         f"{_name(config)} has rotary embeddings ({kind}) whose frequencies depend on the largest position beyond "
-        f"{limit}; with {seq_len} tokens, each rank has another largest position; give at most {limit} tokens, "
+        f"{limit}; with {seq_len} tokens, the largest position differs between ranks; give at most {limit} tokens, "
         f"{instead}"
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.operators import Numbered
+from mesh_attention.execution.operators import WeakRegistry
 from mesh_attention.integrations.sequences import Row
 
 
@@ -24,7 +24,7 @@ class Checker(Protocol):
         """Raise on wrong position ids; once a forward, on every rank together."""
 
 
-CHECKERS: Numbered[Checker] = Numbered()
+CHECKERS: WeakRegistry[Checker] = WeakRegistry()
 number_of = CHECKERS.number
 
 
