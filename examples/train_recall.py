@@ -4,8 +4,8 @@ The model learns to recall which value a key was given thousands of tokens earli
 
 torchrun --nproc-per-node 4 examples/train_recall.py                    (or alone: python examples/train_recall.py)
 
-The losses equal those of one process. With ``--checkpoint DIR``, ``--resume`` continues an interrupted run on any number
-of ranks. `main` and `Trainer` contain everything about ranks; the rest is in recall/.
+The losses equal those of one process. With ``--checkpoint DIR``, ``--resume`` continues an interrupted run on any
+number of ranks. `main` and `Trainer` contain everything about ranks; the rest is in recall/.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checkpoints that any number of ranks can write, and any other number can read: ``DIR/step-000120/``.
 
-A checkpoint is written under a temporary name and renamed when every rank is done, so a checkpoint with its final name is
-always complete. All random numbers follow from the seed and the step, so no other random state is saved.
+A checkpoint is written under a temporary name and renamed when every rank is done, so a checkpoint with its final name
+is always complete. All random numbers follow from the seed and the step, so no other random state is saved.
 """
 
 from __future__ import annotations
