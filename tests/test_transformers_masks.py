@@ -386,7 +386,7 @@ def test_long_rotary_is_let_through_when_every_rank_chooses_as_one_process_would
 def test_documents_and_padding_count_as_short_for_long_rotary() -> None:
     config = SimpleNamespace(rope_parameters={"rope_type": "longrope"}, max_position_embeddings=4)
     for row in (Row((0, 20, 40), (0, 40)), Row((0, 40), (3, 40))):
-        with pytest.raises(UsageError, match="without padding and documents"):
+        with pytest.raises(UsageError, match="without padding or documents"):
             refuse_rotary(config, alone(), [row], 40)
 
 
