@@ -188,7 +188,7 @@ def test_what_is_gathered_is_kept_where_memory_allows() -> None:
 
 
 def test_too_little_memory_is_refused_with_what_is_needed() -> None:
-    with pytest.raises(MemoryLimitError, match=r"no plan stays below 1 B a rank; the smallest needs .* [MG]iB"):
+    with pytest.raises(MemoryLimitError, match=r"no plan stays below 1 B per rank; the smallest needs .* [MG]iB"):
         tune(problem(8), cluster_named("h100x8"), memory_nbytes=1.0)
 
 
