@@ -20,14 +20,15 @@ demo: $(VENV)/installed
 	$(BIN)/mesh-attention plan --ranks 64 --seq 128k --heads 32 --kv-heads 8 --causal --save $(VENV)/demo-plan.json
 	$(BIN)/mesh-attention verify $(VENV)/demo-plan.json
 
+# A worker runs whole files, so their fixtures are set up once.
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-# The core tests, to run while editing: they start no processes and take about a minute.
+# The core tests, to run while editing: they start no ranks and take less than a minute.
 QUICK := api_refusals attention_local bands bytes calls choice clusters cuda_kernels errors greedy imports in_order \
 	kernel_conformance kernels layout lowering masks mutations plans_verify public_names text units
 quick: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(QUICK:%=tests/test_%.py) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(QUICK:%=tests/test_%.py) $(ARGS)
 
 # Uses your own Python, which needs torch for CUDA, pytest and hypothesis; installs nothing.
 test-gpu:

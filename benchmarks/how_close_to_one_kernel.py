@@ -1,15 +1,15 @@
-"""How close does a rank of 256 come to one kernel's rate? A *replay*: one GPU plays one rank, forward and backward.
+"""How close does one of 256 ranks get to one kernel's rate? In a *replay*, one GPU plays one rank, in both passes.
 
     python benchmarks/how_close_to_one_kernel.py                        # the four problems, on a GPU; about 3 minutes
     python benchmarks/how_close_to_one_kernel.py --methods ring mesh --out benchmarks/results
     python benchmarks/how_close_to_one_kernel.py --quick --device cpu   # a small problem, to see that it runs
 
-32 heads × 128, bfloat16, causal, zigzag. Kernels, merges and buffers are real, transfers are copies of their size
-between the GPU and pinned host memory, both ways at once. Left out: other ranks being late, and contention in the
-network. Methods take turns in every round, with the one kernel among them. Plans are the tuner's, for this GPU behind
-this link. The GPU rests for 0.2 s before every run: one that is always busy computes about a tenth slower, by any
-method and by one kernel alike. A problem's rows are printed, and files written, as soon as they are there; last comes
-a JSON line.
+32 heads × 128, bfloat16, causal, zigzag. Kernels, merges and buffers are real; transfers are copies of the same size
+between the GPU and pinned host memory, in both directions at once. A replay leaves out other ranks being late, and
+contention in the network. Every round times all methods and one kernel. The tuner makes the plans, for this GPU behind
+this link. The GPU rests for 0.2 s before each pass: a GPU that is always busy computes about a tenth slower, with any
+method and with one kernel. The script prints the rows of a problem, and writes files, as soon as they are ready; the
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> int:
 
 @dataclass
 class Run:
-    """What was asked, and what was found so far."""
+    """The arguments, and the results so far."""
 
     given: argparse.Namespace
     device: torch.device
@@ -126,11 +126,11 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--methods", nargs="+", default=METHODS, metavar="NAME", help=f"such as {' '.join(METHODS)}")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", help="cuda if there is one")
-    parser.add_argument("--rank", type=int, help="the rank that is played; the middle one if left out")
-    parser.add_argument("--no-graphs", action="store_true", help="queue every step, as without CUDA graphs")
-    parser.add_argument("--quick", action="store_true", help="a small problem of 8 ranks")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the table, JSON and a chart there")
+    parser.add_argument("--device", help="cuda by default, if there is a GPU")
+    parser.add_argument("--rank", type=int, help="the rank to play; by default the middle one")
+    parser.add_argument("--no-graphs", action="store_true", help="queue every step instead of launching CUDA graphs")
+    parser.add_argument("--quick", action="store_true", help="use a small problem of 8 ranks")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the table, JSON and a chart to this folder")
     return parser.parse_args()
 
 
@@ -145,7 +145,7 @@ def _replay(problem: Problem, cluster: Topology, given: argparse.Namespace, devi
 
 
 def _quietly(doing: str, fraction: float) -> None:
-    """Nobody watches."""
+    """Reports no progress."""
 
 
 # The table
@@ -224,7 +224,7 @@ def _write(folder: Path, lines: list[str], facts: dict[str, Any], chart: Figure 
 
 
 def _chart(found: Sequence[tuple[Problem, Replayed]], *, device: str) -> Figure | None:
-    """None where there is no matplotlib."""
+    """The chart; None if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         return None
     groups = [

@@ -1,7 +1,7 @@
-"""How exact is bfloat16, spread over n ranks? Error against float64, and against one bfloat16 kernel's own error.
+"""How exact is bfloat16 on n ranks? Prints the error against float64, relative to that of one bfloat16 kernel.
 
-All ranks in one process, the production path. Prints a table and, last, a JSON line; exits 1 if any ratio at 16 ranks
-is above 1.5.
+All ranks run in one process, on the production path. Prints a table and a JSON line; exits with 1 if any ratio on 16
+ranks is above 1.5.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def inputs() -> list[Tensor]:
 
 
 def spread(ranks: int, options: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
-    """Output and gradients over some ranks; one rank is one kernel call."""
+    """Output and gradients on this number of ranks; one rank makes one kernel call."""
     attention = MeshAttention(LocalGroup(ranks), **options)
     q, k, v, d_out = (t.to(dtype) for t in inputs())
     leaves = [t.requires_grad_() for t in (q, k, v)]

@@ -1,7 +1,8 @@
-"""How fast is merging? Torch's operations and the fused kernels, in bytes that must move over the time they take.
+"""How fast is merging? Compares torch's operations with the fused kernels: bytes that must move, divided by the time.
 
-32 heads × 128, float32 sums in records, bfloat16 partials as a kernel gives them. The ways take turns, so that a change
-of clocks hits both alike. Prints a table and, last, a JSON line. Needs a CUDA device; `--device cpu` times small sizes.
+32 heads × 128, float32 sums in the layout of buffers, bfloat16 partials as a kernel returns them. Measurements
+alternate, so that a change of clocks affects both. Prints a table and a JSON line. Needs a CUDA device; `--device cpu`
+times small sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Operation = Callable[[Merging], None]
 
 
 def operations(tokens: int, device: torch.device) -> dict[str, tuple[Operation, int]]:
-    """What to time, and the fewest bytes it must read and write."""
+    """The operations to time, and the fewest bytes that each must read and write."""
     raw = torch.randn(tokens, 1, HEADS * (DIM + 1), device=device)
     total = raw[..., HEADS:].view(tokens, 1, HEADS, DIM).permute(1, 2, 0, 3)
     total_lse = raw[..., :HEADS].permute(1, 2, 0)
@@ -59,7 +60,7 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def seconds(act: Callable[[], None], device: torch.device) -> float:
-    """Of one run, on the device's clock where it has one."""
+    """Seconds of one operation, by the clock of the device if it has one."""
     if device.type != "cuda":
         start = time.perf_counter()
         act()
@@ -96,7 +97,7 @@ def time_operations(tokens: int, device: torch.device, ways: list[Merging]) -> l
 
 
 def host_microseconds(device: torch.device, ways: list[Merging]) -> dict[str, float]:
-    """Of one merge, to enqueue; the device has next to nothing to do."""
+    """Microseconds to enqueue one merge, which gives the device almost nothing to do."""
     merge, _ = operations(16, device)["merge_output"]
     cost = {}
     for way in ways:

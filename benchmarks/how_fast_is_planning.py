@@ -1,6 +1,6 @@
 """How fast is planning? One rank's program at 4096 ranks; plan and full verification at 256, forward and backward.
 
-Every figure is the median of fresh runs, each with cold caches. Prints a table and, last, a JSON line.
+Every figure is the median of several repetitions, each with cold caches. Prints a table and a JSON line.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def median_seconds(work: Callable[[int, str], None], blocks_per_call: int, route
 
 def main() -> None:
     facts = start_result("how_fast_is_planning")
-    # Two programs are built a run, one a direction; the limit is for one.
+    # Each repetition builds two programs, one per direction; the limit is for one.
     cases = {
         "program": ("one rank's program, 4096 ranks, 64x64", one_program, 2),
         "verify": ("plan and verify, 256 ranks, 16x16, forward and backward", plan_and_verify, 1),

@@ -1,15 +1,15 @@
-"""How fast are the methods where the network is the bottleneck? Real processes on an emulated network.
+"""How fast are the methods if the network is the bottleneck? Runs real processes on an emulated network.
 
-Every node is a network namespace behind a rate-limited link; ranks speak Gloo over TCP, and all methods run in turn in
-one set of ranks. Needs Linux, root and iproute2, and says so and exits 0 where they are not.
+Every node is a network namespace behind a rate-limited link. Ranks use Gloo over TCP, and the same ranks run all
+methods one after the other. Needs Linux, root and iproute2; without them, the script says so and exits with 0.
 
     python benchmarks/how_fast_on_a_slow_network.py
     python benchmarks/how_fast_on_a_slow_network.py --nodes 4 --ranks-per-node 4 --backward
     python benchmarks/how_fast_on_a_slow_network.py --methods ring mesh 'grouped={"blocks_per_call": 4}'
 
-Prints a table and, last, a JSON line, which also holds the calibration: links, kernels and merging, measured in the
-same run with all ranks at once. From it the simulator forecasts each method. Exits 1 if a rank fails or a result is
-wrong.
+Prints a table and a JSON line, which also contains the calibration: links, kernels and merging, measured by the same
+processes with all ranks at once. The simulator forecasts each method from it. Exits with 1 if a rank fails or a result
+is wrong.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ Column = tuple[str, Callable[[Row], str]]
 
 
 def columns(baseline: str) -> list[Column]:
-    """What the table shows; a column is a heading and how to write its cell."""
+    """The columns of the table: a heading, and a function that writes a cell."""
     return [
         ("method", lambda row: row.method),
         ("grid", lambda row: row.grid),
@@ -97,7 +97,7 @@ def columns(baseline: str) -> list[Column]:
 
 
 def _deviation(row: Row) -> float:
-    """Of the forecast speed-up from the measured one."""
+    """Deviation of the forecast speed-up from the measured one."""
     return row.forecast_speedup / median(row.speedups) - 1
 
 
@@ -135,17 +135,17 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nodes", type=int, default=16)
-    parser.add_argument("--ranks-per-node", type=int, default=1, help="fast among them")
-    parser.add_argument("--rate", default="50mbit", help="a node, each way: 50mbit, 1gbit; 0 for no limit")
-    parser.add_argument("--seq", type=int, default=8192, help="tokens of the whole sequence")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="with unlimited links between them")
+    parser.add_argument("--rate", default="50mbit", help="rate of a node, each way: 50mbit, 1gbit; 0 for no limit")
+    parser.add_argument("--seq", type=int, default=8192, help="tokens in the whole sequence")
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, help="as many as heads, unless given")
+    parser.add_argument("--kv-heads", type=int, help="by default as many as heads")
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--backward", action="store_true", help="forward and backward, not forward alone")
+    parser.add_argument("--backward", action="store_true", help="time forward and backward, not forward alone")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help='names, or name={"tile": "2x8"}')
-    parser.add_argument("--calibration-s", type=float, default=1.0, help="how long one such measurement lasts")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, then everything is killed")
+    parser.add_argument("--calibration-s", type=float, default=1.0, help="seconds per measurement of the calibration")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which everything is killed")
     return parser
 
 
@@ -165,14 +165,14 @@ def _job(given: argparse.Namespace) -> Job:
     known = default_methods(problem, job.directions)
     methods = choose_methods(given.methods or list(known), known)
     for options in methods.values():
-        plans_of(problem, options, job.directions)  # what cannot be planned is refused before anything starts
+        plans_of(problem, options, job.directions)  # refuse what cannot be planned before anything starts
     return Job(**{**asdict(job), "methods": methods})
 
 
 def _run(cluster: Cluster, job: Job, folder: Path) -> RunResult:
     here = Path(__file__).resolve().parent
     paths = [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # The warning that is hidden: there is no name server inside the namespaces.
+    # Hides the warning that there is no name server inside the namespaces.
     env = {"PYTHONPATH": os.pathsep.join(paths), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, "-m", "emulation.worker", json.dumps(asdict(job)), str(folder)]
     with cluster:
@@ -183,7 +183,7 @@ def _run(cluster: Cluster, job: Job, folder: Path) -> RunResult:
 
 
 def make_rows(job: Job, measured: Sequence[Mapping[str, Any]], *, ranks_per_node: int) -> list[Row]:
-    """`measured` is by rank. The baseline is ring, or the first method where there is no ring."""
+    """One row per method. `measured` is by rank. The baseline is ring, or without ring the first method."""
     problem = job.problem(len(measured))
     baseline = baseline_of(job.methods)
     plans = {name: plans_of(problem, options, job.directions) for name, options in job.methods.items()}
@@ -228,7 +228,7 @@ def baseline_of(methods: Mapping[str, Options]) -> str:
 
 
 def _slowest(by_rank: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """By round, of ranks."""
+    """The time of the slowest rank, by round."""
     return tuple(map(max, zip(*by_rank, strict=True)))
 
 
@@ -259,7 +259,7 @@ def _facts(
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to six digits, wherever they are."""
+    """The same data with every float rounded to six digits."""
     if isinstance(value, Mapping):
         return {key: _rounded(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""How good is the greedy order? Its makespan over that of the shortest schedule there is, for all small tiles.
+"""How good is the greedy order? Compares its makespan with that of the shortest possible schedule, for all small tiles.
 
-Both are priced by `orders/clocks.py`, so this says how good the order is in its own model, not how good the model is.
-Costs go from links that hide behind a tenth of a block to links that need ten, with the proportions of multi-head
-attention and of four and eight query heads a KV head. Prints two tables and, last, a JSON line.
+`orders/clocks.py` prices both, so this shows how good the order is in its own model, not how good the model is. Costs
+range from links that hide behind a tenth of a block to links that need ten blocks, in the proportions of multi-head
+attention and of four and eight query heads per KV head. Prints two tables and a JSON line.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Case(NamedTuple):
         return estimate_costs(problem, Assignment(self.tile), self.direction, flops_per_byte=self.q_cost / at_one.q)
 
     def ratio(self) -> float:
-        """The greedy order's makespan, of the shortest."""
+        """The makespan of the greedy order, divided by the shortest."""
         costs = self.costs()
         schedules = (make(self.tile, self.direction, costs=costs) for make in (greedy_moves, optimal_moves))
         greedy, shortest = (price_moves(s, self.tile, self.direction, costs=costs).makespan for s in schedules)

@@ -1,10 +1,10 @@
-"""How good is the tuner's choice, and how long does it take to find? In simulation; one core.
+"""How good is the tuner's choice, and how long does it take to find? Simulated, on one core.
 
     python benchmarks/how_good_is_the_tuner.py              # 256 and 1024 H100-class ranks, 1M tokens, causal
     python benchmarks/how_good_is_the_tuner.py --exhaustive # and all candidates with all groupings, at 256 (minutes)
 
-For each problem: the seconds the tuner took, its choice, and how much slower the best of every rival is. Exhaustively,
-the fastest of all candidates that could win by their bounds is set beside the choice.
+For each problem, it prints the seconds that the tuner took, its choice, and how much slower the best of each other
+family is. With --exhaustive, it also finds the fastest of all candidates that could win by their bounds.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _print(cluster: Topology, found: Sequence[tuple[Case, Tuning, float]]) -> No
 
 
 def _cell(tuning: Tuning, family: Family) -> str:
-    """How many times slower; the choice is 1."""
+    """Time relative to the choice, which is 1."""
     trial = next((t for t in tuning.trials if t.family == family), None)
     if trial is None:
         return "–"
@@ -110,7 +110,7 @@ def _fact(problem: Problem, directions: Sequence[Direction], tuning: Tuning, sec
 
 
 def _best_of_all(problem: Problem, cluster: Topology, direction: Direction, chosen: Trial) -> dict[str, object]:
-    """Of every candidate and grouping whose bound is below the choice's time; prices of two ranks, for both."""
+    """The best of all candidates and groupings with a bound below the choice's time; two ranks are priced for both."""
     candidate = chosen.choices[direction]
     ours = _simulated(candidate, problem, cluster, direction)
     best, best_s, tried = candidate, ours, 0

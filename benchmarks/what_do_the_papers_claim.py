@@ -1,10 +1,10 @@
-"""What do the papers claim, and what do we get? Every published figure of Mesh-Attention and ATTENTION2D beside ours.
+"""What do the papers claim, and what do we get? Prints every figure of Mesh-Attention and ATTENTION2D next to ours.
 
     python benchmarks/what_do_the_papers_claim.py           # seconds
     python benchmarks/what_do_the_papers_claim.py --refit   # and fit the Mesh-Attention paper's cluster again (minutes)
 
-Volumes are counted in plans. Times are simulated, on a cluster that is fitted once to all published times together.
-Prints a table and, last, a JSON line.
+Volumes are counted in plans. Times are simulated on a cluster that is fitted once to all published times together.
+Prints a table and a JSON line.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _figures_table(rows: Sequence[Row], notes: Sequence[str]) -> Table:
 
 
 def _table(*numbers: str, first: str) -> Table:
-    """Only the first column is wrapped where there is little room."""
+    """A table in which only the first column wraps on a narrow terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column(first)
     for header in numbers:

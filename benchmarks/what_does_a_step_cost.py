@@ -1,6 +1,6 @@
-"""What does a step cost on the host? A cached call, with kernels that compute nothing and a network that moves nothing.
+"""What does a step cost on the host? Times a cached call with kernels and transports that do nothing.
 
-Prints a table and, last, a JSON line; exits 1 if a step takes more than 15 microseconds.
+Prints a table and a JSON line; exits with 1 if a step takes more than 15 microseconds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NoNetwork:
 
 
 class NoKernel:
-    """Gives back what it was given, in the right shapes."""
+    """Returns its inputs, in the right shapes."""
 
     name = "nothing"
 
@@ -68,7 +68,7 @@ class NoKernel:
 
 
 class NoMerging(TorchMerging):
-    """Touches nothing."""
+    """Merges nothing."""
 
     def start_output(self, *_: Tensor) -> None: ...
 

@@ -1,8 +1,8 @@
-"""What does the library cost over the bare kernel, where there is one rank? At 128 tokens, all host, and at 8K.
+"""What does the library cost on one rank, compared with the bare kernel? At 128 tokens (all host) and at 8K.
 
-Forward against torch's operator for the same kernel, forward and backward against torch's attention by autograd,
-interleaved; also as an operator of torch, which is how torch.compile and selective checkpointing call it.
-Prints a table and, last, a JSON line; exits 1 above 20 µs at 128 tokens or 2 % at 8K.
+Compares forward with torch's operator for the same kernel, and forward and backward with torch's attention, in
+alternating rounds; also as an operator of torch, which is how torch.compile and selective checkpointing call it.
+Prints a table and a JSON line; exits with 1 above 20 µs at 128 tokens or 2 % at 8K.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def seconds(call: Callable[[], object], device: torch.device, calls: int) -> flo
 
 
 def compare(calls: dict[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, float]:
-    """Medians of interleaved rounds, in microseconds."""
+    """Medians of alternating rounds, in microseconds."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         seconds(call, device, 3)

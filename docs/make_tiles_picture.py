@@ -1,4 +1,4 @@
-"""Draws docs/tiles.svg: which rank computes which block, as a ring and as a mesh. Run it to write the picture anew."""
+"""Draws docs/tiles.svg: which rank computes which block, as a ring and as a mesh. Run it to update the picture."""
 
 from __future__ import annotations
 

@@ -14,4 +14,4 @@ settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rewrite-golden", action="store_true", help="write golden files anew instead of comparing")
+    parser.addoption("--rewrite-golden", action="store_true", help="rewrite golden files instead of comparing")

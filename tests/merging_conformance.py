@@ -21,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How a tensor lies in memory: its axes, outermost first, and how many neighbours it has along each axis."""
+    """How a tensor is stored: its axes, outermost first, and how many neighbours it has along each axis."""
 
     order: tuple[int, ...]
     before: tuple[int, ...]

@@ -1,8 +1,8 @@
 """What a page shows, as blocks that can be run: Python, several processes, the command line, and what they print.
 
 <!-- one session -->        anywhere in a page: its Python blocks are one session and share their names
-<!-- on 8 processes -->     before a Python block: run by so many ranks, whose default group is the world
-<!-- under torchrun 2 -->   before a Python block: a script of its own, started by torchrun
+<!-- on 8 processes -->     before a Python block: run by that many ranks, whose default group is the world
+<!-- under torchrun 2 -->   before a Python block: a separate script, started by torchrun
 <!-- raises -->             before a Python block: it must raise; the text block after it is the error
 ```text                     right after a block: what it printed, line by line, … standing for anything
 ```console                  `$ mesh-attention …` is run, and what is shown below it is compared in the same way

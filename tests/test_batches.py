@@ -1,4 +1,4 @@
-"""A rank's part of a batch, and one loss out of everybody's: exact whatever ranks hold, and hard to get wrong."""
+"""A rank's part of a batch, and one loss from all ranks: exact for any split of the tokens, and hard to get wrong."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from mesh_attention.api import MeshAttention
 from mesh_attention.integrations.batches import batch_loss, count_items, reduce_loss, shard_batch
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.testing.run_ranks import RankPool
-
-pytestmark = pytest.mark.xdist_group("processes")
 
 
 @pytest.fixture(scope="module")

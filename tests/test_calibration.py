@@ -283,7 +283,6 @@ def test_operations_are_counted_as_plans_count_them(direction: Any, is_causal: b
 SMALL = ["calibrate", "--heads", "1", "--head-dim", "16", "--dtype", "float32"]
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_measurement_becomes_a_file_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "here.toml"
     code = main([*SMALL, "--name", "here", "--json", "--out", str(path)])
@@ -309,7 +308,6 @@ def test_a_measurement_becomes_a_file_that_reads_back(tmp_path: Path, capsys: py
 SCRIPT = "import sys; from mesh_attention.cli.main import main; sys.exit(main())"
 
 
-@pytest.mark.xdist_group("processes")
 def test_under_torchrun_all_ranks_measure_and_one_writes(tmp_path: Path) -> None:
     script, path = tmp_path / "script.py", tmp_path / "three.toml"
     script.write_text(SCRIPT, encoding="utf-8")

@@ -31,7 +31,6 @@ from mesh_attention.tuning.result import Trial, Tuning, tuning_from_json
 from mesh_attention.tuning.sweep import MAIN_METHODS, doubled
 from mesh_attention.tuning.tune import tune, tuned_plans
 
-pytestmark = pytest.mark.xdist_group("tunings")  # kept for the tests that follow
 run = test_cli.run
 """The fixture."""
 

@@ -81,7 +81,7 @@ def test_what_is_no_cluster_is_refused(text: str, error: type[UsageError], messa
 
 @st.composite
 def values(draw: st.DrawFn, value_class: type) -> Any:
-    """Any value, whatever its fields are: a field that is added later is drawn as well."""
+    """A value with any fields, so that a field that is added later is drawn as well."""
     above_0 = st.one_of(st.integers(1, 2**62), st.floats(min_value=0, exclude_min=True, allow_infinity=False))
     scalars = {
         "str": st.text(st.characters(exclude_categories=["Cs"])),

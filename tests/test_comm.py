@@ -39,7 +39,6 @@ def run_checks(group: Any, wrapper: str) -> None:
         drive(check(WRAPPERS[wrapper](TorchComm(group))))
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_torch_transport(wrapper: str, ranks: int) -> None:

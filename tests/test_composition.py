@@ -21,7 +21,6 @@ from mesh_attention.api import MeshAttention
 from mesh_attention.integrations.batches import reduce_loss
 from mesh_attention.integrations.checkpointing import saved_attention
 
-pytestmark = pytest.mark.xdist_group("processes")
 ROWS, STEPS = 4, 5
 
 

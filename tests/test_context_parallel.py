@@ -23,7 +23,6 @@ from mesh_attention import MeshAttention
 from mesh_attention.integrations.context_parallel import context_parallel, context_parallel_unshard
 from mesh_attention.testing.run_ranks import RankPool
 
-pytestmark = pytest.mark.xdist_group("processes")
 F64 = torch.float64
 
 

@@ -24,7 +24,6 @@ from mesh_attention.cli.main import main
 from mesh_attention.comm.launch import WorkerError, run_processes
 from mesh_attention.execution.recorder import record
 
-pytestmark = pytest.mark.xdist_group("processes")
 # Smaller forecasts than the demo's; test_page.py has 64 ranks.
 PROGRAM = """import sys
 from mesh_attention.cli import demo_report

@@ -19,7 +19,6 @@ from snippets import Block, blocks, commands, differences, is_session, run_here,
 from mesh_attention import errors
 from mesh_attention.cli.main import main
 
-starts_processes = pytest.mark.xdist_group("processes")
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
@@ -54,7 +53,6 @@ def test_snippets_run_and_print_what_is_shown(page: Path) -> None:
             compare(block, run_here(block, names))
 
 
-@starts_processes
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(block.processes for block in blocks(page))], ids=name_of
 )
@@ -67,7 +65,6 @@ def test_snippets_for_several_processes_run_on_them(page: Path) -> None:
         compare(block, "\n".join(printed))
 
 
-@starts_processes
 @pytest.mark.parametrize(
     "block",
     [block for page in PAGES for block in blocks(page) if block.torchrun],
@@ -275,7 +272,6 @@ for job in "${jobs[@]}"; do wait "$job" || exit 1; done
 """
 
 
-@starts_processes
 def test_the_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
     """Through torchrun.sh, two launchers that meet on this machine; Slurm itself is played."""
     scripts = {

@@ -19,7 +19,6 @@ import pytest
 
 pytest.importorskip("material", reason="mkdocs-material is not installed")
 pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed")
-pytestmark = pytest.mark.xdist_group("site")
 ROOT = Path(__file__).parent.parent
 
 

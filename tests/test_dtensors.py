@@ -20,7 +20,6 @@ from mesh_attention.integrations.context_parallel import context_parallel
 from mesh_attention.integrations.dtensors import attend_dtensor
 from mesh_attention.testing.run_ranks import RankPool
 
-pytestmark = pytest.mark.xdist_group("processes")
 F64 = torch.float64
 
 

@@ -27,7 +27,6 @@ from emulation.network import (
 
 from mesh_attention import rank_costs
 
-pytestmark = pytest.mark.xdist_group("processes")
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 BENCHMARK = BENCHMARKS / "how_fast_on_a_slow_network.py"
 JOB = Job(
@@ -65,7 +64,7 @@ def wait_until(happens: Callable[[], bool], *, seconds: float = 20.0) -> bool:
 
 
 def is_running(process: int) -> bool:
-    """Zombies do not run: whoever adopts them collects them when it likes."""
+    """Zombies do not count as running: the process that adopts them may collect them later."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Every refusal says what came, what was expected and what to do."""
+"""Every refusal says what was given, what was expected and what to do."""
 
 from __future__ import annotations
 

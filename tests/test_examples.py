@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from pool import run_script
 
-pytestmark = pytest.mark.xdist_group("processes")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MOST_LINES = 60
 

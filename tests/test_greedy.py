@@ -1,4 +1,4 @@
-"""What the order promises, whatever the costs."""
+"""What the order guarantees for any costs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fetches_between_meets(moves: tuple[Move, ...]) -> list[int]:
 
 @pytest.mark.parametrize("cost", [0.1, 1.0, 10.0])
 def test_ring_is_the_one_row_tile(cost: float) -> None:
-    """Fetch the next, attend the last: one shard ahead, whatever the link costs."""
+    """Fetch the next, attend the last: one shard ahead, for any cost of the link."""
     moves = greedy_moves(Tile(1, 6), "forward", costs=Costs(kv=cost))
     assert [m for m in moves if isinstance(m, Fetch)] == [Fetch("kv", i) for i in range(1, 6)]
     assert [m for m in moves if isinstance(m, Meet)] == [Meet((0,), (i,)) for i in range(6)]

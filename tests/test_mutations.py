@@ -217,7 +217,7 @@ def swap_two_collectives() -> Plan:
 
 
 def stay_out_of_a_collective() -> Plan:
-    """Rank 3 sends nothing and gets something; rank 0 gets nothing and sends; take somebody who does neither."""
+    """Rank 3 sends nothing and gets something; rank 0 gets nothing and sends; take a rank that does neither."""
     plan = windowed_attention2d()
     idle = Collective("gather", (0, 1, 2, 3), (), ())
     plan = edit(plan, 0, lambda steps: steps.insert(0, idle))

@@ -25,10 +25,8 @@ from mesh_attention.execution.operators import Operands
 from mesh_attention.integrations.checkpointing import saved_attention
 from mesh_attention.integrations.flops import flop_formulas
 
-pytestmark = [
-    pytest.mark.xdist_group("processes"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),  # torch 2.11's own, when it compiles
-]
+# torch 2.11's own, when it compiles
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 WIDTH, HEADS, KV_HEADS, HEAD_DIM = 24, 4, 2, 8
 CALLS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},

@@ -18,10 +18,7 @@ from mesh_attention.plan.text import format_step
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.xdist_group("chromium"),
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 400, "height": 800}
 TITLE = "Six & eight <ranks>"
 READ = "(selector) => [...document.querySelectorAll(selector)].map((e) => e.textContent)"

@@ -1,4 +1,4 @@
-"""Every planner's plans keep every rule: exhaustively for small n, then wherever Hypothesis looks."""
+"""Every planner's plans keep every rule: exhaustively for small n, then for problems that Hypothesis draws."""
 
 from __future__ import annotations
 

@@ -18,8 +18,6 @@ from mesh_attention.execution import sharding
 from mesh_attention.plan.queries import rank_costs
 from mesh_attention.testing.run_ranks import RankError, RankPool
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 @pytest.fixture(scope="module")
 def pool() -> RankPool:

@@ -34,7 +34,6 @@ from mesh_attention.plan.waits import stops
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Span, Timeline
 
-pytestmark = pytest.mark.xdist_group("processes")
 RANKS, TOKENS = 4, 96
 METHODS = methods(RANKS, 2)
 IDS = [" ".join(f"{value}" for value in options.values()) for options in METHODS]
@@ -75,7 +74,7 @@ def waiting_names(plan: Plan, rank: int) -> set[str]:
 
 
 def check_spans(plan: Plan, timeline: Timeline) -> None:
-    """All that a recording of a plan must be, whatever its times are."""
+    """Everything that must hold for a recording of a plan, for any times."""
     for rank in range(RANKS):
         steps = plan.program(rank).steps
         attended = [span.name for span in lane(timeline, rank, "compute") if span.name.startswith("attend ")]
@@ -241,7 +240,7 @@ def test_passes_as_cuda_graphs_are_refused() -> None:
 
 
 def recorded_here(group: Any, options: dict[str, Any], delay_s: float, clock_s: float) -> list[RecordedPass]:
-    """On one of several processes; its clock may be wrong by so many seconds a rank, as on another machine."""
+    """One of several processes; its clock may be off by this many seconds per rank, as on another machine."""
     comm = TorchComm(group)
     attention = MeshAttention(Delaying(comm, delay_s) if delay_s else comm, **options)
     q, k, v = (attention.shard(tensor).requires_grad_() for tensor in whole_inputs())

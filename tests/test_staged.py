@@ -28,7 +28,6 @@ from mesh_attention.execution.driving import drive
 from mesh_attention.testing.comm_conformance import CHECKS
 from mesh_attention.testing.run_ranks import RankError, RankPool
 
-pytestmark = pytest.mark.xdist_group("processes")
 WRAPPERS: dict[str, Callable[[Comm], Comm]] = {
     "bare": lambda comm: comm,
     "recording": Counting,

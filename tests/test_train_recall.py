@@ -30,7 +30,6 @@ from recall.task import IGNORED, KEYS, Lesson, lesson_seq, make_batch  # noqa: E
 
 from mesh_attention.errors import UsageError  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("processes")
 STEPS, SAVED = 6, 3
 # Sequences of three lengths, the first two before the checkpoint; 70 tokens leave ranks with unequal shards.
 SMALL = ("--seq", "70", "--lessons", "16x2,33x2", "--dtype", "float64", "--steps", str(STEPS))

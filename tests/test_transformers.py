@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,8 +20,6 @@ from mesh_attention.integrations.batches import batch_loss, shard_batch
 from mesh_attention.integrations.sequences import CUTS
 from mesh_attention.integrations.transformers import register, unregister
 from mesh_attention.testing.run_ranks import RankPool
-
-pytestmark = pytest.mark.xdist_group("processes")
 
 METHODS: list[dict[str, Any]] = [
     {"method": "ring"},
@@ -233,6 +232,7 @@ def refusals_of_the_second(group: Any, change: str, mistake: str) -> tuple[str, 
                 said.append("")
             except (UsageError, DisagreementError) as refusal:
                 said.append(f"{type(refusal).__name__}: {refusal}")
+            gc.collect()  # before 2.13, torch keeps the hooks of a checkpointed forward that raised until then
     finally:
         unregister()
     assert said[0] == ""

@@ -28,8 +28,6 @@ from mesh_attention.integrations.transformers.memory import Memory
 from mesh_attention.integrations.transformers.models import refuse_mixing, refuse_rotary
 from mesh_attention.testing.masks import is_unmasked
 
-pytestmark = pytest.mark.xdist_group("processes")  # one process imports transformers, not all
-
 
 def alone() -> MeshAttention:
     return MeshAttention(LocalGroup(1).comm(0))

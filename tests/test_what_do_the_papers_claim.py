@@ -33,7 +33,6 @@ from mesh_attention.planning.choice import Method
 from mesh_attention.planning.limits import limits
 from mesh_attention.topology import Topology
 
-pytestmark = pytest.mark.xdist_group("papers")  # one reproduction for all tests
 RESULTS = Path(script.__file__).parent / "results"
 EXPLAINED = 0.1
 """How far off a time may be that is said to be explained."""

@@ -64,7 +64,7 @@ CONFIGS: dict[str, Any] = {
         experts_implementation="eager",
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
-    # Frequencies that depend on whether a position beyond 16 came.
+    # Frequencies that depend on whether there is a position beyond 16.
     "dynamic rotary": lambda: LlamaConfig(
         **SIZES | {"max_position_embeddings": 16},
         rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
@@ -115,7 +115,7 @@ class Exact(TorchFunctionMode):
 
 
 def _asked_there() -> bool:
-    """Whether the call came out of transformers' code."""
+    """True if the call was made by transformers' code."""
     frame = sys._getframe(2)
     while frame.f_globals["__name__"].startswith("torch."):  # softmax is Python that calls Python
         assert frame.f_back is not None

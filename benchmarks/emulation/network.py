@@ -445,7 +445,7 @@ def main() -> int:
     if given.remove_leftovers:
         return 0  # asking why_not has removed them
     if not given.command:
-        parser.error("no command for the ranks came; write it after --")
+        parser.error("no command for the ranks was given; write it after --")
     cluster = Cluster(nodes=given.nodes, ranks_per_node=given.ranks_per_node, rate=given.rate)
     with exit_on_signals(), cluster:
         result = cluster.run(given.command, timeout_s=given.timeout, log_dir=given.log_dir)

@@ -1,7 +1,7 @@
-"""For MkDocs: links from pages to files of the repository, such as ../benchmarks/results, work in the site as well.
+"""An MkDocs hook: makes links from pages to files of the repository, such as ../benchmarks/results, work in the site.
 
-The files that pages link to are put into the site under repository/, source files as text, and the links are pointed
-at them. A folder stands for its README.md. Decisions are listed in the navigation by themselves.
+Files that pages link to are copied into the site under repository/, source files as text, and the links point to the
+copies. A link to a folder leads to its README.md. The hook also adds the decisions to the navigation.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)\s]*)?(\))")
 SHOWN_AS_THEY_ARE = {".png", ".svg", ".json", ".txt", ".sh", ".sbatch", ".toml"}
-"""By a browser; others get .txt added, or it would offer to save them."""
+"""Suffixes that a browser shows; other files get .txt added, or the browser would offer to save them."""
 
 
 def on_config(config: Any) -> Any:
     pages = sorted((DOCS / "decisions").glob("*.md"))
     decisions = [{page.read_text().splitlines()[0].lstrip("# "): f"decisions/{page.name}"} for page in pages]
-    config.nav[-1]["Carrying it on"].append({"Decisions": decisions})
+    config.nav[-1]["Development"].append({"Decisions": decisions})
     return config
 
 
@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _outside(page: Path, target: str) -> Path | None:
-    """The file of the repository that a link leads to, if it is not one of the site's own."""
+    """The file of the repository that a link leads to; None if it is a page of the site."""
     there = (page.parent / target).resolve()
     is_page = there.is_relative_to(DOCS) and there.suffix != ".py"
     if is_page or not there.is_relative_to(ROOT) or not there.exists():
@@ -57,6 +57,6 @@ def _outside(page: Path, target: str) -> Path | None:
 
 
 def _name(there: Path) -> str:
-    """Of the file in the site."""
+    """The name of the file in the site."""
     name = there.relative_to(ROOT).as_posix()
     return f"repository/{name}" if there.suffix in SHOWN_AS_THEY_ARE else f"repository/{name}.txt"

@@ -18,7 +18,6 @@ from mesh_attention.execution.driving import drive
 from mesh_attention.testing.comm_conformance import CHECKS
 from mesh_attention.testing.run_ranks import RankPool
 
-pytestmark = pytest.mark.xdist_group("gpu")
 DEVICE = "cuda"
 TENTH_OF_A_SECOND = 200_000_000
 """In cycles of the device, about."""
