@@ -10,7 +10,7 @@ MeshAttentionError
 │   ├── MemoryLimitError              no plan stays below the memory limit
 │   └── ParseError                    text or JSON that is not a plan, a step or a size
 ├── PlanError                         a plan that breaks a rule (see verification/)
-├── WorkerError                       a process that this library started and that failed
+├── WorkerError                       a process that was started here and failed (comm/launch)
 ├── DisagreementError                 ranks that were called with different arguments
 └── TransportError                    a transfer that failed, with the step and the rank it waited for
     └── StalledError                  ranks that wait for each other
