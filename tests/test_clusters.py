@@ -164,7 +164,7 @@ GOOD = cluster_to_toml(cluster_named("h100x16"))
         ("full_duplex = true", "full_duplex = 1", ParseError, "full_duplex = 1: expected true or false"),
         ('name = "h100"', "name = 100", ParseError, 'name = 100: expected a string, such as "h100"'),
         ("ranks = 16", "ranks = 0", TopologyError, "ranks=0: expected a whole number of at least 1"),
-        ("nics_per_node = 8", "nics_per_node = 9", TopologyError, "9 NICs for 8 ranks a node"),
+        ("nics_per_node = 8", "nics_per_node = 9", TopologyError, "nics_per_node=9: expected at most ranks_per_node=8"),
         ("width = 132", "width = 0", TopologyError, "[device] Device width=0: expected a number above 0"),
         ("gb_per_s = 45.0", "gb_per_s = 0", TopologyError, "[between] Link gb_per_s=0: expected a number above 0"),
         ("ranks = 16", "ranks = 16\ninside = 3", ParseError, "not valid TOML"),
