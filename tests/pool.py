@@ -10,7 +10,10 @@ import os
 import runpy
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from functools import lru_cache
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +31,7 @@ def shared_pool() -> RankPool:
 
 
 class Finished(NamedTuple):
-    """A script's exit code and output; with several ranks the first code that is not 0, and their output by rank."""
+    """A script's exit code and output; with several ranks the code of one that failed, and their output by rank."""
 
     returncode: int
     stdout: str
@@ -50,16 +53,25 @@ def run_script(script: Path, *flags: str, ranks: int = 0, timeout_s: float = 120
             given = (str(script), flags, environment, f"{folder}/{rank}")
             processes.append(context.Process(target=_run_as_main, args=given, daemon=True))
             processes[-1].start()
-        for process in processes:
-            process.join(timeout_s)
-            process.kill()
-            process.join()
-        code = next((process.exitcode for process in processes if process.exitcode), 0)
+        code = _exit_code(processes, timeout_s)
         said = ["".join(Path(f"{folder}/{rank}.{name}").read_text() for rank in range(ranks or 1)) for name in STREAMS]
     return Finished(code, *said)
 
 
 STREAMS = ("stdout", "stderr")
+
+
+def _exit_code(processes: Sequence[BaseProcess], timeout_s: float) -> int:
+    """Wait until all have succeeded or one has failed, then end the others. 124 means that time was up."""
+    end = time.monotonic() + timeout_s
+    codes: list[int | None] = [None]
+    while None in codes and not any(codes) and time.monotonic() < end:
+        time.sleep(0.02)
+        codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    return next(filter(None, codes), 124 if None in codes else 0)
 
 
 def _run_as_main(script: str, flags: tuple[str, ...], environment: dict[str, str], output: str) -> None:

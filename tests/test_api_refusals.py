@@ -160,6 +160,33 @@ def test_configurations_used_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPa
     assert len(made.engines.known) == 3
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [{"causal": 1}, {"return_lse": 0}, {"softcap": False}, {"window_size": (-1, -1.0)}, {"dropout_p": 0.5}],
+    ids=str,
+)
+def test_a_repeated_call_on_one_rank_is_checked_like_the_first(changed: dict[str, Any]) -> None:
+    made = MeshAttention(LocalGroup(1).comm(0))
+    q = torch.randn(1, 6, 2, 8)
+    made(q, q, q, causal=True)
+    assert made._ready
+    with pytest.raises(UsageError):
+        made(q, q, q, **{"causal": True} | changed)
+
+
+def test_repeated_calls_on_one_rank_are_told_apart() -> None:
+    calls: list[dict[str, Any]] = [{}, {"causal": True}, {"window_size": (2, 0)}, {"softmax_scale": 0.5}]
+    shapes = ((1, 6, 2, 8), (2, 6, 2, 8), (1, 9, 2, 8))
+    made = MeshAttention(LocalGroup(1).comm(0))
+    for _ in range(2):
+        for shape in shapes:
+            q = torch.randn(shape, dtype=torch.float64)
+            for arguments in calls:
+                fresh = MeshAttention(LocalGroup(1).comm(0))
+                assert torch.equal(made(q, q, q, **arguments), fresh(q, q, q, **arguments))
+    assert len(made._ready) == len(shapes) * len(calls)
+
+
 def test_what_was_kept_is_let_go_with_the_graph() -> None:
     made = attention(tile=(2, 2), keep=("q", "kv"))
     q, k, v = ([t.requires_grad_() for t in side] for side in tensors())

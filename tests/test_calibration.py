@@ -117,12 +117,12 @@ def test_a_line_that_would_begin_below_0_begins_at_0() -> None:
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        ([(1, 4), (2, 3), (4, 2)], "more work takes no longer; the machine may be busy"),
+        ([(1, 4), (2, 3), (4, 2)], "inconsistent: more work takes no longer; measure again"),
         ([(5, 1)], "got 1 times of one size; expected at least two sizes"),
         ([(5, 1), (5, 2)], "got 2 times of one size; expected at least two sizes"),
     ],
 )
-def test_times_that_make_no_sense_are_refused(points: list[tuple[float, float]], message: str) -> None:
+def test_inconsistent_times_are_refused(points: list[tuple[float, float]], message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         fit_line(points)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from attention_cases import BY_NAME, CASES, Case, dense_answer, methods, relative_error, spread_out, whole_tensors
 from pool import shared_pool
 
+from mesh_attention import Costs, make_plan
 from mesh_attention.api import MeshAttention, mesh_attention
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.comm.wrappers import Counting, Delaying
@@ -199,9 +200,10 @@ def use_the_function(group: Any) -> bool:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     attention = MeshAttention(group)
     q, k, v = (attention.shard(t) for t in whole_tensors(case)[:3])
-    ours = mesh_attention(q, k, v, group=group, seq_len=case.seq_q, causal=True, tile=(1, size))
     due = sharding.shard(dense_answer(case).out, attention.layout, rank, ranks=size)
-    return relative_error(ours, due) <= 1e-12
+    settings: list[dict[str, Any]] = [{"tile": (1, size)}, {"planner": make_plan}, {"costs": Costs(kv=3.0)}]
+    given = [mesh_attention(q, k, v, group=group, seq_len=case.seq_q, causal=True, **setting) for setting in settings]
+    return all(relative_error(ours, due) <= 1e-12 for ours in given)
 
 
 def test_the_function_is_the_class(pool: RankPool) -> None:

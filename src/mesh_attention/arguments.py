@@ -56,18 +56,6 @@ class CallOptions(NamedTuple):
         """The same call with every value checked and in one form, so that equal calls are equal values."""
         return self._checked(_boundaries)
 
-    def is_plain(self) -> bool:
-        """True if there is nothing to check or convert, and no boundaries."""
-        scale, sides = self.softmax_scale, self.window_size
-        return (
-            (type(self.causal) is bool and type(self.deterministic) is bool and type(self.softcap) is float)
-            and (scale is None or type(scale) is float)
-            and (sides is NO_WINDOW or (type(sides) is tuple and _window(sides) == sides))
-            and (self.cu_seqlens_q is None and self.cu_seqlens_k is None)
-            and (self.seq_len is None or type(self.seq_len) is int)
-            and (self.seq_len_k is None or type(self.seq_len_k) is int)
-        )
-
     def as_operands(self) -> CallOptions:
         """The same call, checked, with boundaries as tensors: a compiler sees that they exist, not their values."""
         return self._checked(_boundary_tensor)
@@ -128,15 +116,35 @@ CALL_ARGUMENTS = (*CallOptions._fields, "return_lse")
 
 
 def call_key(options: CallOptions, q: object, k: object, v: object) -> tuple[object, ...] | None:
-    """Cache key of a call on one rank; None if its options are not in their usual form, or boundaries are given.
+    """Cache key of a call on one rank; None if boundaries are given or an option has an unusual type.
 
-    Written out in full, because a small call waits for it. Equal keys stand for equal calls: types are checked, since
-    True == 1.
+    Equal keys stand for equal calls: types are checked, since True == 1. Written out in full, because a small call
+    takes hardly longer than this.
     """
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and options.is_plain()):
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return None
+    scale, sides, length, length_k = options.softmax_scale, options.window_size, options.seq_len, options.seq_len_k
+    if not (
+        (options.cu_seqlens_q is None and options.cu_seqlens_k is None)
+        and (type(options.causal) is bool and type(options.deterministic) is bool and type(options.softcap) is float)
+        and (scale is None or type(scale) is float)
+        and (sides is NO_WINDOW or (type(sides) is tuple and tuple(map(type, sides)) == (int, int)))
+        and (length is None or type(length) is int)
+        and (length_k is None or type(length_k) is int)
+    ):
         return None
     return (
-        *(options, type(q), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+        options,
+        type(q),
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"),
         torch.are_deterministic_algorithms_enabled(),

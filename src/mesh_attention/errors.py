@@ -1,7 +1,7 @@
 """The exception tree. Every message says what was given, what was expected and what to do.
 
 MeshAttentionError
-├── UsageError (also ValueError)      the caller's fault, found before anything runs
+├── UsageError (also ValueError)      the caller's fault; in forward, raised before anything is sent
 │   ├── ProblemError                  lengths, heads, head sizes, dtype, ranks
 │   ├── MaskError                     a mask that is malformed or does not fit the problem
 │   ├── TileError                     a tile or a Ulysses degree that does not fit
@@ -10,6 +10,7 @@ MeshAttentionError
 │   ├── MemoryLimitError              no plan stays below the memory limit
 │   └── ParseError                    text or JSON that is not a plan, a step or a size
 ├── PlanError                         a plan that breaks a rule (see verification/)
+├── WorkerError                       a process that was started here and failed (comm/launch)
 ├── DisagreementError                 ranks that were called with different arguments
 └── TransportError                    a transfer that failed, with the step and the rank it waited for
     └── StalledError                  ranks that wait for each other
@@ -27,7 +28,7 @@ class MeshAttentionError(Exception):
 
 
 class UsageError(MeshAttentionError, ValueError):
-    """The request cannot be done; nothing has been run or sent."""
+    """The request cannot be carried out. A forward call raises it before anything is sent."""
 
 
 class ProblemError(UsageError):

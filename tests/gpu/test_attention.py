@@ -239,7 +239,7 @@ def test_graphs_are_refused_where_they_cannot_be_had() -> None:
         attention(*([torch.randn(1, 4, 2, 8)] * 2 for _ in range(3)))
     keeping = MeshAttention(LocalGroup(2), cuda_graphs=True, keep=("kv",))
     q, k, v, _ = tensors(torch.bfloat16, tokens=256)
-    with pytest.raises(UsageError, match="keeps kv for backward, and with cuda_graphs"):
+    with pytest.raises(UsageError, match="keeps kv for backward, which CUDA graphs cannot hand over"):
         keeping(*(keeping.shard(t) for t in (q, k, v)))
     attention = MeshAttention(LocalGroup(2), cuda_graphs=True)
     outs, lses = attention(*(attention.shard(t.requires_grad_()) for t in (q, k, v)), return_lse=True)
