@@ -112,7 +112,11 @@ def mixed(which: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
             DisagreementError,
             "batch is 1 on rank(s) 0,2-3, but 2 on rank(s) 1",
         ),
-        (call(inputs=lambda: tensors(ranks=3)), UsageError, "takes lists of 4 tensors, one per rank"),
+        (
+            call(inputs=lambda: tensors(ranks=3)),
+            UsageError,
+            "one per rank of the local group; got a list of 3",
+        ),
     ],
 )
 def test_a_refusal_says_why_and_nothing_is_sent(

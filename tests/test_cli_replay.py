@@ -211,7 +211,7 @@ def test_plan_files_that_do_not_fit_are_refused(run: Run, tmp_path: Path) -> Non
         ("--methods ulysses-mehs", "did you mean ulysses×mesh?"),
         ("--methods 7", "expected some of ring, all-gather"),
         ("--methods ,", "nothing to replay: give --methods, or a --plan"),
-        ("--rank 4", "--rank 4: 4 ranks are numbered 0 to 3"),
+        ("--rank 4", "--rank 4: expected a rank from 0 to 3"),
         ("--rank -1", "--rank '-1': expected a whole number"),
         ("--rounds 0", "--rounds '0': expected a whole number, 1 or more"),
         ("--device tpu", "device 'tpu': expected cpu, cuda, or cuda:1"),

@@ -115,5 +115,5 @@ def test_ranks_that_wait_for_nothing_are_named() -> None:
 def test_chunks_of_another_size_are_refused() -> None:
     group = LocalGroup(2)
     group.comm(1).post([], [Parcel([torch.zeros(3, dtype=torch.uint8)], 0, "q")])
-    with pytest.raises(StalledError, match=r"got chunks of \[4\] bytes \(kv\), expected \[3\] \(q\)"):
+    with pytest.raises(TransportError, match=r"kv in chunks of \[4\] bytes met a receive of q in chunks of \[3\]"):
         group.comm(0).post([Parcel([torch.zeros(4, dtype=torch.uint8)], 1, "kv")], [])

@@ -171,7 +171,7 @@ one_of_four = partial(MeshAttention, LocalGroup(4).comm(1))
         (lambda: ask_mask(attention_mask=with_hole()), "row 1 of attention_mask has 2 masked tokens between real ones"),
         (
             lambda: ask_mask(one_of_four(), attention_mask=torch.ones(2, 8)),
-            "has 8 tokens, 2 of them on this rank, but it got 8; give the mask of the whole sequence",
+            "covers 8 tokens, so this rank should hold 2 of them, but the layer got 8; pass the mask",
         ),
         (lambda: ask_mask(cache_position=torch.arange(8)), "unknown argument 'cache_position' of the mask function"),
     ],
@@ -224,7 +224,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     (cuts(0, 4, 8, k=(0, 5, 8)), "cu_seq_lens_q and cu_seq_lens_k differ"),
     (cuts(0, 4, 8) | {"max_length_q": 3}, "max_length_q=3 is less than the longest document, 4 tokens"),
     (cuts(0, 5, 3, 8), "running totals that start at 0 and never fall"),
-    (cuts(0, 4, 7), "the whole sequence has 7 tokens, 7 of them on this rank, but it got 8"),
+    (cuts(0, 4, 7), "the whole sequence has 7 tokens, so this rank should hold 7 of them, but the layer got 8"),
     (cuts(0, 10, 16) | {"rows": 2}, "with one at the end of every row"),
     (cuts(0, 8, 15) | {"rows": 2}, "with one at the end of every row"),
     (

@@ -213,7 +213,10 @@ class MeshAttention:
         if not self.is_local:
             return [(q, k, v)]
         if not all(isinstance(x, list | tuple) and len(x) == self.ranks for x in (q, k, v)):
-            raise UsageError(f"a local group of {self.ranks} ranks takes lists of {self.ranks} tensors, one per rank")
+            raise UsageError(
+                f"q, k and v must each be a list of {self.ranks} tensors, one per rank of the local group; got "
+                f"{', '.join(map(_describe_list, (q, k, v)))}; use attention.shard(whole) to make the lists"
+            )
         return list(zip(q, k, v, strict=True))
 
     def _to_bshd(self, tensor: Tensor) -> Tensor:
@@ -256,6 +259,10 @@ class MeshAttention:
             for comm in self.comms
         ]
         return ids if self.is_local else ids[0]
+
+
+def _describe_list(given: object) -> str:
+    return f"a list of {len(given)}" if isinstance(given, list | tuple) else describe(given)
 
 
 def mesh_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = None, **arguments: Any) -> Any:

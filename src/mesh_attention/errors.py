@@ -1,4 +1,4 @@
-"""The exception tree. Every message says what was given, what was expected and what to do.
+"""The exception tree. Messages say what was given and expected and, where there is a remedy, what to do.
 
 MeshAttentionError
 ├── UsageError (also ValueError)      the caller's fault; in forward, raised before anything is sent
@@ -60,7 +60,7 @@ class ParseError(UsageError):
 
 
 class PlanError(MeshAttentionError):
-    """A plan that breaks a rule; the message shows the step table with the row marked."""
+    """A plan that breaks a rule or deadlocks; `verify` raises `BrokenPlanError`, which also shows the step table."""
 
 
 class DisagreementError(MeshAttentionError):

@@ -22,7 +22,7 @@ from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
 from mesh_attention.planning.choice import METHODS, Choice
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Topology
-from mesh_attention.units import count, parse_size, parse_whole
+from mesh_attention.units import parse_size, parse_whole
 
 KEEPS: dict[str, tuple[Kind, ...]] = {",".join(keep): keep for keep in KEEPABLE if keep}
 
@@ -233,7 +233,7 @@ def refuse_with_file(context: typer.Context, file: Path, *groups: Any) -> None:
 
 def check_rank(rank: int, ranks: int) -> int:
     if rank >= ranks:
-        raise UsageError(f"--rank {rank}: {count(ranks, 'rank')} are numbered 0 to {ranks - 1}")
+        raise UsageError(f"--rank {rank}: expected a rank from 0 to {ranks - 1}, because there are {ranks}")
     return rank
 
 

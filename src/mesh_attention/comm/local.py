@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from mesh_attention.comm.base import Parcel, Sharing, Work
-from mesh_attention.errors import StalledError
+from mesh_attention.errors import StalledError, TransportError
 
 
 class LocalGroup:
@@ -49,7 +49,10 @@ class LocalGroup:
 def _move(sent: Parcel, received: Parcel) -> None:
     sizes = [[chunk.numel() for chunk in parcel.chunks] for parcel in (sent, received)]
     if sizes[0] != sizes[1]:
-        raise StalledError(f"got chunks of {sizes[0]} bytes ({sent.label}), expected {sizes[1]} ({received.label})")
+        raise TransportError(
+            f"a send of {sent.label} in chunks of {sizes[0]} bytes met a receive of {received.label} in chunks of "
+            f"{sizes[1]} bytes; sends and receives between two ranks must match in order and size"
+        )
     for source, dest in zip(sent.chunks, received.chunks, strict=True):
         dest.copy_(source)
 

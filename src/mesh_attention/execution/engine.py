@@ -138,8 +138,8 @@ def _check_keep(plans: dict[Direction, Plan], *, cuda_graphs: bool) -> None:
     same = (forward.schedule.keep, forward.assignment) == (backward.schedule.keep, backward.assignment)
     if (forward.schedule.keep or backward.schedule.keep) and not same:
         raise UsageError(
-            f"{forward!r} keeps {forward.schedule.keep}, {backward!r} expects {backward.schedule.keep}: "
-            "both passes must keep the same, on the same tile"
+            f"{forward!r} keeps {forward.schedule.keep} on tile {forward.assignment}, but {backward!r} expects "
+            f"{backward.schedule.keep} on tile {backward.assignment}; plan both passes with the same keep and tile"
         )
     if cuda_graphs and forward.schedule.keep:
         raise UsageError(

@@ -46,7 +46,10 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """Send off the complete partial at `offset`; another rank's arrives for offset 0. Offset 0 itself is finished."""
+    """Send the complete partial at `offset` home; another rank's partial arrives for this rank's own shard (offset 0).
+
+    A return at offset 0 sends nothing: it finishes this rank's own result.
+    """
 
     kind: Kind
     offset: int

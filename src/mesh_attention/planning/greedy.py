@@ -2,12 +2,12 @@
 
 The paper's Algorithm 2 (forward) and its row/column rule (backward), with real-valued costs and two clocks: one for
 the link, one for compute, both in blocks. Whenever the link would fall idle it gets the transfer that unlocks the most
-blocks for its price. Compute takes what has arrived, row by row, the own row last, so that rows complete and their
+blocks for its price. Compute takes what has arrived, row by row, a rank's own row last, so that rows complete and their
 partials can leave. Once all shards have arrived, backward completes rows and columns in turn.
 
 A rank's own row is best computed last, to hide the last partials. If a column is fetched for its block in that row, the
 block is done too early; if it is not, compute may be idle until another row arrives. Neither is best for all costs, so
-both orders are made. The paper's order counts the own row; the other must be 1 % shorter to replace it.
+both orders are made. The paper's order counts this row; the other must be 1 % shorter to replace it.
 
 A row waits until `blocks_per_call` columns are pending for it, and rows that wait for the same columns meet them in one
 rectangle: few large kernel calls instead of one per block. Rows whose columns have all arrived are completed one by
@@ -72,7 +72,7 @@ def _counted_moves(
 
 
 OWN_ROW_WORTHS = (1, 0)
-"""Blocks that a column's block in the own row counts as when fetches are compared; the paper's value first."""
+"""When fetches are compared, how many blocks a column's block in a rank's own row counts as; the paper's first."""
 
 _WORTH_A_CHANGE = 0.99
 """Another order is taken only if its makespan is below this share of the best: costs that are not modelled could undo a
@@ -95,7 +95,7 @@ class CountedOrder(Order):
         self.blocks_per_call, self.own_row_worth = blocks_per_call, own_row_worth
 
     def complete_all(self) -> float:
-        """Make all moves except the returns of the own row and column. Returns the makespan in blocks."""
+        """Make all moves except the returns of this rank's own row and column. Returns the makespan in blocks."""
         while self.blocks_left:
             call = self.next_call()
             if call is None:
@@ -124,7 +124,7 @@ class CountedOrder(Order):
             self.fetch(axes, own_row_worth=self.own_row_worth)
 
     def _may_run_ahead(self, axis: Axis, touched: int) -> bool:
-        # One more than a call when all have landed: the link should not idle because they wait for their turn.
+        # One shard more than a call needs if all that were fetched have arrived: else the link is idle while they wait.
         landed = self.fetched[axis] == self.here[axis]
         return self.fetched[axis] - touched.bit_count() < self.blocks_per_call + landed
 
@@ -139,7 +139,7 @@ class CountedOrder(Order):
         if self.is_all_here:
             return self._completing_call()
         if not self.done[0]:
-            return (1, 1)  # the own block: needs no transfer, and its mask makes it a separate call anyway
+            return (1, 1)  # its own block: needs no transfer, and its mask makes it a separate call anyway
         here = (1 << self.here["col"]) - 1
         for row in self.rows_here():
             pending = here & ~self.done[row]

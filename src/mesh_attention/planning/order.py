@@ -37,7 +37,7 @@ class Order:
         self.left: dict[Axis, list[int]] = {"row": [tile.cols] * tile.rows, "col": [tile.rows] * tile.cols}
         self.next_return: dict[Axis, int] = dict.fromkeys(self.results, 1)  # in order: a ring of partials relies on it
         self.complete: list[Return] = []  # and not sent yet
-        # Shards fetched, and of those the ones that have arrived: the own one, or all if none is to be fetched.
+        # Shards fetched, and of those the ones that have arrived: this rank's own, or all if none is to be fetched.
         self.fetched: dict[Axis, int] = {axis: 1 if kinds else self.sizes[axis] for axis, kinds in self.inputs.items()}
         self.here = dict(self.fetched)
         self.arrivals: list[tuple[float, Axis]] = []  # of shards that are in flight, in order
@@ -99,7 +99,7 @@ class Order:
         return self.here == self.sizes
 
     def rows_here(self) -> list[int]:
-        """Rows that have arrived. The own row comes last: it is not sent, so no rank waits for it."""
+        """Rows that have arrived. This rank's own row comes last: it is not sent, so no rank waits for it."""
         return [*range(1, self.here["row"]), 0]
 
     def meet(self, call: Call) -> None:
@@ -126,7 +126,7 @@ class Order:
                 self.next_return[axis] += 1
 
     def next_to_complete(self, axis: Axis) -> tuple[int, float]:
-        """Offset and worth. The own row or column comes last: it is not sent, so no rank waits for it."""
+        """Offset and worth. This rank's own row or column comes last: it is not sent, so no rank waits for it."""
         if axis not in self.results:
             return 0, -1.0
         offset = self.next_return[axis]

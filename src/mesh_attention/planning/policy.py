@@ -25,7 +25,7 @@ LARGE = 0.98
 class Policy:
     """Rules by which an order decides. A call's worth is the share of its price that is blocks.
 
-    own_row_worth     blocks that a column's block in the own row counts as when fetches are compared
+    own_row_worth     blocks that a column's block in this rank's own row counts as when fetches are compared
     most_ahead        on each axis, at most this many shards are fetched and not yet attended
     window            (axis, n): at most n shards of this axis are fetched and not complete, which saves memory
     completing_worth  a call that completes rows or columns takes the fewest that reach this worth
@@ -65,7 +65,7 @@ class PolicyOrder(Order):
         return cast("PolicyOrder", super().branch())
 
     def complete_all(self, limit: float = float("inf")) -> float:
-        """Make the moves that are left, except the returns of the own row and column. Returns the makespan in blocks,
+        """Make the moves that are left, except the returns of its own row and column. Returns the makespan in blocks,
         or infinity if it cannot stay below the limit."""
         while self.blocks_left:
             if self.now + self.blocks_left >= limit:
@@ -114,7 +114,7 @@ class PolicyOrder(Order):
 
     def choose(self) -> Call | None:
         if not self.done[0]:
-            return (1, 1)  # the own block: needs no transfer, and its mask makes it a separate call anyway
+            return (1, 1)  # its own block: needs no transfer, and its mask makes it a separate call anyway
         if self.is_all_here:
             return self._completing_call()
         best, own = self._best_call(), self._own_row_call()
@@ -129,7 +129,7 @@ class PolicyOrder(Order):
         return own if is_worth_it else None
 
     def _best_call(self) -> Call | None:
-        """The best call of rows that wait for the same columns, without the own row: it hides the last partials."""
+        """The best call of rows that wait for the same columns, without its own row, which hides the last partials."""
         has_all_cols, policy = self.here["col"] == self.tile.cols, self.policy
         enough = policy.completing_worth if has_all_cols else policy.early_worth
         found: list[tuple[bool, float, Call]] = []

@@ -45,7 +45,7 @@ def priced_moves(
     have: tuple[Kind, ...] = (),
     route: Route = "direct",
 ) -> tuple[Move, ...]:
-    """Every move except the returns of the own row and column. `sizes` of shards are for the price of memory."""
+    """Every move except the returns of a rank's own row and column. `sizes` of shards are for the price of memory."""
 
     def order_by(policy: Policy) -> PolicyOrder:
         return PolicyOrder(tile, direction, costs, have, policy, waits_its_turn=route == "ring")

@@ -209,7 +209,8 @@ class LayerAttention:
         due = shard_length(self.attention, seq_len)
         if due != tokens:
             raise UsageError(
-                f"the whole sequence has {seq_len} tokens, {due} of them on this rank, but it got {tokens}; "
+                f"the whole sequence has {seq_len} tokens, so this rank should hold {due} of them, but the layer "
+                f"got {tokens}; "
                 "cut inputs with shard_batch or MeshAttention.shard, and give cu_seq_lens of the whole sequence"
             )
         real = mask.real or ((0, seq_len),) * batch

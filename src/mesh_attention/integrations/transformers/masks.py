@@ -88,8 +88,9 @@ def _check_padding(
     due = shard_length(attention, seq_len)
     if q_length != due:
         raise MaskError(
-            f"attention_mask has {seq_len} tokens, {due} of them on this rank, but it got {q_length}; give the mask of "
-            "the whole sequence on every rank, not this rank's part (shard_batch does)"
+            f"attention_mask covers {seq_len} tokens, so this rank should hold {due} of them, but the layer got "
+            f"{q_length}; pass the mask of the whole sequence on every rank, not only this rank's part (shard_batch "
+            "does this for you)"
         )
     if kv_length not in (q_length, seq_len):
         raise UsageError(DECODING)
