@@ -169,9 +169,9 @@ def written_checkpoint(folder: Path, step: int, settings: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--seq 64", "seq=128, and this run has seq=64"),
-        ("--seq 128 --seed 1", "seed=0, and this run has seed=1"),
-        ("--seq 128 --dtype float64", "dtype=float32, and this run has dtype=float64"),
+        ("--seq 64", "seq=128, but this run has seq=64"),
+        ("--seq 128 --seed 1", "seed=0, but this run has seed=1"),
+        ("--seq 128 --dtype float64", "dtype=float32, but this run has dtype=float64"),
         ("--seq 128 --lessons 16x3", "has lessons=[[16, 3]]"),
     ],
 )
