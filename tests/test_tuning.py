@@ -53,9 +53,17 @@ def two_nodes_of_four() -> Topology:
 # The choice
 
 
-@pytest.mark.parametrize("kv_heads", [1, 32])
-@pytest.mark.parametrize("directions", [("forward",), ("forward", "backward")], ids=len)
-@pytest.mark.parametrize("cluster", ["h100x32", "a100x24", "laptop"])
+@pytest.mark.parametrize(
+    ("cluster", "directions", "kv_heads"),
+    [
+        ("h100x32", ("forward",), 1),
+        ("h100x32", DIRECTIONS, 32),
+        ("a100x24", ("forward",), 32),
+        ("a100x24", DIRECTIONS, 1),
+        ("laptop", ("forward",), 1),
+        ("laptop", DIRECTIONS, 32),
+    ],
+)
 def test_no_rival_is_faster_than_the_choice(cluster: str, directions: tuple[Direction, ...], kv_heads: int) -> None:
     topology = cluster_named(cluster)
     found = tune(problem(topology.ranks, kv_heads=kv_heads, seq=1 << 16), topology, directions=directions)
@@ -106,7 +114,7 @@ def test_the_choice_is_tried_by_the_price_of_calls() -> None:
 
 
 def test_tuning_twice_gives_the_same() -> None:
-    asked, cluster = problem(16), cluster_named("h100x16")
+    asked, cluster = problem(8), two_nodes_of_four()
     assert tune(asked, cluster) == tune(asked, cluster)
 
 
@@ -313,7 +321,7 @@ def test_losers_say_why() -> None:
 
 
 def test_a_tuning_can_be_written_and_read() -> None:
-    found = tune(problem(16), cluster_named("h100x16"), directions=DIRECTIONS)
+    found = tune(problem(8), two_nodes_of_four(), directions=DIRECTIONS)
     assert tuning_from_json(json.loads(json.dumps(tuning_to_json(found)))) == found
 
 
