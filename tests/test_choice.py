@@ -136,3 +136,11 @@ def test_mesh_attention_takes_a_choice() -> None:
         MeshAttention(LocalGroup(4), choice="ring", tile=(2, 2))
     with pytest.raises(UsageError, match="choice cannot be combined with cluster="):
         MeshAttention(LocalGroup(4), choice="ring", cluster="h100x4")
+
+
+@pytest.mark.parametrize(
+    "text", ["mesh 4x8, zigzag, striped", "ulysses 8 × ulysses 4", "mesh, route ring, route direct"]
+)
+def test_text_that_states_a_field_twice_is_refused(text: str) -> None:
+    with pytest.raises(ParseError, match=r"states (layout|ulysses_degree|route) twice"):
+        Choice.parse(text)

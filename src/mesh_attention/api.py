@@ -108,7 +108,7 @@ class MeshAttention:
         self._has_operator = not self.is_local and not choice.keep
         self._is_one_rank = not self.is_local and self.ranks == 1
         self._ready: dict[object, Callable[..., tuple[Tensor, ...]]] = {}
-        """On one rank, what to run for a repeated call. A call of 16 tokens takes 23 µs with it, 35 µs without."""
+        """On one rank, what to run for a call like an earlier one, without checking it again."""
 
     @property
     def ranks(self) -> int:

@@ -218,15 +218,19 @@ class Choice:
         found = re.fullmatch(r"(?:ulysses (?P<degree>\d+) [×x] )?(?P<method>[a-z0-9-]+)(?: (?P<rest>\S+))?", head)
         if found is None:
             raise ParseError(f"choice {text!r}: expected text such as 'mesh 4x8, zigzag' or 'ulysses 8 × mesh 4x8'")
-        options: dict[str, Any] = {"method": found["method"]}
+        stated: list[tuple[str, Any]] = [("method", found["method"])]
         if found["degree"] is not None:
-            options["ulysses_degree"] = int(found["degree"])
-        if found["rest"] is not None and found["method"] == "ulysses" and found["rest"].isdecimal():
-            options["ulysses_degree"] = int(found["rest"])
-        elif found["rest"] is not None:
-            options["tile"] = found["rest"]
+            stated.append(("ulysses_degree", int(found["degree"])))
+        if found["rest"] is not None:
+            is_degree = found["method"] == "ulysses" and found["rest"].isdecimal()
+            stated.append(("ulysses_degree", int(found["rest"])) if is_degree else ("tile", found["rest"]))
         for detail in details:
-            options |= _detail(detail, text)
+            stated += _detail(detail, text).items()
+        names = [name for name, _ in stated]
+        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        if twice:
+            raise ParseError(f"choice {text!r} states {', '.join(twice)} twice; state it once")
+        options: dict[str, Any] = dict(stated)
         return cls.of(**options)
 
 
