@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Another torch brings its own triton.
 UNPINNED := ^torch==$(if $(filter command line,$(origin TORCH)),|^triton==)
 
-.PHONY: demo test quick test-gpu check check-schemas format bench docs dist clean
+.PHONY: demo test quick fuzz families faults soak test-gpu check check-schemas format bench docs dist clean
 
 # Tests start many interpreters; let them share compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -25,14 +25,32 @@ test: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # The core tests, to run while editing: they start no ranks and take less than a minute.
-QUICK := api_refusals attention_local bands bytes calls choice clusters cuda_kernels errors greedy imports in_order \
+QUICK := api_refusals attention_local bands bytes calls choice clusters cuda_kernels errors greedy imports \
 	kernel_conformance kernels layout lowering masks mutations plans_verify public_names text units
 quick: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(QUICK:%=tests/test_%.py) $(ARGS)
 
+# Random calls against a dense reference, on two cores; a failure prints a script of a few lines.
+fuzz: SECONDS ?= 60
+fuzz: $(VENV)/ready
+	PYTHONPATH=src $(BIN)/python tests/campaign/fuzz.py --seconds $(SECONDS) --processes 2 $(ARGS)
+
 # Uses your own Python, which needs torch for CUDA, pytest and hypothesis; installs nothing.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -rs $(ARGS)
+
+# Tries every model class of transformers on 4 ranks, and writes docs/transformers-families.md; takes about 6 minutes.
+families: $(VENV)/ready
+	$(BIN)/python tests/campaign/families.py --jobs 2 --write docs/transformers-families.md $(ARGS)
+
+# Every fault at every moment on 4 processes, and writes docs/faults.md; takes about 2 minutes.
+faults: $(VENV)/ready
+	$(BIN)/python tests/campaign/faults.py --jobs 2 --write docs/faults.md $(ARGS)
+
+# Random calls on 4 processes: results right; memory, descriptors and threads flat.
+soak: SECONDS ?= 3600
+soak: $(VENV)/ready
+	$(BIN)/python tests/campaign/soak.py --seconds $(SECONDS) $(ARGS)
 
 check: check-schemas
 	$(BIN)/ruff format --check .

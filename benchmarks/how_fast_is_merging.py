@@ -34,9 +34,9 @@ Operation = Callable[[Merging], None]
 
 def operations(tokens: int, device: torch.device) -> dict[str, tuple[Operation, int]]:
     """The operations to time, and the fewest bytes that each must read and write."""
-    raw = torch.randn(tokens, 1, HEADS * (DIM + 1), device=device)
-    total = raw[..., HEADS:].view(tokens, 1, HEADS, DIM).permute(1, 2, 0, 3)
-    total_lse = raw[..., :HEADS].permute(1, 2, 0)
+    raw = torch.randn(tokens, 1, HEADS * (DIM + 2), device=device)
+    total = raw[..., 2 * HEADS :].view(tokens, 1, HEADS, DIM).permute(1, 2, 0, 3)
+    total_lse = raw.view(torch.float64)[..., :HEADS].permute(1, 2, 0).normal_()
     partial = torch.randn(1, tokens, HEADS, DIM, device=device).to(torch.bfloat16).transpose(1, 2)
     lse = torch.randn(1, HEADS, tokens, device=device)
     rounded = torch.empty_like(partial)
@@ -44,11 +44,11 @@ def operations(tokens: int, device: torch.device) -> dict[str, tuple[Operation, 
     return {
         "start_output": (
             lambda way: way.start_output(total, total_lse, partial, lse),
-            wide + narrow + 2 * statistic,
+            wide + narrow + 3 * statistic,
         ),
         "merge_output": (
             lambda way: way.merge_output(total, total_lse, partial, lse),
-            2 * wide + narrow + 3 * statistic,
+            2 * wide + narrow + 5 * statistic,
         ),
         "add": (lambda way: way.add(total, partial), 2 * wide + narrow),
         "copy to bfloat16": (lambda way: way.copy(rounded, total), wide + narrow),

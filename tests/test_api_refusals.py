@@ -12,13 +12,17 @@ from mesh_attention import (
     DisagreementError,
     LocalGroup,
     MeshAttention,
+    MeshAttentionError,
+    Problem,
     ProblemError,
     TileError,
     TransportError,
     UsageError,
     make_plan,
 )
+from mesh_attention.api import _SETTINGS
 from mesh_attention.comm.wrappers import Counting, Failing
+from mesh_attention.plan.layout import Zigzag
 
 
 def tensors(ranks: int = 4, tokens: int = 8, heads: int = 4, dim: int = 8, **changes: Any) -> list[list[torch.Tensor]]:
@@ -61,7 +65,13 @@ def mixed(which: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
         (call(alibi_slopes=torch.ones(4)), UsageError, "alibi_slopes was given, but ALiBi is not supported"),
         (call(casual=True), UsageError, "unknown argument 'casual' of attention; did you mean causal?"),
         (call(window_size=(-3, 0)), UsageError, "window left=-3"),
-        (call(softcap=-1.0), UsageError, "softcap=-1.0: expected finite numbers, and softcap 0"),
+        (call(softcap=-1.0), UsageError, "softcap=-1.0: expected 0 (off) or a number from 1e-30 to 1e+30"),
+        (call(softcap=1e-300), UsageError, "softcap=1e-300: expected 0 (off)"),
+        (call(softcap=float("nan")), UsageError, "softcap=nan: expected 0 (off)"),
+        (call(softmax_scale=0.0), UsageError, "softmax_scale=0.0: expected a number from 1e-30 to 1e+30; for another"),
+        (call(softmax_scale=-0.5, causal=True), UsageError, "multiply q by it and give softmax_scale=1.0"),
+        (call(softmax_scale=1e-46, causal=True), UsageError, "softmax_scale=1e-46: expected a number"),
+        (call(softmax_scale=10**400), UsageError, "softmax_scale=inf: expected a number"),
         (call(softmax_scale=float("nan")), UsageError, "softmax_scale=nan"),
         (call(cu_seqlens_q=[0, 5]), DisagreementError, "holds 8 tokens of q but its shard has"),
         (call(cu_seqlens_q=[0, 5, 3, 32]), UsageError, "expected running totals that start at 0 and never fall"),
@@ -201,3 +211,53 @@ def test_what_was_kept_is_let_go_with_the_graph() -> None:
     assert torch.equal(q[0].grad, 2 * first)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
+
+
+# Values that no argument expects: clear, or working, for every argument of the constructor
+
+ODD_VALUES: list[Any] = [
+    *(None, True, 0, -1, 3, 10**30, 2.5, float("nan"), "", "x", "auto", b"x"),
+    *([], {}, set(), (), [1, 1], ["kv"], ["q", "kv"], [[1], 2], ("kv", "q"), ("kv",), {"a": 1}),
+    *(object(), torch.zeros(2), lambda: None, int, LocalGroup(2)),
+]
+
+
+def is_unclear(attend: Callable[[], Any]) -> str:
+    """The type of an error that is not the library's."""
+    try:
+        attend()
+    except MeshAttentionError:
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("name", _SETTINGS)
+def test_no_value_of_a_setting_gives_an_error_of_python(name: str) -> None:
+    x = [torch.randn(1, 4, 2, 8) for _ in range(2)]
+    answers = {
+        repr(value): is_unclear(lambda value=value: MeshAttention(LocalGroup(2), **{name: value})(x, x, x))  # type: ignore[misc]
+        for value in ODD_VALUES
+        if not (name == "planner" and callable(value))  # it is called, and its errors are its own
+    }
+    assert {value: answer for value, answer in answers.items() if answer} == {}
+
+
+@pytest.mark.parametrize("group", [*ODD_VALUES[1:], 0, [object()], [None]])
+def test_no_group_gives_an_error_of_python(group: Any) -> None:
+    if not isinstance(group, LocalGroup):
+        with pytest.raises(MeshAttentionError):
+            MeshAttention(group)
+
+
+@pytest.mark.parametrize("size", [value for value in ODD_VALUES if type(value) is not int] + [0, -1])
+def test_a_local_group_has_a_number_of_ranks(size: Any) -> None:
+    with pytest.raises(UsageError, match="expected a number of ranks, at least 1"):
+        LocalGroup(size)
+
+
+def test_a_choice_may_stand_beside_options_that_are_left_open() -> None:
+    assert MeshAttention(LocalGroup(2), choice="ring", layout=None, tile=None).layout == Zigzag()
+    assert make_plan(Problem.self_attention(seq=8, heads=2, head_dim=8, ranks=2), "ring", layout=None).method == "ring"
+    assert MeshAttention(LocalGroup(2), keep=["q", "kv"])._has_operator is False

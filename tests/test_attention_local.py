@@ -185,6 +185,40 @@ def test_narrow_dtypes_are_as_exact_as_they_can_be(dtype: torch.dtype) -> None:
         assert_equal(case, ours, truth, tolerance)
 
 
+LARGE = [
+    {},
+    {"method": "ring"},
+    {"method": "pass-q"},
+    {"tile": (2, 2)},
+    {"method": "attention2d"},
+    {"method": "ulysses"},
+]
+
+
+@pytest.mark.parametrize("options", LARGE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equal_scores_of_any_size_give_the_mean(options: dict[str, Any], dtype: torch.dtype) -> None:
+    attention = MeshAttention(LocalGroup(4), **options)
+    for size in (1e3, 8e4, 1e7, 1e8, -1e8):
+        torch.manual_seed(0)
+        q, k = torch.zeros(1, 32, 4, 8, dtype=dtype), torch.zeros(1, 32, 4, 8, dtype=dtype)
+        q[..., 0], k[..., 0] = size, 1.0
+        v = torch.randn(1, 32, 4, 8, dtype=dtype)
+        out = attention.unshard(attention(*map(attention.shard, (q, k, v)), softmax_scale=1.0))
+        mean = v.double().mean(1, keepdim=True).expand(v.shape)
+        assert relative_error(out, mean) <= 4 * torch.finfo(dtype).eps, size
+
+
+def test_blocks_whose_scores_overflow_do_not_count() -> None:
+    """The scores of one rank's keys are -inf in float32; those of the others are 0."""
+    attention = MeshAttention(LocalGroup(4), layout="contiguous")
+    q, k, v = torch.full((1, 32, 4, 8), 1e20), torch.zeros(1, 32, 4, 8), torch.randn(1, 32, 4, 8)
+    k[:, 8:16] = -1e20
+    out = attention.unshard(attention(*map(attention.shard, (q, k, v))))
+    mean = torch.cat([v[:, :8], v[:, 16:]], 1).double().mean(1, keepdim=True).expand(v.shape)
+    assert relative_error(out, mean) <= 1e-6
+
+
 def test_a_cached_call_shares_nothing_and_plans_nothing() -> None:
     case = BY_NAME["causal"]
     group = LocalGroup(4)
@@ -244,3 +278,32 @@ def test_a_group_is_let_go_with_its_attention_and_not_left_to_the_garbage_collec
         assert comm() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_layers_before_and_after_may_transpose(ranks: int) -> None:
+    """Q, K and V have their axes in another order in memory, and so has the gradient of a layer's transposed input."""
+    case = BY_NAME["causal"]
+    q, k, v, *_ = (t.requires_grad_() for t in whole_tensors(case))
+    attention = MeshAttention(LocalGroup(ranks))
+    turned = [[_stored_transposed(t) for t in attention.shard(whole)] for whole in (q, k, v)]
+    ours = attention(*turned, seq_len=case.seq_q, causal=True)
+    whole = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
+    )
+    weight = torch.randn(5, case.seq_q, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for axis in (1, 2, 3):
+        found, due = (
+            torch.autograd.grad(_linear_of_transposed(outs, weight, axis), (q, k, v), retain_graph=True)
+            for outs in (ours, attention.shard(whole.transpose(1, 2)))
+        )
+        assert all(relative_error(*pair) <= TOLERANCE for pair in zip(found, due, strict=True))
+
+
+def _stored_transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+def _linear_of_transposed(outs: list[torch.Tensor], weight: torch.Tensor, axis: int) -> torch.Tensor:
+    turned = [out.transpose(axis, 3) for out in outs]
+    return torch.stack([torch.nn.functional.linear(x, weight[:, : x.shape[3]]).square().sum() for x in turned]).sum()

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
-from mesh_attention.integrations.batches import batch_loss, count_items, reduce_loss, shard_batch
+from mesh_attention.integrations.batches import batch_loss, count_items, is_sharded, reduce_loss, shard_batch
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.testing.run_ranks import RankPool
 
@@ -52,6 +52,10 @@ def batches(draw: st.DrawFn) -> tuple[dict[str, Any], int, str]:
 @given(batches())
 def test_every_token_is_beside_its_label_and_position(case: tuple[dict[str, Any], int, str]) -> None:
     batch, ranks, layout = case
+    if (batch["labels"][:, 1:] == -100).all():
+        with pytest.raises(UsageError, match="no token of the batch has a label that counts"):
+            cut(batch, ranks, layout)
+        return
     parts = cut(batch, ranks, layout)
     seq = batch["input_ids"].shape[1]
     assert torch.equal(joined(parts, "input_ids", layout), batch["input_ids"])
@@ -61,7 +65,7 @@ def test_every_token_is_beside_its_label_and_position(case: tuple[dict[str, Any]
     assert (shifted[:, -1] == -100).all()
     labelled = int((shifted != -100).sum())
     for part in parts:
-        assert part["num_items_in_batch"] == max(1, labelled)
+        assert part["num_items_in_batch"] == labelled
         assert (part["labels"] == -100).all()
         assert part["cu_seq_lens_q"] == tuple(range(0, batch["input_ids"].numel() + 1, seq))
         assert not part["use_cache"]
@@ -139,11 +143,28 @@ CUTS = torch.tensor([0, 5, 8, 16])
         ),
         ({"input_ids": IDS, "cu_seq_lens_q": [0, 16], "cu_seq_lens_k": [0, 16]}, "one at the end of every row"),
         ({"input_ids": IDS, "max_length_q": 8}, "max_length needs cu_seq_lens"),
+        ({"input_ids": IDS, "labels": IDS * 0 - 100}, "no token of the batch has a label that counts"),
+        (
+            {"input_ids": IDS, "labels": IDS, "attention_mask": torch.tensor([[1] + [0] * 7] * 2) * 0},
+            "no token of the batch has a label that counts",
+        ),
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_refused(batch: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         cut(batch, 2)
+
+
+def test_labels_of_the_tokens_themselves_are_not_shifted() -> None:
+    attention = MeshAttention(LocalGroup(2).comm(0))
+    labels, mask = torch.arange(16).reshape(2, 8), torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
+    batch = {"input_ids": IDS, "labels": labels, "attention_mask": mask}
+    local = shard_batch(attention, batch, shift_labels=False, is_compared=False)
+    assert torch.equal(local["labels"], attention.shard(labels.masked_fill(mask == 0, -100)))
+    assert "shift_labels" not in local
+    assert local["num_items_in_batch"] == 13
+    with pytest.raises(UsageError, match="shift_labels=False asks for labels; give those instead"):
+        shard_batch(attention, {"input_ids": IDS, "shift_labels": labels}, shift_labels=False, is_compared=False)
 
 
 def test_a_local_group_is_refused() -> None:
@@ -334,3 +355,14 @@ def test_a_loss_that_is_not_one_is_refused(pool: RankPool) -> None:
         "batch_loss needs labels",
     ]
     assert [message.startswith(start) for message, start in zip(messages, starts, strict=True)] == [True] * 6
+
+
+def shard_with_a_mask(group: Any) -> tuple[bool, bool]:
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    local = shard_batch(MeshAttention(group), batch)
+    return is_sharded(local["input_ids"]), any(map(is_sharded, batch.values()))
+
+
+def test_the_whole_batch_may_still_go_through_another_model() -> None:
+    """The mask of a sharded batch is of the whole sequence, and the caller's own tensor."""
+    assert shared_pool().run(2, shard_with_a_mask) == [(True, False)] * 2

@@ -400,7 +400,7 @@ def test_one_rank_measures_its_kernels_and_is_given_links(
     [
         (["--out", "there.toml"], "--out there.toml: exists; choose another name, or use --force to overwrite it"),
         (["--out", "folder"], "--out folder: is a directory; give a file name, such as folder/cluster.toml"),
-        (["--out", "no/c.toml"], "--out no/c.toml: there is no directory no; create it or write elsewhere"),
+        (["--out", "no/c.toml"], "--out no/c.toml: no does not exist; create it or write elsewhere"),
         (["--out", "c.json"], "--out c.json: expected a name that ends in .toml"),
         (["--ranks", "1"], "1 rank has no links to measure; use --ranks 2 or more, or --links-of"),
         (["--ranks", "65"], "--ranks 65: expected at most 64, because all of them run on this machine"),

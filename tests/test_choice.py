@@ -132,7 +132,7 @@ def test_mesh_attention_takes_a_choice() -> None:
     attention = MeshAttention(LocalGroup(4), choice="mesh 2x2, contiguous")
     assert attention.layout == LAYOUTS["contiguous"]
     assert MeshAttention(LocalGroup(4), choice="ring").layout == Zigzag()
-    with pytest.raises(UsageError, match="tile cannot be combined with choice="):
+    with pytest.raises(UsageError, match="tile cannot be combined with a choice"):
         MeshAttention(LocalGroup(4), choice="ring", tile=(2, 2))
     with pytest.raises(UsageError, match="choice cannot be combined with cluster="):
         MeshAttention(LocalGroup(4), choice="ring", cluster="h100x4")

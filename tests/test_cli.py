@@ -490,7 +490,7 @@ BAD_LINES = [
     (f"{SMALL} --blocks-per-call 0", "--blocks-per-call '0'", "1 or more"),
     (f"{SMALL} --rank 4", "rank 4", "ranks 0 to 3"),
     (f"{SMALL} --rank first", "--rank 'first'", "0 or more"),
-    (f"{SMALL} --save no/such/plan.json", "no/such", "no directory"),
+    (f"{SMALL} --save no/such/plan.json", "no/such", "does not exist"),
     (f"{SMALL} --save .", "--save .", "is a directory"),
     ("verify", "FILE", "Missing argument"),
     ("verify no-such-file", "no-such-file", "expected a plan file: no such file"),
@@ -551,6 +551,18 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "an unknown step": (json.dumps(PLAN).replace("attend ", "attack ").encode(), "step 'attack "),
     "an endless number": (b'{"format": ' + b"9" * 5000 + b"}", "is not a plan file"),
     "endless brackets": (b'{"a":' * 100_000, "is not a plan file"),
+    "endless ranks": (json.dumps(PLAN | {"problem": PLAN["problem"] | {"ranks": 10**30}}).encode(), "ranks=1000"),
+    "endless heads": (
+        json.dumps(PLAN | {"problem": PLAN["problem"] | {"heads": 10**30, "kv_heads": 10**30}}).encode(),
+        "expected at most 1,099,511,627,776",
+    ),
+    "an endless tile": (json.dumps(PLAN | {"tile": f"1x{10**30}"}).encode(), "expected ROWSxCOLS"),
+    "an endless window": (
+        json.dumps(PLAN | {"problem": PLAN["problem"] | {"mask": f"window({'9' * 4300},0)"}}).encode(),
+        "mask 'window(999",
+    ),
+    "a key twice": (json.dumps(PLAN).replace('"tile"', '"tile": "1x2", "tile"').encode(), "a second 'tile'"),
+    "NaN": (json.dumps(PLAN).replace('"ulysses": 1', '"ulysses": NaN').encode(), "NaN is not a number"),
 }
 
 

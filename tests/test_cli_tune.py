@@ -552,7 +552,7 @@ BAD_LINES = [
     (f"{TUNE} --against seq", "--against needs --chart FILE", "--chart"),
     (f"{TUNE} --chart chart.png --against time", "--against 'time'", "ranks, seq or tile"),
     (f"{TUNE} --chart chart.gif --against seq", "--chart chart.gif", ".png or .svg or .pdf"),
-    (f"{TUNE} --chart no/such/chart.png --against seq", "no/such", "no directory"),
+    (f"{TUNE} --chart no/such/chart.png --against seq", "no/such", "does not exist"),
     (
         f"{TUNE} --documents 0,1k,64k --chart chart.png --against seq",
         "packed documents fix the length",

@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 from pool import shared_pool
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention  # by name, before any context
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.overrides import TorchFunctionMode, wrap_torch_function
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from mesh_attention import MeshAttention
+from mesh_attention.integrations.checkpointing import saved_attention
 from mesh_attention.integrations.context_parallel import context_parallel, context_parallel_unshard
 from mesh_attention.testing.run_ranks import RankPool
 
@@ -360,6 +363,207 @@ def compiled_errors(group: Any) -> list[float]:
 
 def test_a_function_that_was_compiled_before_attends_across_ranks_inside(pool: RankPool) -> None:
     assert max(map(max, pool.run(2, compiled_errors))) <= 1e-12
+
+
+# torch.compile and activation checkpointing, in the orders people use
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48, dtype=F64), nn.Linear(16, 16, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
+        return x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)).tanh()
+
+
+def saving_products() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+
+WRAPPED = {
+    "every activation": partial(checkpoint_wrapper, preserve_rng_state=False),
+    "reentrant": partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT),
+    "saving products": partial(checkpoint_wrapper, context_fn=saving_products),
+    "saving attention": partial(checkpoint_wrapper, context_fn=saved_attention),
+}
+ORDERS: dict[str, Callable[[Callable[..., Any], nn.Module, Any], Any]] = {
+    "checkpoint": lambda compiled, block, wrap: wrap(block),
+    "compile(checkpoint)": lambda compiled, block, wrap: compiled(wrap(block)),  # as torchtitan does it
+    "checkpoint(compile)": lambda compiled, block, wrap: wrap(compiled(block)),
+    "compile(function)": lambda compiled, block, wrap: compiled(
+        lambda x: checkpoint(block, x, use_reentrant=wrap is WRAPPED["reentrant"])
+    ),
+}
+
+
+def compiled_checkpoint_errors(group: Any, backend: str, cases: list[tuple[str, str, bool, bool]]) -> dict[str, float]:
+    """The largest error of output and gradients in two steps and outside again, with `warm` compiled outside first."""
+    mesh, errors = mesh_of(group), {}
+    warnings.simplefilter("ignore")
+    for order, kind, warm, inside in cases:
+        torch._dynamo.reset()
+        torch.manual_seed(6)
+        block, x = Block(), torch.randn(2, 14, 16, dtype=F64)
+        due = block(x)
+        due_gradients = torch.autograd.grad(due.square().sum(), list(block.parameters()))
+        layer = ORDERS[order](partial(torch.compile, backend=backend, fullgraph=True), block, WRAPPED[kind])
+        found = []
+        if warm:
+            layer(x[:, :7]).sum().backward()
+        for _ in range(2):
+            block.zero_grad()
+            mine = x.clone()
+            with context_parallel(mesh, buffers=[mine], buffer_seq_dims=[1], no_restore_buffers={mine}):
+                out = layer(mine.requires_grad_())
+                loss = out.square().sum()
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+            found.append(error(context_parallel_unshard(mesh, [out], [1])[0], due.detach()))
+            for parameter, gradient in zip(block.parameters(), due_gradients, strict=True):
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad, group=group)
+                found.append(error(parameter.grad, gradient))
+        found.append(error(layer(x).detach(), due.detach()))
+        errors[f"{order}, {kind}, {warm=}, {inside=}"] = max(found)
+    return errors
+
+
+def test_compiled_checkpoints_attend_across_ranks_in_every_order(pool: RankPool) -> None:
+    """A share of all combinations, with each value of each."""
+    cases = [
+        ("compile(checkpoint)", "every activation", False, True),
+        ("compile(checkpoint)", "saving attention", True, False),
+        ("checkpoint(compile)", "every activation", True, True),
+        ("checkpoint(compile)", "reentrant", False, False),
+        ("checkpoint(compile)", "saving products", False, True),
+        ("compile(function)", "reentrant", False, True),
+        ("checkpoint", "saving products", False, False),
+    ]
+    for errors in pool.run(2, compiled_checkpoint_errors, "aot_eager", cases):
+        assert {case: found for case, found in errors.items() if found > 1e-12} == {}
+
+
+def compile_again(group: Any) -> list[int]:
+    """How often a layer was compiled after each context; and errors where only the whole length changes."""
+    mesh, counts = mesh_of(group), []
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def attend(x: Tensor) -> Tensor:
+        return scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    layer = torch.compile(lambda x: checkpoint(attend, x, use_reentrant=False), backend=counter, dynamic=False)
+    torch._dynamo.reset()
+    for tokens in (14, 14, 14, 13, 14):  # 13 tokens are 7 and 6: one of two ranks has as many as of 14
+        torch.manual_seed(tokens)
+        x = torch.randn(1, 2, tokens, 4, dtype=F64)
+        due = attend(x)
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+            (ours,) = context_parallel_unshard(mesh, [layer(x)], [2])
+        assert error(ours, due) <= 1e-12
+        counts.append(counter.frame_count)
+    return counts
+
+
+def test_a_layer_is_compiled_again_only_for_other_lengths(pool: RankPool) -> None:
+    for counts in pool.run(2, compile_again):
+        assert counts == [1, 1, 1, 2, 2]
+
+
+# Attention that the mode does not see
+
+
+def unseen(group: Any) -> dict[str, str]:
+    mesh, x = mesh_of(group), torch.randn(1, 2, 6, 4)
+    sdpa = scaled_dot_product_attention
+
+    def without_modes(x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return sdpa(x, x, x)
+
+    def as_a_whole(x: Tensor) -> Tensor:
+        return sdpa(x, x, x)
+
+    def attend(x: Tensor) -> Tensor:
+        return sdpa(x.sin(), x, x).cos()
+
+    class Recomputing(torch.autograd.Function):
+        """A checkpoint that is not torch's."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return attend(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            given = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                return torch.autograd.grad(attend(given), given, gradient)[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted, traced = torch.jit.script(attend), torch.jit.trace(attend, x)
+    trials: dict[str, Callable[[], Any]] = {
+        "no modes": lambda: without_modes(x),
+        "as a whole": lambda: wrap_torch_function(lambda x: (x,))(as_a_whole)(x),
+        "TorchScript": lambda: scripted(x),
+        "traced": lambda: traced(x),
+        "other checkpoint": lambda: Recomputing.apply(x.clone().requires_grad_()).sum().backward(),
+        "nested checkpoints": lambda: torch.compile(twice_checkpointed, backend="aot_eager", fullgraph=True)(x),
+    }
+    answers = {}
+    for name, trial in trials.items():
+        try:
+            with context_parallel(mesh):
+                trial()
+        except Exception as refusal:
+            answers[name] = str(refusal)
+    return answers
+
+
+class Attending(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_dot_product_attention(x.sin(), x, x).cos()
+
+
+def twice_checkpointed(x: Tensor) -> Tensor:
+    inner = partial(checkpoint, Attending(), use_reentrant=False)
+    return checkpoint(lambda x: inner(x), x, use_reentrant=False)
+
+
+def test_attention_that_the_mode_does_not_see_is_refused(pool: RankPool) -> None:
+    names = {"no modes", "as a whole", "TorchScript", "traced", "other checkpoint", "nested checkpoints"}
+    for answers in pool.run(2, unseen):
+        assert answers.keys() == names
+        for answer in answers.values():
+            assert "scaled_dot_product_attention was called under context_parallel, where it would attend to" in answer
+
+
+def other_ways_errors(group: Any) -> list[float]:
+    mesh, x = mesh_of(group), torch.randn(1, 2, 12, 4, generator=torch.Generator().manual_seed(7), dtype=F64)
+    attend = Attending()
+    due = attend(x)
+
+    def contiguous(x: Tensor) -> Tensor:
+        return attend(x).contiguous()  # torch.cond expects branches of the same strides
+
+    ways = (
+        torch.export.export(attend, (x[:, :, :6],)).module(),
+        torch.compile(lambda x: torch.cond(x.sum() > -1e9, contiguous, torch.sin, (x,)), backend="aot_eager"),
+    )
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        assert torch.equal(torch.cond(x.sum() > -1e9, torch.sin, torch.cos, (x,)), x.sin())  # no attention inside
+        whole = context_parallel_unshard(mesh, [way(x) for way in ways], [2] * len(ways))
+    return [error(ours, due) for ours in whole]
+
+
+def test_exported_programs_and_branches_attend_across_ranks(pool: RankPool) -> None:
+    for errors in pool.run(2, other_ways_errors):
+        assert max(errors) <= 1e-12
 
 
 # Meshes and methods

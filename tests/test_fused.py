@@ -168,6 +168,7 @@ def test_strides_are_counted_in_16_bytes_where_they_can_be(
 # What the compiler makes of the kernels for an H200; it needs no GPU for that.
 
 LSE_POINTERS = {"a_stat": "fp32", "b_stat": "fp32", "c_stat": "fp32"}
+RUNNING_LSE = {"a_stat": "fp64"}
 
 
 @pytest.fixture
@@ -214,8 +215,18 @@ def ptx(name: str, pointers: dict[str, str], **constants: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "pointers", "constants", "wide"),
     [
-        ("merge_rows", {"a": "fp32", "b": "bf16"}, {"unit": 4, "is_first": False}, {"ld.global.v4.b32": 8}),
-        ("merge_rows", {"a": "fp32", "b": "bf16"}, {"unit": 4, "is_first": True}, {"st.global.v4.b32": 8}),
+        (
+            "merge_rows",
+            {"a": "fp32", "b": "bf16"} | RUNNING_LSE,
+            {"unit": 4, "is_first": False},
+            {"ld.global.v4.b32": 8},
+        ),
+        (
+            "merge_rows",
+            {"a": "fp32", "b": "bf16"} | RUNNING_LSE,
+            {"unit": 4, "is_first": True},
+            {"st.global.v4.b32": 8},
+        ),
         ("add_rows", {"a": "fp32", "b": "bf16"}, {"unit": 4, "is_first": False}, {"ld.global.v4.b32": 8}),
         ("add_rows", {"a": "bf16", "b": "fp32"}, {"unit": 4, "is_first": True}, {"st.global.v2.b32": 8}),
         ("dot_rows", {"a": "bf16", "b": "bf16"}, {"unit": 8}, {"ld.global.v4.b32": 8}),
@@ -225,7 +236,7 @@ def ptx(name: str, pointers: dict[str, str], **constants: Any) -> list[str]:
 def test_kernels_load_and_store_several_elements_at_once(
     name: str, pointers: dict[str, str], constants: dict[str, Any], wide: dict[str, int]
 ) -> None:
-    found = ptx(name, pointers | LSE_POINTERS, **constants)
+    found = ptx(name, LSE_POINTERS | pointers, **constants)
     assert not [one for one in found if ".local" in one or one.endswith(".b16")]
     for instruction, times in wide.items():
         assert found.count(instruction) == times
@@ -235,10 +246,10 @@ def test_kernels_load_and_store_several_elements_at_once(
 @in_plain_python
 @pytest.mark.usefixtures("_compiler")
 def test_the_running_lse_is_written_when_all_warps_have_read_it() -> None:
-    found = ptx("merge_rows", {"a": "fp32", "b": "bf16"} | LSE_POINTERS, unit=4, is_first=False)
+    found = ptx("merge_rows", {"a": "fp32", "b": "bf16"} | LSE_POINTERS | RUNNING_LSE, unit=4, is_first=False)
     barrier = found.index("bar.sync")
     assert not [one for one in found[barrier:] if one.startswith("ld.global")]
-    assert found[barrier + 1 :] == ["st.global.b32"]
+    assert found[barrier + 1 :] == ["st.global.b64"]
 
 
 @needs_triton

@@ -51,6 +51,12 @@ class UsesItsOwnLse(Broken):
         return super().backward(q, k, v, row._replace(lse=self.forward(q, k, v, scores)[1]), scores)
 
 
+class WeighsByItsLse(Broken):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        out, lse = super().forward(q, k, v, scores)
+        return out * (1 + lse.abs()[..., None] * torch.finfo(lse.dtype).eps), lse
+
+
 def masked(change: Callable[[CallMask], CallMask]) -> Broken:
     return Broken(inputs=lambda q, k, v, scores: (q, k, v, scores._replace(mask=change(scores.mask))))
 
@@ -103,6 +109,8 @@ BROKEN: dict[Check, Broken] = {
     suite.query_heads_share_kv_heads: Broken(inputs=reads_kv_heads_in_turn),
     suite.two_head_sizes_are_exact: Broken(inputs=scales_by_the_size_of_v),
     suite.softcap_is_exact: Broken(inputs=lambda q, k, v, scores: (q, k, v, scores._replace(softcap=0.0))),
+    suite.large_scores_keep_their_weights: WeighsByItsLse(),
+    suite.scores_that_overflow_do_not_count: Broken(outputs=lambda out, lse: (out, lse.clamp_min(0.0))),
     suite.a_gradient_into_the_lse_is_exact_where_do_is_zero: Broken(
         row=lambda row: RowGradient(row.do, row.lse, out=output_of(row))
     ),
@@ -120,6 +128,9 @@ BROKEN: dict[Check, Broken] = {
     suite.strides_are_followed: Broken(inputs=ignores_the_last_stride),
     suite.expanded_tensors_are_exact: Broken(
         row=lambda row: row._replace(do=row.do * 2) if 0 in row.do.stride() else row
+    ),
+    suite.unusual_strides_are_followed: Broken(
+        row=lambda row: row._replace(do=row.do * 2) if 1 in row.do.stride()[:-1] else row
     ),
     suite.inputs_are_not_written_to: Broken(inputs=scales_q_in_place),
 }

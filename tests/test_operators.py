@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import pickle
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from mesh_attention import LocalGroup, MeshAttention, UsageError, record
 from mesh_attention.arguments import CallOptions
+from mesh_attention.comm.replay import ReplayComm
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.comm.wrappers import Counting
 from mesh_attention.execution.operators import Operands
@@ -283,7 +285,7 @@ def test_what_has_no_operator_is_one_break_in_the_graph(options: dict[str, Any])
         ({"causal": "yes"}, "causal='yes': expected True or False"),
         ({"window_size": 5}, r"window_size=5: expected \(left, right\)"),
         ({"dropout_p": 0.5}, "dropout is not supported"),
-        ({"casual": True}, "did you mean causal"),
+        ({"casual": True}, "unknown argument 'casual' of attention"),
         ({"cu_seqlens_q": torch.tensor([0.0, 6.0])}, "expected running totals"),
         pytest.param(
             {"cu_seqlens_q": "0 6"},
@@ -302,6 +304,35 @@ def test_refusals_are_those_of_plain_calls(call: dict[str, Any], message: str) -
         function(q)
     with FlopCounterMode(display=False), pytest.raises(UsageError, match=message):
         attention(q, q, q, **call)
+
+
+def test_a_refusal_while_tracing_reaches_the_other_ranks() -> None:
+    """It is raised when the graph runs: while a compiler traces, no rank can be told."""
+    told: list[str] = []
+
+    class TwoRanks(ReplayComm):
+        def share(self, text: str) -> Any:
+            told.append(json.loads(text)["refusal"])
+            return super().share(text)
+
+    torch._dynamo.reset()
+    attention = MeshAttention(TwoRanks(0, 2, device=torch.device("cpu")))
+    q = torch.randn(1, 6, 2, 8)
+    wrong: list[tuple[Any, dict[str, Any]]] = [(q, {"window_size": 5}), (q, {"casual": True}), (q[0, 0], {})]
+    for given, call in wrong:
+        function = torch.compile(lambda x, call=call: attention(x, q, q, **call), backend="eager", fullgraph=True)
+        with pytest.raises(UsageError) as caught:
+            function(given)
+        assert told.pop() == str(caught.value)
+    trained = torch.compile(
+        lambda x: sum(part.sum() for part in attention(x, x, x, casual=True, return_lse=True)), backend="aot_eager"
+    )
+    with pytest.raises(UsageError) as caught:
+        trained(q.clone().requires_grad_())
+    assert told.pop() == str(caught.value)
+    with FakeTensorMode(), pytest.raises(UsageError):
+        attention(torch.empty(1, 6, 2, 8), q, q, casual=True)
+    assert not told  # with fake tensors no rank sends anything
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -9,8 +9,9 @@ import pytest
 from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 
-from mesh_attention import Plan, Problem, causal, check, documents, full, make_plan, window
-from mesh_attention.plan.assignment import tiles_of
+from mesh_attention import Mask, Plan, Problem, ScheduleError, causal, check, documents, full, make_plan, window
+from mesh_attention.plan.assignment import Assignment, Tile, divisors, tiles_of
+from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import LAYOUTS, Layout
 from mesh_attention.plan.steps import Direction
 from mesh_attention.testing.strategies import plans
@@ -78,6 +79,45 @@ def test_every_small_ulysses_product_is_right(ranks: int) -> None:
                         common = {"tile": tile, "layout": layout, "direction": direction, "ulysses_degree": degree}
                         assert_right(make_plan(problem, route="ring", blocks_per_call=2, **common))
                         assert_right(make_plan(problem, method="attention2d", **common))
+
+
+@pytest.mark.parametrize("mask", [full(), causal(), window(3, 1)], ids=str)
+@pytest.mark.parametrize(("ranks", "tokens"), [(4, 5), (6, 8), (8, 11)])
+def test_plans_over_empty_shards_are_right(ranks: int, tokens: int, mask: Mask) -> None:
+    """`torch.chunk` leaves the last ranks without tokens, in all rings and inner rings that pass by them."""
+    problem = Problem.self_attention(seq=tokens, heads=2, head_dim=2, ranks=ranks, mask=mask)
+    made = refused = 0
+    for tile in tiles_of(ranks):
+        for inner in (Tile(rows, cols) for rows in divisors(tile.rows) for cols in divisors(tile.cols)):
+            for direction, routes in product(DIRECTIONS, ("ring", "direct")):
+                options = {"tile": tile, "inner": inner, "route": routes, "partials": routes, "layout": "chunks"}
+                try:
+                    plan = make_plan(problem, direction=direction, **options)
+                except ScheduleError as error:
+                    assert "use direct routes" in str(error)  # noqa: PT017
+                    refused += 1
+                    continue
+                assert_right(plan)
+                made += 1
+    assert made > refused > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_uniform_means_that_every_rank_needs_every_shard(layout: Layout) -> None:
+    found = set()
+    for ranks, more, mask in product(range(1, 9), (-1, 0, 1, 3), (full(), causal())):
+        problem = Problem.self_attention(seq=max(1, ranks + more), heads=2, head_dim=2, ranks=ranks, mask=mask)
+        for tile in tiles_of(ranks):
+            matrix = BlockMatrix(problem, layout, Assignment(tile))
+            shards = [
+                (axis, place, shard)
+                for axis in ("row", "col")
+                for place in range(ranks)
+                for shard in matrix.assignment.group(axis, place)
+            ]
+            found.add(matrix.is_uniform)
+            assert matrix.is_uniform <= all(matrix.needs(*shard) for shard in shards), (problem, tile)
+    assert found == {True, False}
 
 
 @given(plans())

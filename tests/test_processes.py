@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 import time
 from typing import Any
 
@@ -10,12 +13,14 @@ import torch
 import torch.distributed as dist
 from attention_cases import BY_NAME, CASES, Case, dense_answer, methods, relative_error, spread_out, whole_tensors
 from pool import shared_pool
+from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention import Costs, make_plan
+from mesh_attention import Costs, TransportError, make_plan
 from mesh_attention.api import MeshAttention, mesh_attention
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.comm.wrappers import Counting, Delaying
 from mesh_attention.execution import sharding
+from mesh_attention.integrations.context_parallel import context_parallel
 from mesh_attention.plan.queries import rank_costs
 from mesh_attention.testing.run_ranks import RankError, RankPool
 
@@ -95,11 +100,12 @@ def counts_of(group: Any, options: dict[str, Any]) -> list[tuple[Any, Any]]:
             torch.autograd.grad((out * d_out).sum(), inputs)
         costs = rank_costs(engine.programs(direction)[0].plan, comm.rank)  # type: ignore[arg-type]
         counted = (dict(comm.sent_nbytes), dict(comm.received_nbytes), comm.messages, engine.meters[0].peak)
+        assert 0 < comm.marks < comm.size  # once to each rank that this one sends to
         sent, received = ({kind: s.total for kind, s in side.items()} for side in (costs.sent, costs.received))
         counts.append((counted, (sent, received, costs.messages, costs.peak_nbytes)))
         comm.sent_nbytes.clear()
         comm.received_nbytes.clear()
-        comm.messages = 0
+        comm.messages = comm.marks = 0
     return counts
 
 
@@ -246,6 +252,38 @@ def train(group: Any, options: dict[str, Any] | None, steps: int = 10) -> list[f
     from training_model import train_small_model
 
     return train_small_model(group, options, steps)
+
+
+# What a destroyed group leaves behind
+
+
+def held_resources(group: Any, rounds: int) -> list[tuple[int, int]]:
+    """Descriptors and threads of this process after each round of: create a group, use it in every way, destroy it."""
+    counts: list[tuple[int, int]] = []
+    for _ in range(rounds):
+        new = dist.new_group([0, 1])  # all processes take part in this
+        if dist.get_rank() > 1:
+            continue
+        x = torch.randn(1, 2, 6, 4, requires_grad=True)
+        held = MeshAttention(new, tensor_format="bhsd")
+        held(x, x, x).sum().backward()
+        mesh_attention(x, x, x, group=new, causal=True).sum().backward()
+        mesh = DeviceMesh.from_group(new, "cpu", mesh_dim_names=("cp",))
+        with context_parallel(mesh):
+            torch.nn.functional.scaled_dot_product_attention(x, x, x).sum().backward()
+        dist.destroy_process_group(new)
+        del new, mesh
+        gc.collect()
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        with pytest.raises(TransportError, match="the process group was destroyed; create a new one"):
+            held(x[:1], x[:1], x[:1])
+    return counts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the entries of /proc/self")
+def test_a_destroyed_group_leaves_no_descriptors_and_threads(pool: RankPool) -> None:
+    for counts in pool.run(8, held_resources, 5)[:2]:
+        assert len(set(counts[1:])) == 1, counts
 
 
 def test_training_has_the_losses_of_one_process(pool: RankPool) -> None:

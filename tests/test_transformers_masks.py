@@ -181,6 +181,15 @@ def test_a_mask_that_cannot_be_honoured_is_refused(ask: Callable[[], object], me
         ask()
 
 
+@pytest.mark.parametrize(
+    "use", [lambda mask: mask[:, 0], lambda mask: torch.zeros(3) + mask, lambda mask: torch.where(mask, 0, 1)]
+)
+def test_a_mask_outside_of_attention_is_refused(use: Callable[[Any], object]) -> None:
+    with pytest.raises(UsageError, match="the model's own code uses the attention mask"):
+        use(BatchMask(band=causal()))
+    assert not hasattr(BatchMask(band=causal()), "shape")
+
+
 # What is refused: arguments of attention
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from inspect import signature
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -29,19 +29,21 @@ from mesh_attention.clusters import find_cluster
 from mesh_attention.comm.base import Comm
 from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.torch_dist import Group, process_group
-from mesh_attention.errors import ProblemError, UsageError
+from mesh_attention.errors import DisagreementError, ProblemError, ScheduleError, UsageError
 from mesh_attention.execution import sharding
 from mesh_attention.execution.autograd import attend
 from mesh_attention.execution.driving import PlayedRanks
 from mesh_attention.execution.engine import MOST_ENGINES, Engine, Engines
-from mesh_attention.execution.operators import Operands, number_of, untraced
+from mesh_attention.execution.operators import Operands, number_of, refused, untraced
 from mesh_attention.plan.layout import Zigzag
-from mesh_attention.planning.choice import Choice, ChoiceOptions
+from mesh_attention.plan.plan import Plan
+from mesh_attention.planning.choice import Choice, ChoiceOptions, as_choice
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import Planner, Planning
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.planner import tuned_planner
 from mesh_attention.tuning.tune import check_memory
+from mesh_attention.verification.check import BrokenPlanError, verify
 
 TensorFormat = Literal["bshd", "bhsd"]
 
@@ -86,23 +88,23 @@ class MeshAttention:
         self.tensor_format = tensor_format
         refuse_unknown(options, _SETTINGS, of="MeshAttention")
         given = [name for name, value in (("choice", choice), ("costs", costs), *options.items()) if value is not None]
-        if choice is not None and set(options) & set(given):
-            raise UsageError(f"{', '.join(options)} cannot be combined with choice=; give one or the other")
-        if choice is None:
-            choice = Choice.of(**options)
-        elif isinstance(choice, str):
-            choice = Choice.parse(choice)
+        if planner is not None and not callable(planner):
+            raise UsageError(f"planner {planner!r}: expected a function planner(problem, direction=…, layout=…)")
+        if costs is not None and not isinstance(costs, Costs):
+            raise UsageError(f"costs {costs!r}: expected a Costs")
+        choice = as_choice(choice, **options)
         self.layout = choice.layout or Zigzag()
         decided = [name for name in given if name != "layout" and options.get(name) != "auto"]
         if planner is not None and decided:
             raise UsageError(f"{', '.join(decided)} cannot be combined with planner=; give it to the planner instead")
+        prove = None if planner is None else _prove
         if cluster is not None:
             decided += ["planner"] if planner else []
             planner = _tuned_planner(cluster, memory_limit, decided, played.size)
         elif memory_limit is not None:
             raise UsageError("memory_limit= needs cluster=, because it is the tuner that keeps to it")
         choice = replace(choice, layout=self.layout)
-        planning = Planning(choice, costs=costs, planner=planner, is_tuned=cluster is not None)
+        planning = Planning(choice, costs=costs, planner=planner, is_tuned=cluster is not None, prove=prove)
         self.engines = Engines(played, self.layout, planning, cuda_graphs=flag("cuda_graphs", cuda_graphs))
         self._number = number_of(self.engines)
         self._has_operator = not self.is_local and not choice.keep
@@ -158,21 +160,23 @@ class MeshAttention:
             seq_len=seq_len,
             seq_len_k=seq_len_k,
         )
-        flag("return_lse", return_lse)
         if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
             if self._has_operator:
                 return self._through_operator(q, k, v, options, return_lse, others)
             if torch.compiler.is_compiling():
                 return untraced(self, q, k, v, return_lse=return_lse, **options._asdict(), **others)
-        key = call_key(options, q, k, v) if self._is_one_rank and not others else None
+        is_plain = self._is_one_rank and not others and type(return_lse) is bool
+        key = call_key(options, q, k, v) if is_plain else None
         ready = self._ready.get(key)
         if ready is not None:
             results = ready(q, k, v)
             return results if return_lse else results[0]
-        refuse_others(others)
-        ranks = self._by_rank(q, k, v)
-        tensors = [[self._to_bshd(tensor) for tensor in rank] for rank in ranks]
-        check_dimensions(ranks)
+        with self.engines.played.telling:
+            flag("return_lse", return_lse)
+            refuse_others(others)
+            ranks = self._by_rank(q, k, v)
+            tensors = [[self._to_bshd(tensor) for tensor in rank] for rank in ranks]
+            check_dimensions(ranks)
         engine = self.engines.find(tensors, options)
         if key is not None and q is tensors[0][0]:
             self._remember(key, engine, tensors[0])
@@ -187,11 +191,18 @@ class MeshAttention:
         self, q: Any, k: Any, v: Any, options: CallOptions, return_lse: bool, others: dict[str, Any]
     ) -> Any:
         """The same as an operator of torch. Under torch.compile all of this is traced, with shapes alone."""
-        refuse_others(others)
-        options = options.as_operands()
-        tensors = [self._to_bshd(tensor) for tensor in (q, k, v)]
-        check_dimensions([(q, k, v)])
-        operands = Operands(options, needs_gradient(tensors), self._number)
+        try:
+            flag("return_lse", return_lse)
+            refuse_others(others)
+            tensors = [self._to_bshd(tensor) for tensor in (q, k, v)]
+            check_dimensions([(q, k, v)])
+            operands = Operands(options.as_operands(), needs_gradient(tensors), self._number)
+        except UsageError as error:
+            if torch.compiler.is_compiling():
+                out = refused(str(error), q, self._number)
+                return (out, out) if return_lse is True else out
+            with self.engines.played.telling:
+                raise
         out, lse = torch.ops.mesh_attention.attend(*tensors, *operands.pack())
         out = self._from_bshd(out, like=q)
         return (out, lse if q.dim() == 4 else lse[0]) if return_lse else out
@@ -249,8 +260,15 @@ class MeshAttention:
     def unshard(self, local: Any, *, dim: int = 1) -> Tensor:
         """The whole sequence on every rank; without gradient, except in a local group."""
         if self.is_local:
-            return sharding.join_shards(list(local), self.layout, dim=dim)
-        return sharding.unshard(local, self.layout, self.engines.played.comms_on(local.device)[0], dim=dim)
+            if not isinstance(local, list | tuple) or len(local) != self.ranks:
+                raise UsageError(f"got {_describe_list(local)}; expected a list of {self.ranks} tensors, one per rank")
+            return sharding.join_shards(local, self.layout, dim=dim)
+        played = self.engines.played
+        with played.telling:
+            sharding.check_shard(local, dim)
+            comm = played.comms_on(local.device)[0]
+        with played.ledger.talking(UsageError, DisagreementError):
+            return sharding.unshard(local, self.layout, comm, dim=dim)
 
     def position_ids(self, seq_len: int, *, device: torch.device | None = None) -> Any:
         """The position in the whole sequence of each of this rank's tokens (in a local group: a list, one per rank)."""
@@ -271,18 +289,45 @@ def mesh_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = Non
     Plans are kept between calls, for each group and each set of arguments of `MeshAttention`.
     """
     settings = {name: arguments.pop(name) for name in _SETTINGS if name in arguments}
-    for name in ("tile", "inner"):
-        if isinstance(settings.get(name), list):
-            settings[name] = tuple(settings[name])
-    return _attention_of(process_group(group), tuple(settings.items()))(q, k, v, **arguments)
+    chosen = process_group(group)
+    try:
+        attention = attention_of(chosen, **settings)
+    except Exception:
+        with PlayedRanks(chosen).telling:
+            raise
+    return attention(q, k, v, **arguments)
 
 
-@lru_cache(maxsize=64)
-def _attention_of(group: Group, settings: tuple[tuple[str, Any], ...]) -> MeshAttention:
-    return MeshAttention(group, **dict(settings))
+_ATTENTIONS: WeakKeyDictionary[Group, dict[object, MeshAttention]] = WeakKeyDictionary()
+MOST_ATTENTIONS = 64
+"""Kept for a group, the first ones are dropped."""
+
+
+def attention_of(group: Group, **settings: Any) -> MeshAttention:
+    """A MeshAttention that is kept with its plans, until its group is destroyed."""
+    known = _ATTENTIONS.setdefault(group, {})
+    values = ((name, tuple(value) if isinstance(value, list) else value) for name, value in settings.items())
+    key = tuple((name, type(value), value) for name, value in values)  # True == 1
+    try:
+        found = known.get(key)
+    except TypeError:  # a planner that cannot be hashed, or an argument that is refused
+        return MeshAttention(group, **settings)
+    if found is None:
+        found = known.setdefault(key, MeshAttention(group, **settings))
+        while len(known) > MOST_ATTENTIONS:
+            del known[next(iter(known))]
+    return found
 
 
 _SETTINGS = (*list(signature(MeshAttention).parameters)[1:-1], *ChoiceOptions.__annotations__)
+
+
+def _prove(plan: Plan) -> None:
+    """Raise for a plan that breaks a rule, as a `UsageError`, which the other ranks hear of."""
+    try:
+        verify(plan)
+    except BrokenPlanError as error:
+        raise ScheduleError(f"the planner's plan is wrong: {error}") from error
 
 
 def _tuned_planner(cluster: Topology | str, memory_limit: int | None, decided: list[str], ranks: int) -> Planner:

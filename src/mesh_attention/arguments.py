@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -16,6 +16,9 @@ from mesh_attention.masks import Mask, boundaries, causal, documents, full, wind
 from mesh_attention.problem import ITEMSIZE, Problem
 
 NO_WINDOW = (-1, -1)
+SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30
+"""Range of softmax_scale and softcap. Kernels take them as float32, multiply masked scores of -inf by the scale, and
+divide by the softcap."""
 REFUSED = {
     "dropout_p": "dropout",
     "attn_mask": "a dense mask",
@@ -69,8 +72,8 @@ class CallOptions(NamedTuple):
             cu_seqlens_k=boundaries("cu_seqlens_k", self.cu_seqlens_k),
             softcap=_number("softcap", self.softcap),
             deterministic=flag("deterministic", self.deterministic),
-            seq_len=self.seq_len,
-            seq_len_k=self.seq_len_k,
+            seq_len=_length("seq_len", self.seq_len),
+            seq_len_k=_length("seq_len_k", self.seq_len_k),
         )
 
     def mask(self) -> Mask:
@@ -87,9 +90,15 @@ class CallOptions(NamedTuple):
 
     def softmax(self, problem: Problem) -> Softmax:
         scale = problem.head_dim_qk**-0.5 if self.softmax_scale is None else self.softmax_scale
-        if not math.isfinite(scale) or not (math.isfinite(self.softcap) and self.softcap >= 0):
+        if not SMALLEST_FACTOR <= scale <= LARGEST_FACTOR:
             raise UsageError(
-                f"softmax_scale={scale}, softcap={self.softcap}: expected finite numbers, and softcap 0 (off) or above"
+                f"softmax_scale={scale}: expected a number from {SMALLEST_FACTOR:.0e} to {LARGEST_FACTOR:.0e}; "
+                "for another one, multiply q by it and give softmax_scale=1.0"
+            )
+        if self.softcap != 0 and not SMALLEST_FACTOR <= self.softcap <= LARGEST_FACTOR:
+            raise UsageError(
+                f"softcap={self.softcap}: expected 0 (off) or a number from {SMALLEST_FACTOR:.0e} to "
+                f"{LARGEST_FACTOR:.0e}"
             )
         return Softmax(scale=float(scale), softcap=float(self.softcap))
 
@@ -98,7 +107,7 @@ class CallOptions(NamedTuple):
         q, k, v = tensors
         seq_k = self.seq_len if self.seq_len_k is None else self.seq_len_k
         cuts_k = self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
-        return Problem(
+        problem = Problem(
             seq_q=_whole_length(self.seq_len, self.cu_seqlens_q, q, ranks),
             seq_kv=_whole_length(seq_k, cuts_k, k, ranks),
             heads=q.shape[2],
@@ -110,6 +119,7 @@ class CallOptions(NamedTuple):
             dtype=_dtype_name(q),
             mask=self.mask(),
         )
+        return replace(problem, mask=problem.mask.within(problem.seq_q, problem.seq_kv))
 
 
 CALL_ARGUMENTS = (*CallOptions._fields, "return_lse")
@@ -185,7 +195,11 @@ def flag(name: str, value: object) -> bool:
 
 
 def describe(tensor: object) -> str:
-    return f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"{type(tensor).__name__}"
+    if not isinstance(tensor, Tensor):
+        return f"{type(tensor).__name__}"
+    if torch.compiler.is_compiling():  # sizes may be symbols, of which a compiler makes no text
+        return f"a tensor of {tensor.dim()} dimensions"
+    return f"a tensor of shape {tuple(tensor.shape)}"
 
 
 def refuse_others(others: dict[str, Any]) -> None:
@@ -202,7 +216,8 @@ def refuse_others(others: dict[str, Any]) -> None:
 def refuse_unknown(given: Iterable[str], known: Sequence[str], *, of: str) -> None:
     for name in given:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
+            # A compiler cannot trace the search.
+            near = [] if torch.compiler.is_compiling() else get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise UsageError(f"unknown argument {name!r} of {of}; {hint}expected some of {', '.join(known)}")
 
@@ -234,7 +249,17 @@ def _window(sides: object) -> tuple[int, int]:
     raise UsageError(f"window_size={sides!r}: expected (left, right) in tokens, -1 for unbounded")
 
 
+def _length(name: str, value: Any) -> int | None:
+    """Checked for each call and not only for a new problem: 8.0 is equal to the 8 of an earlier call."""
+    if value is None or (isinstance(value, int | torch.SymInt) and not isinstance(value, bool)):
+        return value  # type: ignore[return-value] # a compiler's symbol stands for a number
+    raise UsageError(f"{name}={value!r}: expected a whole number of tokens")
+
+
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{name}={value!r}: expected a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf if value > 0 else -math.inf

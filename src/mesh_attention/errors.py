@@ -11,7 +11,7 @@ MeshAttentionError
 │   └── ParseError                    text or JSON that is not a plan, a step or a size
 ├── PlanError                         a plan that breaks a rule (see verification/)
 ├── WorkerError                       a process that was started here and failed (comm/launch)
-├── DisagreementError                 ranks that were called with different arguments
+├── DisagreementError                 ranks that were called with different arguments, or are in different calls
 └── TransportError                    a transfer that failed, with the step and the rank it waited for
     └── StalledError                  ranks that wait for each other
 """
@@ -64,7 +64,10 @@ class PlanError(MeshAttentionError):
 
 
 class DisagreementError(MeshAttentionError):
-    """Ranks were called with different arguments; raised on every rank before anything is sent."""
+    """Ranks were called with different arguments, or are in different calls.
+
+    In a first call it is raised on every rank before anything is sent; later, before a result is returned.
+    """
 
 
 class TransportError(MeshAttentionError):

@@ -61,6 +61,19 @@ class Mask:
             documents=_intersect(self.documents, other.documents),
         )
 
+    def within(self, seq_q: int, seq_kv: int) -> Mask:
+        """The same mask for these lengths in its simplest form: without bounds that exclude nothing."""
+        whole = Documents((0, seq_q), (0, seq_kv))
+        cuts = self.documents or whole
+        ends = dict.fromkeys(zip(cuts.q, cuts.kv, strict=True))  # an empty document ends where the one before it does
+        cuts = Documents(tuple(q for q, _ in ends), tuple(kv for _, kv in ends))
+        longest_q, longest_kv = (max(b - a for a, b in pairwise(side)) for side in (cuts.q, cuts.kv))
+        return Mask(
+            left=None if self.left is not None and self.left >= longest_kv - 1 else self.left,
+            right=None if self.right is not None and self.right >= longest_q - 1 else self.right,
+            documents=None if cuts == whole else cuts,
+        )
+
     def __str__(self) -> str:
         parts = []
         if (self.left, self.right) == (None, 0):

@@ -8,12 +8,20 @@ from typing import Literal
 
 from mesh_attention.errors import MaskError, ProblemError
 from mesh_attention.masks import Mask, full
+from mesh_attention.units import brief
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element, for every dtype a problem may have."""
+
+RUNNING_LSE_NBYTES = 8
+"""Bytes of the LSE of a running sum, which is a float64 for every dtype: merge by merge, the LSE grows by less than a
+float32 of its size can tell apart."""
+
+MOST, MOST_RANKS = 1 << 40, 1 << 20
+"""Larger numbers are typing errors. Planning, or the list of numbers that would fit, would take for ever with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +69,15 @@ class Problem:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name not in ("dtype", "mask") and (type(value) is not int or value < 1):
-                raise ProblemError(f"{f.name}={value!r}: expected a whole number of at least 1")
+            if f.name in ("dtype", "mask"):
+                continue
+            if type(value) is not int or value < 1:
+                raise ProblemError(f"{f.name}={brief(value)}: expected a whole number of at least 1")
+            most = MOST_RANKS if f.name == "ranks" else MOST
+            if value > most:
+                raise ProblemError(f"{f.name}={brief(value)}: expected at most {most:,}")
         if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE:
-            raise ProblemError(f"dtype={self.dtype!r}: expected one of {', '.join(ITEMSIZE)}")
+            raise ProblemError(f"dtype={brief(self.dtype)}: expected one of {', '.join(ITEMSIZE)}")
         if self.heads % self.kv_heads:
             raise ProblemError(
                 f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly; heads must be a multiple of kv_heads"
@@ -80,7 +93,7 @@ class Problem:
 
     @property
     def accumulator_itemsize(self) -> int:
-        """Bytes of an element of a running sum, of LSE and of delta: float32, or float64 for float64."""
+        """Bytes of an element of a running sum, of delta, of an LSE that travels: float32, or float64 for float64."""
         return max(4, self.itemsize)
 
     @property

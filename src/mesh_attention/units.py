@@ -24,6 +24,15 @@ _MINUTES_FROM_S = 120.0
 _ROUNDING_S = 5e-10
 
 
+def brief(value: object) -> str:
+    """A value as an error message shows it: its repr, cut off where it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python writes no numbers of thousands of digits
+        return f"a {type(value).__name__}, too large to show"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 # Reading
 
 

@@ -64,10 +64,10 @@ def test_fused_is_chosen_on_a_gpu() -> None:
 
 
 def running(tokens: int, batch: int = 1) -> tuple[Tensor, Tensor]:
-    """An output and its LSE, float32, in records as the executor has them."""
-    raw = torch.randn(tokens, batch, HEADS * (DIM + 1), device=CUDA)
-    output = raw[..., HEADS:].view(tokens, batch, HEADS, DIM).permute(1, 2, 0, 3)
-    return output, raw[..., :HEADS].permute(1, 2, 0)
+    """An output in float32 and its LSE in float64, in records as the executor has them."""
+    raw = torch.randn(tokens, batch, HEADS * (DIM + 2), device=CUDA)
+    output = raw[..., 2 * HEADS :].view(tokens, batch, HEADS, DIM).permute(1, 2, 0, 3)
+    return output, raw.view(torch.float64)[..., :HEADS].permute(1, 2, 0).normal_()
 
 
 def arriving(tokens: int, batch: int = 1) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,9 @@ def test_large_merges_are_exact_and_give_the_same_bits_every_time() -> None:
     TorchMerging().merge_output(*due, *part)
     results = []
     for _ in range(20):
-        ours = tuple(torch.empty_strided(each.shape, each.stride(), device=CUDA).copy_(each) for each in total)
+        ours = tuple(
+            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=CUDA).copy_(each) for each in total
+        )
         FusedMerging().merge_output(*ours, *part)
         results.append(ours)
     for output, lse in results[1:]:

@@ -38,9 +38,6 @@ def read_plan_file(path: Path) -> Plan:
         return read_plan(text)
     except UsageError as error:
         raise ParseError(f"{path} is not a plan file: {error}; {WRITES_ONE}") from error
-    except (TypeError, ValueError, RecursionError) as error:
-        # Raised by json itself: numbers of thousands of digits, brackets thousands deep, a list as a key.
-        raise ParseError(f"{path} is not a plan file: a field has an invalid value ({error}); {WRITES_ONE}") from error
 
 
 def checked_plan(path: Path, report: Report) -> Plan:
@@ -87,7 +84,7 @@ def output_file(example: str) -> Read:
     def read(option: str, text: str) -> Path:
         path = Path(text)
         if not isdir(path.parent):
-            raise UsageError(f"{option} {path}: there is no directory {path.parent}; create it or write elsewhere")
+            raise UsageError(f"{option} {path}: {path.parent} does not exist; create it or write elsewhere")
         if isdir(path):
             raise UsageError(f"{option} {path}: is a directory; give a file name, such as {path / example}")
         return path

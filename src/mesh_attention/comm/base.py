@@ -11,6 +11,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+MARK = "mark"
+"""The label of a mark, which is not an item (see `marked`)."""
+
 
 class Work(Protocol):
     """Posted transfers. After `wait`, the chunks may be read or reused; waiting again does nothing."""
@@ -21,11 +24,15 @@ class Work(Protocol):
 
 
 class Parcel(NamedTuple):
-    """One end of a transfer: the chunks of an item, and the other rank."""
+    """One end of a transfer: the chunks of an item, and the other rank.
+
+    A transport that has tags lets only parcels with equal tags meet; others may ignore the tag.
+    """
 
     chunks: Sequence[Tensor]
     peer: int
     label: str
+    tag: int = 0
 
 
 class Sharing(Work, Protocol):

@@ -9,13 +9,15 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from mesh_attention.comm.base import Parcel, Sharing, Work
-from mesh_attention.errors import StalledError, TransportError
+from mesh_attention.errors import StalledError, TransportError, UsageError
 
 
 class LocalGroup:
     """The ranks of one process. `comm(rank)` is one rank's end."""
 
     def __init__(self, size: int) -> None:
+        if type(size) is not int or size < 1:
+            raise UsageError(f"LocalGroup({size!r}): expected a number of ranks, at least 1")
         self.size = size
         self._sends: dict[tuple[int, int], deque[tuple[Parcel, _LocalWork]]] = defaultdict(deque)
         self._recvs: dict[tuple[int, int], deque[tuple[Parcel, _LocalWork]]] = defaultdict(deque)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mesh_attention.comm.base import Comm, Parcel, Sharing, Work
-from mesh_attention.comm.torch_dist import GatheredTexts, Group, TorchComm, backends, process_group
+from mesh_attention.comm.torch_dist import GatheredTexts, Group, TorchComm, WeakGroup, backends, process_group
 from mesh_attention.errors import ProblemError, TransportError
 
 
@@ -38,6 +39,7 @@ def comm_for(group: Group | None, device: torch.device) -> Comm:
 class StagedComm:
     """A rank's end of a Gloo group. Its thread starts with the first send and ends with the comm."""
 
+    group = WeakGroup()
     is_capturable = False  # messages go through the host
 
     def __init__(self, group: Group | None = None) -> None:
@@ -79,7 +81,8 @@ class StagedComm:
     def _expect(self, chunk: Tensor, parcel: Parcel, stage: Stage, queued: Any) -> _Arrival:
         host = stage.landing(chunk)
         name = f"{parcel.label} from rank {parcel.peer}"
-        request = self._fault.attempt(name, lambda: dist.irecv(host, group=self.group, group_src=parcel.peer))
+        receive = partial(dist.irecv, host, group=self.group, tag=parcel.tag, group_src=parcel.peer)
+        request = self._fault.attempt(name, receive)
         return _Arrival(name, request, host, chunk, queued)
 
     def _dispatch(self, chunk: Tensor, parcel: Parcel, stage: Stage, queued: Any) -> _Departure:
@@ -144,7 +147,7 @@ class _Departure:
         fault: _Fault,
     ) -> None:
         self.name = f"{parcel.label} to rank {parcel.peer}"
-        self.peer, self.group, self.fault = parcel.peer, group, fault
+        self.peer, self.tag, self.group, self.fault = parcel.peer, parcel.tag, group, fault
         self.host, self.wait_for_copy = copied
         self.chunk: Tensor | None = chunk  # keeps it alive until it is copied
         self.request: Any = None
@@ -154,7 +157,7 @@ class _Departure:
         try:
             if self.fault.message is None:
                 self.wait_for_copy()
-                self.request = dist.isend(self.host, group=self.group, group_dst=self.peer)
+                self.request = dist.isend(self.host, group=self.group, tag=self.tag, group_dst=self.peer)
         except Exception as error:
             self.fault.note(self.name, error)
         finally:

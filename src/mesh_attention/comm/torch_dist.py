@@ -6,24 +6,56 @@ the order of posting (they share one stream), and `wait` makes the current strea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import math
+import re
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from threading import Thread
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _world
 
 from mesh_attention.comm.base import Parcel, Sharing, Work
-from mesh_attention.errors import ProblemError
+from mesh_attention.errors import ProblemError, TransportError
 
 Group = ProcessGroup | DeviceMesh
+T = TypeVar("T")
+HEADER = struct.Struct("<Q?")
+"""Before a text: its length in bytes, and whether this rank has yet to connect its device."""
+ROOM = 4096
+"""Bytes of every rank's first message of a sharing, header included. Longer texts take a second one."""
+LOOK_UP_S = 2.0
+"""Seconds to find out who is missing after a sharing failed; the store may be out of reach as well."""
+
+
+class WeakGroup:
+    """The attribute `group` of a transport. torch holds a group until it is destroyed; a transport must not keep its
+    threads and connections longer than that.
+    """
+
+    def __set__(self, comm: Any, group: ProcessGroup) -> None:
+        comm._group = ref(group)
+
+    def __get__(self, comm: Any, owner: type | None = None) -> ProcessGroup:
+        group: ProcessGroup | None = comm._group()
+        if group is None:
+            raise TransportError("the process group was destroyed; create a new one, and a MeshAttention on it")
+        return group
 
 
 class TorchComm:
     """A rank's end of a torch.distributed group. With NCCL, `device` is the device of its chunks."""
+
+    group = WeakGroup()
 
     def __init__(self, group: Group | None = None, device: torch.device | None = None) -> None:
         self.group = process_group(group)
@@ -35,7 +67,7 @@ class TorchComm:
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         # One batch, so that NCCL starts them together; receives first, since Gloo is full duplex only that way.
         posts = [
-            dist.P2POp(op, chunk, group=self.group, group_peer=parcel.peer)
+            dist.P2POp(op, chunk, group=self.group, tag=parcel.tag, group_peer=parcel.peer)
             for op, parcels in ((dist.irecv, recvs), (dist.isend, sends))
             for parcel in parcels
             for chunk in parcel.chunks
@@ -55,7 +87,11 @@ def process_group(group: Group | None) -> ProcessGroup:
     if not dist.is_initialized():
         raise ProblemError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
     chosen = group if group is not None else dist.group.WORLD
-    assert chosen is not None  # the default group exists once torch.distributed is initialised
+    if not isinstance(chosen, ProcessGroup):
+        raise ProblemError(
+            f"group is a {type(chosen).__name__}; expected a torch.distributed group that this process is in, one axis "
+            "of a DeviceMesh, or None for the default group"
+        )
     return chosen
 
 
@@ -93,38 +129,169 @@ class GroupConnection:
     is_due: bool = False
 
     def connect(self, group: ProcessGroup) -> None:
-        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        assert self.device is not None  # it is due
+        with _current(self.device):
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         self.is_due = False
 
 
 class GatheredTexts:
-    """The texts of all ranks. Blocks in `wait`: torch gathers objects only synchronously."""
+    """The texts of all ranks, sent as bytes. Posted at once; if some text is long, `wait` posts the rest of them."""
 
     def __init__(self, text: str, group: ProcessGroup, size: int, connection: GroupConnection | None = None) -> None:
-        self.text, self.group, self.size = text, group, size
+        self.group, self.size = group, size
         self.connection = GroupConnection() if connection is None else connection
+        self.device = _text_device(group, self.connection.device)
+        self.text = text.encode()
         self.texts: list[str] | None = None
+        self.attendance = Attendance(group)
+        self.patience_s = _patience_s(group, self.device)
+        self.starts = self._attempt(self._begin)
 
     def is_done(self) -> bool:
-        return self.texts is not None
+        return self.texts is not None or self.starts.work.is_completed()
 
     def wait(self) -> None:
-        if self.texts is not None:
-            return
-        gathered: list[Any] = [None] * self.size
-        with _current(self.connection.device):
-            dist.all_gather_object(gathered, (self.text, self.connection.is_due), group=self.group)
-            # Only if all are due: ranks with tensors on another device would not take part. They are refused later.
-            if all(is_due for _, is_due in gathered):
-                self.connection.connect(self.group)
-        self.texts = [text for text, _ in gathered]
+        if self.texts is None:
+            self.texts = self._attempt(self._receive)
 
     def result(self) -> list[str]:
         self.wait()
         assert self.texts is not None  # gathered by now
         return self.texts
 
+    def _begin(self) -> _Gathering:
+        if self.device.type != "cpu":
+            self.attendance.meet(self.size, self.patience_s)
+        return self._gather(HEADER.pack(len(self.text), self.connection.is_due) + self.text[: ROOM - HEADER.size], ROOM)
 
-def _current(device: torch.device | None) -> AbstractContextManager[object]:
-    """torch gathers objects on the *current* CUDA device, which need not be the one this rank computes on."""
-    return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
+    def _receive(self) -> list[str]:
+        starts = self.starts.result()
+        headers = [HEADER.unpack_from(start) for start in starts]
+        room = ROOM - HEADER.size
+        rest = max(length for length, _ in headers) - room
+        ends = self._gather(self.text[room:], rest).result() if rest > 0 else [b""] * self.size
+        # Only if all are due: ranks with tensors on another device would not take part. They are refused later.
+        if all(is_due for _, is_due in headers):
+            self.connection.connect(self.group)
+        texts = [start[HEADER.size :] + end for start, end in zip(starts, ends, strict=True)]
+        return [text[:length].decode() for text, (length, _) in zip(texts, headers, strict=True)]
+
+    def _gather(self, content: bytes, room: int) -> _Gathering:
+        with _current(self.device):
+            ours = torch.frombuffer(bytearray(content.ljust(room, b"\0")), dtype=torch.uint8).to(self.device)
+            rows = ours.new_empty((self.size, room))
+            work = dist.all_gather(list(rows.unbind()), ours, group=self.group, async_op=True)
+        return _Gathering(work, rows, self.patience_s)
+
+    def _attempt(self, step: Callable[[], T]) -> T:
+        try:
+            return step()
+        except Exception as error:
+            reason = re.sub(r"^\[\S*\] ", "", str(error))  # without the place in Gloo's sources
+            raise TransportError(f"{self.attendance.describe(self.size)}: {reason}; {START_AGAIN}") from error
+
+
+class _Gathering:
+    """Bytes of all ranks on their way."""
+
+    def __init__(self, work: Any, rows: torch.Tensor, patience_s: float) -> None:
+        self.work, self.rows, self.end = work, rows, time.monotonic() + patience_s
+
+    def result(self) -> list[bytes]:
+        while self.rows.device.type != "cpu" and not self.work.is_completed():
+            if time.monotonic() > self.end:
+                raise TimeoutError("they have not answered within the group's timeout")
+            time.sleep(1e-4)
+        self.work.wait()
+        return [row.tobytes() for row in self.rows.cpu().numpy()]
+
+
+class Attendance:
+    """Notes in the group's store how many sharings this rank has begun, so that ranks that did not can be named."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.number = _SHARINGS[group] = _SHARINGS.get(group, 0) + 1
+        self.store: Any = _world.pg_map.get(group, (None, None))[1]
+        self.rank = dist.get_rank(group)
+        with suppress(Exception):  # a store that is out of reach is told of only if the sharing fails as well
+            if self.store is not None:
+                self.store.set(_key(self.rank), str(self.number))
+
+    def meet(self, size: int, patience_s: float) -> None:
+        """Wait until all ranks have begun their first sharing, in which NCCL connects: it would wait for ever."""
+        if self.number == 1 and self.store is not None:
+            self.store.wait([_key(rank) for rank in range(size)], timedelta(seconds=patience_s))
+
+    def describe(self, size: int) -> str:
+        """Say who was missing, as far as the store knows."""
+        missing: list[int] = []
+        heard: list[bool] = []
+
+        def look() -> None:
+            end = time.monotonic() + LOOK_UP_S / 2
+            while True:  # a rank that is about to begin is not missing
+                missing[:] = [rank for rank in range(size) if self._begun(rank) < self.number]
+                if not missing or time.monotonic() > end:
+                    break
+                time.sleep(0.05)
+            heard.append(True)
+
+        if self.store is not None:
+            thread = Thread(target=_quietly, args=(look,), daemon=True)  # a stopped store would not answer
+            thread.start()
+            thread.join(LOOK_UP_S)
+        if not heard:
+            return (
+                f"rank {self.rank} could not compare its call with the other ranks', and the group's store does not "
+                "answer: the process that keeps it, often rank 0, may have ended"
+            )
+        if not missing:
+            return f"rank {self.rank} could not compare its call with the other ranks', although all began to"
+        who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+        return f"{who} did not take part when ranks compared their calls"
+
+    def _begun(self, rank: int) -> int:
+        key = _key(rank)
+        return int(self.store.get(key)) if self.store.check([key]) else 0
+
+
+_SHARINGS: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+START_AGAIN = "read the logs of the other ranks, and start the job again"
+
+
+def _quietly(look: Callable[[], None]) -> None:
+    with suppress(Exception):
+        look()
+
+
+def _key(rank: int) -> str:
+    return f"mesh-attention sharings of rank {rank}"
+
+
+def _text_device(group: ProcessGroup, device: torch.device | None) -> torch.device:
+    """Where texts travel: on the CPU if the group can, otherwise on the device this rank computes on."""
+    types = backends(group)
+    if "cpu" in types or not types:
+        return torch.device("cpu")
+    if device is not None and device.type in types:
+        return device
+    kind = next(iter(types))
+    return group.bound_device_id or torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _patience_s(group: ProcessGroup, device: torch.device) -> float:
+    """Seconds to wait for work on a device; backends of the CPU raise at the group's timeout themselves.
+
+    NCCL's watchdog ends the process then, and nothing is raised. So give up earlier, in time to see who is missing.
+    """
+    if device.type == "cpu":
+        return math.inf
+    options = getattr(group._get_backend(device), "options", None)
+    seconds = getattr(options, "_timeout", timedelta(minutes=10)).total_seconds()
+    return seconds - min(seconds / 2, max(seconds / 10, 3 * LOOK_UP_S))
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Collectives of NCCL expect the device of their tensors to be the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -7,28 +7,31 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mesh_attention.comm.base import Comm, Parcel, Sharing, Work
+from mesh_attention.comm.base import MARK, Comm, Parcel, Sharing, Work
 from mesh_attention.errors import TransportError
 
 
 @dataclass
 class Counting:
-    """Counts bytes and messages by label, both ways."""
+    """Counts bytes by label, both ways, and messages sent. Marks, which a plan does not count, are counted apart."""
 
     inner: Comm
     sent_nbytes: Counter[str] = field(default_factory=Counter)
     received_nbytes: Counter[str] = field(default_factory=Counter)
     messages: int = 0
+    marks: int = 0
     shared: int = 0
 
     def __post_init__(self) -> None:
         self.rank, self.size, self.is_capturable = self.inner.rank, self.inner.size, self.inner.is_capturable
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
-        for parcel in sends:
+        items_out, items_in = ([p for p in parcels if p.label != MARK] for parcels in (sends, recvs))
+        self.marks += len(sends) - len(items_out)
+        self.messages += sum(len(parcel.chunks) for parcel in items_out)
+        for parcel in items_out:
             self._count(parcel, self.sent_nbytes)
-            self.messages += len(parcel.chunks)
-        for parcel in recvs:
+        for parcel in items_in:
             self._count(parcel, self.received_nbytes)
         return self.inner.post(sends, recvs)
 

@@ -1,24 +1,36 @@
 """Agreement: before a configuration is first used, ranks compare what they were asked for and what they hold.
 
-Every rank sees every answer, so all ranks reach the same verdict, and nothing has been sent by then.
+Every rank sees every answer, so all ranks reach the same verdict, and nothing has been sent by then. Whatever goes
+wrong on one rank before, it tells the others instead (`driving.Telling`).
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from hashlib import sha256
+from typing import Any
 
 from torch import Tensor
 
 from mesh_attention.arguments import CallOptions, Softmax
 from mesh_attention.comm.base import Comm, Work
-from mesh_attention.errors import DisagreementError, UsageError
+from mesh_attention.errors import DisagreementError, TransportError, UsageError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Direction
 from mesh_attention.plan.text import format_numbers
 from mesh_attention.problem import Problem
+
+PATIENCE_S = 20.0
+"""Seconds that a rank waits for the others to hear of its error. They do not listen if the call is not new to them."""
+LONGEST = 160
+"""Characters of a value in an agreement text; a longer one is cut, and a hash added."""
+LONGEST_REFUSAL = 2000
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +47,12 @@ class Configuration:
 
 
 def agree_on_call(
-    comm: Comm, found: Configuration | UsageError, tensors: Sequence[Tensor]
-) -> Generator[Work, None, None]:
+    comm: Comm, found: Configuration, tensors: Sequence[Tensor]
+) -> Generator[Work, None, list[dict[str, int]]]:
     """Raise on every rank unless all ask for this configuration with tensors that fit it.
 
-    `tensors` are this rank's q, k and v; a `UsageError` is why this rank cannot make the call.
+    `tensors` are this rank's q, k and v.
     """
-    if isinstance(found, UsageError):
-        return agree(comm, refusal=str(found))
     layout, ranks = found.layout, comm.size
     totals = {"q": found.problem.seq_q, "kv": found.problem.seq_kv}
 
@@ -53,9 +63,16 @@ def agree_on_call(
     return agree(comm, asked=_asked(found, tensors, ranks), holds=holds, expected=shard_sizes)
 
 
+def number_of_call(found: Configuration, tensors: Sequence[Tensor]) -> int:
+    """A hash of a call that ranks have agreed on; the same on all of them."""
+    asked = json.dumps(_asked(found, tensors, found.problem.ranks))
+    return int.from_bytes(sha256(asked.encode()).digest()[:6], "big")
+
+
 def _asked(found: Configuration, tensors: Sequence[Tensor], ranks: int) -> dict[str, str]:
     own = found.options.problem(tensors, ranks)
     return {
+        "operation": "attention",
         **{field.name: str(getattr(own, field.name)) for field in fields(own)},
         "softmax": str(found.softmax),
         "device": tensors[0].device.type,
@@ -72,37 +89,76 @@ def agree(
     asked: Mapping[str, str] | None = None,
     holds: Mapping[str, int] | None = None,
     expected: Callable[[int], Mapping[str, int]] | None = None,
-    refusal: str | None = None,
-) -> Generator[Work, None, None]:
+) -> Generator[Work, None, list[dict[str, int]]]:
     """Raise on every rank unless all were asked for the same and each holds what is expected of it.
 
-    Yields what it waits for. `holds` are this rank's token counts; `expected` gives those of any rank. A rank that
-    refuses the call says why, so that the others raise as well instead of waiting for it; its caller then raises.
+    Yields what it waits for, and returns what each rank holds. `holds` are this rank's token counts; `expected` gives
+    those of any rank.
     """
-    sharing = comm.share(json.dumps({"asked": dict(asked or {}), "holds": dict(holds or {}), "refusal": refusal}))
+    sharing = comm.share(_text(asked or {}, holds or {}, None))
     yield sharing
     answers = [json.loads(text) for text in sharing.result()]
-    if refusal is not None:
-        return
+    if verdict := _verdict(answers, expected):
+        raise DisagreementError(f"{verdict}; nothing was sent")
+    return [answer["holds"] for answer in answers]
+
+
+def _text(asked: Mapping[str, str], holds: Mapping[str, int], refusal: str | None) -> str:
+    from mesh_attention import __version__
+
+    said = {name: _cut(value, LONGEST) for name, value in asked.items()}
+    refusal = None if refusal is None else _cut(refusal, LONGEST_REFUSAL)
+    return json.dumps({"version": __version__, "asked": said, "holds": dict(holds), "refusal": refusal})
+
+
+def _cut(text: str, longest: int) -> str:
+    """The text, cut if it is too long to be shared in one message, and then still different for different texts."""
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest - 20]}… #{sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _verdict(answers: Sequence[Mapping[str, Any]], expected: Callable[[int], Mapping[str, int]] | None) -> str | None:
+    """Why this call cannot be made, the same on every rank; None if it can."""
+    versions = [{"version": answer["version"]} for answer in answers]
+    if difference := find_difference(versions):
+        return f"ranks run different versions of mesh-attention: {difference}; install the same one on every rank"
     for rank, answer in enumerate(answers):
         if answer["refusal"] is not None:
-            raise DisagreementError(f"rank {rank} refused the call: {answer['refusal']}; nothing was sent")
-    verdict = find_difference([answer["asked"] for answer in answers])
-    if verdict is None and expected is not None:
-        verdict = find_misfit([answer["holds"] for answer in answers], expected)
-    if verdict is not None:
-        raise DisagreementError(f"{verdict}; nothing was sent")
+            return f"rank {rank} refused the call: {answer['refusal']}"
+    if difference := find_difference([answer["asked"] for answer in answers]):
+        return f"ranks were called with different arguments: {difference}"
+    return None if expected is None else find_misfit([answer["holds"] for answer in answers], expected)
+
+
+def tell(comm: Comm, error: Exception) -> None:
+    """Let every other rank raise a `DisagreementError` with this reason, when it agrees on a call.
+
+    Raises a `TransportError` if the others do not: they may make a call that is not new to them.
+    """
+    said = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+    start, is_noted = time.monotonic(), False
+    sharing = comm.share(_text({}, {}, said))
+    while not sharing.is_done():
+        waited = time.monotonic() - start
+        if waited > 1.0 and not is_noted:
+            logger.warning("rank %d waits to tell the other ranks of its error: %s", comm.rank, said)
+            is_noted = True
+        if waited > PATIENCE_S:
+            raise TransportError(f"rank {comm.rank} refused a call, and the other ranks did not hear of it: {said}")
+        time.sleep(0.001)
+    sharing.wait()
 
 
 def find_difference(asked: Sequence[Mapping[str, str]]) -> str | None:
-    """The first argument that differs between ranks, with its values; None if all agree."""
+    """The first name whose value differs between ranks, with its values; None if all agree."""
     for name in dict.fromkeys(name for one in asked for name in one):
         says: dict[str, list[int]] = {}
         for rank, one in enumerate(asked):
             says.setdefault(one.get(name, "nothing"), []).append(rank)
         if len(says) > 1:
             parts = (f"{value} on rank(s) {format_numbers(ranks)}" for value, ranks in says.items())
-            return f"ranks were called with different arguments: {name} is {', but '.join(parts)}"
+            return f"{name} is {', but '.join(parts)}"
     return None
 
 

@@ -65,18 +65,18 @@ class TokenFormat:
 def token_format(kind: Kind, problem: Problem, ulysses: int, is_running: bool) -> TokenFormat:
     wire = DTYPES[problem.dtype]
     wide = torch.float64 if problem.dtype == "float64" else torch.float32
+    statistic = torch.float64 if is_running else wide  # see `problem.RUNNING_LSE_NBYTES`
     slots = []
-    at = 0
-    has_statistics = False
+    at, alignment = 0, 1
     for field in fields_of(kind, problem):
         name, heads, dim = field
-        dtype = wide if is_running or field.is_statistic else wire
-        has_statistics |= field.is_statistic
+        dtype = wide if is_running else wire
+        if field.is_statistic:
+            dtype, alignment = statistic, statistic.itemsize
         width = heads // ulysses * dim * dtype.itemsize
         slots.append((name, at, at + width, heads // ulysses, dim, dtype))
         at += width
-    padding = -at % wide.itemsize if has_statistics else 0
-    return TokenFormat(tuple(slots), at + padding)
+    return TokenFormat(tuple(slots), at + -at % alignment)
 
 
 class TokenSpan(NamedTuple):

@@ -132,7 +132,7 @@ def _allocations(
         allocations.update(dict.fromkeys(group, lay_out(group, matrix)))
     for step in steps:
         done = effects(step)
-        for item in (*done.reads, *done.writes, *done.adds):
+        for item in (*done.reads, *done.writes, *done.adds, *done.frees):
             if item not in allocations:
                 allocations[item] = lay_out((item,), matrix)
     return allocations

@@ -1,4 +1,4 @@
-"""Driving: how the ranks that this process plays are advanced, and over which transports.
+"""Driving: how the ranks that this process plays are advanced, over which transports, and by one call at a time.
 
 A rank's work is a generator that yields what it waits for. `drive` advances one and blocks; `drive_together` advances
 several on one thread, moving on to the next when one has to wait. (Threads would not do: autograd runs all CUDA
@@ -7,18 +7,129 @@ backward work of a process on one thread, so ranks that wait for each other ther
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import TypeVar
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from threading import RLock, Thread, current_thread
+from types import TracebackType
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.comm.local import LocalComm, LocalGroup
+from mesh_attention.comm.marked import NEW_GROUP, Alarm, Marked, make_mark
 from mesh_attention.comm.staged import comm_for
 from mesh_attention.comm.torch_dist import Group, TorchComm
-from mesh_attention.errors import StalledError
+from mesh_attention.errors import DisagreementError, StalledError, TransportError, UsageError
+from mesh_attention.execution.agreement import agree, tell
 
 Result = TypeVar("Result")
+
+
+class Ledger:
+    """The calls on one group so far. Locked while a call talks to other ranks.
+
+    Where one process plays all ranks, it forgives failures, because they fail together and drop what they posted, and
+    threads take turns.
+    """
+
+    def __init__(self, *, forgives: bool = False) -> None:
+        self.forgives = forgives
+        self.lock = RLock()
+        self.passes = 0
+        self.history = 0
+        self.failure: str | None = None
+        self.alarms: dict[torch.device, Alarm] = {}
+        self.thread: Thread | None = None
+
+    @contextmanager
+    def talking(self, *refusals: type[Exception]) -> Iterator[None]:
+        """One thread at a time, and none after a failure: an error other than `refusals` leaves the group failed.
+
+        Messages of a call that failed may still be under way. They would be taken for those of the next one.
+        """
+        with self.lock:
+            self._check_thread()
+            for alarm in self.alarms.values():
+                self.failure = self.failure or alarm.verdict()
+            if self.failure is not None:
+                raise TransportError(
+                    f"an earlier call on this group failed ({self.failure}), and its messages may still be under way, "
+                    f"so nothing more is sent on it; {NEW_GROUP}"
+                )
+            try:
+                yield
+            except refusals:
+                raise
+            except BaseException as error:
+                if not self.forgives:
+                    self.failure = f"{type(error).__name__}: {error}"
+                raise
+
+    def _check_thread(self) -> None:
+        """Refuse a second thread: which of them goes first would differ from rank to rank, and no mark would tell."""
+        is_backward = torch._C._current_graph_task_id() != -1  # autograd has threads of its own
+        if self.forgives or is_backward:
+            return
+        now = current_thread()
+        if self.thread is None or not self.thread.is_alive():
+            self.thread = now
+        if self.thread is not now:
+            self.failure = self.failure or f"threads {self.thread.name} and {now.name} both made calls on it"
+            raise UsageError(
+                f"threads {self.thread.name} and {now.name} both make calls on one group, and their order would differ "
+                "from rank to rank; give each thread a group and a MeshAttention of its own"
+            )
+
+    def mark(self, call: int, device: torch.device | None) -> Tensor:
+        """The mark of the next pass, which is of the call with this number; for the device that will compare it."""
+        self.passes += 1
+        self.history = hash((self.history, call))  # of whole numbers, so it is the same in every process
+        return make_mark(self.passes, self.history, device)
+
+
+_LEDGERS: WeakKeyDictionary[Any, Ledger] = WeakKeyDictionary()
+
+
+def ledger_of(comm: Comm, *, forgives: bool) -> Ledger:
+    """The ledger of a transport's group, the same for all transports on that group."""
+    while hasattr(comm, "inner"):
+        comm = comm.inner
+    made = Ledger(forgives=forgives)
+    try:
+        return _LEDGERS.setdefault(getattr(comm, "group", comm), made)
+    except TypeError:  # a transport that cannot be hashed or referred to weakly
+        return made
+
+
+class Telling:
+    """Tells the other ranks of an error inside its block, which they would otherwise wait for; then it is raised here.
+
+    For whatever a rank does between the beginning of a call and the agreement on it. `comm` is None if all ranks are
+    played in this process.
+    """
+
+    def __init__(self, comm: Comm | None, ledger: Ledger) -> None:
+        self.comm, self.ledger = comm, ledger
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and self.comm is not None and self.comm.size > 1 and not _is_faked():
+            # If they cannot be told, the error itself is still what matters here.
+            with suppress(Exception), self.ledger.talking(), _disable_current_modes():
+                tell(self.comm, error)
+
+
+def _is_faked() -> bool:
+    """True if tensors are fake: then no rank sends anything."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 class PlayedRanks:
@@ -31,11 +142,16 @@ class PlayedRanks:
             self.comms = [group.comm(rank) for rank in range(group.size)]
         elif isinstance(group, list | tuple):
             self.comms = list(group)
+            if not group or not all(hasattr(comm, "share") for comm in group):
+                raise UsageError(f"group is {group!r}; expected a list of transports, one for each rank played here")
         elif hasattr(group, "share"):
             self.comms = [group]  # type: ignore[list-item]
         else:
             self.comms = [TorchComm(group)]  # type: ignore[arg-type]
+        self.ledger = ledger_of(self.comms[0], forgives=self.is_local or self.size == 1)
         self._on: dict[torch.device, list[Comm]] = {}
+        self.telling = Telling(None if self.is_local else self.comms[0], self.ledger)
+        """A block in which this process does what the other ranks wait for, before ranks agree on a call."""
 
     @property
     def size(self) -> int:
@@ -44,11 +160,19 @@ class PlayedRanks:
 
     def comms_on(self, device: torch.device) -> list[Comm]:
         """Transports for tensors on a device: Gloo cannot send from a GPU, so those go through host memory."""
-        if not isinstance(self.comms[0], TorchComm):
+        if self.is_local:
             return self.comms
         if device not in self._on:
-            self._on[device] = [comm_for(self.comms[0].group, device)]
+            (comm,) = self.comms
+            found = comm_for(comm.group, device) if isinstance(comm, TorchComm) else comm
+            self._on[device] = [found if self.size == 1 else Marked(found, self.ledger.alarms)]
+            self.telling = Telling(self._on[device][0], self.ledger)
         return self._on[device]
+
+    def meet(self, asked: Mapping[str, str]) -> None:
+        """Raise on every rank unless all ask for the same; outside a call, where each process plays one rank."""
+        with self.ledger.talking(UsageError, DisagreementError):
+            drive(agree(self.comms[0], asked=asked))
 
     def drive(self, ranks: Sequence[Generator[Work, None, Result]]) -> list[Result]:
         """Advance one generator for each rank played here until all have returned."""

@@ -6,21 +6,22 @@ passes: it compiles each rank's program once and hands it to executors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mesh_attention.arguments import CallOptions, Softmax, check_tensors, needs_gradient
 from mesh_attention.comm.base import Comm, Work
-from mesh_attention.errors import UsageError
-from mesh_attention.execution.agreement import Configuration, agree_on_call
+from mesh_attention.comm.marked import Marked
+from mesh_attention.errors import DisagreementError, UsageError
+from mesh_attention.execution.agreement import Configuration, agree_on_call, number_of_call
 from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Meter, fields_of
 from mesh_attention.execution.compiled import Compiled, compile_program
-from mesh_attention.execution.driving import PlayedRanks
+from mesh_attention.execution.driving import Ledger, PlayedRanks
 from mesh_attention.execution.executor import Executor, Fields
 from mesh_attention.execution.graphs import CapturedPasses, GraphMemory, Tensors
 from mesh_attention.kernels.base import Demand, Kernel, Scores
@@ -50,7 +51,9 @@ class Engines:
 
     def __init__(self, played: PlayedRanks, layout: Layout, planning: Planning, *, cuda_graphs: bool) -> None:
         self.played, self.layout, self.planning, self.cuda_graphs = played, layout, planning, cuda_graphs
-        self.known: dict[object, Engine] = {}
+        self.known: dict[Hashable, Engine] = {}
+        self._meanings: dict[tuple[Any, ...], Hashable] = {}
+        """The keys of `known` by how a call was spelled; to avoid working them out again."""
         self.forward_passes = 0
         """Forward passes asked for so far, except those that one rank makes as a single kernel call."""
         self.watchers: list[Callable[[Engine, torch.device], Engine]] = []
@@ -69,11 +72,18 @@ class Engines:
         `gradient` says whether there will be a backward pass, where tensors and grad mode do not.
         """
         self.forward_passes += 1
-        options = options.checked()
-        flat = [tensor for rank in tensors for tensor in rank]
-        gradient = needs_gradient(flat) if gradient is None else gradient
-        key = (options, gradient, *((tensor.shape, tensor.dtype, tensor.device) for tensor in flat))
-        engine = self.known.pop(key, None) or self._new(tensors, options, gradient)
+        with self.played.telling:
+            options = options.checked()
+            flat = [tensor for rank in tensors for tensor in rank]
+            gradient = needs_gradient(flat) if gradient is None else gradient
+            spelling = (options, gradient, *((tensor.shape, tensor.dtype, tensor.device) for tensor in flat))
+            if spelling not in self._meanings:
+                if len(self._meanings) >= 4 * MOST_ENGINES:
+                    self._meanings.clear()
+                self._meanings[spelling] = self._meaning(spelling, tensors)
+            key = self._meanings[spelling]
+            engine = self.known.pop(key, None)
+        engine = engine or self._new(tensors, options, gradient)
         self.known[key] = engine  # the most recently used comes last
         if len(self.known) > MOST_ENGINES:
             del self.known[next(iter(self.known))]
@@ -81,18 +91,29 @@ class Engines:
             engine = watch(engine, flat[0].device)
         return engine
 
-    def _new(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool) -> Engine:
-        device = tensors[0][0].device
-        found: Configuration | UsageError
+    def _meaning(self, spelling: tuple[Any, ...], tensors: Sequence[Sequence[Tensor]]) -> Hashable:
+        """A key of the call that does not depend on its spelling: arguments may be given or left to their defaults.
+
+        Otherwise a rank with one spelling would ask for agreement while others, with another, find what they know.
+        """
+        options, *others = spelling
         try:
+            problem = options.problem(tensors[0], self.ranks)
+            return (problem, options.softmax(problem), options.deterministic, *others)
+        except UsageError:
+            return spelling  # refused later, on every rank
+
+    def _new(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool) -> Engine:
+        with self.played.telling:
+            device = tensors[0][0].device
             found = self._configuration(tensors, options, gradient)
-        except UsageError as error:
-            found = error  # the other ranks must hear of it, or they would wait
-        comms = self.played.comms_on(device)
-        self.played.drive([agree_on_call(comm, found, rank) for comm, rank in zip(comms, tensors, strict=True)])
-        if isinstance(found, UsageError):
-            raise found
-        return Engine.of(found, comms, self.played.drive, self._captured(device))
+            comms = self.played.comms_on(device)
+            number = number_of_call(found, tensors[0])
+            engine = Engine.of(found, self.played, comms, number, self._captured(device))
+            engine.prepare(device)
+        with self.played.ledger.talking(UsageError, DisagreementError):
+            self.played.drive([agree_on_call(comm, found, rank) for comm, rank in zip(comms, tensors, strict=True)])
+        return engine
 
     def _configuration(
         self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool
@@ -156,6 +177,11 @@ class Engine:
     softmax: Softmax
     deterministic: bool
     comms: Sequence[Comm]
+    ledger: Ledger
+    marked: Marked | None
+    """The transport that marks passes, beneath `comms`; None where one process plays all ranks."""
+    number: int
+    """A hash of the call, equal on all ranks."""
     programs: Callable[[Direction], Sequence[Compiled]]
     drive: Drive
     captured: CapturedPasses | None = None
@@ -166,7 +192,12 @@ class Engine:
 
     @classmethod
     def of(
-        cls, configuration: Configuration, comms: Sequence[Comm], drive: Drive, captured: CapturedPasses | None
+        cls,
+        configuration: Configuration,
+        played: PlayedRanks,
+        comms: Sequence[Comm],
+        number: int,
+        captured: CapturedPasses | None,
     ) -> Engine:
         plans = configuration.plans
 
@@ -179,8 +210,11 @@ class Engine:
             softmax=configuration.softmax,
             deterministic=configuration.options.deterministic,
             comms=comms,
+            ledger=played.ledger,
+            marked=comms[0] if isinstance(comms[0], Marked) else None,
+            number=number,
             programs=programs,
-            drive=drive,
+            drive=played.drive,
             captured=captured,
         )
 
@@ -197,11 +231,19 @@ class Engine:
         `tokens` are the local lengths of q and kv; `kept` is what the forward pass kept.
         """
         given = kept or [{} for _ in self.comms]
-        if self.captured is None:
-            return self._run(direction, inputs, tokens, kernel, given)
-        return self.captured.run(
-            (direction, kernel.name), inputs, lambda own: self._run(direction, own, tokens, kernel, given)[0]
-        ), [{} for _ in self.comms]
+        with self.ledger.talking():
+            if self.marked is not None:
+                inputs = [{**inputs[0], "mark": {"mark": self._mark(direction, inputs[0])}}]
+            if self.captured is None:
+                return self._run(direction, inputs, tokens, kernel, given)
+            return self.captured.run(
+                (direction, kernel.name), inputs, lambda own: self._run(direction, own, tokens, kernel, given)[0]
+            ), [{} for _ in self.comms]
+
+    def _mark(self, direction: Direction, inputs: Mapping[str, Fields]) -> Tensor:
+        """The mark of the pass that begins now. A graph reads it like an input."""
+        device = inputs["q"]["q"].device if self.comms[0].is_capturable else None
+        return self.ledger.mark(self.number + (direction == "backward"), device)
 
     def _run(
         self,
@@ -229,11 +271,20 @@ class Engine:
                 self.programs(direction), self.comms, inputs, tokens, kept, strict=True
             )
         ]
+        if self.marked is not None:
+            self.marked.open(inputs[0]["mark"]["mark"], self.ledger.history)
         results = self.drive([executor.run() for executor in executors])
+        if self.marked is not None:
+            self.marked.close([tensor for fields in results[0].values() for tensor in fields.values()])
         self.meters[:] = [executor.meter for executor in executors]
         for executor, result, lengths in zip(executors, results, tokens, strict=True):
             _fill_in_empty(result, executor.new_output, direction, lengths)
         return results, [executor.kept_for_backward() if direction == "forward" else {} for executor in executors]
+
+    def prepare(self, device: torch.device) -> None:
+        """Choose the kernel and compile the programs of forward, so that nothing is left that one rank could refuse."""
+        self.kernel_for(device, lse_gradient=False)
+        self.programs("forward")
 
     # One kernel call
 

@@ -14,7 +14,7 @@ from typing_extensions import assert_never
 
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work
-from mesh_attention.errors import TransportError
+from mesh_attention.errors import DisagreementError, TransportError
 from mesh_attention.execution.buffers import Buffer, Meter, TokenSpan, token_format
 from mesh_attention.execution.compiled import Call, Compiled, Instruction, Stretch, item_segments, lay_out
 from mesh_attention.kernels.base import Gradients, Kernel, RowGradient, Scores
@@ -66,6 +66,7 @@ class Executor:
     buffers: dict[Item, Buffer] = field(default_factory=dict)
     works: dict[Item, list[Work]] = field(default_factory=dict)
     leaving: dict[Item, list[Work]] = field(default_factory=dict)
+    rounded: set[Item] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         plan = self.compiled.plan
@@ -122,6 +123,8 @@ class Executor:
         """The driver resumes this generator when the work is done, or throws in why it failed."""
         try:
             yield from works
+        except DisagreementError:
+            raise
         except Exception as error:
             raise TransportError(
                 f"{self._here()}: waited for {self._waited_for(instruction, item)}: {error}"
@@ -212,12 +215,22 @@ class Executor:
 
     def _merge(self, partial: Item, stretches: tuple[Stretch, ...]) -> None:
         arrived = self.buffers[partial]
+        if partial.kind == "o":
+            self._round_lse(running("o", partial.shard), arrived)
         for stretch in stretches:
             if partial.kind == "o":
                 self._merge_output(stretch, arrived.view("o", stretch.other), arrived.view("lse", stretch.other))
             else:
                 for name in arrived.fields:
                     self._add(stretch, name, arrived.view(name, stretch.other))
+
+    def _round_lse(self, own: Item, arrived: Buffer) -> None:
+        """Round the LSE of this rank's own partial once, to what others sent: equal partials then weigh the same."""
+        if own in self.rounded:
+            return
+        self.rounded.add(own)
+        lse = self.buffers[own].fields["lse"]
+        lse.copy_(lse.to(arrived.fields["lse"].dtype))
 
     def _pack(self, before: Item, after: Item) -> None:
         source, dest = self.buffers[before].fields, self._allocate(after).fields

@@ -143,6 +143,33 @@ def _engine(tensors: Sequence[Tensor], operands: Operands) -> Engine:
     return engine
 
 
+# Refusals
+
+
+def refused(reason: str, like: object, engines: int) -> Tensor:
+    """Refuse a call when the compiled graph runs: a compiler that meets an error tells no other rank of it."""
+    tensor = like if isinstance(like, Tensor) else torch.empty(0)
+    found: Tensor = torch.ops.mesh_attention.refuse(tensor, reason, engines)
+    return found
+
+
+@torch.library.custom_op(
+    "mesh_attention::refuse", mutates_args=(), schema="(Tensor like, str reason, SymInt engines) -> Tensor"
+)
+def _refuse(like: Tensor, reason: str, engines: int) -> Tensor:
+    with engines_of(engines).played.telling:
+        raise UsageError(reason)
+
+
+@_refuse.register_fake
+def _(like: Tensor, reason: str, engines: int) -> Tensor:
+    return like.new_empty(like.shape)
+
+
+# A graph for training is traced with its backward, which then never runs.
+_refuse.register_autograd(lambda ctx, gradient: (gradient, None, None))
+
+
 # Gradients
 
 

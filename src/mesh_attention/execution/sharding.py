@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from mesh_attention.comm.base import Comm, Parcel
-from mesh_attention.errors import ProblemError
+from mesh_attention.errors import ProblemError, TransportError, UsageError
+from mesh_attention.execution.agreement import agree, find_difference
+from mesh_attention.execution.driving import drive
 from mesh_attention.plan.layout import Layout, inverse_permutation
 from mesh_attention.plan.layout import position_ids as positions
 
@@ -25,26 +27,56 @@ def shard(whole: Tensor, layout: Layout, rank: int, *, ranks: int, dim: int = 1)
 
 
 def unshard(local: Tensor, layout: Layout, comm: Comm, *, dim: int = 1) -> Tensor:
-    """The whole sequence, on every rank, from all ranks' tokens. Not differentiable: for inspecting results."""
+    """The whole sequence, on every rank, from all ranks' tokens. Not differentiable: for inspecting results.
+
+    Ranks compare their shards each time, because a transport need not notice a message of the wrong length.
+    """
     ours = local.detach().movedim(dim, 0).contiguous()
-    # Ranks share their sizes, because a transport need not notice a message of the wrong length.
-    sharing = comm.share(str(ours.shape[0]))
-    sharing.wait()
-    lengths = [int(text) for text in sharing.result()]
-    due = [len(positions(layout, rank, tokens=sum(lengths), ranks=comm.size)) for rank in range(comm.size)]
-    if lengths != due:
-        raise ProblemError(f"ranks hold {lengths} tokens; expected {due}, the shards of a {layout.name} sequence")
+    asked = {"operation": "unshard", "layout": layout.name, "dim": str(dim % local.dim()), **_form(local, dim)}
+    lengths = [held["tokens"] for held in drive(agree(comm, asked=asked, holds={"tokens": ours.shape[0]}))]
+    _check_lengths(lengths, layout)
     shards = [ours if rank == comm.rank else ours.new_empty((n, *ours.shape[1:])) for rank, n in enumerate(lengths)]
     others = [rank for rank in range(comm.size) if rank != comm.rank]
-    comm.post(
-        [Parcel([ours.view(-1)], rank, "unshard") for rank in others if ours.numel()],
-        [Parcel([shards[rank].view(-1)], rank, "unshard") for rank in others if shards[rank].numel()],
-    ).wait()
+    try:
+        comm.post(
+            [Parcel([ours.view(-1)], rank, "unshard") for rank in others if ours.numel()],
+            [Parcel([shards[rank].view(-1)], rank, "unshard") for rank in others if shards[rank].numel()],
+        ).wait()
+    except Exception as error:
+        raise TransportError(f"rank {comm.rank}, unshard: waited for the other ranks' shards: {error}") from error
     return join_shards([shard.movedim(0, dim) for shard in shards], layout, dim=dim)
 
 
 def join_shards(shards: Sequence[Tensor], layout: Layout, *, dim: int = 1) -> Tensor:
     """The whole sequence from all shards; differentiable."""
-    tokens = sum(shard.shape[dim] for shard in shards)
-    order = torch.tensor(inverse_permutation(layout, tokens=tokens, ranks=len(shards)), device=shards[0].device)
+    for shard in shards:
+        check_shard(shard, dim)
+    forms = [_form(shard, dim) for shard in shards]
+    if difference := find_difference(forms):
+        raise ProblemError(f"shards differ: {difference}")
+    lengths = [shard.shape[dim] for shard in shards]
+    _check_lengths(lengths, layout)
+    order = torch.tensor(inverse_permutation(layout, tokens=sum(lengths), ranks=len(shards)), device=shards[0].device)
     return torch.cat(list(shards), dim).index_select(dim, order)
+
+
+def check_shard(local: object, dim: object) -> None:
+    if not isinstance(local, Tensor) or hasattr(local, "device_mesh"):
+        raise UsageError(f"got a {type(local).__name__}; expected a plain tensor of this rank's tokens")
+    if type(dim) is not int or not -local.dim() <= dim < local.dim():
+        raise UsageError(
+            f"got a tensor of shape {tuple(local.shape)}, which has no dim {dim!r}; give the dim of tokens"
+        )
+
+
+def _form(shard: Tensor, dim: int) -> dict[str, str]:
+    """What all shards of a sequence have in common."""
+    others = [str(size) if at != dim % shard.dim() else "tokens" for at, size in enumerate(shard.shape)]
+    return {"dtype": str(shard.dtype), "device": shard.device.type, "shape": f"({', '.join(others)})"}
+
+
+def _check_lengths(lengths: Sequence[int], layout: Layout) -> None:
+    ranks = len(lengths)
+    due = [len(positions(layout, rank, tokens=sum(lengths), ranks=ranks)) for rank in range(ranks)]
+    if list(lengths) != due:
+        raise ProblemError(f"ranks hold {list(lengths)} tokens; expected {due}, the shards of a {layout.name} sequence")

@@ -10,23 +10,27 @@ found before anything is cut, because the next token may be on another rank. It 
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import describe
 from mesh_attention.comm.torch_dist import Group, process_group
 from mesh_attention.errors import DisagreementError, UsageError
-from mesh_attention.execution.agreement import agree
-from mesh_attention.execution.driving import drive
+from mesh_attention.execution.engine import Engines
 from mesh_attention.integrations.sequences import (
     CUTS,
     LENGTHS,
@@ -55,24 +59,53 @@ KNOWN = (
 Gradients = Literal["averaged", "summed"]
 
 
+_SHARDED = WeakTensorKeyDictionary()
+"""The engines that each tensor of a sharded batch was sharded for, as weak references."""
+_KNOWN: WeakSet[Engines] = WeakSet()
+NEVER_RAN = (
+    "{what} was given a sharded batch and did not call mesh attention, so every rank attended to its own tokens only; "
+    'use model.set_attn_implementation("mesh_attention"). (If two models share a config object, it has the '
+    "implementation of the last one.)"
+)
+
+
+def is_sharded(value: object) -> bool:
+    """True for a tensor that `shard_batch` made."""
+    return isinstance(value, Tensor) and value in _SHARDED
+
+
+def engines_of(values: Iterable[object]) -> list[Engines]:
+    """The engines that a sharded batch needs; all that batches were sharded for, if its tensors were copied since."""
+    found = [_SHARDED[value]() for value in values if is_sharded(value)]
+    return [engines for engines in found or _KNOWN if engines is not None]
+
+
+def count_passes(engines: Iterable[Engines]) -> int | None:
+    """How often they have run attention; None if no rank needs another's tokens."""
+    passes = [one.forward_passes for one in engines if one.ranks > 1]
+    return sum(passes) if passes else None
+
+
 class LocalBatch(dict[str, Any]):
     """This rank's part of a batch. It remembers how often its attention had run when it was made."""
 
     def __init__(self, entries: Mapping[str, Any], attention: MeshAttention) -> None:
         super().__init__(entries)
         self._engines, self._passes = attention.engines, attention.engines.forward_passes
+        _KNOWN.add(self._engines)
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and name != "attention_mask":  # that one is the caller's own, of whole rows
+                _SHARDED[value] = ref(self._engines)
 
     def check_that_attention_ran(self) -> None:
         """Raise if the model did not call mesh attention: it would silently attend to this rank's tokens alone."""
         if self._engines.ranks > 1 and self._engines.forward_passes == self._passes:
-            raise UsageError(
-                "the model returned a loss without calling mesh attention, so every rank attended to its own tokens "
-                'only; use model.set_attn_implementation("mesh_attention"). (If two models share a config object, it '
-                "has the implementation of the last one.)"
-            )
+            raise UsageError(NEVER_RAN.format(what="the model"))
 
 
-def shard_batch(attention: MeshAttention, batch: Mapping[str, Any], *, is_compared: bool = True) -> LocalBatch:
+def shard_batch(
+    attention: MeshAttention, batch: Mapping[str, Any], *, shift_labels: bool = True, is_compared: bool = True
+) -> LocalBatch:
     """The arguments of ``model(**local)`` on this rank, from the whole batch that every rank of the group has.
 
     `batch` holds ``input_ids`` or ``inputs_embeds`` (batch, tokens, …), and may hold ``labels`` (as transformers has
@@ -80,10 +113,13 @@ def shard_batch(attention: MeshAttention, batch: Mapping[str, Any], *, is_compar
     ``cu_seq_lens_q/k`` with ``max_length_q/k``. Position ids that restart, without an attention mask, mark
     packed documents, as in transformers. Anything else is refused. Padding gets no labels.
 
-    The result has this rank's tokens, position ids and shifted labels, and for the whole sequence the boundaries, the
-    attention mask and ``num_items_in_batch``, so that the model's loss is this rank's sum over the labelled tokens of
-    the whole batch. Its ``labels`` are all -100: models compute no loss without labels, and a model that shifts labels
-    itself cannot get these wrong.
+    The result has this rank's tokens, position ids and labels, and for the whole sequence the boundaries, the attention
+    mask and ``num_items_in_batch``, so that the model's loss is this rank's sum over the labelled tokens of the whole
+    batch. A label belongs to the token before it, as causal language models have it: the result holds ``shift_labels``,
+    and its ``labels`` are all -100, because models compute no loss without labels, and a model that shifts labels
+    itself cannot get these wrong. With `shift_labels=False`, for masked language models, labels are those of the tokens
+    themselves and remain ``labels``. transformers' models are tried with a few tokens when they are first called, and
+    refuse labels of the other kind. A batch with labels of which all are -100 is refused.
 
     Ranks compare their batches (a few hundred bytes per rank), unless `is_compared` is False.
     """
@@ -92,15 +128,12 @@ def shard_batch(attention: MeshAttention, batch: Mapping[str, Any], *, is_compar
             "shard_batch needs one rank per process, but all ranks of a local group are in this process; use a "
             "torch.distributed group, which may have one process"
         )
-    whole: _Whole | UsageError
-    try:
-        whole = _read(batch, attention.ranks)
-    except UsageError as error:
-        whole = error  # tell the other ranks, which would wait otherwise
+    with attention.engines.played.telling if is_compared else nullcontext():
+        whole = _read(batch, attention.ranks, shift_labels=shift_labels)
     if is_compared:
-        _compare(attention, batch, whole)
-    if isinstance(whole, UsageError):
-        raise whole
+        _compare(attention, batch)
+    if "transformers.modeling_utils" in sys.modules:  # otherwise nobody has a model to watch
+        importlib.import_module("mesh_attention.integrations.transformers.guard").watch()
     return LocalBatch(_local(attention, whole), attention)
 
 
@@ -117,23 +150,32 @@ def batch_loss(
     It refuses a loss that was computed without calling the batch's attention. To accumulate gradients over several
     batches, pass the `total_items` of all of them, from `count_items`.
     """
-    if "shift_labels" not in local:
+    labels = _labels(local)
+    if labels is None:
         raise UsageError("batch_loss needs labels, and this batch has none; pass labels to shard_batch")
     if isinstance(local, LocalBatch):
         local.check_that_attention_ran()
-    num_items = (local["shift_labels"] != IGNORED).sum()
+    num_items = (labels != IGNORED).sum()
     loss_sum = loss * local["num_items_in_batch"]
     return reduce_loss(loss_sum, num_items, group=group, gradients=gradients, total_items=total_items)
 
 
 def count_items(batches: Iterable[Mapping[str, Any]], *, group: Group | None) -> Tensor:
     """Number of labelled tokens in batches of `shard_batch`, over all ranks of `group`."""
-    count = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
+    count = sum((labels != IGNORED).sum() for batch in batches if (labels := _labels(batch)) is not None)
     if not isinstance(count, Tensor):
-        raise UsageError("count_items needs at least one batch; pass all batches whose gradients are accumulated")
+        raise UsageError(
+            "count_items needs at least one batch with labels; pass all batches whose gradients are accumulated"
+        )
     for one in _groups(group):
         dist.all_reduce(count, group=one)
     return count
+
+
+def _labels(local: Mapping[str, Any]) -> Tensor | None:
+    """The labels of a sharded batch that count: those of the next tokens, or of the tokens themselves."""
+    labels: Tensor | None = local.get("shift_labels", local.get("labels"))
+    return labels
 
 
 def reduce_loss(
@@ -208,7 +250,7 @@ class _Whole:
     num_items: Tensor | None
 
 
-def _read(batch: Mapping[str, Any], ranks: int) -> _Whole:
+def _read(batch: Mapping[str, Any], ranks: int, *, shift_labels: bool) -> _Whole:
     given = {name: value for name, value in batch.items() if value is not None}
     for name in given:
         if name not in KNOWN:
@@ -222,9 +264,9 @@ def _read(batch: Mapping[str, Any], ranks: int) -> _Whole:
     rows, seq_len = _sizes(given, inputs[0], ranks)
     tokens: dict[str, Tensor] = {inputs[0]: given[inputs[0]]}
     mask = _per_token(given, "attention_mask", (rows, seq_len))
-    labels = _shifted(given, mask, (rows, seq_len))
+    labels = _read_labels(given, mask, (rows, seq_len), shift_labels=shift_labels)
     if labels is not None:
-        tokens["shift_labels"] = labels
+        tokens["shift_labels" if shift_labels else "labels"] = labels
     positions = _per_token(given, "position_ids", (rows, seq_len), may_be_one_row=True)
     found = _rows(given, positions, mask, (rows, seq_len))
     device = tokens[inputs[0]].device
@@ -234,7 +276,12 @@ def _read(batch: Mapping[str, Any], ranks: int) -> _Whole:
             "position_ids must count 0, 1, 2, … over the whole row or over each of its documents, so that a rank can "
             "check its own; leave them out, or give cu_seq_lens with them"
         )
-    counted = None if labels is None else (labels != IGNORED).sum().clamp(min=1)
+    counted = None if labels is None else (labels != IGNORED).sum()
+    if counted is not None and not counted:
+        raise UsageError(
+            "no token of the batch has a label that counts: all labels are -100, or of padding, or of first tokens, "
+            "which nothing predicts; check how labels are made, skip such batches, or leave labels out"
+        )
     return _Whole(
         tokens=tokens,
         position_ids=plain[None] if positions is None else positions,
@@ -267,16 +314,21 @@ def _per_token(
     return tensor
 
 
-def _shifted(given: Mapping[str, Any], mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """Labels of the next token over the whole row. As in transformers, documents do not interrupt it."""
+def _read_labels(
+    given: Mapping[str, Any], mask: Tensor | None, shape: tuple[int, int], *, shift_labels: bool
+) -> Tensor | None:
+    """Labels, shifted to the token before over the whole row. As in transformers, documents do not interrupt it."""
     labels, shifted = (_per_token(given, name, shape) for name in ("labels", "shift_labels"))
     if labels is not None and shifted is not None:
         raise UsageError("the batch has both labels and shift_labels; leave one out")
-    if labels is not None:
+    if shifted is not None and not shift_labels:
+        raise UsageError("the batch has shift_labels, but shift_labels=False asks for labels; give those instead")
+    if labels is not None and shift_labels:
         shifted = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
-    if shifted is None or mask is None:
-        return shifted
-    return shifted.masked_fill(mask.to(shifted.device) == 0, IGNORED)
+    found = shifted if shift_labels else labels
+    if found is None or mask is None:
+        return found
+    return found.masked_fill(mask.to(found.device) == 0, IGNORED)
 
 
 def _rows(
@@ -303,6 +355,7 @@ def _local(attention: MeshAttention, whole: _Whole) -> dict[str, Any]:
     local["position_ids"] = attention.shard(whole.position_ids)
     if "shift_labels" in local:
         local["labels"] = torch.full_like(local["shift_labels"], IGNORED)
+    if whole.num_items is not None:
         local["num_items_in_batch"] = whole.num_items
     if whole.attention_mask is not None:
         local["attention_mask"] = whole.attention_mask
@@ -312,13 +365,10 @@ def _local(attention: MeshAttention, whole: _Whole) -> dict[str, Any]:
     return local | {"use_cache": False}  # a cache would keep every layer's keys, but decoding with it is not supported
 
 
-def _compare(attention: MeshAttention, batch: Mapping[str, Any], whole: _Whole | UsageError) -> None:
-    if isinstance(whole, UsageError):
-        asked, refusal = {}, str(whole)
-    else:
-        asked, refusal = {name: _fingerprint(value) for name, value in sorted(batch.items())}, None
+def _compare(attention: MeshAttention, batch: Mapping[str, Any]) -> None:
+    asked = {"operation": "shard_batch", **{name: _fingerprint(value) for name, value in sorted(batch.items())}}
     try:
-        drive(agree(attention.comms[0], asked=asked, refusal=refusal))
+        attention.engines.played.meet(asked)
     except DisagreementError as error:
         raise DisagreementError(
             f"{error}. Every rank of the attention's group must get the same whole batch: a data sampler must "

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -25,8 +24,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mesh_attention.api import MeshAttention
-from mesh_attention.comm.torch_dist import Group, TorchComm, process_group
+from mesh_attention.api import MeshAttention, attention_of
+from mesh_attention.comm.torch_dist import TorchComm, process_group
 from mesh_attention.errors import UsageError
 from mesh_attention.integrations.sdpa import MeshSdpa
 
@@ -43,17 +42,18 @@ def context_parallel(
 ) -> Iterator[None]:
     """Inside, scaled_dot_product_attention spans the mesh, and `buffers` hold this rank's tokens, in place as in torch.
 
-    Changes made to `buffers` inside are lost when they are restored. `attention` is a MeshAttention of the same mesh,
+    Changes made to `buffers` inside are lost when they are restored. To run backward after the context, name them in
+    `no_restore_buffers`: autograd refuses buffers that were restored. `attention` is a MeshAttention of the same mesh,
     to choose method, tile, cluster or layout; the default is ``MeshAttention(mesh)``. Whole lengths are those of
     `buffers`, and `seq_lens` for tensors that are sharded already; of any other tensor all ranks hold the same number
     of tokens.
     """
-    chosen = _checked(attention, mesh) if attention is not None else _default(_group(mesh), "zigzag")
+    chosen = _checked(attention, mesh) if attention is not None else _default(mesh, "zigzag")
     ours = _sharded_tensors(buffers, buffer_seq_dims, no_restore_buffers)
     lengths = [*(one.tokens for one in ours), *map(_whole_length, seq_lens)]
-    chunked = chosen if attention is not None else _default(_group(mesh), "chunks")
+    chunked = chosen if attention is not None else _default(mesh, "chunks")
     mode = MeshSdpa(chosen, lengths=lengths, chunked=chunked)
-    with _sharded(ours, lambda tensor, dim: chosen.shard(tensor, dim=dim)), mode:
+    with _sharded(ours, lambda tensor, dim: chosen.shard(tensor, dim=dim)), mode.entered():
         yield
 
 
@@ -74,17 +74,15 @@ def context_parallel_unshard(
         )
     if len(buffers) != len(seq_dims):
         raise UsageError(f"got {len(buffers)} buffers and {len(seq_dims)} seq_dims; expected one dim for each buffer")
-    chosen = _checked(attention, mesh) if attention is not None else _default(_group(mesh), "zigzag")
+    chosen = _checked(attention, mesh) if attention is not None else _default(mesh, "zigzag")
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         if not isinstance(buffer, Tensor) or isinstance(buffer, DTensor) or not -buffer.dim() <= dim < buffer.dim():
             raise UsageError(f"got a {type(buffer).__name__} with seq dim {dim}; expected a plain tensor with this dim")
     return [chosen.unshard(buffer, dim=dim) for buffer, dim in zip(buffers, seq_dims, strict=True)]
 
 
-@lru_cache(maxsize=64)
-def _default(group: Group, layout: Literal["zigzag", "chunks"]) -> MeshAttention:
-    """Cached, with its plans: training enters a context in every step."""
-    return MeshAttention(group, layout=layout, tensor_format="bhsd")
+def _default(mesh: DeviceMesh, layout: Literal["zigzag", "chunks"]) -> MeshAttention:
+    return attention_of(_group(mesh), layout=layout, tensor_format="bhsd")
 
 
 def _group(mesh: DeviceMesh) -> dist.ProcessGroup:

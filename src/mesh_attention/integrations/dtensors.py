@@ -30,16 +30,19 @@ def attend_dtensor(attention: MeshAttention, q: DTensor, k: DTensor, v: DTensor,
 
     Arguments are those of a call of `attention`, without the whole lengths, which DTensors know.
     """
-    dims = _check_tensors(attention, q, k, v)
-    for name in ("seq_len", "seq_len_k"):
-        if name in call:
-            raise UsageError(f"{name} cannot be combined with DTensors, which know their whole length; leave it out")
-    axis = _sequence_axis(q, dims)
-    _check_other_axes(q, k, dims, axis)
-    _check_group(attention, q.device_mesh, axis)
-    seq = dims.index("seq")
-    for tensor in (q, k):
-        _check_layout(attention, tensor.shape[seq])
+    with attention.engines.played.telling:
+        dims = _check_tensors(attention, q, k, v)
+        for name in ("seq_len", "seq_len_k"):
+            if name in call:
+                raise UsageError(
+                    f"{name} cannot be combined with DTensors, which know their whole length; leave it out"
+                )
+        axis = _sequence_axis(q, dims)
+        _check_other_axes(q, k, dims, axis)
+        _check_group(attention, q.device_mesh, axis)
+        seq = dims.index("seq")
+        for tensor in (q, k):
+            _check_layout(attention, tensor.shape[seq])
     given = attention(*(x.to_local() for x in (q, k, v)), seq_len=q.shape[seq], seq_len_k=k.shape[seq], **call)
     out, lse = given if isinstance(given, tuple) else (given, None)
     whole = _placed(out, q, q.placements, (*q.shape[:-1], v.shape[-1]))

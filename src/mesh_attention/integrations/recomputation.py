@@ -10,28 +10,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from mesh_attention.errors import UsageError
 
 
+class Mode(Protocol):
+    def entered(self) -> AbstractContextManager[None]: ...
+
+
 class RunUnderMode:
     """The function, always run under the mode."""
 
-    def __init__(self, mode: TorchFunctionMode, function: Callable[..., Any]) -> None:
+    def __init__(self, mode: Mode, function: Callable[..., Any]) -> None:
         self.mode, self.function = mode, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.mode:
+        with self.mode.entered():
             return self.function(*args, **kwargs)
 
 
-def recompute_under(mode: TorchFunctionMode) -> None:
+def recompute_under(mode: Mode) -> None:
     """If this call is being checkpointed, make its recomputation run under the mode."""
     if torch.compiler.is_compiling():
         return
@@ -39,7 +43,7 @@ def recompute_under(mode: TorchFunctionMode) -> None:
     _follow_callers(mode, sys._getframe(1))
 
 
-def _follow_saved_tensors(mode: TorchFunctionMode) -> None:
+def _follow_saved_tensors(mode: Mode) -> None:
     """use_reentrant=False: saved tensors go to a hook that holds the function to recompute."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or "_checkpoint_hook" not in hooks[0].__qualname__:
@@ -53,7 +57,7 @@ def _follow_saved_tensors(mode: TorchFunctionMode) -> None:
     _wrap(region, "recompute_fn", mode)
 
 
-def _follow_callers(mode: TorchFunctionMode, frame: FrameType | None) -> None:
+def _follow_callers(mode: Mode, frame: FrameType | None) -> None:
     """use_reentrant=True: the function runs without gradients first; one of our callers holds it."""
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
@@ -61,7 +65,7 @@ def _follow_callers(mode: TorchFunctionMode, frame: FrameType | None) -> None:
         frame = frame.f_back
 
 
-def _wrap(holder: Any, name: str, mode: TorchFunctionMode) -> None:
+def _wrap(holder: Any, name: str, mode: Mode) -> None:
     function = getattr(holder, name)
     if not (isinstance(function, RunUnderMode) and function.mode is mode):
         setattr(holder, name, RunUnderMode(mode, function))

@@ -2,20 +2,21 @@
 
 Nothing is patched: calls are seen even if the function was imported by name, and other threads are not affected. Other
 attention functions of torch (fused kernels, flex attention) would attend to this rank's tokens alone, so they are
-refused. Two things are not seen: TorchScript, and kernels that are not operators of torch.
+refused, and so are calls that a mode does not see (`unseen`). Kernels that are not operators of torch remain.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -25,14 +26,13 @@ from mesh_attention.errors import UsageError
 from mesh_attention.integrations.autocast import as_autocast
 from mesh_attention.integrations.dtensors import attend_dtensor
 from mesh_attention.integrations.recomputation import recompute_under
+from mesh_attention.integrations.unseen import attends, is_called_by_us, passed_on, refusal, refusing_unseen
 
 SDPA = (
     F.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,
 )
-WITHOUT_THE_WORD = ("_transformer_encoder_layer_fwd",)
-"""Attention functions without "attention" in their name."""
 
 
 class MeshSdpa(TorchFunctionMode):
@@ -46,6 +46,12 @@ class MeshSdpa(TorchFunctionMode):
         self.attention, self.chunked = attention, chunked
         self.lengths = WholeLengths(attention, lengths)
 
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The mode, with help for functions that torch takes as arguments, and the refusal of what it does not see."""
+        with refusing_unseen(self), self, _FunctionsOfFunctions():
+            yield
+
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -55,11 +61,8 @@ class MeshSdpa(TorchFunctionMode):
             return self.attend(*args, **kwargs)
         if role == "multi-head":
             return self._multi_head(func, args, kwargs)
-        if role == "fused" and not _is_called_by_us():
-            raise UsageError(
-                f"{func.__name__} was called under context_parallel, where it would attend to this rank's tokens "
-                "alone; use torch.nn.functional.scaled_dot_product_attention"
-            )
+        if role == "fused" and not is_called_by_us():
+            raise refusal(func.__name__)
         return func(*args, **kwargs)
 
     def attend(
@@ -75,7 +78,7 @@ class MeshSdpa(TorchFunctionMode):
     ) -> Tensor:
         """scaled_dot_product_attention, with its arguments, over the whole sequence."""
         # Outer modes must not see what we run: our kernels have names that they refuse.
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), nullcontext() if torch.compiler.is_compiling() else passed_on():
             _check_arguments(attn_mask, dropout_p)
             call = {"softmax_scale": scale}
             causal, shares_heads = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
@@ -122,6 +125,35 @@ class MeshSdpa(TorchFunctionMode):
                 "context_parallel, instead of one to the sequence; leave these arguments out"
             )
         return _with_names(func, has_torch_function=_nothing, scaled_dot_product_attention=self.attend)(*args, **kwargs)
+
+
+class _FunctionsOfFunctions(TorchFunctionMode):
+    """Lets the compiler see the mode below in functions given to an operator, such as a checkpoint or torch.cond.
+
+    Dynamo gives such an operator to the modes of the stack, one after the other, and each is off while it handles it,
+    so that in the end all of them are off inside the functions. Here the operator is called with modes disabled, and
+    they are enabled inside: leaving a guard restores, while tracing, what was the case when the guard was made. Where
+    that does not hold, attention in the functions is refused (see `unseen`).
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not torch.compiler.is_compiling() or _role(func) != "higher-order":
+            return func(*args, **kwargs)
+        enabled = torch._C.DisableTorchFunction()
+
+        def followed(function: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with enabled:
+                    pass
+                return function(*args, **kwargs)
+
+            return run
+
+        with torch._C.DisableTorchFunction():
+            return func(*(followed(given) if callable(given) else given for given in args), **kwargs)
 
 
 class WholeLengths:
@@ -204,32 +236,21 @@ def _causal_call(causal: bool, seq_q: int, seq_k: int) -> dict[str, Any]:
     return {"causal": True, "cu_seqlens_q": (0, seq_q, seq_q), "cu_seqlens_k": (0, seq_q, seq_k)}
 
 
-def _role(func: Any) -> Literal["other", "sdpa", "multi-head", "fused"]:
-    """How to treat a function of torch. Backward functions need no treatment: they follow forward."""
+def _role(func: Any) -> Literal["other", "sdpa", "multi-head", "fused", "higher-order"]:
+    """How to treat a function of torch."""
     name = getattr(func, "__name__", "").partition(".")[0]
-    if ("att" not in name and name not in WITHOUT_THE_WORD) or "backward" in name:
-        return "other"
+    if not attends(name):
+        return "higher-order" if isinstance(func, HigherOrderOperator) else "other"
     if func in SDPA:
         return "sdpa"
     if func is F.multi_head_attention_forward:
         return "multi-head"
     is_ours = (getattr(func, "__module__", None) or "").endswith(".mesh_attention")
-    attends = "attention" in name or "attn" in name or name in WITHOUT_THE_WORD
-    return "fused" if attends and not is_ours else "other"
+    return "other" if is_ours else "fused"
 
 
 # torch.compile cannot trace function names, so this is evaluated once, while tracing.
 _role._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _is_called_by_us() -> bool:
-    """True inside one of our kernels: a MeshAttention may also be called under the mode."""
-    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("mesh_attention.kernels."):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _with_names(func: FunctionType, **names: Callable[..., Any]) -> FunctionType:

@@ -27,6 +27,7 @@ from mesh_attention.kernels.windowed import (
     forward_by_windows,
     tokens_first,
     unfit,
+    without_infinity,
 )
 
 _cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -37,7 +38,7 @@ _flash_backward = torch.ops.aten._flash_attention_backward.default
 NOT_DETERMINISTIC = "adds up dQ in no fixed order"
 
 _FEWEST_FOR_CUDNN = 64
-"""Below this many queries or keys cuDNN is no faster, and it refuses a single key."""
+"""Below this many queries or keys cuDNN is not faster, and it refuses a single key."""
 
 _FIRST_SOUND_CUDNN = 91501
 """Up to 9.15.0, lengths that are not a multiple of 128 read past their end; torch has the same limit."""
@@ -68,7 +69,7 @@ class TorchFlashOp:
         out, lse, *_ = _flash_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, False, False, scale=scale, **_reaches(window)
         )
-        return out.transpose(1, 2), lse
+        return out.transpose(1, 2), without_infinity(lse)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: FlashRow, window: Window, scale: float) -> Gradients:
         q, k, v, do, out = (aligned(x).transpose(1, 2) for x in (q, k, v, row.do, row.out))

@@ -26,6 +26,7 @@ from mesh_attention.kernels.windowed import (
     backward_by_windows,
     forward_by_windows,
     unfit,
+    without_infinity,
 )
 
 
@@ -154,7 +155,7 @@ class FlashAttnOp:
             return self.rest.forward(q, k, v, window, scale)
         q, k, v = (aligned(x).transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = self.functions.forward(window, q=q, k=k, v=v, softmax_scale=scale)
-        return out.transpose(1, 2), lse
+        return out.transpose(1, 2), without_infinity(lse)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: FlashRow, window: Window, scale: float) -> Gradients:
         if not self._takes(window):

@@ -33,7 +33,7 @@ class SlicedReferenceKernel:
         out = torch.empty((batch, heads, tokens, v.shape[-1]), dtype=wide, device=q.device)
         lse = torch.empty((batch, heads, tokens), dtype=wide, device=q.device)
         for rows in self._slices(q, k):
-            part = _rows(scores, rows)
+            part = of_rows(scores, rows)
             out[:, :, rows], lse[:, :, rows] = _WHOLE.forward(q[:, :, rows], k, v, part)
         return out, lse
 
@@ -42,7 +42,7 @@ class SlicedReferenceKernel:
         dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
         for rows in self._slices(q, k):
             upstream = RowGradient(*(None if x is None else x[:, :, rows] for x in row))  # type: ignore[arg-type]
-            found = _WHOLE.backward(q[:, :, rows], k, v, upstream, _rows(scores, rows))
+            found = _WHOLE.backward(q[:, :, rows], k, v, upstream, of_rows(scores, rows))
             dq[:, :, rows] = found.dq
             dk += found.dk
             dv += found.dv
@@ -56,7 +56,8 @@ class SlicedReferenceKernel:
             yield slice(start, min(start + step, tokens))
 
 
-def _rows(scores: Scores, rows: slice) -> Scores:
+def of_rows(scores: Scores, rows: slice) -> Scores:
+    """The scores of some of a call's queries."""
     mask = scores.mask
     form = "positions" if mask.form == "causal" else mask.form  # causal needs as many queries as keys
     part: CallMask = replace(mask, form=form, q=_part(mask.q, rows.start, rows.stop))

@@ -77,14 +77,15 @@ def _log1p(x, terms: tl.constexpr):
 
 
 @triton.jit
-def _join(a, b):
+def _join(a, b, dtype: tl.constexpr):
     """The joint LSE of two, and the weight of each; weights add up to 1, or are 0 where the LSE is -inf.
 
     1/(1+e) and e/(1+e) instead of exp(a - joint): the joint LSE is rounded, and its error would be in both weights.
+    Weights have `dtype`, that of the outputs; a wider LSE is only subtracted and added.
     """
     nothing = float("-inf")
-    terms: tl.constexpr = 18 if a.dtype == tl.float64 else 9
-    e = tl.where((a == nothing) | (b == nothing), 0.0, tl.exp(-tl.abs(a - b)))
+    terms: tl.constexpr = 18 if dtype == tl.float64 else 9
+    e = tl.where((a == nothing) | (b == nothing), 0.0, tl.exp(-tl.abs(a - b).to(dtype)))
     heavy = 1.0 / (1.0 + e)
     light = e * heavy
     a_weight = tl.where(a == nothing, 0.0, tl.where(a >= b, heavy, light))
@@ -133,8 +134,8 @@ def merge_rows(
     merged = _cast(tl.load(b_at, mask=here, other=0.0), a.dtype.element_ty)
     if not is_first:
         before = tl.load(a_at, mask=here, other=0.0)
-        joint, a_weight, b_weight = _join(tl.load(a_lse_at, mask=is_row, other=0.0), joint)
-        merged = before * a_weight.to(before.dtype)[:, None] + merged * b_weight.to(before.dtype)[:, None]
+        joint, a_weight, b_weight = _join(tl.load(a_lse_at, mask=is_row, other=0.0), joint, a.dtype.element_ty)
+        merged = before * a_weight[:, None] + merged * b_weight[:, None]
     tl.store(a_at, merged, mask=here)
     if not is_first:
         tl.debug_barrier()  # every warp reads the LSE of its rows; one of them writes it

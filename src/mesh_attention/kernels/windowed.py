@@ -100,6 +100,14 @@ def _flash_row(row: RowGradient, mask: CallMask) -> FlashRow:
     return FlashRow(row.do, row.out, row.lse)
 
 
+def without_infinity(lse: Tensor) -> Tensor:
+    """The LSE with -inf for +inf, in place: flash-attn 2's sign for rows without a score above -inf.
+
+    It is also its sign for NaN, but then the output is NaN, and merging leaves it so.
+    """
+    return lse.nan_to_num_(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
+
+
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it, in which every head of every token is contiguous and aligned to 16 bytes.
 
@@ -124,8 +132,10 @@ def _have_aligned_rows(*forms: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _has_aligned_rows(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    if strides[-1] != 1 or (0 in strides and 1 in strides[:-1]):
+        return False  # torch lays out results like Q, K and V; with both, their last axis might not be contiguous
     outer = zip(shape[:-1], strides[:-1], strict=True)
-    return strides[-1] == 1 and all(size == 1 or stride * itemsize % 16 == 0 for size, stride in outer)
+    return all(size == 1 or stride * itemsize % 16 == 0 for size, stride in outer)
 
 
 def tokens_first(tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Literal
 
 from mesh_attention.errors import ParseError, TileError
 from mesh_attention.problem import Problem
+from mesh_attention.units import brief
 
 Axis = Literal["row", "col"]
 """The side of the tile an item belongs to: Q, O and dQ to a row, KV and dKV to a column."""
@@ -42,8 +43,8 @@ class Tile:
     @classmethod
     def parse(cls, text: str) -> Tile:
         rows, _, cols = text.lower().replace("×", "x").partition("x")
-        if not (rows.isdecimal() and cols.isdecimal()):
-            raise ParseError(f"tile {text!r}: expected ROWSxCOLS, such as 4x8")
+        if not all(side.isdecimal() and len(side) < 10 for side in (rows, cols)):
+            raise ParseError(f"tile {brief(text)}: expected ROWSxCOLS, such as 4x8")
         return cls(int(rows), int(cols))
 
 
@@ -55,7 +56,7 @@ def as_tile(tile: Tile | tuple[int, int] | str) -> Tile:
         return Tile.parse(tile)
     if isinstance(tile, tuple | list) and len(tile) == 2:
         return Tile(*tile)
-    raise TileError(f"tile {tile!r}: expected (rows, columns), such as (4, 8)")
+    raise TileError(f"tile {brief(tile)}: expected (rows, columns), such as (4, 8)")
 
 
 def tiles_of(places: int) -> tuple[Tile, ...]:
@@ -203,7 +204,7 @@ def check_assignment(assignment: Assignment, problem: Problem) -> None:
 def check_degree(ulysses: int, problem: Problem) -> None:
     """Raise when a Ulysses degree does not fit the ranks or the KV heads of a problem."""
     if type(ulysses) is not int or ulysses < 1:
-        raise TileError(f"Ulysses degree {ulysses!r}: expected a whole number of at least 1")
+        raise TileError(f"Ulysses degree {brief(ulysses)}: expected a whole number of at least 1")
     for number, what in ((problem.ranks, "ranks"), (problem.kv_heads, "KV heads")):
         if number % ulysses:
             fitting = _divisors_text(number)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.assignment import Assignment, Axis
-from mesh_attention.plan.layout import Layout, join
+from mesh_attention.plan.layout import Layout, join, leaves_ranks_empty
 from mesh_attention.plan.steps import AXIS_OF, Direction, Item, Kind
-from mesh_attention.problem import Problem
+from mesh_attention.problem import RUNNING_LSE_NBYTES, Problem
 
 Found = TypeVar("Found")
 
@@ -97,7 +97,9 @@ class BlockMatrix:
         It holds for full masks, and for causal masks on layouts that spread positions; never for windows or documents.
         """
         problem, mask = self.problem, self.problem.mask
-        if problem.ranks > min(problem.seq_q, problem.seq_kv) or mask.documents is not None or mask.left is not None:
+        if mask.documents is not None or mask.left is not None:
+            return False
+        if any(leaves_ranks_empty(self.layout, tokens, problem.ranks) for tokens in (problem.seq_q, problem.seq_kv)):
             return False
         if mask.right is None:
             return True
@@ -139,7 +141,8 @@ class BlockMatrix:
         share = 1 if item.form == "home" else self.assignment.ulysses
         payload, statistics = elements_per_token(item.kind, problem)
         width = problem.accumulator_itemsize if item.form == "running" else problem.itemsize
-        tokens, wide = problem.batch * _count(segments), problem.accumulator_itemsize
+        wide = RUNNING_LSE_NBYTES if item.form == "running" else problem.accumulator_itemsize
+        tokens = problem.batch * _count(segments)
         a_token = payload // share * width
         if statistics and item.form != "home":
             a_token += -a_token % wide  # statistics are read in place, so the next token must be aligned for them

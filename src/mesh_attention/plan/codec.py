@@ -16,6 +16,7 @@ from mesh_attention.plan.schedule import KEEPABLE, Schedule
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
 from mesh_attention.plan.text import HEADER, format_move, format_step, parse_mask, parse_move, parse_step
 from mesh_attention.problem import Problem
+from mesh_attention.units import brief
 
 JSON_FORMAT = "mesh-attention plan"
 JSON_VERSION = 1
@@ -33,22 +34,22 @@ def parse_plan(text: str) -> Plan:
     for number, line in enumerate(lines[1:], start=2):
         if line.startswith("  "):
             if section is None:
-                raise ParseError(f"line {number}: {line.strip()!r} is outside 'moves' and 'program'")
+                raise ParseError(f"line {number}: {brief(line.strip())} is outside 'moves' and 'program'")
             section.append(line.strip())
         elif line == "moves" and moves is None:
             section = moves = []
-        elif found := re.fullmatch(r"program (\d+) peak (\d+)", line):
+        elif found := re.fullmatch(r"program (\d{1,18}) peak (\d{1,18})", line):
             section = []
             programs.append({"rank": int(found[1]), "peak_nbytes": int(found[2]), "steps": section})
         elif line.strip():
             key, _, value = line.partition(" ")
             if key in entries or key == "moves":
-                raise ParseError(f"line {number}: a second {key!r}; expected each key once")
+                raise ParseError(f"line {number}: a second {brief(key)}; expected each key once")
             entries[key] = value
     problem: dict[str, Any] = {}
     for key, _, value in (pair.partition("=") for pair in entries.pop("problem", "").split()):
         if key in problem:
-            raise ParseError(f"problem has {key} twice; expected each field once")
+            raise ParseError(f"problem has {brief(key)} twice; expected each field once")
         problem[key] = value if key == "dtype" else _whole(key, value)
     problem["mask"] = entries.pop("mask", "full")
     return _build(entries | {"problem": problem, "moves": moves, "programs": programs or None})
@@ -85,12 +86,13 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 def plan_from_json(written: object) -> Plan:
     if not isinstance(written, dict):
-        raise ParseError(f"plan {_brief(written)}: expected a JSON object")
+        raise ParseError(f"plan {brief(written)}: expected a JSON object")
     if written.get("format") != JSON_FORMAT:
-        raise ParseError(f"format {written.get('format')!r}: expected {JSON_FORMAT!r}")
+        raise ParseError(f"format {brief(written.get('format'))}: expected {JSON_FORMAT!r}")
     if type(written.get("version")) is not int or written["version"] != JSON_VERSION:
         raise ParseError(
-            f"plan version {written.get('version')!r}: this library reads version {JSON_VERSION}; save the plan again"
+            f"plan version {brief(written.get('version'))}: this library reads version {JSON_VERSION}; "
+            "save the plan again"
         )
     return _build({key: value for key, value in written.items() if key not in ("format", "version")})
 
@@ -99,11 +101,32 @@ def read_plan(text: str) -> Plan:
     """A plan from the contents of a file, text or JSON."""
     if not text.lstrip().startswith("{"):
         return parse_plan(text)
+    return plan_from_json(read_json(text))
+
+
+def read_json(text: str) -> object:
+    """JSON, strictly: each key once, and no NaN or Infinity."""
     try:
-        written = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ParseError(f"not JSON: {error}; expected a plan written by 'mesh-attention plan --save'") from error
-    return plan_from_json(written)
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        raise ParseError("not JSON: brackets are nested too deep") from None
+    except ParseError:
+        raise
+    except ValueError as error:  # also numbers of thousands of digits
+        raise ParseError(f"not JSON: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ParseError(f"not JSON: a second {brief(twice)} in an object; expected each key once")
+    return made
+
+
+def _no_constant(name: str) -> None:
+    raise ParseError(f"not JSON: {name} is not a number")
 
 
 _REQUIRED = ("method", "direction", "problem", "layout", "tile", "ulysses", "route", "partials", "keep")
@@ -115,7 +138,7 @@ def _build(entries: dict[str, Any]) -> Plan:
     unknown = [key for key in entries if key not in (*_REQUIRED, "inner", "moves", "programs")]
     if missing or unknown:
         raise ParseError(
-            f"missing fields: {', '.join(missing) or 'none'}; unknown fields: {', '.join(unknown) or 'none'}; "
+            f"missing fields: {', '.join(missing) or 'none'}; unknown fields: {', '.join(unknown)[:200] or 'none'}; "
             "save the plan again"
         )
     moves, programs = entries.get("moves"), entries.get("programs")
@@ -146,7 +169,7 @@ def _build(entries: dict[str, Any]) -> Plan:
 def _programs(programs: object) -> tuple[Program, ...]:
     fields_of_program = {"rank", "peak_nbytes", "steps"}
     if not isinstance(programs, list) or not all(isinstance(p, dict) and set(p) == fields_of_program for p in programs):
-        raise ParseError(f"programs {_brief(programs)}: expected a list of objects with rank, peak_nbytes and steps")
+        raise ParseError(f"programs {brief(programs)}: expected a list of objects with rank, peak_nbytes and steps")
     return tuple(
         Program(
             rank=_whole("rank", program.get("rank")),
@@ -160,7 +183,7 @@ def _programs(programs: object) -> tuple[Program, ...]:
 def _problem(entries: object) -> Problem:
     names = {f.name for f in fields(Problem)}
     if not isinstance(entries, dict) or set(entries) != names:
-        raise ParseError(f"problem {_brief(entries)}: expected the fields {', '.join(sorted(names))}")
+        raise ParseError(f"problem {brief(entries)}: expected the fields {', '.join(sorted(names))}")
     return Problem(**{**entries, "mask": parse_mask(_text("mask", entries["mask"]))})
 
 
@@ -168,36 +191,31 @@ def _keep(value: object) -> tuple[Kind, ...]:
     for keep in KEEPABLE:
         if value == (",".join(keep) or "nothing"):
             return keep
-    raise ParseError(f"keep {_brief(value)}: expected nothing, q, kv or q,kv")
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    raise ParseError(f"keep {brief(value)}: expected nothing, q, kv or q,kv")
 
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise ParseError(f"{name} {_brief(value)}: expected text")
+        raise ParseError(f"{name} {brief(value)}: expected text")
     return value
 
 
 def _texts(name: str, value: object) -> list[str]:
     if not isinstance(value, list):
-        raise ParseError(f"{name} {_brief(value)}: expected a list of texts")
+        raise ParseError(f"{name} {brief(value)}: expected a list of texts")
     return [_text(name, entry) for entry in value]
 
 
 def _whole(name: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
+    if type(value) is int and abs(value) < 10**18:
         return value
     if isinstance(value, str) and value.isdecimal() and len(value) < 19:
         return int(value)
-    raise ParseError(f"{name}={value!r}: expected a whole number")
+    raise ParseError(f"{name}={brief(value)}: expected a whole number of at most 18 digits")
 
 
 def _direction(value: object) -> Direction:
     for direction in DIRECTIONS:
         if direction == value:
             return direction
-    raise ParseError(f"direction {value!r}: expected {' or '.join(DIRECTIONS)}")
+    raise ParseError(f"direction {brief(value)}: expected {' or '.join(DIRECTIONS)}")

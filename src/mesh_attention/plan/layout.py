@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import ClassVar, final
 
 from mesh_attention.errors import ParseError, ProblemError
 from mesh_attention.masks import Segment
+from mesh_attention.units import brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,14 @@ LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Z
 
 def layout_named(name: str) -> Layout:
     if name not in LAYOUTS:
-        raise ParseError(f"layout {name!r}: expected one of {', '.join(LAYOUTS)}")
+        raise ParseError(f"layout {brief(name)}: expected one of {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
+
+
+@lru_cache(maxsize=256)
+def leaves_ranks_empty(layout: Layout, tokens: int, ranks: int) -> bool:
+    """True if some rank is home to no token."""
+    return not all(layout.segments(rank, tokens=tokens, ranks=ranks) for rank in range(ranks))
 
 
 def position_ids(layout: Layout, rank: int, *, tokens: int, ranks: int) -> list[int]:

@@ -15,7 +15,7 @@ from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.lowering import lower
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule import Fetch, Meet, Return, Schedule, Together
-from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction
+from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction, is_step
 from mesh_attention.plan.text import format_plan
 from mesh_attention.problem import Problem
 
@@ -45,6 +45,7 @@ class Plan:
             return
         if self.schedule.moves:
             raise ScheduleError("this plan has both moves and programs, which could disagree; expected one of them")
+        _check_steps(self.programs)
         if [program.rank for program in self.programs] != list(range(self.problem.ranks)):
             raise ScheduleError(
                 f"programs are of ranks {[program.rank for program in self.programs]}; "
@@ -85,6 +86,19 @@ class Plan:
     def __repr__(self) -> str:
         what = f"{self.method} {self.assignment} {self.direction}, {self.layout.name}, {self.problem.mask}"
         return f"<Plan {what}, {self.digest[:12]}>"
+
+
+def _check_steps(programs: tuple[Program, ...]) -> None:
+    """Check that programs are made of steps; verification checks the rest."""
+    if not isinstance(programs, tuple) or not all(
+        isinstance(p, Program) and type(p.rank) is type(p.peak_nbytes) is int and type(p.steps) is tuple
+        for p in programs
+    ):
+        raise ScheduleError("programs: expected a tuple of programs, each with a rank, a tuple of steps and a peak")
+    for program in programs:
+        for index, step in enumerate(program.steps):
+            if not is_step(step):
+                raise ScheduleError(f"rank {program.rank}, step {index}: {step!r} is not a step")
 
 
 def _check_moves(schedule: Schedule, direction: Direction, assignment: Assignment) -> None:

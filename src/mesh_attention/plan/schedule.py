@@ -19,6 +19,7 @@ from typing import Literal
 
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.steps import Kind
+from mesh_attention.units import brief
 
 Route = Literal["ring", "direct"]
 """ring: passed on from neighbour to neighbour. direct: straight from, or to, the home."""
@@ -86,6 +87,6 @@ class Schedule:
     def __post_init__(self) -> None:
         for name, route in (("route", self.route), ("partials", self.partials)):
             if route not in ROUTES:
-                raise ScheduleError(f"{name} {route!r}: expected one of {', '.join(ROUTES)}")
+                raise ScheduleError(f"{name} {brief(route)}: expected one of {', '.join(ROUTES)}")
         if self.keep not in KEEPABLE:
-            raise ScheduleError(f"keep {self.keep!r}: expected some of q and kv, in this order, as a tuple")
+            raise ScheduleError(f"keep {brief(self.keep)}: expected some of q and kv, in this order, as a tuple")

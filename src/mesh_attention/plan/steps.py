@@ -33,6 +33,8 @@ AXIS_OF: dict[Kind, Axis] = {"q": "row", "do": "row", "o": "row", "dq": "row", "
 INPUTS: dict[Direction, tuple[Kind, ...]] = {"forward": ("q", "kv"), "backward": ("q", "do", "kv")}
 OUTPUTS: dict[Direction, tuple[Kind, ...]] = {"forward": ("o",), "backward": ("dq", "dkv")}
 KINDS: tuple[Kind, ...] = ("q", "kv", "do", "o", "dq", "dkv")
+Form = Literal["whole", "running", "home", "piece"]
+FORMS: tuple[Form, ...] = ("whole", "running", "home", "piece")
 
 
 class Item(NamedTuple):
@@ -46,7 +48,7 @@ class Item(NamedTuple):
 
     kind: Kind
     shard: int
-    form: Literal["whole", "running", "home", "piece"] = "whole"
+    form: Form = "whole"
     source: int | None = None
 
 
@@ -137,6 +139,42 @@ class Free:
 
 
 Step = Recv | Send | Collective | Exchange | Pack | Attend | Merge | Clear | Finish | Free
+
+
+def is_step(value: object) -> bool:
+    """True for a step whose fields have the types they are declared with. It may still speak of what a plan lacks."""
+    match value:
+        case Recv(item, rank) | Send(item, rank):
+            return _is_item(item) and type(rank) is int
+        case Merge(item) | Clear(item) | Finish(item) | Free(item):
+            return _is_item(item)
+        case Pack(before, after):
+            return _is_item(before) and _is_item(after)
+        case Attend(rows, cols, grads):
+            return all(type(side) is tuple and all(map(_is_item, side)) for side in (rows, cols, grads))
+        case Collective(op, group, sends, recvs):
+            return op in ("gather", "reduce") and _is_group(group, sends, recvs)
+        case Exchange(before, after, group, sends, recvs):
+            return _is_item(before) and _is_item(after) and _is_group(group, sends, recvs)
+        case _:
+            return False
+
+
+def _is_item(value: object) -> bool:
+    return (
+        type(value) is Item
+        and (value.kind in KINDS and value.form in FORMS and type(value.shard) is int)
+        and (type(value.source) is int if value.form == "piece" or value.source is not None else True)
+    )
+
+
+def _is_group(group: object, sends: object, recvs: object) -> bool:
+    return (
+        (isinstance(group, tuple) and isinstance(sends, tuple) and isinstance(recvs, tuple))
+        and all(type(rank) is int for rank in group)
+        and all(type(send) is Send and is_step(send) for send in sends)
+        and all(type(recv) is Recv and is_step(recv) for recv in recvs)
+    )
 
 
 class Effects(NamedTuple):

@@ -14,6 +14,7 @@ from mesh_attention.masks import Mask, causal, documents, full, window
 from mesh_attention.plan import steps
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Together
 from mesh_attention.plan.steps import KINDS, Item, Kind, Step
+from mesh_attention.units import brief
 
 if TYPE_CHECKING:
     from mesh_attention.plan.plan import Plan
@@ -22,7 +23,7 @@ Parsed = TypeVar("Parsed")
 
 HEADER = "mesh-attention plan 1"
 MOST_NUMBERS = 1 << 20
-"""The most numbers in one range, so that a typing error does not fill the memory."""
+"""The most numbers in one list, so that a typing error does not fill the memory."""
 
 # Items and steps
 
@@ -53,7 +54,7 @@ _ITEM = re.compile(r"(home:)?([a-z]+)(\d{1,9})(?:(~)|@(\d{1,9})|/(\d{1,9}))?")
 def parse_item(text: str) -> Item:
     found = _ITEM.fullmatch(text)
     if found is None or (found[1] and not found[0][-1].isdecimal()) or (found[1] and (found[5] or found[6])):
-        raise ParseError(f"item {text!r}: expected one such as q3, o3~, o3@5, home:q3 or q3/1")
+        raise ParseError(f"item {brief(text)}: expected one such as q3, o3~, o3@5, home:q3 or q3/1")
     home, kind, shard, tilde, source, heads = found.groups()
     if home:
         return Item(_kind(kind), int(shard), "home")
@@ -68,7 +69,7 @@ def _kind(text: str) -> Kind:
     for kind in KINDS:
         if kind == text:
             return kind
-    raise ParseError(f"kind {text!r}: expected one of {', '.join(KINDS)}")
+    raise ParseError(f"kind {brief(text)}: expected one of {', '.join(KINDS)}")
 
 
 def format_step(step: Step) -> str:
@@ -155,7 +156,7 @@ def _parse(what: str, text: str, forms: Iterable[tuple[str, Callable[..., Parsed
     for form, build in forms:
         if found := re.fullmatch(form, text):
             return build(*found.groups())
-    raise ParseError(f"{what} {text!r}: expected {expected}")
+    raise ParseError(f"{what} {brief(text)}: expected {expected}")
 
 
 # Moves
@@ -207,8 +208,10 @@ def parse_numbers(text: str) -> tuple[int, ...]:
         found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
         if not 0 <= last - first < MOST_NUMBERS:
-            raise ParseError(f"numbers {text!r}: expected such as 0,1 or 0-3,8")
+            raise ParseError(f"numbers {brief(text)}: expected such as 0,1 or 0-3,8")
         numbers.extend(range(first, last + 1))
+        if len(numbers) > MOST_NUMBERS:
+            raise ParseError(f"numbers {brief(text)}: expected at most {MOST_NUMBERS:,}")
     return tuple(numbers)
 
 
@@ -227,15 +230,18 @@ def _parse_one_mask(text: str) -> Mask:
         return full()
     if text == "causal":
         return causal()
-    if found := re.fullmatch(r"window\((-?\d+),\s*(-?\d+)\)", text):
+    if found := re.fullmatch(r"window\((-?\d{1,18}),\s*(-?\d{1,18})\)", text):
         return window(int(found[1]), int(found[2]))
     if found := re.fullmatch(r"documents\(([\d,]+)(?:\|([\d,]+))?\)", text):
         return documents(_boundaries(found[1]), _boundaries(found[2]) if found[2] else None)
-    raise ParseError(f"mask {text!r}: expected full, causal, window(LEFT,RIGHT) or documents(0,…), joined by '&'")
+    raise ParseError(f"mask {brief(text)}: expected full, causal, window(LEFT,RIGHT) or documents(0,…), joined by '&'")
 
 
 def _boundaries(text: str) -> list[int]:
-    return [int(cut) for cut in text.split(",") if cut]
+    cuts = text.split(",")
+    if not all(0 < len(cut) < 19 for cut in cuts):
+        raise ParseError(f"documents({brief(text)}): expected positions, such as documents(0,100,250)")
+    return [int(cut) for cut in cuts]
 
 
 # Plans

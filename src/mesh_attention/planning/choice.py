@@ -23,6 +23,7 @@ from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.plan.steps import Direction, Kind
 from mesh_attention.planning.costs import least_volume_tile
 from mesh_attention.problem import Problem
+from mesh_attention.units import brief
 
 Method = Literal["mesh", "ring", "pass-q", "attention2d", "ulysses"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -81,15 +82,17 @@ class Choice:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ScheduleError(f"method {self.method!r}: expected one of {', '.join(METHODS)}")
+            raise ScheduleError(f"method {brief(self.method)}: expected one of {', '.join(METHODS)}")
         for name, route in (("route", self.route), ("partials", self.partials)):
             if route not in ROUTES:
-                raise ScheduleError(f"{name} {route!r}: expected one of {', '.join(ROUTES)}")
-        if self.keep not in KEEPABLE:
-            raise ScheduleError(f"keep {self.keep!r}: expected some of q and kv, in this order, as a tuple")
+                raise ScheduleError(f"{name} {brief(route)}: expected one of {', '.join(ROUTES)}")
+        if not isinstance(self.keep, tuple) or self.keep not in KEEPABLE:
+            raise ScheduleError(f"keep {brief(self.keep)}: expected some of q and kv, in this order, as a tuple")
+        if not isinstance(self.layout, Layout | None):
+            raise ScheduleError(f"layout {brief(self.layout)}: expected one of {', '.join(LAYOUTS)}")
         blocks = self.blocks_per_call
         if blocks is not None and (type(blocks) is not int or blocks < 1):
-            raise ScheduleError(f"blocks_per_call={blocks!r}: expected a whole number of at least 1")
+            raise ScheduleError(f"blocks_per_call={brief(blocks)}: expected a whole number of at least 1")
         if self.is_collective:
             given = {"route": self.route == "ring", "partials": self.partials == "ring", "blocks_per_call": blocks}
             surplus = [name for name, value in given.items() if value]
@@ -115,6 +118,8 @@ class Choice:
                 given[name] = as_tile(given[name])
         if isinstance(given.get("layout"), str):
             given["layout"] = layout_named(given["layout"])
+        if isinstance(given.get("keep"), list):
+            given["keep"] = tuple(given["keep"])
         return cls(**given)
 
     @property
@@ -215,14 +220,14 @@ class Choice:
     def parse(cls, text: str) -> Choice:
         """Reads back what `str` gives; ``x`` may stand for ``×``."""
         head, *details = (part.strip() for part in text.split(","))
-        found = re.fullmatch(r"(?:ulysses (?P<degree>\d+) [×x] )?(?P<method>[a-z0-9-]+)(?: (?P<rest>\S+))?", head)
+        found = re.fullmatch(r"(?:ulysses (?P<degree>\d{1,9}) [×x] )?(?P<method>[a-z0-9-]+)(?: (?P<rest>\S+))?", head)
         if found is None:
             raise ParseError(f"choice {text!r}: expected text such as 'mesh 4x8, zigzag' or 'ulysses 8 × mesh 4x8'")
         stated: list[tuple[str, Any]] = [("method", found["method"])]
         if found["degree"] is not None:
             stated.append(("ulysses_degree", int(found["degree"])))
         if found["rest"] is not None:
-            is_degree = found["method"] == "ulysses" and found["rest"].isdecimal()
+            is_degree = found["method"] == "ulysses" and found["rest"].isdecimal() and len(found["rest"]) < 10
             stated.append(("ulysses_degree", int(found["rest"])) if is_degree else ("tile", found["rest"]))
         for detail in details:
             stated += _detail(detail, text).items()
@@ -234,6 +239,20 @@ class Choice:
         return cls.of(**options)
 
 
+def as_choice(choice: Choice | str | None, **options: Unpack[ChoiceOptions]) -> Choice:
+    """A choice from any form a caller may use: a Choice, its text, or its fields as keywords."""
+    if choice is None:
+        return Choice.of(**options)
+    stated = [name for name, value in options.items() if value is not None]
+    if stated:
+        raise UsageError(f"{', '.join(stated)} cannot be combined with a choice; give one or the other")
+    if isinstance(choice, str):
+        return Choice.parse(choice)
+    if not isinstance(choice, Choice):
+        raise UsageError(f"choice {brief(choice)}: expected a Choice, or its text, such as 'mesh 4x8, zigzag'")
+    return choice
+
+
 def _detail(detail: str, text: str) -> Mapping[str, Any]:
     if detail in LAYOUTS:
         return {"layout": detail}
@@ -242,7 +261,7 @@ def _detail(detail: str, text: str) -> Mapping[str, Any]:
         return {name: value}
     if name == "keep" and value:
         return {"keep": tuple(value.split("+"))}
-    if name.isdecimal() and value in ("block per call", "blocks per call"):
+    if name.isdecimal() and len(name) < 10 and value in ("block per call", "blocks per call"):
         return {"blocks_per_call": int(name)}
     raise ParseError(
         f"choice {text!r}: cannot read {detail!r}; expected a layout ({', '.join(LAYOUTS)}), inner AxB, route NAME, "

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from typing_extensions import Unpack
 
-from mesh_attention.errors import ScheduleError, UsageError
+from mesh_attention.errors import ScheduleError
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Move, Together
 from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Direction
 from mesh_attention.planning.attention2d import attention2d_schedule
-from mesh_attention.planning.choice import Choice, ChoiceOptions
+from mesh_attention.planning.choice import Choice, ChoiceOptions, as_choice
 from mesh_attention.planning.costs import Costs, estimate_gpu_costs
 from mesh_attention.planning.mesh import mesh_schedule
 from mesh_attention.problem import Problem
@@ -37,11 +38,7 @@ def make_plan(
     """
     if direction not in DIRECTIONS:
         raise ScheduleError(f"direction {direction!r}: expected {' or '.join(DIRECTIONS)}")
-    if choice is not None and options:
-        raise UsageError(f"{', '.join(options)} cannot be combined with a choice; give one or the other")
-    if not isinstance(choice, Choice):
-        choice = Choice.of(**options) if choice is None else Choice.parse(choice)
-    settled = choice.settled(problem, direction)
+    settled = as_choice(choice, **options).settled(problem, direction)
     if costs is not None and settled.is_collective:
         raise ScheduleError(f"{settled.method} uses collectives and has no costs; leave costs out or use mesh")
     if settled.method == "attention2d":
@@ -64,16 +61,24 @@ def make_plan(
 class Planning:
     """Makes the plans of both passes of a problem, by a choice that has a layout, or by a planner.
 
-    A planner that `is_tuned` is also told whether there will be a backward pass.
+    A planner that `is_tuned` is also told whether there will be a backward pass. `prove` raises for a plan that breaks
+    a rule; it is given the plans of a planner that is not the library's, if they will run.
     """
 
     choice: Choice
     costs: Costs | None = None
     planner: Planner | None = None
     is_tuned: bool = False
+    prove: Callable[[Plan], None] | None = None
 
     def plans(self, problem: Problem, *, on_gpu: bool, needs_gradient: bool) -> dict[Direction, Plan]:
-        return {direction: self._plan(problem, direction, on_gpu, needs_gradient) for direction in DIRECTIONS}
+        plans = {direction: self._plan(problem, direction, on_gpu, needs_gradient) for direction in DIRECTIONS}
+        for direction, plan in plans.items():
+            assert self.choice.layout is not None
+            _check_fit(plan, problem, self.choice.layout, direction)
+            if self.prove is not None and (direction == "forward" or needs_gradient):
+                self.prove(plan)
+        return plans
 
     def _plan(self, problem: Problem, direction: Direction, on_gpu: bool, needs_gradient: bool) -> Plan:
         if self.planner is not None:
@@ -82,6 +87,23 @@ class Planning:
         if on_gpu and self.costs is None and self.choice.blocks_per_call is None:
             return make_priced_plan(problem, self.choice, direction, gpu_price)  # one block a call is too small
         return make_plan(problem, self.choice, direction=direction, costs=self.costs)
+
+
+def _check_fit(plan: Plan, problem: Problem, layout: Layout, direction: Direction) -> None:
+    """Raise unless a plan is for this pass of this problem on this layout: another plan would run, and be wrong."""
+    if not isinstance(plan, Plan):
+        raise ScheduleError(f"the planner returned {type(plan).__name__} for {direction}; expected a Plan")
+    pairs: dict[str, tuple[object, object]] = {
+        "direction": (plan.direction, direction),
+        "layout": (plan.layout.name, layout.name),
+        **{f.name: (getattr(plan.problem, f.name), getattr(problem, f.name)) for f in fields(problem)},
+    }
+    wrong = [f"{name} {theirs} instead of {due}" for name, (theirs, due) in pairs.items() if theirs != due]
+    if wrong:
+        raise ScheduleError(
+            f"the {direction} plan is for another call, with {', '.join(wrong)}; make it from the problem, direction "
+            "and layout that the planner is given"
+        )
 
 
 def _trade_heads(moves: tuple[Move, ...], choice: Choice, direction: Direction) -> tuple[Move, ...]:

@@ -6,6 +6,7 @@ one rank per process.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 
 import torch
@@ -111,6 +112,17 @@ def texts_are_shared_in_rank_order(comm: Comm) -> Generator[Work, None, None]:
         assert sharing.result() == [f"round {round_} of {rank}" for rank in range(comm.size)]
 
 
+def a_sharing_is_done_without_being_waited_for(comm: Comm) -> Generator[Work, None, None]:
+    """A rank with an error looks whether the others have heard of it, and does not wait for ever."""
+    first = comm.share("first")
+    yield comm.share("second")
+    end = time.monotonic() + 10.0
+    while not first.is_done():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert first.result() == ["first"] * comm.size
+
+
 CHECKS: tuple[Check, ...] = (
     messages_arrive_in_the_order_they_were_sent,
     an_item_of_several_chunks_arrives_whole,
@@ -121,4 +133,5 @@ CHECKS: tuple[Check, ...] = (
     what_was_sent_may_be_overwritten_after_waiting,
     an_empty_collective_is_done,
     texts_are_shared_in_rank_order,
+    a_sharing_is_done_without_being_waited_for,
 )

@@ -154,6 +154,38 @@ def softcap_is_exact(kernel: Kernel, setting: Setting) -> None:
         _check_masks(kernel, setting, _causal(setting.seq), softcap=1.5)
 
 
+def large_scores_keep_their_weights(kernel: Kernel, setting: Setting) -> None:
+    """The weights of a row add up to 1, however large its scores are, with every mask.
+
+    All values are equal, so the output is that value: a kernel that merges parts need not weigh them equally.
+    """
+    n = setting.seq
+    for size in (1e4,) if setting.dtype == torch.float16 else (1e4, 1e8, -1e8):
+        for mask in (_full(n, n), _causal(n), _positions(window(n // 2, 0), range(n), range(n), n)):
+            call = _level(_call(mask, setting), size)
+            call = call._replace(v=call.v[:, :, :1].expand_as(call.v).contiguous())
+            out, lse = kernel.forward(*call[:3], call.scores)
+            due, due_lse, _ = _truth(call)
+            _check_near(kernel, out, due, 2, setting.dtype, f"output with scores of {size:.0e}")
+            near = torch.isclose(lse.double(), due_lse, rtol=4 * torch.finfo(lse.dtype).eps, atol=0.0)
+            assert near.all(), f"{kernel.name}: LSE with scores of {size:.0e}"
+
+
+def scores_that_overflow_do_not_count(kernel: Kernel, setting: Setting) -> None:
+    """Rows whose scores are all -inf, because they are too small for their dtype, see nothing; or they are NaN."""
+    if setting.dtype == torch.float16:  # whose products do not overflow
+        return
+    n, size = setting.seq, torch.finfo(setting.dtype).max ** 0.55
+    for mask in (_full(n, n), _causal(n), _positions(window(n // 2, 0), range(n), range(n), n)):
+        q, k, v, row, scores = _level(_call(mask, setting), -size)
+        call = Call(q, k * size, v, row, scores)
+        out, lse = kernel.forward(*call[:3], scores)
+        assert not (lse > -torch.inf).any(), f"{kernel.name}: rows without a score above -inf have an LSE"
+        assert not out.nan_to_num(0.0).any(), f"{kernel.name}: rows without a score above -inf have an output"
+        found = (x.nan_to_num(0.0) for x in kernel.backward(*call))
+        assert not any(x.any() for x in found), f"{kernel.name}: scores of -inf have gradients"
+
+
 def a_gradient_into_the_lse_is_exact_where_do_is_zero(kernel: Kernel, setting: Setting) -> None:
     """Delta is rowsum(O∘dO) less dLSE: no output that stands in for O gives it if dO is zero."""
     if _supports(kernel, setting, lse_gradient=True):
@@ -218,14 +250,34 @@ def strides_are_followed(kernel: Kernel, setting: Setting) -> None:
 
 
 def expanded_tensors_are_exact(kernel: Kernel, setting: Setting) -> None:
-    """Strides of zero: one KV head for all, one row for the whole batch, the gradient of a sum."""
-    call = _call(_full(setting.seq, setting.seq), setting)
-    for axis, name in ((0, "batch"), (1, "heads")):
-        q, k, v, do = (x.narrow(axis, 0, 1).expand_as(x) for x in (*call[:3], call.row.do))
-        for changed in ({"q": q}, {"k": k, "v": v}, {"row": call.row._replace(do=do)}):
-            _check_exact(kernel, call._replace(**changed), f"with {', '.join(changed)} expanded over {name}")
-    one = call.row.do.new_ones(()).expand_as(call.row.do)
-    _check_exact(kernel, call._replace(row=call.row._replace(do=one)), "with dO expanded from one number")
+    """Strides of zero along any axis: one KV head for all, one token for all, the gradient of a sum."""
+    n = setting.seq
+    for mask in (_full(n, n), _positions(window(n // 2, 1), range(n), range(n), n)):
+        call = _call(mask, setting)
+        for what, axes in {"batch": (0,), "heads": (1,), "tokens": (2,), "dim": (3,), "all axes": (0, 1, 2, 3)}.items():
+            q, k, v, do = (_expanded(x, axes) for x in (*call[:3], call.row.do))
+            row = call.row._replace(do=do)
+            for changed in ({"q": q}, {"k": k}, {"v": v}, {"row": row}, {"k": k, "v": v}):
+                _check_exact(
+                    kernel, _covered(call._replace(**changed)), f"with {', '.join(changed)} expanded over {what}"
+                )
+        lse, delta = _expanded(call.row.lse, (2,)), _expanded(_delta(call), (0, 1, 2))
+        _check_exact(kernel, call._replace(row=RowGradient(call.row.do, lse, delta)), "with LSE and delta expanded")
+
+
+def unusual_strides_are_followed(kernel: Kernel, setting: Setting) -> None:
+    """Tokens that overlap in memory; and one batch entry, whose stride means nothing, of tokens with gaps between them
+    or of one token for all."""
+    call = _call(_full(setting.seq, setting.seq - 1), setting)
+    laid = [_overlapping(x) for x in (*call[:3], call.row.do)]
+    changed = call._replace(q=laid[0], k=laid[1], v=laid[2], row=call.row._replace(do=laid[3]))
+    _check_exact(kernel, _covered(changed), "with tokens that overlap in memory")
+    one = [x[:1] for x in (*call[:3], call.row.do, call.row.lse, _delta(call))]
+    for stride, is_expanded in product((0, 1, 10**6), (False, True)):
+        laid = [_expanded(x, (2,)) if is_expanded else _laid(x, (0, 2, 1, 3), 1) for x in one[:4]]
+        q, k, v, do = (x.as_strided(x.shape, (stride, *x.stride()[1:])) for x in laid)
+        changed = Call(q, k, v, RowGradient(do, one[4], one[5]), call.scores)
+        _check_exact(kernel, _covered(changed), f"with a stride of {stride} over one batch entry")
 
 
 def inputs_are_not_written_to(kernel: Kernel, setting: Setting) -> None:
@@ -251,6 +303,8 @@ CHECKS: tuple[Check, ...] = (
     query_heads_share_kv_heads,
     two_head_sizes_are_exact,
     softcap_is_exact,
+    large_scores_keep_their_weights,
+    scores_that_overflow_do_not_count,
     a_gradient_into_the_lse_is_exact_where_do_is_zero,
     the_output_may_be_given_instead_of_delta,
     small_gradients_do_not_vanish,
@@ -259,6 +313,7 @@ CHECKS: tuple[Check, ...] = (
     calls_without_queries_or_keys_are_exact,
     strides_are_followed,
     expanded_tensors_are_exact,
+    unusual_strides_are_followed,
     inputs_are_not_written_to,
 )
 
@@ -294,6 +349,34 @@ def _call(
     statistics = random(2, HEADS, queries, dtype=wide).unbind(1)
     lse = torch.logaddexp(_scored(q.double(), k.double(), scores).logsumexp(-1).to(wide), statistics[0])
     return Call(q, k, v, RowGradient(random(HEADS, queries, d_v), lse, statistics[1]), scores)
+
+
+def _expanded(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """The first entry along these axes in place of all."""
+    first = tensor
+    for axis in axes:
+        first = first.narrow(axis, 0, 1)
+    return first.expand_as(tensor)
+
+
+def _overlapping(tensor: Tensor) -> Tensor:
+    """Tokens that each start one element after the one before."""
+    _, heads, tokens, dim = tensor.shape
+    runs = tensor.flatten(2)[..., : tokens + dim - 1].contiguous()
+    return runs.as_strided(tensor.shape, (heads * runs.shape[-1], runs.shape[-1], 1, 1))
+
+
+def _covered(call: Call) -> Call:
+    """The call with an LSE over at least its own keys."""
+    own = _scored(call.q.double(), call.k.double(), call.scores).logsumexp(-1).to(call.row.lse.dtype)
+    return call._replace(row=call.row._replace(lse=torch.maximum(call.row.lse, own)))
+
+
+def _level(call: Call, size: float) -> Call:
+    """The call with scores that are all `size`, rounded to the dtype."""
+    q, k = torch.zeros_like(call.q), torch.zeros_like(call.k)
+    q[..., 0], k[..., 0] = size, 1.0
+    return call._replace(q=q, k=k, scores=call.scores._replace(scale=1.0))
 
 
 def _laid(tensor: Tensor, order: tuple[int, ...], gap: int) -> Tensor:
@@ -341,7 +424,8 @@ def _truth(call: Call) -> tuple[Tensor, Tensor, Gradients]:
         worth = ((weights @ values) * call.row.do.double()).sum() - (weights.sum(-1) * _delta(call).double()).sum()
         gradients = Gradients(*torch.autograd.grad(worth, inputs))
     lse = scored.detach().logsumexp(-1)
-    return (scored.detach() - _finite(lse)).exp() @ values.detach(), lse, gradients
+    weights = scored.detach().softmax(-1).masked_fill((lse == -torch.inf)[..., None], 0.0)
+    return weights @ values.detach(), lse, gradients
 
 
 def _finite(lse: Tensor) -> Tensor:

@@ -43,6 +43,19 @@ def process_context() -> ForkServerContext | SpawnContext:
     return context
 
 
+def share_one_gpu(rank: int) -> None:
+    """Make NCCL see this process as a host of its own, so that ranks can share a GPU; call it before making a group."""
+    os.environ.update(
+        NCCL_HOSTID=f"host{rank}",
+        NCCL_NET="Socket",
+        NCCL_SOCKET_IFNAME="lo",
+        NCCL_MAX_NCHANNELS="2",
+        NCCL_IB_DISABLE="1",
+        NCCL_P2P_DISABLE="1",
+        NCCL_SHM_DISABLE="1",
+    )
+
+
 class RankError(AssertionError):
     """A rank raised; `errors` holds (rank, exception type name, message) of all that did."""
 

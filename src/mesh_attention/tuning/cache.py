@@ -9,9 +9,14 @@ import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile, gettempdir
+from stat import S_IWGRP, S_IWOTH
+from tempfile import NamedTemporaryFile
 
+from mesh_attention.errors import ParseError, UsageError
+from mesh_attention.plan.codec import read_json
+from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.choice import default_layout
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import RESULT_VERSION, Tuning, tuning_from_json, tuning_to_json
@@ -33,13 +38,13 @@ PARTS = (
 )
 
 
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/mesh-attention``, by default ``~/.cache/mesh-attention``; a temporary one without a home."""
+def cache_folder() -> Path | None:
+    """``$XDG_CACHE_HOME/mesh-attention``, by default ``~/.cache/mesh-attention``; None for a user without a home."""
     named = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(named or Path.home() / ".cache") / "mesh-attention"
     except RuntimeError:  # the user has no home directory
-        return Path(gettempdir()) / "mesh-attention"
+        return None
 
 
 def cached_tune(
@@ -55,9 +60,10 @@ def cached_tune(
     """Call `tune`, or read its result from the cache on disk; the second value is True if it was read."""
     asked = (RESULT_VERSION, code_digest(), problem, topology, tuple(directions), layout, memory_nbytes)
     key = hashlib.sha256(repr(asked).encode()).hexdigest()[:32]
-    path = (folder or cache_folder()) / f"tuning-{key}.json"
-    found = _read(path, repr(asked))
-    if found is not None:
+    folder = _own(folder or cache_folder())
+    path = None if folder is None else folder / f"tuning-{key}.json"
+    found = None if path is None else _read(path, repr(asked))
+    if found is not None and path is not None and _fits(found, path, problem, directions, layout):
         return found, True
     tuning = tune(
         problem,
@@ -67,7 +73,8 @@ def cached_tune(
         memory_nbytes=memory_nbytes,
         on_progress=on_progress,
     )
-    _write(path, repr(asked), tuning)
+    if path is not None:
+        _write(path, repr(asked), tuning)
     return tuning, False
 
 
@@ -79,20 +86,62 @@ def code_digest() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in parts)).hexdigest()[:16]
 
 
+def _own(folder: Path | None) -> Path | None:
+    """The folder, made if it is missing; None if others could write to it: what they put there would be run."""
+    if folder is None:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+    except OSError as error:
+        log.warning("tunings are not cached: %s", error)
+        return None
+    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & (S_IWGRP | S_IWOTH)):
+        log.warning(
+            "%s is not used as a cache, because another user owns it or can write to it; use chmod 700, or set "
+            "XDG_CACHE_HOME",
+            folder,
+        )
+        return None
+    return folder
+
+
 def _read(path: Path, asked: str) -> Tuning | None:
     try:
-        written = json.loads(path.read_text(encoding="utf-8"))
-        return tuning_from_json(written["tuning"]) if written["asked"] == asked else None
+        written = read_json(path.read_text(encoding="utf-8"))
+        if not isinstance(written, dict) or written.keys() != {"asked", "tuning"} or written["asked"] != asked:
+            raise ParseError("expected the tuning of this problem on this cluster")
+        return tuning_from_json(written["tuning"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s is not a cached tuning (%s); tuning again", path, error)
+    except (OSError, ValueError) as error:  # a UsageError is a ValueError, and so are bytes that are not text
+        _not_used(path, error)
         return None
+
+
+def _fits(found: Tuning, path: Path, problem: Problem, directions: Sequence[Direction], layout: str | None) -> bool:
+    """True if every choice is one for this problem: its tile, degree and layout."""
+    due = default_layout(problem) if layout is None else layout_named(layout)
+    for trial in found.trials:
+        try:
+            settled = {direction: choice.settled(problem, direction) for direction, choice in trial.choices.items()}
+        except UsageError as error:
+            _not_used(path, error)
+            return False
+        if (*settled,) != (*directions,) or settled != trial.choices or {c.layout for c in settled.values()} != {due}:
+            _not_used(path, "its choices are for another problem")
+            return False
+    if found.chosen.is_bound:
+        _not_used(path, "it chooses a method that has no plan")
+    return not found.chosen.is_bound
+
+
+def _not_used(path: Path, reason: object) -> None:
+    log.warning("%s is not used, because it is not a cached tuning: %s; tuning again", path, reason)
 
 
 def _write(path: Path, asked: str, tuning: Tuning) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         # Ranks of one machine may write at once: each writes a temporary file, then moves it here.
         with NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8", suffix=".part") as part:
             json.dump({"asked": asked, "tuning": tuning_to_json(tuning)}, part)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, get_args
 
-from mesh_attention.plan.steps import Direction
+from mesh_attention.errors import ParseError
+from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice, Family
 from mesh_attention.timeline import Timeline
 from mesh_attention.tuning.candidates import Complexity, complexity
+from mesh_attention.units import brief
 
 RESULT_VERSION = 2
 
@@ -115,27 +116,53 @@ def tuning_to_json(tuning: Tuning) -> dict[str, Any]:
     return {"version": RESULT_VERSION, **asdict(replace(tuning, trials=())), "trials": trials}
 
 
-def tuning_from_json(written: Mapping[str, Any]) -> Tuning:
-    """The opposite of `tuning_to_json`. Raises KeyError, TypeError or ValueError if `written` is something else."""
-    if written["version"] != RESULT_VERSION:
-        raise ValueError(f"version {written['version']!r}, expected {RESULT_VERSION}")
-    return Tuning(
-        trials=tuple(_trial(trial) for trial in written["trials"]),
-        left_out=dict(written["left_out"]),
-        bound_s=written["bound_s"],
-        bound_nbytes=written["bound_nbytes"],
-        simulated=written["simulated"],
-    )
+def tuning_from_json(written: object) -> Tuning:
+    """The opposite of `tuning_to_json`. Raises a `UsageError` if `written` is something else."""
+    given = _fields(written, "version", "trials", "left_out", "bound_s", "bound_nbytes", "simulated")
+    if given["version"] != RESULT_VERSION:
+        raise ParseError(f"version {brief(given['version'])}, expected {RESULT_VERSION}")
+    trials, left_out = given["trials"], given["left_out"]
+    if not isinstance(trials, list) or not trials:
+        raise ParseError(f"trials {brief(trials)}: expected a list of at least one")
+    if not isinstance(left_out, dict) or not all(isinstance(reason, str) for reason in left_out.values()):
+        raise ParseError(f"left_out {brief(left_out)}: expected reasons")
+    numbers = _numbers({name: given[name] for name in ("bound_s", "bound_nbytes", "simulated")})
+    return Tuning(trials=tuple(map(_trial, trials)), left_out=left_out, **numbers)
 
 
-def _trial(written: Mapping[str, Any]) -> Trial:
+def _trial(written: object) -> Trial:
+    given = _fields(written, *_names(Trial))
+    choices, forecasts = given["choices"], given["forecasts"]
+    if not isinstance(choices, dict) or not isinstance(forecasts, dict) or choices.keys() != forecasts.keys():
+        raise ParseError(f"choices {brief(choices)} and forecasts {brief(forecasts)}: expected the same passes")
+    if not choices or not all(direction in DIRECTIONS for direction in choices):
+        raise ParseError(f"passes {brief(list(choices))}: expected some of {', '.join(DIRECTIONS)}")
+    if given["family"] not in get_args(Family):
+        raise ParseError(f"family {brief(given['family'])}: expected one of {', '.join(get_args(Family))}")
+    if not isinstance(given["reason"], str) or not isinstance(given["is_bound"], bool):
+        raise ParseError("expected a text as reason and true or false as is_bound")
     return Trial(
-        family=written["family"],
-        choices={
-            direction: Choice.of(**options | {"keep": tuple(options["keep"])})
-            for direction, options in written["choices"].items()
-        },
-        forecasts={direction: Forecast(**found) for direction, found in written["forecasts"].items()},
-        reason=written["reason"],
-        is_bound=written["is_bound"],
+        family=given["family"],
+        choices={d: Choice.of(**_fields(given, *_names(Choice))) for d, given in choices.items()},
+        forecasts={d: Forecast(**_numbers(_fields(f, *_names(Forecast)))) for d, f in forecasts.items()},
+        reason=given["reason"],
+        is_bound=given["is_bound"],
     )
+
+
+def _names(kind: type[Trial] | type[Choice] | type[Forecast]) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _fields(written: object, *names: str) -> dict[str, Any]:
+    """The object, if it has exactly these fields."""
+    if not isinstance(written, dict) or written.keys() != set(names):
+        raise ParseError(f"{brief(written)}: expected an object with {', '.join(names)}")
+    return written
+
+
+def _numbers(given: dict[str, Any]) -> dict[str, Any]:
+    for name, value in given.items():
+        if type(value) not in (int, float) or not 0 <= value < float("inf"):
+            raise ParseError(f"{name} {brief(value)}: expected a number, 0 or above")
+    return given

@@ -10,7 +10,7 @@ from mesh_attention.plan.program import Program
 from mesh_attention.plan.text import format_step
 from mesh_attention.units import count
 from mesh_attention.verification.evidence import Breach, Evidence
-from mesh_attention.verification.rendezvous import run_programs
+from mesh_attention.verification.forms import form, missing
 from mesh_attention.verification.rules import RULES
 
 WHOLE_TABLE = 40
@@ -30,7 +30,10 @@ class BrokenPlanError(PlanError):
 
 
 def check(plan: Plan, *, on_progress: Callable[[str, float], None] | None = None) -> tuple[Breach, ...]:
-    """Every breach of every rule. `on_progress` gets the current task and the fraction done."""
+    """Every breach of the rule of forms or, if there is none, of the other rules, which rely on it.
+
+    `on_progress` gets the current task and the fraction done.
+    """
     tell = on_progress or (lambda doing, fraction: None)
     ranks = plan.problem.ranks
 
@@ -39,12 +42,16 @@ def check(plan: Plan, *, on_progress: Callable[[str, float], None] | None = None
             tell("building programs", 0.5 * program.rank / ranks)
             yield program
 
-    evidence = Evidence(plan, programs())
-    outcome = run_programs(evidence)
-    breaches: list[Breach] = []
+    built = list(programs())
+    breaches = [breach for program in built for breach in missing(plan, program)]
+    if breaches:
+        return tuple(breaches)
+    evidence = Evidence(plan, built)
     for number, (name, rule) in enumerate(RULES.items()):
         tell(f"checking {name}", 0.5 + 0.5 * number / len(RULES))
-        breaches.extend(rule(evidence, outcome))
+        breaches.extend(rule(evidence))
+        if breaches and rule is form:
+            break  # the other rules rely on it
     tell("checked", 1.0)
     return tuple(breaches)
 

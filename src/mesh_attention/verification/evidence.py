@@ -1,4 +1,4 @@
-"""A plan taken apart for the rules: every rank's steps, their effects, and the identity of every transfer."""
+"""A plan taken apart for the rules: every rank's steps, their effects, and both ends of every transfer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from mesh_attention.plan.steps import (
     Effects,
     Exchange,
     Item,
-    Recv,
-    Send,
     Step,
     effects,
     transfers,
@@ -44,24 +42,33 @@ class CollectiveId(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """The identity of a transfer, which both ends must agree on. `call` is None for a plain send or receive."""
+    """The identity of a transfer, which both ends must agree on. `call` is None for a plain send or receive.
+
+    `ordinal` tells equal transfers apart: the first, the second, … that an end states.
+    """
 
     source: int
     dest: int
     item: Item
     call: CollectiveId | None
+    ordinal: int
 
 
-class Sighting(NamedTuple):
-    """A transfer as one end states it."""
+class End(NamedTuple):
+    """A transfer as one of its ends states it: the end's rank and step, and the item as the end names it."""
 
     transfer: Transfer
     rank: int
     step: int
+    item: Item
 
 
 class Evidence:
-    """Programs, with the facts that several rules use computed once."""
+    """Programs, with the facts that several rules use computed once.
+
+    `sends` and `recvs` are the ends of every transfer. `posts` are each rank's transfers as they are posted, a turn, a
+    collective or an exchange at a time.
+    """
 
     def __init__(self, plan: Plan, programs: Iterable[Program]) -> None:
         self.plan = plan
@@ -69,14 +76,14 @@ class Evidence:
         self.programs: list[Program] = []
         self.effects: list[list[Effects]] = []
         self.calls: list[dict[int, CollectiveId]] = []
-        self.turns: list[dict[int, range]] = []
+        self.sends: dict[Transfer, End] = {}
+        self.recvs: dict[Transfer, End] = {}
+        self.ends: list[dict[int, list[End]]] = []
         for program in programs:
             self.programs.append(program)
             self.effects.append([effects(step) for step in program.steps])
             self.calls.append(_number_calls(program))
-            self.turns.append({turn.start: turn for turn in turns(program.steps)})
-        self.sends = Counter(sighting.transfer for sighting in self._sightings(Send))
-        self.recvs = Counter(sighting.transfer for sighting in self._sightings(Recv))
+            self.ends.append(self._take_ends(program))
 
     def inputs(self, rank: int) -> set[Item]:
         """Items a rank starts with: the caller's tensors, and in backward the items that forward kept."""
@@ -91,26 +98,43 @@ class Evidence:
     def kept(self, rank: int) -> set[Item]:
         return {item for group in self.matrix.kept(self.plan.schedule.keep, rank) for item in group}
 
-    def send_sightings(self) -> Iterator[Sighting]:
-        return self._sightings(Send)
+    def posts(self, rank: int) -> Iterator[list[End]]:
+        """The transfers of a rank in the order of posting, those that are posted together in one list."""
+        ends = self.ends[rank]
+        turn_of = {at: turn.start for turn in turns(self.programs[rank].steps) for at in turn}
+        posted: dict[int, list[End]] = {}
+        for index, here in ends.items():
+            posted.setdefault(turn_of.get(index, index), []).extend(here)
+        return iter(posted.values())
 
-    def recv_sightings(self) -> Iterator[Sighting]:
-        return self._sightings(Recv)
+    def _take_ends(self, program: Program) -> dict[int, list[End]]:
+        """Both kinds of ends of one program, by step. A partial names its sender only where it has arrived."""
+        rank, calls = program.rank, self.calls[program.rank]
+        sent: Counter[Transfer] = Counter()
+        received: Counter[Transfer] = Counter()
+        found: dict[int, list[End]] = {}
+        for index, step in enumerate(program.steps):
+            sends, recvs = transfers(step)
+            if not sends and not recvs:
+                continue
+            call = calls.get(index)
+            here = found[index] = []
+            for item, dest in ((send.item, send.dest) for send in sends):
+                here.append(_noted(Transfer(rank, dest, item, call, 0), sent, self.sends, (rank, index, item)))
+            for item, source in ((recv.item, recv.source) for recv in recvs):
+                bare = item if item.form == "piece" else item._replace(source=None)
+                here.append(_noted(Transfer(source, rank, bare, call, 0), received, self.recvs, (rank, index, item)))
+        return found
 
-    def transfer(self, rank: int, step: int, end: Send | Recv) -> Transfer:
-        """The transfer that one end of it states. A partial names its sender only where it has arrived."""
-        call = self.calls[rank].get(step)
-        if isinstance(end, Send):
-            return Transfer(rank, end.dest, end.item, call)
-        item = end.item if end.item.form == "piece" else end.item._replace(source=None)
-        return Transfer(end.source, rank, item, call)
 
-    def _sightings(self, side: type[Send] | type[Recv]) -> Iterator[Sighting]:
-        for program in self.programs:
-            for index, step in enumerate(program.steps):
-                sends, recvs = transfers(step)
-                for end in sends if side is Send else recvs:
-                    yield Sighting(self.transfer(program.rank, index, end), program.rank, index)
+def _noted(
+    transfer: Transfer, counts: Counter[Transfer], ends: dict[Transfer, End], where: tuple[int, int, Item]
+) -> End:
+    """An end, numbered and entered among the others of its kind."""
+    numbered = transfer._replace(ordinal=counts[transfer]) if counts[transfer] else transfer
+    counts[transfer] += 1
+    end = ends[numbered] = End(numbered, *where)
+    return end
 
 
 def _number_calls(program: Program) -> dict[int, CollectiveId]:

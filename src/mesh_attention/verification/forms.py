@@ -1,20 +1,51 @@
-"""The rule of forms: each step uses things of the right kind, in the right form, and deals with the right ranks.
+"""The rule of forms: each step uses things that exist, of the right kind, in the right form, with the right ranks.
 
-It looks at one step at a time, without regard to the items held or to other ranks.
+It looks at one step at a time, without regard to the items held or to other ranks. The other rules rely on it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from mesh_attention.plan import steps
-from mesh_attention.plan.steps import INPUTS, KINDS, OUTPUTS, Item, Step
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import Program
+from mesh_attention.plan.steps import INPUTS, OUTPUTS, Item, Kind, Recv, Send, Step, effects, transfers
 from mesh_attention.plan.text import format_item, format_numbers
 from mesh_attention.verification.evidence import Breach, Evidence
-from mesh_attention.verification.rendezvous import Outcome
 
 
-def form(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
+def missing(plan: Plan, program: Program) -> Iterator[Breach]:
+    """Steps that speak of kinds, shards or ranks that the plan does not have."""
+    known: set[Item] = set()
+    if program.peak_nbytes < 0:
+        yield Breach("form", program.rank, None, f"a peak of {program.peak_nbytes} bytes: expected 0 or more")
+    for index, step in enumerate(program.steps):
+        sends, recvs = transfers(step)
+        ranks = [*(send.dest for send in sends), *(recv.source for recv in recvs), *getattr(step, "group", ())]
+        for rank in ranks:
+            if not 0 <= rank < plan.problem.ranks:
+                yield Breach("form", program.rank, index, f"rank {rank} does not exist")
+        items = {send.item for send in sends}.union((recv.item for recv in recvs), *effects(step)) - known
+        known |= items
+        for item in sorted(items, key=str):
+            if not _exists(plan, item):
+                yield Breach("form", program.rank, index, f"this plan has no {format_item(item)}")
+
+
+def _exists(plan: Plan, item: Item) -> bool:
+    """True for kinds of this direction, and shards and sources among the ranks; whole shards are of places."""
+    ranks, places, ulysses = plan.problem.ranks, plan.assignment.places, plan.assignment.ulysses
+    is_piece = item.form == "piece"
+    return (
+        item.kind in INPUTS[plan.direction] + OUTPUTS[plan.direction]
+        and 0 <= item.shard < (ranks if is_piece or item.form == "home" else places)
+        and (item.source is None or 0 <= item.source < (ulysses if is_piece else ranks))
+    )
+
+
+def form(evidence: Evidence) -> Iterator[Breach]:
     for program in evidence.programs:
         for index, step in enumerate(program.steps):
             for flaw in _flaws(evidence, program.rank, step):
@@ -26,22 +57,22 @@ def _flaws(evidence: Evidence, rank: int, step: Step) -> Iterator[str]:
     match step:
         case steps.Attend():
             yield from _flaws_of_attend(evidence, step)
-        case steps.Send(item, peer) | steps.Recv(item, peer):
-            yield from _flaws_of_transfer(evidence, rank, item, peer)
+        case Send() | Recv():
+            yield from _flaws_of_transfer(evidence, rank, step)
         case steps.Collective(_, group, sends, recvs):
             yield from _flaws_of_group(rank, group, sends, recvs)
-            for item, peer in [(s.item, s.dest) for s in sends] + [(r.item, r.source) for r in recvs]:
-                yield from _flaws_of_transfer(evidence, rank, item, peer)
+            ends: tuple[Send | Recv, ...] = (*sends, *recvs)
+            for end in ends:
+                yield from _flaws_of_transfer(evidence, rank, end)
         case steps.Pack() | steps.Exchange():
             yield from _flaws_of_conversion(evidence, rank, step)
         case steps.Merge(partial):
             if partial.kind not in outputs or partial.form != "whole" or partial.source is None:
                 yield f"{format_item(partial)} is not a partial that arrived"
         case steps.Finish(item):
-            if item.kind not in outputs or item.form not in ("whole", "home") or item.source is not None:
-                yield f"{format_item(item)} is not a result to finish"
+            yield from _flaws_of_finish(evidence, rank, item)
         case steps.Clear(item):
-            if item.kind not in outputs or item.form != "running":
+            if item.kind not in outputs or item.form != "running" or item.source is not None:
                 yield f"{format_item(item)} is not a running sum"
         case steps.Free(item):
             if item.form in ("running", "home"):
@@ -60,18 +91,35 @@ def _flaws_of_attend(evidence: Evidence, attend: steps.Attend) -> Iterator[str]:
     forms = ("whole",) if evidence.plan.assignment.ulysses > 1 else ("whole", "home")
     if any(item.form not in forms or item.source is not None for item in (*rows, *cols, *grads)):
         yield f"an attend reads shards in the form {' or '.join(forms)}"
+    for side in (rows, cols, grads):
+        if len(side) > 1 and any(item.form == "home" for item in side):
+            yield "shards that are attended together share a buffer; one in the caller's tensors is attended by itself"
 
 
-def _flaws_of_transfer(evidence: Evidence, rank: int, item: Item, peer: int) -> Iterator[str]:
-    assignment = evidence.plan.assignment
-    if item.form != "whole" or item.kind not in KINDS:
+def _flaws_of_transfer(evidence: Evidence, rank: int, end: Send | Recv) -> Iterator[str]:
+    """A partial is labelled with its sender where it arrives; nothing else that travels has a label."""
+    assignment, item = evidence.plan.assignment, end.item
+    is_partial = item.kind in OUTPUTS[evidence.plan.direction]
+    peer, label = (end.dest, None) if isinstance(end, Send) else (end.source, end.source if is_partial else None)
+    if item.form != "whole":
         yield f"{format_item(item)} does not travel"
+    elif item.source != label:
+        expected = format_item(item._replace(source=label))
+        yield f"{format_item(item)} is {'sent' if isinstance(end, Send) else 'received'}; expected {expected}"
     if peer == rank:
         yield f"{format_item(item)} is sent from a rank to itself"
-    elif peer not in range(evidence.plan.problem.ranks):
-        yield f"there is no rank {peer}"
     elif assignment.head_slice(peer) != assignment.head_slice(rank):
         yield f"{format_item(item)}: rank {peer} works on other heads"
+
+
+def _flaws_of_finish(evidence: Evidence, rank: int, item: Item) -> Iterator[str]:
+    is_result = item.kind in OUTPUTS[evidence.plan.direction] and item.source is None
+    if not is_result or item.form not in ("whole", "home"):
+        yield f"{format_item(item)} is not a result to finish"
+    elif item.form == "home" and item.shard != rank:
+        yield f"{format_item(item)} is the result of another rank"
+    elif item.form == "home" and evidence.plan.assignment.ulysses > 1:
+        yield f"{format_item(item)} has all heads, but a sum has some of them; finish it whole, then exchange it"
 
 
 def _flaws_of_group(
@@ -80,6 +128,8 @@ def _flaws_of_group(
     strangers = {rank, *(s.dest for s in sends), *(r.source for r in recvs)} - set(group)
     if strangers:
         yield f"rank(s) {format_numbers(sorted(strangers))} are not in the group {format_numbers(group)}"
+    if len(set(group)) < len(group):
+        yield f"the group {format_numbers(group)} names a rank twice"
 
 
 def _flaws_of_conversion(evidence: Evidence, rank: int, step: steps.Pack | steps.Exchange) -> Iterator[str]:
@@ -98,15 +148,16 @@ def _flaws_of_conversion(evidence: Evidence, rank: int, step: steps.Pack | steps
     if step.group != tuple(assignment.ulysses_group(rank)):
         yield f"heads must be traded within {format_numbers(assignment.ulysses_group(rank))}"
     # Before the grid, a rank gives its tokens and gets its heads; after it, it gives its heads and gets its tokens.
-    due: set[steps.Send | steps.Recv] = {
-        steps.Send(_piece(evidence, kind, rank if inward else o, o if inward else rank), o) for o in others
-    }
-    due |= {steps.Recv(_piece(evidence, kind, o if inward else rank, rank if inward else o), o) for o in others}
-    due = {end for end in due if evidence.matrix.has_tokens(kind, end.item.shard)}
-    made: set[steps.Send | steps.Recv] = {*step.sends, *step.recvs}
-    for end in sorted(due ^ made, key=str):
-        yield f"the exchange {'lacks' if end in due else 'has no use for'} {format_item(end.item)}"
+    due: Counter[Send | Recv] = Counter()
+    for other in others:
+        due[Send(_piece(evidence, kind, *((rank, other) if inward else (other, rank))), other)] += 1
+        due[Recv(_piece(evidence, kind, *((other, rank) if inward else (rank, other))), other)] += 1
+    for end in [end for end in due if not evidence.matrix.has_tokens(kind, end.item.shard)]:
+        del due[end]
+    made: Counter[Send | Recv] = Counter([*step.sends, *step.recvs])
+    for end in sorted((due - made) | (made - due), key=str):
+        yield f"the exchange {'lacks' if due[end] > made[end] else 'has no use for'} {format_item(end.item)}"
 
 
-def _piece(evidence: Evidence, kind: str, tokens_of: int, heads_of: int) -> Item:
-    return Item(kind, tokens_of, "piece", evidence.plan.assignment.head_slice(heads_of))  # type: ignore[arg-type]
+def _piece(evidence: Evidence, kind: Kind, tokens_of: int, heads_of: int) -> Item:
+    return Item(kind, tokens_of, "piece", evidence.plan.assignment.head_slice(heads_of))

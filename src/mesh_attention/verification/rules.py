@@ -1,14 +1,18 @@
-"""The rules a plan must keep. Each is a function from evidence to breaches, independent of the other rules.
+"""The rules a plan must keep. Each is a function from evidence to breaches.
 
-form         every step uses things of the right kind and form and deals with the right ranks (forms.py)
+form         every step uses things that exist, of the right kind, form and label, with the right ranks (forms.py)
 coverage     every unmasked block is attended exactly once, an empty one never
-presence     nothing is read before it is written or after it is freed; nothing is written or finished twice
+presence     nothing is read before it is written or after it is freed; nothing is written, cleared or finished twice
 matching     every send is met by one receive of the same thing, in the same order; groups make the same collectives
-progress     no circle of waiting, even where a send waits for its receive
+progress     all transfers get through, even where each rank's posts run one after the other
 homecoming   every partial reaches its home and is merged there exactly once; every result is finished
 purpose      nothing travels that is not used
-tidiness     at the end a rank holds its inputs and its results and nothing else
+tidiness     at the end a rank holds its inputs and its results and nothing else; what is kept has its own buffer
 memory       the bytes held never exceed what the program states
+
+Together they prove that a plan computes attention, by induction over the steps: an item that is held has the contents
+that its name promises. `docs/decisions/0022-what-is-proved.md` has the argument, and what each rule takes for granted.
+The rules that follow `form` rely on it and are not asked if it is broken; otherwise they do not depend on each other.
 """
 
 from __future__ import annotations
@@ -17,17 +21,18 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 from mesh_attention.plan import steps
-from mesh_attention.plan.buffers import held_nbytes
-from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Item, Kind, running, transfers
+from mesh_attention.plan.buffers import held_nbytes, shared_buffers
+from mesh_attention.plan.program import Program
+from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Item, Kind, running
 from mesh_attention.plan.text import format_item, format_step
-from mesh_attention.verification.evidence import Breach, CollectiveId, Evidence, Sighting, Transfer, op_of
+from mesh_attention.verification.evidence import Breach, CollectiveId, End, Evidence, Transfer, op_of
 from mesh_attention.verification.forms import form
-from mesh_attention.verification.rendezvous import Outcome, circles
+from mesh_attention.verification.rendezvous import circles, stuck_ranks
 
-Rule = Callable[[Evidence, Outcome], Iterator[Breach]]
+Rule = Callable[[Evidence], Iterator[Breach]]
 
 
-def coverage(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
+def coverage(evidence: Evidence) -> Iterator[Breach]:
     matrix, assignment = evidence.matrix, evidence.plan.assignment
     seen: dict[tuple[int, int, int], tuple[int, int]] = {}
     shards = range(assignment.places)
@@ -54,7 +59,7 @@ def coverage(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
                         yield Breach("coverage", rank, None, f"{name} is in this rank's tile, but no rank attends it")
 
 
-def presence(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
+def presence(evidence: Evidence) -> Iterator[Breach]:
     for program in evidence.programs:
         held = evidence.inputs(program.rank)
         freed: set[Item] = set()
@@ -64,8 +69,9 @@ def presence(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
                 if item not in held:
                     why = "has been freed" if item in freed else "was never written"
                     yield Breach("presence", program.rank, index, f"{format_item(item)} {why}")
-            for item in done.writes:
-                if item in held:
+            cleared = done.adds if isinstance(program.steps[index], steps.Clear) else ()
+            for item, times in Counter((*done.writes, *cleared)).items():
+                if item in held or times > 1:
                     yield Breach("presence", program.rank, index, f"{format_item(item)} is overwritten")
             for item in done.adds:
                 if item in finished:
@@ -76,35 +82,33 @@ def presence(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
             freed.update(done.frees)
 
 
-def matching(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
-    yield from _unmatched(evidence.send_sightings(), evidence.recvs, lambda t: f"rank {t.dest} has no receive for it")
-    yield from _unmatched(evidence.recv_sightings(), evidence.sends, lambda t: f"rank {t.source} never sends it")
+def matching(evidence: Evidence) -> Iterator[Breach]:
+    yield from _unmatched(evidence.sends, evidence.recvs, lambda t: f"rank {t.dest} has no receive for it")
+    yield from _unmatched(evidence.recvs, evidence.sends, lambda t: f"rank {t.source} never sends it")
     yield from _out_of_order(evidence)
     yield from _uneven_calls(evidence)
 
 
 def _unmatched(
-    sightings: Iterator[Sighting], others: Counter[Transfer], complaint: Callable[[Transfer], str]
+    ends: dict[Transfer, End], others: dict[Transfer, End], complaint: Callable[[Transfer], str]
 ) -> Iterator[Breach]:
-    met: Counter[Transfer] = Counter()
-    for transfer, rank, index in sightings:
-        met[transfer] += 1
-        if met[transfer] > others[transfer]:
-            yield Breach("matching", rank, index, f"{format_item(transfer.item)}: {complaint(transfer)}")
+    for transfer, end in ends.items():
+        if transfer not in others:
+            yield Breach("matching", end.rank, end.step, f"{format_item(transfer.item)}: {complaint(transfer)}")
 
 
 def _out_of_order(evidence: Evidence) -> Iterator[Breach]:
     """Between two ranks, transfers must be received in the order they are sent: not every transport has tags."""
     sent: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-    received: dict[tuple[int, int], list[Sighting]] = defaultdict(list)
-    for sighting in evidence.send_sightings():
-        if sighting.transfer in evidence.recvs:
-            sent[sighting.transfer.source, sighting.transfer.dest].append(sighting.transfer)
-    for sighting in evidence.recv_sightings():
-        if sighting.transfer in evidence.sends:
-            received[sighting.transfer.source, sighting.transfer.dest].append(sighting)
-    for pair, sightings in received.items():
-        for expected, (transfer, rank, index) in zip(sent[pair], sightings, strict=False):
+    received: dict[tuple[int, int], list[End]] = defaultdict(list)
+    for transfer in evidence.sends:
+        if transfer in evidence.recvs:
+            sent[transfer.source, transfer.dest].append(transfer)
+    for transfer, end in evidence.recvs.items():
+        if transfer in evidence.sends:
+            received[transfer.source, transfer.dest].append(end)
+    for pair, ends in received.items():
+        for expected, (transfer, rank, index, _) in zip(sent[pair], ends, strict=True):
             if transfer != expected:
                 message = (
                     f"rank {transfer.source} sends {format_item(expected.item)} before {format_item(transfer.item)}"
@@ -131,8 +135,8 @@ def _uneven_calls(evidence: Evidence) -> Iterator[Breach]:
             )
 
 
-def progress(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
-    for circle in circles(outcome.stuck):
+def progress(evidence: Evidence) -> Iterator[Breach]:
+    for circle in circles(stuck_ranks(evidence)):
         ranks = " -> ".join(str(wait.rank) for wait in (*circle, circle[0]))
         for wait in circle:
             step = format_step(evidence.programs[wait.rank].steps[wait.step])
@@ -142,10 +146,12 @@ def progress(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
 
 Origin = tuple[int, int]
 """The rank and step that computed a contribution."""
+Part = Origin | Transfer
+"""A contribution, or all those that arrived in a transfer."""
 
 
-def homecoming(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
-    owed, arrived = _follow_partials(evidence, outcome)
+def homecoming(evidence: Evidence) -> Iterator[Breach]:
+    partials = _Partials(evidence)
     for program in evidence.programs:
         rank = program.rank
         place, heads = evidence.plan.assignment.place(rank), evidence.plan.assignment.head_slice(rank)
@@ -154,11 +160,11 @@ def homecoming(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
             if not evidence.matrix.segments(AXIS_OF[kind], place):
                 continue
             at = _last_write(evidence, rank, result)
-            if (rank, result) not in arrived:
+            if result not in partials.held[rank]:
                 yield Breach("homecoming", rank, at, f"{format_item(result)} is never returned to the caller")
                 continue
-            merged = Counter(arrived[rank, result])
-            due = Counter(owed[kind, place, heads])
+            merged = partials.computed(partials.held[rank][result])
+            due = Counter(partials.owed[kind, place, heads])
             for origin in sorted(due.keys() | merged.keys()):
                 if merged[origin] != due[origin]:
                     what = f"what rank {origin[0]} computed at step {origin[1]}"
@@ -166,52 +172,76 @@ def homecoming(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
                     yield Breach("homecoming", rank, at, f"{what} {times}")
 
 
-def _follow_partials(
-    evidence: Evidence, outcome: Outcome
-) -> tuple[dict[tuple[Kind, int, int], list[Origin]], dict[tuple[int, Item], list[Origin]]]:
-    """The contributions computed for each result, and those that each held item contains after everything has run."""
-    owed: dict[tuple[Kind, int, int], list[Origin]] = defaultdict(list)
-    contents: dict[tuple[int, Item], list[Origin]] = {}
-    moved: set[CollectiveId] = set()
-    for rank, index in outcome.order:
-        step = evidence.programs[rank].steps[index]
-        match step:
-            case steps.Attend():
-                for total in evidence.effects[rank][index].adds:
-                    owed[total.kind, total.shard, evidence.plan.assignment.head_slice(rank)].append((rank, index))
-                    contents.setdefault((rank, total), []).append((rank, index))
-            case steps.Finish(item):
-                contents[rank, item] = contents.pop((rank, running(item.kind, item.shard)), [])
-            case steps.Send(item, dest):
-                contents[dest, item._replace(source=rank)] = list(contents.get((rank, item), ()))
-            case steps.Collective():
-                if evidence.calls[rank][index] not in moved:
-                    # The first member to go on: all have reached this step, and none is past it.
-                    moved.add(evidence.calls[rank][index])
-                    _move_partials(evidence, evidence.calls[rank][index], contents)
-            case steps.Merge(partial):
-                total = running(partial.kind, partial.shard)
-                contents.setdefault((rank, total), []).extend(contents.get((rank, partial), ()))
-            case steps.Exchange(before, after):
-                contents[rank, after] = contents.get((rank, before), [])
-            case steps.Free(item):
-                contents.pop((rank, item), None)
-            case _:
-                pass
-    return owed, contents
+class _Partials:
+    """The contributions computed for each result, and the parts of every item that a rank holds at the end.
+
+    Programs are followed one by one: what a transfer brings is looked up afterwards, so that no order of ranks matters.
+    """
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.owed: dict[tuple[Kind, int, int], list[Origin]] = defaultdict(list)
+        self.held: list[dict[Item, tuple[Part, ...]]] = []
+        self._sent: dict[Transfer, tuple[Part, ...]] = {}
+        self._arrived: dict[Transfer, Counter[Origin]] = {}
+        for program in evidence.programs:
+            self.held.append(self._follow(evidence, program.rank))
+
+    def _follow(self, evidence: Evidence, rank: int) -> dict[Item, tuple[Part, ...]]:
+        heads, results = evidence.plan.assignment.head_slice(rank), OUTPUTS[evidence.plan.direction]
+        held: dict[Item, tuple[Part, ...]] = {}
+        for index, step in enumerate(evidence.programs[rank].steps):
+            match step:
+                case steps.Attend():
+                    for total in evidence.effects[rank][index].adds:
+                        self.owed[total.kind, total.shard, heads].append((rank, index))
+                        held[total] = (*held.get(total, ()), (rank, index))
+                case steps.Merge(partial):
+                    total = running(partial.kind, partial.shard)
+                    held[total] = held.get(total, ()) + held.get(partial, ())
+                case steps.Finish(item):
+                    held[item] = held.pop(running(item.kind, item.shard), ())
+                case steps.Exchange(before, after) if after.kind in results:
+                    held[after] = held.get(before, ())
+                case steps.Free(item):
+                    held.pop(item, None)
+                case steps.Send() | steps.Recv() | steps.Collective():
+                    for transfer, _, _, item in evidence.ends[rank].get(index, ()):
+                        if item.kind not in results:
+                            continue
+                        if transfer.source == rank:
+                            self._sent[transfer] = held.get(item, ())
+                        else:
+                            held[item] = (transfer,)
+                case _:
+                    pass
+        return held
+
+    def computed(self, parts: tuple[Part, ...]) -> Counter[Origin]:
+        """How often each contribution is among the parts, counting what transfers brought."""
+        found: Counter[Origin] = Counter()
+        for part in parts:
+            found.update(self._brought(part) if isinstance(part, Transfer) else (part,))
+        return found
+
+    def _brought(self, transfer: Transfer) -> Counter[Origin]:
+        """The contributions in a transfer. In a circle of transfers, which the rule of progress reports, there are
+        none."""
+        waiting, entered = [transfer] if transfer not in self._arrived else [], set[Transfer]()
+        while waiting:
+            top = waiting[-1]
+            parts = self._sent.get(top, ())
+            entered.add(top)
+            first = [p for p in parts if isinstance(p, Transfer) and p not in self._arrived and p not in entered]
+            if first:
+                waiting += first
+                continue
+            waiting.pop()
+            known = tuple(part for part in parts if not isinstance(part, Transfer) or part in self._arrived)
+            self._arrived[top] = self.computed(known)
+        return self._arrived[transfer]
 
 
-def _move_partials(evidence: Evidence, call: CollectiveId, contents: dict[tuple[int, Item], list[Origin]]) -> None:
-    """Give a collective's receivers what its senders hold at that point."""
-    for rank in call.group:
-        for index, made in evidence.calls[rank].items() if rank < len(evidence.calls) else ():
-            if made == call:
-                for recv in transfers(evidence.programs[rank].steps[index])[1]:
-                    sent = contents.get((recv.source, recv.item._replace(source=None)), ())
-                    contents[rank, recv.item] = list(sent)
-
-
-def purpose(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
+def purpose(evidence: Evidence) -> Iterator[Breach]:
     for program in evidence.programs:
         unused: dict[Item, int] = {}
         for index, step in enumerate(program.steps):
@@ -221,11 +251,11 @@ def purpose(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
             if isinstance(step, steps.Recv | steps.Collective | steps.Exchange):
                 unused |= dict.fromkeys(done.writes, index)
         for item, index in unused.items():
-            if item not in evidence.outputs(program.rank):
+            if item.form != "home":
                 yield Breach("purpose", program.rank, index, f"{format_item(item)} is received and never used")
 
 
-def tidiness(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
+def tidiness(evidence: Evidence) -> Iterator[Breach]:
     for program in evidence.programs:
         made = dict.fromkeys(evidence.inputs(program.rank), 0)
         for index, done in enumerate(evidence.effects[program.rank]):
@@ -238,9 +268,24 @@ def tidiness(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
         for item, index in made.items():
             if item.form != "home" and item not in evidence.outputs(program.rank):
                 yield Breach("tidiness", program.rank, index, f"{format_item(item)} is never freed")
+        yield from _mixed_with_kept(evidence, program)
 
 
-def memory(evidence: Evidence, outcome: Outcome) -> Iterator[Breach]:
+def _mixed_with_kept(evidence: Evidence, program: Program) -> Iterator[Breach]:
+    """The kept items of a kind have one buffer for themselves, so that both passes find them at the same places."""
+    kept = [group for group in evidence.matrix.kept(evidence.plan.schedule.keep, program.rank) if group]
+    if not kept:
+        return
+    own = {item for group in kept for item in group}
+    for shared in shared_buffers(program.steps, kept):
+        strangers = [item for item in shared if item not in own]
+        if strangers and len(strangers) < len(shared):
+            names = ", ".join(map(format_item, strangers))
+            message = f"{names} shares a buffer with kept items, because they are attended together"
+            yield Breach("tidiness", program.rank, None, message)
+
+
+def memory(evidence: Evidence) -> Iterator[Breach]:
     for program in evidence.programs:
         profile = held_nbytes(
             program.steps,

@@ -8,7 +8,7 @@ effect on attention, or refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,14 +17,20 @@ from torch import Tensor, nn
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import describe
 from mesh_attention.errors import MaskError, UsageError
-from mesh_attention.execution.agreement import agree
-from mesh_attention.execution.driving import drive
 from mesh_attention.integrations.autocast import as_autocast
 from mesh_attention.integrations.sequences import CUTS, LENGTHS, Row, find_misplaced, read_documents, split_rows
-from mesh_attention.integrations.transformers.masks import DECODING, BatchMask, make_mask, shard_length
+from mesh_attention.integrations.transformers.masks import (
+    CALL,
+    DECODING,
+    BatchMask,
+    make_mask,
+    refuse_padding,
+    shard_length,
+)
 from mesh_attention.integrations.transformers.memory import Memory
 from mesh_attention.integrations.transformers.models import refuse_mixing, refuse_rotary, refuse_router_loss
 from mesh_attention.integrations.transformers.operators import checked_cuts, number_of
+from mesh_attention.integrations.transformers.probe import Trial
 
 HONOURED = (
     "scaling",
@@ -33,16 +39,20 @@ HONOURED = (
     "sliding_window",
     "softcap",
     "s_aux",
+    "deterministic",
     "position_ids",
     "output_attentions",
     "output_router_logits",
     *CUTS,
     *LENGTHS,
 )
+PASSED_ON = ("position_ids", *CUTS, *LENGTHS)
+"""Arguments of a model's call that its layers should pass on to attention; the mask carries them where they do not."""
 WITHOUT_EFFECT = (
     "use_cache",
     "num_items_in_batch",
     "shift_labels",
+    "logits_to_keep",
     "output_hidden_states",
 )
 """Arguments that pass through the layers and have no effect on attention."""
@@ -58,6 +68,7 @@ class Request:
     seq_len: int
     softmax_scale: float | None
     softcap: float
+    deterministic: bool
     sinks: Tensor | None
 
     def groups(self) -> dict[tuple[int, ...], list[int]]:
@@ -74,15 +85,25 @@ class LayerAttention:
     def __init__(self, attention: MeshAttention) -> None:
         self.attention = attention
         self._is_to_meet = True
-        self._number = number_of(self)
+        self._trial: Trial | None = None
+        self.number = number_of(self)
         self._documents: Memory[tuple[tuple[int, ...], ...]] = Memory()
         self._checked: Memory[None] = Memory()
         self._positions: Memory[Tensor] = Memory()
 
     def make_mask(self, **asked: Any) -> BatchMask:
         """The mask of layers. Models request it in every forward, on every rank, before the first layer attends."""
+        if self._trial is not None:
+            return self._trial.make_mask(**asked)
         self._is_to_meet = True
-        return make_mask(self.attention, **asked)
+        given = getattr(CALL, "given", None) or {}
+        if given and given.get("attention_mask") is None and asked.get("attention_mask") is not None:
+            refuse_padding(asked.pop("attention_mask"))
+        return replace(make_mask(self.attention, **asked), given={name: given.get(name) for name in PASSED_ON})
+
+    def set_trial(self, trial: Trial | None) -> None:
+        """Let a trial attend in place of this, until it is None again."""
+        self._trial = trial
 
     def __call__(
         self,
@@ -94,6 +115,10 @@ class LayerAttention:
         **arguments: Any,
     ) -> tuple[Tensor, None]:
         """This rank's output, (batch, tokens, heads, dim), and None for the attention weights."""
+        if self._trial is not None:
+            refuse_arguments(module, arguments)
+            check_mask(attention_mask, arguments)
+            return self._trial.attend(query, key, value, arguments.get("scaling")), None
         request = self._agreed(module, (query, key, value), attention_mask, arguments)
         tensors = as_autocast(query, key, value)
         groups = request.groups()
@@ -113,7 +138,7 @@ class LayerAttention:
         right = -1 if request.mask.is_causal or band.right is None else band.right
         documents: Sequence[int] | Tensor | None = cuts if len(cuts) > 2 else None
         if torch.compiler.is_compiling():
-            documents = checked_cuts(request.position_ids, cuts, request.rows, self._number)
+            documents = checked_cuts(request.position_ids, cuts, request.rows, self.number)
         given: Any = attention(
             *(tensor.transpose(1, 2) if is_bshd else tensor for tensor in tensors),
             causal=request.mask.is_causal,
@@ -121,6 +146,7 @@ class LayerAttention:
             cu_seqlens_q=documents,
             softmax_scale=request.softmax_scale,
             softcap=request.softcap,
+            deterministic=request.deterministic,
             seq_len=request.seq_len,
             return_lse=request.sinks is not None,
         )
@@ -152,19 +178,19 @@ class LayerAttention:
     def check_agreed(self, position_ids: Tensor, rows: tuple[Row, ...]) -> None:
         self._meet(lambda: self._check_positions(position_ids, rows))
 
+    def meet(self, check: Callable[[], None]) -> None:
+        """Check, and raise on every rank if one refuses; all ranks must do so at the same time."""
+        self._is_to_meet = True
+        self._meet(check)
+
     def _meet(self, check: Callable[[], None]) -> None:
         if not self._is_to_meet:
             check()
             return
-        error: UsageError | None = None
-        try:
+        played = self.attention.engines.played
+        with played.telling:
             check()
-        except UsageError as refusal:
-            error = refusal
-        said = None if error is None else str(error)
-        drive(agree(self.attention.comms[0], refusal=said))
-        if error is not None:
-            raise error
+        played.meet({"operation": "a model's attention"})
         self._is_to_meet = False
 
     def _request(
@@ -173,6 +199,7 @@ class LayerAttention:
         query, key, _ = tensors
         refuse_arguments(module, arguments)
         known = check_mask(mask, arguments)
+        arguments = with_given(arguments, known)
         if query.shape[2] != key.shape[2]:
             raise UsageError(DECODING)
         batch, tokens = query.shape[0], query.shape[2]
@@ -185,6 +212,7 @@ class LayerAttention:
             seq_len=seq_len,
             softmax_scale=arguments.get("scaling"),
             softcap=arguments.get("softcap") or 0.0,
+            deterministic=bool(arguments.get("deterministic")),
             sinks=check_sinks(arguments.get("s_aux"), heads=query.shape[1]),
         )
 
@@ -230,6 +258,18 @@ class LayerAttention:
         self._checked.ask(check, position_ids, rows)
 
 
+def with_given(arguments: Mapping[str, Any], mask: BatchMask) -> dict[str, Any]:
+    """The arguments, with positions and boundaries of the model's call where its layers do not pass them on.
+
+    Some models pass on the positions of images as well, (3, batch, tokens).
+    """
+    missing = [name for name in PASSED_ON if arguments.get(name) is None]
+    positions = arguments.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() == 3 and mask.given.get("position_ids") is not None:
+        missing.append("position_ids")
+    return {**arguments, **{name: mask.given.get(name) for name in missing}}
+
+
 def check_shape(position_ids: object, tokens: int) -> Tensor:
     if not isinstance(position_ids, Tensor):
         raise UsageError(
@@ -256,8 +296,8 @@ def refuse_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name not in HONOURED and name not in WITHOUT_EFFECT and value is not None:
             raise UsageError(
-                f"{type(module).__name__} passed {name} to attention, which mesh attention does not know; leave it "
-                "out, or use another attn_implementation"
+                f"{type(module).__name__} passed {name} to attention, which mesh attention does not know; if it is "
+                "yours, leave it out; if it is the model's (such as a bias on scores), use another attn_implementation"
             )
     if arguments.get("dropout"):
         raise UsageError(

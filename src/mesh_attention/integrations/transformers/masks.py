@@ -6,8 +6,9 @@ taken from the whole sequence instead, and attention checks the position ids aga
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from threading import local
 from types import CodeType
 from typing import Any
 
@@ -22,21 +23,43 @@ from mesh_attention.integrations.sequences import real_tokens
 from mesh_attention.masks import Mask, causal, full, window
 
 MaskFunction = Callable[..., Any]
+CALL = local()
+"""The arguments of the model call that this thread is in, as `given`; layers need some that not all models pass on."""
 WITHOUT_EFFECT = ("allow_is_causal_skip", "allow_is_bidirectional_skip", "local_size", "dtype", "device", "config")
 """Arguments of mask functions that say how a dense mask is made, or repeat what the mask function says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMask:
-    """The mask of a layer: a band, and the padding of the whole sequence (None: not given)."""
+    """The mask of a layer: a band, and the padding of the whole sequence (None: not given).
+
+    It is not a tensor, and stands for one only in attention. `given` are the arguments of the model's call.
+    """
 
     band: Mask
     seq_len: int | None = None
     real: tuple[tuple[int, int], ...] | None = None
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def is_causal(self) -> bool:
         return self.band.right == 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{MASK_USE} (it asked for its {name})")  # not ours: tools may ask for any attribute
+
+    def __getitem__(self, index: object) -> Any:
+        raise MaskError(f"{MASK_USE} (it asked for a part of it)")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: object, args: object = (), kwargs: object = None) -> Any:
+        raise MaskError(f"{MASK_USE} (it called {getattr(function, '__name__', function)})")
+
+
+MASK_USE = (
+    "the model's own code uses the attention mask, as indexed and sparse attention do, which is not a tensor with mesh "
+    "attention; use another attn_implementation on whole sequences, or another model"
+)
 
 
 def make_mask(
@@ -45,14 +68,37 @@ def make_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: MaskFunction,
     attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
-    **others: Any,
+    **asked: Any,
 ) -> BatchMask:
     """Makes the mask of layers; transformers' models call it once per forward for each kind of layer."""
+    band = read_band(**asked)
+    if attention_mask is None:
+        if kv_length != q_length:
+            raise UsageError(DECODING)
+        return BatchMask(band=band)
+    _check_padding(attention, attention_mask, batch_size, q_length, kv_length)
+    return BatchMask(band=band, seq_len=attention_mask.shape[1], real=real_tokens(attention_mask))
+
+
+def refuse_padding(attention_mask: Tensor) -> None:
+    """Refuse a mask that a model made itself, of this rank's tokens, unless it masks nothing."""
+    if not bool(attention_mask.all()):
+        raise MaskError(
+            "the model makes an attention_mask itself, from this rank's tokens; give one of the whole sequence to "
+            "shard_batch"
+        )
+
+
+def read_band(
+    *,
+    mask_function: MaskFunction,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    use_vmap: bool = False,
+    **others: Any,
+) -> Mask:
+    """The band that a model asks for, without documents and padding."""
     refuse_unknown(others, WITHOUT_EFFECT, of="the mask function")
     if use_vmap:
         raise MaskError(
@@ -61,13 +107,7 @@ def make_mask(
         )
     if isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
         raise UsageError(DECODING)
-    band = band_of(mask_function)
-    if attention_mask is None:
-        if kv_length != q_length:
-            raise UsageError(DECODING)
-        return BatchMask(band=band)
-    _check_padding(attention, attention_mask, batch_size, q_length, kv_length)
-    return BatchMask(band=band, seq_len=attention_mask.shape[1], real=real_tokens(attention_mask))
+    return band_of(mask_function)
 
 
 DECODING = (

@@ -53,6 +53,16 @@ def refuse_mixing(config: object) -> None:
             raise UsageError(_mixes(config, f"its config has {name}"))
 
 
+def refuse_two_sequences(config: object) -> None:
+    """Refuse an encoder with a decoder, which attends across two sequences."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"{_name(config)} is an encoder with a decoder, which has two sequences and attends across them; mesh "
+            "attention runs models of one sequence in transformers; use another attn_implementation for it, or "
+            "MeshAttention in your own layers, which supports cross attention"
+        )
+
+
 def _mixes(config: object, why: str) -> str:
     return (
         f"{_name(config)} mixes tokens outside of plain attention ({why}), where each rank would silently treat its "

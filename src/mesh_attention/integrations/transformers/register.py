@@ -12,6 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import UsageError
 from mesh_attention.integrations.transformers.attention import LayerAttention
+from mesh_attention.integrations.transformers.guard import watch
 from mesh_attention.integrations.transformers.masks import check_meanings
 
 NAME = "mesh_attention"
@@ -39,6 +40,7 @@ def register(attention: MeshAttention, *, name: str = NAME) -> None:
     if held is not None or name in AttentionMaskInterface._global_mapping:
         raise UsageError(f"{name!r} is registered already; choose another name, or unregister({name!r}) first")
     check_meanings()
+    watch()
     layers = LayerAttention(attention)
     AttentionInterface.register(name, layers)
     # torch.compile does not trace it: it reads closures and the values of padding. Layers can be compiled one by one.

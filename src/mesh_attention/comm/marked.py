@@ -1,0 +1,155 @@
+"""Marks: how ranks notice that they are in different calls.
+
+Ranks agree on a configuration once (`execution.agreement`). From then on nothing would notice that two ranks make
+*different* calls at the same time. So beside the first transfer to each rank in a pass travels a mark of 16 bytes: the
+number of the pass, and a hash of it and of all passes before it. A rank that receives another mark than its own raises
+instead of returning a result.
+
+That is where transfers go through the host, as with Gloo: a rank compares before it waits for anything else, so it
+passes nothing on that it made from another call's data. On NCCL the host does not wait, and a rank may have passed such
+data on before its device compares. So there all ranks compare at the end of a pass, in one small collective. If any
+mark differs, every rank's results become NaN, and the host, which is told, raises at the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mesh_attention.comm.base import MARK, Comm, Parcel, Sharing, Work
+from mesh_attention.comm.torch_dist import TorchComm
+from mesh_attention.errors import DisagreementError
+
+MARK_TAG = 1
+FIRST_TAG, TAGS = 2, 1009
+"""Tags of a pass's transfers. Passes that differ rarely share one, so Gloo does not let their messages meet."""
+DIFFERENT_CALLS = "every rank must make the same calls in the same order"
+NEW_GROUP = "make a new group (torch.distributed.new_group, on all ranks) and a new MeshAttention on it"
+
+
+@dataclass
+class Marked:
+    """A transport that sends a mark beside the first transfer of a pass to each rank, and compares those it receives.
+
+    On NCCL it sends none, and compares at the end of the pass. Outside a pass, from `open` to `close`, it adds nothing.
+    """
+
+    inner: Comm
+    alarms: dict[torch.device, Alarm]
+    """Shared by all transports of the group."""
+    mark: Tensor | None = None
+    tag: int = 0
+    told: set[int] = field(default_factory=set)
+    landed: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rank, self.size, self.is_capturable = self.inner.rank, self.inner.size, self.inner.is_capturable
+
+    def share(self, text: str) -> Sharing:
+        return self.inner.share(text)
+
+    def open(self, mark: Tensor, history: int) -> None:
+        """Begin a pass with this mark, which on NCCL is on the device, and this hash."""
+        self.mark = mark.view(-1)
+        self.tag = FIRST_TAG + history % TAGS
+        self.told, self.landed = set(), {}
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        if self.mark is None or self.is_capturable:
+            return self.inner.post(sends, recvs)
+        sends, recvs = ([parcel._replace(tag=self.tag) for parcel in parcels] for parcels in (sends, recvs))
+        new_dests = {parcel.peer for parcel in sends} - self.told
+        new_sources = {parcel.peer for parcel in recvs} - self.landed.keys()
+        if not new_dests and not new_sources:
+            return self.inner.post(sends, recvs)
+        self.told |= new_dests
+        landed = {rank: torch.empty_like(self.mark) for rank in sorted(new_sources)}
+        self.landed |= landed
+        marks_out = [_mark_parcel(self.mark, rank) for rank in sorted(new_dests)]
+        marks_in = [_mark_parcel(mark, rank) for rank, mark in landed.items()]
+        # Marks that arrive are waited for first: the rest of a different call never arrives.
+        arriving, leaving = self.inner.post([], marks_in), self.inner.post(marks_out, [])
+        rest = [self.inner.post(sends, recvs), leaving]
+        return _MarkedWork(arriving, {self.rank: self.mark, **landed}, rest)
+
+    def close(self, results: Sequence[Tensor]) -> None:
+        """End a pass. On NCCL, spoil its results if some rank's mark differs."""
+        assert self.mark is not None
+        group = torch_group(self.inner)
+        if self.is_capturable and group is not None:
+            device = self.mark.device
+            alarm = self.alarms.get(device) or self.alarms.setdefault(device, Alarm(device))
+            largest = self.mark.clone()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            alarm.check(largest, self.mark, results)
+        self.mark, self.landed = None, {}
+
+
+def _mark_parcel(mark: Tensor, rank: int) -> Parcel:
+    return Parcel([mark.view(torch.uint8)], rank, MARK, MARK_TAG)
+
+
+def make_mark(passes: int, history: int, device: torch.device | None) -> Tensor:
+    """A mark in host memory: pass and hash. For a device: hash and -hash, both largest if no other rank's differs."""
+    if device is None:
+        return torch.tensor([[[passes, history]]], device="cpu")
+    mark = torch.full((1, 1, 2), history, device=device)  # without a copy from the host, which would wait
+    mark[..., 1].neg_()
+    return mark
+
+
+def torch_group(comm: Any) -> Any:
+    """The torch group beneath a transport and its wrappers; None if there is none."""
+    while hasattr(comm, "inner"):
+        comm = comm.inner
+    return getattr(comm, "group", None) if isinstance(comm, TorchComm) else None
+
+
+class Alarm:
+    """On a device: NaN once a mark differed, 0 before; and a copy of it that the host reads without waiting."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):  # later passes need not be in inference mode
+            self.spoil = torch.zeros((), device=device)
+            self.seen = torch.zeros((), device="cpu", pin_memory=device.type == "cuda")
+
+    def check(self, largest: Tensor, own: Tensor, results: Sequence[Tensor]) -> None:
+        self.spoil.masked_fill_((largest != own).any(), torch.nan)
+        for result in results:
+            result.add_(self.spoil)
+        self.seen.copy_(self.spoil, non_blocking=True)
+
+    def verdict(self) -> str | None:
+        return f"ranks made different calls, and results are NaN; {DIFFERENT_CALLS}" if self.seen.isnan() else None
+
+
+class _MarkedWork:
+    """Transfers that are waited for only if the marks beside them, by rank, are this rank's own, which is the first."""
+
+    def __init__(self, marks: Work, landed: Mapping[int, Tensor], rest: Sequence[Work]) -> None:
+        self.marks, self.landed, self.rest = marks, landed, rest
+
+    def is_done(self) -> bool:
+        return self.marks.is_done() and all(work.is_done() for work in self.rest)
+
+    def wait(self) -> None:
+        self.marks.wait()
+        _compare({rank: mark.tolist() for rank, mark in self.landed.items()})
+        for work in self.rest:
+            work.wait()
+
+
+def _compare(marks: Mapping[int, list[int]]) -> None:
+    own = next(iter(marks))
+    for rank, mark in marks.items():
+        if mark == marks[own]:
+            continue
+        what = f"ranks {own} and {rank} made different calls on this group, now or before"
+        if mark[0] != marks[own][0]:
+            what = f"rank {own} is in its pass {marks[own][0]} on this group, and rank {rank} in its pass {mark[0]}"
+        raise DisagreementError(f"{what}; {DIFFERENT_CALLS}. To go on, {NEW_GROUP}")

@@ -1,0 +1,182 @@
+"""Watches transformers' models: what goes through one on ranks must go through mesh attention, and be right there.
+
+`register` and `shard_batch` start it. From then on a model is checked if its attention is mesh attention, or if it gets
+a sharded batch: it is tried on a few tokens before its first call (`probe`), and its results are refused if mesh
+attention did not run. Other models are not affected.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial, wraps
+from inspect import getsource, signature
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, GenerationMixin, PreTrainedModel
+
+from mesh_attention.errors import UsageError
+from mesh_attention.execution.engine import Engines
+from mesh_attention.integrations.batches import NEVER_RAN, count_passes, engines_of, is_sharded
+from mesh_attention.integrations.sequences import CUTS
+from mesh_attention.integrations.transformers.attention import LayerAttention
+from mesh_attention.integrations.transformers.masks import CALL
+from mesh_attention.integrations.transformers.models import refuse_mixing, refuse_two_sequences
+from mesh_attention.integrations.transformers.probe import try_model
+
+TRIED: WeakKeyDictionary[nn.Module, dict[tuple[int, frozenset[str]], str | None]] = WeakKeyDictionary()
+"""The kinds of calls that each model was tried with, and why it refuses padding on the left, if it does."""
+
+
+def watch() -> None:
+    """Watch all models from now on. Calling it again does nothing."""
+    if PreTrainedModel.__call__ is _call:
+        return
+    changed: Any = PreTrainedModel
+    changed.__call__ = _call
+    changed.get_correct_attn_implementation = _refuse_classes(changed.get_correct_attn_implementation)
+    changed = GenerationMixin
+    changed.generate = _refuse_generation(changed.generate)
+
+
+def find_layers(model: Any) -> LayerAttention | None:
+    """The attention function of a model or of a part of it, if it is mesh attention."""
+    for config in _configs(model.config):
+        found = AttentionInterface._global_mapping.get(config._attn_implementation)
+        if isinstance(found, LayerAttention):
+            return found
+    return None
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        if getattr(config, name, None) is not None:
+            yield from _configs(getattr(config, name))
+
+
+def _call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    # A compiler sees neither which tensors were sharded nor this function's state, but boundaries as numbers.
+    is_watched = isinstance(kwargs.get(CUTS[0]), tuple) or find_layers(model) is not None
+    if is_watched or (not torch.compiler.is_compiling() and any(map(is_sharded, (*args, *kwargs.values())))):
+        return _watched(model, *args, **kwargs)
+    return nn.Module.__call__(model, *args, **kwargs)
+
+
+@torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]  # parts can be compiled
+def _watched(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    if getattr(CALL, "given", None) is not None:  # a part of a model that is being called
+        return nn.Module.__call__(model, *args, **kwargs)
+    try:
+        engines, passes = _enter(model, args, kwargs)
+        out = nn.Module.__call__(model, *args, **kwargs)
+    finally:
+        CALL.given = None
+    if passes is not None and passes == count_passes(engines):
+        raise UsageError(NEVER_RAN.format(what=type(model).__name__))
+    return out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _enter(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Engines], int | None]:
+    """Check a call before it is made. Returns the engines it needs, and how often they have run."""
+    CALL.given = given = _bind(model, args, kwargs)
+    layers = find_layers(model)
+    engines = engines_of(given.values()) if layers is None else [layers.attention.engines]
+    passes = count_passes(engines)
+    if layers is not None:
+        _try_once(model, given, layers)
+    elif passes is not None:
+        _refuse_config(model)
+    return engines, passes
+
+
+def _bind(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    if not args:
+        return dict(kwargs)
+    bound = signature(model.forward).bind_partial(*args, **kwargs).arguments
+    return {**bound.pop("kwargs", {}), **bound}
+
+
+def _try_once(model: Any, given: Mapping[str, Any], layers: LayerAttention) -> None:
+    """Try a model with the kinds of arguments that it is given, unless that was done before.
+
+    The kind must not depend on values: ranks with other batches (data parallelism) may share parameters, which a trial
+    gathers. So padding on the left is tried in any case, and refused once a batch has it.
+    """
+    kind = layers.number, frozenset(name for name, value in given.items() if value is not None)
+    refusals = TRIED.setdefault(model, {})
+    mask = given.get("attention_mask")
+    if kind not in refusals:
+        layers.meet(partial(_check, model, given, layers))
+        refusals[kind] = _refusal_of_padding(model, given, layers) if isinstance(mask, Tensor) else None
+    refusal = refusals[kind]
+    if refusal is not None and mask is not None and bool((mask[:, 0] == 0).any()):
+        raise UsageError(refusal)
+
+
+def _check(model: Any, given: Mapping[str, Any], layers: LayerAttention) -> None:
+    _refuse_config(model)
+    try_model(model, given, layers.set_trial)
+
+
+def _refusal_of_padding(model: Any, given: Mapping[str, Any], layers: LayerAttention) -> str | None:
+    try:
+        try_model(model, given, layers.set_trial, is_padded_left=True)
+    except UsageError as refusal:
+        return str(refusal)
+    return None
+
+
+def _refuse_config(model: Any) -> None:
+    refuse_two_sequences(model.config)
+    for config in (model.config, getattr(model.config, "text_config", None)):
+        refuse_mixing(config)
+
+
+def _refuse_classes(choose: Callable[..., str]) -> Callable[..., str]:
+    @wraps(choose)
+    def checked(model: Any, requested: Any, *args: Any, **kwargs: Any) -> str:
+        is_ours = isinstance(AttentionInterface._global_mapping.get(requested), LayerAttention)
+        if is_ours and not _takes_functions(type(model)):  # type: ignore[arg-type]
+            raise UsageError(
+                f"{type(model).__name__} does not use transformers' attention interface, so mesh attention cannot "
+                "replace its attention; use another attn_implementation on whole sequences, or another model; if it "
+                'is the vision or audio part of a model, give attn_implementation={"text_config": "mesh_attention"}'
+            )
+        return choose(model, requested, *args, **kwargs)
+
+    return checked
+
+
+@cache
+def _takes_functions(model_class: type[Any]) -> bool:
+    """True if a model's attention can be replaced; as transformers does, it looks at the source."""
+    if not model_class._can_set_attn_implementation():
+        return False
+    try:
+        source = getsource(sys.modules[model_class.__module__])
+    except (OSError, TypeError, KeyError):
+        return True
+    return not re.search(r"_CLASSES\[(self\.)?config\._attn_implementation\]", source)
+
+
+def _refuse_generation(generate: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(generate)
+    def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, PreTrainedModel) and find_layers(model) is not None:
+            raise UsageError(
+                "generate() is not supported: mesh attention runs whole sequences only (training, scoring, prefill), "
+                "and each rank would choose a next token for its own tokens; generate with another implementation: "
+                'model.set_attn_implementation("sdpa")'
+            )
+        return generate(model, *args, **kwargs)
+
+    return checked

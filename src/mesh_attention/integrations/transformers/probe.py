@@ -1,0 +1,319 @@
+"""Tries a model on a few tokens of one process, before it runs on shards: does everything but attention treat tokens
+one by one, at the positions it is given?
+
+The model runs on a short whole sequence as usual, and then on some of its tokens, with their position ids, while
+attention gets the keys and values of the whole sequence from the first run. Queries, keys, values and outputs must be
+those of the first run. They are not if the model counts positions itself, or mixes tokens outside of attention.
+Nothing is sent, except by a model whose parameters are sharded. Every rank tries the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mesh_attention.errors import UsageError
+from mesh_attention.integrations.sequences import CUTS, LENGTHS
+from mesh_attention.integrations.transformers.masks import DECODING, BatchMask, read_band
+
+WHOLE = 12
+OWN = (3, 5, 8, 10)
+"""Tokens of the second run: no two are neighbours, and none has the position that it would get by counting."""
+PADDING = 2
+"""Tokens of padding at the start, if the batch has padding there."""
+ITEMS = 7
+"""The number of labelled tokens that the loss is divided by."""
+LABELS = ("labels", "shift_labels", "num_items_in_batch")
+IGNORED = -100
+
+Call = Mapping[str, Any]
+
+
+@dataclass
+class Trial:
+    """Attention during a trial: stores tensors of the whole sequence, then compares those of some of its tokens."""
+
+    own: Tensor | None = None
+    """The tokens of the second run; None in the first."""
+    seen: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    later: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def make_mask(self, *, batch_size: int, q_length: int, kv_length: int, **asked: Any) -> BatchMask:
+        asked.pop("attention_mask", None)  # padding is of no importance here: attention sees all tokens
+        return BatchMask(band=read_band(**asked))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        if query.shape[2] != key.shape[2]:
+            raise UsageError(DECODING)
+        if self.own is None:
+            self.seen.append((query, key, value))
+        else:
+            if len(self.later) == len(self.seen):
+                raise RuntimeError("attention ran more often than for the whole sequence")
+            self.later.append((query, key, value))
+            _, key, value = self.seen[len(self.later) - 1]
+        groups = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+        return functional.scaled_dot_product_attention(query, key, value, scale=scaling).transpose(1, 2)
+
+    def differs(self) -> bool:
+        pairs = zip(self.seen, self.later, strict=False)
+        return len(self.seen) != len(self.later) or any(
+            _is_other(one, other, self.own) for before, after in pairs for one, other in zip(before, after, strict=True)
+        )
+
+
+def try_model(
+    model: nn.Module, call: Call, trials: Callable[[Trial | None], None], *, is_padded_left: bool = False
+) -> None:
+    """Raise unless `model` gives a rank's tokens the results that they have in the whole sequence.
+
+    `call` are the arguments of its first call; `trials` installs a trial in the attention function, or removes it.
+    """
+    with _undisturbed(model):
+        _Attempt(model, call, trials, PADDING if is_padded_left else 0).check()
+
+
+class _Attempt:
+    def __init__(self, model: nn.Module, call: Call, trials: Callable[[Trial | None], None], padding: int) -> None:
+        self.model, self.call, self.trials, self.padding = model, call, trials, padding
+        self.name = type(model).__name__.removeprefix("FSDP")
+        tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
+        if not isinstance(tokens, Tensor):
+            raise UsageError(
+                f"{self.name} was called without input_ids or inputs_embeds; mesh attention runs models of one "
+                "sequence of tokens only; use another attn_implementation for this model"
+            )
+        self.tokens = tokens
+        self.whole = torch.arange(WHOLE, device=tokens.device)
+        self.own = torch.tensor(OWN, device=tokens.device)
+
+    def check(self) -> None:
+        trial = Trial()
+        try:
+            whole = self._run(trial, self.whole)
+        except (UsageError, torch.OutOfMemoryError):
+            raise
+        except ERRORS as error:
+            raise UsageError(self._failed(error, "")) from error
+        if not trial.seen:
+            raise UsageError(
+                f"{self.name} does not call the attention function of transformers' interface, so every rank would "
+                "attend to its own tokens only; use another attn_implementation on whole sequences, or another model"
+            )
+        trial.own = self.own
+        try:
+            own = self._run(trial, self.own, position_ids=self.own[None])
+        except (UsageError, torch.OutOfMemoryError):
+            raise
+        except ERRORS as error:
+            where = " on a part of the sequence"
+            if "attention_mask" in self.call:
+                where += ", perhaps because its own code uses attention_mask, which is of the whole sequence"
+            raise UsageError(self._failed(error, where)) from error
+        other = _find_other(whole, own, self.own)
+        if trial.differs() or other is not None:
+            raise UsageError(self._why(whole, trial, other))
+        if self.call.get("labels") is not None:
+            self._check_loss(own, trial)
+
+    def _run(self, trial: Trial, places: Tensor, **more: Any) -> Any:
+        self.trials(trial)
+        try:
+            return nn.Module.__call__(self.model, **self._arguments(places), **more)
+        finally:
+            self.trials(None)
+
+    def _arguments(self, places: Tensor) -> dict[str, Any]:
+        """The call's arguments for these tokens, without labels, positions and boundaries."""
+        found: dict[str, Any] = {}
+        for name, given in self.call.items():
+            if name in (*LABELS, *CUTS, *LENGTHS, "position_ids") or not isinstance(given, HARMLESS):
+                continue
+            value: Any = given
+            if name == "input_ids":
+                value = _usual_ids(self.model, self.tokens)[:, places]
+            elif name == "inputs_embeds":
+                value = _random(WHOLE, value.shape[-1]).to(value)[None, places]
+            elif name == "attention_mask" and isinstance(value, Tensor):
+                value = (self.whole >= self.padding).to(value.dtype)[None]  # of the whole sequence, on every rank
+            elif isinstance(value, Tensor) and value.shape[:2] == self.tokens.shape[:2]:
+                value = value[:1, :1].expand(1, len(places), *value.shape[2:])
+            found[name] = value
+        if "return_dict" in found:
+            found["return_dict"] = True  # outputs are told apart by name
+        return found
+
+    # What to say
+
+    def _failed(self, error: Exception, where: str) -> str:
+        return (
+            f"{self.name} cannot run with mesh attention: it raised {type(error).__name__}{where} "
+            f"({_first_line(error)}); use another attn_implementation on whole sequences, or another model"
+        )
+
+    def _why(self, whole: Any, trial: Trial, other: tuple[str, bool] | None) -> str:
+        if self.call.get("logits_to_keep"):
+            return "logits_to_keep was given, and each rank would keep its own last tokens; leave logits_to_keep out"
+        if not trial.differs() and other is not None and not other[1]:
+            return (
+                f"{self.name} returns {other[0]}, which it makes from all tokens or from one (a pooled output), and "
+                "each rank would make it from its own tokens; use a model without it (add_pooling_layer=False, or "
+                "another head)"
+            )
+        counted, moved = (self._again(trial, whole, shift) for shift in (0, 1))
+        if counted or not moved:
+            how = "without position_ids it does not count 0, 1, 2, …" if counted else "it ignores position_ids"
+            also = " when the batch has padding on the left" if self.padding else ""
+            return (
+                f"{self.name} computes its own positions{also} ({how}), which would be those of this rank's tokens "
+                "alone; use another attn_implementation on whole sequences, or a model that uses position_ids as they "
+                "are given (Llama, Qwen, Gemma, …)" + (", or pad on the right" if self.padding else "")
+            )
+        return (
+            f"{self.name} mixes tokens outside of plain attention: its results for some tokens of a sequence depend on "
+            "the others, where each rank would silently treat its own tokens as the whole sequence; use another "
+            "attn_implementation on whole sequences, or another model"
+        )
+
+    def _again(self, trial: Trial, whole: Any, shift: int) -> bool:
+        """True if position ids of the whole sequence, moved by `shift`, make a difference to it."""
+        again = Trial(own=self.whole, seen=trial.seen)
+        try:
+            out = self._run(again, self.whole, position_ids=self.whole[None] + shift)
+        except ERRORS:
+            return True
+        return again.differs() or _find_other(whole, out, self.whole) is not None
+
+    def _check_loss(self, own: Any, trial: Trial) -> None:
+        """Refuse a loss that is not the sum over this rank's labels, divided by the given number of labels."""
+        logits = get_output(own, "logits")
+        if not isinstance(logits, Tensor):
+            raise UsageError(f"{self.name} returns no logits, so its loss cannot be checked; {WITHOUT_LABELS}")
+        is_shifted = self.call.get("shift_labels") is not None
+        if self._has_loss(logits, trial, is_shifted=is_shifted):
+            return
+        if self._has_loss(logits, trial, is_shifted=not is_shifted):
+            raise UsageError(
+                f"{self.name} predicts the next token, and needs shifted labels; leave out shift_labels=False of "
+                "shard_batch"
+                if not is_shifted
+                else f"{self.name} predicts the labelled tokens themselves, not the next ones; call shard_batch(…, "
+                "shift_labels=False)"
+            )
+        raise UsageError(
+            f"{self.name} computes its loss in its own way, which does not add up over the ranks (expected the sum "
+            f"over labels or shift_labels, divided by num_items_in_batch); {WITHOUT_LABELS}"
+        )
+
+    def _has_loss(self, logits: Tensor, trial: Trial, *, is_shifted: bool) -> bool:
+        labels = torch.arange(len(OWN), device=logits.device)[None] % logits.shape[-1]
+        labels[0, 0] = IGNORED
+        due = functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="sum") / ITEMS
+        given: dict[str, Any] = {"labels": labels, "num_items_in_batch": torch.tensor(ITEMS, device=labels.device)}
+        if is_shifted:
+            given |= {"labels": torch.full_like(labels, IGNORED), "shift_labels": labels}
+        again = Trial(own=self.own, seen=trial.seen)
+        try:
+            found = get_output(self._run(again, self.own, position_ids=self.own[None], **given), "loss")
+        except ERRORS:
+            return False
+        return isinstance(found, Tensor) and bool((found - due).abs() <= _tolerance(logits) * due.abs())
+
+
+WITHOUT_LABELS = "call it without labels, and compute the loss from its outputs and shard_batch's labels (reduce_loss)"
+HARMLESS = (Tensor, bool, int, float, str, list, tuple)
+"""Arguments that a model does not change; a KV cache, which it does, is left out of a trial."""
+ERRORS = ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError
+"""Errors of a model's own code."""
+
+
+def get_output(out: Any, name: str) -> Any:
+    return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]
+
+
+def _usual_ids(model: Any, like: Tensor) -> Tensor:
+    """Different ids that have no special meaning to the model."""
+    config = model.config.get_text_config()
+    special: set[int] = set()
+    for name, value in (*vars(model.config).items(), *vars(config).items()):
+        if "token" in name:
+            special |= {one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, int)}
+    size = getattr(config, "vocab_size", None) or WHOLE + len(special)
+    ids = [number for number in range(size) if number not in special] or [0]
+    chosen = [ids[place * len(ids) // WHOLE] for place in range(WHOLE)]
+    return torch.tensor([chosen], dtype=like.dtype, device=like.device)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def _tolerance(tensor: Tensor) -> float:
+    """What rounding may change: results for some of the tokens are computed in other shapes, and so in other orders."""
+    is_narrow = torch.finfo(tensor.dtype).bits < 32 or torch.is_autocast_enabled(tensor.device.type)
+    return 0.15 if is_narrow else 0.02
+
+
+def _is_other(whole: Tensor, own: Tensor, places: Tensor | None, dim: int = 2) -> bool:
+    """True if most tokens differ. A few may: a router can choose otherwise after rounding."""
+    due = whole if places is None else whole.index_select(dim, places.to(whole.device))
+    if due.shape != own.shape:
+        return True
+    due, own = (torch.nan_to_num(tensor.detach().float()).movedim(dim, 0).flatten(1) for tensor in (due, own))
+    error = (due - own).norm(dim=1) / due.norm(dim=1).clamp(min=1e-30)
+    return bool(error.median() > _tolerance(whole))
+
+
+def _find_other(whole: Any, own: Any, places: Tensor) -> tuple[str, bool] | None:
+    """The first output that differs, and whether it has a value per token."""
+    found = dict(_tensors(own))
+    for name, one in _tensors(whole):
+        other = found.get(name)
+        if other is None or other.dim() != one.dim():
+            return name, True
+        dims = [dim for dim in range(one.dim()) if one.shape[dim] != other.shape[dim]]
+        if len(dims) > 1 or _is_other(one, other, places if dims else None, dims[0] if dims else 0):
+            return name, bool(dims)
+    return None
+
+
+def _tensors(out: Any, name: str = "its output") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(out, Tensor) and out.is_floating_point() and out.dim():
+        yield name, out
+    elif isinstance(out, Mapping):
+        for key, value in out.items():
+            yield from _tensors(value, str(key))
+    elif isinstance(out, list | tuple):
+        for number, value in enumerate(out):
+            yield from _tensors(value, f"{name}[{number}]")
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Without gradients, dropout, compilation, or a trace in the random numbers."""
+    training = [module for module in model.modules() if module.training]
+    devices = sorted(
+        {parameter.device.index or 0 for parameter in model.parameters() if parameter.device.type == "cuda"}
+    )
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True

@@ -1,0 +1,393 @@
+"""Every family of the installed transformers that builds from a tiny config: right on 4 ranks, or refused clearly.
+
+    make families
+    python tests/campaign/families.py --only llama bart
+
+Each family runs in a process of its own: a tiny model with its ordinary attention on whole batches, then the same
+model on four ranks (processes with a Gloo group) through mesh attention. Logits, loss and all gradients are compared.
+A family is right, refused (by an error of this library, on every rank), wrong, unclear (another error), or not built.
+Exit code 1 if one is wrong or unclear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from tiny_families import TRIED, build, families, tokens
+from torch import Tensor
+from torch.nn import functional
+
+from mesh_attention.api import MeshAttention
+from mesh_attention.errors import DisagreementError, MeshAttentionError
+from mesh_attention.integrations.batches import batch_loss, shard_batch
+from mesh_attention.integrations.transformers import register
+
+RANKS = 4
+LIMIT_S = 300
+TOLERANCE = 2e-3
+"""Relative, of float32 results; a wrong position or a missing token makes a difference of about 1."""
+COMMAND = "make families"
+ORDER = ("right", "refused", "wrong", "unclear", "not built")
+
+
+def batches(kind: str) -> dict[str, dict[str, Any]]:
+    """Whole batches by name: plain, of odd length, padded on each side, and with packed documents."""
+    mask = torch.ones(3, 16, dtype=torch.long)
+    mask[1, 11:] = 0
+    left = torch.ones(2, 16, dtype=torch.long)
+    left[1, :3] = 0
+    restarts = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
+    found: dict[str, dict[str, Any]] = {
+        "plain": {"input_ids": tokens(2, 16)},
+        "odd": {"input_ids": tokens(1, 15)},
+        "padded right": {"input_ids": tokens(3, 16), "attention_mask": mask},
+        "padded left": {"input_ids": tokens(2, 16), "attention_mask": left},
+        "packed": {"input_ids": tokens(1, 16), "position_ids": restarts},
+    }
+    if kind != "encoder":
+        found["plain"]["labels"] = tokens(2, 16).masked_fill(torch.arange(16) % 5 == 2, -100)
+    return found
+
+
+DOCUMENTS = (7, 9)
+
+
+def ordinary(model: Any, name: str, batch: Mapping[str, Any]) -> Tensor:
+    """The output for a whole batch, (batch, tokens, …). Documents are run one by one."""
+    if name != "packed":
+        call = {key: value for key, value in batch.items() if key != "labels" or model.config.is_encoder_decoder}
+        return first_output(model(**call, use_cache=False))
+    cuts = torch.tensor([0, *DOCUMENTS]).cumsum(0).tolist()
+    parts = [first_output(model(input_ids=batch["input_ids"][:, a:b], use_cache=False)) for a, b in pairwise(cuts)]
+    return torch.cat(parts, dim=1)
+
+
+def first_output(out: Any) -> Tensor:
+    found = out.get("logits")
+    found = out.get("last_hidden_state") if found is None else found
+    return found if found is not None else next(value for value in out.values() if isinstance(value, Tensor))
+
+
+def mean_loss(logits: Tensor, labels: Tensor, kind: str) -> Tensor:
+    if kind in ("causal", "multimodal"):
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def error_of(ours: Tensor, due: Tensor, *, least: float = 1e-30) -> float:
+    """The largest error, relative to the largest value; to `least`, if all values are smaller."""
+    if ours.shape != due.shape:
+        return float("inf")
+    error = float((ours.detach() - due.detach()).abs().max() / due.detach().abs().max().clamp(min=least))
+    return error if error == error else float("inf")
+
+
+# One family
+
+
+def find_sizes(model_type: str, kind: str) -> tuple[Any, str]:
+    """The first sizes and the ordinary implementation with which a tiny model runs; raises the last error if none."""
+    last: Exception | None = None
+    for sizes in TRIED:
+        for implementation in ("sdpa", "eager"):
+            try:
+                with torch.no_grad():
+                    model = build(model_type, kind, implementation, sizes)
+                    out = ordinary(model, "plain", batches(kind)["plain"])
+                if out.dim() < 2 or not out.isfinite().all():
+                    raise ValueError(f"the output of a tiny model is {tuple(out.shape)}, or not finite")
+                return sizes, implementation
+            except Exception as error:
+                last = error
+    assert last is not None
+    raise last
+
+
+def judge(model_type: str, kind: str, folder: Path) -> dict[str, Any]:
+    """The verdict on one family, and what was said about each batch."""
+    try:
+        sizes, implementation = find_sizes(model_type, kind)
+    except Exception as error:
+        return {"verdict": "not built", "why": brief(error)}
+    model = build(model_type, kind, implementation, sizes)
+    due: dict[str, Any] = {}
+    for name, batch in batches(kind).items():
+        try:
+            out = ordinary(model, name, batch)
+            gradients = {}
+            if "labels" in batch and kind != "seq2seq":
+                loss = mean_loss(out, batch["labels"], kind)
+                loss.backward()
+                gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+                gradients["loss"] = loss.detach()
+            due[name] = out.detach(), gradients
+        except Exception as error:
+            due[name] = f"not run by transformers: {brief(error)}"
+    del model
+    family = model_type, kind, sizes
+    children = [fork(partial(run_rank, rank, folder, family, implementation, due)) for rank in range(RANKS)]
+    wait_for(children, time.monotonic() + LIMIT_S / 2)
+    answers = []
+    for rank in range(RANKS):
+        path = folder / f"rank{rank}.json"
+        answers.append(json.loads(path.read_text()) if path.exists() else {})
+    said = {
+        name: verdict_of([answer.get(name, ["unclear", "no answer in time"]) for answer in answers])
+        for name in (*due, *MISUSES)
+    }
+    worst = max((verdict for verdict, _ in said.values()), key=RANKING.index)
+    return {"verdict": worst, "batches": said}
+
+
+RANKING = ("not run", "refused", "right", "unclear", "wrong")
+"""The verdict on a family is that on the batch furthest to the right."""
+
+
+def verdict_of(answers: list[list[str]]) -> list[str]:
+    """The verdict on a batch from those of all ranks; a refusal must be one on every rank."""
+    verdicts = {verdict for verdict, _ in answers}
+    if len(verdicts) == 1:
+        told = [text for _, text in answers if not text.startswith("DisagreementError")]
+        return [answers[0][0], (told or [answers[0][1]])[0]]
+    bad = [answer for answer in answers if answer[0] in ("wrong", "unclear")]
+    return bad[0] if bad else ["unclear", f"ranks differ: {answers}"]
+
+
+def run_rank(rank: int, folder: Path, family: Any, implementation: str, due: Mapping[str, Any]) -> None:
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=20))
+    attention = MeshAttention()
+    register(attention)
+    said: dict[str, list[str]] = {}
+
+    def write(said: Mapping[str, Any]) -> None:
+        (folder / f"rank{rank}.part").write_text(json.dumps(said))
+        (folder / f"rank{rank}.part").rename(folder / f"rank{rank}.json")
+
+    for name, batch in batches(family[1]).items():
+        is_run = not isinstance(due[name], str)
+        said[name] = run_batch(attention, family, batch, due[name]) if is_run else ["not run", due[name]]
+        write(said)
+    for name, misuse in MISUSES.items():
+        said[name] = misuse_outcome(misuse, attention, family, implementation)
+        write(said)
+    dist.barrier()
+
+
+def forget(attention: MeshAttention, family: Any, implementation: str) -> None:
+    """A sharded batch through a model with its ordinary attention."""
+    model_type, kind, sizes = family
+    build(model_type, kind, implementation, sizes)(**shard_batch(attention, batches("encoder")["odd"]))
+
+
+def generate(attention: MeshAttention, family: Any, implementation: str) -> None:
+    model_type, kind, sizes = family
+    model = build(model_type, kind, "mesh_attention", sizes)
+    if not model.can_generate():
+        raise MeshAttentionError("this model cannot generate")
+    model.generate(attention.shard(tokens(1, 16)), max_new_tokens=1, do_sample=False)
+
+
+MISUSES = {"ordinary attention": forget, "generate": generate}
+
+
+def misuse_outcome(misuse: Any, *arguments: Any) -> list[str]:
+    """A misuse must not pass in silence; an error of transformers' own is as good as ours."""
+    try:
+        misuse(*arguments)
+    except Exception as error:
+        return ["refused", brief(error)]
+    return ["wrong", "nothing was raised"]
+
+
+def run_batch(attention: MeshAttention, family: Any, batch: Mapping[str, Any], due: Any) -> list[str]:
+    """A verdict on this rank's part, and the largest error or what was raised; `due` is the output and gradients."""
+    model_type, kind, sizes = family
+    try:
+        model = build(model_type, kind, "mesh_attention", sizes)
+        local = shard_batch(attention, batch, shift_labels=kind != "masked")
+        out = model(**local)
+        errors = {"output": error_of(*real(first_output(out), attention.shard(due[0]), attention, batch))}
+        if due[1]:
+            loss = batch_loss(out.loss, local, group=None, gradients="summed")
+            loss.backward()
+            errors["loss"] = error_of(loss, due[1]["loss"])
+            least = 1e-3 * max(float(one.abs().max()) for one in due[1].values())  # a bias of keys has no effect at all
+            for key, parameter in model.named_parameters():
+                if key in due[1] and parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    errors[key] = error_of(parameter.grad, due[1][key], least=least)
+    except MeshAttentionError as error:
+        kind_of = "DisagreementError: " if isinstance(error, DisagreementError) else ""
+        return ["refused", kind_of + str(error)]
+    except Exception as error:
+        return ["unclear", brief(error)]
+    worst = max(errors, key=lambda key: errors[key])
+    return ["right" if errors[worst] <= TOLERANCE else "wrong", f"{worst}: {errors[worst]:.1e}"]
+
+
+def real(ours: Tensor, due: Tensor, attention: MeshAttention, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Both without padding."""
+    mask = batch.get("attention_mask")
+    if mask is None or ours.shape != due.shape:
+        return ours, due
+    kept = attention.shard(mask) == 1
+    return ours[kept], due[kept]
+
+
+def brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+# Processes
+
+
+def fork(work: Any) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        work()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def wait_for(children: list[int], deadline: float) -> None:
+    left = set(children)
+    while left and time.monotonic() < deadline:
+        for pid in list(left):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                left.discard(pid)
+        time.sleep(0.01)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def write_verdict(family: tuple[str, str, str], folder: Path) -> None:
+    (folder / "verdict.json").write_text(json.dumps(judge(family[0], family[1], folder)))
+
+
+def judge_all(chosen: list[tuple[str, str, str]], jobs: int) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Verdicts as they are reached, each from a process of its own."""
+    waiting, running = list(chosen), {}
+    with tempfile.TemporaryDirectory(prefix="families-") as root:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                family = waiting.pop(0)
+                folder = Path(root) / f"{len(waiting)}"
+                folder.mkdir()
+                pid = fork(partial(write_verdict, family, folder))
+                running[pid] = family, folder, time.monotonic() + LIMIT_S
+            for pid, (family, folder, deadline) in list(running.items()):
+                is_done = os.waitpid(pid, os.WNOHANG)[0] != 0
+                if not is_done and time.monotonic() < deadline:
+                    continue
+                if not is_done:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                del running[pid]
+                path = folder / "verdict.json"
+                none = {"verdict": "not built", "why": "its process ended without a verdict, or took too long"}
+                yield *family, json.loads(path.read_text()) if path.exists() else none
+            time.sleep(0.01)
+
+
+# The page
+
+
+def page(results: list[tuple[str, str, str, dict[str, Any]]]) -> str:
+    groups: dict[str, dict[str, list[str]]] = {verdict: {} for verdict in ORDER}
+    for model_type, _, name, found in results:
+        label = f"{name} ({model_type})"
+        for why in reasons(name, found):
+            groups[found["verdict"]].setdefault(why, []).append(label)
+    counts = ", ".join(f"{sum(1 for *_, f in results if f['verdict'] == one)} {one}" for one in ORDER)
+    lines = [
+        "# Families of transformers",
+        "",
+        f"<!-- Written by `{COMMAND}`; do not edit. -->",
+        "",
+        f"Every model class for tokens in the registries of transformers {transformers.__version__}: a tiny model of",
+        "each runs on 4 ranks and is compared with one process: outputs for five batches (plain, of odd length, padded",
+        "on the right, padded on the left, packed), loss and gradients for the plain one. A class is right if no batch",
+        "is wrong and some are right. [tests/campaign/families.py](../tests/campaign/families.py) writes this page.",
+        "",
+        f"{len(results)} classes: {counts}.",
+    ]
+    for verdict, told in groups.items():
+        if not told:
+            continue
+        first = {"right": "except for", "not built": "error"}.get(verdict, "message (batches, if not all)")
+        lines += ["", f"## {verdict.capitalize()}", "", f"| {first} | classes (model type) |", "| --- | --- |"]
+        for why, names in sorted(told.items(), key=lambda item: (-len(item[1]), item[0])):
+            lines.append(f"| {why.replace('|', chr(92) + '|')} | {', '.join(sorted(set(names), key=str.lower))} |")
+    return "\n".join(lines) + "\n"
+
+
+def reasons(name: str, found: Mapping[str, Any]) -> list[str]:
+    """What the page says of a class: why it was not built, or which batches are refused and why."""
+    if found["verdict"] == "not built":
+        return [found["why"].partition("\n")[0][:120].replace("`", "")]
+    told: dict[str, list[str]] = {}
+    tried = {batch: said for batch, said in found["batches"].items() if batch not in MISUSES and said[0] != "not run"}
+    for batch, (verdict, why) in tried.items():
+        if verdict != "right":
+            text = why.replace(name, "…").replace(" when the batch has padding on the left", "").partition(";")[0]
+            told.setdefault(re.sub(r"^\S+ (mixes|is an encoder|passed|does not use)", r"… \1", text), []).append(batch)
+    if not told:
+        return ["—"]
+    return [f"{why} ({', '.join(names)})" if len(names) < len(tried) else why for why, names in told.items()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="*", help="model types or class names; others are read from --json")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="store the results here")
+    parser.add_argument("--write", type=Path, help="write the page here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    chosen = [one for one in families() if not options.only or one[0] in options.only or one[2] in options.only]
+    results, start = [], time.monotonic()
+    if options.only and options.json and options.json.exists():  # the other families are as they were
+        results = [tuple(one) for one in json.loads(options.json.read_text()) if tuple(one[:3]) not in set(chosen)]
+    for done, result in enumerate(judge_all(chosen, options.jobs), start=1):
+        results.append(result)
+        model_type, kind, name, found = result
+        print(f"{done:4}/{len(chosen)} {found['verdict']:9} {model_type} {kind} {name}", flush=True)
+        if found["verdict"] in ("wrong", "unclear") or options.only:
+            print(json.dumps(found, indent=2), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1))
+    if options.write:
+        options.write.write_text(page(sorted(results, key=lambda result: result[:3])))
+    counts = {verdict: sum(1 for *_, found in results if found["verdict"] == verdict) for verdict in ORDER}
+    print(f"{len(results)} classes in {time.monotonic() - start:.0f} s: {json.dumps(counts)}")
+    return int(counts["wrong"] + counts["unclear"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

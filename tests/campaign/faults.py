@@ -1,0 +1,572 @@
+"""The table of faults and moments: what every rank does when one of them fails, on four fresh processes over Gloo.
+
+    python tests/campaign/faults.py                              # the whole table, in about ten minutes
+    python tests/campaign/faults.py --fault die stop --moment "in forward"
+    python tests/campaign/faults.py --write docs/faults.md       # and write the page
+
+One cell is one run: rank 1 has the fault at the moment, the others do nothing wrong. Every rank that is alive must
+raise an error of this library within `SLACK_S` of the fault or of the group's timeout, and no rank may return a number,
+except where nothing is wrong (late, other spelling): there every rank must be right. Afterwards all ranks that are
+alive make one more call. All of them are right, or all of them raise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch._dynamo  # checkpointing imports it, which takes longer than the group's timeout; so it is loaded before
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore
+from torch.utils.checkpoint import checkpoint
+
+import mesh_attention
+from mesh_attention import MeshAttention, MeshAttentionError
+from mesh_attention.comm.torch_dist import TorchComm
+from mesh_attention.execution.engine import Engines
+from mesh_attention.testing.run_ranks import process_context
+
+RANKS = 4
+TIMEOUT_S, SLACK_S, LATE_S = 5.0, 5.0, 1.5
+START_S = 60.0
+"""Seconds that processes may take to start and to warm up."""
+STARTS = 3
+"""Starts to try: on a busy machine, connecting may take longer than the short timeout of the group."""
+SEQ, HEADS, DIM = 48, 2, 8
+FAULTS = (
+    *("die", "stop", "late", "raise", "out of memory"),
+    *("other call", "other dtype", "other spelling", "other version", "wrong argument"),
+)
+HARMLESS = ("late", "other spelling")
+
+
+class Setting(NamedTuple):
+    """How a cell is run: which rank has the fault, the timeout of the group, and who keeps its store.
+
+    A launcher such as torchrun keeps it, or rank 0 if there is none.
+    """
+
+    victim: int = 1
+    timeout_s: float = TIMEOUT_S
+    store_on_rank_0: bool = False
+    method: str = "ring"
+
+    @property
+    def limit_s(self) -> float:
+        return self.timeout_s + SLACK_S
+
+
+class MadeToFailError(Exception):
+    """The error of a rank that is made to raise."""
+
+
+# One rank
+
+
+@dataclass
+class Rank:
+    """One process: makes its calls, and has the fault if it is the victim."""
+
+    number: int
+    fault: str
+    setting: Setting
+
+    def __post_init__(self) -> None:
+        self.attention = MeshAttention(choice=self.setting.method)
+        self.is_victim = self.number == self.setting.victim
+
+    def fail(self) -> None:
+        """Have the fault now, if it is one that happens at a moment."""
+        if not self.is_victim:
+            return
+        match self.fault:
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "late":
+                time.sleep(min(LATE_S, 0.6 * self.setting.timeout_s))
+            case "raise":
+                raise MadeToFailError("made to fail")
+            case "out of memory":
+                raise torch.OutOfMemoryError("made to run out of memory")
+
+    @contextmanager
+    def failing_in(self, owner: type, name: str, *, after: bool = False) -> Iterator[None]:
+        """Have the fault in the next call of a method, before or after it does its work."""
+        method, is_due = getattr(owner, name), [True]
+
+        def wrapped(*given: Any, **named: Any) -> Any:
+            due = is_due and is_due.pop()
+            if due and not after:
+                self.fail()
+            result = method(*given, **named)
+            if due and after:
+                self.fail()
+            return result
+
+        with mock.patch.object(owner, name, wrapped):
+            yield
+
+    @property
+    def kernel(self) -> type:
+        """The class of the kernel of earlier calls."""
+        (engine, *_) = self.attention.engines.known.values()
+        return type(next(iter(engine.kernels.values())))
+
+    @property
+    def differs(self) -> bool:
+        return self.is_victim and self.fault.startswith(("other", "wrong"))
+
+    @property
+    def has_twin(self) -> bool:
+        """True if the victim's other call is one that all ranks made before."""
+        return self.fault in ("other call", "other dtype")
+
+    def question(self, *, other: bool = False, **call: Any) -> Question:
+        """What this rank asks: the same on all ranks, except that the victim's may be the other one."""
+        asked = Question({"causal": True, **call})
+        if not (other or self.differs):
+            return asked
+        match self.fault:
+            case "other call":
+                return Question({**asked.call, "causal": False})
+            case "other dtype":
+                return Question(asked.call, torch.float32)
+            case "other spelling":
+                return Question({**asked.call, "softmax_scale": DIM**-0.5, "seq_len": SEQ})
+            case "wrong argument":
+                return Question({**asked.call, "casual": True})
+        return asked
+
+    def attend(self, asked: Question, *, gradient: bool = False) -> Answer:
+        whole = asked.inputs()
+        ours = [self.attention.shard(tensor).requires_grad_(gradient) for tensor in whole]
+        return Answer(asked, ours, self.attention(*ours, **asked.call))
+
+    def is_right(self, found: Tensor, due: Tensor) -> bool:
+        bound = 1e-12 if found.dtype is torch.float64 else 1e-5
+        return found.shape == due.shape and bool(((found - due).abs().max() <= bound * due.abs().max()).item())
+
+    def forward(self, asked: Question) -> bool:
+        return self.is_right(self.attend(asked).out, self.attention.shard(asked.truth()[0]))
+
+    def step(self, asked: Question) -> bool:
+        return self.backward(self.attend(asked, gradient=True))
+
+    def backward(self, answer: Answer) -> bool:
+        truth = answer.asked.truth()
+        found = torch.autograd.grad(answer.out.sum(), answer.inputs)
+        return all(self.is_right(ours, self.attention.shard(due)) for ours, due in zip(found, truth[1:], strict=True))
+
+
+@dataclass
+class Question:
+    call: dict[str, Any]
+    dtype: torch.dtype = torch.float64
+
+    def inputs(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        made = [torch.randn(1, SEQ, HEADS, DIM, generator=generator, dtype=torch.float64) for _ in range(3)]
+        return [tensor.to(self.dtype) for tensor in made]
+
+    def truth(self) -> list[Tensor]:
+        """The output, and the gradients of its sum; written out, apart from the library."""
+        q, k, v = (tensor.double().requires_grad_() for tensor in self.inputs())
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * DIM**-0.5
+        distance = torch.arange(SEQ)[:, None] - torch.arange(SEQ)
+        hidden = distance < 0 if self.call["causal"] else torch.zeros(SEQ, SEQ, dtype=torch.bool)
+        left, _ = self.call.get("window_size", (-1, -1))
+        hidden = hidden | (distance > left) if left >= 0 else hidden
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
+        return [tensor.detach().to(self.dtype) for tensor in (out, *torch.autograd.grad(out.sum(), (q, k, v)))]
+
+
+@dataclass
+class Answer:
+    asked: Question
+    inputs: list[Tensor]
+    out: Tensor
+
+
+# Moments. Each warms up, without the fault, and returns the part that has it; that returns whether the result is right.
+
+Attack = Callable[[], bool]
+
+
+def before_the_first_call(rank: Rank) -> Attack:
+    def attack() -> bool:
+        rank.fail()
+        return rank.forward(rank.question())
+
+    return attack
+
+
+def in_agreement(rank: Rank) -> Attack:
+    """On a new call. The victim's other call is not new to it, so it does not agree on anything."""
+    rank.forward(_questions(rank)[-1])
+    new = {} if rank.differs and rank.has_twin else {"window_size": (9, 0)}
+    raises = rank.fault in ("raise", "out of memory")
+
+    def attack() -> bool:
+        where = (Engines, "_configuration") if raises else (TorchComm, "share")
+        with rank.failing_in(*where, after=not raises):
+            return rank.forward(rank.question(**new))
+
+    return attack
+
+
+def in_forward(rank: Rank) -> Attack:
+    _warm_up(rank, rank.forward)
+
+    def attack() -> bool:
+        with rank.failing_in(rank.kernel, "forward"):
+            return rank.forward(rank.question())
+
+    return attack
+
+
+def in_backward(rank: Rank) -> Attack:
+    _warm_up(rank, rank.step)
+    answers = [rank.attend(asked, gradient=True) for asked in _spelled(rank)]
+    answer = answers[-1] if rank.differs else answers[0]
+
+    def attack() -> bool:
+        with rank.failing_in(rank.kernel, "backward"):
+            return rank.backward(answer)
+
+    return attack
+
+
+def between_calls(rank: Rank) -> Attack:
+    _warm_up(rank, rank.step)
+
+    def attack() -> bool:
+        rank.fail()
+        return rank.step(rank.question())
+
+    return attack
+
+
+def in_unshard(rank: Rank) -> Attack:
+    answer = rank.attend(Question({"causal": True}))
+    due, dim = answer.asked.truth()[0], 1
+    local = answer.out
+    if rank.differs:
+        local = local.float() if rank.fault == "other dtype" else local
+        dim = {"other spelling": -3, "wrong argument": 7}.get(rank.fault, 1)
+
+    def attack() -> bool:
+        with rank.failing_in(TorchComm, "post"):
+            if rank.differs and rank.fault == "other call":
+                return rank.forward(answer.asked)
+            return rank.is_right(rank.attention.unshard(local, dim=dim), due.to(local.dtype))
+
+    return attack
+
+
+def in_a_checkpoint(rank: Rank) -> Attack:
+    """While backward computes forward again."""
+    _warm_up(rank, rank.step)
+    answers = []
+    for asked in _spelled(rank):
+        ours = [rank.attention.shard(tensor).requires_grad_() for tensor in asked.inputs()]
+
+        def attend(*given: Tensor, call: dict[str, Any] = asked.call) -> Tensor:
+            return rank.attention(*given, **call)  # type: ignore[no-any-return]
+
+        answers.append(Answer(asked, ours, checkpoint(attend, *ours, use_reentrant=False)))  # type: ignore[arg-type]
+    answer = answers[-1] if rank.differs else answers[0]
+
+    def attack() -> bool:
+        with rank.failing_in(rank.kernel, "forward"):
+            return rank.backward(answer)
+
+    return attack
+
+
+def _questions(rank: Rank) -> list[Question]:
+    """The question of all ranks and, if the victim asks another one, that one too."""
+    same = Question({"causal": True})
+    return [same, rank.question(other=True)] if rank.has_twin else [same]
+
+
+def _spelled(rank: Rank) -> list[Question]:
+    """The same, spelled as this rank spells it."""
+    return _questions(rank) if rank.has_twin else [rank.question()]
+
+
+def _warm_up(rank: Rank, make: Callable[[Question], bool]) -> None:
+    for asked in _questions(rank):
+        assert make(asked)
+
+
+MOMENTS: dict[str, Callable[[Rank], Attack]] = {
+    "before the first call": before_the_first_call,
+    "in agreement": in_agreement,
+    "in forward": in_forward,
+    "in backward": in_backward,
+    "between calls": between_calls,
+    "in unshard": in_unshard,
+    "in a checkpoint": in_a_checkpoint,
+}
+IMPOSSIBLE = {
+    *(("other version", moment) for moment in ("in forward", "in backward", "between calls", "in a checkpoint")),
+    *(("wrong argument", moment) for moment in ("in backward", "in a checkpoint")),
+}
+"""A library does not change its version in mid-run, and the first call compares it. Backward has no arguments."""
+
+
+def cells() -> list[tuple[str, str]]:
+    return [(fault, moment) for fault in FAULTS for moment in MOMENTS if (fault, moment) not in IMPOSSIBLE]
+
+
+def work(connection: Connection, number: int, port: int, fault: str, moment: str, setting: Setting) -> None:
+    torch.set_num_threads(1)
+    is_keeper = setting.store_on_rank_0 and number == 0
+    store = TCPStore("localhost", port, is_master=is_keeper, wait_for_workers=False)
+    timeout = timedelta(seconds=setting.timeout_s)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=RANKS, timeout=timeout)
+    rank = Rank(number, fault, setting)
+    attack = MOMENTS[moment](rank)
+    dist.barrier()
+    connection.send("ready")
+    if rank.is_victim and fault == "other version":
+        mesh_attention.__version__ = "0.0.0"
+    silent = os.open(os.devnull, os.O_WRONLY)
+    for part in (attack, lambda: rank.step(Question({"causal": True}))):
+        connection.recv()  # the others are ready too
+        os.dup2(silent, sys.stderr.fileno())  # torch prints stacks of its own when a store or a peer is gone
+        start = time.monotonic()
+        try:
+            said = "right" if part() else "WRONG"
+        except BaseException as error:
+            kind = "library" if isinstance(error, MeshAttentionError) else type(error).__name__
+            said = f"{kind}|{type(error).__name__}: {error}"
+        connection.send((said, time.monotonic() - start))
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank did: an answer that is right or not, an error, or nothing."""
+
+    said: str
+    seconds: float = 0.0
+
+    @property
+    def is_library_error(self) -> bool:
+        return self.said.startswith("library|")
+
+    @property
+    def name(self) -> str:
+        return self.said.split("|")[-1].split(":")[0]
+
+
+DEAD, SILENT = Outcome("dead"), Outcome("SILENT")
+
+
+@dataclass(frozen=True)
+class Cell:
+    fault: str
+    moment: str
+    ranks: tuple[Outcome, ...]
+    afterwards: tuple[Outcome, ...]
+    setting: Setting
+
+    @property
+    def breaches(self) -> list[str]:
+        """What is wrong with it."""
+        found = []
+        for rank, outcome in enumerate(self.ranks):
+            if why := self._breach(rank, outcome):
+                found.append(f"rank {rank}: {why}: {outcome.said} ({outcome.seconds:.1f} s)")
+        alive = [outcome for outcome in self.afterwards if outcome != DEAD]
+        late = any(outcome.seconds > self.setting.limit_s for outcome in alive)
+        if late or not (
+            all(outcome.said == "right" for outcome in alive) or all(one.is_library_error for one in alive)
+        ):
+            found.append(f"afterwards: {[(outcome.said, round(outcome.seconds, 1)) for outcome in self.afterwards]}")
+        return found
+
+    def _breach(self, rank: int, outcome: Outcome) -> str | None:
+        is_victim = rank == self.setting.victim
+        if self.fault in HARMLESS:
+            return None if outcome.said == "right" else "expected the right result"
+        if is_victim and self.fault == "die":
+            return None if outcome == DEAD else "expected it to be dead"
+        if is_victim and outcome.name in ("MadeToFailError", "OutOfMemoryError"):
+            return None
+        if not outcome.is_library_error:
+            return "expected an error of this library"
+        # A stopped rank raises some time after it goes on.
+        limit = self.setting.limit_s * (2 if is_victim and self.fault == "stop" else 1)
+        return f"expected it within {limit:g} s" if outcome.seconds > limit else None
+
+    @property
+    def summary(self) -> str:
+        if self.breaches:
+            return "BROKEN"
+        if self.fault in HARMLESS:
+            return "right"
+        others = [outcome for rank, outcome in enumerate(self.ranks) if rank != self.setting.victim]
+        slowest = max(outcome.seconds for outcome in others)
+        return f"{', '.join(sorted({outcome.name for outcome in others}))} after {slowest:.1f} s"
+
+
+def run_cell(fault: str, moment: str, setting: Setting = Setting()) -> Cell:  # noqa: B008  (a value)
+    for _ in range(STARTS):
+        with _started(fault, moment, setting) as workers:
+            if all(_is_ready(connection) for _, connection in workers):
+                ranks = _outcomes(workers, setting)
+                return Cell(fault, moment, ranks, _outcomes(workers, setting), setting)
+    raise RuntimeError(f"{fault}, {moment}: the ranks did not get ready within the group's timeout")
+
+
+@contextmanager
+def _started(fault: str, moment: str, setting: Setting) -> Iterator[list[tuple[Any, Connection]]]:
+    context = process_context()
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    if setting.store_on_rank_0:
+        del store  # its port is free again
+    workers: list[tuple[Any, Connection]] = []
+    for rank in range(RANKS):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=work, args=(theirs, rank, port, fault, moment, setting), daemon=True)
+        process.start()
+        theirs.close()
+        workers.append((process, ours))
+    try:
+        yield workers
+    finally:
+        for process, connection in workers:
+            connection.close()
+            process.kill()
+            process.join()
+
+
+def _is_ready(connection: Connection) -> bool:
+    try:
+        return connection.poll(START_S) and connection.recv() == "ready"
+    except (EOFError, OSError):
+        return False
+
+
+def _outcomes(workers: Sequence[tuple[Any, Connection]], setting: Setting) -> tuple[Outcome, ...]:
+    """Let all ranks go on, and collect what they do. A rank that stopped goes on when all others have answered."""
+    found = {}
+    for rank, (_, connection) in enumerate(workers):
+        try:
+            connection.send("go on")
+        except OSError:
+            found[rank] = DEAD
+    victim = workers[setting.victim][0].pid
+    for _ in range(2):
+        end = time.monotonic() + 2 * setting.limit_s
+        while len(found) < len(workers) and time.monotonic() < end:
+            for rank, (_, connection) in enumerate(workers):
+                if rank not in found and (answer := _answer(connection)):
+                    found[rank] = answer
+            if len(found) == len(workers) - 1 and _is_stopped(victim):
+                break
+        if _is_stopped(victim):
+            os.kill(victim, signal.SIGCONT)
+    return tuple(found.get(rank, SILENT) for rank in range(len(workers)))
+
+
+def _answer(connection: Connection) -> Outcome | None:
+    try:
+        if connection.poll(0.02):
+            return Outcome(*connection.recv())
+    except (EOFError, OSError):
+        return DEAD
+    return None
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def page(found: Sequence[Cell]) -> str:
+    """The table as a page of the documentation."""
+    by_place = {(cell.fault, cell.moment): cell for cell in found}
+    lines = ["| fault | " + " | ".join(MOMENTS) + " |", "| --- |" + " --- |" * len(MOMENTS)]
+    for fault in FAULTS:
+        row = [by_place[fault, moment].summary if (fault, moment) in by_place else "—" for moment in MOMENTS]
+        lines.append(f"| {fault} | " + " | ".join(row) + " |")
+    return PAGE.format(table="\n".join(lines), timeout=TIMEOUT_S, slack=SLACK_S, ranks=RANKS, late=LATE_S)
+
+
+PAGE = """# When a rank fails
+
+`make faults` writes this table. Each cell is a run of {ranks} fresh
+processes over Gloo with a group timeout of {timeout:g} s, in which rank 1 has the fault at the moment. The cell shows
+what the *other* ranks raise, and when the last of them did. No rank returns a wrong number, and every later call on the
+group raises too, unless the error is a `DisagreementError` from before anything was sent.
+
+{table}
+
+* **die**: SIGKILL. **stop**: SIGSTOP until all others have raised. **late**: {late:g} s, which is less than the
+  timeout, so all results are right. **raise**, **out of memory**: an error on one rank, which catches it and goes on.
+* **other call**, **other dtype**: the rank makes another call than the others. In agreement, it makes a call that it
+  has made before while the others make a new one; later, all ranks have made both calls before. **other spelling**: it
+  states a default (`softmax_scale`, `seq_len`, a negative `dim`), so all results are right. **other version**: of this
+  library; it is compared where ranks agree, so it cannot differ later (—). **wrong argument**: the rank raises a
+  `UsageError`, in unshard for a `dim` that does not exist; if the others have made the call before, they do not hear of
+  it until the timeout.
+* **in a checkpoint**: while backward computes forward again.
+
+An error after the timeout names the ranks that did not take part, or the step and the rank that was waited for. Pass
+`init_process_group` a timeout that is longer than your slowest pause, and no longer.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fault", nargs="+", choices=FAULTS, default=FAULTS)
+    parser.add_argument("--moment", nargs="+", choices=tuple(MOMENTS), default=tuple(MOMENTS))
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
+    parser.add_argument("--victim", type=int, choices=range(RANKS), default=1, help="the rank that has the fault")
+    parser.add_argument("--store-on-rank-0", action="store_true", help="as without a launcher")
+    parser.add_argument("--method", default="ring", help="how to plan, such as 'mesh 2x2'")
+    parser.add_argument("--write", type=Path, help="file to write the page to")
+    given = parser.parse_args(arguments)
+    chosen = [(fault, moment) for fault, moment in cells() if fault in given.fault and moment in given.moment]
+    setting = Setting(given.victim, store_on_rank_0=given.store_on_rank_0, method=given.method)
+    found = []
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for cell in pool.map(lambda place: run_cell(*place, setting), chosen):
+            found.append(cell)
+            print(f"{cell.fault:15} {cell.moment:22} {cell.summary}", flush=True)
+            for breach in cell.breaches:
+                print(f"    {breach}", flush=True)
+    if given.write is not None:
+        given.write.write_text(page(found))
+    broken = sum(bool(cell.breaches) for cell in found)
+    print(f"{len(found)} cells, {broken} broken")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

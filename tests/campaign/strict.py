@@ -1,0 +1,365 @@
+"""Executes a plan, all ranks in one process, as hostile as a real network may be, and compares it with dense attention.
+
+The network runs each rank's posts strictly one after the other, as NCCL does; a post is over when all its transfers
+have both ends. When data moves between the first and the last possible moment is drawn. Memory has NaN in it before it
+is written and after it is freed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from functools import lru_cache
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention.arguments import Softmax
+from mesh_attention.comm.base import Comm, Parcel, Work
+from mesh_attention.execution.buffers import Buffer, token_format
+from mesh_attention.execution.compiled import compile_program, lay_out
+from mesh_attention.execution.driving import drive
+from mesh_attention.execution.engine import Outputs
+from mesh_attention.execution.executor import Executor
+from mesh_attention.kernels.reference import ReferenceKernel
+from mesh_attention.masks import Mask
+from mesh_attention.plan.layout import position_ids
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import AXIS_OF, Item
+from mesh_attention.problem import Problem
+
+TOLERANCE = 1e-10
+NOT_A_NUMBER = 255
+"""A byte that makes any float of these bytes NaN."""
+CPU = torch.device("cpu")
+
+
+class WrongPlanError(Exception):
+    """An accepted plan that is not right."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
+
+
+# Dense attention, written without the library's masks and kernels
+
+
+@lru_cache(maxsize=8)
+def truth_of(problem: Problem) -> dict[str, Tensor]:
+    """Inputs, results and gradients of the whole problem, (batch, tokens, heads, dim); statistics without dim."""
+    draw = torch.Generator().manual_seed(7)
+
+    def tensor(tokens: int, heads: int, dim: int) -> Tensor:
+        return torch.randn((problem.batch, tokens, heads, dim), dtype=torch.float64, generator=draw)
+
+    q = tensor(problem.seq_q, problem.heads, problem.head_dim_qk).requires_grad_()
+    k = tensor(problem.seq_kv, problem.kv_heads, problem.head_dim_qk).requires_grad_()
+    v = tensor(problem.seq_kv, problem.kv_heads, problem.head_dim_v).requires_grad_()
+    do = tensor(problem.seq_q, problem.heads, problem.head_dim_v)
+    shared = problem.heads // problem.kv_heads
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(shared, 2)) * problem.head_dim_qk**-0.5
+    scores = scores.masked_fill(~_sees(problem.mask, problem.seq_q, problem.seq_kv), -torch.inf)
+    weights = torch.nan_to_num(scores.softmax(-1))  # rows that see nothing
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(shared, 2))
+    dq, dk, dv = torch.autograd.grad((out * do).sum(), (q, k, v))
+    lse = scores.logsumexp(-1).transpose(1, 2)
+    found = {"q": q, "k": k, "v": v, "do": do, "o": out, "lse": lse, "delta": (out * do).sum(-1)}
+    found |= {"dq": dq.nan_to_num(), "dk": dk.nan_to_num(), "dv": dv.nan_to_num()}
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def _sees(mask: Mask, seq_q: int, seq_kv: int) -> Tensor:
+    """(queries, keys), True where the query sees the key."""
+    seen = torch.zeros((seq_q, seq_kv), dtype=torch.bool)
+    cuts = ((0, seq_q), (0, seq_kv)) if mask.documents is None else (mask.documents.q, mask.documents.kv)
+    for q0, q1, kv0, kv1 in zip(cuts[0], cuts[0][1:], cuts[1], cuts[1][1:], strict=False):
+        for x in range(q0, q1):
+            for y in range(kv0, kv1):
+                distance = (y - kv1) - (x - q1)  # the last query of a document is aligned with its last key
+                low = -seq_kv - seq_q if mask.left is None else -mask.left
+                high = seq_kv + seq_q if mask.right is None else mask.right
+                seen[x, y] = low <= distance <= high
+    return seen
+
+
+FIELDS = {
+    "q": ("q",),
+    "kv": ("k", "v"),
+    "do": ("lse", "delta", "do"),
+    "o": ("o", "lse"),
+    "dq": ("dq",),
+    "dkv": ("dk", "dv"),
+}
+
+
+def _fields(truth: Mapping[str, Tensor], kind: str, positions: Sequence[int], heads: slice) -> dict[str, Tensor]:
+    """The fields of a kind at these positions, (batch, heads, tokens, dim)."""
+    return {name: truth[name][:, list(positions)].transpose(1, 2)[:, heads] for name in FIELDS[kind]}
+
+
+ALL_HEADS = slice(None)
+
+
+# The network
+
+
+class _Batch:
+    """What one rank posts at once."""
+
+    def __init__(self, rank: int, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
+        self.rank, self.sends, self.recvs = rank, sends, recvs
+        self.transfers: list[_Transfer] = []
+        self.is_over = False
+
+    def is_done(self) -> bool:
+        return self.is_over
+
+    def wait(self) -> None:
+        raise AssertionError("nobody waits here; ranks are advanced in turn")
+
+
+class _Transfer:
+    """A transfer whose ends have begun, or one of them."""
+
+    def __init__(self) -> None:
+        self.sent: Parcel | None = None
+        self.received: Parcel | None = None
+        self.has_moved = False
+
+    @property
+    def has_both_ends(self) -> bool:
+        return self.sent is not None and self.received is not None
+
+    def move(self) -> None:
+        if self.has_moved:
+            return
+        assert self.sent is not None
+        assert self.received is not None
+        sizes = [[chunk.numel() for chunk in parcel.chunks] for parcel in (self.sent, self.received)]
+        if sizes[0] != sizes[1]:
+            raise WrongPlanError(
+                "mismatched transfer", f"{self.sent.label} {sizes[0]} meets {self.received.label} {sizes[1]}"
+            )
+        for source, dest in zip(self.sent.chunks, self.received.chunks, strict=True):
+            dest.copy_(source)
+        self.has_moved = True
+
+
+class Network:
+    """Posts of each rank one after the other; a post is over when all its transfers have both ends."""
+
+    def __init__(self, ranks: int) -> None:
+        self.queues: list[deque[_Batch]] = [deque() for _ in range(ranks)]
+        self.open: dict[tuple[int, int], tuple[deque[_Transfer], deque[_Transfer]]] = {}
+
+    def post(self, batch: _Batch) -> None:
+        self.queues[batch.rank].append(batch)
+        if len(self.queues[batch.rank]) == 1:
+            self._begin(batch)
+
+    def _begin(self, batch: _Batch) -> None:
+        for parcel in batch.recvs:
+            transfer = self._end((parcel.peer, batch.rank), 1)
+            transfer.received = parcel
+            batch.transfers.append(transfer)
+        for parcel in batch.sends:
+            transfer = self._end((batch.rank, parcel.peer), 0)
+            transfer.sent = parcel
+            batch.transfers.append(transfer)
+
+    def _end(self, pair: tuple[int, int], side: int) -> _Transfer:
+        """The next transfer of a pair of ranks that lacks this end."""
+        ours, theirs = self.open.setdefault(pair, (deque(), deque()))[:: 1 if side == 0 else -1]
+        if theirs:
+            return theirs.popleft()
+        ours.append(_Transfer())
+        return ours[-1]
+
+    def can_end(self) -> list[_Batch]:
+        return [queue[0] for queue in self.queues if queue and all(t.has_both_ends for t in queue[0].transfers)]
+
+    def end(self, batch: _Batch) -> None:
+        for transfer in batch.transfers:
+            transfer.move()
+        batch.is_over = True
+        queue = self.queues[batch.rank]
+        queue.popleft()
+        if queue:
+            self._begin(queue[0])
+
+
+class StrictComm:
+    """One rank's end of the network."""
+
+    is_capturable = False
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self.network, self.rank, self.size = network, rank, len(network.queues)
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        for parcel in recvs:
+            for chunk in parcel.chunks:
+                chunk.fill_(NOT_A_NUMBER)
+        batch = _Batch(self.rank, sends, recvs)
+        self.network.post(batch)
+        return batch
+
+    def share(self, text: str) -> Any:
+        raise AssertionError("executors share no texts")
+
+
+# Ranks
+
+
+class _Poisoned(Executor):
+    """An executor whose memory has NaN in it before it is written and after it is freed."""
+
+    def _allocate(self, item: Item) -> Buffer:
+        buffer = super()._allocate(item)
+        for chunk in self._chunks(item):
+            chunk.fill_(NOT_A_NUMBER)
+        return buffer
+
+    def _release(self, item: Item) -> None:
+        for chunk in self._chunks(item):
+            chunk.fill_(NOT_A_NUMBER)
+        super()._release(item)
+
+
+def execute(plan: Plan, rng: Random) -> None:
+    """Run all ranks of a plan; raise `WrongPlanError` unless every result is there and right."""
+    problem = plan.problem
+    truth, network = truth_of(problem), Network(problem.ranks)
+    executors = [_executor(plan, truth, StrictComm(network, rank)) for rank in range(problem.ranks)]
+    results = _drive([executor.run() for executor in executors], network, rng)
+    if any(network.queues) or any(side for sides in network.open.values() for side in sides):
+        raise WrongPlanError("left over", "transfers without their other end")
+    for rank, (executor, result) in enumerate(zip(executors, results, strict=True)):
+        if executor.meter.peak > executor.compiled.peak_nbytes:
+            told = executor.compiled.peak_nbytes
+            raise WrongPlanError("memory", f"rank {rank} held {executor.meter.peak} bytes, its program states {told}")
+        _compare(plan, rank, truth, result)
+        if plan.direction == "forward":
+            _compare_kept(plan, rank, truth, executor.kept_for_backward())
+
+
+def execute_rank(plan: Plan, comm: Comm) -> None:
+    """Run one rank of a plan over a real transport, and compare its results."""
+    truth = truth_of(plan.problem)
+    _compare(plan, comm.rank, truth, drive(_executor(plan, truth, comm).run()))
+
+
+def _executor(plan: Plan, truth: Mapping[str, Tensor], comm: Comm) -> Executor:
+    problem, rank = plan.problem, comm.rank
+    inputs = {
+        kind: _fields(truth, kind, _home(plan, kind, rank), ALL_HEADS)
+        for kind in (("q", "kv") if plan.direction == "forward" else ("q", "kv", "do"))
+    }
+    tokens = {kind: len(_home(plan, kind, rank)) for kind in ("q", "kv")}
+    return _Poisoned(
+        compiled=compile_program(plan, rank),
+        comm=comm,
+        kernel=ReferenceKernel(),
+        softmax=Softmax(scale=problem.head_dim_qk**-0.5),
+        inputs=inputs,
+        device=CPU,
+        new_output=Outputs(problem, tokens, CPU),
+        kept=_kept_buffers(plan, rank, truth) if plan.direction == "backward" else {},
+    )
+
+
+def _home(plan: Plan, kind: str, rank: int) -> list[int]:
+    """The positions one rank is home to."""
+    problem = plan.problem
+    tokens = problem.seq_kv if kind in ("kv", "dkv") else problem.seq_q
+    return position_ids(plan.layout, rank, tokens=tokens, ranks=problem.ranks)
+
+
+def _drive(
+    ranks: Sequence[Generator[Work, None, dict[str, Any]]], network: Network, rng: Random
+) -> list[dict[str, Any]]:
+    """Advance ranks and end posts in a drawn order; `eagerness` says which of the two goes first."""
+    eagerness = rng.choice((0.0, 0.0, 0.5, 1.0))
+    results: dict[int, dict[str, Any]] = {}
+    waiting: dict[int, Work | None] = dict.fromkeys(range(len(ranks)))
+    while waiting or any(network.queues):
+        ready = [rank for rank, work in waiting.items() if work is None or work.is_done()]
+        endable = network.can_end()
+        if not ready and not endable:
+            if not waiting:
+                break  # left over
+            raise WrongPlanError("stall", f"ranks {', '.join(map(str, waiting))} wait for each other")
+        if endable and (not ready or rng.random() < eagerness):
+            network.end(rng.choice(endable))
+            continue
+        rank = rng.choice(ready)
+        try:
+            waiting[rank] = next(ranks[rank])
+        except StopIteration as stop:
+            results[rank] = stop.value
+            del waiting[rank]
+    return [results[rank] for rank in range(len(ranks))]
+
+
+# Comparing
+
+
+def _compare(plan: Plan, rank: int, truth: Mapping[str, Tensor], result: Mapping[str, Mapping[str, Tensor]]) -> None:
+    for kind in ("o",) if plan.direction == "forward" else ("dq", "dkv"):
+        due = _fields(truth, kind, _home(plan, kind, rank), ALL_HEADS)
+        if kind not in result:
+            if any(tensor.numel() for tensor in due.values()):
+                raise WrongPlanError("wrong", f"rank {rank} returns no {kind}")
+            continue
+        for name, tensor in due.items():
+            _assert_equal(f"{name} of rank {rank}", result[kind][name], tensor)
+
+
+def _assert_equal(what: str, ours: Tensor, due: Tensor) -> None:
+    if ours.shape != due.shape:
+        raise WrongPlanError("wrong", f"{what} has shape {tuple(ours.shape)}, expected {tuple(due.shape)}")
+    if not torch.allclose(ours, due, rtol=TOLERANCE, atol=TOLERANCE):
+        error = (ours - due).abs().max() if ours.numel() else 0.0
+        raise WrongPlanError("wrong", f"{what} is off by {float(error):.3g}")
+
+
+def _kept_groups(
+    plan: Plan, rank: int, truth: Mapping[str, Tensor]
+) -> list[tuple[tuple[Item, ...], dict[str, Tensor]]]:
+    """The items kept for backward, by the buffer they share, and the contents of that buffer, sorted by position."""
+    matrix, assignment = plan.matrix, plan.assignment
+    found = []
+    for group in matrix.kept(plan.schedule.keep, rank):
+        if not group:
+            continue
+        segments = sorted(
+            (s for item in group for s in matrix.segments(AXIS_OF[item.kind], item.shard)), key=lambda s: s.start
+        )
+        heads = (plan.problem.heads if group[0].kind == "q" else plan.problem.kv_heads) // assignment.ulysses
+        first = assignment.head_slice(rank) * heads
+        positions = [position for segment in segments for position in segment]
+        found.append((group, _fields(truth, group[0].kind, positions, slice(first, first + heads))))
+    return found
+
+
+def _kept_buffers(plan: Plan, rank: int, truth: Mapping[str, Tensor]) -> dict[Item, Buffer]:
+    kept: dict[Item, Buffer] = {}
+    for group, fields in _kept_groups(plan, rank, truth):
+        allocation = lay_out(group, plan.matrix)
+        fmt = token_format(group[0].kind, plan.problem, plan.assignment.ulysses, False)
+        buffer = Buffer.empty(fmt, tokens=allocation.tokens, batch=plan.problem.batch, device=CPU)
+        for name, tensor in fields.items():
+            buffer.fields[name].copy_(tensor)
+        kept |= dict.fromkeys(group, buffer)
+    return kept
+
+
+def _compare_kept(plan: Plan, rank: int, truth: Mapping[str, Tensor], kept: Mapping[Item, Buffer]) -> None:
+    for group, fields in _kept_groups(plan, rank, truth):
+        if len({id(kept[item]) for item in group}) != 1:
+            raise WrongPlanError("wrong", f"rank {rank} keeps {group[0].kind} in several buffers")
+        for name, tensor in fields.items():
+            _assert_equal(f"kept {name} of rank {rank}", kept[group[0]].fields[name], tensor)

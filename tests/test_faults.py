@@ -1,0 +1,195 @@
+"""Errors on one rank, and what the others do about them: a share of the campaign, and what it does not cover."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from campaign.faults import Setting, run_cell
+from pool import shared_pool
+
+from mesh_attention import DisagreementError, LocalGroup, ProblemError, UsageError
+from mesh_attention.api import MeshAttention, mesh_attention
+from mesh_attention.comm.local import LocalComm
+from mesh_attention.comm.torch_dist import ROOM, TorchComm
+from mesh_attention.execution import engine
+from mesh_attention.execution.agreement import agree
+from mesh_attention.execution.driving import drive_together
+
+
+def _inputs() -> list[torch.Tensor]:
+    return [torch.randn(1, 8, 2, 4, dtype=torch.float64) for _ in range(3)]
+
+
+def _fail(*given: Any, **named: Any) -> Any:
+    raise ZeroDivisionError("a bug")
+
+
+def _call(group: Any, **wrong: Any) -> Any:
+    q, k, v = _inputs()
+    q = wrong.pop("q", q)
+    return MeshAttention(group)(q, k, v, **wrong)
+
+
+def _without_a_kernel(group: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "choose_kernel", _fail)
+        return _call(group)
+
+
+MISTAKES: dict[str, Callable[[Any], Any]] = {
+    "return_lse=1: expected True or False": lambda group: _call(group, return_lse=1),
+    "causal='yes': expected True or False": lambda group: _call(group, causal="yes"),
+    "unknown argument 'casual' of attention; did you mean causal?": lambda group: _call(group, casual=True),
+    "dropout_p was given": lambda group: _call(group, dropout_p=0.1),
+    "list: expected a tensor": lambda group: _call(group, q=[1.0]),
+    "a tensor of shape (8, 2): expected a tensor of 4": lambda group: _call(group, q=torch.zeros(8, 2)),
+    "q, k and v have [3, 4] dimensions": lambda group: _call(group, q=torch.zeros(8, 2, 4)),
+    "cu_seqlens_q=(): expected running totals": lambda group: _call(group, cu_seqlens_q=[]),
+    "cu_seqlens_q ends at 9 but": lambda group: _call(group, cu_seqlens_q=[0, 9], seq_len=24),
+    "seq_len='24': expected a whole number": lambda group: _call(group, seq_len="24"),
+    "method 'torus': expected one of": lambda group: mesh_attention(*_inputs(), group=group, method="torus"),
+    "ZeroDivisionError: a bug": lambda group: MeshAttention(group, planner=_fail)(*_inputs()),
+    "ZeroDivisionError: a bug ": lambda group: _without_a_kernel(group),
+    "window_size=5: expected (left, right)": lambda group: _call(group, window_size=5),
+    "expected a plain tensor of this rank's tokens": lambda group: MeshAttention(group).unshard([1]),
+    "which has no dim 4": lambda group: MeshAttention(group).unshard(_inputs()[0], dim=4),
+}
+
+
+def make_mistakes(group: Any) -> list[tuple[str, str, float]]:
+    """What this rank raises for each mistake of rank 1, and how long it takes; a good call between them is right."""
+    found = []
+    for said, mistake in MISTAKES.items():
+        start = time.monotonic()
+        try:
+            mistake(group) if dist.get_rank(group) == 1 else _call(group)
+            found.append((said, "nothing", 0.0))
+        except Exception as error:
+            found.append((said, f"{type(error).__name__}: {error}", time.monotonic() - start))
+        assert _call(group).shape == (1, 8, 2, 4)
+    return found
+
+
+def test_whatever_one_rank_refuses_is_told_to_all_and_the_group_still_works() -> None:
+    ranks = shared_pool().run(3, make_mistakes)
+    for rank, found in enumerate(ranks):
+        for said, raised, seconds in found:
+            assert seconds < 20
+            assert said.strip() in raised
+            assert raised.startswith("DisagreementError: rank 1 refused the call: ") == (rank != 1), raised
+
+
+def share_texts(group: Any) -> list[list[int]]:
+    """Texts around the size of a message, of different lengths on every rank, with letters of several bytes."""
+    comm = TorchComm(group)
+    return [
+        [len(text) for text in comm.share("é" * (length + 700 * comm.rank)).result()]
+        for length in (0, 1, ROOM // 2, ROOM, 5 * ROOM)
+    ]
+
+
+def test_texts_of_any_length_are_shared() -> None:
+    due = [[length + 700 * rank for rank in range(3)] for length in (0, 1, ROOM // 2, ROOM, 5 * ROOM)]
+    assert shared_pool().run(3, share_texts) == [due] * 3
+
+
+# Unshard
+
+
+def unshard_otherwise(group: Any, what: str) -> str:
+    odd = dist.get_rank(group) == 1
+    attention = MeshAttention(group, layout="zigzag" if odd and what == "layout" else "contiguous")
+    local, dim = torch.zeros(2, 6, 4), 1
+    if odd:
+        local = {"dtype": local.double(), "size": torch.zeros(2, 6, 5), "tokens": torch.zeros(2, 4, 4)}.get(what, local)
+        dim = 0 if what == "dim" else 1
+    try:
+        if odd and what == "operation":
+            attention(*_inputs())
+        return f"nothing was raised: {tuple(attention.unshard(local, dim=dim).shape)}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("dtype", "dtype is torch.float32 on rank(s) 0,2, but torch.float64 on rank(s) 1; nothing was sent"),
+        ("size", "shape is (2, tokens, 4) on rank(s) 0,2, but (2, tokens, 5) on rank(s) 1; nothing was sent"),
+        ("layout", "layout is contiguous on rank(s) 0,2, but zigzag on rank(s) 1; nothing was sent"),
+        ("dim", "dim is 1 on rank(s) 0,2, but 0 on rank(s) 1; nothing was sent"),
+        ("tokens", "ranks hold [6, 4, 6] tokens; expected [6, 5, 5], the shards of a contiguous sequence"),
+        ("operation", "operation is unshard on rank(s) 0,2, but attention on rank(s) 1; nothing was sent"),
+    ],
+)
+def test_unshard_compares_shards_before_it_sends(what: str, message: str) -> None:
+    for answer in shared_pool().run(3, unshard_otherwise, what):
+        assert answer.startswith("ProblemError" if what == "tokens" else "DisagreementError")
+        assert message in answer
+
+
+@pytest.mark.parametrize(
+    ("shards", "error", "message"),
+    [
+        ([torch.zeros(1, 4)] * 3, UsageError, "got a list of 3; expected a list of 2 tensors, one per rank"),
+        (torch.zeros(2, 4), UsageError, r"got a tensor of shape \(2, 4\); expected a list of 2 tensors"),
+        ([torch.zeros(1, 6), torch.zeros(1, 4)], ProblemError, r"hold \[6, 4\] tokens; expected \[5, 5\]"),
+        ([torch.zeros(1, 4), torch.zeros(1, 4).double()], ProblemError, "dtype is torch.float32 on rank"),
+        ([torch.zeros(1, 4), torch.zeros(2, 4)], ProblemError, r"shape is \(1, tokens\) on rank"),
+        ([torch.zeros(1, 4), None], UsageError, "got a NoneType; expected a plain tensor"),
+    ],
+)
+def test_a_local_group_joins_only_shards_that_fit(shards: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MeshAttention(LocalGroup(2)).unshard(shards)
+
+
+# A share of the table
+
+
+@pytest.mark.parametrize(
+    ("fault", "moment", "error"),
+    [
+        ("die", "before the first call", "TransportError: rank 1 did not take part"),
+        ("stop", "in agreement", "TransportError: rank "),
+        ("out of memory", "in agreement", "DisagreementError: rank 1 refused the call: OutOfMemoryError"),
+        ("other version", "in unshard", "DisagreementError: ranks run different versions"),
+        ("raise", "in unshard", "TransportError: "),
+    ],
+)
+def test_every_other_rank_raises_an_error_of_this_library(fault: str, moment: str, error: str) -> None:
+    cell = run_cell(fault, moment, Setting(timeout_s=1.0))
+    assert not cell.breaches
+    for rank in (0, 2, 3):
+        assert cell.ranks[rank].said.startswith(f"library|{error}")
+
+
+def test_a_stopped_rank_that_keeps_the_store_holds_nobody_up() -> None:
+    cell = run_cell("stop", "before the first call", Setting(victim=0, timeout_s=1.0, store_on_rank_0=True))
+    assert not cell.breaches
+    assert all("the group's store does not answer" in outcome.said for outcome in cell.ranks[1:])
+
+
+def test_agreement_texts_fit_into_one_message_and_still_tell_long_values_apart() -> None:
+    """A rank with an error then need not wait for the rest of the others' texts."""
+    sent: list[str] = []
+
+    class Listening(LocalComm):
+        def share(self, text: str) -> Any:
+            sent.append(text)
+            return super().share(text)
+
+    group = LocalGroup(2)
+    comms = [Listening(group, rank) for rank in range(2)]
+    attention = MeshAttention(comms)
+    local = attention.shard(torch.zeros(1, 2000, 1, 4))
+    attention(local, local, local, cu_seqlens_q=range(2001))
+    assert max(map(len, sent)) < ROOM - 100
+    asked = [{"mask": f"{list(range(2000))} and {last}"} for last in (1, 2)]
+    with pytest.raises(DisagreementError, match="mask is "):
+        drive_together([agree(comm, asked=one) for comm, one in zip(comms, asked, strict=True)])

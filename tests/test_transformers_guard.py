@@ -1,0 +1,313 @@
+"""transformers' models get a sharded batch right, or refuse it: positions, labels, attention that never ran."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import shared_pool
+from tiny_models import BATCHES, Exact, make_model, relative_error, tokens
+from torch import nn
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    BartConfig,
+    EuroBertConfig,
+    LlamaConfig,
+)
+
+from mesh_attention import LocalGroup, UsageError
+from mesh_attention.api import MeshAttention
+from mesh_attention.errors import DisagreementError
+from mesh_attention.integrations.batches import batch_loss, shard_batch
+from mesh_attention.integrations.transformers import register, unregister
+from mesh_attention.testing.run_ranks import RankPool
+
+sys.path.insert(0, str(Path(__file__).parent / "campaign"))
+
+
+@pytest.fixture(scope="module")
+def pool() -> RankPool:
+    return shared_pool()
+
+
+@pytest.fixture
+def attention() -> Iterator[MeshAttention]:
+    made = MeshAttention(LocalGroup(1).comm(0))
+    register(made)
+    yield made
+    unregister()
+
+
+# Families: a fixed share of tests/campaign/families.py
+
+FAMILIES: list[tuple[str, str, str, str]] = [
+    # Positions that the model counts itself.
+    ("bart", "causal", "padded right", "BartForCausalLM computes its own positions (it ignores position_ids)"),
+    ("pegasus", "causal", "plain", "PegasusForCausalLM computes its own positions (it ignores position_ids)"),
+    ("roberta", "masked", "plain", "RobertaForMaskedLM computes its own positions (without position_ids it does not"),
+    (
+        "opt",
+        "causal",
+        "padded left",
+        "OPTForCausalLM computes its own positions when the batch has padding on the left",
+    ),
+    ("opt", "causal", "padded right", "right"),
+    # Layers that do not pass on positions, or boundaries.
+    ("gpt2", "causal", "packed", "right"),
+    ("stablelm", "causal", "odd", "right"),
+    ("biogpt", "causal", "odd", "right"),
+    ("modernbert", "masked", "plain", "right"),
+    # Attention by other means.
+    ("falcon", "causal", "plain", "FalconForCausalLM does not use transformers' attention interface"),
+    ("rwkv", "causal", "plain", "RwkvForCausalLM does not use transformers' attention interface"),
+    ("mamba", "causal", "plain", "mamba mixes tokens outside of plain attention"),
+    (
+        "deepseek_v32",
+        "causal",
+        "plain",
+        "deepseek_v32 mixes tokens outside of plain attention (layer_types has 'indexed",
+    ),
+    ("qwen3_next", "causal", "plain", "qwen3_next mixes tokens outside of plain attention"),
+]
+
+
+def family_outcome(group: Any, model_type: str, kind: str, batch_name: str) -> str:
+    from families import batches, find_sizes, ordinary, run_batch
+    from tiny_families import build
+
+    sizes, implementation = find_sizes(model_type, kind)
+    batch = {name: value for name, value in batches(kind)[batch_name].items() if name != "labels"}
+    with torch.no_grad():
+        due = ordinary(build(model_type, kind, implementation, sizes), batch_name, batch)
+    attention = MeshAttention(group)
+    register(attention)
+    try:
+        verdict, why = run_batch(attention, (model_type, kind, sizes), batch, (due, {}))
+    finally:
+        unregister()
+    return verdict if verdict == "right" else f"{verdict}: {why}"
+
+
+@pytest.mark.parametrize(("model_type", "kind", "batch_name", "expected"), FAMILIES)
+def test_a_family_is_right_or_told_why_not(
+    pool: RankPool, model_type: str, kind: str, batch_name: str, expected: str
+) -> None:
+    for outcome in pool.run(2, family_outcome, model_type, kind, batch_name):
+        assert outcome.removeprefix("refused: ").startswith(expected), outcome
+
+
+def test_the_page_of_families_has_none_that_is_wrong_or_unclear() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "transformers-families.md").read_text()
+    assert re.search(r"^\d+ classes: \d+ right, \d+ refused, 0 wrong, 0 unclear, \d+ not built\.$", page, flags=re.M)
+
+
+# Attention that never ran
+
+
+def outcome_of(group: Any, how: str, implementation: str) -> str:
+    torch.compiler.reset()
+    attention = MeshAttention(group)
+    register(attention)
+    try:
+        model = make_model("llama", implementation).eval()
+        local = shard_batch(attention, BATCHES["plain"]())
+        WAYS[how](model, local)
+    except UsageError as refusal:
+        return str(refusal)
+    finally:
+        unregister()
+    return "ran"
+
+
+WAYS: dict[str, Any] = {
+    "all arguments": lambda model, local: model(**local).logits,
+    "some arguments": lambda model, local: model(local["input_ids"], position_ids=local["position_ids"]).logits,
+    "copies": lambda model, local: model(**{k: v.clone() if hasattr(v, "clone") else v for k, v in local.items()}),
+    "forward": lambda model, local: model.forward(**local),
+    "a part": lambda model, local: model.model(local["input_ids"], position_ids=local["position_ids"]),
+    "wrapped": lambda model, local: nn.ModuleDict({"inner": model})["inner"](**local),
+    "compiled": lambda model, local: torch.compile(model, backend="aot_eager")(**local),
+    "compiled step": lambda model, local: torch.compile(lambda: model(**local).logits * 1, backend="aot_eager")(),
+    "checkpointed": lambda model, local: (model.train().gradient_checkpointing_enable(), model(**local)),
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_sharded_batch_cannot_go_through_a_model_without_mesh_attention(pool: RankPool, how: str) -> None:
+    for said in pool.run(2, outcome_of, how, "sdpa"):
+        assert "was given a sharded batch and did not call mesh attention, so every rank attended to its own" in said
+    if how != "compiled step":  # takes a while
+        assert pool.run(2, outcome_of, how, "mesh_attention") == ["ran", "ran"]
+
+
+def test_other_models_are_left_alone(attention: MeshAttention) -> None:
+    shard_batch(attention, BATCHES["plain"]())
+    model, ids = make_model("llama", "sdpa").eval(), tokens(1, 9)["input_ids"]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+# The trial leaves no trace
+
+
+def test_a_trial_changes_neither_random_numbers_nor_modes_nor_gradients(attention: MeshAttention) -> None:
+    model = make_model("llama", "mesh_attention").train()
+    model.lm_head.eval()
+    torch.manual_seed(3)
+    model(**shard_batch(attention, BATCHES["plain"]()))
+    assert torch.equal(torch.rand(4), torch.rand(4, generator=torch.Generator().manual_seed(3)))
+    assert [name for name, module in model.named_modules() if not module.training] == ["lm_head"]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def calls_of(model: nn.Module, run: Any) -> int:
+    calls: list[object] = []
+    hook = model.register_forward_hook(lambda *_: calls.append(1))
+    run()
+    hook.remove()
+    return len(calls)
+
+
+def test_a_model_is_tried_once_for_each_kind_of_call(attention: MeshAttention) -> None:
+    model = make_model("llama", "mesh_attention")
+    plain, right, left = (shard_batch(attention, BATCHES[name]()) for name in ("plain", "padded right", "padded left"))
+    counts = [calls_of(model, lambda batch=batch: model(**batch)) for batch in (plain, plain, right, left, right)]
+    # The whole sequence, some of its tokens, a loss, and the call itself. A mask is tried with padding and without, so
+    # that ranks with other batches, which may share parameters, make as many calls.
+    assert counts == [4, 1, 7, 1, 1]
+
+
+class Shifting(nn.Module):
+    """Adds the previous token: a layer that no config tells of."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.layer(hidden + nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1])
+
+
+def test_mixing_that_no_config_tells_of_is_refused(attention: MeshAttention) -> None:
+    model = make_model("llama", "mesh_attention")
+    model.model.layers[1].mlp = Shifting(model.model.layers[1].mlp)
+    with pytest.raises(UsageError, match="LlamaForCausalLM mixes tokens outside of plain attention: its results"):
+        model(**shard_batch(attention, BATCHES["plain"]()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "experts", "mistral"])
+def test_rounding_is_not_taken_for_a_difference(attention: MeshAttention, name: str, dtype: torch.dtype) -> None:
+    model = make_model(name, "mesh_attention").to(dtype)
+    assert model(**shard_batch(attention, BATCHES["plain"]())).logits.isfinite().all()
+
+
+# Labels
+
+
+def masked_model(implementation: str) -> Any:
+    config = EuroBertConfig(
+        vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    return AutoModelForMaskedLM.from_config(config, attn_implementation=implementation).double()
+
+
+def masked_loss_error(group: Any) -> float:
+    """Of a gradient of a masked language model on ranks."""
+    batch = BATCHES["padded right"]()
+    attention = MeshAttention(group)
+    register(attention)
+    try:
+        with Exact():
+            alone = masked_model("eager")
+            alone(**batch).loss.backward()
+            model = masked_model("mesh_attention")
+            local = shard_batch(attention, batch, shift_labels=False)
+            loss = batch_loss(model(**local).loss, local, group=group, gradients="summed")
+            loss.backward()
+    finally:
+        unregister()
+    gradient = model.model.embed_tokens.weight.grad
+    torch.distributed.all_reduce(gradient, group=group)
+    return relative_error(gradient, alone.model.embed_tokens.weight.grad)
+
+
+def test_a_masked_language_model_learns_the_labelled_tokens(pool: RankPool) -> None:
+    assert max(pool.run(2, masked_loss_error)) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("make", "shift_labels", "message"),
+    [
+        (masked_model, True, r"EuroBertForMaskedLM predicts the labelled tokens themselves.*shift_labels=False"),
+        (
+            lambda name: make_model("llama", name),
+            False,
+            "LlamaForCausalLM predicts the next token.*leave out shift_lab",
+        ),
+        (
+            lambda name: AutoModelForSequenceClassification.from_config(
+                LlamaConfig(
+                    vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4
+                ),
+                attn_implementation=name,
+            ),
+            True,
+            "LlamaForSequenceClassification returns logits, which it makes from all tokens or from one",
+        ),
+    ],
+)
+def test_labels_of_the_wrong_kind_are_refused(
+    attention: MeshAttention, make: Any, shift_labels: bool, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        make("mesh_attention")(**shard_batch(attention, tokens(1, 9), shift_labels=shift_labels))
+
+
+def test_an_encoder_with_a_decoder_is_refused(attention: MeshAttention) -> None:
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 29}
+    config = BartConfig(**sizes, encoder_attention_heads=2, decoder_attention_heads=2, pad_token_id=0)
+    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="mesh_attention")
+    with pytest.raises(UsageError, match="bart is an encoder with a decoder, which has two sequences"):
+        model(**shard_batch(attention, tokens(1, 9)))
+
+
+# Generation
+
+
+@pytest.mark.parametrize("options", [{"max_new_tokens": 1}, {"max_new_tokens": 3, "use_cache": False}])
+def test_generation_is_refused_with_the_right_advice(attention: MeshAttention, options: dict[str, Any]) -> None:
+    model, ids = make_model("llama", "mesh_attention").eval(), tokens(1, 8)["input_ids"]
+    with pytest.raises(UsageError, match=r"generate\(\) is not supported: mesh attention runs whole sequences only"):
+        model.generate(ids, do_sample=False, **options)
+    model.set_attn_implementation("sdpa")
+    assert model.generate(ids, do_sample=False, **options).shape[1] > 8
+
+
+def refusal_on_one_rank(group: Any) -> str:
+    """A model that only one rank has changed: all refuse it."""
+    attention = MeshAttention(group)
+    register(attention)
+    try:
+        model = make_model("llama", "mesh_attention")
+        if torch.distributed.get_rank(group) == 1:
+            model.model.layers[1].mlp = Shifting(model.model.layers[1].mlp)
+        model(**shard_batch(attention, BATCHES["plain"]()))
+    except (UsageError, DisagreementError) as refusal:
+        return str(refusal)
+    finally:
+        unregister()
+    return "ran"
+
+
+def test_a_model_that_one_rank_refuses_is_refused_by_all(pool: RankPool) -> None:
+    for said in pool.run(2, refusal_on_one_rank):
+        assert "mixes tokens outside of plain attention" in said
