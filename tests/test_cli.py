@@ -167,6 +167,17 @@ def test_a_pipe_gets_no_colour(run: Run) -> None:
     assert "\x1b" not in run(EXAMPLE).out
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    program = "import sys; from mesh_attention.cli.main import main; sys.exit(main())"
+    with open("/dev/full", "w") as full_disk:
+        found = subprocess.run(
+            [sys.executable, "-c", program, *SMALL.split()], stdout=full_disk, stderr=subprocess.PIPE, text=True
+        )
+    message = "mesh-attention: error: the output cannot be written: No space left on device\n"
+    assert (found.returncode, found.stderr) == (2, message)
+
+
 def test_a_terminal_gets_a_colour_for_each_rank(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")

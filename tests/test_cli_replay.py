@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -183,6 +184,14 @@ def test_a_plan_file_is_replayed_beside(run: Run, tmp_path: Path) -> None:
     assert row["times_ring"] == pytest.approx(found["rows"][0]["time_s"] / row["time_s"])
     alone = as_json(run(f"{REPLAY} --json --methods", "", "--plan", path))
     assert [row["method"] for row in alone["rows"]] == [str(path)]
+
+
+def test_a_plan_of_another_method_is_replayed(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.txt"
+    plan = make_plan(PROBLEM, method="ring", route="ring", keep=("kv",))
+    path.write_text(str(replace(plan, method="my own")))
+    found = as_json(run(f"{REPLAY} --json --methods", "", "--plan", path))
+    assert found["rows"][0]["plan"] == "my own 1x4, route ring, keep kv"
 
 
 def test_plan_files_that_do_not_fit_are_refused(run: Run, tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_a_file_that_is_no_plan_says_why(text: str, message: str) -> None:
     [
         ({"tile": "2x2"}, TileError, "6 ranks cannot form a 2x2 tile; rows·cols must be 6: 1x6 2x3 3x2 6x1"),
         ({"tile": "big"}, ParseError, "tile 'big': expected ROWSxCOLS"),
+        ({"method": "mesh\ntile 2x3"}, ScheduleError, "method .*: expected one line of text"),
         ({"layout": "spiral"}, ParseError, "layout 'spiral': expected one of"),
         ({"route": "scenic"}, ScheduleError, "route 'scenic': expected one of ring, direct"),
         ({"direction": "sideways"}, ParseError, "direction 'sideways': expected forward or backward"),

@@ -266,6 +266,13 @@ def test_the_bound_is_the_formula(mask: object, share: float, group: int) -> Non
     assert limits(asked, "forward").received_nbytes / unit == pytest.approx(split, rel=1e-3)
 
 
+def test_the_bound_grows_with_the_batch_and_takes_no_longer() -> None:
+    asked = problem(8, heads=8, kv_heads=8, mask=causal())
+    small, large = (replace(asked, batch=batch) for batch in (512, 1 << 40))
+    per_entry = limits(small, "forward").received_nbytes / small.batch
+    assert limits(large, "forward").received_nbytes / large.batch == pytest.approx(per_entry, rel=1e-3)
+
+
 def test_ulysses_on_as_many_ranks_as_heads_meets_the_bound() -> None:
     asked = problem(8, heads=8, kv_heads=8, mask=full())
     received = [rank_costs(make_plan(asked, method="ulysses"), rank).received for rank in range(8)]

@@ -14,6 +14,8 @@ from mesh_attention.errors import TopologyError
 
 RUN = 128
 """Tokens that one unit of a device's width works on at a time."""
+LEAST, MOST = 1e-12, 1e12
+"""Rates and times beyond these are typing errors; a forecast with them would overflow."""
 LinkClass = Literal["inside", "between"]
 """The kind of link that a transfer uses: inside a node, or between nodes."""
 
@@ -139,15 +141,17 @@ def filled(width: int, *, heads: int, tokens: int) -> float:
 def _check_positive(value: object, *names: str) -> None:
     for name in names:
         number = getattr(value, name)
-        if not _is_number(number) or not number > 0:
-            raise TopologyError(f"{type(value).__name__} {name}={number!r}: expected a number above 0")
+        if not _is_number(number) or not LEAST <= number <= MOST:
+            expected = f"a number above 0, from {LEAST:g} to {MOST:g}"
+            raise TopologyError(f"{type(value).__name__} {name}={number!r}: expected {expected}")
 
 
 def _check_not_negative(value: object, *names: str) -> None:
     for name in names:
         number = getattr(value, name)
-        if not _is_number(number) or number < 0:
-            raise TopologyError(f"{type(value).__name__} {name}={number!r}: expected a number, 0 or above")
+        if not _is_number(number) or not 0 <= number <= MOST:
+            expected = f"a number, 0 or above, up to {MOST:g}"
+            raise TopologyError(f"{type(value).__name__} {name}={number!r}: expected {expected}")
 
 
 def _is_number(value: object) -> bool:

@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 a plan breaks a rule; 2 the input cannot be used; 130 inte
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from collections.abc import Callable, Sequence
@@ -78,6 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error))
     except _ClickError as error:
         return _complain(_with_help(error, arguments[0]))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        return _complain(f"the output cannot be written: {error.strerror}")
     return code if isinstance(code, int) else 0
 
 

@@ -24,7 +24,7 @@ from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.choice import FAMILIES, Choice
+from mesh_attention.planning.choice import FAMILIES
 from mesh_attention.problem import Problem
 from mesh_attention.replay.parts import BEST, Part, tuned_parts
 from mesh_attention.units import parse_whole
@@ -157,14 +157,8 @@ def _part_of(file: Path, problem: Problem, directions: Sequence[Direction], repo
             raise UsageError(f"--plan {file} is for another problem: its {name} is {there}, expected {here}")
     if plan.direction not in directions:
         raise UsageError(f"--plan {file} is a plan of the {plan.direction} pass; add --backward to play it")
-    grid, schedule = plan.assignment, plan.schedule
-    choice = Choice(
-        method=plan.method,  # type: ignore[arg-type]
-        tile=grid.tile,
-        ulysses_degree=grid.ulysses,
-        inner=grid.inner,
-        route=schedule.route,
-        partials=schedule.partials,
-        keep=schedule.keep,
-    )
-    return Part(name=str(file), description=str(choice), plans={plan.direction: plan})
+    schedule = plan.schedule
+    details = [f"{plan.method} {plan.assignment}"]
+    details += [f"{name} ring" for name in ("route", "partials") if getattr(schedule, name) == "ring"]
+    details += [f"keep {'+'.join(schedule.keep)}"] if schedule.keep else []
+    return Part(name=str(file), description=", ".join(details), plans={plan.direction: plan})

@@ -18,6 +18,7 @@ from mesh_attention.plan.schedule import Fetch, Meet, Return, Schedule, Together
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction, is_step
 from mesh_attention.plan.text import format_plan
 from mesh_attention.problem import Problem
+from mesh_attention.units import brief
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class Plan:
     programs: tuple[Program, ...] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.method, str) or self.method.splitlines() != [self.method]:
+            raise ScheduleError(f"method {brief(self.method)}: expected one line of text")
         if self.direction not in DIRECTIONS:
             raise ScheduleError(f"direction {self.direction!r}: expected {' or '.join(DIRECTIONS)}")
         check_assignment(self.assignment, self.problem)

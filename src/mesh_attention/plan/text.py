@@ -53,7 +53,7 @@ _ITEM = re.compile(r"(home:)?([a-z]+)(\d{1,9})(?:(~)|@(\d{1,9})|/(\d{1,9}))?")
 
 def parse_item(text: str) -> Item:
     found = _ITEM.fullmatch(text)
-    if found is None or (found[1] and not found[0][-1].isdecimal()) or (found[1] and (found[5] or found[6])):
+    if found is None or (found[1] and (found[4] or found[5] or found[6])):
         raise ParseError(f"item {brief(text)}: expected one such as q3, o3~, o3@5, home:q3 or q3/1")
     home, kind, shard, tilde, source, heads = found.groups()
     if home:

@@ -14,6 +14,9 @@ from math import sqrt
 from mesh_attention.plan.steps import Direction
 from mesh_attention.problem import Problem
 
+MOST_TRIED = 4096
+"""Numbers of heads that are tried, evenly spread and with both ends; between so many, the minimum hardly changes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -28,9 +31,11 @@ def limits(problem: Problem, direction: Direction) -> Limits:
     """The fewest tensor bytes that an average rank receives, and its operations, if the work is even."""
     all_heads = problem.batch * problem.kv_heads
     fewest = max(1, all_heads // problem.ranks)
+    whole_heads_nbytes = _least_nbytes(problem, direction, all_heads)
+    tried = range(fewest, all_heads, 1 + (all_heads - fewest) // MOST_TRIED)
     return Limits(
-        received_nbytes=min(_least_nbytes(problem, direction, h) for h in range(fewest, all_heads + 1)),
-        whole_heads_nbytes=_least_nbytes(problem, direction, all_heads),
+        received_nbytes=min([whole_heads_nbytes, *(_least_nbytes(problem, direction, h) for h in tried)]),
+        whole_heads_nbytes=whole_heads_nbytes,
         flops=problem.flops(direction) / problem.ranks,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,14 +98,13 @@ class Evidence:
     def kept(self, rank: int) -> set[Item]:
         return {item for group in self.matrix.kept(self.plan.schedule.keep, rank) for item in group}
 
-    def posts(self, rank: int) -> Iterator[list[End]]:
+    def posts(self, rank: int) -> list[list[End]]:
         """The transfers of a rank in the order of posting, those that are posted together in one list."""
-        ends = self.ends[rank]
         turn_of = {at: turn.start for turn in turns(self.programs[rank].steps) for at in turn}
         posted: dict[int, list[End]] = {}
-        for index, here in ends.items():
+        for index, here in self.ends[rank].items():
             posted.setdefault(turn_of.get(index, index), []).extend(here)
-        return iter(posted.values())
+        return list(posted.values())
 
     def _take_ends(self, program: Program) -> dict[int, list[End]]:
         """Both kinds of ends of one program, by step. A partial names its sender only where it has arrived."""

@@ -27,7 +27,7 @@ class Wait:
 def stuck_ranks(evidence: Evidence) -> list[Wait]:
     """The ranks that never get through. Each waits for another one of them."""
     ranks = range(len(evidence.programs))
-    posts = [list(evidence.posts(rank)) for rank in ranks]
+    posts = [evidence.posts(rank) for rank in ranks]
     at = [-1 for _ in ranks]
     missing = [0 for _ in ranks]  # transfers of a rank's current post that have not begun at their other end
     begun_by: dict[Transfer, int] = {}  # transfers that have begun at one end
