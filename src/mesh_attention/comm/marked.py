@@ -94,11 +94,15 @@ def _mark_parcel(mark: Tensor, rank: int) -> Parcel:
     return Parcel([mark.view(torch.uint8)], rank, MARK, MARK_TAG)
 
 
-def make_mark(passes: int, history: int, device: torch.device | None) -> Tensor:
-    """A mark in host memory: pass and hash. For a device: hash and -hash, both largest if no other rank's differs."""
+def make_mark(passes: int, history: int, device: torch.device | None, forward_pass: int | Tensor = 0) -> Tensor:
+    """A mark in host memory: pass and hash. For a device: hash and -hash, both largest if no other rank's differs.
+
+    `forward_pass` is added to the hash of a device, which may know it when the host does not.
+    """
     if device is None:
         return torch.tensor([[[passes, history]]], device="cpu")
     mark = torch.full((1, 1, 2), history, device=device)  # without a copy from the host, which would wait
+    mark += forward_pass
     mark[..., 1].neg_()
     return mark
 

@@ -84,11 +84,15 @@ class Ledger:
                 "from rank to rank; give each thread a group and a MeshAttention of its own"
             )
 
-    def mark(self, call: int, device: torch.device | None) -> Tensor:
-        """The mark of the next pass, which is of the call with this number; for the device that will compare it."""
+    def mark(self, call: int, device: torch.device | None, forward_pass: int | Tensor = 0) -> Tensor:
+        """The mark of the next pass, which is of the call with this number; for the device that will compare it.
+
+        `forward_pass` is the number of the pass that a backward pass belongs to.
+        """
         self.passes += 1
-        self.history = hash((self.history, call))  # of whole numbers, so it is the same in every process
-        return make_mark(self.passes, self.history, device)
+        known = int(forward_pass) if device is None else 0  # reading it from a device would wait
+        self.history = hash((self.history, call, known))  # of whole numbers, so it is the same in every process
+        return make_mark(self.passes, self.history, device, forward_pass)
 
 
 _LEDGERS: WeakKeyDictionary[Any, Ledger] = WeakKeyDictionary()

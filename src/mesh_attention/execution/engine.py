@@ -225,25 +225,26 @@ class Engine:
         tokens: Sequence[dict[str, int]],
         kernel: Kernel,
         kept: Sequence[Mapping[Item, Buffer]] | None = None,
+        forward_pass: int | Tensor = 0,
     ) -> tuple[Tensors, list[dict[Item, Buffer]]]:
         """One pass of every rank played here: its results, and what it keeps for backward.
 
-        `tokens` are the local lengths of q and kv; `kept` is what the forward pass kept.
+        `tokens` are the local lengths of q and kv; `kept` is what the forward pass kept, and `forward_pass` its number.
         """
         given = kept or [{} for _ in self.comms]
         with self.ledger.talking():
             if self.marked is not None:
-                inputs = [{**inputs[0], "mark": {"mark": self._mark(direction, inputs[0])}}]
+                inputs = [{**inputs[0], "mark": {"mark": self._mark(direction, inputs[0], forward_pass)}}]
             if self.captured is None:
                 return self._run(direction, inputs, tokens, kernel, given)
             return self.captured.run(
                 (direction, kernel.name), inputs, lambda own: self._run(direction, own, tokens, kernel, given)[0]
             ), [{} for _ in self.comms]
 
-    def _mark(self, direction: Direction, inputs: Mapping[str, Fields]) -> Tensor:
+    def _mark(self, direction: Direction, inputs: Mapping[str, Fields], forward_pass: int | Tensor) -> Tensor:
         """The mark of the pass that begins now. A graph reads it like an input."""
         device = inputs["q"]["q"].device if self.comms[0].is_capturable else None
-        return self.ledger.mark(self.number + (direction == "backward"), device)
+        return self.ledger.mark(self.number + (direction == "backward"), device, forward_pass)
 
     def _run(
         self,
