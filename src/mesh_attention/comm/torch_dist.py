@@ -33,6 +33,8 @@ HEADER = struct.Struct("<Q?")
 """Before a text: its length in bytes, and whether this rank has yet to connect its device."""
 ROOM = 4096
 """Bytes of every rank's first message of a sharing, header included. Longer texts take a second one."""
+FIRST_TAG = 1_000_000
+"""Gloo's tag of a parcel with tag 0. Smaller ones are left to the caller's own messages on the same group."""
 LOOK_UP_S = 2.0
 """Seconds to find out who is missing after a sharing failed; the store may be out of reach as well."""
 
@@ -67,7 +69,7 @@ class TorchComm:
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         # One batch, so that NCCL starts them together; receives first, since Gloo is full duplex only that way.
         posts = [
-            dist.P2POp(op, chunk, group=self.group, tag=parcel.tag, group_peer=parcel.peer)
+            dist.P2POp(op, chunk, group=self.group, tag=FIRST_TAG + parcel.tag, group_peer=parcel.peer)
             for op, parcels in ((dist.irecv, recvs), (dist.isend, sends))
             for parcel in parcels
             for chunk in parcel.chunks
