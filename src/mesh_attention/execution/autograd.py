@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.arguments import needs_gradient
+from mesh_attention.arguments import needs_gradient, refuse_transforms
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.buffers import Buffer, token_format
 from mesh_attention.execution.engine import Engine
@@ -82,6 +82,7 @@ def run_backward(
 
     `forward_pass` is the number of that pass on its group: ranks may run backward of equal calls in different orders.
     """
+    refuse_transforms(gradients)
     lse_gradient = any(gradient is not None for gradient in gradients[1::2])
     if lse_gradient and engine.captured is not None and engine.single_call is None:
         raise UsageError(
