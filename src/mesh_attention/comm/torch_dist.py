@@ -74,7 +74,10 @@ class TorchComm:
             for parcel in parcels
             for chunk in parcel.chunks
         ]
-        return _Works(dist.batch_isend_irecv(posts) if posts else [])
+        try:
+            return _Works(dist.batch_isend_irecv(posts) if posts else [])
+        except Exception as error:
+            raise TransportError(f"{_reason(error)}; {START_AGAIN}") from error
 
     def share(self, text: str) -> Sharing:
         return GatheredTexts(text, self.group, self.size, self._connection)
@@ -114,8 +117,11 @@ class _Works:
 
     def wait(self) -> None:
         works, self.works = self.works, []
-        for work in works:
-            work.wait()
+        try:
+            for work in works:
+                work.wait()
+        except Exception as error:
+            raise TransportError(f"{_reason(error)}; {START_AGAIN}") from error
 
 
 @dataclass
@@ -190,8 +196,8 @@ class GatheredTexts:
         try:
             return step()
         except Exception as error:
-            reason = re.sub(r"^\[\S*\] ", "", str(error))  # without the place in Gloo's sources
-            raise TransportError(f"{self.attendance.describe(self.size)}: {reason}; {START_AGAIN}") from error
+            who = self.attendance.describe(self.size)
+            raise TransportError(f"{who}: {_reason(error)}; {START_AGAIN}") from error
 
 
 class _Gathering:
@@ -260,6 +266,11 @@ class Attendance:
 
 _SHARINGS: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 START_AGAIN = "read the logs of the other ranks, and start the job again"
+
+
+def _reason(error: Exception) -> str:
+    """The text of an error, without the place in Gloo's sources and Gloo's own advice."""
+    return re.sub(r"^\[\S*\] |\.? This is typically caused by.*", "", str(error))
 
 
 def _quietly(look: Callable[[], None]) -> None:
