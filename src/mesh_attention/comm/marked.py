@@ -107,11 +107,17 @@ def make_mark(passes: int, history: int, device: torch.device | None, forward_pa
     return mark
 
 
-def torch_group(comm: Any) -> Any:
-    """The torch group beneath a transport and its wrappers; None if there is none."""
+def innermost(comm: Any) -> Any:
+    """The transport beneath all wrappers."""
     while hasattr(comm, "inner"):
         comm = comm.inner
-    return getattr(comm, "group", None) if isinstance(comm, TorchComm) else None
+    return comm
+
+
+def torch_group(comm: Any) -> Any:
+    """The torch group beneath a transport and its wrappers; None if there is none."""
+    comm = innermost(comm)
+    return comm.group if isinstance(comm, TorchComm) else None
 
 
 class Alarm:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.comm.local import LocalComm, LocalGroup
-from mesh_attention.comm.marked import NEW_GROUP, Alarm, Marked, make_mark
+from mesh_attention.comm.marked import NEW_GROUP, Alarm, Marked, innermost, make_mark
 from mesh_attention.comm.staged import comm_for
 from mesh_attention.comm.torch_dist import Group, TorchComm
 from mesh_attention.errors import DisagreementError, StalledError, TransportError, UsageError
@@ -100,9 +100,7 @@ _LEDGERS: WeakKeyDictionary[Any, Ledger] = WeakKeyDictionary()
 
 def ledger_of(comm: Comm, *, forgives: bool) -> Ledger:
     """The ledger of a transport's group, the same for all transports on that group."""
-    while hasattr(comm, "inner"):
-        comm = comm.inner
-    made = Ledger(forgives=forgives)
+    comm, made = innermost(comm), Ledger(forgives=forgives)
     try:
         return _LEDGERS.setdefault(getattr(comm, "group", comm), made)
     except TypeError:  # a transport that cannot be hashed or referred to weakly
@@ -190,9 +188,7 @@ class PlayedRanks:
 
     def _forget_posted(self) -> None:
         """Drop what ranks posted before an error: it would meet the wrong transfers later."""
-        for comm in self.comms:
-            while hasattr(comm, "inner"):
-                comm = comm.inner
+        for comm in map(innermost, self.comms):
             if isinstance(comm, LocalComm):
                 comm.group.forget()
 
