@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from mesh_attention import (
     DisagreementError,
@@ -143,6 +145,30 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
     out = torch.cat(made(q, k, v)).sum()
     with pytest.raises(UsageError, match="has no second derivatives"):
         torch.autograd.grad(out, q, create_graph=True)
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "vmap": lambda attend, q: torch.func.vmap(attend)(torch.stack([q, q])),
+    "grad": lambda attend, q: torch.func.grad(lambda q: attend(q).sum())(q),
+    "jvp": lambda attend, q: torch.func.jvp(attend, (q,), (q,)),
+    "forward mode": forward_ad.dual_level()(lambda attend, q: attend(forward_ad.make_dual(q, q))),
+    "batched backward": lambda attend, q: torch.autograd.grad(
+        attend(q.requires_grad_()), q, torch.ones(2, *q.shape), is_grads_batched=True
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch loads TorchScript for forward-mode differentiation
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_functions_are_refused(name: str) -> None:
+    attention, q = MeshAttention(LocalGroup(2)), torch.randn(1, 8, 2, 8)
+    attention(*[attention.shard(q)] * 3)  # not only the first call is checked
+
+    def attend(q: Tensor) -> Tensor:
+        return attention.unshard(attention(*[attention.shard(q)] * 3))
+
+    with pytest.raises(UsageError, match="are not supported; use a batch dimension instead"):
+        TRANSFORMS[name](attend, q)
 
 
 def test_a_local_group_works_again_after_an_error() -> None:

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention  # by name, before 
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from mesh_attention import MeshAttention
+from mesh_attention import MeshAttention, MeshAttentionError
 from mesh_attention.integrations.checkpointing import saved_attention
 from mesh_attention.integrations.context_parallel import context_parallel, context_parallel_unshard
 from mesh_attention.testing.run_ranks import RankPool
@@ -626,7 +626,7 @@ def refusals(group: Any) -> dict[str, str]:
     other = MeshAttention(dist.new_group([dist.get_rank()], use_local_synchronization=True))
 
     def enter(**given: Any) -> Callable[[], Any]:
-        return lambda: context(mesh, **given).__enter__()
+        return lambda: context(**{"mesh": mesh, **given}).__enter__()
 
     def inside(function: Callable[[], Any], **given: Any) -> Callable[[], Any]:
         def run() -> None:
@@ -635,8 +635,17 @@ def refusals(group: Any) -> dict[str, str]:
 
         return run
 
+    def twice(**given: Any) -> Callable[[], Any]:
+        outer = torch.zeros(6)
+        inner = {"mesh": mesh, "buffers": [outer], "buffer_seq_dims": [0]} | given
+        return inside(enter(**inner), buffers=[outer], buffer_seq_dims=[0])
+
     a, b = torch.zeros(9), torch.zeros(10)
+    alone = DeviceMesh.from_group(other.comms[0].group, "cpu")  # type: ignore[attr-defined]
     trials = {
+        "sharded twice": twice(),
+        "other ranks inside": twice(mesh=alone),
+        "other layout inside": twice(attention=MeshAttention(group, layout="contiguous"), buffers=[a]),
         "mask": inside(lambda: sdpa(x, x, x, attn_mask=torch.ones(6, 6))),
         "dropout": inside(lambda: sdpa(x, x, x, dropout_p=0.1)),
         "heads": inside(lambda: sdpa(x, half, half)),
@@ -680,6 +689,9 @@ def refusals(group: Any) -> dict[str, str]:
 
 
 REFUSED = {
+    "sharded twice": "buffers[0] is sharded already, by a context_parallel around this one",
+    "other ranks inside": "(zigzag) was entered inside one over ranks [0, 1] (zigzag); expected the same ranks",
+    "other layout inside": "over ranks [0, 1] (contiguous) was entered inside one over ranks [0, 1] (zigzag)",
     "mask": "attn_mask is not supported under context_parallel: a rank's part of a dense mask does not define",
     "dropout": "dropout_p=0.1 is not supported under context_parallel",
     "heads": "query has 4 heads and key has 2; expected the same, or enable_gqa=True",
@@ -714,6 +726,39 @@ def test_what_cannot_be_done_right_is_refused(pool: RankPool) -> None:
         for name, message in REFUSED.items():
             assert answers[name].startswith("UsageError: ")
             assert message in answers[name]
+
+
+def refuse_on_one_rank(group: Any) -> list[str]:
+    """Rank 0 refuses; the others are inside a call, and would wait for it."""
+    mesh, is_odd = mesh_of(group), dist.get_rank(group) == 0
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    heads = nn.MultiheadAttention(8, 2, batch_first=True)
+    q = torch.randn(1, 2, 6, 8)
+    trials: list[Callable[[], object]] = [
+        lambda: scaled_dot_product_attention(q, q, q, dropout_p=0.5 if is_odd else 0.0),
+        lambda: heads(q[0], q[0], q[0], need_weights=is_odd),
+        lambda: flash(q, q, q) if is_odd else scaled_dot_product_attention(q, q, q, scale=0.7),
+    ]
+
+    def enter() -> None:
+        with context_parallel(mesh, buffers=[torch.zeros(6)], buffer_seq_dims=[5 if is_odd else 0]):
+            scaled_dot_product_attention(q, q, q, scale=0.6)
+
+    said = []
+    for trial in trials:
+        with context_parallel(mesh), pytest.raises(MeshAttentionError) as raised:
+            trial()
+        said.append(f"{raised.type.__name__}: {raised.value}")
+    with pytest.raises(MeshAttentionError) as raised:
+        enter()
+    return [*said, f"{raised.type.__name__}: {raised.value}"]
+
+
+def test_what_one_rank_refuses_in_a_context_is_told_to_all(pool: RankPool) -> None:
+    ours, theirs = pool.run(2, refuse_on_one_rank)
+    for own, told in zip(ours, theirs, strict=True):
+        assert own.startswith("UsageError: ")
+        assert told == f"DisagreementError: rank 0 refused the call: {own[12:]}; nothing was sent"
 
 
 def refuse_two_axes(group: Any) -> str:

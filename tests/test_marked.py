@@ -73,6 +73,14 @@ def make_different_calls(group: Any, options: dict[str, Any], what: str) -> str:
             half = [tensor[:, : TOKENS // 2] for tensor in (q, k, v)]
             attention(*half)
             return outcome(lambda: attention(*(half if is_odd else (q, k, v))))
+        if what == "order of backward":
+            first, second = (attention(q, k, v, causal=True) for _ in range(2))
+            return outcome(lambda: (second if is_odd else first).sum().backward())
+        if what == "order of compiled backward":
+            compiled = torch.compile(lambda *given: attention(*given, causal=True), backend="aot_eager")
+            first, second = (compiled(q, k, v) if is_odd else attention(q, k, v, causal=True) for _ in range(2))
+            first.sum().backward(retain_graph=True)
+            return outcome(lambda: (first if is_odd else second).sum().backward())
         out = attention(q, k, v)
         if what == "backward":  # one rank goes on to the next call instead
             return outcome(lambda: attention(q, k, v) if is_odd else out.sum().backward())
@@ -81,13 +89,19 @@ def make_different_calls(group: Any, options: dict[str, Any], what: str) -> str:
         return outcome(lambda: attention(q, k, v))
 
 
-@pytest.mark.parametrize("what", ["mask", "length", "backward"])
+@pytest.mark.parametrize("what", ["mask", "length", "backward", "order of backward"])
 @pytest.mark.parametrize("options", METHODS, ids=str)
 def test_ranks_in_different_calls_raise(pool: RankPool, options: dict[str, Any], what: str) -> None:
     answers = pool.run(4, make_different_calls, options, what)
     assert not any(answer == "a result" for answer in answers)
     assert "DisagreementError: " in "".join(answers)
     assert "every rank must make the same calls in the same order" in "".join(answers)
+
+
+def test_compiled_code_knows_which_forward_a_backward_belongs_to(pool: RankPool) -> None:
+    answers = pool.run(4, make_different_calls, {"method": "ring"}, "order of compiled backward")
+    assert not any(answer == "a result" for answer in answers)
+    assert "DisagreementError: " in "".join(answers)
 
 
 SPELLINGS: list[dict[str, Any]] = [
@@ -230,7 +244,7 @@ def test_a_second_thread_on_a_real_rank_is_refused(pool: RankPool) -> None:
 # Marks on a device
 
 
-def compare_on_the_device(group: Any) -> tuple[list[bool], str]:
+def compare_on_the_device(group: Any, what: str) -> tuple[list[bool], str]:
     """As on NCCL: nothing is compared until the pass ends. In a 2x2 tile, rank 2 hears nothing from rank 1."""
     rank = dist.get_rank(group)
     with new_group(group, 10.0) as made:
@@ -241,13 +255,18 @@ def compare_on_the_device(group: Any) -> tuple[list[bool], str]:
             outs = [attention(*inputs(rank), softmax_scale=scale) for scale in (None, 0.5)]
         leaves = [tensor.requires_grad_() for tensor in inputs(rank)]
         outs += torch.autograd.grad(attention(*leaves).sum(), leaves)
-        spoilt = attention(*inputs(rank), softmax_scale=0.5 if rank == 1 else None, return_lse=True)
+        if what == "call":
+            spoilt = attention(*inputs(rank), softmax_scale=0.5 if rank == 1 else None, return_lse=True)
+        else:
+            both = [attention(*leaves) for _ in range(2)]
+            spoilt = torch.autograd.grad(both[rank == 1].sum(), leaves)
         are_right = not any(out.isnan().any() for out in outs)
         return [are_right, all(bool(out.isnan().all()) for out in spoilt)], outcome(lambda: attention(*inputs(rank)))
 
 
-def test_a_device_that_sees_another_mark_spoils_the_results_of_all_ranks(pool: RankPool) -> None:
-    for answers, raised in pool.run(4, compare_on_the_device):
+@pytest.mark.parametrize("what", ["call", "order of backward"])
+def test_a_device_that_sees_another_mark_spoils_the_results_of_all_ranks(pool: RankPool, what: str) -> None:
+    for answers, raised in pool.run(4, compare_on_the_device, what):
         assert answers == [True, True]
         assert raised.startswith("TransportError: an earlier call on this group failed (ranks made different calls")
 

@@ -126,8 +126,8 @@ def test_the_operators_keep_torchs_rules() -> None:
     asked = Operands(CallOptions(causal=True), True, attention._number).pack()
     torch.library.opcheck(torch.ops.mesh_attention.attend.default, (q, k, v, *asked))
     with torch.no_grad():
-        out, lse = torch.ops.mesh_attention.attend(q, k, v, *asked)
-        given = [t.detach() for t in (out, lse, out, lse, q, k, v)]
+        out, lse, forward_pass = torch.ops.mesh_attention.attend(q, k, v, *asked)
+        given = [t.detach() for t in (out, lse, out, lse, forward_pass, q, k, v)]
         torch.library.opcheck(torch.ops.mesh_attention.attend_backward.default, (*given, *asked))
 
 
@@ -339,7 +339,7 @@ def test_second_derivatives_are_refused() -> None:
     attention = alone()
     q, k, v = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
     asked = Operands(CallOptions(causal=True), True, attention._number).pack()
-    out, _ = torch.ops.mesh_attention.attend(q, k, v, *asked)
+    out, *_ = torch.ops.mesh_attention.attend(q, k, v, *asked)
     (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(UsageError, match="has no second derivatives"):
         gradient.sum().backward()

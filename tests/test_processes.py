@@ -212,6 +212,28 @@ def use_the_function(group: Any) -> bool:
     return all(relative_error(ours, due) <= 1e-12 for ours in given)
 
 
+def exchange_meanwhile(group: Any) -> None:
+    """The caller's own messages are under way during a call and during `unshard`, which gathers as many bytes."""
+    rank, tokens = dist.get_rank(group), 4
+    attention, other = MeshAttention(group), 1 - rank
+    q, k, v = (torch.full((1, tokens, 1, 8), float(rank)) for _ in range(3))
+    due = attention.unshard(attention(q, k, v))
+    for tag in range(3):
+        own, theirs = torch.full((tokens * 8,), 9.0 + rank), torch.zeros(tokens * 8)
+        receiving = dist.irecv(theirs, group_src=other, group=group, tag=tag)
+        assert torch.equal(attention.unshard(attention(q, k, v)), due)
+        sending = dist.isend(own, group_dst=other, group=group, tag=tag)
+        assert receiving is not None
+        assert sending is not None
+        receiving.wait()
+        sending.wait()
+        assert torch.equal(theirs, torch.full((tokens * 8,), 9.0 + other))
+
+
+def test_the_callers_own_messages_on_the_group_do_not_meet_ours(pool: RankPool) -> None:
+    pool.run(2, exchange_meanwhile)
+
+
 def test_the_function_is_the_class(pool: RankPool) -> None:
     assert all(pool.run(4, use_the_function))
 
@@ -245,6 +267,8 @@ def test_when_a_rank_dies_the_others_name_the_step_and_the_rank() -> None:
     assert name == "TransportError"
     assert "rank 0, step" in message
     assert "from rank 2" in message
+    assert message.endswith("; read the logs of the other ranks, and start the job again")
+    assert "pair.cc" not in message  # the place in Gloo's sources
 
 
 def train(group: Any, options: dict[str, Any] | None, steps: int = 10) -> list[float]:

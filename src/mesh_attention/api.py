@@ -203,7 +203,7 @@ class MeshAttention:
                 return (out, out) if return_lse is True else out
             with self.engines.played.telling:
                 raise
-        out, lse = torch.ops.mesh_attention.attend(*tensors, *operands.pack())
+        out, lse, _ = torch.ops.mesh_attention.attend(*tensors, *operands.pack())
         out = self._from_bshd(out, like=q)
         return (out, lse if q.dim() == 4 else lse[0]) if return_lse else out
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.masks import Mask, boundaries, causal, documents, full, window
@@ -186,6 +187,20 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ProblemError(f"q has batch {q.shape[0]} and k has batch {k.shape[0]}: expected the same")
     if q.shape[3] != k.shape[3]:
         raise ProblemError(f"q has head size {q.shape[3]} and k has {k.shape[3]}: expected the same (v may differ)")
+
+
+def refuse_transforms(tensors: Iterable[Tensor | None]) -> None:
+    """Refuse tensors of torch.func and of forward-mode differentiation: a pass copies and sends plain tensors."""
+    wraps = torch._C._functorch
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        is_wrapped = wraps.is_functorch_wrapped_tensor(tensor) or wraps.is_legacy_batchedtensor(tensor)
+        if is_wrapped or forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            raise UsageError(
+                "torch.func (vmap, grad, jvp, jacrev), is_grads_batched=True and forward-mode differentiation are not "
+                "supported; use a batch dimension instead of vmap, and backward for gradients"
+            )
 
 
 def flag(name: str, value: object) -> bool:

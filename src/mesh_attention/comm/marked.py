@@ -94,20 +94,30 @@ def _mark_parcel(mark: Tensor, rank: int) -> Parcel:
     return Parcel([mark.view(torch.uint8)], rank, MARK, MARK_TAG)
 
 
-def make_mark(passes: int, history: int, device: torch.device | None) -> Tensor:
-    """A mark in host memory: pass and hash. For a device: hash and -hash, both largest if no other rank's differs."""
+def make_mark(passes: int, history: int, device: torch.device | None, forward_pass: int | Tensor = 0) -> Tensor:
+    """A mark in host memory: pass and hash. For a device: hash and -hash, both largest if no other rank's differs.
+
+    `forward_pass` is added to the hash of a device, which may know it when the host does not.
+    """
     if device is None:
         return torch.tensor([[[passes, history]]], device="cpu")
     mark = torch.full((1, 1, 2), history, device=device)  # without a copy from the host, which would wait
+    mark += forward_pass
     mark[..., 1].neg_()
     return mark
 
 
-def torch_group(comm: Any) -> Any:
-    """The torch group beneath a transport and its wrappers; None if there is none."""
+def innermost(comm: Any) -> Any:
+    """The transport beneath all wrappers."""
     while hasattr(comm, "inner"):
         comm = comm.inner
-    return getattr(comm, "group", None) if isinstance(comm, TorchComm) else None
+    return comm
+
+
+def torch_group(comm: Any) -> Any:
+    """The torch group beneath a transport and its wrappers; None if there is none."""
+    comm = innermost(comm)
+    return comm.group if isinstance(comm, TorchComm) else None
 
 
 class Alarm:

@@ -33,6 +33,8 @@ HEADER = struct.Struct("<Q?")
 """Before a text: its length in bytes, and whether this rank has yet to connect its device."""
 ROOM = 4096
 """Bytes of every rank's first message of a sharing, header included. Longer texts take a second one."""
+FIRST_TAG = 1_000_000
+"""Gloo's tag of a parcel with tag 0. Smaller ones are left to the caller's own messages on the same group."""
 LOOK_UP_S = 2.0
 """Seconds to find out who is missing after a sharing failed; the store may be out of reach as well."""
 
@@ -67,12 +69,15 @@ class TorchComm:
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         # One batch, so that NCCL starts them together; receives first, since Gloo is full duplex only that way.
         posts = [
-            dist.P2POp(op, chunk, group=self.group, tag=parcel.tag, group_peer=parcel.peer)
+            dist.P2POp(op, chunk, group=self.group, tag=FIRST_TAG + parcel.tag, group_peer=parcel.peer)
             for op, parcels in ((dist.irecv, recvs), (dist.isend, sends))
             for parcel in parcels
             for chunk in parcel.chunks
         ]
-        return _Works(dist.batch_isend_irecv(posts) if posts else [])
+        try:
+            return _Works(dist.batch_isend_irecv(posts) if posts else [])
+        except Exception as error:
+            raise TransportError(f"{_reason(error)}; {START_AGAIN}") from error
 
     def share(self, text: str) -> Sharing:
         return GatheredTexts(text, self.group, self.size, self._connection)
@@ -112,8 +117,11 @@ class _Works:
 
     def wait(self) -> None:
         works, self.works = self.works, []
-        for work in works:
-            work.wait()
+        try:
+            for work in works:
+                work.wait()
+        except Exception as error:
+            raise TransportError(f"{_reason(error)}; {START_AGAIN}") from error
 
 
 @dataclass
@@ -188,8 +196,8 @@ class GatheredTexts:
         try:
             return step()
         except Exception as error:
-            reason = re.sub(r"^\[\S*\] ", "", str(error))  # without the place in Gloo's sources
-            raise TransportError(f"{self.attendance.describe(self.size)}: {reason}; {START_AGAIN}") from error
+            who = self.attendance.describe(self.size)
+            raise TransportError(f"{who}: {_reason(error)}; {START_AGAIN}") from error
 
 
 class _Gathering:
@@ -258,6 +266,11 @@ class Attendance:
 
 _SHARINGS: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 START_AGAIN = "read the logs of the other ranks, and start the job again"
+
+
+def _reason(error: Exception) -> str:
+    """The text of an error, without the place in Gloo's sources and Gloo's own advice."""
+    return re.sub(r"^\[\S*\] |\.? This is typically caused by.*", "", str(error))
 
 
 def _quietly(look: Callable[[], None]) -> None:

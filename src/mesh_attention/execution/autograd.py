@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.arguments import needs_gradient
+from mesh_attention.arguments import needs_gradient, refuse_transforms
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.buffers import Buffer, token_format
 from mesh_attention.execution.engine import Engine
@@ -38,7 +38,9 @@ class AttentionFunction(torch.autograd.Function):
         outs, kept = run_forward(engine, tensors)
         ctx.engine = engine
         raws, ctx.kept = _as_tensors(kept)
-        ctx.save_for_backward(*tensors, *outs, *raws)
+        # A tensor, so that a checkpoint replaces it as well when it runs forward again.
+        forward_pass = torch.tensor(engine.ledger.passes)
+        ctx.save_for_backward(forward_pass, *tensors, *outs, *raws)
         ctx.set_materialize_grads(False)
         return outs
 
@@ -46,11 +48,11 @@ class AttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UsageError(NO_SECOND_DERIVATIVES)
-        engine, saved = ctx.engine, ctx.saved_tensors
+        engine, (forward_pass, *saved) = ctx.engine, ctx.saved_tensors
         size = len(engine.comms)
         tensors, outs, raws = saved[: 3 * size], saved[3 * size : 5 * size], saved[5 * size :]
         kept = _as_buffers(raws, ctx.kept, engine) if raws else None
-        given = run_backward(engine, tensors, outs, gradients, kept)
+        given = run_backward(engine, tensors, outs, gradients, forward_pass, kept)
         needed = ctx.needs_input_grad[1:]
         return None, *(gradient if need else None for gradient, need in zip(given, needed, strict=True))
 
@@ -73,9 +75,14 @@ def run_backward(
     tensors: Sequence[Tensor],
     outs: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
+    forward_pass: Tensor,
     kept: Kept | None = None,
 ) -> list[Tensor]:
-    """dQ, dK and dV of every rank, from the inputs and results of forward and the gradients of the results."""
+    """dQ, dK and dV of every rank, from the inputs and results of forward and the gradients of the results.
+
+    `forward_pass` is the number of that pass on its group: ranks may run backward of equal calls in different orders.
+    """
+    refuse_transforms(gradients)
     lse_gradient = any(gradient is not None for gradient in gradients[1::2])
     if lse_gradient and engine.captured is not None and engine.single_call is None:
         raise UsageError(
@@ -86,7 +93,7 @@ def run_backward(
     with _without_autocast(tensors[0].device):
         if engine.single_call is not None:
             return list(_single_backward(engine.single_call, kernel, tensors, outs, gradients))
-        return _backward(engine, kernel, tensors, outs, gradients, kept)
+        return _backward(engine, kernel, tensors, outs, gradients, forward_pass, kept)
 
 
 def _backward(
@@ -95,6 +102,7 @@ def _backward(
     tensors: Sequence[Tensor],
     outs: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
+    forward_pass: Tensor,
     kept: Kept | None,
 ) -> list[Tensor]:
     """dQ, dK and dV of every rank, by the backward plan."""
@@ -102,7 +110,7 @@ def _backward(
     inputs = [
         _backward_inputs(rank, outs[2 * i : 2 * i + 2], gradients[2 * i : 2 * i + 2]) for i, rank in enumerate(ranks)
     ]
-    results, _ = engine.run("backward", inputs, _tokens(ranks), kernel, kept)
+    results, _ = engine.run("backward", inputs, _tokens(ranks), kernel, kept, forward_pass)
     return [
         _heads_first(field)
         for result in results

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.comm.local import LocalComm, LocalGroup
-from mesh_attention.comm.marked import NEW_GROUP, Alarm, Marked, make_mark
+from mesh_attention.comm.marked import NEW_GROUP, Alarm, Marked, innermost, make_mark
 from mesh_attention.comm.staged import comm_for
 from mesh_attention.comm.torch_dist import Group, TorchComm
 from mesh_attention.errors import DisagreementError, StalledError, TransportError, UsageError
@@ -84,11 +84,15 @@ class Ledger:
                 "from rank to rank; give each thread a group and a MeshAttention of its own"
             )
 
-    def mark(self, call: int, device: torch.device | None) -> Tensor:
-        """The mark of the next pass, which is of the call with this number; for the device that will compare it."""
+    def mark(self, call: int, device: torch.device | None, forward_pass: int | Tensor = 0) -> Tensor:
+        """The mark of the next pass, which is of the call with this number; for the device that will compare it.
+
+        `forward_pass` is the number of the pass that a backward pass belongs to.
+        """
         self.passes += 1
-        self.history = hash((self.history, call))  # of whole numbers, so it is the same in every process
-        return make_mark(self.passes, self.history, device)
+        known = int(forward_pass) if device is None else 0  # reading it from a device would wait
+        self.history = hash((self.history, call, known))  # of whole numbers, so it is the same in every process
+        return make_mark(self.passes, self.history, device, forward_pass)
 
 
 _LEDGERS: WeakKeyDictionary[Any, Ledger] = WeakKeyDictionary()
@@ -96,9 +100,7 @@ _LEDGERS: WeakKeyDictionary[Any, Ledger] = WeakKeyDictionary()
 
 def ledger_of(comm: Comm, *, forgives: bool) -> Ledger:
     """The ledger of a transport's group, the same for all transports on that group."""
-    while hasattr(comm, "inner"):
-        comm = comm.inner
-    made = Ledger(forgives=forgives)
+    comm, made = innermost(comm), Ledger(forgives=forgives)
     try:
         return _LEDGERS.setdefault(getattr(comm, "group", comm), made)
     except TypeError:  # a transport that cannot be hashed or referred to weakly
@@ -186,9 +188,7 @@ class PlayedRanks:
 
     def _forget_posted(self) -> None:
         """Drop what ranks posted before an error: it would meet the wrong transfers later."""
-        for comm in self.comms:
-            while hasattr(comm, "inner"):
-                comm = comm.inner
+        for comm in map(innermost, self.comms):
             if isinstance(comm, LocalComm):
                 comm.group.forget()
 

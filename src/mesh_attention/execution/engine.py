@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mesh_attention.arguments import CallOptions, Softmax, check_tensors, needs_gradient
+from mesh_attention.arguments import CallOptions, Softmax, check_tensors, needs_gradient, refuse_transforms
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.comm.marked import Marked
 from mesh_attention.errors import DisagreementError, UsageError
@@ -75,6 +75,7 @@ class Engines:
         with self.played.telling:
             options = options.checked()
             flat = [tensor for rank in tensors for tensor in rank]
+            refuse_transforms(flat)
             gradient = needs_gradient(flat) if gradient is None else gradient
             spelling = (options, gradient, *((tensor.shape, tensor.dtype, tensor.device) for tensor in flat))
             if spelling not in self._meanings:
@@ -225,25 +226,26 @@ class Engine:
         tokens: Sequence[dict[str, int]],
         kernel: Kernel,
         kept: Sequence[Mapping[Item, Buffer]] | None = None,
+        forward_pass: int | Tensor = 0,
     ) -> tuple[Tensors, list[dict[Item, Buffer]]]:
         """One pass of every rank played here: its results, and what it keeps for backward.
 
-        `tokens` are the local lengths of q and kv; `kept` is what the forward pass kept.
+        `tokens` are the local lengths of q and kv; `kept` is what the forward pass kept, and `forward_pass` its number.
         """
         given = kept or [{} for _ in self.comms]
         with self.ledger.talking():
             if self.marked is not None:
-                inputs = [{**inputs[0], "mark": {"mark": self._mark(direction, inputs[0])}}]
+                inputs = [{**inputs[0], "mark": {"mark": self._mark(direction, inputs[0], forward_pass)}}]
             if self.captured is None:
                 return self._run(direction, inputs, tokens, kernel, given)
             return self.captured.run(
                 (direction, kernel.name), inputs, lambda own: self._run(direction, own, tokens, kernel, given)[0]
             ), [{} for _ in self.comms]
 
-    def _mark(self, direction: Direction, inputs: Mapping[str, Fields]) -> Tensor:
+    def _mark(self, direction: Direction, inputs: Mapping[str, Fields], forward_pass: int | Tensor) -> Tensor:
         """The mark of the pass that begins now. A graph reads it like an input."""
         device = inputs["q"]["q"].device if self.comms[0].is_capturable else None
-        return self.ledger.mark(self.number + (direction == "backward"), device)
+        return self.ledger.mark(self.number + (direction == "backward"), device, forward_pass)
 
     def _run(
         self,

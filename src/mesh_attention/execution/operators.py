@@ -3,7 +3,8 @@ tensors, FLOP counters.
 
 `mesh_attention::attend` and `mesh_attention::attend_backward` take one rank's tensors, the call's options, and the
 number of the caller's engines. They run the same engines as a plain call; their results are contiguous and share no
-memory. Only tensors go from forward to backward, so plans that keep something for backward are refused.
+memory. Only tensors go from forward to backward: O, LSE and the number of the forward pass. So plans that keep
+something for backward are refused.
 """
 
 from __future__ import annotations
@@ -93,40 +94,42 @@ def untraced(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
 @torch.library.custom_op(
     "mesh_attention::attend",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
-def attend_operator(q: Tensor, k: Tensor, v: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
-    """O and LSE of this rank; tensors are (batch, tokens, heads, dim)."""
+def attend_operator(q: Tensor, k: Tensor, v: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """O and LSE of this rank, and the number of the pass; tensors are (batch, tokens, heads, dim)."""
     engine = _engine((q, k, v), Operands.unpack(operands))
     (out, lse), _ = run_forward(engine, (q, k, v))
-    return out.contiguous(), lse.contiguous()
+    forward_pass = torch.full((), engine.ledger.passes, device=q.device)
+    return out.contiguous(), lse.contiguous(), forward_pass
 
 
 @attend_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, tokens, heads, _ = q.shape
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return q.new_empty((batch, tokens, heads, v.shape[3])), q.new_empty((batch, heads, tokens), dtype=wide)
+    out, lse = q.new_empty((batch, tokens, heads, v.shape[3])), q.new_empty((batch, heads, tokens), dtype=wide)
+    return out, lse, q.new_empty((), dtype=torch.int64)
 
 
 @torch.library.custom_op(
     "mesh_attention::attend_backward",
     mutates_args=(),
-    schema="(Tensor? d_out, Tensor? d_lse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
+    schema="(Tensor? d_out, Tensor? d_lse, Tensor out, Tensor lse, Tensor forward_pass, Tensor q, Tensor k, Tensor v, "
     f"{SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
 def backward_operator(
-    d_out: Tensor | None, d_lse: Tensor | None, out: Tensor, lse: Tensor, *given: Any
+    d_out: Tensor | None, d_lse: Tensor | None, out: Tensor, lse: Tensor, forward_pass: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV of this rank."""
     tensors, operands = given[:3], Operands.unpack(given[3:])
-    dq, dk, dv = run_backward(_engine(tensors, operands), tensors, (out, lse), (d_out, d_lse))
+    dq, dk, dv = run_backward(_engine(tensors, operands), tensors, (out, lse), (d_out, d_lse), forward_pass)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 @backward_operator.register_fake
 def _(
-    d_out: Tensor | None, d_lse: Tensor | None, out: Tensor, lse: Tensor, *given: Any
+    d_out: Tensor | None, d_lse: Tensor | None, out: Tensor, lse: Tensor, forward_pass: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in given[:3])
     return dq, dk, dv
@@ -173,7 +176,7 @@ _refuse.register_autograd(lambda ctx, gradient: (gradient, None, None))
 # Gradients
 
 
-def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *(given if isinstance(given, Tensor) else None for given in inputs))
     ctx.others = tuple(None if isinstance(given, Tensor) else given for given in inputs)
@@ -181,10 +184,10 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) ->
     ctx.engines = ENGINES.find(inputs[-1]) if type(inputs[-1]) is int else None
 
 
-def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, lse, *saved = ctx.saved_tensors
+def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    out, lse, forward_pass, *saved = ctx.saved_tensors
     inputs = [other if tensor is None else tensor for tensor, other in zip(saved, ctx.others, strict=True)]
-    given = torch.ops.mesh_attention.attend_backward(d_out, d_lse, out, lse, *inputs)
+    given = torch.ops.mesh_attention.attend_backward(d_out, d_lse, out, lse, forward_pass, *inputs)
     needed = zip(given, ctx.needs_input_grad[:3], strict=True)
     return *(gradient if need else None for gradient, need in needed), *([None] * (len(inputs) - 3))
 

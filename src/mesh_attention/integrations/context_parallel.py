@@ -12,6 +12,7 @@ layout; options of torch's own method (`set_rotate_method`) have no counterpart.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mesh_attention.api import MeshAttention, attention_of
+from mesh_attention.comm.marked import torch_group
 from mesh_attention.comm.torch_dist import TorchComm, process_group
 from mesh_attention.errors import UsageError
 from mesh_attention.integrations.sdpa import MeshSdpa
@@ -49,12 +51,18 @@ def context_parallel(
     of tokens.
     """
     chosen = _checked(attention, mesh) if attention is not None else _default(mesh, "zigzag")
-    ours = _sharded_tensors(buffers, buffer_seq_dims, no_restore_buffers)
-    lengths = [*(one.tokens for one in ours), *map(_whole_length, seq_lens)]
+    with chosen.engines.played.telling:
+        ours = _sharded_tensors(buffers, buffer_seq_dims, no_restore_buffers)
+        lengths = [*(one.tokens for one in ours), *map(_whole_length, seq_lens)]
+        _check_nesting(chosen, ours)
     chunked = chosen if attention is not None else _default(mesh, "chunks")
     mode = MeshSdpa(chosen, lengths=lengths, chunked=chunked)
-    with _sharded(ours, lambda tensor, dim: chosen.shard(tensor, dim=dim)), mode.entered():
-        yield
+    _open.contexts.append((chosen, ours))
+    try:
+        with _sharded(ours, lambda tensor, dim: chosen.shard(tensor, dim=dim)), mode.entered():
+            yield
+    finally:
+        _open.contexts.pop()
 
 
 @torch.no_grad()
@@ -103,6 +111,31 @@ def _checked(attention: MeshAttention, mesh: DeviceMesh) -> MeshAttention:
             f"attention is {attention!r} over ranks {ours}; expected a MeshAttention over the mesh's ranks {due}"
         )
     return attention
+
+
+class _Open(threading.local):
+    """The contexts that this thread is in."""
+
+    def __init__(self) -> None:
+        self.contexts: list[tuple[MeshAttention, Sequence[ShardedTensor]]] = []
+
+
+_open = _Open()
+
+
+def _check_nesting(attention: MeshAttention, tensors: Sequence[ShardedTensor]) -> None:
+    """Refuse what would go wrong in a context inside another one: attention would follow the inner one alone."""
+    for outer, sharded in _open.contexts:
+        spans = [(dist.get_process_group_ranks(torch_group(a.comms[0])), a.layout.name) for a in (attention, outer)]
+        if spans[0] != spans[1]:
+            (ranks, layout), (outer_ranks, outer_layout) = spans
+            raise UsageError(
+                f"context_parallel over ranks {ranks} ({layout}) was entered inside one over ranks {outer_ranks} "
+                f"({outer_layout}); expected the same ranks and layout: use one context, over one axis of all ranks"
+            )
+        for number, one in enumerate(tensors):
+            if any(one.tensor is other.tensor for other in sharded):
+                raise UsageError(f"buffers[{number}] is sharded already, by a context_parallel around this one")
 
 
 def _whole_length(tokens: object) -> int:

@@ -29,7 +29,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *operands: Any, out_val: Any = Non
 
 
 def _backward(*given: Any, out_val: Any = None) -> int:
-    q, k, v, *operands = given[4:]  # after dO, dLSE, O and LSE
+    q, k, v, *operands = given[5:]  # after dO, dLSE, O, LSE and the number of the pass
     return _pairs(q, k, operands) * flops_per_pair("backward", qk=q.shape[3], v=v.shape[3])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, Literal
 
@@ -62,7 +62,8 @@ class MeshSdpa(TorchFunctionMode):
         if role == "multi-head":
             return self._multi_head(func, args, kwargs)
         if role == "fused" and not is_called_by_us():
-            raise refusal(func.__name__)
+            with self._telling():
+                raise refusal(func.__name__)
         return func(*args, **kwargs)
 
     def attend(
@@ -79,19 +80,25 @@ class MeshSdpa(TorchFunctionMode):
         """scaled_dot_product_attention, with its arguments, over the whole sequence."""
         # Outer modes must not see what we run: our kernels have names that they refuse.
         with torch._C.DisableTorchFunction(), nullcontext() if torch.compiler.is_compiling() else passed_on():
-            _check_arguments(attn_mask, dropout_p)
+            with self._telling():
+                _check_arguments(attn_mask, dropout_p)
+                causal, shares_heads = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
+                _check_tensors(query, key, value, shares_heads)
+                recompute_under(self)
             call = {"softmax_scale": scale}
-            causal, shares_heads = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
-            _check_tensors(query, key, value, shares_heads)
-            recompute_under(self)
             query, key, value = as_autocast(query, key, value)
             if any(isinstance(x, DTensor) for x in (query, key, value)):
                 call |= _causal_call(causal, query.shape[-2], key.shape[-2])
                 return self._attend_dtensors(query, key, value, call)
-            seq_q, seq_k = (self.lengths.of(x.shape[-2]) for x in (query, key))
+            with self._telling():
+                seq_q, seq_k = (self.lengths.of(x.shape[-2]) for x in (query, key))
             call |= _causal_call(causal, seq_q, seq_k) | {"seq_len": seq_q, "seq_len_k": seq_k}
             out = self._attend(query, key, value, call)
             return out.reshape(*query.shape[:-1], value.shape[-1])
+
+    def _telling(self) -> AbstractContextManager[None]:
+        """Lets the other ranks know of a refusal. What a compiler cannot trace is refused when it runs."""
+        return nullcontext() if torch.compiler.is_compiling() else self.attention.engines.played.telling
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, call: dict[str, Any]) -> Tensor:
         given = [_four_dims(x) for x in (query, key, value)]
@@ -112,18 +119,8 @@ class MeshSdpa(TorchFunctionMode):
 
         A function that torch hands to a mode runs without the mode, so its inner call would not be seen.
         """
-        given = inspect.signature(func).bind(*args, **kwargs)
-        given.apply_defaults()
-        if given.arguments["need_weights"]:
-            raise UsageError(
-                "nn.MultiheadAttention cannot return its weights (need_weights=True, the default) under "
-                "context_parallel, because no rank has them for the whole sequence; use need_weights=False"
-            )
-        if given.arguments["bias_k"] is not None or given.arguments["add_zero_attn"]:
-            raise UsageError(
-                "nn.MultiheadAttention with add_bias_kv or add_zero_attn adds a token on every rank under "
-                "context_parallel, instead of one to the sequence; leave these arguments out"
-            )
+        with self._telling():
+            _check_multi_head(func, args, kwargs)
         return _with_names(func, has_torch_function=_nothing, scaled_dot_product_attention=self.attend)(*args, **kwargs)
 
 
@@ -211,6 +208,21 @@ def _check_tensors(query: object, key: object, value: object, shares_heads: bool
         raise UsageError(
             f"query has {heads} heads and key has {kv_heads}; expected the same, or enable_gqa=True for heads that "
             "share keys"
+        )
+
+
+def _check_multi_head(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = inspect.signature(func).bind(*args, **kwargs)
+    given.apply_defaults()
+    if given.arguments["need_weights"]:
+        raise UsageError(
+            "nn.MultiheadAttention cannot return its weights (need_weights=True, the default) under "
+            "context_parallel, because no rank has them for the whole sequence; use need_weights=False"
+        )
+    if given.arguments["bias_k"] is not None or given.arguments["add_zero_attn"]:
+        raise UsageError(
+            "nn.MultiheadAttention with add_bias_kv or add_zero_attn adds a token on every rank under "
+            "context_parallel, instead of one to the sequence; leave these arguments out"
         )
 
 
