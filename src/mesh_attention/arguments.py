@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.masks import Mask, boundaries, causal, documents, full, window
@@ -25,7 +26,7 @@ REFUSED = {
     "attn_bias": "an attention bias",
     "alibi_slopes": "ALiBi",
     "block_table": "a paged KV cache",
-    "q_descale": "scaled low-precision inputs",
+    "q_descale": "scaled low-precision input",
 }
 """Arguments of other attention functions for features that are not supported."""
 Boundaries = Sequence[int] | Tensor | None
@@ -126,12 +127,15 @@ CALL_ARGUMENTS = (*CallOptions._fields, "return_lse")
 
 
 def call_key(options: CallOptions, q: object, k: object, v: object) -> tuple[object, ...] | None:
-    """Cache key of a call on one rank; None if boundaries are given or an option has an unusual type.
+    """Cache key of a call on one rank; None if boundaries are given, an option has an unusual type, or torch
+    transforms the call.
 
     Equal keys stand for equal calls: types are checked, since True == 1. Written out in full, because a small call
     takes hardly longer than this.
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return None
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
     scale, sides, length, length_k = options.softmax_scale, options.window_size, options.seq_len, options.seq_len_k
     if not (
@@ -146,6 +150,8 @@ def call_key(options: CallOptions, q: object, k: object, v: object) -> tuple[obj
     return (
         options,
         type(q),
+        type(k),
+        type(v),
         q.shape,
         k.shape,
         v.shape,
@@ -168,6 +174,31 @@ def needs_gradient(tensors: Iterable[Tensor]) -> bool:
 # Checks
 
 
+def check_plain(tensors: Iterable[Tensor]) -> None:
+    """Refuse tensors that are more than numbers in memory, since only those travel."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+            raise ProblemError(f"got {layout}; expected a dense tensor")
+        # A tensor that a functional collective returns waits for its numbers by itself.
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not hasattr(tensor, "trigger_wait"):
+            raise UsageError(
+                f"got a {type(tensor).__name__}, which does not hold its numbers itself; expected a plain tensor"
+            )
+        if is_transformed(tensor):
+            raise UsageError(
+                "mesh attention has no forward-mode derivatives and none of torch.func's transforms (vmap, grad, jvp, "
+                "…); use torch.autograd.grad or backward, and the batch dimension instead of vmap"
+            )
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """True if torch has attached a tangent or several values to the tensor, which would not travel with it."""
+    if torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(tensor):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
 def check_dimensions(ranks: Sequence[Sequence[Tensor]]) -> None:
     dimensions = {tensor.dim() for rank in ranks for tensor in rank}
     if len(dimensions) > 1:
@@ -180,6 +211,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ProblemError(
                 f"q is {ours.dtype} on {ours.device} and {name} is {theirs.dtype} on {theirs.device}; expected the same"
             )
+    if q.is_meta:
+        raise ProblemError("got tensors on meta, which have no numbers; expected dense tensors on another device")
     if k.shape[:3] != v.shape[:3]:
         raise ProblemError(f"k is {tuple(k.shape)} and v is {tuple(v.shape)}: batch, tokens and heads must be the same")
     if q.shape[0] != k.shape[0]:
