@@ -302,7 +302,7 @@ def mesh_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = Non
 
 _ATTENTIONS: WeakKeyDictionary[Group, dict[object, MeshAttention]] = WeakKeyDictionary()
 MOST_ATTENTIONS = 64
-"""Kept for a group, the first ones are dropped."""
+"""Kept for each group; the oldest are dropped."""
 
 
 def attention_of(group: Group, **settings: Any) -> MeshAttention:

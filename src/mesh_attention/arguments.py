@@ -18,6 +18,7 @@ from mesh_attention.problem import ITEMSIZE, Problem
 
 NO_WINDOW = (-1, -1)
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30
+FACTOR_RANGE = f"a number from {SMALLEST_FACTOR:.0e} to {LARGEST_FACTOR:.0e}"
 """Range of softmax_scale and softcap. Kernels take them as float32, multiply masked scores of -inf by the scale, and
 divide by the softcap."""
 REFUSED = {
@@ -93,14 +94,11 @@ class CallOptions(NamedTuple):
         scale = problem.head_dim_qk**-0.5 if self.softmax_scale is None else self.softmax_scale
         if not SMALLEST_FACTOR <= scale <= LARGEST_FACTOR:
             raise UsageError(
-                f"softmax_scale={scale}: expected a number from {SMALLEST_FACTOR:.0e} to {LARGEST_FACTOR:.0e}; "
-                "for another one, multiply q by it and give softmax_scale=1.0"
+                f"softmax_scale={scale}: expected {FACTOR_RANGE}; for another one, "
+                "multiply q by it and give softmax_scale=1.0"
             )
         if self.softcap != 0 and not SMALLEST_FACTOR <= self.softcap <= LARGEST_FACTOR:
-            raise UsageError(
-                f"softcap={self.softcap}: expected 0 (off) or a number from {SMALLEST_FACTOR:.0e} to "
-                f"{LARGEST_FACTOR:.0e}"
-            )
+            raise UsageError(f"softcap={self.softcap}: expected 0 (off) or {FACTOR_RANGE}")
         return Softmax(scale=float(scale), softcap=float(self.softcap))
 
     def problem(self, tensors: Sequence[Tensor], ranks: int) -> Problem:

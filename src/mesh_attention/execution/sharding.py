@@ -59,8 +59,7 @@ def join_shards(shards: Sequence[Tensor], layout: Layout, *, dim: int = 1) -> Te
     """The whole sequence from all shards; differentiable."""
     for shard in shards:
         check_shard(shard, dim)
-    forms = [_form(shard, dim) for shard in shards]
-    if difference := find_difference(forms):
+    if difference := find_difference([_form(shard, dim) for shard in shards]):
         raise ProblemError(f"shards differ: {difference}")
     lengths = [shard.shape[dim] for shard in shards]
     _check_lengths(lengths, layout)
