@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from mesh_attention import (
     DisagreementError,
@@ -105,6 +107,7 @@ def mixed(which: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
         (call(softmax_scale=True), UsageError, "softmax_scale=True: expected a number"),
         (call(softmax_scale=torch.tensor(0.5)), UsageError, "expected a number"),
         (call(softcap=None), UsageError, "softcap=None: expected a number"),
+        (call(cu_seqlens_q=torch.empty(2, device="meta")), UsageError, "expected running totals, whole numbers in one"),
         (call(cu_seqlens_q=[[0, 32]]), UsageError, "expected running totals, whole numbers in one dimension"),
         (
             call({"planner": make_plan, "tile": (2, 2)}),
@@ -139,36 +142,101 @@ def test_a_refusal_says_why_and_nothing_is_sent(
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (torch.Tensor.to_sparse, "layout torch.sparse_coo; expected a dense tensor"),
+        (torch.Tensor.to_mkldnn, "layout torch._mkldnn; expected a dense tensor"),
+        (lambda t: torch.nested.nested_tensor([t[0]]), "a nested tensor; expected a dense tensor"),
+        (lambda t: torch.nested.nested_tensor([t[0]], layout=torch.jagged), "a nested tensor; expected a dense tensor"),
+        (lambda t: t.to("meta"), "on meta"),
+        (lambda t: FakeTensorMode().from_tensor(t), "got a FakeTensor, which does not hold its numbers itself"),
+        (lambda t: TwoTensor(t, t), "got a TwoTensor, which does not hold its numbers itself"),
+    ],
+    ids=["sparse", "mkldnn", "nested", "jagged", "meta", "fake", "wrapper"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_tensors_that_are_not_plain_numbers_in_memory_are_refused(change: Any, message: str) -> None:
+    for which in ((2,), (0, 1, 2)):
+        inputs = tensors()
+        for side in which:
+            inputs[side] = [change(t) for t in inputs[side]]
+        with pytest.raises(UsageError) as caught:
+            call(inputs=lambda inputs=inputs: inputs)()  # type: ignore[misc]
+        assert message in str(caught.value)
+
+
+def test_results_of_asynchronous_collectives_are_plain_enough() -> None:
+    q, k, v = tensors()
+    waiting = [[AsyncCollectiveTensor(t.clone()) for t in side] for side in (q, k, v)]
+    for out, due in zip(attention()(*waiting), attention()(q, k, v), strict=True):
+        assert torch.equal(out, due)
+
+
+def transformed(how: Callable[[Callable[..., Any], torch.Tensor], Any], ranks: int) -> None:
+    """Attention with softcap, whose kernel is plain torch, under a transform of torch of one of its inputs."""
+    made = MeshAttention(LocalGroup(ranks)) if ranks > 1 else MeshAttention(LocalGroup(1).comm(0))
+    k = torch.randn(1, 4, 1, 8)
+    other: Any = [k] * ranks if ranks > 1 else k
+    for _ in range(2):
+        made(other, other, other, softcap=5.0)  # a call like one before is checked less
+    how(lambda x: made(other, [x] * ranks if ranks > 1 else x, other, softcap=5.0), k)
+
+
+def dual(attend: Callable[..., Any], x: torch.Tensor) -> None:
+    with forward_ad.dual_level():
+        attend(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch uses it for tangents
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "how",
+    [
+        dual,
+        lambda attend, x: torch.func.vmap(attend)(x[None]),
+        lambda attend, x: torch.func.jvp(attend, (x,), (x,)),
+        lambda attend, x: torch.func.grad(lambda x: attend(x)[0].sum())(x),
+    ],
+    ids=["forward_ad", "vmap", "jvp", "grad"],
+)
+def test_transforms_that_do_not_travel_are_refused(how: Any, ranks: int) -> None:
+    with pytest.raises(UsageError, match="no forward-mode derivatives and none of"):
+        transformed(how, ranks)
+
+
+def test_several_gradients_at_once_are_refused_where_they_would_travel() -> None:
+    q = torch.randn(1, 4, 1, 8, requires_grad=True)
+    upstream = torch.randn(3, 1, 4, 1, 8)
+    out = MeshAttention(LocalGroup(2))([q, q], [q, q], [q, q])[0]
+    with pytest.raises(UsageError, match=r"one gradient at a time, without is_grads_batched or vectorize"):
+        torch.autograd.grad(out, q, upstream, is_grads_batched=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda made, x: made.shard(x, dim=5), "which has no dim 5"),
+        (lambda made, x: made.shard(x, dim=None), "which has no dim None"),
+        (lambda made, x: made.shard(x.numpy()), "got a ndarray; expected a plain tensor"),
+        (lambda made, x: made.shard([x]), "got a list; expected a plain tensor"),
+        (lambda made, x: made.position_ids(-1), "-1 tokens: expected a whole number of at least 0"),
+        (lambda made, x: made.position_ids(2.5), "2.5 tokens: expected a whole number"),
+        (lambda made, x: made.position_ids("4"), "'4' tokens: expected a whole number"),
+    ],
+)
+def test_sharding_says_what_it_expects(wrong: Any, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        wrong(attention(), torch.zeros(1, 8))
+    assert message in str(caught.value)
+
+
 def test_a_gradient_of_a_gradient_is_refused() -> None:
     made = attention()
     q, k, v = ([t.requires_grad_() for t in side] for side in tensors())
     out = torch.cat(made(q, k, v)).sum()
     with pytest.raises(UsageError, match="has no second derivatives"):
         torch.autograd.grad(out, q, create_graph=True)
-
-
-TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
-    "vmap": lambda attend, q: torch.func.vmap(attend)(torch.stack([q, q])),
-    "grad": lambda attend, q: torch.func.grad(lambda q: attend(q).sum())(q),
-    "jvp": lambda attend, q: torch.func.jvp(attend, (q,), (q,)),
-    "forward mode": forward_ad.dual_level()(lambda attend, q: attend(forward_ad.make_dual(q, q))),
-    "batched backward": lambda attend, q: torch.autograd.grad(
-        attend(q.requires_grad_()), q, torch.ones(2, *q.shape), is_grads_batched=True
-    ),
-}
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch loads TorchScript for forward-mode differentiation
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_of_functions_are_refused(name: str) -> None:
-    attention, q = MeshAttention(LocalGroup(2)), torch.randn(1, 8, 2, 8)
-    attention(*[attention.shard(q)] * 3)  # not only the first call is checked
-
-    def attend(q: Tensor) -> Tensor:
-        return attention.unshard(attention(*[attention.shard(q)] * 3))
-
-    with pytest.raises(UsageError, match="are not supported; use a batch dimension instead"):
-        TRANSFORMS[name](attend, q)
 
 
 def test_a_local_group_works_again_after_an_error() -> None:

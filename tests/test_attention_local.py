@@ -219,6 +219,22 @@ def test_blocks_whose_scores_overflow_do_not_count() -> None:
     assert relative_error(out, mean) <= 1e-6
 
 
+@pytest.mark.parametrize("size", [1e-42, 1e-38, 1e37, 1e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_at_the_ends_of_the_range_are_those_of_one_rank(dtype: torch.dtype, size: float) -> None:
+    q, k, v = (torch.randn(1, 8, 1, 16).to(dtype) for _ in range(3))
+    inputs = [x.requires_grad_() for x in (q, k, v * 1e-3)]
+    d_out = (torch.rand(1, 8, 1, 16) * size).to(dtype)
+    found = []
+    for ranks in (1, 2):
+        attention = MeshAttention(LocalGroup(ranks))
+        out = attention.unshard(attention(*(attention.shard(x) for x in inputs), causal=True))
+        found.append(torch.autograd.grad(out, inputs, d_out))
+    for one, two in zip(*found, strict=True):
+        assert two.isfinite().all()
+        torch.testing.assert_close(two, one, atol=float(0.02 * one.abs().max()) + 1e-38, rtol=0.02)
+
+
 def test_a_cached_call_shares_nothing_and_plans_nothing() -> None:
     case = BY_NAME["causal"]
     group = LocalGroup(4)

@@ -56,7 +56,7 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
     "ZeroDivisionError: a bug": lambda group: MeshAttention(group, planner=_fail)(*_inputs()),
     "ZeroDivisionError: a bug ": lambda group: _without_a_kernel(group),
     "window_size=5: expected (left, right)": lambda group: _call(group, window_size=5),
-    "expected a plain tensor of this rank's tokens": lambda group: MeshAttention(group).unshard([1]),
+    "expected a plain tensor of tokens": lambda group: MeshAttention(group).unshard([1]),
     "which has no dim 4": lambda group: MeshAttention(group).unshard(_inputs()[0], dim=4),
 }
 

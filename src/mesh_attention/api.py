@@ -19,6 +19,7 @@ from mesh_attention.arguments import (
     CallOptions,
     call_key,
     check_dimensions,
+    check_plain,
     describe,
     flag,
     needs_gradient,
@@ -177,6 +178,7 @@ class MeshAttention:
             ranks = self._by_rank(q, k, v)
             tensors = [[self._to_bshd(tensor) for tensor in rank] for rank in ranks]
             check_dimensions(ranks)
+            check_plain(tensor for rank in ranks for tensor in rank)
         engine = self.engines.find(tensors, options)
         if key is not None and q is tensors[0][0]:
             self._remember(key, engine, tensors[0])
@@ -300,7 +302,7 @@ def mesh_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = Non
 
 _ATTENTIONS: WeakKeyDictionary[Group, dict[object, MeshAttention]] = WeakKeyDictionary()
 MOST_ATTENTIONS = 64
-"""Kept for a group, the first ones are dropped."""
+"""Kept for each group; the oldest are dropped."""
 
 
 def attention_of(group: Group, **settings: Any) -> MeshAttention:

@@ -18,6 +18,7 @@ from mesh_attention.problem import ITEMSIZE, Problem
 
 NO_WINDOW = (-1, -1)
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30
+FACTOR_RANGE = f"a number from {SMALLEST_FACTOR:.0e} to {LARGEST_FACTOR:.0e}"
 """Range of softmax_scale and softcap. Kernels take them as float32, multiply masked scores of -inf by the scale, and
 divide by the softcap."""
 REFUSED = {
@@ -26,7 +27,7 @@ REFUSED = {
     "attn_bias": "an attention bias",
     "alibi_slopes": "ALiBi",
     "block_table": "a paged KV cache",
-    "q_descale": "scaled low-precision inputs",
+    "q_descale": "scaled low-precision input",
 }
 """Arguments of other attention functions for features that are not supported."""
 Boundaries = Sequence[int] | Tensor | None
@@ -93,14 +94,11 @@ class CallOptions(NamedTuple):
         scale = problem.head_dim_qk**-0.5 if self.softmax_scale is None else self.softmax_scale
         if not SMALLEST_FACTOR <= scale <= LARGEST_FACTOR:
             raise UsageError(
-                f"softmax_scale={scale}: expected a number from {SMALLEST_FACTOR:.0e} to {LARGEST_FACTOR:.0e}; "
-                "for another one, multiply q by it and give softmax_scale=1.0"
+                f"softmax_scale={scale}: expected {FACTOR_RANGE}; for another one, "
+                "multiply q by it and give softmax_scale=1.0"
             )
         if self.softcap != 0 and not SMALLEST_FACTOR <= self.softcap <= LARGEST_FACTOR:
-            raise UsageError(
-                f"softcap={self.softcap}: expected 0 (off) or a number from {SMALLEST_FACTOR:.0e} to "
-                f"{LARGEST_FACTOR:.0e}"
-            )
+            raise UsageError(f"softcap={self.softcap}: expected 0 (off) or {FACTOR_RANGE}")
         return Softmax(scale=float(scale), softcap=float(self.softcap))
 
     def problem(self, tensors: Sequence[Tensor], ranks: int) -> Problem:
@@ -127,12 +125,15 @@ CALL_ARGUMENTS = (*CallOptions._fields, "return_lse")
 
 
 def call_key(options: CallOptions, q: object, k: object, v: object) -> tuple[object, ...] | None:
-    """Cache key of a call on one rank; None if boundaries are given or an option has an unusual type.
+    """Cache key of a call on one rank; None if boundaries are given, an option has an unusual type, or torch
+    transforms the call.
 
     Equal keys stand for equal calls: types are checked, since True == 1. Written out in full, because a small call
     takes hardly longer than this.
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return None
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
     scale, sides, length, length_k = options.softmax_scale, options.window_size, options.seq_len, options.seq_len_k
     if not (
@@ -147,6 +148,8 @@ def call_key(options: CallOptions, q: object, k: object, v: object) -> tuple[obj
     return (
         options,
         type(q),
+        type(k),
+        type(v),
         q.shape,
         k.shape,
         v.shape,
@@ -169,6 +172,31 @@ def needs_gradient(tensors: Iterable[Tensor]) -> bool:
 # Checks
 
 
+def check_plain(tensors: Iterable[Tensor]) -> None:
+    """Refuse tensors that are more than numbers in memory, since only those travel."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+            raise ProblemError(f"got {layout}; expected a dense tensor")
+        # A tensor that a functional collective returns waits for its numbers by itself.
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not hasattr(tensor, "trigger_wait"):
+            raise UsageError(
+                f"got a {type(tensor).__name__}, which does not hold its numbers itself; expected a plain tensor"
+            )
+        if is_transformed(tensor):
+            raise UsageError(
+                "mesh attention has no forward-mode derivatives and none of torch.func's transforms (vmap, grad, jvp, "
+                "…); use torch.autograd.grad or backward, and the batch dimension instead of vmap"
+            )
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """True if torch has attached a tangent or several values to the tensor, which would not travel with it."""
+    if torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(tensor):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
 def check_dimensions(ranks: Sequence[Sequence[Tensor]]) -> None:
     dimensions = {tensor.dim() for rank in ranks for tensor in rank}
     if len(dimensions) > 1:
@@ -181,26 +209,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ProblemError(
                 f"q is {ours.dtype} on {ours.device} and {name} is {theirs.dtype} on {theirs.device}; expected the same"
             )
+    if q.is_meta:
+        raise ProblemError("got tensors on meta, which have no numbers; expected dense tensors on another device")
     if k.shape[:3] != v.shape[:3]:
         raise ProblemError(f"k is {tuple(k.shape)} and v is {tuple(v.shape)}: batch, tokens and heads must be the same")
     if q.shape[0] != k.shape[0]:
         raise ProblemError(f"q has batch {q.shape[0]} and k has batch {k.shape[0]}: expected the same")
     if q.shape[3] != k.shape[3]:
         raise ProblemError(f"q has head size {q.shape[3]} and k has {k.shape[3]}: expected the same (v may differ)")
-
-
-def refuse_transforms(tensors: Iterable[Tensor | None]) -> None:
-    """Refuse tensors of torch.func and of forward-mode differentiation: a pass copies and sends plain tensors."""
-    wraps = torch._C._functorch
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        is_wrapped = wraps.is_functorch_wrapped_tensor(tensor) or wraps.is_legacy_batchedtensor(tensor)
-        if is_wrapped or forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
-            raise UsageError(
-                "torch.func (vmap, grad, jvp, jacrev), is_grads_batched=True and forward-mode differentiation are not "
-                "supported; use a batch dimension instead of vmap, and backward for gradients"
-            )
 
 
 def flag(name: str, value: object) -> bool:

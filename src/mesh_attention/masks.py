@@ -152,7 +152,7 @@ def boundaries(name: str, given: Iterable[int]) -> tuple[int, ...]:
     """Document boundaries as numbers: running totals that start at 0. Reading a tensor waits for its device."""
     try:
         cuts = tuple(index(cut) for cut in (given.tolist() if hasattr(given, "tolist") else given))
-    except TypeError:
+    except (TypeError, NotImplementedError):  # the second for a tensor on meta
         raise MaskError(f"{name}={given!r}: expected running totals, whole numbers in one dimension") from None
     if len(cuts) < 2 or cuts[0] != 0 or any(a > b for a, b in pairwise(cuts)):
         raise MaskError(f"{name}={shorten_boundaries(cuts)}: expected running totals that start at 0 and never fall")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.arguments import needs_gradient, refuse_transforms
+from mesh_attention.arguments import is_transformed, needs_gradient
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.buffers import Buffer, token_format
 from mesh_attention.execution.engine import Engine
@@ -82,7 +82,6 @@ def run_backward(
 
     `forward_pass` is the number of that pass on its group: ranks may run backward of equal calls in different orders.
     """
-    refuse_transforms(gradients)
     lse_gradient = any(gradient is not None for gradient in gradients[1::2])
     if lse_gradient and engine.captured is not None and engine.single_call is None:
         raise UsageError(
@@ -106,6 +105,11 @@ def _backward(
     kept: Kept | None,
 ) -> list[Tensor]:
     """dQ, dK and dV of every rank, by the backward plan."""
+    if any(is_transformed(gradient) for gradient in gradients if gradient is not None):
+        raise UsageError(
+            "mesh attention computes one gradient at a time, without is_grads_batched or vectorize=True, and no "
+            "derivatives of it"
+        )
     ranks = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
     inputs = [
         _backward_inputs(rank, outs[2 * i : 2 * i + 2], gradients[2 * i : 2 * i + 2]) for i, rank in enumerate(ranks)

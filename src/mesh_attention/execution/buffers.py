@@ -24,7 +24,6 @@ DTYPES = {
     "float16": torch.float16,
 }
 
-
 STATISTICS = ("lse", "delta")
 """Fields with one number for each token and head."""
 
@@ -33,10 +32,6 @@ class Field(NamedTuple):
     name: str
     heads: int
     dim: int
-
-    @property
-    def is_statistic(self) -> bool:
-        return self.name in STATISTICS
 
 
 def fields_of(kind: Kind, problem: Problem) -> tuple[Field, ...]:
@@ -68,10 +63,9 @@ def token_format(kind: Kind, problem: Problem, ulysses: int, is_running: bool) -
     statistic = torch.float64 if is_running else wide  # see `problem.RUNNING_LSE_NBYTES`
     slots = []
     at, alignment = 0, 1
-    for field in fields_of(kind, problem):
-        name, heads, dim = field
+    for name, heads, dim in fields_of(kind, problem):
         dtype = wide if is_running else wire
-        if field.is_statistic:
+        if name in STATISTICS:
             dtype, alignment = statistic, statistic.itemsize
         width = heads // ulysses * dim * dtype.itemsize
         slots.append((name, at, at + width, heads // ulysses, dim, dtype))

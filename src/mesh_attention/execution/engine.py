@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mesh_attention.arguments import CallOptions, Softmax, check_tensors, needs_gradient, refuse_transforms
+from mesh_attention.arguments import CallOptions, Softmax, check_tensors, needs_gradient
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.comm.marked import Marked
 from mesh_attention.errors import DisagreementError, UsageError
@@ -75,7 +75,6 @@ class Engines:
         with self.played.telling:
             options = options.checked()
             flat = [tensor for rank in tensors for tensor in rank]
-            refuse_transforms(flat)
             gradient = needs_gradient(flat) if gradient is None else gradient
             spelling = (options, gradient, *((tensor.shape, tensor.dtype, tensor.device) for tensor in flat))
             if spelling not in self._meanings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -17,11 +18,18 @@ from mesh_attention.plan.layout import position_ids as positions
 
 def position_ids(layout: Layout, rank: int, *, tokens: int, ranks: int, device: torch.device | None = None) -> Tensor:
     """The position in the whole sequence of each of a rank's tokens."""
-    return torch.tensor(positions(layout, rank, tokens=tokens, ranks=ranks), dtype=torch.long, device=device)
+    try:
+        count = index(tokens)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise ProblemError(f"{tokens!r} tokens: expected a whole number of at least 0")
+    return torch.tensor(positions(layout, rank, tokens=count, ranks=ranks), dtype=torch.long, device=device)
 
 
 def shard(whole: Tensor, layout: Layout, rank: int, *, ranks: int, dim: int = 1) -> Tensor:
     """A rank's tokens of a whole sequence; differentiable."""
+    check_shard(whole, dim)
     ids = position_ids(layout, rank, tokens=whole.shape[dim], ranks=ranks, device=whole.device)
     return whole.index_select(dim, ids)
 
@@ -51,8 +59,7 @@ def join_shards(shards: Sequence[Tensor], layout: Layout, *, dim: int = 1) -> Te
     """The whole sequence from all shards; differentiable."""
     for shard in shards:
         check_shard(shard, dim)
-    forms = [_form(shard, dim) for shard in shards]
-    if difference := find_difference(forms):
+    if difference := find_difference([_form(shard, dim) for shard in shards]):
         raise ProblemError(f"shards differ: {difference}")
     lengths = [shard.shape[dim] for shard in shards]
     _check_lengths(lengths, layout)
@@ -62,7 +69,7 @@ def join_shards(shards: Sequence[Tensor], layout: Layout, *, dim: int = 1) -> Te
 
 def check_shard(local: object, dim: object) -> None:
     if not isinstance(local, Tensor) or hasattr(local, "device_mesh"):
-        raise UsageError(f"got a {type(local).__name__}; expected a plain tensor of this rank's tokens")
+        raise UsageError(f"got a {type(local).__name__}; expected a plain tensor of tokens")
     if type(dim) is not int or not -local.dim() <= dim < local.dim():
         raise UsageError(
             f"got a tensor of shape {tuple(local.shape)}, which has no dim {dim!r}; give the dim of tokens"

@@ -64,8 +64,9 @@ def _without_false_zeros(
     doubtful = (lse == 0.0).flatten(0, 1).any(0).nonzero()
     rows = slice(int(doubtful[0]), int(doubtful[-1]) + 1)
     again, lse_again = _SLICED.forward(q[:, :, rows], k, v, of_rows(scores, rows))
-    out[:, :, rows] = torch.where((lse[:, :, rows] == 0.0)[..., None], again.to(out.dtype), out[:, :, rows])
-    lse[:, :, rows] = torch.where(lse[:, :, rows] == 0.0, lse_again, lse[:, :, rows])
+    is_doubtful = lse[:, :, rows] == 0.0
+    out[:, :, rows] = torch.where(is_doubtful[..., None], again.to(out.dtype), out[:, :, rows])
+    lse[:, :, rows] = torch.where(is_doubtful, lse_again, lse[:, :, rows])
     return out, lse
 
 

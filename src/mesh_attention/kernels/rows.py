@@ -24,10 +24,11 @@ def stand_in_output(do: Tensor, delta: Tensor) -> Tensor:
     if _is_fused(do):
         return fused.stand_in_output(do, delta)
     wide = do.to(delta.dtype)
-    largest = wide.abs().amax(-1, keepdim=True)
-    unit = wide / largest.clamp_min(torch.finfo(wide.dtype).tiny)  # so that squares of tiny gradients do not vanish
+    # In units of the largest, or squares of tiny gradients would vanish, and those of large ones overflow.
+    largest = wide.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)
+    unit = wide / largest
     norm = (unit * unit).sum(-1, keepdim=True)
-    ratio = torch.where(largest > 0, delta[..., None] / (largest * norm), 0.0)
+    ratio = torch.where(norm > 0, delta[..., None] / largest / norm, 0.0)
     return (unit * ratio).to(do.dtype)
 
 

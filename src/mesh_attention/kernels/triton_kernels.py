@@ -251,11 +251,12 @@ def stand_in_rows(
     delta_at = _rows(a_stat, a_stat_batch, a_stat_head, a_stat_token, batch, token, onward, head, 1)
     delta = tl.load(delta_at, mask=is_row, other=0.0)
     wide = tl.load(a_at, mask=here, other=0.0).to(delta.dtype)
-    largest = tl.max(tl.abs(wide), axis=1)
+    found = tl.max(tl.abs(wide), axis=1)
     tiny: tl.constexpr = 2.2250738585072014e-308 if delta.dtype == tl.float64 else 1.1754943508222875e-38
-    scaled = wide * (1.0 / tl.where(largest < tiny, tiny, largest))[:, None]
+    largest = tl.where(found < tiny, tiny, found)
+    scaled = wide * (1.0 / largest)[:, None]
     norm = tl.sum(scaled * scaled, axis=1)
-    ratio = tl.where(largest > 0, delta / (largest * norm), 0.0)
+    ratio = tl.where(norm > 0, delta / largest / norm, 0.0)
     tl.store(b_at, _cast(scaled * ratio[:, None], b.dtype.element_ty), mask=here)
     if has_lse:
         from_at = _rows(b_stat, b_stat_batch, b_stat_head, b_stat_token, batch, token, onward, head, 1)
