@@ -84,10 +84,14 @@ class Ledger:
                 "from rank to rank; give each thread a group and a MeshAttention of its own"
             )
 
+    def note(self, number: int) -> None:
+        """Let the marks of all later passes tell if another rank notes another number."""
+        self.history = hash((self.history, number))  # of whole numbers, so it is the same in every process
+
     def mark(self, call: int, device: torch.device | None) -> Tensor:
         """The mark of the next pass, which is of the call with this number; for the device that will compare it."""
         self.passes += 1
-        self.history = hash((self.history, call))  # of whole numbers, so it is the same in every process
+        self.note(call)
         return make_mark(self.passes, self.history, device)
 
 

@@ -120,6 +120,8 @@ class LayerAttention:
             check_mask(attention_mask, arguments)
             return self._trial.attend(query, key, value, arguments.get("scaling")), None
         request = self._agreed(module, (query, key, value), attention_mask, arguments)
+        if not torch.compiler.is_compiling():  # ranks that skip different layers would exchange keys of both
+            self.attention.engines.played.ledger.note(getattr(module, "layer_idx", None) or 0)
         tensors = as_autocast(query, key, value)
         groups = request.groups()
         if len(groups) == 1:
@@ -177,11 +179,6 @@ class LayerAttention:
 
     def check_agreed(self, position_ids: Tensor, rows: tuple[Row, ...]) -> None:
         self._meet(lambda: self._check_positions(position_ids, rows))
-
-    def meet(self, check: Callable[[], None]) -> None:
-        """Check, and raise on every rank if one refuses; all ranks must do so at the same time."""
-        self._is_to_meet = True
-        self._meet(check)
 
     def _meet(self, check: Callable[[], None]) -> None:
         if not self._is_to_meet:
@@ -301,8 +298,8 @@ def refuse_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
             )
     if arguments.get("dropout"):
         raise UsageError(
-            f"attention dropout is not supported, got {arguments['dropout']}; set config.attention_dropout to 0, or "
-            "call model.eval()"
+            f"attention dropout is not supported, got {arguments['dropout']}; load the model with an attention dropout "
+            "of 0 (attention_dropout=0, or attn_pdrop=0 and the like), or call model.eval()"
         )
     if arguments.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         raise UsageError(
