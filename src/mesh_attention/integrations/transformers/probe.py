@@ -99,12 +99,7 @@ class _Attempt:
 
     def check(self) -> None:
         trial = Trial()
-        try:
-            whole = self._run(trial, self.whole)
-        except (UsageError, torch.OutOfMemoryError):
-            raise
-        except ERRORS as error:
-            raise UsageError(self._failed(error, "")) from error
+        whole = self._run_first(trial, self.whole, where="")
         if not trial.seen:
             raise UsageError(
                 f"{self.name} does not call the attention function of transformers' interface, so every rank would "
@@ -116,20 +111,26 @@ class _Attempt:
                 "its own tokens; leave these arguments out, and compute the loss from its outputs (reduce_loss)"
             )
         trial.own = self.own
-        try:
-            own = self._run(trial, self.own, position_ids=self.own[None])
-        except (UsageError, torch.OutOfMemoryError):
-            raise
-        except ERRORS as error:
-            where = " on a part of the sequence"
-            if "attention_mask" in self.call:
-                where += ", perhaps because its own code uses attention_mask, which is of the whole sequence"
-            raise UsageError(self._failed(error, where)) from error
+        where = " on a part of the sequence"
+        if "attention_mask" in self.call:
+            where += ", perhaps because its own code uses attention_mask, which is of the whole sequence"
+        own = self._run_first(trial, self.own, where=where, position_ids=self.own[None])
         other = _find_other(whole, own, self.own)
         if trial.differs() or other is not None:
             raise UsageError(self._why(whole, trial, other))
         if self.call.get("labels") is not None:
             self._check_loss(own, trial)
+
+    def _run_first(self, trial: Trial, places: Tensor, *, where: str, **more: Any) -> Any:
+        try:
+            return self._run(trial, places, **more)
+        except (UsageError, torch.OutOfMemoryError):
+            raise
+        except ERRORS as error:
+            raise UsageError(
+                f"{self.name} cannot run with mesh attention: it raised {type(error).__name__}{where} "
+                f"({_first_line(error)}); use another attn_implementation on whole sequences, or another model"
+            ) from error
 
     def _run(self, trial: Trial, places: Tensor, **more: Any) -> Any:
         self.trials(trial)
@@ -161,12 +162,6 @@ class _Attempt:
         return found
 
     # What to say
-
-    def _failed(self, error: Exception, where: str) -> str:
-        return (
-            f"{self.name} cannot run with mesh attention: it raised {type(error).__name__}{where} "
-            f"({_first_line(error)}); use another attn_implementation on whole sequences, or another model"
-        )
 
     def _why(self, whole: Any, trial: Trial, other: tuple[str, bool] | None) -> str:
         if not trial.differs() and other is not None and not other[1]:
