@@ -118,6 +118,7 @@ CUTS = torch.tensor([0, 5, 8, 16])
     [
         ({"input_ids": IDS, "token_type_ids": IDS}, "shard_batch does not know how to cut 'token_type_ids'"),
         ({"labels": IDS}, "the batch holds no tokens"),
+        (IDS, r"the batch is a tensor of shape .*: expected a dict of tensors"),
         ({"input_ids": IDS, "inputs_embeds": IDS[..., None]}, "the batch holds input_ids, inputs_embeds"),
         ({"input_ids": IDS[0]}, r"input_ids is a tensor of shape \(8,\): expected \(batch, tokens\)"),
         ({"input_ids": [1, 2]}, "input_ids is list"),
@@ -150,7 +151,7 @@ CUTS = torch.tensor([0, 5, 8, 16])
         ),
     ],
 )
-def test_a_batch_that_cannot_be_cut_is_refused(batch: dict[str, Any], message: str) -> None:
+def test_a_batch_that_cannot_be_cut_is_refused(batch: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         cut(batch, 2)
 

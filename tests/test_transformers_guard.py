@@ -13,6 +13,9 @@ import torch
 from pool import shared_pool
 from tiny_models import BATCHES, Exact, make_model, relative_error, tokens
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
@@ -20,6 +23,9 @@ from transformers import (
     BartConfig,
     EuroBertConfig,
     LlamaConfig,
+    LlamaForQuestionAnswering,
+    OPTConfig,
+    OPTForCausalLM,
 )
 
 from mesh_attention import LocalGroup, UsageError
@@ -209,7 +215,119 @@ def test_rounding_is_not_taken_for_a_difference(attention: MeshAttention, name: 
     assert model(**shard_batch(attention, BATCHES["plain"]())).logits.isfinite().all()
 
 
+class Picky(nn.Linear):
+    """As kernels in FP8 are, which take 16 or 32 tokens at a time."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        if given[..., 0].numel() % 32:
+            raise RuntimeError("the number of tokens must be a multiple of 32")
+        return super().forward(given)
+
+
+def test_layers_that_take_many_tokens_at_a_time_are_tried(attention: MeshAttention) -> None:
+    model = make_model("llama", "mesh_attention")
+    for layer in model.model.layers:
+        layer.mlp.up_proj.__class__ = Picky
+    assert model(**shard_batch(attention, tokens(2, 32))).logits.isfinite().all()
+
+
+def kind_of_logits(group: Any) -> str:
+    """Of a model whose head gives each rank a part of the vocabulary."""
+    attention = MeshAttention(LocalGroup(1).comm(0))
+    register(attention)
+    try:
+        model = make_model("llama", "mesh_attention")
+        plan = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+        parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
+        local = shard_batch(attention, tokens(1, 8))
+        with pytest.raises(UsageError, match="returns DTensor logits, so its loss cannot be checked; call it without"):
+            model(**local)
+        logits = model(local["input_ids"], position_ids=local["position_ids"]).logits
+    finally:
+        unregister()
+    return type(logits).__name__
+
+
+def test_logits_may_be_dtensors(pool: RankPool) -> None:
+    assert pool.run(2, kind_of_logits) == [DTensor.__name__] * 2
+
+
+# What a trial does not show
+
+
+@pytest.mark.parametrize("kept", [1, torch.tensor([0, 2])])
+def test_logits_to_keep_are_refused_in_any_call(attention: MeshAttention, kept: Any) -> None:
+    model, local = make_model("llama", "mesh_attention"), shard_batch(attention, tokens(1, 8))
+    model(**local, logits_to_keep=0)
+    with pytest.raises(UsageError, match="logits_to_keep was given, and each rank would keep its own last tokens"):
+        model(**local, logits_to_keep=kept)
+
+
+def test_layers_skipped_at_random_are_refused_in_training(attention: MeshAttention) -> None:
+    sizes = {"vocab_size": 29, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = OPTConfig(**sizes, word_embed_proj_dim=16, layerdrop=0.5)
+    model = OPTForCausalLM._from_config(config, attn_implementation="mesh_attention")
+    local = shard_batch(attention, tokens(1, 8))
+    model.eval()(**local)
+    with pytest.raises(UsageError, match=r"opt skips layers at random in training \(layerdrop=0\.5\)"):
+        model.train()(**local)
+
+
+def outcomes_of_other_arguments(group: Any) -> list[str]:
+    """Of calls in which rank 0 gives other arguments than rank 1."""
+    attention = MeshAttention(group)
+    register(attention)
+    outcomes = []
+    try:
+        model, local = make_model("llama", "mesh_attention"), shard_batch(attention, tokens(1, 8))
+        model(**local)
+        is_first = torch.distributed.get_rank(group) == 0
+        wanted = {"output_hidden_states": True} if is_first else {}
+        unlabelled = {name: value for name, value in local.items() if is_first or "labels" not in name}
+        for call in (local | wanted, unlabelled, local):
+            try:
+                model(**call)
+                outcomes.append("ran")
+            except (UsageError, DisagreementError) as refusal:
+                outcomes.append(str(refusal))
+    finally:
+        unregister()
+    return outcomes
+
+
+def test_ranks_may_want_other_outputs_but_not_give_other_inputs(pool: RankPool) -> None:
+    for outcomes in pool.run(2, outcomes_of_other_arguments):
+        assert (outcomes[0], outcomes[2]) == ("ran", "ran")
+        assert "ranks were called with different arguments: operation is a model's" in outcomes[1]
+
+
+def test_a_whole_model_cannot_be_compiled_without_breaks(attention: MeshAttention) -> None:
+    model = torch.compile(make_model("llama", "mesh_attention"), backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile its layers one by one, or without fullgraph=True"):
+        model(**shard_batch(attention, tokens(1, 8)))
+
+
 # Labels
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_loss_of_other_arguments_than_labels_is_refused(attention: MeshAttention, rows: int) -> None:
+    config = LlamaConfig(
+        vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = LlamaForQuestionAnswering._from_config(config, attn_implementation="mesh_attention")
+    local = shard_batch(attention, {"input_ids": tokens(rows, 24)["input_ids"]})
+    assert model(**local).start_logits.shape == (rows, 24)
+    places = torch.full((rows,), 20)
+    with pytest.raises(UsageError, match="LlamaForQuestionAnswering computes a loss from other arguments than labels"):
+        model(**local, start_positions=places, end_positions=places)
+
+
+def test_labels_of_a_sharded_batch_need_their_number(attention: MeshAttention) -> None:
+    local = shard_batch(attention, tokens(1, 8))
+    del local["num_items_in_batch"]
+    with pytest.raises(UsageError, match="num_items_in_batch of the sharded batch was left out, so the loss would be"):
+        make_model("llama", "mesh_attention")(**local)
 
 
 def masked_model(implementation: str) -> Any:
@@ -256,7 +374,12 @@ def test_a_masked_language_model_learns_the_labelled_tokens(pool: RankPool) -> N
         (
             lambda name: AutoModelForSequenceClassification.from_config(
                 LlamaConfig(
-                    vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4
+                    vocab_size=29,
+                    hidden_size=16,
+                    intermediate_size=24,
+                    num_hidden_layers=1,
+                    num_attention_heads=4,
+                    pad_token_id=0,
                 ),
                 attn_implementation=name,
             ),

@@ -251,12 +251,14 @@ class _Whole:
 
 
 def _read(batch: Mapping[str, Any], ranks: int, *, shift_labels: bool) -> _Whole:
+    if not isinstance(batch, Mapping):
+        raise UsageError(f"the batch is {describe(batch)}: expected a dict of tensors, with input_ids or inputs_embeds")
     given = {name: value for name, value in batch.items() if value is not None}
     for name in given:
         if name not in KNOWN:
             raise UsageError(
                 f"shard_batch does not know how to cut {name!r}; expected some of {', '.join(KNOWN)}; pass anything "
-                "else to the model directly"
+                "else to the model directly, and what has a value for each token as attention.shard(value)"
             )
     inputs = [name for name in ("input_ids", "inputs_embeds") if name in given]
     if len(inputs) != 1:

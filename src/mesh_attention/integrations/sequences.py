@@ -41,10 +41,6 @@ class Row:
         return tuple(sorted({*self.cuts, *extra}))
 
 
-def plain_row(seq_len: int) -> Row:
-    return Row((0, seq_len), (0, seq_len))
-
-
 def real_tokens(attention_mask: Tensor) -> tuple[tuple[int, int], ...]:
     """The run of real tokens in each row of a 2D padding mask, as (start, stop); it waits for the device once."""
     seq_len = attention_mask.shape[1]

@@ -178,11 +178,6 @@ class LayerAttention:
     def check_agreed(self, position_ids: Tensor, rows: tuple[Row, ...]) -> None:
         self._meet(lambda: self._check_positions(position_ids, rows))
 
-    def meet(self, check: Callable[[], None]) -> None:
-        """Check, and raise on every rank if one refuses; all ranks must do so at the same time."""
-        self._is_to_meet = True
-        self._meet(check)
-
     def _meet(self, check: Callable[[], None]) -> None:
         if not self._is_to_meet:
             check()
@@ -301,8 +296,8 @@ def refuse_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
             )
     if arguments.get("dropout"):
         raise UsageError(
-            f"attention dropout is not supported, got {arguments['dropout']}; set config.attention_dropout to 0, or "
-            "call model.eval()"
+            f"attention dropout is not supported, got {arguments['dropout']}; load the model with an attention dropout "
+            "of 0 (attention_dropout=0, or attn_pdrop=0 and the like), or call model.eval()"
         )
     if arguments.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         raise UsageError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from inspect import getsource, signature
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,11 +25,14 @@ from mesh_attention.integrations.batches import NEVER_RAN, count_passes, engines
 from mesh_attention.integrations.sequences import CUTS
 from mesh_attention.integrations.transformers.attention import LayerAttention
 from mesh_attention.integrations.transformers.masks import CALL
-from mesh_attention.integrations.transformers.models import refuse_mixing, refuse_two_sequences
+from mesh_attention.integrations.transformers.models import refuse_layerdrop, refuse_mixing, refuse_two_sequences
 from mesh_attention.integrations.transformers.probe import try_model
 
 TRIED: WeakKeyDictionary[nn.Module, dict[tuple[int, frozenset[str]], str | None]] = WeakKeyDictionary()
 """The kinds of calls that each model was tried with, and why it refuses padding on the left, if it does."""
+OF_NO_KIND = ("use_cache", "output_hidden_states", "return_dict", "num_items_in_batch")
+"""Arguments that need no trial of their own, so that ranks may differ in them."""
+UNCOMPILED = "mesh attention checks every call of a model; compile its layers one by one, or without fullgraph=True"
 
 
 def watch() -> None:
@@ -46,7 +49,7 @@ def watch() -> None:
 def find_layers(model: Any) -> LayerAttention | None:
     """The attention function of a model or of a part of it, if it is mesh attention."""
     for config in _configs(model.config):
-        found = AttentionInterface._global_mapping.get(config._attn_implementation)
+        found = AttentionInterface._global_mapping.get(str(getattr(config, "_attn_implementation", "")))
         if isinstance(found, LayerAttention):
             return found
     return None
@@ -67,7 +70,8 @@ def _call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     return nn.Module.__call__(model, *args, **kwargs)
 
 
-@torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]  # parts can be compiled
+# Parts of the model can be compiled.
+@torch.compiler.disable(recursive=False, reason=UNCOMPILED)  # type: ignore[no-untyped-call, untyped-decorator]
 def _watched(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if getattr(CALL, "given", None) is not None:  # a part of a model that is being called
         return nn.Module.__call__(model, *args, **kwargs)
@@ -101,8 +105,12 @@ def _bind(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
     """The arguments of a call by name."""
     if not args:
         return dict(kwargs)
-    bound = signature(model.forward).bind_partial(*args, **kwargs).arguments
-    return {**bound.pop("kwargs", {}), **bound}
+    taken = signature(model.forward)
+    bound = taken.bind_partial(*args, **kwargs).arguments
+    for name, parameter in taken.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            bound |= bound.pop(name, {})
+    return bound
 
 
 def _try_once(model: Any, given: Mapping[str, Any], layers: LayerAttention) -> None:
@@ -111,20 +119,39 @@ def _try_once(model: Any, given: Mapping[str, Any], layers: LayerAttention) -> N
     The kind must not depend on values: ranks with other batches (data parallelism) may share parameters, which a trial
     gathers. So padding on the left is tried in any case, and refused once a batch has it.
     """
-    kind = layers.number, frozenset(name for name, value in given.items() if value is not None)
+    names = frozenset(name for name, value in given.items() if value is not None and name not in OF_NO_KIND)
+    kind = layers.number, names
     refusals = TRIED.setdefault(model, {})
     mask = given.get("attention_mask")
+    played = layers.attention.engines.played
+    with played.telling:
+        _refuse_call(model, given)
+        if kind not in refusals:
+            _refuse_config(model)
+            try_model(model, given, layers.set_trial)
     if kind not in refusals:
-        layers.meet(partial(_check, model, given, layers))
+        played.meet({"operation": f"a model's first call with {', '.join(sorted(names))}"})
         refusals[kind] = _refusal_of_padding(model, given, layers) if isinstance(mask, Tensor) else None
     refusal = refusals[kind]
     if refusal is not None and mask is not None and bool((mask[:, 0] == 0).any()):
         raise UsageError(refusal)
 
 
-def _check(model: Any, given: Mapping[str, Any], layers: LayerAttention) -> None:
-    _refuse_config(model)
-    try_model(model, given, layers.set_trial)
+def _refuse_call(model: Any, given: Mapping[str, Any]) -> None:
+    """Refuse what a trial does not show, because it depends on values or on training."""
+    kept = given.get("logits_to_keep")
+    if isinstance(kept, Tensor) or kept:
+        raise UsageError(
+            "logits_to_keep was given, and each rank would keep its own last tokens; leave logits_to_keep out"
+        )
+    has_labels = any(is_sharded(given.get(name)) for name in ("labels", "shift_labels"))
+    if has_labels and given.get("num_items_in_batch") is None:
+        raise UsageError(
+            "num_items_in_batch of the sharded batch was left out, so the loss would be the mean over this rank's "
+            "labels; call the model with all entries of shard_batch, or without labels"
+        )
+    if model.training:
+        refuse_layerdrop(model.config)
 
 
 def _refusal_of_padding(model: Any, given: Mapping[str, Any], layers: LayerAttention) -> str | None:

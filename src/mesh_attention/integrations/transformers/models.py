@@ -39,6 +39,8 @@ HYBRIDS = (
 )
 """Config attributes of models that mix tokens outside attention, for configs without layer types."""
 
+LAYERDROPS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")
+
 
 def refuse_mixing(config: object) -> None:
     """Refuse a model whose layers, other than attention, use several tokens."""
@@ -61,6 +63,16 @@ def refuse_two_sequences(config: object) -> None:
             "attention runs models of one sequence in transformers; use another attn_implementation for it, or "
             "MeshAttention in your own layers, which supports cross attention"
         )
+
+
+def refuse_layerdrop(config: object) -> None:
+    """Refuse a model that skips layers at random in training: ranks would skip different ones."""
+    for name in LAYERDROPS:
+        if getattr(config, name, None):
+            raise UsageError(
+                f"{_name(config)} skips layers at random in training ({name}={getattr(config, name)}), and ranks would "
+                f"skip different ones; load the model with {name}=0, or call model.eval()"
+            )
 
 
 def _mixes(config: object, why: str) -> str:

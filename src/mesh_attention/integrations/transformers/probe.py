@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from mesh_attention.errors import UsageError
@@ -25,6 +26,8 @@ from mesh_attention.integrations.transformers.masks import DECODING, BatchMask, 
 WHOLE = 12
 OWN = (3, 5, 8, 10)
 """Tokens of the second run: no two are neighbours, and none has the position that it would get by counting."""
+ROWS = 8
+"""Rows of equal tokens: kernels in FP8 demand multiples of 16 or 32 tokens, and get 8 × 12 and 8 × 4."""
 PADDING = 2
 """Tokens of padding at the start, if the batch has padding there."""
 ITEMS = 7
@@ -96,32 +99,38 @@ class _Attempt:
 
     def check(self) -> None:
         trial = Trial()
-        try:
-            whole = self._run(trial, self.whole)
-        except (UsageError, torch.OutOfMemoryError):
-            raise
-        except ERRORS as error:
-            raise UsageError(self._failed(error, "")) from error
+        whole = self._run_first(trial, self.whole, where="")
         if not trial.seen:
             raise UsageError(
                 f"{self.name} does not call the attention function of transformers' interface, so every rank would "
                 "attend to its own tokens only; use another attn_implementation on whole sequences, or another model"
             )
+        if get_output(whole, "loss") is not None:
+            raise UsageError(
+                f"{self.name} computes a loss from other arguments than labels, and each rank would compute it from "
+                "its own tokens; leave these arguments out, and compute the loss from its outputs (reduce_loss)"
+            )
         trial.own = self.own
-        try:
-            own = self._run(trial, self.own, position_ids=self.own[None])
-        except (UsageError, torch.OutOfMemoryError):
-            raise
-        except ERRORS as error:
-            where = " on a part of the sequence"
-            if "attention_mask" in self.call:
-                where += ", perhaps because its own code uses attention_mask, which is of the whole sequence"
-            raise UsageError(self._failed(error, where)) from error
+        where = " on a part of the sequence"
+        if "attention_mask" in self.call:
+            where += ", perhaps because its own code uses attention_mask, which is of the whole sequence"
+        own = self._run_first(trial, self.own, where=where, position_ids=self.own[None])
         other = _find_other(whole, own, self.own)
         if trial.differs() or other is not None:
             raise UsageError(self._why(whole, trial, other))
         if self.call.get("labels") is not None:
             self._check_loss(own, trial)
+
+    def _run_first(self, trial: Trial, places: Tensor, *, where: str, **more: Any) -> Any:
+        try:
+            return self._run(trial, places, **more)
+        except (UsageError, torch.OutOfMemoryError):
+            raise
+        except ERRORS as error:
+            raise UsageError(
+                f"{self.name} cannot run with mesh attention: it raised {type(error).__name__}{where} "
+                f"({_first_line(error)}); use another attn_implementation on whole sequences, or another model"
+            ) from error
 
     def _run(self, trial: Trial, places: Tensor, **more: Any) -> Any:
         self.trials(trial)
@@ -138,13 +147,15 @@ class _Attempt:
                 continue
             value: Any = given
             if name == "input_ids":
-                value = _usual_ids(self.model, self.tokens)[:, places]
+                value = _usual_ids(self.model, self.tokens)[:, places].expand(ROWS, -1)
             elif name == "inputs_embeds":
-                value = _random(WHOLE, value.shape[-1]).to(value)[None, places]
+                value = _random(WHOLE, value.shape[-1]).to(value)[places].expand(ROWS, -1, -1)
             elif name == "attention_mask" and isinstance(value, Tensor):
-                value = (self.whole >= self.padding).to(value.dtype)[None]  # of the whole sequence, on every rank
+                value = (self.whole >= self.padding).to(value.dtype).expand(ROWS, -1)  # whole, on every rank
             elif isinstance(value, Tensor) and value.shape[:2] == self.tokens.shape[:2]:
-                value = value[:1, :1].expand(1, len(places), *value.shape[2:])
+                value = value[:1, :1].expand(ROWS, len(places), *value.shape[2:])
+            elif isinstance(value, Tensor) and value.shape[:1] == self.tokens.shape[:1]:
+                value = value[:1].expand(ROWS, *value.shape[1:])
             found[name] = value
         if "return_dict" in found:
             found["return_dict"] = True  # outputs are told apart by name
@@ -152,15 +163,7 @@ class _Attempt:
 
     # What to say
 
-    def _failed(self, error: Exception, where: str) -> str:
-        return (
-            f"{self.name} cannot run with mesh attention: it raised {type(error).__name__}{where} "
-            f"({_first_line(error)}); use another attn_implementation on whole sequences, or another model"
-        )
-
     def _why(self, whole: Any, trial: Trial, other: tuple[str, bool] | None) -> str:
-        if self.call.get("logits_to_keep"):
-            return "logits_to_keep was given, and each rank would keep its own last tokens; leave logits_to_keep out"
         if not trial.differs() and other is not None and not other[1]:
             return (
                 f"{self.name} returns {other[0]}, which it makes from all tokens or from one (a pooled output), and "
@@ -194,8 +197,9 @@ class _Attempt:
     def _check_loss(self, own: Any, trial: Trial) -> None:
         """Refuse a loss that is not the sum over this rank's labels, divided by the given number of labels."""
         logits = get_output(own, "logits")
-        if not isinstance(logits, Tensor):
-            raise UsageError(f"{self.name} returns no logits, so its loss cannot be checked; {WITHOUT_LABELS}")
+        if not isinstance(logits, Tensor) or isinstance(logits, DTensor):
+            what = "DTensor logits" if isinstance(logits, DTensor) else "no logits"
+            raise UsageError(f"{self.name} returns {what}, so its loss cannot be checked; {WITHOUT_LABELS}")
         is_shifted = self.call.get("shift_labels") is not None
         if self._has_loss(logits, trial, is_shifted=is_shifted):
             return
@@ -213,8 +217,8 @@ class _Attempt:
         )
 
     def _has_loss(self, logits: Tensor, trial: Trial, *, is_shifted: bool) -> bool:
-        labels = torch.arange(len(OWN), device=logits.device)[None] % logits.shape[-1]
-        labels[0, 0] = IGNORED
+        labels = (torch.arange(len(OWN), device=logits.device) % logits.shape[-1]).repeat(ROWS, 1)
+        labels[:, 0] = IGNORED
         due = functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="sum") / ITEMS
         given: dict[str, Any] = {"labels": labels, "num_items_in_batch": torch.tensor(ITEMS, device=labels.device)}
         if is_shifted:
@@ -270,7 +274,9 @@ def _is_other(whole: Tensor, own: Tensor, places: Tensor | None, dim: int = 2) -
     due = whole if places is None else whole.index_select(dim, places.to(whole.device))
     if due.shape != own.shape:
         return True
-    due, own = (torch.nan_to_num(tensor.detach().float()).movedim(dim, 0).flatten(1) for tensor in (due, own))
+    due, own = (
+        torch.nan_to_num(tensor.detach().float()).movedim(dim, 0)[..., None].flatten(1) for tensor in (due, own)
+    )
     error = (due - own).norm(dim=1) / due.norm(dim=1).clamp(min=1e-30)
     return bool(error.median() > _tolerance(whole))
 
@@ -289,8 +295,9 @@ def _find_other(whole: Any, own: Any, places: Tensor) -> tuple[str, bool] | None
 
 
 def _tensors(out: Any, name: str = "its output") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(out, Tensor) and out.is_floating_point() and out.dim():
-        yield name, out
+    out = out.to_local() if isinstance(out, DTensor) else out
+    if isinstance(out, Tensor) and out.is_floating_point():
+        yield name, out if out.dim() else out[None]
     elif isinstance(out, Mapping):
         for key, value in out.items():
             yield from _tensors(value, str(key))
