@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from mesh_attention import LocalGroup, UsageError, causal, documents, full
 from mesh_attention.api import MeshAttention
 from mesh_attention.integrations.batches import shard_batch
-from mesh_attention.integrations.sequences import Row, cuts_of_restarts, join_rows, plain_row, split_rows
+from mesh_attention.integrations.sequences import Row, cuts_of_restarts, join_rows, split_rows
 from mesh_attention.integrations.transformers import register, unregister
 from mesh_attention.integrations.transformers.attention import LayerAttention, refuse_arguments
 from mesh_attention.integrations.transformers.masks import BatchMask, band_of, check_meanings, make_mask
@@ -389,7 +389,7 @@ def test_long_rotary_is_let_through_when_every_rank_chooses_as_one_process_would
         config = SimpleNamespace(rope_parameters=parameters, max_position_embeddings=100)
         is_same = all((end > limit) == (seq > limit) for end in ends)
         with nullcontext() if is_same else pytest.raises(UsageError, match=r"\(longrope\)"):
-            refuse_rotary(config, attention, [plain_row(seq)], seq)
+            refuse_rotary(config, attention, [Row((0, seq), (0, seq))], seq)
 
 
 def test_documents_and_padding_count_as_short_for_long_rotary() -> None:
