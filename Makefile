@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Another torch brings its own triton.
 UNPINNED := ^torch==$(if $(filter command line,$(origin TORCH)),|^triton==)
 
-.PHONY: demo test quick fuzz families faults soak test-gpu check check-schemas format bench docs dist clean
+.PHONY: demo test quick fuzz plans files families faults soak test-gpu check check-schemas format bench docs dist clean
 
 # Tests start many interpreters; let them share compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -33,7 +33,17 @@ quick: $(VENV)/ready
 # Random calls against a dense reference, on two cores; a failure prints a script of a few lines.
 fuzz: SECONDS ?= 60
 fuzz: $(VENV)/ready
-	PYTHONPATH=src $(BIN)/python tests/campaign/fuzz.py --seconds $(SECONDS) --processes 2 $(ARGS)
+	$(BIN)/python tests/campaign/fuzz.py --seconds $(SECONDS) --processes 2 $(ARGS)
+
+# Mutated plans: what `verify` accepts is executed, and must be right.
+plans: COUNT ?= 20000
+plans: $(VENV)/ready
+	$(BIN)/python tests/campaign/plans.py --count $(COUNT) --processes 2 $(ARGS)
+
+# Mutated plan, tuning and cluster files: each is read, or refused by one clear error.
+files: COUNT ?= 3000
+files: $(VENV)/ready
+	$(BIN)/python tests/campaign/files.py $(COUNT) $(ARGS)
 
 # Uses your own Python, which needs torch for CUDA, pytest and hypothesis; installs nothing.
 test-gpu:

@@ -24,6 +24,10 @@ class LocalGroup:
         self._texts: list[list[str]] = [[] for _ in range(size)]
 
     def comm(self, rank: int) -> LocalComm:
+        if type(rank) is not int or not 0 <= rank < self.size:
+            raise UsageError(
+                f"got rank {rank!r} of a LocalGroup of {self.size} ranks, expected a rank from 0 to {self.size - 1}"
+            )
         return LocalComm(self, rank)
 
     def post(self, source: int, dest: int, *, send: Parcel | None = None, recv: Parcel | None = None) -> Work:
