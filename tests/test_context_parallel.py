@@ -689,7 +689,7 @@ def refusals(group: Any) -> dict[str, str]:
 
 
 REFUSED = {
-    "sharded twice": "buffers[0] is sharded already, by a context_parallel around this one",
+    "sharded twice": "buffers[0] is already sharded by an outer context_parallel; leave it out",
     "other ranks inside": "(zigzag) was entered inside one over ranks [0, 1] (zigzag); expected the same ranks",
     "other layout inside": "over ranks [0, 1] (contiguous) was entered inside one over ranks [0, 1] (zigzag)",
     "mask": "attn_mask is not supported under context_parallel: a rank's part of a dense mask does not define",

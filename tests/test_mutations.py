@@ -539,7 +539,7 @@ def test_kept_items_share_a_buffer_with_nothing_else() -> None:
 
     plan = edit(edit(plan, 1, hand_over), 0, take_over)
     plan = edit(plan, 1, lambda steps: steps.insert(find(steps, "attend q0,q1 x kv3"), parse_step("send kv1 to 0")))
-    assert [(b.rule, b.rank, b.message.partition(" ")[0]) for b in check(plan)] == [("tidiness", 0, "kv1")]
+    assert [(b.rule, b.rank, b.message.partition(":")[0]) for b in check(plan)] == [("tidiness", 0, "kv1")]
 
 
 def test_a_result_of_zeros_after_the_real_one_is_noticed() -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention import Costs, TransportError, make_plan
 from mesh_attention.api import MeshAttention, mesh_attention
+from mesh_attention.comm.staged import StagedComm
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.comm.wrappers import Counting, Delaying
 from mesh_attention.execution import sharding
@@ -212,10 +214,10 @@ def use_the_function(group: Any) -> bool:
     return all(relative_error(ours, due) <= 1e-12 for ours in given)
 
 
-def exchange_meanwhile(group: Any) -> None:
+def exchange_meanwhile(group: Any, transport: Callable[[Any], Any]) -> None:
     """The caller's own messages are under way during a call and during `unshard`, which gathers as many bytes."""
     rank, tokens = dist.get_rank(group), 4
-    attention, other = MeshAttention(group), 1 - rank
+    attention, other = MeshAttention(transport(group)), 1 - rank
     q, k, v = (torch.full((1, tokens, 1, 8), float(rank)) for _ in range(3))
     due = attention.unshard(attention(q, k, v))
     for tag in range(3):
@@ -230,8 +232,9 @@ def exchange_meanwhile(group: Any) -> None:
         assert torch.equal(theirs, torch.full((tokens * 8,), 9.0 + other))
 
 
-def test_the_callers_own_messages_on_the_group_do_not_meet_ours(pool: RankPool) -> None:
-    pool.run(2, exchange_meanwhile)
+@pytest.mark.parametrize("transport", [TorchComm, StagedComm])
+def test_the_callers_own_messages_on_the_group_do_not_meet_ours(pool: RankPool, transport: Any) -> None:
+    pool.run(2, exchange_meanwhile, transport)
 
 
 def test_the_function_is_the_class(pool: RankPool) -> None:

@@ -21,7 +21,7 @@ from pool import shared_pool
 from mesh_attention.api import MeshAttention
 from mesh_attention.comm.base import Comm, Parcel
 from mesh_attention.comm.staged import CudaStage, HostStage, StagedComm, comm_for
-from mesh_attention.comm.torch_dist import TorchComm
+from mesh_attention.comm.torch_dist import START_AGAIN, TorchComm
 from mesh_attention.comm.wrappers import Counting, Delaying
 from mesh_attention.errors import ProblemError, TransportError
 from mesh_attention.execution.driving import drive
@@ -231,7 +231,7 @@ def break_the_thread(group: Any) -> list[str]:
 
 def test_what_goes_wrong_in_the_thread_is_raised_by_whoever_waits() -> None:
     for rank, told in enumerate(shared_pool().run(2, break_the_thread)):
-        assert told == [f"kv to rank {1 - rank}: the device is gone"] * 2
+        assert told == [f"kv to rank {1 - rank}: the device is gone; {START_AGAIN}"] * 2
 
 
 # The thread, and what it holds

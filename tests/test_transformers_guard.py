@@ -319,7 +319,7 @@ def test_a_loss_of_other_arguments_than_labels_is_refused(attention: MeshAttenti
     local = shard_batch(attention, {"input_ids": tokens(rows, 24)["input_ids"]})
     assert model(**local).start_logits.shape == (rows, 24)
     places = torch.full((rows,), 20)
-    with pytest.raises(UsageError, match="LlamaForQuestionAnswering computes a loss from other arguments than labels"):
+    with pytest.raises(UsageError, match="LlamaForQuestionAnswering computes a loss from arguments other than labels"):
         model(**local, start_positions=places, end_positions=places)
 
 
@@ -384,7 +384,7 @@ def test_a_masked_language_model_learns_the_labelled_tokens(pool: RankPool) -> N
                 attn_implementation=name,
             ),
             True,
-            "LlamaForSequenceClassification returns logits, which it makes from all tokens or from one",
+            "LlamaForSequenceClassification returns logits, which it computes from all tokens or from one",
         ),
     ],
 )
@@ -399,7 +399,7 @@ def test_an_encoder_with_a_decoder_is_refused(attention: MeshAttention) -> None:
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 29}
     config = BartConfig(**sizes, encoder_attention_heads=2, decoder_attention_heads=2, pad_token_id=0)
     model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="mesh_attention")
-    with pytest.raises(UsageError, match="bart is an encoder with a decoder, which has two sequences"):
+    with pytest.raises(UsageError, match="bart is an encoder-decoder model, which attends across two sequences"):
         model(**shard_batch(attention, tokens(1, 9)))
 
 

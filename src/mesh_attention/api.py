@@ -66,7 +66,7 @@ class MeshAttention:
 
     With `cuda_graphs`, repeated calls are launched as a CUDA graph, so that the host need not keep up with the device.
     The graph holds its memory between calls, and inputs and results are copied. On one rank, where a call is one
-    kernel, it changes nothing. It has not been tried over NCCL with more than one rank.
+    kernel, it changes nothing. Over NCCL it was tried only with ranks that share one GPU.
     """
 
     def __init__(

@@ -18,9 +18,9 @@ from mesh_attention.problem import ITEMSIZE, Problem
 
 NO_WINDOW = (-1, -1)
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30
-FACTOR_RANGE = f"a number from {SMALLEST_FACTOR:.0e} to {LARGEST_FACTOR:.0e}"
 """Range of softmax_scale and softcap. Kernels take them as float32, multiply masked scores of -inf by the scale, and
 divide by the softcap."""
+FACTOR_RANGE = f"a number from {SMALLEST_FACTOR:.0e} to {LARGEST_FACTOR:.0e}"
 REFUSED = {
     "dropout_p": "dropout",
     "attn_mask": "a dense mask",
@@ -94,8 +94,8 @@ class CallOptions(NamedTuple):
         scale = problem.head_dim_qk**-0.5 if self.softmax_scale is None else self.softmax_scale
         if not SMALLEST_FACTOR <= scale <= LARGEST_FACTOR:
             raise UsageError(
-                f"softmax_scale={scale}: expected {FACTOR_RANGE}; for another one, "
-                "multiply q by it and give softmax_scale=1.0"
+                f"softmax_scale={scale}: expected {FACTOR_RANGE}; to get the effect of this one, "
+                "multiply q by it and pass softmax_scale=1.0"
             )
         if self.softcap != 0 and not SMALLEST_FACTOR <= self.softcap <= LARGEST_FACTOR:
             raise UsageError(f"softcap={self.softcap}: expected 0 (off) or {FACTOR_RANGE}")
@@ -181,12 +181,12 @@ def check_plain(tensors: Iterable[Tensor]) -> None:
         # A tensor that a functional collective returns waits for its numbers by itself.
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not hasattr(tensor, "trigger_wait"):
             raise UsageError(
-                f"got a {type(tensor).__name__}, which does not hold its numbers itself; expected a plain tensor"
+                f"got a {type(tensor).__name__}, which holds no numbers of its own; expected a plain tensor"
             )
         if is_transformed(tensor):
             raise UsageError(
-                "mesh attention has no forward-mode derivatives and none of torch.func's transforms (vmap, grad, jvp, "
-                "…); use torch.autograd.grad or backward, and the batch dimension instead of vmap"
+                "mesh attention supports neither forward-mode derivatives nor torch.func's transforms (vmap, grad, "
+                "jvp, …); use torch.autograd.grad or backward, and the batch dimension instead of vmap"
             )
 
 

@@ -66,7 +66,8 @@ class PlanError(MeshAttentionError):
 class DisagreementError(MeshAttentionError):
     """Ranks were called with different arguments, or are in different calls.
 
-    In a first call it is raised on every rank before anything is sent; later, before a result is returned.
+    In a first call it is raised on every rank before anything is sent; later, before a result is returned. (On NCCL,
+    where the host does not wait, such results are NaN, and the next call raises a `TransportError`.)
     """
 
 

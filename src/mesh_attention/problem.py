@@ -21,7 +21,7 @@ RUNNING_LSE_NBYTES = 8
 float32 of its size can tell apart."""
 
 MOST, MOST_RANKS = 1 << 40, 1 << 20
-"""Larger numbers are typing errors. Planning, or the list of numbers that would fit, would take for ever with them."""
+"""Larger numbers are taken for typos: planning with them, or listing the numbers that would fit, would never end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

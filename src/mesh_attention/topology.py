@@ -15,7 +15,7 @@ from mesh_attention.errors import TopologyError
 RUN = 128
 """Tokens that one unit of a device's width works on at a time."""
 LEAST, MOST = 1e-12, 1e12
-"""Rates and times beyond these are typing errors; a forecast with them would overflow."""
+"""Rates and times beyond these are taken for typos; a forecast with them would overflow."""
 LinkClass = Literal["inside", "between"]
 """The kind of link that a transfer uses: inside a node, or between nodes."""
 

@@ -18,6 +18,7 @@ import re
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -336,14 +337,21 @@ def page(results: list[tuple[str, str, str, dict[str, Any]]]) -> str:
         "",
         f"{len(results)} classes: {counts}.",
     ]
+    lines += ["", "| | why | classes |", "| --- | --- | --- |"]
+    for verdict in ORDER[:-1]:
+        for why, names in ranked(groups[verdict]):
+            lines.append(f"| {verdict} | {why.replace('|', chr(92) + '|')} | {len(set(names))} |")
     for verdict, told in groups.items():
-        if not told:
-            continue
-        first = {"right": "except for", "not built": "error"}.get(verdict, "message (batches, if not all)")
-        lines += ["", f"## {verdict.capitalize()}", "", f"| {first} | classes (model type) |", "| --- | --- |"]
-        for why, names in sorted(told.items(), key=lambda item: (-len(item[1]), item[0])):
-            lines.append(f"| {why.replace('|', chr(92) + '|')} | {', '.join(sorted(set(names), key=str.lower))} |")
+        lines += ["", f"## {verdict.capitalize()}"] if told else []
+        for why, names in ranked(told):
+            listed = ", ".join(sorted(set(names), key=str.lower))
+            lines += ["", *textwrap.wrap(f"**{why}:** {listed}", 120, break_on_hyphens=False, break_long_words=False)]
     return "\n".join(lines) + "\n"
+
+
+def ranked(told: Mapping[str, list[str]]) -> list[tuple[str, list[str]]]:
+    """Reasons and the classes that have them, the most frequent first."""
+    return sorted(told.items(), key=lambda item: (-len(item[1]), item[0]))
 
 
 def reasons(name: str, found: Mapping[str, Any]) -> list[str]:
@@ -357,7 +365,7 @@ def reasons(name: str, found: Mapping[str, Any]) -> list[str]:
             text = why.replace(name, "…").replace(" when the batch has padding on the left", "").partition(";")[0]
             told.setdefault(re.sub(r"^\S+ (mixes|is an encoder|passed|does not use)", r"… \1", text), []).append(batch)
     if not told:
-        return ["—"]
+        return ["without exception"]
     return [f"{why} ({', '.join(names)})" if len(names) < len(tried) else why for why, names in told.items()]
 
 

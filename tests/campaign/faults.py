@@ -520,10 +520,10 @@ def page(found: Sequence[Cell]) -> str:
 
 PAGE = """# When a rank fails
 
-`make faults` writes this table. Each cell is a run of {ranks} fresh
-processes over Gloo with a group timeout of {timeout:g} s, in which rank 1 has the fault at the moment. The cell shows
-what the *other* ranks raise, and when the last of them did. No rank returns a wrong number, and every later call on the
-group raises too, unless the error is a `DisagreementError` from before anything was sent.
+`make faults` writes this table. Each cell is a run of {ranks} fresh processes over Gloo with a group timeout of
+{timeout:g} s, in which rank 1 has the fault of the row at the moment of the column. The cell shows what the *other*
+ranks raise, and when the last of them did. No rank returns a wrong number, and every later call on the group raises
+too, unless the error is a `DisagreementError` from before anything was sent.
 
 {table}
 
@@ -538,7 +538,7 @@ group raises too, unless the error is a `DisagreementError` from before anything
 * **in a checkpoint**: while backward computes forward again.
 
 An error after the timeout names the ranks that did not take part, or the step and the rank that was waited for. Pass
-`init_process_group` a timeout that is longer than your slowest pause, and no longer.
+`init_process_group` a timeout that is a little longer than your slowest pause.
 """
 
 

@@ -26,7 +26,7 @@ from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import DisagreementError
 
 MARK_TAG = 1
-FIRST_TAG, TAGS = 2, 1009
+FIRST_PASS_TAG, TAGS = 2, 1009
 """Tags of a pass's transfers. Passes that differ rarely share one, so Gloo does not let their messages meet."""
 DIFFERENT_CALLS = "every rank must make the same calls in the same order"
 NEW_GROUP = "make a new group (torch.distributed.new_group, on all ranks) and a new MeshAttention on it"
@@ -36,7 +36,8 @@ NEW_GROUP = "make a new group (torch.distributed.new_group, on all ranks) and a 
 class Marked:
     """A transport that sends a mark beside the first transfer of a pass to each rank, and compares those it receives.
 
-    On NCCL it sends none, and compares at the end of the pass. Outside a pass, from `open` to `close`, it adds nothing.
+    On NCCL it sends none, and compares at the end of the pass. A pass lasts from `open` to `close`; outside of one,
+    nothing is added.
     """
 
     inner: Comm
@@ -56,7 +57,7 @@ class Marked:
     def open(self, mark: Tensor, history: int) -> None:
         """Begin a pass with this mark, which on NCCL is on the device, and this hash."""
         self.mark = mark.view(-1)
-        self.tag = FIRST_TAG + history % TAGS
+        self.tag = FIRST_PASS_TAG + history % TAGS
         self.told, self.landed = set(), {}
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
@@ -139,7 +140,7 @@ class Alarm:
 
 
 class _MarkedWork:
-    """Transfers that are waited for only if the marks beside them, by rank, are this rank's own, which is the first."""
+    """Transfers that are waited for only if the marks beside them, by rank, equal the first, which is this rank's."""
 
     def __init__(self, marks: Work, landed: Mapping[int, Tensor], rest: Sequence[Work]) -> None:
         self.marks, self.landed, self.rest = marks, landed, rest
@@ -159,7 +160,7 @@ def _compare(marks: Mapping[int, list[int]]) -> None:
     for rank, mark in marks.items():
         if mark == marks[own]:
             continue
-        what = f"ranks {own} and {rank} made different calls on this group, now or before"
+        what = f"ranks {own} and {rank} made different calls on this group, in this call or an earlier one"
         if mark[0] != marks[own][0]:
-            what = f"rank {own} is in its pass {marks[own][0]} on this group, and rank {rank} in its pass {mark[0]}"
+            what = f"rank {own} is in pass {marks[own][0]} on this group, but rank {rank} is in pass {mark[0]}"
         raise DisagreementError(f"{what}; {DIFFERENT_CALLS}. To go on, {NEW_GROUP}")

@@ -1,7 +1,7 @@
 """torch.distributed over Gloo for tensors on a CUDA device: every chunk goes through pinned host memory.
 
-For groups without NCCL, and for several ranks on one GPU, which NCCL refuses. Tensors in host memory go the same way,
-with plain copies. Where the group's backend can send the tensors itself, use `torch_dist`; `comm_for` chooses.
+For groups without NCCL, and for several ranks on one GPU, which NCCL usually refuses. Tensors in host memory go the
+same way, with plain copies. Where the group's backend can send them itself, use `torch_dist`; `comm_for` chooses.
 
 *Out:* a chunk is copied to the host on a separate stream, after the work queued before the post. A thread waits for the
 copy and sends it, in the order of posting, so that `post` never waits for the device. *In:* the receive is posted at
@@ -24,7 +24,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mesh_attention.comm.base import Comm, Parcel, Sharing, Work
-from mesh_attention.comm.torch_dist import GatheredTexts, Group, TorchComm, WeakGroup, backends, process_group
+from mesh_attention.comm.torch_dist import (
+    FIRST_TAG,
+    START_AGAIN,
+    GatheredTexts,
+    Group,
+    TorchComm,
+    WeakGroup,
+    backends,
+    process_group,
+    reason_of,
+)
 from mesh_attention.errors import ProblemError, TransportError
 
 
@@ -81,7 +91,7 @@ class StagedComm:
     def _expect(self, chunk: Tensor, parcel: Parcel, stage: Stage, queued: Any) -> _Arrival:
         host = stage.landing(chunk)
         name = f"{parcel.label} from rank {parcel.peer}"
-        receive = partial(dist.irecv, host, group=self.group, tag=parcel.tag, group_src=parcel.peer)
+        receive = partial(dist.irecv, host, group=self.group, tag=FIRST_TAG + parcel.tag, group_src=parcel.peer)
         request = self._fault.attempt(name, receive)
         return _Arrival(name, request, host, chunk, queued)
 
@@ -113,7 +123,7 @@ class _Fault:
             raise TransportError(self.message)
 
     def note(self, transfer: str, error: Exception) -> None:
-        self.message = self.message or f"{transfer}: {error}"
+        self.message = self.message or f"{transfer}: {reason_of(error)}; {START_AGAIN}"
 
     def attempt(self, transfer: str, call: Callable[[], Any]) -> Any:
         """The result of the call. If it fails, so does everything after it."""
@@ -147,7 +157,7 @@ class _Departure:
         fault: _Fault,
     ) -> None:
         self.name = f"{parcel.label} to rank {parcel.peer}"
-        self.peer, self.tag, self.group, self.fault = parcel.peer, parcel.tag, group, fault
+        self.peer, self.tag, self.group, self.fault = parcel.peer, FIRST_TAG + parcel.tag, group, fault
         self.host, self.wait_for_copy = copied
         self.chunk: Tensor | None = chunk  # keeps it alive until it is copied
         self.request: Any = None

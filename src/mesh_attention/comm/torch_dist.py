@@ -77,7 +77,7 @@ class TorchComm:
         try:
             return _Works(dist.batch_isend_irecv(posts) if posts else [])
         except Exception as error:
-            raise TransportError(f"{_reason(error)}; {START_AGAIN}") from error
+            raise TransportError(f"{reason_of(error)}; {START_AGAIN}") from error
 
     def share(self, text: str) -> Sharing:
         return GatheredTexts(text, self.group, self.size, self._connection)
@@ -121,7 +121,7 @@ class _Works:
             for work in works:
                 work.wait()
         except Exception as error:
-            raise TransportError(f"{_reason(error)}; {START_AGAIN}") from error
+            raise TransportError(f"{reason_of(error)}; {START_AGAIN}") from error
 
 
 @dataclass
@@ -197,7 +197,7 @@ class GatheredTexts:
             return step()
         except Exception as error:
             who = self.attendance.describe(self.size)
-            raise TransportError(f"{who}: {_reason(error)}; {START_AGAIN}") from error
+            raise TransportError(f"{who}: {reason_of(error)}; {START_AGAIN}") from error
 
 
 class _Gathering:
@@ -209,7 +209,7 @@ class _Gathering:
     def result(self) -> list[bytes]:
         while self.rows.device.type != "cpu" and not self.work.is_completed():
             if time.monotonic() > self.end:
-                raise TimeoutError("they have not answered within the group's timeout")
+                raise TimeoutError("no answer before the group's timeout")
             time.sleep(1e-4)
         self.work.wait()
         return [row.tobytes() for row in self.rows.cpu().numpy()]
@@ -251,11 +251,11 @@ class Attendance:
             thread.join(LOOK_UP_S)
         if not heard:
             return (
-                f"rank {self.rank} could not compare its call with the other ranks', and the group's store does not "
-                "answer: the process that keeps it, often rank 0, may have ended"
+                f"rank {self.rank} could not compare its call with those of the other ranks, and the group's store "
+                "does not answer (the process that keeps it, often rank 0, may have ended)"
             )
         if not missing:
-            return f"rank {self.rank} could not compare its call with the other ranks', although all began to"
+            return f"rank {self.rank} could not compare its call with those of the other ranks, although all had begun"
         who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
         return f"{who} did not take part when ranks compared their calls"
 
@@ -268,7 +268,7 @@ _SHARINGS: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 START_AGAIN = "read the logs of the other ranks, and start the job again"
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """The text of an error, without the place in Gloo's sources and Gloo's own advice."""
     return re.sub(r"^\[\S*\] |\.? This is typically caused by.*", "", str(error))
 

@@ -1,7 +1,7 @@
 """Agreement: before a configuration is first used, ranks compare what they were asked for and what they hold.
 
-Every rank sees every answer, so all ranks reach the same verdict, and nothing has been sent by then. Whatever goes
-wrong on one rank before, it tells the others instead (`driving.Telling`).
+Every rank sees every answer, so all ranks reach the same verdict, and nothing has been sent by then. If
+something goes wrong on one rank before that, it tells the others (`driving.Telling`).
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ def tell(comm: Comm, error: Exception) -> None:
     while not sharing.is_done():
         waited = time.monotonic() - start
         if waited > 1.0 and not is_noted:
-            logger.warning("rank %d waits to tell the other ranks of its error: %s", comm.rank, said)
+            logger.warning("rank %d is waiting to tell the other ranks about its error: %s", comm.rank, said)
             is_noted = True
         if waited > PATIENCE_S:
-            raise TransportError(f"rank {comm.rank} refused a call, and the other ranks did not hear of it: {said}")
+            raise TransportError(f"rank {comm.rank} refused a call, but could not tell the other ranks: {said}")
         time.sleep(0.001)
     sharing.wait()
 

@@ -107,8 +107,8 @@ def _backward(
     """dQ, dK and dV of every rank, by the backward plan."""
     if any(is_transformed(gradient) for gradient in gradients if gradient is not None):
         raise UsageError(
-            "mesh attention computes one gradient at a time, without is_grads_batched or vectorize=True, and no "
-            "derivatives of it"
+            "batched gradients (is_grads_batched=True, vectorize=True) and derivatives of gradients are not supported; "
+            "compute one gradient at a time"
         )
     ranks = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
     inputs = [

@@ -57,8 +57,8 @@ class Ledger:
                 self.failure = self.failure or alarm.verdict()
             if self.failure is not None:
                 raise TransportError(
-                    f"an earlier call on this group failed ({self.failure}), and its messages may still be under way, "
-                    f"so nothing more is sent on it; {NEW_GROUP}"
+                    f"an earlier call on this group failed, and its messages may still be under way, so nothing more "
+                    f"is sent on it; {NEW_GROUP}. The earlier error: {self.failure}"
                 )
             try:
                 yield
@@ -81,7 +81,7 @@ class Ledger:
             self.failure = self.failure or f"threads {self.thread.name} and {now.name} both made calls on it"
             raise UsageError(
                 f"threads {self.thread.name} and {now.name} both make calls on one group, and their order would differ "
-                "from rank to rank; give each thread a group and a MeshAttention of its own"
+                "from rank to rank; give each thread its own group and MeshAttention"
             )
 
     def mark(self, call: int, device: torch.device | None, forward_pass: int | Tensor = 0) -> Tensor:
@@ -108,7 +108,7 @@ def ledger_of(comm: Comm, *, forgives: bool) -> Ledger:
 
 
 class Telling:
-    """Tells the other ranks of an error inside its block, which they would otherwise wait for; then it is raised here.
+    """Tells the other ranks about an error inside its block, so that they do not wait; then the error is raised here.
 
     For whatever a rank does between the beginning of a call and the agreement on it. `comm` is None if all ranks are
     played in this process.
@@ -153,7 +153,7 @@ class PlayedRanks:
         self.ledger = ledger_of(self.comms[0], forgives=self.is_local or self.size == 1)
         self._on: dict[torch.device, list[Comm]] = {}
         self.telling = Telling(None if self.is_local else self.comms[0], self.ledger)
-        """A block in which this process does what the other ranks wait for, before ranks agree on a call."""
+        """Wraps what this rank does before ranks agree on a call: the other ranks are told about an error inside it."""
 
     @property
     def size(self) -> int:

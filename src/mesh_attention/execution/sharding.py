@@ -23,7 +23,7 @@ def position_ids(layout: Layout, rank: int, *, tokens: int, ranks: int, device: 
     except TypeError:
         count = -1
     if count < 0:
-        raise ProblemError(f"{tokens!r} tokens: expected a whole number of at least 0")
+        raise ProblemError(f"seq_len={tokens!r}: expected a whole number of at least 0")
     return torch.tensor(positions(layout, rank, tokens=count, ranks=ranks), dtype=torch.long, device=device)
 
 

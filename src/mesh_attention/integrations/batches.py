@@ -64,8 +64,8 @@ _SHARDED = WeakTensorKeyDictionary()
 _KNOWN: WeakSet[Engines] = WeakSet()
 NEVER_RAN = (
     "{what} was given a sharded batch and did not call mesh attention, so every rank attended to its own tokens only; "
-    'use model.set_attn_implementation("mesh_attention"). (If two models share a config object, it has the '
-    "implementation of the last one.)"
+    'use model.set_attn_implementation("mesh_attention"). (Models that share a config object all use the '
+    "implementation that was set last.)"
 )
 
 
@@ -119,7 +119,7 @@ def shard_batch(
     and its ``labels`` are all -100, because models compute no loss without labels, and a model that shifts labels
     itself cannot get these wrong. With `shift_labels=False`, for masked language models, labels are those of the tokens
     themselves and remain ``labels``. transformers' models are tried with a few tokens when they are first called, and
-    refuse labels of the other kind. A batch with labels of which all are -100 is refused.
+    refuse labels of the other kind. A batch whose labels are all -100 is refused.
 
     Ranks compare their batches (a few hundred bytes per rank), unless `is_compared` is False.
     """
@@ -257,8 +257,8 @@ def _read(batch: Mapping[str, Any], ranks: int, *, shift_labels: bool) -> _Whole
     for name in given:
         if name not in KNOWN:
             raise UsageError(
-                f"shard_batch does not know how to cut {name!r}; expected some of {', '.join(KNOWN)}; pass anything "
-                "else to the model directly, and what has a value for each token as attention.shard(value)"
+                f"shard_batch does not know how to cut {name!r}; expected some of {', '.join(KNOWN)}; pass other "
+                "arguments to the model directly; if one has a value for each token, pass attention.shard(value)"
             )
     inputs = [name for name in ("input_ids", "inputs_embeds") if name in given]
     if len(inputs) != 1:
@@ -281,8 +281,8 @@ def _read(batch: Mapping[str, Any], ranks: int, *, shift_labels: bool) -> _Whole
     counted = None if labels is None else (labels != IGNORED).sum()
     if counted is not None and not counted:
         raise UsageError(
-            "no token of the batch has a label that counts: all labels are -100, or of padding, or of first tokens, "
-            "which nothing predicts; check how labels are made, skip such batches, or leave labels out"
+            "no token of the batch has a label that counts: every label is -100, of padding, or of the first token of "
+            "a row, which nothing predicts; check how labels are made, skip such batches, or leave labels out"
         )
     return _Whole(
         tokens=tokens,

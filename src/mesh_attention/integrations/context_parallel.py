@@ -135,7 +135,7 @@ def _check_nesting(attention: MeshAttention, tensors: Sequence[ShardedTensor]) -
             )
         for number, one in enumerate(tensors):
             if any(one.tensor is other.tensor for other in sharded):
-                raise UsageError(f"buffers[{number}] is sharded already, by a context_parallel around this one")
+                raise UsageError(f"buffers[{number}] is already sharded by an outer context_parallel; leave it out")
 
 
 def _whole_length(tokens: object) -> int:

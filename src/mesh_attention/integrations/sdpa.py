@@ -2,7 +2,8 @@
 
 Nothing is patched: calls are seen even if the function was imported by name, and other threads are not affected. Other
 attention functions of torch (fused kernels, flex attention) would attend to this rank's tokens alone, so they are
-refused, and so are calls that a mode does not see (`unseen`). Kernels that are not operators of torch remain.
+refused, and so are calls that a mode does not see (`unseen`). Kernels that are not operators of torch go
+unnoticed.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ Parsed = TypeVar("Parsed")
 
 HEADER = "mesh-attention plan 1"
 MOST_NUMBERS = 1 << 20
-"""The most numbers in one list, so that a typing error does not fill the memory."""
+"""The most numbers in one list, so that a typo does not fill the memory."""
 
 # Items and steps
 

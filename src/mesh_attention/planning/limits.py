@@ -15,7 +15,7 @@ from mesh_attention.plan.steps import Direction
 from mesh_attention.problem import Problem
 
 MOST_TRIED = 4096
-"""Numbers of heads that are tried, evenly spread and with both ends; between so many, the minimum hardly changes."""
+"""Numbers of heads that are tried. If there are more, these are spread evenly, and the bound is that of the samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

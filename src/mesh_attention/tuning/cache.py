@@ -12,7 +12,7 @@ from pathlib import Path
 from stat import S_IWGRP, S_IWOTH
 from tempfile import NamedTemporaryFile
 
-from mesh_attention.errors import ParseError, UsageError
+from mesh_attention.errors import ParseError
 from mesh_attention.plan.codec import read_json
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.steps import Direction
@@ -62,9 +62,15 @@ def cached_tune(
     key = hashlib.sha256(repr(asked).encode()).hexdigest()[:32]
     folder = _own(folder or cache_folder())
     path = None if folder is None else folder / f"tuning-{key}.json"
-    found = None if path is None else _read(path, repr(asked))
-    if found is not None and path is not None and _fits(found, path, problem, directions, layout):
-        return found, True
+    if path is not None:
+        try:
+            found = _read(path, repr(asked))
+            _check(found, problem, directions, layout)
+            return found, True
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:  # a UsageError is a ValueError, and so are bytes that are not text
+            log.warning("%s is not used, because it is not a cached tuning: %s; tuning again", path, error)
     tuning = tune(
         problem,
         topology,
@@ -106,38 +112,22 @@ def _own(folder: Path | None) -> Path | None:
     return folder
 
 
-def _read(path: Path, asked: str) -> Tuning | None:
-    try:
-        written = read_json(path.read_text(encoding="utf-8"))
-        if not isinstance(written, dict) or written.keys() != {"asked", "tuning"} or written["asked"] != asked:
-            raise ParseError("expected the tuning of this problem on this cluster")
-        return tuning_from_json(written["tuning"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:  # a UsageError is a ValueError, and so are bytes that are not text
-        _not_used(path, error)
-        return None
+def _read(path: Path, asked: str) -> Tuning:
+    written = read_json(path.read_text(encoding="utf-8"))
+    if not isinstance(written, dict) or written.keys() != {"asked", "tuning"} or written["asked"] != asked:
+        raise ParseError("expected the tuning of this problem on this cluster")
+    return tuning_from_json(written["tuning"])
 
 
-def _fits(found: Tuning, path: Path, problem: Problem, directions: Sequence[Direction], layout: str | None) -> bool:
-    """True if every choice is one for this problem: its tile, degree and layout."""
+def _check(found: Tuning, problem: Problem, directions: Sequence[Direction], layout: str | None) -> None:
+    """Raise unless every choice is one for this problem: its tile, degree and layout."""
     due = default_layout(problem) if layout is None else layout_named(layout)
     for trial in found.trials:
-        try:
-            settled = {direction: choice.settled(problem, direction) for direction, choice in trial.choices.items()}
-        except UsageError as error:
-            _not_used(path, error)
-            return False
+        settled = {direction: choice.settled(problem, direction) for direction, choice in trial.choices.items()}
         if (*settled,) != (*directions,) or settled != trial.choices or {c.layout for c in settled.values()} != {due}:
-            _not_used(path, "its choices are for another problem")
-            return False
+            raise ParseError("its choices are for another problem")
     if found.chosen.is_bound:
-        _not_used(path, "it chooses a method that has no plan")
-    return not found.chosen.is_bound
-
-
-def _not_used(path: Path, reason: object) -> None:
-    log.warning("%s is not used, because it is not a cached tuning: %s; tuning again", path, reason)
+        raise ParseError("it chooses a method that has no plan")
 
 
 def _write(path: Path, asked: str, tuning: Tuning) -> None:

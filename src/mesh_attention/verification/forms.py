@@ -93,7 +93,7 @@ def _flaws_of_attend(evidence: Evidence, attend: steps.Attend) -> Iterator[str]:
         yield f"an attend reads shards in the form {' or '.join(forms)}"
     for side in (rows, cols, grads):
         if len(side) > 1 and any(item.form == "home" for item in side):
-            yield "shards that are attended together share a buffer; one in the caller's tensors is attended by itself"
+            yield "a shard in the caller's tensors must be attended by itself; shards attended together share a buffer"
 
 
 def _flaws_of_transfer(evidence: Evidence, rank: int, end: Send | Recv) -> Iterator[str]:
@@ -119,7 +119,7 @@ def _flaws_of_finish(evidence: Evidence, rank: int, item: Item) -> Iterator[str]
     elif item.form == "home" and item.shard != rank:
         yield f"{format_item(item)} is the result of another rank"
     elif item.form == "home" and evidence.plan.assignment.ulysses > 1:
-        yield f"{format_item(item)} has all heads, but a sum has some of them; finish it whole, then exchange it"
+        yield f"{format_item(item)} has all heads, but a sum has only some; finish it as a partial, then exchange it"
 
 
 def _flaws_of_group(

@@ -281,7 +281,7 @@ def _mixed_with_kept(evidence: Evidence, program: Program) -> Iterator[Breach]:
         strangers = [item for item in shared if item not in own]
         if strangers and len(strangers) < len(shared):
             names = ", ".join(map(format_item, strangers))
-            message = f"{names} shares a buffer with kept items, because they are attended together"
+            message = f"{names}: attended together with kept items, so it would share their buffer; attend it apart"
             yield Breach("tidiness", program.rank, None, message)
 
 

@@ -1,4 +1,4 @@
-"""Watches transformers' models: what goes through one on ranks must go through mesh attention, and be right there.
+"""Watches transformers' models: on ranks, a model must call mesh attention and give the right results with it.
 
 `register` and `shard_batch` start it. From then on a model is checked if its attention is mesh attention, or if it gets
 a sharded batch: it is tried on a few tokens before its first call (`probe`), and its results are refused if mesh

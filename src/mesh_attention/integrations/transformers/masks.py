@@ -57,8 +57,8 @@ class BatchMask:
 
 
 MASK_USE = (
-    "the model's own code uses the attention mask, as indexed and sparse attention do, which is not a tensor with mesh "
-    "attention; use another attn_implementation on whole sequences, or another model"
+    "the model's own code uses the attention mask, as indexed and sparse attention do, but with mesh attention the "
+    "mask is not a tensor; use another attn_implementation on whole sequences, or another model"
 )
 
 
@@ -85,8 +85,8 @@ def refuse_padding(attention_mask: Tensor) -> None:
     """Refuse a mask that a model made itself, of this rank's tokens, unless it masks nothing."""
     if not bool(attention_mask.all()):
         raise MaskError(
-            "the model makes an attention_mask itself, from this rank's tokens; give one of the whole sequence to "
-            "shard_batch"
+            "the model made its own attention_mask from this rank's tokens; pass shard_batch an attention_mask for the "
+            "whole sequence"
         )
 
 

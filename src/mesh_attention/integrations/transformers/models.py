@@ -56,12 +56,12 @@ def refuse_mixing(config: object) -> None:
 
 
 def refuse_two_sequences(config: object) -> None:
-    """Refuse an encoder with a decoder, which attends across two sequences."""
+    """Refuse an encoder-decoder model, which attends across two sequences."""
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError(
-            f"{_name(config)} is an encoder with a decoder, which has two sequences and attends across them; mesh "
-            "attention runs models of one sequence in transformers; use another attn_implementation for it, or "
-            "MeshAttention in your own layers, which supports cross attention"
+            f"{_name(config)} is an encoder-decoder model, which attends across two sequences; in transformers, mesh "
+            "attention supports models of one sequence only; use another attn_implementation for it, or MeshAttention "
+            "in your own layers, which supports cross attention"
         )
 
 

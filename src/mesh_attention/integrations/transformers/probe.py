@@ -107,7 +107,7 @@ class _Attempt:
             )
         if get_output(whole, "loss") is not None:
             raise UsageError(
-                f"{self.name} computes a loss from other arguments than labels, and each rank would compute it from "
+                f"{self.name} computes a loss from arguments other than labels, and each rank would compute it from "
                 "its own tokens; leave these arguments out, and compute the loss from its outputs (reduce_loss)"
             )
         trial.own = self.own
@@ -166,8 +166,8 @@ class _Attempt:
     def _why(self, whole: Any, trial: Trial, other: tuple[str, bool] | None) -> str:
         if not trial.differs() and other is not None and not other[1]:
             return (
-                f"{self.name} returns {other[0]}, which it makes from all tokens or from one (a pooled output), and "
-                "each rank would make it from its own tokens; use a model without it (add_pooling_layer=False, or "
+                f"{self.name} returns {other[0]}, which it computes from all tokens or from one (a pooled output); "
+                "each rank would compute it from its own tokens; use a model without it (add_pooling_layer=False, or "
                 "another head)"
             )
         counted, moved = (self._again(trial, whole, shift) for shift in (0, 1))
@@ -204,13 +204,10 @@ class _Attempt:
         if self._has_loss(logits, trial, is_shifted=is_shifted):
             return
         if self._has_loss(logits, trial, is_shifted=not is_shifted):
-            raise UsageError(
-                f"{self.name} predicts the next token, and needs shifted labels; leave out shift_labels=False of "
-                "shard_batch"
-                if not is_shifted
-                else f"{self.name} predicts the labelled tokens themselves, not the next ones; call shard_batch(…, "
-                "shift_labels=False)"
-            )
+            what = "predicts the next token, and needs shifted labels; call shard_batch without shift_labels=False"
+            if is_shifted:
+                what = "predicts the labelled tokens themselves; call shard_batch(…, shift_labels=False)"
+            raise UsageError(f"{self.name} {what}")
         raise UsageError(
             f"{self.name} computes its loss in its own way, which does not add up over the ranks (expected the sum "
             f"over labels or shift_labels, divided by num_items_in_batch); {WITHOUT_LABELS}"
