@@ -39,7 +39,7 @@ class AttentionFunction(torch.autograd.Function):
         ctx.engine = engine
         raws, ctx.kept = _as_tensors(kept)
         # A tensor, so that a checkpoint replaces it as well when it runs forward again.
-        forward_pass = torch.tensor(engine.ledger.passes)
+        forward_pass = torch.tensor(engine.ledger.passes, device="cpu")
         ctx.save_for_backward(forward_pass, *tensors, *outs, *raws)
         ctx.set_materialize_grads(False)
         return outs
