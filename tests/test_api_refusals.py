@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 from mesh_attention import (
     DisagreementError,
@@ -26,6 +28,7 @@ from mesh_attention import (
 )
 from mesh_attention.api import _SETTINGS
 from mesh_attention.comm.wrappers import Counting, Failing
+from mesh_attention.execution import autograd
 from mesh_attention.plan.layout import Zigzag
 
 
@@ -166,11 +169,35 @@ def test_tensors_that_are_not_plain_numbers_in_memory_are_refused(change: Any, m
         assert message in str(caught.value)
 
 
-def test_results_of_asynchronous_collectives_are_plain_enough() -> None:
-    q, k, v = tensors()
-    waiting = [[AsyncCollectiveTensor(t.clone()) for t in side] for side in (q, k, v)]
-    for out, due in zip(attention()(*waiting), attention()(q, k, v), strict=True):
-        assert torch.equal(out, due)
+@pytest.mark.parametrize("group", [LocalGroup(4), LocalGroup(1).comm(0)], ids=["4 ranks", "1 rank"])
+def test_results_of_asynchronous_collectives_are_waited_for(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = MeshAttention(group)
+    q, k, v = (side if made.is_local else side[0] for side in tensors())
+    seen = set()
+    for name in ("_forward_inputs", "_backward_inputs", "_single_backward"):
+        original = getattr(autograd, name)
+
+        def watched(*given: Any, original: Any = original) -> Any:
+            seen.update(type(one) for one in tree_leaves(given) if isinstance(one, torch.Tensor))
+            return original(*given)
+
+        monkeypatch.setattr(autograd, name, watched)
+    gradients = []
+    for wrap in (lambda t: t.clone(), lambda t: AsyncCollectiveTensor(t.clone()), lambda t: t.clone()):
+        inputs = tree_map(lambda t, wrap=wrap: wrap(t).requires_grad_(), [q, k, v])
+        outs = tree_leaves(made(*inputs))
+        gradients.append(torch.autograd.grad(outs, tree_leaves(inputs), [wrap(torch.ones_like(out)) for out in outs]))
+    assert seen == {torch.Tensor}
+    assert all(torch.equal(plain, waited) for plain, waited, _ in zip(*gradients, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch uses it for tangents
+def test_a_transform_is_refused_where_calls_are_operators() -> None:
+    made, k = MeshAttention(LocalGroup(1).comm(0)), torch.randn(1, 4, 1, 8)
+    with FlopCounterMode(display=False), forward_ad.dual_level():
+        dual_k = forward_ad.make_dual(k, torch.ones_like(k))
+        with pytest.raises(UsageError, match="supports neither forward-mode derivatives"):
+            made(k, dual_k, k)
 
 
 def transformed(how: Callable[[Callable[..., Any], torch.Tensor], Any], ranks: int) -> None:

@@ -22,8 +22,10 @@ from mesh_attention.arguments import (
     check_plain,
     describe,
     flag,
+    is_arriving,
     needs_gradient,
     refuse_others,
+    refuse_transforms,
     refuse_unknown,
 )
 from mesh_attention.clusters import find_cluster
@@ -198,6 +200,9 @@ class MeshAttention:
             refuse_others(others)
             tensors = [self._to_bshd(tensor) for tensor in (q, k, v)]
             check_dimensions([(q, k, v)])
+            if not torch.compiler.is_compiling():
+                for tensor in tensors:
+                    refuse_transforms(tensor)
             operands = Operands(options.as_operands(), needs_gradient(tensors), self._number)
         except UsageError as error:
             if torch.compiler.is_compiling():
@@ -210,7 +215,7 @@ class MeshAttention:
         return (out, lse if q.dim() == 4 else lse[0]) if return_lse else out
 
     def _remember(self, key: object, engine: Engine, tensors: Sequence[Tensor]) -> None:
-        if engine.single_call is None:
+        if engine.single_call is None or any(map(is_arriving, tensors)):
             return
         if len(self._ready) >= MOST_ENGINES:
             self._ready.clear()

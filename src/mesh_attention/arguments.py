@@ -178,16 +178,19 @@ def check_plain(tensors: Iterable[Tensor]) -> None:
         if tensor.layout is not torch.strided or tensor.is_nested:
             layout = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
             raise ProblemError(f"got {layout}; expected a dense tensor")
-        # A tensor that a functional collective returns waits for its numbers by itself.
-        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not hasattr(tensor, "trigger_wait"):
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not is_arriving(tensor):
             raise UsageError(
                 f"got a {type(tensor).__name__}, which holds no numbers of its own; expected a plain tensor"
             )
-        if is_transformed(tensor):
-            raise UsageError(
-                "mesh attention supports neither forward-mode derivatives nor torch.func's transforms (vmap, grad, "
-                "jvp, …); use torch.autograd.grad or backward, and the batch dimension instead of vmap"
-            )
+        refuse_transforms(tensor)
+
+
+def refuse_transforms(tensor: Tensor) -> None:
+    if is_transformed(tensor):
+        raise UsageError(
+            "mesh attention supports neither forward-mode derivatives nor torch.func's transforms (vmap, grad, jvp, "
+            "…); use torch.autograd.grad or backward, and the batch dimension instead of vmap"
+        )
 
 
 def is_transformed(tensor: Tensor) -> bool:
@@ -195,6 +198,16 @@ def is_transformed(tensor: Tensor) -> bool:
     if torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(tensor):
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def is_arriving(tensor: Tensor) -> bool:
+    """True for what a functional collective of torch returns: a tensor without memory of its own, until waited for."""
+    return hasattr(tensor, "trigger_wait")
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """The tensor, waited for if it is arriving: our own kernels read its memory."""
+    return tensor.trigger_wait() if is_arriving(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def check_dimensions(ranks: Sequence[Sequence[Tensor]]) -> None:

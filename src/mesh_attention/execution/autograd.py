@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.arguments import is_transformed, needs_gradient
+from mesh_attention.arguments import arrived, is_transformed, needs_gradient
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.buffers import Buffer, token_format
 from mesh_attention.execution.engine import Engine
@@ -59,6 +59,7 @@ class AttentionFunction(torch.autograd.Function):
 
 def run_forward(engine: Engine, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Kept]:
     """O and LSE of every rank, and what each keeps for backward; without a gradient."""
+    tensors = [arrived(tensor) for tensor in tensors]
     device = tensors[0].device
     kernel = engine.kernel_for(device, lse_gradient=False)
     with _without_autocast(device):
@@ -82,6 +83,8 @@ def run_backward(
 
     `forward_pass` is the number of that pass on its group: ranks may run backward of equal calls in different orders.
     """
+    tensors = [arrived(tensor) for tensor in tensors]
+    gradients = [None if gradient is None else arrived(gradient) for gradient in gradients]
     lse_gradient = any(gradient is not None for gradient in gradients[1::2])
     if lse_gradient and engine.captured is not None and engine.single_call is None:
         raise UsageError(

@@ -71,7 +71,8 @@ class CapturedPasses:
             if (key, get_ident()) not in self._seen:
                 self._seen.add((key, get_ident()))
                 return run_pass(_canonical_copies(inputs))
-            own = _canonical_copies(inputs)
+            with torch.inference_mode(False), torch.no_grad():  # later calls need not be in inference mode
+                own = _canonical_copies(inputs)
             graph = CapturedGraph(lambda: run_pass(own), self.memory.device, pool=self.memory.pool)
             self._passes[key] = own, graph
         copies, graph = self._passes[key]

@@ -91,10 +91,15 @@ def untraced(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
     return function(*given, **named)
 
 
+TAGS = (torch.Tag.cudagraph_unsafe,)
+"""A compiler must not replay these in a CUDA graph of its own: the host counts passes, and every pass has its mark."""
+
+
 @torch.library.custom_op(
     "mesh_attention::attend",
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    tags=TAGS,
 )
 def attend_operator(q: Tensor, k: Tensor, v: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     """O and LSE of this rank, and the number of the pass; tensors are (batch, tokens, heads, dim)."""
@@ -117,6 +122,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *operands: Any) -> tuple[Tensor, Tensor, 
     mutates_args=(),
     schema="(Tensor? d_out, Tensor? d_lse, Tensor out, Tensor lse, Tensor forward_pass, Tensor q, Tensor k, Tensor v, "
     f"{SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    tags=TAGS,
 )
 def backward_operator(
     d_out: Tensor | None, d_lse: Tensor | None, out: Tensor, lse: Tensor, forward_pass: Tensor, *given: Any

@@ -57,12 +57,13 @@ def context_parallel(
         _check_nesting(chosen, ours)
     chunked = chosen if attention is not None else _default(mesh, "chunks")
     mode = MeshSdpa(chosen, lengths=lengths, chunked=chunked)
-    _open.contexts.append((chosen, ours))
+    contexts, entry = _open.contexts, (chosen, ours)
+    contexts.append(entry)
     try:
         with _sharded(ours, lambda tensor, dim: chosen.shard(tensor, dim=dim)), mode.entered():
             yield
     finally:
-        _open.contexts.pop()
+        contexts[:] = [one for one in contexts if one is not entry]
 
 
 @torch.no_grad()

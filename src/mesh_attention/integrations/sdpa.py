@@ -86,20 +86,25 @@ class MeshSdpa(TorchFunctionMode):
                 causal, shares_heads = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
                 _check_tensors(query, key, value, shares_heads)
                 recompute_under(self)
-            call = {"softmax_scale": scale}
+                seq_q, seq_k = self._whole_lengths(query, key, value)
+            call = {"softmax_scale": scale, **_causal_call(causal, seq_q, seq_k)}
             query, key, value = as_autocast(query, key, value)
             if any(isinstance(x, DTensor) for x in (query, key, value)):
-                call |= _causal_call(causal, query.shape[-2], key.shape[-2])
                 return self._attend_dtensors(query, key, value, call)
-            with self._telling():
-                seq_q, seq_k = (self.lengths.of(x.shape[-2]) for x in (query, key))
-            call |= _causal_call(causal, seq_q, seq_k) | {"seq_len": seq_q, "seq_len_k": seq_k}
-            out = self._attend(query, key, value, call)
+            out = self._attend(query, key, value, call | {"seq_len": seq_q, "seq_len_k": seq_k})
             return out.reshape(*query.shape[:-1], value.shape[-1])
 
     def _telling(self) -> AbstractContextManager[None]:
         """Lets the other ranks know of a refusal. What a compiler cannot trace is refused when it runs."""
         return nullcontext() if torch.compiler.is_compiling() else self.attention.engines.played.telling
+
+    def _whole_lengths(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
+        """The whole lengths of queries and keys."""
+        if not any(isinstance(x, DTensor) for x in (query, key, value)):
+            return self.lengths.of(query.shape[-2]), self.lengths.of(key.shape[-2])
+        if {x.dim() for x in (query, key, value)} != {4}:
+            raise UsageError(f"query is a DTensor of shape {tuple(query.shape)}; expected (batch, heads, seq, dim)")
+        return query.shape[-2], key.shape[-2]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, call: dict[str, Any]) -> Tensor:
         given = [_four_dims(x) for x in (query, key, value)]
@@ -108,8 +113,6 @@ class MeshSdpa(TorchFunctionMode):
         return self.attention(*(x.transpose(1, 2) for x in given), **call).transpose(1, 2)  # type: ignore[no-any-return]
 
     def _attend_dtensors(self, query: Any, key: Any, value: Any, call: dict[str, Any]) -> Tensor:
-        if {x.dim() for x in (query, key, value)} != {4}:
-            raise UsageError(f"query is a DTensor of shape {tuple(query.shape)}; expected (batch, heads, seq, dim)")
         if self.chunked.tensor_format == "bhsd":
             return attend_dtensor(self.chunked, query, key, value, **call)  # type: ignore[no-any-return]
         given = (x.transpose(1, 2) for x in (query, key, value))

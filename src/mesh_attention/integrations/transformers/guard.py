@@ -129,9 +129,10 @@ def _try_once(model: Any, given: Mapping[str, Any], layers: LayerAttention) -> N
         if kind not in refusals:
             _refuse_config(model)
             try_model(model, given, layers.set_trial)
+            of_padding = _refusal_of_padding(model, given, layers) if isinstance(mask, Tensor) else None
     if kind not in refusals:
         played.meet({"operation": f"a model's first call with {', '.join(sorted(names))}"})
-        refusals[kind] = _refusal_of_padding(model, given, layers) if isinstance(mask, Tensor) else None
+        refusals[kind] = of_padding
     refusal = refusals[kind]
     if refusal is not None and mask is not None and bool((mask[:, 0] == 0).any()):
         raise UsageError(refusal)
@@ -151,7 +152,8 @@ def _refuse_call(model: Any, given: Mapping[str, Any]) -> None:
             "labels; call the model with all entries of shard_batch, or without labels"
         )
     if model.training:
-        refuse_layerdrop(model.config)
+        for config in (model.config, getattr(model.config, "text_config", None)):
+            refuse_layerdrop(config)
 
 
 def _refusal_of_padding(model: Any, given: Mapping[str, Any], layers: LayerAttention) -> str | None:

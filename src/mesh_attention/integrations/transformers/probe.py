@@ -147,11 +147,11 @@ class _Attempt:
                 continue
             value: Any = given
             if name == "input_ids":
-                value = _usual_ids(self.model, self.tokens)[:, places].expand(ROWS, -1)
+                value = _usual_ids(self.model, self.tokens)[:, places].repeat(ROWS, 1)
             elif name == "inputs_embeds":
-                value = _random(WHOLE, value.shape[-1]).to(value)[places].expand(ROWS, -1, -1)
+                value = _random(WHOLE, value.shape[-1]).to(value)[places].repeat(ROWS, 1, 1)
             elif name == "attention_mask" and isinstance(value, Tensor):
-                value = (self.whole >= self.padding).to(value.dtype).expand(ROWS, -1)  # whole, on every rank
+                value = (self.whole >= self.padding).to(value.dtype).repeat(ROWS, 1)  # whole, on every rank
             elif isinstance(value, Tensor) and value.shape[:2] == self.tokens.shape[:2]:
                 value = value[:1, :1].expand(ROWS, len(places), *value.shape[2:])
             elif isinstance(value, Tensor) and value.shape[:1] == self.tokens.shape[:1]:
