@@ -369,7 +369,7 @@ def test_a_masked_language_model_learns_the_labelled_tokens(pool: RankPool) -> N
         (
             lambda name: make_model("llama", name),
             False,
-            "LlamaForCausalLM predicts the next token.*leave out shift_lab",
+            "LlamaForCausalLM predicts the next token.*call shard_batch without shift_lab",
         ),
         (
             lambda name: AutoModelForSequenceClassification.from_config(
