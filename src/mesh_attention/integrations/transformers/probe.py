@@ -114,7 +114,7 @@ class _Attempt:
         where = " on a part of the sequence"
         if "attention_mask" in self.call:
             where += ", perhaps because its own code uses attention_mask, which is of the whole sequence"
-        own = self._run_first(trial, self.own, where=where, position_ids=self.own[None])
+        own = self._run_first(trial, self.own, where=where, position_ids=self.own.repeat(ROWS, 1))
         other = _find_other(whole, own, self.own)
         if trial.differs() or other is not None:
             raise UsageError(self._why(whole, trial, other))
@@ -189,7 +189,7 @@ class _Attempt:
         """True if position ids of the whole sequence, moved by `shift`, make a difference to it."""
         again = Trial(own=self.whole, seen=trial.seen)
         try:
-            out = self._run(again, self.whole, position_ids=self.whole[None] + shift)
+            out = self._run(again, self.whole, position_ids=self.whole.repeat(ROWS, 1) + shift)
         except ERRORS:
             return True
         return again.differs() or _find_other(whole, out, self.whole) is not None
@@ -222,7 +222,7 @@ class _Attempt:
             given |= {"labels": torch.full_like(labels, IGNORED), "shift_labels": labels}
         again = Trial(own=self.own, seen=trial.seen)
         try:
-            found = get_output(self._run(again, self.own, position_ids=self.own[None], **given), "loss")
+            found = get_output(self._run(again, self.own, position_ids=self.own.repeat(ROWS, 1), **given), "loss")
         except ERRORS:
             return False
         return isinstance(found, Tensor) and bool((found - due).abs() <= _tolerance(logits) * due.abs())
