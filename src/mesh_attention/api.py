@@ -206,7 +206,7 @@ class MeshAttention:
             operands = Operands(options.as_operands(), needs_gradient(tensors), self._number)
         except UsageError as error:
             if torch.compiler.is_compiling():
-                out = refused(str(error), q, self._number)
+                out = refused(error.args[0], q, self._number)  # before torch 2.13, str(error) cannot be traced
                 return (out, out) if return_lse is True else out
             with self.engines.played.telling:
                 raise

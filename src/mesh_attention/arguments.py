@@ -194,8 +194,8 @@ def refuse_transforms(tensor: Tensor) -> None:
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """True if torch has attached a tangent or several values to the tensor, which would not travel with it."""
-    if torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(tensor):
+    """True if torch may have attached a tangent or several values to the tensor, which would not travel with it."""
+    if torch._C._are_functorch_transforms_active():
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 

@@ -108,7 +108,8 @@ def _backward(
     kept: Kept | None,
 ) -> list[Tensor]:
     """dQ, dK and dV of every rank, by the backward plan."""
-    if any(is_transformed(gradient) for gradient in gradients if gradient is not None):
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    if any(is_batched(gradient) or is_transformed(gradient) for gradient in gradients if gradient is not None):
         raise UsageError(
             "batched gradients (is_grads_batched=True, vectorize=True) and derivatives of gradients are not supported; "
             "compute one gradient at a time"
