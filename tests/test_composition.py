@@ -24,19 +24,19 @@ from mesh_attention.integrations.checkpointing import saved_attention
 ROWS, STEPS = 4, 5
 
 
-def data(step: int) -> tuple[Tensor, Tensor]:
+def data(step: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Ids and shifted labels of a whole batch. Rows have unequal numbers of labels, the first hardly any."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(VOCABULARY, (ROWS, TOKENS + 1), generator=generator)
     labels = ids[:, 1:].clone()
     for row in range(ROWS):
         labels[row, : TOKENS - 1 - 13 * row] = -100
-    return ids[:, :-1], labels
+    return ids[:, :-1].to(device), labels.to(device)
 
 
-def new_model() -> Model:
+def new_model(device: str = "cpu") -> Model:
     torch.manual_seed(0)
-    return Model().double()
+    return Model().double().to(device)
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -64,22 +64,24 @@ def single_process(max_norm: float | None) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def on_a_mesh(axes: dict[str, int]) -> DeviceMesh:
+def on_a_mesh(axes: dict[str, int], device: str) -> DeviceMesh:
     """A mesh over the first ranks. The others have to help to make it, and have no part in it."""
     size = torch.Size(axes.values())
     if size.numel() == 8:
-        return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    return DeviceMesh("cpu", torch.arange(size.numel()).view(size), mesh_dim_names=tuple(axes))
+        return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return DeviceMesh(device, torch.arange(size.numel()).view(size), mesh_dim_names=tuple(axes))
 
 
-def train(group: Any, axes: dict[str, int], how: str, options: dict[str, Any]) -> list[tuple[str, float]]:
+def train(
+    group: Any, axes: dict[str, int], how: str, options: dict[str, Any], device: str = "cpu"
+) -> list[tuple[str, float]]:
     """How far each parameter is from the single process's after some steps."""
-    mesh = on_a_mesh(axes)
+    mesh = on_a_mesh(axes, device)
     data_mesh = mesh["dp", "cp"]._flatten("dp_cp") if how != "replicated and sharded" else None
     if mesh.get_coordinate() is None:
         return []
     attention = MeshAttention(mesh["cp"], **options)
-    model = spread(new_model(), mesh, data_mesh, how)
+    model = spread(new_model(device), mesh, data_mesh, how)
     optimizer = new_optimizer(model)
     max_norm = None if "tp" in axes else 0.5  # torch does not clip parameters of several meshes together
     rank, rows = mesh.get_local_rank("dp"), ROWS // axes["dp"]
@@ -88,9 +90,9 @@ def train(group: Any, axes: dict[str, int], how: str, options: dict[str, Any]) -
         return attention(q, k, v, causal=True, seq_len=TOKENS)
 
     for step in range(STEPS):
-        ids, labels = (attention.shard(whole[rank * rows :][:rows]) for whole in data(step))
+        ids, labels = (attention.shard(whole[rank * rows :][:rows]) for whole in data(step, device))
         optimizer.zero_grad()
-        logits = model(ids, attention.position_ids(TOKENS), attend)
+        logits = model(ids, attention.position_ids(TOKENS, device=torch.device(device)), attend)
         reduce_loss(loss_sum(logits, labels), (labels != -100).sum(), group=mesh["dp", "cp"]).backward()
         clip(model, max_norm)
         optimizer.step()
@@ -120,7 +122,7 @@ def checkpointed(block: Block) -> Any:
 
 def distance(ours: Tensor, truth: Tensor) -> float:
     whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
-    return float((whole.detach() - truth).norm() / truth.norm())
+    return float((whole.detach().cpu() - truth).norm() / truth.norm())
 
 
 FOUR = {"dp": 2, "cp": 2}

@@ -34,8 +34,8 @@ def pool() -> RankPool:
     return shared_pool()
 
 
-def mesh_of(group: Any) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+def mesh_of(group: Any, device: str = "cpu") -> DeviceMesh:
+    return DeviceMesh.from_group(group, device, mesh_dim_names=("cp",))
 
 
 def error(ours: Tensor, due: Tensor) -> float:
@@ -68,8 +68,9 @@ class Model(nn.Module):
 def training_step(model: Model, seq: int, mesh: DeviceMesh | None) -> tuple[Tensor, list[Tensor]]:
     """Whole logits, and gradients of the parameters; without a mesh: one process."""
     generator = torch.Generator().manual_seed(seq)
-    ids, labels = (torch.randint(32, (2, seq), generator=generator) for _ in range(2))
-    positions = torch.linspace(-1, 1, seq, dtype=F64)[:, None].cos().repeat(1, model.head_dim)
+    device = model.embedding.weight.device
+    ids, labels = (torch.randint(32, (2, seq), generator=generator).to(device) for _ in range(2))
+    positions = torch.linspace(-1, 1, seq, dtype=F64, device=device)[:, None].cos().repeat(1, model.head_dim)
     shapes = [t.shape for t in (ids, labels, positions)]
     context = nullcontext()
     if mesh is not None:
@@ -88,14 +89,14 @@ def training_step(model: Model, seq: int, mesh: DeviceMesh | None) -> tuple[Tens
     return whole, gradients
 
 
-def step_errors(group: Any, cases: list[tuple[int, int, int, bool]]) -> list[float]:
+def step_errors(group: Any, cases: list[tuple[int, int, int, bool]], device: str = "cpu") -> list[float]:
     errors = []
     for seq, heads, kv_heads, is_causal in cases:
         torch.manual_seed(0)
-        model = Model(heads, kv_heads, is_causal=is_causal)
+        model = Model(heads, kv_heads, is_causal=is_causal).to(device)
         due, due_gradients = training_step(model, seq, None)
         model.zero_grad(set_to_none=True)
-        whole, gradients = training_step(model, seq, mesh_of(group))
+        whole, gradients = training_step(model, seq, mesh_of(group, device))
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
         errors += [error(whole, due), *map(error, gradients, due_gradients)]

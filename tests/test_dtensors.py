@@ -57,8 +57,8 @@ def errors_of(
     ]
 
 
-def one_axis_errors(group: Any, cases: list[tuple[int, int, bool]]) -> list[float]:
-    mesh, errors = DeviceMesh.from_group(group, "cpu"), []
+def one_axis_errors(group: Any, cases: list[tuple[int, int, bool]], device: str = "cpu") -> list[float]:
+    mesh, errors = DeviceMesh.from_group(group, device), []
     attention = MeshAttention(group, layout="chunks", tensor_format="bhsd")
     for seq_q, seq_kv, causal in cases:
 
@@ -70,7 +70,8 @@ def one_axis_errors(group: Any, cases: list[tuple[int, int, bool]]) -> list[floa
                 return scaled_dot_product_attention(*tensors, is_causal=causal, enable_gqa=True)
 
         for attend in (direct, in_context):
-            errors += errors_of(attend, mesh, [Shard(2)], wholes(seq_q, seq_kv, kv_heads=2), causal)
+            given = [t.to(device) for t in wholes(seq_q, seq_kv, kv_heads=2)]
+            errors += errors_of(attend, mesh, [Shard(2)], given, causal)
     return errors
 
 

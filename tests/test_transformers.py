@@ -35,15 +35,17 @@ def pool() -> RankPool:
     return shared_pool()
 
 
-def errors_of(group: Any, model_name: str, batch_name: str, options: dict[str, Any]) -> dict[str, float]:
+def errors_of(
+    group: Any, model_name: str, batch_name: str, options: dict[str, Any], device: str = "cpu"
+) -> dict[str, float]:
     """Relative errors of the logits of this rank's real tokens, of the loss, and of all gradients."""
     logits, loss, gradients = truth(model_name, batch_name)
     attention = MeshAttention(group, **options)
     register(attention)
     try:
         with Exact():
-            model = make_model(model_name, "mesh_attention")
-            batch = BATCHES[batch_name]()
+            model = make_model(model_name, "mesh_attention").to(device)
+            batch = on_device(BATCHES[batch_name](), device)
             local = shard_batch(attention, batch)
             out = model(**local)
             ours = batch_loss(out.loss, local, group=group, gradients="summed")
@@ -54,9 +56,13 @@ def errors_of(group: Any, model_name: str, batch_name: str, options: dict[str, A
         dist.all_reduce(parameter.grad, group=group)
     real = attention.shard(batch.get("attention_mask", torch.ones_like(batch["input_ids"]))) == 1
     errors = {name: relative_error(p.grad, gradients[name]) for name, p in model.named_parameters()}
-    errors["logits"] = relative_error(out.logits[real], attention.shard(logits)[real])
+    errors["logits"] = relative_error(out.logits[real], attention.shard(logits)[real.cpu()])
     errors["loss"] = abs(ours.item() - loss) / loss
     return errors
+
+
+def on_device(batch: dict[str, Any], device: str) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 def cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -75,18 +81,18 @@ def test_logits_and_gradients_are_those_of_one_process(
         assert max(errors.values()) <= 1e-9, errors
 
 
-def fully_sharded_errors(group: Any, model_name: str, batch_name: str) -> list[float]:
+def fully_sharded_errors(group: Any, model_name: str, batch_name: str, device: str = "cpu") -> list[float]:
     """Errors of the loss and of all gradients when FSDP2 holds the parameters and averages the gradients."""
     _, loss, gradients = truth(model_name, batch_name)
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = DeviceMesh.from_group(group, device)
     attention = MeshAttention(mesh)
     register(attention)
     try:
         with Exact():
-            model = make_model(model_name, "mesh_attention")
+            model = make_model(model_name, "mesh_attention").to(device)
             for part in (*model.model.layers, model):
                 fully_shard(part, mesh=mesh)
-            local = shard_batch(attention, BATCHES[batch_name]())
+            local = shard_batch(attention, on_device(BATCHES[batch_name](), device))
             ours = batch_loss(model(**local).loss, local, group=mesh)
             ours.backward()
     finally:

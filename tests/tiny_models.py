@@ -202,4 +202,4 @@ def truth(model_name: str, batch_name: str) -> tuple[Tensor, float, dict[str, Te
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.detach() - theirs).abs().max() / theirs.abs().max())
+    return float((ours.detach().cpu() - theirs.cpu()).abs().max() / theirs.abs().max())

@@ -1,10 +1,11 @@
-"""A pool of worker processes with a Gloo group, kept between tests.
+"""A pool of worker processes with a group, kept between tests.
 
     with RankPool(8) as pool:
         results = pool.run(3, my_function, argument)      # my_function(group, argument) on ranks 0, 1, 2
 
 The function must be importable by name. An exception on any rank is raised here, with its traceback.
-Where the system can fork, workers are forked from a server that has imported torch once.
+The group is Gloo's. With `backend="nccl"` it is NCCL's, and all ranks share the first GPU.
+Where the system can fork, workers of Gloo are forked from a server that has imported torch once.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext
@@ -65,29 +66,49 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """Worker processes 0 to size - 1; the first few of them, any number, can run a function as one group."""
+    """Worker processes 0 to size - 1; the first few of them, any number, can run a function as one group.
 
-    def __init__(self, size: int, *, group_timeout_s: float = 60.0) -> None:
+    `sizes` says which numbers, if not all. `environment` is added to that of the workers, before they import torch.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        backend: str = "gloo",
+        sizes: Sequence[int] | None = None,
+        environment: Mapping[str, str] | None = None,
+        group_timeout_s: float = 60.0,
+    ) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="mesh-attention-pool-")
-        context = process_context()
+        # A process that was forked cannot use CUDA if the server looked for a device.
+        context = multiprocessing.get_context("spawn") if "nccl" in backend else process_context()
         self._workers: list[tuple[Any, Connection]] = []
+        given = {**os.environ, **(environment or {})}
+        store = str(Path(self._folder.name) / "store")
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, size, str(Path(self._folder.name) / "store"), group_timeout_s, dict(os.environ))
-            process = context.Process(target=_work, args=arguments, daemon=True)
+            world = _World(rank, size, backend, tuple(sizes or range(1, size + 1)), store, group_timeout_s)
+            process = context.Process(target=_work, args=(theirs, world, given), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
-        for rank in range(size):
-            self._receive(rank, time.monotonic() + START_S)
+        try:
+            deadline = time.monotonic() + START_S
+            self._results([self._receive(rank, deadline) for rank in range(size)])
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
         """Results of the function on each of the first `ranks` ranks."""
         for _, connection in self._workers[:ranks]:
             connection.send((ranks, function, arguments))
         deadline = time.monotonic() + timeout_s
-        answers = [self._receive(rank, deadline) for rank in range(ranks)]
+        return self._results([self._receive(rank, deadline) for rank in range(ranks)])
+
+    def _results(self, answers: list[Any]) -> list[Any]:
         errors = [(rank, *answer[1]) for rank, answer in enumerate(answers) if answer[0] == "error"]
         if errors:
             raise RankError(errors)
@@ -121,17 +142,33 @@ class RankPool:
         self.close()
 
 
-def _work(
-    connection: Connection, rank: int, size: int, store: str, group_timeout_s: float, environment: dict[str, str]
-) -> None:
+class _World(NamedTuple):
+    """Which rank of which group a worker is."""
+
+    rank: int
+    size: int
+    backend: str
+    sizes: tuple[int, ...]
+    store: str
+    timeout_s: float
+
+
+def _work(connection: Connection, world: _World, environment: dict[str, str]) -> None:
     os.environ.update(environment)  # the server's is as old as the server
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=group_timeout_s)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
-    groups = {n: dist.new_group(list(range(n)), timeout=timeout) for n in range(1, size + 1)}
+    if "nccl" in world.backend:
+        share_one_gpu(world.rank)
+        torch.cuda.set_device(0)
+        torch.cuda.synchronize()  # fails now if this process cannot use the GPU
+    timeout = timedelta(seconds=world.timeout_s)
+    store = f"file://{world.store}"
+    dist.init_process_group(world.backend, init_method=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    groups = {
+        n: dist.new_group(list(range(n)), timeout=timeout) for n in world.sizes
+    }  # NCCL connects them at first use
     connection.send(("ready", None))
     while True:
         try:

@@ -1,0 +1,170 @@
+"""Training on NCCL in other people's stacks: the parameters, logits and gradients of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_composition import CASES, train
+from test_context_parallel import step_errors
+from test_dtensors import one_axis_errors
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from training_model import TOKENS, VOCABULARY, Model, plain_attention
+
+from mesh_attention import MeshAttention
+from mesh_attention.integrations.batches import batch_loss, shard_batch
+from nccl.rig import DEVICE, IS_TRIED_ON_CPU, Rig
+
+COMPILER = "aot_eager" if IS_TRIED_ON_CPU else "inductor"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_after_training_are_those_of_a_single_process(rig: Rig, case: str) -> None:
+    for errors in rig.run(8, train, *CASES[case], DEVICE.type):
+        for name, error in errors:
+            assert error <= 1e-9, (name, error)
+
+
+def test_a_script_for_torchs_context_parallel_equals_one_process(rig: Rig) -> None:
+    cases = [(32, 4, 4, True), (30, 4, 2, True), (37, 6, 2, False), (3, 2, 2, True)]
+    for ranks in (3, 8):
+        for errors in rig.run(ranks, step_errors, cases, DEVICE.type):
+            assert max(errors) <= 1e-11
+
+
+def test_dtensors_go_in_and_come_out_with_their_gradients(rig: Rig) -> None:
+    cases = [(16, 16, True), (14, 14, True), (5, 5, True), (14, 5, False)]
+    for ranks in (4, 6):
+        for errors in rig.run(ranks, one_axis_errors, cases, DEVICE.type):
+            assert max(errors) <= 1e-11
+
+
+# Compiled models
+
+
+def compiled_errors(group: Any) -> list[float]:
+    """Errors of the logits and gradients of a compiled model, against the same model in one process."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Model().to(DEVICE)
+    ids = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    weights = torch.randn(2, TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    due = model(ids, torch.arange(TOKENS, device=DEVICE), plain_attention)
+    due_gradients = torch.autograd.grad((due * weights).sum(), list(model.parameters()))
+    attention = MeshAttention(group)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, causal=True, seq_len=TOKENS)
+
+    compiled = torch.compile(model, backend=COMPILER, fullgraph=True)
+    errors = []
+    for _ in range(3):
+        logits = compiled(attention.shard(ids), attention.position_ids(TOKENS, device=DEVICE), attend)
+        gradients = torch.autograd.grad((logits * attention.shard(weights)).sum(), list(model.parameters()))
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=group)
+        pairs = [(logits, attention.shard(due)), *zip(gradients, due_gradients, strict=True)]
+        errors.append(max(float((a - b).abs().max() / b.abs().max().clamp_min(1.0)) for a, b in pairs))
+    return errors
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_compiled_models_give_what_one_process_gives(rig: Rig, ranks: int) -> None:
+    for errors in rig.run(ranks, compiled_errors, timeout_s=200.0):
+        assert max(errors) <= 1e-4
+
+
+# transformers
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model_name", "batch_name"),
+    [
+        (2, "llama", "uneven"),
+        (3, "mistral", "packed by boundaries"),
+        (4, "gemma2", "padded both"),
+        (6, "qwen2", "packed by positions"),
+        (8, "gpt_oss", "padded left"),
+    ],
+)
+def test_transformers_have_the_logits_and_gradients_of_one_process(
+    rig: Rig, ranks: int, model_name: str, batch_name: str
+) -> None:
+    pytest.importorskip("transformers")
+    from test_transformers import errors_of, fully_sharded_errors
+
+    for errors in rig.run(ranks, errors_of, model_name, batch_name, {}, DEVICE.type):
+        assert max(errors.values()) <= 1e-9, errors
+    for found in rig.run(ranks, fully_sharded_errors, model_name, batch_name, DEVICE.type):
+        assert max(found) <= 1e-9
+
+
+STEPS, ROWS, LENGTH = 4, 4, 96
+
+
+def llama(implementation: str) -> Any:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8}
+    config = LlamaConfig(vocab_size=101, num_key_value_heads=4, **sizes)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).to(DEVICE)
+
+
+def llama_batch(step: int) -> Tensor:
+    return torch.randint(101, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step)).to(DEVICE)
+
+
+def trained_llama(group: Any, compile_layers: bool, options: dict[str, Any]) -> list[tuple[str, float]]:
+    """How far each weight of a Llama under FSDP2 over dp × cp is from one process's after some steps of training."""
+    from mesh_attention.integrations.transformers import register, unregister
+
+    torch.compiler.reset()
+    alone = llama("sdpa")
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        ids = llama_batch(step)
+        optimizer.zero_grad()
+        alone(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    mesh = init_device_mesh(DEVICE.type, (2, 4), mesh_dim_names=("dp", "cp"))
+    attention = MeshAttention(mesh["cp"], **options)
+    register(attention)
+    try:
+        model = llama("mesh_attention")
+        whole = mesh["dp", "cp"]._flatten("dp_cp")
+        for layer in model.model.layers:
+            if compile_layers:
+                layer.compile(backend=COMPILER, fullgraph=True)
+            fully_shard(layer, mesh=whole)
+        fully_shard(model, mesh=whole)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(STEPS):
+            ids = llama_batch(step).chunk(2)[mesh.get_local_rank("dp")]
+            local = shard_batch(attention, {"input_ids": ids, "labels": ids})
+            optimizer.zero_grad()
+            batch_loss(model(**local).loss, local, group=mesh).backward()
+            optimizer.step()
+    finally:
+        unregister()
+    due = dict(alone.named_parameters())
+    return [(name, distance(ours, due[name])) for name, ours in model.named_parameters()]
+
+
+def distance(ours: Tensor, due: Tensor) -> float:
+    whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    return float((whole - due).norm() / due.norm())
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_llama_under_fsdp2_and_context_parallelism(rig: Rig, is_compiled: bool) -> None:
+    pytest.importorskip("transformers")
+    every = [{}] if IS_TRIED_ON_CPU or is_compiled else [{}, {"tile": (2, 2), "cuda_graphs": True}]
+    for options in every:
+        for distances in rig.run(8, trained_llama, is_compiled, options, timeout_s=200.0):
+            assert max(distance for _, distance in distances) <= 1e-5, (options, distances)
