@@ -47,3 +47,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("NCCL")
     terminalreporter.line(f"{versions()}; MPS {rig.says_mps}")
     terminalreporter.line(f"tests by ranks that shared one GPU: {counts}; pools of ranks lost: {rig.lost}")
+    for note in rig.notes:
+        terminalreporter.line(note)

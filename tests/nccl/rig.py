@@ -66,6 +66,8 @@ class Rig:
     def __init__(self) -> None:
         self.tests: defaultdict[int, set[str]] = defaultdict(set)
         """The tests that ran, by number of ranks."""
+        self.notes: list[str] = []
+        """Measured by tests, to be printed at the end."""
         self.lost = 0
         self.mps: Mps | None = None
         self.says_mps = "not needed"

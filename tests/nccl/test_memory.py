@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,60 +15,73 @@ from nccl.rig import DEVICE, Rig
 TOKENS = 2048
 """Of each rank."""
 PLANNERS = ("ring, routed", "pass-q", "mesh", "mesh, grouped", "mesh, kept", "attention2d", "ulysses", "ulysses x mesh")
+SLACK = 2.0
+"""How many times the stated bytes a pass may hold."""
 
 
-def taken_and_stated(group: Any, options: dict[str, Any], waits: bool) -> list[tuple[int, int]]:
-    """Bytes of each pass: the most that was allocated at once beyond what was there before, and what the plan states.
+class Taken(NamedTuple):
+    """Bytes of one pass on one rank, beyond what was there before it."""
 
-    With `waits`, the host waits for the device after each pass; without, passes are queued one behind the other.
-    """
+    stated: int
+    allocated: int
+    held: int
+    """Allocated, or given back and not yet free because another stream may use it."""
+
+
+def passes_of(group: Any, options: dict[str, Any], waits: bool) -> list[Taken]:
+    """Forward and backward. With `waits`, the host waits for the device after each pass; otherwise it runs ahead."""
     attention = MeshAttention(group, **options)
-    shape = (1, TOKENS, 16, 128)
-    q, k, v, d_out = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, d_out = (torch.randn(1, TOKENS, 16, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    found = dict.fromkeys(DIRECTIONS, 0)
+    torch.cuda.synchronize()
     for _ in range(4):
         before = _start(waits)
         out = attention(*leaves, causal=True)
-        found["forward"] = _end(waits) - before
+        forward = _since(before, waits)
         before = _start(waits)
         gradients = torch.autograd.grad(out, leaves, d_out)
-        found["backward"] = _end(waits) - before
+        backward = _since(before, waits)
         del out, gradients
     (engine,) = attention.engines.known.values()
-    stated = {}
-    for direction in DIRECTIONS:
+    found = []
+    for direction, (allocated, held) in zip(DIRECTIONS, (forward, backward), strict=True):
         (compiled,) = engine.programs(direction)
-        held = {id(of): of.nbytes for of in map(compiled.allocations.__getitem__, compiled.kept)}
-        stated[direction] = compiled.device_nbytes - (sum(held.values()) if direction == "backward" else 0)
+        kept = {id(of): of.nbytes for of in map(compiled.allocations.__getitem__, compiled.kept)}
+        stated = compiled.device_nbytes - (sum(kept.values()) if direction == "backward" else 0)
+        found.append(Taken(stated, allocated, held))
     torch.cuda.synchronize()
-    return [(found[direction], stated[direction]) for direction in DIRECTIONS]
+    return found
 
 
-def _start(waits: bool) -> int:
+def _start(waits: bool) -> dict[str, int]:
     if waits:
         torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
+    return torch.cuda.memory_stats()
 
 
-def _end(waits: bool) -> int:
+def _since(before: dict[str, int], waits: bool) -> tuple[int, int]:
     if waits:
         torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
+    after = torch.cuda.memory_stats()
+    return tuple(  # type: ignore[return-value]
+        after[f"{kind}_bytes.all.peak"] - before[f"{kind}_bytes.all.current"] for kind in ("allocated", "active")
+    )
 
 
 @pytest.mark.usefixtures("needs_cuda")
-@pytest.mark.parametrize("waits", [True, False], ids=["waiting for each pass", "queueing passes"])
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting for each pass", "running ahead"])
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_memory_over_nccl_beside_the_plans_statement(rig: Rig, ranks: int, waits: bool) -> None:
     ratios = {}
     for name in PLANNERS:
-        by_rank = rig.run(ranks, taken_and_stated, planners(ranks)[name], waits)
-        for i, direction in enumerate(DIRECTIONS):
-            taken, stated = max((passes[i] for passes in by_rank), key=lambda pair: pair[0] / pair[1])
-            ratios[name, direction] = taken / stated
-            print(
-                f"{ranks} ranks, {name:16} {direction:8} {stated / 2**20:7.1f} MiB stated, {taken / 2**20:7.1f} taken"
-            )
-    assert max(ratios.values()) <= 2.0, ratios
+        by_rank = rig.run(ranks, passes_of, planners(ranks)[name], waits)
+        for direction, taken in zip(DIRECTIONS, zip(*by_rank, strict=True), strict=True):
+            worst = max(taken, key=lambda one: one.held / one.stated)
+            ratios[name, direction] = worst.held / worst.stated
+            mib = ", ".join(f"{field} {nbytes / 2**20:6.1f}" for field, nbytes in worst._asdict().items())
+            print(f"{ranks} ranks, {name:14}, {direction:8}, MiB: {mib}")
+    how = "the host waits" if waits else "the host runs ahead"
+    span = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}"
+    rig.notes.append(f"memory of a pass on {ranks} ranks, {how}: {span} of what the plans state")
+    assert max(ratios.values()) <= SLACK, ratios
