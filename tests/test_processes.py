@@ -274,6 +274,24 @@ def test_when_a_rank_dies_the_others_name_the_step_and_the_rank() -> None:
     assert "pair.cc" not in message  # the place in Gloo's sources
 
 
+def test_a_pool_whose_ranks_cannot_start_says_why() -> None:
+    with pytest.raises(RankError) as caught:
+        RankPool(2, backend="nonsense")
+    assert [rank for rank, _, _ in caught.value.errors] == [0, 1]
+    assert "nonsense" in str(caught.value)
+
+
+def test_a_pool_has_the_groups_and_the_environment_it_was_asked_for() -> None:
+    with RankPool(3, sizes=(2, 3), environment={"MESH_ATTENTION_TRIED": "yes"}) as pool:
+        assert pool.run(2, size_and_variable, "MESH_ATTENTION_TRIED") == [(2, "yes")] * 2
+        with pytest.raises(RankError, match="KeyError: 1"):
+            pool.run(1, size_and_variable, "MESH_ATTENTION_TRIED")
+
+
+def size_and_variable(group: Any, name: str) -> tuple[int, str | None]:
+    return dist.get_world_size(group), os.environ.get(name)
+
+
 def train(group: Any, options: dict[str, Any] | None, steps: int = 10) -> list[float]:
     """Losses of a small language model in float64; options None: one process, plain attention."""
     from training_model import train_small_model

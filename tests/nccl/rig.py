@@ -27,7 +27,7 @@ class Mps:
     """CUDA's MPS, until `stop`. A process started with `environment` is a client of it."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="mesh-attention-mps-")
+        self._folder = tempfile.TemporaryDirectory(prefix="mesh-attention-mps-", ignore_cleanup_errors=True)
         self.environment: dict[str, str] = {}
         self.problem = ""
         """Why it does not run."""
@@ -90,6 +90,7 @@ class Rig:
     def _start(self) -> RankPool:
         if IS_TRIED_ON_CPU:
             return new_pool(8)
+        torch.cuda.empty_cache()  # what tests in this process left
         self.mps = Mps()
         if self.mps.environment:
             try:

@@ -24,7 +24,7 @@ LENGTHS = (64, 96, 64, 64, 96, 128, 96, 64)
 def shards(group: Any, tokens: int, seed: int) -> list[Tensor]:
     """This rank's Q, K, V and dO."""
     generator = torch.Generator().manual_seed(8 * seed + dist.get_rank(group))
-    return [torch.randn(1, tokens, 8, 64, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(4)]
+    return [torch.randn(1, tokens, 24, 64, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(4)]
 
 
 def both_passes(attention: MeshAttention, given: list[Tensor]) -> list[Tensor]:

@@ -155,20 +155,11 @@ class _World(NamedTuple):
 
 def _work(connection: Connection, world: _World, environment: dict[str, str]) -> None:
     os.environ.update(environment)  # the server's is as old as the server
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    if "nccl" in world.backend:
-        share_one_gpu(world.rank)
-        torch.cuda.set_device(0)
-        torch.cuda.synchronize()  # fails now if this process cannot use the GPU
-    timeout = timedelta(seconds=world.timeout_s)
-    store = f"file://{world.store}"
-    dist.init_process_group(world.backend, init_method=store, rank=world.rank, world_size=world.size, timeout=timeout)
-    groups = {
-        n: dist.new_group(list(range(n)), timeout=timeout) for n in world.sizes
-    }  # NCCL connects them at first use
+    try:
+        groups = _join(world)
+    except Exception as error:
+        connection.send(_told(error))
+        return
     connection.send(("ready", None))
     while True:
         try:
@@ -178,4 +169,23 @@ def _work(connection: Connection, world: _World, environment: dict[str, str]) ->
         try:
             connection.send(("result", function(groups[ranks], *arguments)))
         except Exception as error:
-            connection.send(("error", (type(error).__name__, str(error), traceback.format_exc())))
+            connection.send(_told(error))
+
+
+def _join(world: _World) -> dict[int, Any]:
+    """The groups of the first few ranks, by their number; this rank is in some of them."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if "nccl" in world.backend:
+        share_one_gpu(world.rank)
+        torch.cuda.set_device(0)
+        torch.cuda.synchronize()  # fails now if this process cannot use the GPU
+    timeout, store = timedelta(seconds=world.timeout_s), f"file://{world.store}"
+    dist.init_process_group(world.backend, init_method=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    return {n: dist.new_group(list(range(n)), timeout=timeout) for n in world.sizes}  # NCCL connects them at first use
+
+
+def _told(error: Exception) -> tuple[str, tuple[str, str, str]]:
+    return "error", (type(error).__name__, str(error), traceback.format_exc())
