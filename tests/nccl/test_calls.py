@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from mesh_attention import MeshAttention
 from mesh_attention.comm.torch_dist import backends
 from mesh_attention.integrations.checkpointing import saved_attention
-from nccl.attending import Attended, assert_all_close, errors_of_cases, planners
+from nccl.attending import Attended, assert_all_close, errors_of_cases, planners, worst
 from nccl.rig import DEVICE, IS_TRIED_ON_CPU, SIZES, Rig
 
 NAMES = ("causal", "documents", "cross-causal", "batch", "lse-gradient", "window")
@@ -148,10 +148,10 @@ def errors_of_recomputing(group: Any, options: dict[str, Any]) -> float:
             out = checkpoint(layer, out, **{"use_reentrant": False, **how}) if how else layer(out)
         out.square().sum().backward()
         found.append(leaf.grad)
-    return max(float((one - found[0]).abs().max()) for one in found[1:])
+    return worst(float((one - found[0]).abs().max()) for one in found[1:])
 
 
 @pytest.mark.parametrize("ranks", [4, 6])
 def test_activation_checkpointing_changes_nothing(rig: Rig, ranks: int) -> None:
     for name in ("ring", "mesh, routed"):
-        assert max(rig.run(ranks, errors_of_recomputing, planners(ranks)[name])) <= 1e-4
+        assert worst(rig.run(ranks, errors_of_recomputing, planners(ranks)[name])) <= 1e-4

@@ -18,6 +18,7 @@ from training_model import TOKENS, VOCABULARY, Model, plain_attention
 
 from mesh_attention import MeshAttention
 from mesh_attention.integrations.batches import batch_loss, shard_batch
+from nccl.attending import worst
 from nccl.rig import DEVICE, IS_TRIED_ON_CPU, Rig
 
 COMPILER = "aot_eager" if IS_TRIED_ON_CPU else "inductor"
@@ -34,14 +35,14 @@ def test_a_script_for_torchs_context_parallel_equals_one_process(rig: Rig) -> No
     cases = [(32, 4, 4, True), (30, 4, 2, True), (37, 6, 2, False), (3, 2, 2, True)]
     for ranks in (3, 8):
         for errors in rig.run(ranks, step_errors, cases, DEVICE.type):
-            assert max(errors) <= 1e-11
+            assert worst(errors) <= 1e-11
 
 
 def test_dtensors_go_in_and_come_out_with_their_gradients(rig: Rig) -> None:
     cases = [(16, 16, True), (14, 14, True), (5, 5, True), (14, 5, False)]
     for ranks in (4, 6):
         for errors in rig.run(ranks, one_axis_errors, cases, DEVICE.type):
-            assert max(errors) <= 1e-11
+            assert worst(errors) <= 1e-11
 
 
 # Compiled models
@@ -69,14 +70,14 @@ def compiled_errors(group: Any) -> list[float]:
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)
         pairs = [(logits, attention.shard(due)), *zip(gradients, due_gradients, strict=True)]
-        errors.append(max(float((a - b).abs().max() / b.abs().max().clamp_min(1.0)) for a, b in pairs))
+        errors.append(worst(float((a - b).abs().max() / b.abs().max().clamp_min(1.0)) for a, b in pairs))
     return errors
 
 
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_compiled_models_give_what_one_process_gives(rig: Rig, ranks: int) -> None:
     for errors in rig.run(ranks, compiled_errors, timeout_s=200.0):
-        assert max(errors) <= 1e-4
+        assert worst(errors) <= 1e-4
 
 
 # transformers
@@ -99,9 +100,9 @@ def test_transformers_have_the_logits_and_gradients_of_one_process(
     from test_transformers import errors_of, fully_sharded_errors
 
     for errors in rig.run(ranks, errors_of, model_name, batch_name, {}, DEVICE.type):
-        assert max(errors.values()) <= 1e-9, errors
+        assert worst(errors.values()) <= 1e-9, errors
     for found in rig.run(ranks, fully_sharded_errors, model_name, batch_name, DEVICE.type):
-        assert max(found) <= 1e-9
+        assert worst(found) <= 1e-9
 
 
 STEPS, ROWS, LENGTH = 4, 4, 96
@@ -167,4 +168,4 @@ def test_llama_under_fsdp2_and_context_parallelism(rig: Rig, is_compiled: bool) 
     every = [{}] if IS_TRIED_ON_CPU or is_compiled else [{}, {"tile": (2, 2), "cuda_graphs": True}]
     for options in every:
         for distances in rig.run(8, trained_llama, is_compiled, options, timeout_s=200.0):
-            assert max(distance for _, distance in distances) <= 1e-5, (options, distances)
+            assert worst(distance for _, distance in distances) <= 1e-5, (options, distances)
