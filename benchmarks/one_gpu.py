@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -51,7 +52,13 @@ def _control(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str
     return subprocess.run([MPS, *arguments], input=text, text=True, stdout=quiet, stderr=quiet, timeout=MPS_S)
 
 
-def join_group(rank: int, ranks: int, store: str, kind: str, *, timeout_s: float = 60.0) -> torch.device:
+def free_address() -> str:
+    """Where a group can meet."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+def join_group(rank: int, ranks: int, address: str, kind: str, *, timeout_s: float = 60.0) -> torch.device:
     """Make this process a rank of the default group; returns its device."""
     share_one_gpu(rank)
     torch.set_num_threads(1)  # the ranks share this machine's cores
@@ -61,7 +68,7 @@ def join_group(rank: int, ranks: int, store: str, kind: str, *, timeout_s: float
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if is_cuda else "gloo",
-        init_method=f"file://{store}",
+        init_method=address,
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=timeout_s),

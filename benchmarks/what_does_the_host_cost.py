@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from one_gpu import device_name, join_group, kernels_side_by_side, meet, synchronize
+from one_gpu import device_name, free_address, join_group, kernels_side_by_side, meet, synchronize
 from rich.console import Console
 from rich.table import Table
 from run_facts import start_result
@@ -68,6 +68,9 @@ class Timed:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         made = [torch.randn(1, job.tokens, HEADS, DIM, device=device, dtype=dtype) for _ in range(4)]
         self.inputs, self.d_out = [tensor.requires_grad_() for tensor in made[:3]], made[3]
+        self.forget()
+
+    def forget(self) -> None:
         self.returned: dict[str, list[float]] = {name: [] for name in PASSES}
         self.done: dict[str, list[float]] = {name: [] for name in PASSES}
 
@@ -119,14 +122,14 @@ def _follow_backward(out: Tensor, inputs: Sequence[Tensor], profile: cProfile.Pr
             handle.remove()
 
 
-def measure(rank: int, store: str, job: Job) -> None:
-    device = join_group(rank, job.ranks, store, job.kind)
+def measure(rank: int, address: str, file: Path, job: Job) -> None:
+    device = join_group(rank, job.ranks, address, job.kind)
     found: dict[str, Any] = {}
     for choice in job.choices:
         timed = Timed(choice, device, job)
         for _ in range(WARM_UP):
             timed.run()
-        timed.returned, timed.done = ({name: [] for name in PASSES} for _ in range(2))
+        timed.forget()
         for _ in range(job.rounds):
             timed.run()
         found[choice] = {
@@ -141,8 +144,7 @@ def measure(rank: int, store: str, job: Job) -> None:
     everybody: list[Any] = [None] * job.ranks
     dist.all_gather_object(everybody, found)
     if rank == 0:
-        facts = {"device": device_name(device), "ranks": everybody}
-        Path(f"{store}.out").write_text(json.dumps(facts))
+        file.write_text(json.dumps({"device": device_name(device), "ranks": everybody}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -183,8 +185,9 @@ def main() -> None:
     if given.profile:
         Path(given.profile).mkdir(parents=True, exist_ok=True)
     with kernels_side_by_side(given.device) as has_mps, tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(measure, args=(f"{folder}/store", job), nprocs=job.ranks)
-        measured = json.loads(Path(f"{folder}/store.out").read_text())
+        file = Path(folder, "measured.json")
+        torch.multiprocessing.spawn(measure, args=(free_address(), file, job), nprocs=job.ranks)
+        measured = json.loads(file.read_text())
     facts = start_result("what_does_the_host_cost", device=measured["device"])
     rows = [_row(choice, name, measured["ranks"]) for choice in job.choices for name in PASSES]
     table = Table(
