@@ -86,7 +86,7 @@ def is_ring(name: str) -> bool:
 
 def kind_of(name: str) -> str:
     """Contenders of one kind are weighed against each other before those of another."""
-    return name if name in (DEFAULT, MEASURED) else name.replace("-flash", " ").split()[0]
+    return name if name in (DEFAULT, MEASURED) else name.split()[0]
 
 
 # The other libraries
