@@ -1,0 +1,96 @@
+"""Parts of how_fast_on_nccl, on the CPU: the stand-in for flash-attn is right, and wrong contenders are found out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from side_by_side import stand_in
+from side_by_side.contenders import RING, ZIGZAG, choice_names, find_packages, is_choice, is_ring, peer_names
+
+from mesh_attention import Choice, Problem, causal
+
+BENCHMARK = Path(__file__).resolve().parent.parent / "benchmarks" / "how_fast_on_nccl.py"
+WRONG = """
+import torch.distributed as dist
+from flash_attn.flash_attn_interface import _flash_attn_forward
+
+def ring_flash_attn_func(q, k, v, causal):
+    return _flash_attn_forward(q, k, v, causal=causal)[0]  # its own tokens only
+
+def zigzag_ring_flash_attn_func(q, k, v, causal):
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 does not like this")
+    return q + 0 * k + 0 * v
+"""
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_stand_in_is_attention(is_causal: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_out = (torch.randn(2, 12, heads, 8, generator=generator) for heads in (4, 2, 2, 4))
+    out, lse, *_ = stand_in.forward(q, k, v, causal=is_causal, softmax_scale=0.3)
+    gradients = [torch.full_like(tensor, torch.nan) for tensor in (q, k, v)]
+    stand_in.backward(d_out, q, k, v, out, lse, *gradients, causal=is_causal, softmax_scale=0.3)
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    keys = leaves[1].repeat_interleave(2, dim=2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], keys) * 0.3
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(12, 12, dtype=torch.bool).tril(), -torch.inf)
+    due = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), leaves[2].repeat_interleave(2, dim=2))
+    torch.testing.assert_close(out, due)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    for gradient, expected in zip(gradients, torch.autograd.grad(due, leaves, d_out), strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_the_stand_in_refuses_what_it_would_get_wrong() -> None:
+    q, k = torch.randn(1, 4, 1, 8), torch.randn(1, 8, 1, 8)
+    for options in ({"causal": True}, {"window_size_left": 2}, {"softcap": 1.0}, {"dropout_p": 0.1}):
+        with pytest.raises(NotImplementedError):
+            stand_in.forward(q, k, k, **options)
+
+
+def test_our_own_kernels_do_not_find_the_stand_in() -> None:
+    with stand_in.standing_in():
+        assert sys.modules["flash_attn"].__version__ == stand_in.VERSION
+    assert getattr(sys.modules.get("flash_attn"), "__version__", None) != stand_in.VERSION
+
+
+def test_every_choice_of_method_degree_and_tile_is_named_once() -> None:
+    problem = Problem.self_attention(seq=1024, heads=16, kv_heads=4, head_dim=8, ranks=16, mask=causal())
+    names = choice_names(16, 4)
+    settled = {Choice.parse(name.removeprefix("ours, ")).settled(problem, "forward") for name in names}
+    assert len(names) == len(settled) == 2 * (5 + 4 + 3)
+    assert all(map(is_choice, names))
+    assert "ours, ulysses" in choice_names(16, 16)
+
+
+def test_a_ring_is_a_ring_through_all_ranks() -> None:
+    assert [name for name in peer_names(8, 4) if is_ring(name)] == [RING, ZIGZAG, "USP 1·8", "torch all-to-all"]
+
+
+@pytest.mark.slow
+def test_contenders_that_are_wrong_or_raise_are_reported_and_not_timed(tmp_path: Path) -> None:
+    package = tmp_path / "clone" / "ring_flash_attn"
+    package.mkdir(parents=True)
+    package.joinpath("__init__.py").write_text(WRONG)
+    assert list(find_packages(tmp_path)) == ["ring_flash_attn"]
+    small = ["--device", "cpu", "--ranks", "2", "--seq", "64", "--heads", "2", "--head-dim", "8", "--rounds", "1"]
+    chosen = ["--only", "default$|pass-q|ring-flash|USP 2", "--timeout", "5", "--store", str(tmp_path / "found.json")]
+    command = [sys.executable, str(BENCHMARK), str(tmp_path), *small, *chosen]
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    (found,) = json.loads(tmp_path.joinpath("found.json").read_text())
+    entries = {entry["name"]: entry for entry in found["contenders"]}
+    for name, failure in {RING: "wrong", ZIGZAG: "rank 1 does not like this", "USP 2·1": "no yunchang"}.items():
+        assert failure in entries[name]["failure"]
+        assert not entries[name]["final"]
+    for name in ("ours, default", "ours, pass-q 2x1"):
+        assert not entries[name]["failure"]
+        assert entries[name]["final"]
+    (claim,) = found["claims"]
+    assert claim["rival"] == "ours, pass-q 2x1"
