@@ -12,8 +12,14 @@ from torch import Tensor
 from mesh_attention.masks import Mask, Segment
 
 
+class _Weak:
+    """Lets something be kept for as long as an instance exists."""
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class CallMask:
+class CallMask(_Weak):
     """The mask of one call. Compared by identity: it is made once, and looked up in every call.
 
     ``full``: no mask. ``causal``: query i sees keys up to i, with as many queries as keys. ``positions``: `mask`, for

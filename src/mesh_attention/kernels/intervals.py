@@ -1,0 +1,259 @@
+"""Attention with Triton, for every mask, softcap and gradients into the LSE.
+
+Every mask here is a band inside documents. If the tokens of a call are in the order of their positions, a query sees
+one interval of its keys, and a key is seen by one interval of queries. The kernels read these intervals and nothing
+else of a mask. They add up in a fixed order, so the same call gives the same bits every time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import import_module
+from itertools import pairwise
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores
+from mesh_attention.kernels.fused import lacks
+from mesh_attention.kernels.rows import delta_of
+from mesh_attention.kernels.sliced import SlicedReferenceKernel
+from mesh_attention.kernels.windowed import aligned, tokens_first
+from mesh_attention.masks import Documents, Segment
+
+LARGEST_HEAD = 256
+_SLICED = SlicedReferenceKernel()
+
+
+class Tile(NamedTuple):
+    """What a program works on at a time, and how: rows it keeps, columns it walks over, warps, stages of loading."""
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+
+
+TILES: dict[str, dict[int, Tile]] = {
+    "forward": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+    "backward_queries": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
+    "backward_keys": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
+}
+"""By kernel, and by the largest head size that a tile is for."""
+
+
+class Intervals(NamedTuple):
+    """Query i sees the keys key_start[i]:key_stop[i]; the queries query_start[j]:query_stop[j] see key j.
+
+    All are int32, and none ever falls.
+    """
+
+    key_start: Tensor
+    key_stop: Tensor
+    query_start: Tensor
+    query_stop: Tensor
+
+
+class IntervalKernel:
+    """`device_type` differs from "cuda" only under Triton's interpreter; `tiles` replace those of the table."""
+
+    name = "triton intervals"
+
+    def __init__(self, device_type: str = "cuda", tiles: Mapping[str, Mapping[int, Tile]] = TILES) -> None:
+        self.device_type = device_type
+        self.tiles = tiles
+
+    def supports(self, demand: Demand) -> str | None:
+        if demand.device != self.device_type:
+            return f"runs on {self.device_type}, not on {demand.device}"
+        if demand.dtype not in (torch.bfloat16, torch.float16):
+            return f"needs bfloat16 or float16, not {demand.dtype}"
+        dims = demand.head_dim_qk, demand.head_dim_v
+        if any(dim % 8 or dim > LARGEST_HEAD for dim in dims):
+            return f"needs head sizes that are multiples of 8, up to {LARGEST_HEAD}, not {dims[0]} and {dims[1]}"
+        return lacks(torch.device(demand.device))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        if not is_ascending(scores.mask):
+            return _SLICED.forward(q, k, v, scores)
+        batch, heads, queries, _ = q.shape
+        out = q.new_empty((batch, queries, heads, v.shape[-1])).transpose(1, 2)
+        lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+        if not lse.numel():
+            return out, lse
+        at = intervals(scores.mask, q.device)
+        q, k, v = _signed(_laid(q), scores), _laid(k), _laid(v)
+        args = (*_passed(q), *_passed(k), *_passed(v), *_passed(out), lse, at.key_start, at.key_stop)
+        self._launch("forward", q, k, v, args, scores)
+        return out, lse
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
+        if not is_ascending(scores.mask):
+            return _SLICED.backward(q, k, v, row, scores)
+        dq, dk, dv = (_empty_like(x) for x in (q, k, v))
+        if not q.numel() or not k.numel():
+            return Gradients(dq.zero_(), dk.zero_(), dv.zero_())
+        at = intervals(scores.mask, q.device)
+        delta = delta_of(row)
+        q, k, v, do = _signed(_laid(q), scores), _laid(k), _laid(v), _laid(row.do)
+        given = (*_passed(q), *_passed(k), *_passed(v), *_passed(do))
+        given += (row.lse, *row.lse.stride(), delta, *delta.stride())
+        self._launch("backward_keys", q, k, v, (*given, *_passed(dk), *_passed(dv), *at[2:]), scores)
+        self._launch("backward_queries", q, k, v, (*given, *_passed(dq), *at[:2]), scores)
+        return Gradients(_signed(dq, scores), dk, dv)
+
+    def _launch(self, name: str, q: Tensor, k: Tensor, v: Tensor, args: tuple[Any, ...], scores: Scores) -> None:
+        batch, heads, queries, dim = q.shape
+        _, kv_heads, keys, dim_v = v.shape
+        block, block_v = _block(dim), _block(dim_v)
+        table = self.tiles[name]
+        tile = table[min(size for size in table if size >= max(block, block_v))]
+        count = batch * kv_heads * -(-keys // tile.rows) if name == "backward_keys" else 0
+        count = count or batch * heads * -(-queries // tile.rows)
+        numbers = (queries, keys, heads, heads // kv_heads, *_factors(abs(scores.scale), scores.softcap))
+        constants = (dim, dim_v, block, block_v, 16 // q.itemsize, bool(scores.softcap), tile.rows, tile.cols)
+        launch(name, (count, 1, 1), (*args, *numbers), constants, q.device, tile)
+
+
+# Intervals
+
+
+def is_ascending(mask: CallMask) -> bool:
+    """True if the tokens of both sides are in the order of their positions, or positions do not matter."""
+    return mask.form != "positions" or all(
+        a[-1] < b[0] for side in (mask.q, mask.kv) for a, b in pairwise([one for one in side if one])
+    )
+
+
+def intervals(mask: CallMask, device: torch.device) -> Intervals:
+    """Made at the first call, which is before a CUDA graph is captured, and kept as long as the mask."""
+    kept = _KEPT.setdefault(mask, {})
+    found = kept.get(device)
+    if found is None:
+        found = kept[device] = _intervals(mask, device)
+    return found
+
+
+_KEPT: WeakKeyDictionary[CallMask, dict[torch.device, Intervals]] = WeakKeyDictionary()
+
+
+def _intervals(mask: CallMask, device: torch.device) -> Intervals:
+    start, stop = _ends(mask)
+    keys = torch.arange(sum(map(len, mask.kv)))
+    ends = start, stop, torch.searchsorted(stop, keys, right=True), torch.searchsorted(start, keys, right=True)
+    return Intervals(*(end.to(torch.int32).to(device) for end in ends))
+
+
+def _ends(mask: CallMask) -> tuple[Tensor, Tensor]:
+    """The interval of keys that each query sees, on the CPU."""
+    queries, keys = (sum(map(len, side)) for side in (mask.q, mask.kv))
+    if mask.form == "full":
+        return torch.zeros(queries, dtype=torch.int64), torch.full((queries,), keys)
+    if mask.form == "causal":
+        return torch.zeros(queries, dtype=torch.int64), torch.arange(1, queries + 1)
+    q, kv = (_positions(side) for side in (mask.q, mask.kv))
+    cuts = mask.mask.documents or Documents((0, mask.seq_q), (0, mask.seq_kv))
+    q_cuts, kv_cuts = torch.tensor(cuts.q), torch.tensor(cuts.kv)
+    document = torch.searchsorted(q_cuts, q, right=True)
+    low, high = kv_cuts[document - 1], kv_cuts[document]
+    at = q + kv_cuts[document] - q_cuts[document]
+    start = low if mask.mask.left is None else (at - mask.mask.left).clamp(low, high)
+    stop = high if mask.mask.right is None else (at + mask.mask.right + 1).clamp(low, high)
+    start, stop = (torch.searchsorted(kv, end) for end in (start, stop))
+    return start, torch.maximum(start, stop)
+
+
+def _positions(segments: tuple[Segment, ...]) -> Tensor:
+    return torch.cat([torch.arange(s.start, s.stop, s.step) for s in segments])
+
+
+# Arguments
+
+
+def _laid(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it, that the kernels can read: offsets inside a tile take 32 bits."""
+    return aligned(tensor) if tensor.stride(2) < 2**23 else tokens_first(tensor)
+
+
+def _passed(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor, *_strides(tensor.shape, tensor.stride(), 16 // tensor.itemsize)
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
+    """Strides in units; that over an axis of one entry means nothing, and may not be a multiple."""
+    return tuple(0 if size == 1 else stride // unit for size, stride in zip(shape[:-1], strides[:-1], strict=True))
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    batch, heads, tokens, dim = tensor.shape
+    return tensor.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
+
+
+def _signed(tensor: Tensor, scores: Scores) -> Tensor:
+    """Q or dQ of a call whose scale is taken as positive: the largest score is looked for before it is scaled."""
+    return -tensor if scores.scale < 0 else tensor
+
+
+@lru_cache(maxsize=256)
+def _factors(scale: float, softcap: float) -> tuple[float, float, float]:
+    """From a product to its score, in units of log 2; from a product to the exponent of 2 in tanh; and the softcap."""
+    unit = 1 / math.log(2)
+    return scale * unit, 2 * unit * scale / softcap if softcap else 0.0, softcap * unit
+
+
+@lru_cache(maxsize=256)
+def _block(dim: int) -> int:
+    """The head size of a tile: a power of two that tensor cores take."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+# Launching
+
+
+def launch(
+    name: str,
+    grid: tuple[int, int, int],
+    args: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    device: torch.device,
+    tile: Tile,
+) -> None:
+    if device.type != "cuda":
+        _kernel(name)[grid](*args, *constants)
+    elif device.index == torch.cuda.current_device():
+        _launch_here(name, grid, args, constants, device.index, tile)
+    else:
+        with torch.cuda.device(device):  # Triton launches on the current device
+            _launch_here(name, grid, args, constants, device.index, tile)
+
+
+def _launch_here(
+    name: str,
+    grid: tuple[int, int, int],
+    args: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    index: int,
+    tile: Tile,
+) -> None:
+    """Compile once for each form of arguments, then launch the compiled kernel directly: Triton's own lookup takes
+    several times as long as the launch."""
+    form = (name, index, constants, tile, *(x.dtype for x in args if isinstance(x, Tensor)))
+    compiled = _COMPILED.get(form)
+    if compiled is None:
+        _COMPILED[form] = _kernel(name)[grid](*args, *constants, num_warps=tile.warps, num_stages=tile.stages)
+    else:
+        compiled[grid](*args, *constants, stream=torch._C._cuda_getCurrentRawStream(index))
+
+
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+"""By dtypes and constants: tensors with a head size are always aligned, and the others are not specialised on it."""
+
+
+@lru_cache(maxsize=16)
+def _kernel(name: str) -> Any:
+    return getattr(import_module("mesh_attention.kernels.interval_kernels"), name)
