@@ -74,10 +74,10 @@ def test_rows(check: RowCheck, case: Case) -> None:
 
 
 def test_no_tokens_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(name: str, *_: Any, **__: Any) -> None:
+    def launched(name: str) -> None:
         raise AssertionError(f"launched {name}")
 
-    monkeypatch.setattr(fused, "_launch", launch)
+    monkeypatch.setattr(fused, "_kernel", launched)
     output, lse = torch.empty(2, 3, 0, 8), torch.empty(2, 3, 0)
     merging = FusedMerging("cpu")
     merging.start_output(output, lse, output, lse)
@@ -151,20 +151,22 @@ def test_fused_merging_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strides", "others", "itemsize", "unit"),
+    ("strides", "others", "dtypes", "unit"),
     [
-        ((4128, 128, 4128, 1), (4096, 128, 4096, 1), 4, 4),
-        ((1032, 128, 1032, 1), (1024, 128, 1024, 1), 2, 8),
-        ((258, 128, 258, 1), (256, 128, 256, 1), 4, 2),
-        ((81, 27, 9, 3), (0, 0, 0, 1), 4, 1),
+        ((4128, 128, 4128, 1), (4096, 128, 4096, 1), (torch.float32, torch.bfloat16), 4),
+        ((1032, 128, 1032, 1), (1024, 128, 1024, 1), (torch.bfloat16, torch.bfloat16), 8),
+        ((258, 128, 258, 1), (256, 128, 256, 1), (torch.bfloat16, torch.float32), 2),
+        ((81, 27, 9, 3), (0, 0, 0, 1), (torch.float32, torch.float32), 1),
     ],
 )
 def test_strides_are_counted_in_16_bytes_where_they_can_be(
-    strides: tuple[int, ...], others: tuple[int, ...], itemsize: int, unit: int
+    strides: tuple[int, ...], others: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype], unit: int
 ) -> None:
-    ours, theirs, given_unit = fused._steps(strides, others, itemsize)
-    assert given_unit == unit
-    for before, after in ((strides, ours), (others, theirs)):
+    given = (strides, others)
+    tensors = [torch.empty_strided((2, 2, 2, 2), s, dtype=dtype) for s, dtype in zip(given, dtypes, strict=True)]
+    assert fused._unit(tensors) == unit
+    for before in given:
+        after = fused._in_units(before, unit)
         assert (*(step * unit for step in after[:-1]), after[-1]) == before
 
 

@@ -51,7 +51,7 @@ def errors_of(group: Any, options: dict[str, Any], dtype: torch.dtype) -> list[f
     inputs = [t.requires_grad_() for t in (q, k, v)]
     out = attention(*inputs, seq_len=case.seq_q, **case.call)
     gradients = torch.autograd.grad((out * d_out).sum(), inputs)
-    assert isinstance(attention.engines.played.comms_on(q.device)[0], StagedComm)
+    assert isinstance(attention.engines.played.comms_on(q.device)[0].inner, StagedComm)
     due = [attention.shard(t) for t in (truth.out, *truth.gradients)]
     errors = [relative_error(ours.cpu(), theirs) for ours, theirs in zip((out, *gradients), due, strict=True)]
     return [*errors, relative_error(attention.unshard(out).cpu(), truth.out)]

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import AllreduceOptions, ReduceOp
 
 from mesh_attention.comm.base import MARK, Comm, Parcel, Sharing, Work
 from mesh_attention.comm.torch_dist import TorchComm
@@ -29,6 +29,8 @@ MARK_TAG = 1
 FIRST_PASS_TAG, TAGS = 2, 1009
 """Tags of a pass's transfers. Passes that differ rarely share one, so Gloo does not let their messages meet."""
 DIFFERENT_CALLS = "every rank must make the same calls in the same order"
+_LARGEST = AllreduceOptions()
+_LARGEST.reduceOp = ReduceOp.MAX
 NEW_GROUP = "make a new group (torch.distributed.new_group, on all ranks) and a new MeshAttention on it"
 
 
@@ -41,8 +43,6 @@ class Marked:
     """
 
     inner: Comm
-    alarms: dict[torch.device, Alarm]
-    """Shared by all transports of the group."""
     mark: Tensor | None = None
     tag: int = 0
     told: set[int] = field(default_factory=set)
@@ -78,17 +78,15 @@ class Marked:
         rest = [self.inner.post(sends, recvs), leaving]
         return _MarkedWork(arriving, {self.rank: self.mark, **landed}, rest)
 
-    def close(self, results: Sequence[Tensor]) -> None:
-        """End a pass. On NCCL, spoil its results if some rank's mark differs."""
+    def close(self) -> Tensor | None:
+        """End a pass. On NCCL, returns the largest hash and -hash of all ranks, which add up to 0 if all are equal."""
         assert self.mark is not None
-        group = torch_group(self.inner)
-        if self.is_capturable and group is not None:
-            device = self.mark.device
-            alarm = self.alarms.get(device) or self.alarms.setdefault(device, Alarm(device))
-            largest = self.mark.clone()
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            alarm.check(largest, self.mark, results)
+        mark, group = self.mark, torch_group(self.inner)
         self.mark, self.landed = None, {}
+        if not self.is_capturable or group is None:
+            return None
+        group._get_backend(mark.device).allreduce([mark], _LARGEST).wait()
+        return mark
 
 
 def _mark_parcel(mark: Tensor, rank: int) -> Parcel:
@@ -96,15 +94,20 @@ def _mark_parcel(mark: Tensor, rank: int) -> Parcel:
 
 
 def make_mark(passes: int, history: int, device: torch.device | None, forward_pass: int | Tensor = 0) -> Tensor:
-    """A mark in host memory: pass and hash. For a device: hash and -hash, both largest if no other rank's differs.
+    """A mark in host memory: pass and hash. For a device: hash and -hash, whose largest of all ranks add up to 0 if
+    no rank's differs.
 
     `forward_pass` is added to the hash of a device, which may know it when the host does not.
     """
     if device is None:
         return torch.tensor([[[passes, history]]], device="cpu")
-    mark = torch.full((1, 1, 2), history, device=device)  # without a copy from the host, which would wait
-    mark += forward_pass
-    mark[..., 1].neg_()
+    if isinstance(forward_pass, Tensor) and forward_pass.device.type == "cpu":
+        forward_pass = int(forward_pass)
+    known = 1 + (history % 2**60) + (forward_pass if isinstance(forward_pass, int) else 0)  # twice that fits in 64 bits
+    # Made on the device, in one launch: a copy from the host would wait.
+    mark = torch.arange(known, -known - 1, -2 * known, device=device).view(1, 1, 2)
+    if isinstance(forward_pass, Tensor):
+        mark += torch.stack((forward_pass, -forward_pass))
     return mark
 
 
@@ -119,24 +122,6 @@ def torch_group(comm: Any) -> Any:
     """The torch group beneath a transport and its wrappers; None if there is none."""
     comm = innermost(comm)
     return comm.group if isinstance(comm, TorchComm) else None
-
-
-class Alarm:
-    """On a device: NaN once a mark differed, 0 before; and a copy of it that the host reads without waiting."""
-
-    def __init__(self, device: torch.device) -> None:
-        with torch.inference_mode(False):  # later passes need not be in inference mode
-            self.spoil = torch.zeros((), device=device)
-            self.seen = torch.zeros((), device="cpu", pin_memory=device.type == "cuda")
-
-    def check(self, largest: Tensor, own: Tensor, results: Sequence[Tensor]) -> None:
-        self.spoil.masked_fill_((largest != own).any(), torch.nan)
-        for result in results:
-            result.add_(self.spoil)
-        self.seen.copy_(self.spoil, non_blocking=True)
-
-    def verdict(self) -> str | None:
-        return f"ranks made different calls, and results are NaN; {DIFFERENT_CALLS}" if self.seen.isnan() else None
 
 
 class _MarkedWork:

@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.comm.local import LocalComm, LocalGroup
-from mesh_attention.comm.marked import NEW_GROUP, Alarm, Marked, innermost, make_mark
+from mesh_attention.comm.marked import NEW_GROUP, Marked, innermost, make_mark
 from mesh_attention.comm.staged import comm_for
 from mesh_attention.comm.torch_dist import Group, TorchComm
 from mesh_attention.errors import DisagreementError, StalledError, TransportError, UsageError
 from mesh_attention.execution.agreement import agree, tell
+from mesh_attention.execution.alarm import Alarm
 
 Result = TypeVar("Result")
 
@@ -93,6 +94,13 @@ class Ledger:
         known = int(forward_pass) if device is None else 0  # reading it from a device would wait
         self.history = hash((self.history, call, known))  # of whole numbers, so it is the same in every process
         return make_mark(self.passes, self.history, device, forward_pass)
+
+
+    def check_marks(self, largest: Tensor, results: Sequence[Tensor]) -> None:
+        """Spoil the results of a pass if marks differ; `largest` is what `Marked.close` returned."""
+        if largest.device not in self.alarms:
+            self.alarms[largest.device] = Alarm(largest.device)
+        self.alarms[largest.device].check(largest, results)
 
 
 _LEDGERS: WeakKeyDictionary[Any, Ledger] = WeakKeyDictionary()
@@ -167,7 +175,7 @@ class PlayedRanks:
         if device not in self._on:
             (comm,) = self.comms
             found = comm_for(comm.group, device) if isinstance(comm, TorchComm) else comm
-            self._on[device] = [found if self.size == 1 else Marked(found, self.ledger.alarms)]
+            self._on[device] = [found if self.size == 1 else Marked(found)]
             self.telling = Telling(self._on[device][0], self.ledger)
         return self._on[device]
 

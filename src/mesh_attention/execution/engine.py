@@ -275,8 +275,9 @@ class Engine:
         if self.marked is not None:
             self.marked.open(inputs[0]["mark"]["mark"], self.ledger.history)
         results = self.drive([executor.run() for executor in executors])
-        if self.marked is not None:
-            self.marked.close([tensor for fields in results[0].values() for tensor in fields.values()])
+        largest = None if self.marked is None else self.marked.close()
+        if largest is not None:
+            self.ledger.check_marks(largest, [tensor for fields in results[0].values() for tensor in fields.values()])
         self.meters[:] = [executor.meter for executor in executors]
         for executor, result, lengths in zip(executors, results, tokens, strict=True):
             _fill_in_empty(result, executor.new_output, direction, lengths)

@@ -5,6 +5,7 @@ Nothing here imports triton until a kernel is first launched. Outputs are (batch
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -59,35 +60,41 @@ def row_delta(out: Tensor, d_out: Tensor, *, wide: torch.dtype) -> Tensor:
     """`rows.row_delta` of (batch, tokens, heads, dim)."""
     assert out.shape == d_out.shape
     delta = torch.empty(out.shape[:-1], dtype=wide, device=out.device)
-    if delta.numel():
-        a, b, c = out.transpose(1, 2), d_out.transpose(1, 2), delta.transpose(1, 2)
-        a_steps, b_steps, unit = _steps(a.stride(), b.stride(), max(a.itemsize, b.itemsize))
-        _launch("dot_rows", a, (a, *a_steps, b, *b_steps, c, *c.stride()), unit, itemsize=wide.itemsize)
+    _launch("dot_rows", (out.transpose(1, 2), d_out.transpose(1, 2), delta.transpose(1, 2)), (), wide.itemsize)
     return delta
 
 
 def stand_in_output(do: Tensor, delta: Tensor) -> Tensor:
     """`rows.stand_in_output`, in memory (batch, tokens, heads, dim)."""
+    assert delta.shape == do.shape[:3]
     out = _empty_output(do)
-    _stand_in(do, delta, out)
+    _launch("stand_in_rows", (do, delta, out, delta, delta), (False,), delta.itemsize)
     return out
 
 
 def stand_in_rows(do: Tensor, delta: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """`rows.stand_in_rows`, in one launch."""
+    assert delta.shape == do.shape[:3] == lse.shape
     out, filled = _empty_output(do), torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-    _stand_in(do, delta, out, lse, filled)
+    _launch("stand_in_rows", (do, delta, out, lse, filled), (True,), delta.itemsize)
     return out, filled
 
 
-def _stand_in(do: Tensor, delta: Tensor, out: Tensor, lse: Tensor | None = None, filled: Tensor | None = None) -> None:
-    assert delta.shape == do.shape[:3] == (delta if lse is None else lse).shape
-    if not do.numel():
-        return
-    do_steps, out_steps, unit = _steps(do.stride(), out.stride(), do.itemsize)
-    before, after = delta if lse is None else lse, delta if filled is None else filled
-    args = (do, *do_steps, delta, *delta.stride(), out, *out_steps, before, *before.stride(), after, *after.stride())
-    _launch("stand_in_rows", do, args, unit, lse is not None, itemsize=delta.itemsize)
+def spoil(balance: Tensor, seen: Tensor, results: Sequence[Tensor]) -> None:
+    """Fill `results`, up to three, and `seen` in pinned host memory with NaN unless the two numbers in `balance` add up
+    to 0. Results have no gaps in memory."""
+    sizes = [*(result.numel() for result in results), 0, 0][:3]
+    filled = [*results, results[0], results[0]][:3]
+
+    def arguments(given: Sequence[Any]) -> list[Any]:
+        balance, seen, *results = given
+        return [balance, seen, *(x for pair in zip(results, sizes, strict=True) for x in pair), _SPOILT_AT_ONCE]
+
+    _launch_prepared(("spoil", *sizes), (balance, seen, *filled), lambda: ("spoil", (_SPOILING, 1, 1), arguments))
+
+
+_SPOILING, _SPOILT_AT_ONCE = 64, 1024
+"""Programs that fill results with NaN, and elements that one of them fills at once. As a rule there is nothing to do."""
 
 
 def _empty_output(do: Tensor) -> Tensor:
@@ -98,87 +105,107 @@ def _empty_output(do: Tensor) -> Tensor:
 def _merge(total: Tensor, total_lse: Tensor, partial: Tensor, lse: Tensor, *, is_first: bool) -> None:
     assert total.shape == partial.shape == (*lse.shape, total.shape[-1])
     assert total_lse.shape == lse.shape
-    if not total.numel():
-        return
-    steps, part_steps, unit = _steps(total.stride(), partial.stride(), max(total.itemsize, partial.itemsize))
-    args = (total, *steps, total_lse, *total_lse.stride(), partial, *part_steps, lse, *lse.stride())
-    _launch("merge_rows", total, args, unit, is_first, itemsize=total.itemsize)
+    _launch("merge_rows", (total, total_lse, partial, lse), (is_first,), total.itemsize)
 
 
 def _add(total: Tensor, partial: Tensor, *, is_first: bool) -> None:
     assert total.shape == partial.shape
-    if not total.numel():
-        return
-    if total.dim() == 3:  # a statistic: its heads, adjacent in memory, take the place of dim
-        total, partial = total.transpose(1, 2)[:, None], partial.transpose(1, 2)[:, None]
-    steps, part_steps, unit = _steps(total.stride(), partial.stride(), max(total.itemsize, partial.itemsize))
-    _launch("add_rows", total, (total, *steps, partial, *part_steps), unit, is_first, itemsize=max(4, total.itemsize))
+    _launch("add_rows", (total, partial), (is_first,), max(4, total.itemsize))
 
 
-# Launching. Everything possible is cached: a small launch takes the host longer than the device.
+# Launching. Everything possible is worked out once for each form of the tensors: a small launch takes the host longer
+# than the device.
 
 
-def _launch(name: str, like: Tensor, args: tuple[Any, ...], *constants: Any, itemsize: int) -> None:
-    """Launch a kernel over the rows of `like`; `itemsize` is that of the dtype it computes in."""
-    batch, heads, tokens, dim = like.shape
-    block, rows = _tile(dim, itemsize)
-    tiles = -(-tokens * heads // rows)
-    grid, args = (batch * tiles, 1, 1), (*args, tokens, tiles, heads, dim, block, rows, *constants)
-    device = like.device
+Arguments = Callable[[Sequence[Any]], list[Any]]
+"""All arguments of a kernel, from its tensors or their addresses."""
+_PREPARED: dict[tuple[Any, ...], tuple[Callable[..., Any], Arguments]] = {}
+MOST_PREPARED = 8192
+
+
+def _launch(name: str, tensors: Sequence[Tensor], flags: tuple[bool, ...], itemsize: int) -> None:
+    """Launch a kernel over the rows of the first tensor; `itemsize` is that of the dtype it computes in."""
+    if tensors[0].numel():
+        key = (name, flags, tensors[0].shape)
+        _launch_prepared(key, tensors, lambda: (name, *_rows_launch(tensors, flags, itemsize)))
+
+
+def _launch_prepared(
+    key: tuple[Any, ...], tensors: Sequence[Tensor], prepare: Callable[[], tuple[str, tuple[int, int, int], Arguments]]
+) -> None:
+    """Launch what `prepare` says: a kernel's name, its grid and its arguments, for tensors of this form."""
+    device = tensors[0].device
     if device.type != "cuda":
-        _kernel(name)[grid](*args)
+        name, grid, arguments = prepare()
+        _kernel(name)[grid](*arguments(tensors))
     elif device.index == torch.cuda.current_device():
-        _launch_here(name, grid, args, device.index)
+        _launch_here(key, tensors, prepare)
     else:
         with torch.cuda.device(device):  # Triton launches on the current device
-            _launch_here(name, grid, args, device.index)
+            _launch_here(key, tensors, prepare)
 
 
-def _launch_here(name: str, grid: tuple[int, int, int], args: tuple[Any, ...], index: int) -> None:
-    """Compile once for each form of arguments, then launch the compiled kernel directly: Triton's own lookup takes
-    several times as long as the launch."""
-    form = (name, index, *(_form(arg) for arg in args[: -_CONSTANTS[name]]), *args[-_CONSTANTS[name] :])
-    compiled = _COMPILED.get(form)
-    if compiled is None:
-        _COMPILED[form] = _kernel(name)[grid](*args)
+def _launch_here(key: tuple[Any, ...], tensors: Sequence[Tensor], prepare: Callable[[], Any]) -> None:
+    """Let Triton compile and launch the first time, and launch what it compiled directly from then on: its own lookup
+    takes several times as long as the launch. Addresses instead of tensors save a question to the driver for each."""
+    index, addresses = tensors[0].device.index, [tensor.data_ptr() for tensor in tensors]
+    forms = [(tensor.dtype, tensor.stride(), at % 16) for tensor, at in zip(tensors, addresses, strict=True)]
+    key = (*key, index, *forms)
+    known = _PREPARED.get(key)
+    if known is None:
+        name, grid, arguments = prepare()
+        compiled = _kernel(name)[grid](*arguments(tensors))
+        if len(_PREPARED) >= MOST_PREPARED:
+            _PREPARED.clear()
+        _PREPARED[key] = compiled[grid], arguments
     else:
-        compiled[grid](*args, stream=torch._C._cuda_getCurrentRawStream(index))
+        run, arguments = known
+        run(*arguments(addresses), stream=torch._C._cuda_getCurrentRawStream(index))
 
 
-_COMPILED: dict[tuple[Any, ...], Any] = {}
-_CONSTANTS = {"merge_rows": 6, "add_rows": 6, "dot_rows": 5, "stand_in_rows": 6}
-"""Number of a kernel's compile-time constants; they are its last arguments."""
+def _rows_launch(
+    tensors: Sequence[Tensor], flags: tuple[bool, ...], itemsize: int
+) -> tuple[tuple[int, int, int], Arguments]:
+    """The grid over the rows of the first tensor. Arguments are each tensor and its strides, then sizes and flags.
+
+    If there are statistics only, their heads, adjacent in memory, take the place of dim.
+    """
+    if tensors[0].dim() == 3:
+        tensors = [tensor.transpose(1, 2)[:, None] for tensor in tensors]
+    batch, heads, tokens, dim = tensors[0].shape
+    block, rows = _tile(dim, itemsize)
+    tiles = -(-tokens * heads // rows)
+    unit = _unit([tensor for tensor in tensors if tensor.dim() == 4])
+    strides = [_in_units(tensor.stride(), unit) for tensor in tensors]
+    rest = (tokens, tiles, heads, dim, block, rows, unit, *flags)
+
+    def arguments(given: Sequence[Any]) -> list[Any]:
+        return [*(x for each, steps in zip(given, strides, strict=True) for x in (each, *steps)), *rest]
+
+    return (batch * tiles, 1, 1), arguments
 
 
-def _form(arg: Any) -> Any:
-    """The properties the compiler may specialise on: dtype and alignment; if a number is 1, divisible by 16, or 32
-    bits wide."""
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    return arg == 1, arg % 16 == 0, arg < 2**31
+def _in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:
+    """Strides in units, except over dim; those of statistics stay in elements."""
+    return (*(stride // unit for stride in strides[:-1]), strides[-1]) if len(strides) == 4 else strides
 
 
-@lru_cache(maxsize=256)
 def _tile(dim: int, itemsize: int) -> tuple[int, int]:
     """Dim rounded up to a power of two, and the number of such rows in a program."""
     block = 1 << (dim - 1).bit_length()
     return block, max(1, _TILE_NBYTES // (itemsize * block))
 
 
-@lru_cache(maxsize=4096)
-def _steps(
-    strides: tuple[int, ...], others: tuple[int, ...], itemsize: int
-) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """The strides of two tensors in multiples of a unit, and the unit; the last stride stays in elements.
+def _unit(tensors: Sequence[Tensor]) -> int:
+    """Elements in a unit of strides: 16 bytes of the widest dtype if that divides all strides except those of the last
+    axis, else the largest power of two that does.
 
-    The unit is 16 bytes of the wider dtype if that divides all strides, else the largest power of two that does. Both
-    tensors share it, so that a thread holds the same elements of both and threads exchange nothing.
+    All tensors share it, so that a thread holds the same elements of each and threads exchange nothing.
     """
-    unit = 16 // itemsize
-    while any(stride % unit for stride in (*strides[:-1], *others[:-1])):
+    unit = 16 // max(tensor.itemsize for tensor in tensors)
+    while any(stride % unit for tensor in tensors for stride in tensor.stride()[:-1]):
         unit //= 2
-    in_units = [(*(stride // unit for stride in given[:-1]), given[-1]) for given in (strides, others)]
-    return in_units[0], in_units[1], unit
+    return unit
 
 
 @lru_cache(maxsize=1)

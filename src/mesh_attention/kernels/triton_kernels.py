@@ -263,3 +263,22 @@ def stand_in_rows(
         to_at = _rows(c_stat, c_stat_batch, c_stat_head, c_stat_token, batch, token, onward, head, 1)
         lse = tl.load(from_at, mask=is_row, other=0.0)
         tl.store(to_at, tl.where(lse == float("-inf"), 0.0, lse), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["a_size", "b_size", "c_size"])
+def spoil(balance, seen, a, a_size: tl.int64, b, b_size: tl.int64, c, c_size: tl.int64, block: tl.constexpr):
+    """Fill a, b, c and seen with NaN unless the two numbers in `balance` add up to 0."""
+    if tl.load(balance) + tl.load(balance + 1) != 0:
+        nothing = float("nan")
+        tl.store(seen, nothing)
+        start = tl.program_id(0).to(tl.int64) * block
+        step = tl.num_programs(0).to(tl.int64) * block
+        for at in range(start, a_size, step):
+            index = at + tl.arange(0, block)
+            tl.store(a + index, nothing, mask=index < a_size)
+        for at in range(start, b_size, step):
+            index = at + tl.arange(0, block)
+            tl.store(b + index, nothing, mask=index < b_size)
+        for at in range(start, c_size, step):
+            index = at + tl.arange(0, block)
+            tl.store(c + index, nothing, mask=index < c_size)
