@@ -13,23 +13,33 @@ mark differs, every rank's results become NaN, and the host, which is told, rais
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention.comm.base import MARK, Comm, Parcel, Sharing, Work
-from mesh_attention.comm.torch_dist import TorchComm
+from mesh_attention.comm.reports import DIFFERENT_CALLS
+from mesh_attention.comm.torch_dist import TorchComm, has_failed, is_destroyed, sharings_of, store_of, timeout_s
+from mesh_attention.comm.watch import Post, Watch, WatchedPass
 from mesh_attention.errors import DisagreementError
 
 MARK_TAG = 1
 FIRST_PASS_TAG, TAGS = 2, 1009
 """Tags of a pass's transfers. Passes that differ rarely share one, so Gloo does not let their messages meet."""
-DIFFERENT_CALLS = "every rank must make the same calls in the same order"
 NEW_GROUP = "make a new group (torch.distributed.new_group, on all ranks) and a new MeshAttention on it"
+
+
+class Calls(Protocol):
+    """The calls on a group: how many passes were begun on it, and why it failed."""
+
+    passes: int
+    failure: str | None
 
 
 @dataclass
@@ -43,10 +53,13 @@ class Marked:
     inner: Comm
     alarms: dict[torch.device, Alarm]
     """Shared by all transports of the group."""
+    calls: Calls | None = None
     mark: Tensor | None = None
     tag: int = 0
     told: set[int] = field(default_factory=set)
     landed: dict[int, Tensor] = field(default_factory=dict)
+    watched: WatchedPass | None = None
+    posts: list[Post] | None = None
 
     def __post_init__(self) -> None:
         self.rank, self.size, self.is_capturable = self.inner.rank, self.inner.size, self.inner.is_capturable
@@ -54,15 +67,32 @@ class Marked:
     def share(self, text: str) -> Sharing:
         return self.inner.share(text)
 
+    def watch(self, device: torch.device, history: int, direction: str, describe: Describe) -> None:
+        """Watch the pass that begins now, if its transfers run on a device. Not one that the caller captures."""
+        self.watched = None
+        if not self.is_capturable or self.calls is None or is_capturing(device):
+            return
+        alarm = self._alarm(device)
+        if alarm.watch is None:
+            alarm.watch = watch_group(self.inner, device, alarm, self.calls)
+        if alarm.watch is not None:
+            self.watched = WatchedPass(self.calls.passes, history, direction, describe)
+            alarm.watch.begin(self.watched)
+
     def open(self, mark: Tensor, history: int) -> None:
         """Begin a pass with this mark, which on NCCL is on the device, and this hash."""
+        if self.watched is not None and not is_capturing(mark.device):
+            self.posts = self.watched.posts = []
         self.mark = mark.view(-1)
         self.tag = FIRST_PASS_TAG + history % TAGS
         self.told, self.landed = set(), {}
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         if self.mark is None or self.is_capturable:
-            return self.inner.post(sends, recvs)
+            work = self.inner.post(sends, recvs)
+            if self.posts is not None:
+                self.posts.append((time.monotonic(), getattr(work, "works", ())))
+            return work
         sends, recvs = ([parcel._replace(tag=self.tag) for parcel in parcels] for parcels in (sends, recvs))
         new_dests = {parcel.peer for parcel in sends} - self.told
         new_sources = {parcel.peer for parcel in recvs} - self.landed.keys()
@@ -83,12 +113,15 @@ class Marked:
         assert self.mark is not None
         group = torch_group(self.inner)
         if self.is_capturable and group is not None:
-            device = self.mark.device
-            alarm = self.alarms.get(device) or self.alarms.setdefault(device, Alarm(device))
             largest = self.mark.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            alarm.check(largest, self.mark, results)
-        self.mark, self.landed = None, {}
+            self._alarm(self.mark.device).check(largest, self.mark, results, counts=self.watched is not None)
+        if self.watched is not None:
+            self.watched.closed = time.monotonic()
+        self.mark, self.landed, self.posts = None, {}, None
+
+    def _alarm(self, device: torch.device) -> Alarm:
+        return self.alarms.get(device) or self.alarms.setdefault(device, Alarm(device))
 
 
 def _mark_parcel(mark: Tensor, rank: int) -> Parcel:
@@ -122,21 +155,87 @@ def torch_group(comm: Any) -> Any:
 
 
 class Alarm:
-    """On a device: NaN once a mark differed, 0 before; and a copy of it that the host reads without waiting."""
+    """On a device: NaN once a mark differed, 0 before, and how many passes are over.
+
+    The host reads a copy without waiting.
+    """
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):  # later passes need not be in inference mode
-            self.spoil = torch.zeros((), device=device)
-            self.seen = torch.zeros((), device="cpu", pin_memory=device.type == "cuda")
+            is_cuda = device.type == "cuda"
+            self.state = torch.zeros(2, device=device, dtype=torch.float64)
+            self.spoil, self.over = self.state.unbind()
+            self.seen = torch.zeros(2, device="cpu", dtype=torch.float64, pin_memory=is_cuda)
+            self.nan = torch.full((), torch.nan, device="cpu", dtype=torch.float64, pin_memory=is_cuda)
+            self.stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._seen = self.seen.numpy()
+        self.watch: Watch | None = None
 
-    def check(self, largest: Tensor, own: Tensor, results: Sequence[Tensor]) -> None:
+    def check(self, largest: Tensor, own: Tensor, results: Sequence[Tensor], *, counts: bool = False) -> None:
         self.spoil.masked_fill_((largest != own).any(), torch.nan)
         for result in results:
             result.add_(self.spoil)
-        self.seen.copy_(self.spoil, non_blocking=True)
+        if counts:
+            self.over.add_(1)
+        self.seen.copy_(self.state, non_blocking=True)
+
+    def passes_over(self) -> int:
+        return int(self._seen[1])
+
+    def spoil_results(self) -> None:
+        """Make the results of all passes under way NaN: from now on, their transfers bring nothing."""
+        if self.stream is None:
+            self.spoil.copy_(self.nan)
+            return
+        with torch.cuda.stream(self.stream):  # a copy, because a first launch of a kernel may wait for the device
+            self.spoil.copy_(self.nan, non_blocking=True)
+        self.stream.synchronize()
 
     def verdict(self) -> str | None:
-        return f"ranks made different calls, and results are NaN; {DIFFERENT_CALLS}" if self.seen.isnan() else None
+        if self.watch is not None and self.watch.verdict is not None:
+            return self.watch.verdict.text
+        different = self._seen[0] != self._seen[0]
+        return f"ranks made different calls, and results are NaN; {DIFFERENT_CALLS}" if different else None
+
+
+Describe = Callable[[int], tuple[str, Sequence[int]]]
+
+
+def watch_group(comm: Comm, device: torch.device, alarm: Alarm, calls: Calls) -> Watch | None:
+    """A watch on the group of a transport; None if there is no group, or no store to ask the other ranks by."""
+    group = torch_group(comm)
+    store = None if group is None else store_of(group)
+    if store is None:
+        return None
+    weak, seconds = ref(group), timeout_s(group, device)
+
+    def counts() -> tuple[int, int]:
+        group, found = weak(), (-1, -1)
+        while group is not None and found[0] != sharings_of(group):  # both from one moment
+            found = sharings_of(group), calls.passes
+        return found
+
+    def abort() -> None:
+        alarm.spoil_results()
+        if (group := weak()) is not None:
+            group._get_backend(device).abort()
+
+    return Watch(
+        rank=comm.rank,
+        size=comm.size,
+        store=store,
+        patience_s=seconds - min(seconds / 2, max(seconds / 10, 2.0)),
+        passes_over=alarm.passes_over,
+        counts=counts,
+        abort=abort,
+        has_failed=lambda: (group := weak()) is not None and has_failed(group, device),
+        failure=lambda: calls.failure,
+        is_alive=lambda: (group := weak()) is not None and not is_destroyed(group),
+    )
+
+
+def is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class _MarkedWork:
