@@ -13,6 +13,7 @@ mark differs, every rank's results become NaN, and the host, which is told, rais
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -207,7 +208,12 @@ def watch_group(comm: Comm, device: torch.device, alarm: Alarm, calls: Calls) ->
     store = None if group is None else store_of(group)
     if store is None:
         return None
-    weak, seconds = ref(group), timeout_s(group, device)
+    weak = ref(group)
+
+    def patience_s() -> float:
+        """A little less than the group's timeout, which may be changed."""
+        seconds = math.inf if (group := weak()) is None else timeout_s(group, device)
+        return seconds - min(seconds / 2, max(seconds / 10, 2.0))
 
     def counts() -> tuple[int, int]:
         group, found = weak(), (-1, -1)
@@ -224,7 +230,7 @@ def watch_group(comm: Comm, device: torch.device, alarm: Alarm, calls: Calls) ->
         rank=comm.rank,
         size=comm.size,
         store=store,
-        patience_s=seconds - min(seconds / 2, max(seconds / 10, 2.0)),
+        patience_s=patience_s,
         passes_over=alarm.passes_over,
         counts=counts,
         abort=abort,

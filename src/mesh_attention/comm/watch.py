@@ -50,6 +50,8 @@ class WatchedPass:
     closed: float | None = None
     """When everything was posted."""
 
+    index: int = 0
+    """Its place among the passes that are watched."""
     posts_over: int = 0
     """Posts that were seen to be over; they end in order."""
 
@@ -87,9 +89,10 @@ class Waiting:
 class Watch:
     """Watches the passes of one group on one device.
 
-    `passes_over` reads how many of them are over; `abort` makes all others end. `counts` are the sharings and passes
-    that this rank has begun on the group. `has_failed` says that the backend has given up on the group's transfers,
-    `failure` is an error of this rank's calls, and the watch ends when it is no longer `is_alive`.
+    `patience_s` is how long a rank may wait, and `passes_over` reads how many passes are over; `abort` makes all others
+    end. `counts` are the sharings and passes that this rank has begun on the group. `has_failed` says that the backend
+    has given up on the group's transfers, `failure` is an error of this rank's calls, and the watch ends when it is no
+    longer `is_alive`.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Watch:
         rank: int,
         size: int,
         store: Any,
-        patience_s: float,
+        patience_s: Callable[[], float],
         passes_over: Callable[[], int],
         counts: Callable[[], tuple[int, int]],
         abort: Callable[[], None],
@@ -126,10 +129,11 @@ class Watch:
     def begin(self, watched: WatchedPass) -> None:
         """A pass is begun. Called for each of them, so it must be quick."""
         over = self.passes_over()
-        while self.passes and self.begun - len(self.passes) < over:
+        while self.passes and self.passes[0].index < over:
             self.passes.popleft()
-        self.begun += 1
+        watched.index = self.begun
         self.passes.append(watched)
+        self.begun += 1
 
     def explain(self, error: str, within_s: float = STALL_S + 2 * SILENT_S) -> str | None:
         """Why transfers of this rank failed, as far as the others know; None if nothing was found out in time."""
@@ -177,7 +181,7 @@ class Watch:
             self._asked = None
 
     def _judge(self, waiting: Waiting | None, found: Found, now: float, *, has_failed: bool) -> None:
-        is_late = waiting is not None and now - waiting.since > self.patience_s
+        is_late = waiting is not None and now - waiting.since > self.patience_s()
         asked = self._asked = self._asked or now
         if now - asked < SILENT_S and not is_late:
             return  # it takes others a moment to answer
@@ -194,10 +198,8 @@ class Watch:
         return f"rank {self.rank} waits" + ("" if waiting is None else f" in {waiting.at}")
 
     def _oldest(self, over: int, *, has_failed: bool) -> Waiting | None:
-        passes = list(self.passes)
-        first = self.begun - len(passes)
-        for index, watched in enumerate(passes):
-            if first + index >= over and (waiting := watched.waiting(has_failed=has_failed)):
+        for watched in list(self.passes):
+            if watched.index >= over and (waiting := watched.waiting(has_failed=has_failed)):
                 return waiting
         return None
 
