@@ -13,25 +13,52 @@ mark differs, every rank's results become NaN, and the host, which is told, rais
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, ReduceOp
 
 from mesh_attention.comm.base import MARK, Comm, Parcel, Sharing, Work
-from mesh_attention.comm.torch_dist import TorchComm
+from mesh_attention.comm.reports import DIFFERENT_CALLS
+from mesh_attention.comm.torch_dist import TorchComm, has_failed, is_destroyed, sharings_of, store_of, timeout_s
+from mesh_attention.comm.watch import Post, Watch, WatchedPass
 from mesh_attention.errors import DisagreementError
 
 MARK_TAG = 1
 FIRST_PASS_TAG, TAGS = 2, 1009
 """Tags of a pass's transfers. Passes that differ rarely share one, so Gloo does not let their messages meet."""
-DIFFERENT_CALLS = "every rank must make the same calls in the same order"
 _LARGEST = AllreduceOptions()
-_LARGEST.reduceOp = ReduceOp.MAX
+_LARGEST.reduceOp = ReduceOp(ReduceOp.MAX)
 NEW_GROUP = "make a new group (torch.distributed.new_group, on all ranks) and a new MeshAttention on it"
+
+
+class Alarm(Protocol):
+    """What a device makes of the marks of a pass (`execution.alarm`)."""
+
+    watch: Watch | None
+
+    def check(self, largest: Tensor, results: Sequence[Tensor], *, counts: bool) -> None:
+        """Make all results NaN unless the largest hash and -hash of all ranks add up to 0; count a pass that is over
+        if it `counts`."""
+
+    def passes_over(self) -> int: ...
+
+    def spoil_results(self) -> None: ...
+
+
+class Calls(Protocol):
+    """The calls on a group: how many passes were begun on it, and why it failed."""
+
+    passes: int
+    failure: str | None
+
+    def alarm(self, device: torch.device) -> Alarm: ...
 
 
 @dataclass
@@ -43,10 +70,13 @@ class Marked:
     """
 
     inner: Comm
+    calls: Calls | None = None
     mark: Tensor | None = None
     tag: int = 0
     told: set[int] = field(default_factory=set)
     landed: dict[int, Tensor] = field(default_factory=dict)
+    watched: WatchedPass | None = None
+    posts: list[Post] | None = None
 
     def __post_init__(self) -> None:
         self.rank, self.size, self.is_capturable = self.inner.rank, self.inner.size, self.inner.is_capturable
@@ -54,15 +84,32 @@ class Marked:
     def share(self, text: str) -> Sharing:
         return self.inner.share(text)
 
+    def watch(self, device: torch.device, history: int, direction: str, describe: Describe) -> None:
+        """Watch the pass that begins now, if its transfers run on a device. Not one that the caller captures."""
+        self.watched = None
+        if not self.is_capturable or self.calls is None or is_capturing(device):
+            return
+        alarm = self.calls.alarm(device)
+        if alarm.watch is None:
+            alarm.watch = watch_group(self.inner, device, alarm, self.calls)
+        if alarm.watch is not None:
+            self.watched = WatchedPass(self.calls.passes, history, direction, describe)
+            alarm.watch.begin(self.watched)
+
     def open(self, mark: Tensor, history: int) -> None:
         """Begin a pass with this mark, which on NCCL is on the device, and this hash."""
+        if self.watched is not None and not is_capturing(mark.device):
+            self.posts = self.watched.posts = []
         self.mark = mark.view(-1)
         self.tag = FIRST_PASS_TAG + history % TAGS
         self.told, self.landed = set(), {}
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         if self.mark is None or self.is_capturable:
-            return self.inner.post(sends, recvs)
+            work = self.inner.post(sends, recvs)
+            if self.posts is not None:
+                self.posts.append((time.monotonic(), getattr(work, "works", ())))
+            return work
         sends, recvs = ([parcel._replace(tag=self.tag) for parcel in parcels] for parcels in (sends, recvs))
         new_dests = {parcel.peer for parcel in sends} - self.told
         new_sources = {parcel.peer for parcel in recvs} - self.landed.keys()
@@ -78,15 +125,16 @@ class Marked:
         rest = [self.inner.post(sends, recvs), leaving]
         return _MarkedWork(arriving, {self.rank: self.mark, **landed}, rest)
 
-    def close(self) -> Tensor | None:
-        """End a pass. On NCCL, returns the largest hash and -hash of all ranks, which add up to 0 if all are equal."""
+    def close(self, results: Sequence[Tensor]) -> None:
+        """End a pass. On NCCL, spoil its results if some rank's mark differs."""
         assert self.mark is not None
         mark, group = self.mark, torch_group(self.inner)
-        self.mark, self.landed = None, {}
-        if not self.is_capturable or group is None:
-            return None
-        group._get_backend(mark.device).allreduce([mark], _LARGEST).wait()
-        return mark
+        if self.is_capturable and group is not None and self.calls is not None:
+            group._get_backend(mark.device).allreduce([mark], _LARGEST).wait()
+            self.calls.alarm(mark.device).check(mark, results, counts=self.watched is not None)
+        if self.watched is not None:
+            self.watched.closed = time.monotonic()
+        self.mark, self.landed, self.posts = None, {}, None
 
 
 def _mark_parcel(mark: Tensor, rank: int) -> Parcel:
@@ -122,6 +170,51 @@ def torch_group(comm: Any) -> Any:
     """The torch group beneath a transport and its wrappers; None if there is none."""
     comm = innermost(comm)
     return comm.group if isinstance(comm, TorchComm) else None
+
+
+Describe = Callable[[int], tuple[str, Sequence[int]]]
+
+
+def watch_group(comm: Comm, device: torch.device, alarm: Alarm, calls: Calls) -> Watch | None:
+    """A watch on the group of a transport; None if there is no group, or no store to ask the other ranks by."""
+    group = torch_group(comm)
+    store = None if group is None else store_of(group)
+    if store is None:
+        return None
+    weak = ref(group)
+
+    def patience_s() -> float:
+        """A little less than the group's timeout, which may be changed."""
+        seconds = math.inf if (group := weak()) is None else timeout_s(group, device)
+        return seconds - min(seconds / 2, max(seconds / 10, 2.0))
+
+    def counts() -> tuple[int, int]:
+        group, found = weak(), (-1, -1)
+        while group is not None and found[0] != sharings_of(group):  # both from one moment
+            found = sharings_of(group), calls.passes
+        return found
+
+    def abort() -> None:
+        alarm.spoil_results()
+        if (group := weak()) is not None:
+            group._get_backend(device).abort()
+
+    return Watch(
+        rank=comm.rank,
+        size=comm.size,
+        store=store,
+        patience_s=patience_s,
+        passes_over=alarm.passes_over,
+        counts=counts,
+        abort=abort,
+        has_failed=lambda: (group := weak()) is not None and has_failed(group, device),
+        failure=lambda: calls.failure,
+        is_alive=lambda: (group := weak()) is not None and not is_destroyed(group),
+    )
+
+
+def is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class _MarkedWork:

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
@@ -64,7 +65,9 @@ class TorchComm:
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self.is_capturable = device is not None and backends(self.group).get(device.type) == "nccl"
-        self._starts_together = self.is_capturable and self.group._get_backend(device).supports_coalescing
+        self._starts_together = (
+            device is not None and self.is_capturable and self.group._get_backend(device).supports_coalescing
+        )
         self._connection = GroupConnection(device, is_due=device is not None and device.type != "cpu")
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
@@ -120,7 +123,7 @@ def _post_together(group: ProcessGroup, sends: Sequence[Parcel], recvs: Sequence
     """All at once, so that NCCL starts them together: `batch_isend_irecv` without its checks, which take as long."""
     if not any(parcel.chunks for parcel in (*sends, *recvs)):
         return []
-    backend = group._get_backend(torch.device("cuda"))
+    backend: Any = group._get_backend(torch.device("cuda"))
     backend._start_coalescing()
     for parcel in recvs:
         for chunk in parcel.chunks:
@@ -245,7 +248,7 @@ class Attendance:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.number = _SHARINGS[group] = _SHARINGS.get(group, 0) + 1
-        self.store: Any = _world.pg_map.get(group, (None, None))[1]
+        self.store = store_of(group)
         self.rank = dist.get_rank(group)
         with suppress(Exception):  # a store that is out of reach is told of only if the sharing fails as well
             if self.store is not None:
@@ -290,6 +293,29 @@ class Attendance:
 
 
 _SHARINGS: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+
+
+def sharings_of(group: ProcessGroup) -> int:
+    """How many sharings this rank has begun on a group."""
+    return _SHARINGS.get(group, 0)
+
+
+def store_of(group: ProcessGroup) -> Any:
+    """The store by which the ranks of a group found each other; None if it was destroyed."""
+    return _world.pg_map.get(group, (None, None))[1]
+
+
+def has_failed(group: ProcessGroup, device: torch.device) -> bool:
+    """True if a group's backend has given up on its transfers; only NCCL's tells."""
+    backend = group._get_backend(device)
+    error: Any = backend.get_error() if backends(group).get(device.type) == "nccl" else ErrorType.SUCCESS
+    return bool(error != ErrorType.SUCCESS)
+
+
+def is_destroyed(group: ProcessGroup) -> bool:
+    return group not in _world.pg_map
+
+
 START_AGAIN = "read the logs of the other ranks, and start the job again"
 
 
@@ -325,9 +351,14 @@ def _patience_s(group: ProcessGroup, device: torch.device) -> float:
     """
     if device.type == "cpu":
         return math.inf
-    options = getattr(group._get_backend(device), "options", None)
-    seconds = getattr(options, "_timeout", timedelta(minutes=10)).total_seconds()
+    seconds = timeout_s(group, device)
     return seconds - min(seconds / 2, max(seconds / 10, 3 * LOOK_UP_S))
+
+
+def timeout_s(group: ProcessGroup, device: torch.device) -> float:
+    """The timeout of a group's backend for a device, in seconds."""
+    options = getattr(group._get_backend(device), "options", None)
+    return float(getattr(options, "_timeout", timedelta(minutes=10)).total_seconds())
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

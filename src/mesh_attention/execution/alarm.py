@@ -1,7 +1,7 @@
-"""Alarms: what becomes of a pass on NCCL whose marks differ (see `comm.marked`).
+"""Alarms: what becomes of a pass on NCCL whose marks differ, or whose transfers will bring nothing any more.
 
-The host does not wait for the comparison. So results are spoilt on the device, where the next call finds them, and the
-host is told through a number in its own memory.
+The host does not wait for the device. So results are spoilt on the device, where their reader finds NaN, and the host
+is told through numbers in its own memory.
 """
 
 from __future__ import annotations
@@ -11,27 +11,53 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mesh_attention.comm.marked import DIFFERENT_CALLS
+from mesh_attention.comm.reports import DIFFERENT_CALLS
+from mesh_attention.comm.watch import Watch
 from mesh_attention.kernels import fused
 
 
 class Alarm:
-    """Of one device. `seen` is in host memory: 0, and NaN from the first pass on whose marks differed."""
+    """Of one device. Two numbers: NaN once marks differed and 0 before, and how many passes are over.
+
+    `seen` is a copy of them in host memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):  # later passes need not be in inference mode
-            self.seen = torch.zeros((), device="cpu", pin_memory=device.type == "cuda")
-            self.spoil = torch.zeros((), device=device)
+            is_cuda = device.type == "cuda"
+            self.state = torch.zeros(2, device=device, dtype=torch.float64)
+            self.spoil, self.over = self.state.unbind()
+            self.seen = torch.zeros(2, device="cpu", dtype=torch.float64, pin_memory=is_cuda)
+            self.nan = torch.full((), torch.nan, device="cpu", dtype=torch.float64, pin_memory=is_cuda)
+            self.stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._seen = self.seen.numpy()
+        self.watch: Watch | None = None
 
-    def check(self, largest: Tensor, results: Sequence[Tensor]) -> None:
-        """Make all results NaN if the largest hash and -hash of all ranks do not add up to 0."""
+    def check(self, largest: Tensor, results: Sequence[Tensor], *, counts: bool = False) -> None:
+        """Make all results NaN unless the largest hash and -hash of all ranks add up to 0; count the pass as over."""
         if largest.is_cuda and fused.lacks(largest.device) is None:
-            fused.spoil(largest, self.seen, results)
+            fused.check_marks(largest, self.state, self.seen, results, counts=counts)
             return
         self.spoil.masked_fill_(largest.sum() != 0, torch.nan)
         for result in results:
             result.add_(self.spoil)
-        self.seen.copy_(self.spoil, non_blocking=True)
+        self.over.add_(int(counts))
+        self.seen.copy_(self.state, non_blocking=True)
+
+    def passes_over(self) -> int:
+        return int(self._seen[1])
+
+    def spoil_results(self) -> None:
+        """Make the results of all passes under way NaN: from now on, their transfers bring nothing."""
+        if self.stream is None:
+            self.spoil.copy_(self.nan)
+            return
+        with torch.cuda.stream(self.stream):  # a copy, because a first launch of a kernel may wait for the device
+            self.spoil.copy_(self.nan, non_blocking=True)
+        self.stream.synchronize()
 
     def verdict(self) -> str | None:
-        return f"ranks made different calls, and results are NaN; {DIFFERENT_CALLS}" if self.seen.isnan() else None
+        if self.watch is not None and self.watch.verdict is not None:
+            return self.watch.verdict.text
+        different = self._seen[0] != self._seen[0]
+        return f"ranks made different calls, and results are NaN; {DIFFERENT_CALLS}" if different else None

@@ -13,7 +13,23 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffers import shared_buffers
 from mesh_attention.plan.calls import KernelCall, kernel_calls, peak_nbytes
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import AXIS_OF, Attend, Finish, Item, Kind, Merge, Step, effects, running
+from mesh_attention.plan.steps import (
+    AXIS_OF,
+    Attend,
+    Collective,
+    Exchange,
+    Finish,
+    Item,
+    Kind,
+    Merge,
+    Recv,
+    Send,
+    Step,
+    effects,
+    running,
+    transfers,
+)
+from mesh_attention.plan.text import format_step
 from mesh_attention.plan.waits import stops
 
 
@@ -99,6 +115,16 @@ def compile_program(plan: Plan, rank: int) -> Compiled:
         peak_nbytes(plan, rank, program.steps, calls),
         tuple(item for group in kept for item in group),
     )
+
+
+def describe_post(compiled: Compiled, index: int) -> tuple[str, tuple[int, ...]]:
+    """The step of the pass's post with this index, counted from 0, and the ranks at the other ends."""
+    posts = [one for one in compiled.instructions if isinstance(one.step, Recv | Send | Collective | Exchange)]
+    instruction = posts[index]
+    ends = [transfers(step) for step in instruction.turn or (instruction.step,)]
+    sources = [recv.source for _, recvs in ends for recv in recvs]
+    dests = [send.dest for sends, _ in ends for send in sends]
+    return f"step {instruction.index} '{format_step(instruction.step)}'", tuple(dict.fromkeys([*sources, *dests]))
 
 
 def item_segments(item: Item, matrix: BlockMatrix) -> tuple[Segment, ...]:

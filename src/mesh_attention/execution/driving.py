@@ -66,9 +66,20 @@ class Ledger:
             except refusals:
                 raise
             except BaseException as error:
-                if not self.forgives:
-                    self.failure = f"{type(error).__name__}: {error}"
+                if self.forgives:
+                    raise
+                why = self._explanation(error)
+                self.failure = why or f"{type(error).__name__}: {error}"
+                if why is not None:
+                    raise TransportError(f"{why}. The error here: {error}") from error
                 raise
+
+    def _explanation(self, error: BaseException) -> str | None:
+        """Why a transfer failed, as far as the other ranks know; None if nobody was asked."""
+        watches = [alarm.watch for alarm in self.alarms.values() if alarm.watch is not None]
+        if not isinstance(error, TransportError):
+            return None
+        return next((why for watch in watches if (why := watch.explain(str(error)))), None)
 
     def _check_thread(self) -> None:
         """Refuse a second thread: which of them goes first would differ from rank to rank, and no mark would tell."""
@@ -95,12 +106,10 @@ class Ledger:
         self.history = hash((self.history, call, known))  # of whole numbers, so it is the same in every process
         return make_mark(self.passes, self.history, device, forward_pass)
 
-
-    def check_marks(self, largest: Tensor, results: Sequence[Tensor]) -> None:
-        """Spoil the results of a pass if marks differ; `largest` is what `Marked.close` returned."""
-        if largest.device not in self.alarms:
-            self.alarms[largest.device] = Alarm(largest.device)
-        self.alarms[largest.device].check(largest, results)
+    def alarm(self, device: torch.device) -> Alarm:
+        if device not in self.alarms:
+            self.alarms[device] = Alarm(device)
+        return self.alarms[device]
 
 
 _LEDGERS: WeakKeyDictionary[Any, Ledger] = WeakKeyDictionary()
@@ -175,7 +184,7 @@ class PlayedRanks:
         if device not in self._on:
             (comm,) = self.comms
             found = comm_for(comm.group, device) if isinstance(comm, TorchComm) else comm
-            self._on[device] = [found if self.size == 1 else Marked(found)]
+            self._on[device] = [found if self.size == 1 else Marked(found, self.ledger)]
             self.telling = Telling(self._on[device][0], self.ledger)
         return self._on[device]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from mesh_attention.comm.marked import Marked
 from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.execution.agreement import Configuration, agree_on_call, number_of_call
 from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Meter, fields_of
-from mesh_attention.execution.compiled import Compiled, compile_program
+from mesh_attention.execution.compiled import Compiled, compile_program, describe_post
 from mesh_attention.execution.driving import Ledger, PlayedRanks
 from mesh_attention.execution.executor import Executor, Fields
 from mesh_attention.execution.graphs import CapturedPasses, GraphMemory, Tensors
@@ -234,7 +234,10 @@ class Engine:
         given = kept or [{} for _ in self.comms]
         with self.ledger.talking():
             if self.marked is not None:
-                inputs = [{**inputs[0], "mark": {"mark": self._mark(direction, inputs[0], forward_pass)}}]
+                mark = self._mark(direction, inputs[0], forward_pass)
+                inputs = [{**inputs[0], "mark": {"mark": mark}}]
+                describe = partial(describe_post, self.programs(direction)[0])
+                self.marked.watch(mark.device, self.ledger.history, direction, describe)
             if self.captured is None:
                 return self._run(direction, inputs, tokens, kernel, given)
             return self.captured.run(
@@ -275,9 +278,8 @@ class Engine:
         if self.marked is not None:
             self.marked.open(inputs[0]["mark"]["mark"], self.ledger.history)
         results = self.drive([executor.run() for executor in executors])
-        largest = None if self.marked is None else self.marked.close()
-        if largest is not None:
-            self.ledger.check_marks(largest, [tensor for fields in results[0].values() for tensor in fields.values()])
+        if self.marked is not None:
+            self.marked.close([tensor for fields in results[0].values() for tensor in fields.values()])
         self.meters[:] = [executor.meter for executor in executors]
         for executor, result, lengths in zip(executors, results, tokens, strict=True):
             _fill_in_empty(result, executor.new_output, direction, lengths)

@@ -5,7 +5,7 @@ Nothing here imports triton until a kernel is first launched. Outputs are (batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -80,21 +80,21 @@ def stand_in_rows(do: Tensor, delta: Tensor, lse: Tensor) -> tuple[Tensor, Tenso
     return out, filled
 
 
-def spoil(balance: Tensor, seen: Tensor, results: Sequence[Tensor]) -> None:
-    """Fill `results`, up to three, and `seen` in pinned host memory with NaN unless the two numbers in `balance` add up
-    to 0. Results have no gaps in memory."""
+def check_marks(largest: Tensor, state: Tensor, seen: Tensor, results: Sequence[Tensor], *, counts: bool) -> None:
+    """`execution.alarm.Alarm.check` of up to three results without gaps in memory; `seen` is in pinned host memory."""
     sizes = [*(result.numel() for result in results), 0, 0][:3]
     filled = [*results, results[0], results[0]][:3]
 
     def arguments(given: Sequence[Any]) -> list[Any]:
-        balance, seen, *results = given
-        return [balance, seen, *(x for pair in zip(results, sizes, strict=True) for x in pair), _SPOILT_AT_ONCE]
+        largest, state, seen, *results = given
+        return [largest, state, seen, *(x for pair in zip(results, sizes, strict=True) for x in pair), counts, 1024]
 
-    _launch_prepared(("spoil", *sizes), (balance, seen, *filled), lambda: ("spoil", (_SPOILING, 1, 1), arguments))
+    key = ("check_marks", *sizes, counts)
+    _launch_prepared(key, (largest, state, seen, *filled), lambda: ("check_marks", (_SPOILING, 1, 1), arguments))
 
 
-_SPOILING, _SPOILT_AT_ONCE = 64, 1024
-"""Programs that fill results with NaN, and elements that one of them fills at once. As a rule there is nothing to do."""
+_SPOILING = 64
+"""Programs that fill results with NaN; as a rule they have nothing to do."""
 
 
 def _empty_output(do: Tensor) -> Tensor:

@@ -266,19 +266,40 @@ def stand_in_rows(
 
 
 @triton.jit(do_not_specialize=["a_size", "b_size", "c_size"])
-def spoil(balance, seen, a, a_size: tl.int64, b, b_size: tl.int64, c, c_size: tl.int64, block: tl.constexpr):
-    """Fill a, b, c and seen with NaN unless the two numbers in `balance` add up to 0."""
-    if tl.load(balance) + tl.load(balance + 1) != 0:
-        nothing = float("nan")
-        tl.store(seen, nothing)
-        start = tl.program_id(0).to(tl.int64) * block
-        step = tl.num_programs(0).to(tl.int64) * block
+def check_marks(
+    largest,
+    state,
+    seen,
+    a,
+    a_size: tl.int64,
+    b,
+    b_size: tl.int64,
+    c,
+    c_size: tl.int64,
+    counts: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Fill a, b and c with NaN if the state's first number is NaN, which it becomes unless the two numbers in `largest`
+    add up to 0. If it `counts`, add 1 to the state's second number. `seen` is a copy of the state."""
+    is_different = tl.load(largest) + tl.load(largest + 1) != 0
+    spoilt = tl.load(state)
+    program = tl.program_id(0)
+    if program == 0:
+        if is_different:
+            tl.store(state, float("nan"))
+            tl.store(seen, float("nan"))
+        if counts:
+            over = tl.load(state + 1) + 1
+            tl.store(state + 1, over)
+            tl.store(seen + 1, over)
+    if is_different | (spoilt != spoilt):
+        start, step = program.to(tl.int64) * block, tl.num_programs(0).to(tl.int64) * block
         for at in range(start, a_size, step):
             index = at + tl.arange(0, block)
-            tl.store(a + index, nothing, mask=index < a_size)
+            tl.store(a + index, float("nan"), mask=index < a_size)
         for at in range(start, b_size, step):
             index = at + tl.arange(0, block)
-            tl.store(b + index, nothing, mask=index < b_size)
+            tl.store(b + index, float("nan"), mask=index < b_size)
         for at in range(start, c_size, step):
             index = at + tl.arange(0, block)
-            tl.store(c + index, nothing, mask=index < c_size)
+            tl.store(c + index, float("nan"), mask=index < c_size)

@@ -1,0 +1,106 @@
+"""Reports: what each rank of a group is doing, and what follows from them when one waits for too long.
+
+Values and functions without clocks or transports; `watch` collects the reports.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+DIFFERENT_CALLS = "every rank must make the same calls in the same order"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's account of itself. `passes` and `sharings` are how many it has begun on the group.
+
+    `hashes` are those of passes that may still be under way, by number; ranks in the same calls have equal ones. `at`
+    names the step it waits at, in the pass `number`, for the ranks `waits_for`; it is empty if the rank does not wait.
+    """
+
+    rank: int
+    passes: int = 0
+    sharings: int = 0
+    hashes: Mapping[int, int] = field(default_factory=dict)
+    number: int = 0
+    at: str = ""
+    waits_for: tuple[int, ...] = ()
+    failure: str = ""
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Report:
+        found = json.loads(text)
+        found["hashes"] = {int(number): value for number, value in found["hashes"].items()}
+        return cls(**{**found, "waits_for": tuple(found["waits_for"])})
+
+
+class Verdict(NamedTuple):
+    """Why a rank waits: in full, and as other ranks repeat it. `is_certain`: waiting longer cannot help."""
+
+    text: str
+    reason: str
+    is_certain: bool
+
+
+def judge(own: Report, others: Mapping[int, Report], silent: Collection[int]) -> Verdict:
+    """Why this rank waits, from its own report, those of the ranks that answer, and the ranks that do not."""
+    here = f"rank {own.rank} waits in {own.at}" if own.at else f"rank {own.rank} is in pass {own.passes}"
+    for other in others.values():
+        if other.failure:
+            return Verdict(f"{here}: rank {other.rank} gave up: {other.failure}", other.failure, True)
+    reports = {own.rank: own, **others}
+    if different := find_different_calls(reports):
+        return _verdict(f"{here}: {different}; {DIFFERENT_CALLS}", is_certain=True)
+    if silent:
+        verb = "does not answer: its process has" if len(silent) == 1 else "do not answer: their processes have"
+        return _verdict(f"{here}: {_ranks(silent)} {verb} ended or stopped", is_certain=False)
+    if late := [rank for rank, other in others.items() if own.number > other.passes]:
+        verb = "has" if len(late) == 1 else "have"
+        return _verdict(f"{here}: {_ranks(late)} {verb} not begun pass {own.number}", is_certain=False)
+    if slow := sorted(_waited_for(own, others)):
+        verb = "is" if len(slow) == 1 else "are"
+        return _verdict(f"{here}: {_ranks(slow)} {verb} in pass {own.number} too, but not as far", is_certain=False)
+    return _verdict(f"{here}: all ranks are in pass {own.number} and wait for each other", is_certain=False)
+
+
+def _verdict(text: str, *, is_certain: bool) -> Verdict:
+    return Verdict(text, text, is_certain)
+
+
+def find_different_calls(reports: Mapping[int, Report]) -> str | None:
+    """Say which ranks are in different calls; None if all may still be in the same."""
+    for number in sorted({number for report in reports.values() for number in report.hashes}):
+        calls: dict[int, list[int]] = {}
+        for rank, report in reports.items():
+            if number in report.hashes:
+                calls.setdefault(report.hashes[number], []).append(rank)
+        if len(calls) > 1:
+            few, *_, many = sorted(calls.values(), key=lambda ranks: (len(ranks), [-rank for rank in ranks]))
+            verb = "makes" if len(few) == 1 else "make"
+            return f"{_ranks(few)} {verb} another call than {_ranks(many)} in pass {number}"
+    for ahead in reports.values():
+        for other in reports.values():
+            if ahead.sharings > other.sharings and ahead.passes < other.passes:
+                return f"rank {ahead.rank} compares its call with the others, but rank {other.rank} is in one it knows"
+    return None
+
+
+def _waited_for(own: Report, others: Mapping[int, Report]) -> set[int]:
+    """The ranks that this one waits for, directly or by way of ranks that wait as well, and that do not wait."""
+    seen, due = {own.rank}, list(own.waits_for)
+    while due:
+        rank = due.pop()
+        if rank not in seen:
+            seen.add(rank)
+            due += others[rank].waits_for if rank in others else ()
+    return {rank for rank in seen - {own.rank} if rank in others and not others[rank].at}
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, sorted(ranks)))}"

@@ -1,0 +1,302 @@
+"""The watch on a group whose transfers run on a device, as with NCCL: nothing tells the host there that a rank waits.
+
+The device counts the passes that are over in host memory, so watching costs a pass nothing. If one is not over for a
+while, this rank asks the others through the group's store what they do, and each of them answers, whatever its calls
+are doing. A rank that waits for too long, or in vain, gives up: it logs why, spoils the results of the passes under
+way, and aborts the group's transfers, so that nobody waits for them. Later calls raise. That is in time: at the group's
+timeout, torch would end the process, and name no rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from threading import Event, Thread
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore
+
+from mesh_attention.comm.reports import Report, Verdict, judge
+
+logger = logging.getLogger(__name__)
+TICK_S = 0.5
+STALL_S = 2.0
+"""Seconds without progress after which a rank asks the others."""
+SILENT_S = 3.0
+"""Seconds without an answer after which a rank counts as silent."""
+MOST_HASHES = 16
+"""Passes under way that a report tells of."""
+Post = tuple[float, Sequence[Any]]
+"""When transfers were posted, and torch's handles of them."""
+
+
+@dataclass
+class WatchedPass:
+    """One pass on its way. `describe` names the step of a post, and the ranks it waits for."""
+
+    number: int
+    history: int
+    direction: str
+    describe: Callable[[int], tuple[str, Sequence[int]]]
+    began: float = field(default_factory=time.monotonic)
+    posts: list[Post] | None = None
+    """None in a CUDA graph, whose transfers cannot be told apart."""
+    closed: float | None = None
+    """When everything was posted."""
+
+    index: int = 0
+    """Its place among the passes that are watched."""
+    posts_over: int = 0
+    """Posts that were seen to be over; they end in order."""
+
+    def waiting(self, *, has_failed: bool) -> Waiting | None:
+        """The first post that is not over; None if this rank waits for none.
+
+        Once transfers of the group have failed, torch calls all of them completed.
+        """
+        here = f"{self.direction} pass {self.number}"
+        if self.posts is None:
+            return Waiting(self.number, here, (), self.began)
+        while not has_failed and self.posts_over < len(self.posts) and _is_over(self.posts[self.posts_over]):
+            self.posts_over += 1
+        if self.posts_over < len(self.posts):
+            step, peers = self.describe(self.posts_over)
+            where = f"{here}, at or after {step}" if has_failed else f"{here}, {step}"
+            return Waiting(self.number, where, tuple(peers), self.posts[self.posts_over][0])
+        return None if self.closed is None else Waiting(self.number, f"{here}, at its end", (), self.closed)
+
+
+def _is_over(post: Post) -> bool:
+    return all(work.is_completed() for work in post[1])
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Where this rank waits, for whom, and since when."""
+
+    number: int
+    at: str
+    waits_for: tuple[int, ...]
+    since: float
+
+
+class Watch:
+    """Watches the passes of one group on one device.
+
+    `patience_s` is how long a rank may wait, and `passes_over` reads how many passes are over; `abort` makes all others
+    end. `counts` are the sharings and passes that this rank has begun on the group. `has_failed` says that the backend
+    has given up on the group's transfers, `failure` is an error of this rank's calls, and the watch ends when it is no
+    longer `is_alive`.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        store: Any,
+        patience_s: Callable[[], float],
+        passes_over: Callable[[], int],
+        counts: Callable[[], tuple[int, int]],
+        abort: Callable[[], None],
+        has_failed: Callable[[], bool],
+        failure: Callable[[], str | None],
+        is_alive: Callable[[], bool],
+    ) -> None:
+        self.rank, self.size, self.patience_s = rank, size, patience_s
+        self.passes_over, self.counts, self.abort = passes_over, counts, abort
+        self.has_failed, self.failure, self.is_alive = has_failed, failure, is_alive
+        self.begun = 0
+        self.passes: deque[WatchedPass] = deque()
+        self.verdict: Verdict | None = None
+        self.decided, self.is_over = Event(), Event()
+        self.trouble: str | None = None
+        """An error of this rank's transfers: the others are asked at once, and nobody waits for the patience."""
+        self.exchange = Exchange(rank, size, store)
+        self._progress = (0, time.monotonic())
+        self._asked: float | None = None
+        self._threads = [Thread(target=self._run, daemon=True), Thread(target=self.exchange.run, daemon=True)]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.stop)
+
+    def begin(self, watched: WatchedPass) -> None:
+        """A pass is begun. Called for each of them, so it must be quick."""
+        over = self.passes_over()
+        while self.passes and self.passes[0].index < over:
+            self.passes.popleft()
+        watched.index = self.begun
+        self.passes.append(watched)
+        self.begun += 1
+
+    def explain(self, error: str, within_s: float = STALL_S + 2 * SILENT_S) -> str | None:
+        """Why transfers of this rank failed, as far as the others know; None if nothing was found out in time."""
+        if self.verdict is None and self.passes_over() >= self.begun:
+            return None  # it was not in a pass
+        self.trouble = self.trouble or error
+        self.decided.wait(within_s)
+        return None if self.verdict is None else self.verdict.text
+
+    def stop(self) -> None:
+        atexit.unregister(self.stop)
+        self.is_over.set()
+        self.exchange.is_over.set()
+        for thread in self._threads:
+            thread.join(2 * TICK_S)
+
+    # The thread
+
+    def _run(self) -> None:
+        while not self.is_over.wait(TICK_S):
+            try:
+                self._look(time.monotonic())
+            except Exception:
+                logger.debug("the watch could not look", exc_info=True)
+            if self.verdict is not None or not self.is_alive():
+                break
+        self.exchange.is_over.wait(SILENT_S)  # so that the others hear why
+        self.exchange.is_over.set()
+
+    def _look(self, now: float) -> None:
+        over = self.passes_over()
+        if over != self._progress[0] or over >= self.begun:
+            self._progress = (over, now)
+        has_failed = over < self.begun and self.has_failed()
+        waiting = self._oldest(over, has_failed=has_failed)
+        is_stalled = has_failed or now - self._progress[1] > STALL_S
+        self.exchange.report = self._report(waiting)
+        self.exchange.is_asking = (waiting is not None and is_stalled) or self.trouble is not None
+        found = self.exchange.found
+        if failed := next((other for other in found.reports.values() if other.failure), None):
+            self._give_up(judge(self.exchange.report, {failed.rank: failed}, ()))
+        elif self.exchange.is_asking:
+            self._judge(waiting, found, now, has_failed=has_failed or self.trouble is not None)
+        else:
+            self._asked = None
+
+    def _judge(self, waiting: Waiting | None, found: Found, now: float, *, has_failed: bool) -> None:
+        is_late = waiting is not None and now - waiting.since > self.patience_s()
+        asked = self._asked = self._asked or now
+        if now - asked < SILENT_S and not is_late:
+            return  # it takes others a moment to answer
+        if now - self.exchange.heard > SILENT_S:
+            if has_failed or is_late:
+                self._give_up(Verdict(here := f"{self._here(waiting)}: {STORE_IS_SILENT}", here, True))
+            return
+        silent = [rank for rank, heard in found.heard.items() if now - max(heard, asked) > SILENT_S]
+        verdict = judge(self.exchange.report, found.reports, silent)
+        if verdict.is_certain or has_failed or is_late:
+            self._give_up(verdict)
+
+    def _here(self, waiting: Waiting | None) -> str:
+        return f"rank {self.rank} waits" + ("" if waiting is None else f" in {waiting.at}")
+
+    def _oldest(self, over: int, *, has_failed: bool) -> Waiting | None:
+        for watched in list(self.passes):
+            if watched.index >= over and (waiting := watched.waiting(has_failed=has_failed)):
+                return waiting
+        return None
+
+    def _report(self, waiting: Waiting | None) -> Report:
+        sharings, passes = self.counts()
+        return Report(
+            rank=self.rank,
+            passes=passes,
+            sharings=sharings,
+            hashes={one.number: one.history for one in list(self.passes)[:MOST_HASHES]},
+            number=0 if waiting is None else waiting.number,
+            at="" if waiting is None else waiting.at,
+            waits_for=() if waiting is None else waiting.waits_for,
+            failure=(self.verdict.reason if self.verdict else self.failure()) or "",
+        )
+
+    def _give_up(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        logger.error("%s. Results of this pass and later ones are NaN", verdict.text)
+        self.exchange.report = self._report(None)
+        self.exchange.tell()
+        self.decided.set()
+        with suppress(Exception):
+            self.abort()
+
+
+STORE_IS_SILENT = "the group's store does not answer: the process that keeps it, often rank 0, has ended or stopped"
+
+
+@dataclass
+class Found:
+    """The last reports of the other ranks, and when each of them last answered."""
+
+    reports: dict[int, Report] = field(default_factory=dict)
+    heard: dict[int, float] = field(default_factory=dict)
+
+
+class Exchange:
+    """Asks the other ranks for reports, and answers when they ask. A thread of its own: the store may not answer."""
+
+    def __init__(self, rank: int, size: int, store: Any) -> None:
+        self.rank, self.size, self.store = rank, size, store
+        self.report = Report(rank)
+        self.is_asking = False
+        self.heard = time.monotonic()
+        self.found = Found()
+        self.is_over, self._wake = Event(), Event()
+        self._beat, self._asked_by_others = 0, 0
+        self._texts: dict[int, bytes] = {}
+
+    def run(self) -> None:
+        store = None
+        while not self.is_over.is_set():
+            self._wake.wait(TICK_S * max(1.0, self.size / 64))
+            self._wake.clear()
+            try:
+                store = store or _own_store(self.store)
+                self._turn(store)
+                self.heard = time.monotonic()
+            except Exception:
+                logger.debug("the store does not answer", exc_info=True)
+                time.sleep(TICK_S)
+
+    def tell(self) -> None:
+        """Answer at once, although nobody asked."""
+        self._asked_by_others = -1
+        self._wake.set()
+
+    def _turn(self, store: Any) -> None:
+        asked = store.add("asked", 1 if self.is_asking else 0)
+        if asked == self._asked_by_others:
+            return
+        self._asked_by_others = asked
+        self._beat += 1
+        store.set(_key(self.rank), f"{self._beat} {self.report.to_text()}")
+        self._read(store)
+
+    def _read(self, store: Any) -> None:
+        ranks = [rank for rank in range(self.size) if rank != self.rank]
+        if not store.check([_key(rank) for rank in ranks]):
+            ranks = [rank for rank in ranks if store.check([_key(rank)])]
+        now = time.monotonic()
+        texts = store.multi_get([_key(rank) for rank in ranks]) if ranks else []
+        reports, heard = {}, {rank: self.found.heard.get(rank, 0.0) for rank in range(self.size) if rank != self.rank}
+        for rank, text in zip(ranks, texts, strict=True):
+            reports[rank] = Report.from_text(text.decode().partition(" ")[2])
+            if self._texts.get(rank) != text:
+                self._texts[rank], heard[rank] = text, now
+        self.found = Found(reports, heard)
+
+
+def _key(rank: int) -> str:
+    return f"report of rank {rank}"
+
+
+def _own_store(store: Any) -> Any:
+    """A connection of its own: the caller's may be waiting for something else."""
+    made = PrefixStore("mesh-attention watch", store.clone())
+    made.set_timeout(timedelta(seconds=SILENT_S))
+    return made
