@@ -28,7 +28,7 @@ from mesh_attention.kernels.base import Demand, Kernel, Scores
 from mesh_attention.kernels.select import choose_kernel, choose_merging
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import Direction, Item
+from mesh_attention.plan.steps import INPUTS, Direction, Item
 from mesh_attention.problem import Problem
 
 MOST_ENGINES = 128
@@ -289,6 +289,11 @@ class Engine:
         """Choose the kernel and compile the programs of forward, so that nothing is left that one rank could refuse."""
         self.kernel_for(device, lse_gradient=False)
         self.programs("forward")
+
+    @cached_property
+    def keeps_all_inputs(self) -> bool:
+        """True if backward reads what forward kept, and none of the caller's inputs."""
+        return set(self.programs("forward")[0].plan.schedule.keep) == set(INPUTS["forward"])
 
     # One kernel call
 
