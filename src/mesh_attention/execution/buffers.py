@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,18 @@ class TokenFormat:
     nbytes: int
 
 
+@lru_cache(maxsize=4096)
+def _views(fmt: TokenFormat, tokens: int, batch: int) -> tuple[tuple[str, torch.dtype, tuple[Any, ...]], ...]:
+    """Each field's name and dtype, and its sizes, strides and offset in memory of that dtype."""
+    found = []
+    for name, start, _, heads, dim, dtype in fmt.slots:
+        width = fmt.nbytes // dtype.itemsize
+        size = 3 if name in STATISTICS else 4
+        sizes, strides = (batch, heads, tokens, dim)[:size], (width, dim, batch * width, 1)[:size]
+        found.append((name, dtype, (sizes, strides, start // dtype.itemsize)))
+    return tuple(found)
+
+
 @lru_cache(maxsize=256)
 def token_format(kind: Kind, problem: Problem, ulysses: int, is_running: bool) -> TokenFormat:
     wire = DTYPES[problem.dtype]
@@ -86,12 +98,11 @@ class Buffer:
     `raw` is None for a caller's tensors.
     """
 
-    __slots__ = ("_flat", "_views", "fields", "raw")
+    __slots__ = ("_views", "fields", "raw")
 
     def __init__(self, fields: Mapping[str, Tensor], raw: Tensor | None = None) -> None:
         self.fields, self.raw = fields, raw
         self._views: dict[tuple[str, TokenSpan], Tensor] = {}
-        self._flat = None if raw is None else raw.view(-1)
 
     def view(self, name: str, span: TokenSpan | None) -> Tensor:
         """A span of tokens of a field, or all of them. Made once: making a view takes longer than looking it up."""
@@ -109,18 +120,15 @@ class Buffer:
     @classmethod
     def over(cls, fmt: TokenFormat, raw: Tensor) -> Buffer:
         """A buffer over existing bytes (tokens, batch, bytes per token)."""
-        tokens, batch, nbytes = raw.shape
+        tokens, batch, _ = raw.shape
         typed: dict[torch.dtype, Tensor] = {}
         fields = {}
-        for name, start, _, heads, dim, dtype in fmt.slots:
-            if dtype not in typed:
-                typed[dtype] = raw.view(dtype)
-            # One as_strided instead of a slice, a view and a permute: hosts are slow, and there are many buffers.
-            width = nbytes // dtype.itemsize
-            sizes, strides = (batch, heads, tokens, dim), (width, dim, batch * width, 1)
-            size = 3 if name in STATISTICS else 4
-            at = typed[dtype].storage_offset() + start // dtype.itemsize
-            fields[name] = typed[dtype].as_strided(sizes[:size], strides[:size], at)
+        # One as_strided instead of a slice, a view and a permute: hosts are slow, and there are many buffers.
+        for name, dtype, (sizes, strides, at) in _views(fmt, tokens, batch):
+            flat = typed.get(dtype)
+            if flat is None:
+                flat = typed[dtype] = raw.view(dtype)
+            fields[name] = flat.as_strided(sizes, strides, flat.storage_offset() + at)
         return cls(fields, raw)
 
     @property
@@ -130,9 +138,7 @@ class Buffer:
     def chunk(self, start: int, stop: int) -> Tensor:
         """The bytes of a span of tokens; contiguous."""
         assert self.raw is not None, "the caller's tensors do not travel; they are packed first"
-        assert self._flat is not None
-        _, batch, nbytes = self.raw.shape
-        return self._flat[start * batch * nbytes : stop * batch * nbytes]
+        return self.raw if stop - start == len(self.raw) else self.raw.narrow(0, start, stop - start)
 
 
 class Meter:
@@ -150,9 +156,10 @@ class Meter:
 
 
 class Allocation(NamedTuple):
-    """Items that share one allocation, the spans of each in it, and its size."""
+    """Items that share one allocation, the spans of each in it, and its size and format."""
 
     items: tuple[Item, ...]
     spans: dict[Item, tuple[TokenSpan, ...]]
     tokens: int
     nbytes: int
+    fmt: TokenFormat

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mesh_attention.execution.buffers import Allocation, TokenSpan
+from mesh_attention.execution.buffers import Allocation, TokenSpan, token_format
 from mesh_attention.kernels.base import CallMask
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.blocks import BlockMatrix
@@ -89,6 +89,8 @@ class Compiled:
     steps: tuple[Step, ...]
     instructions: tuple[Instruction, ...]
     allocations: dict[Item, Allocation]
+    exchanged: dict[tuple[Item, int], tuple[TokenSpan, ...]]
+    """Spans of each rank's tokens in the buffer of an item that an exchange makes or takes apart."""
     peak_nbytes: int
     device_nbytes: int
     kept: tuple[Item, ...]
@@ -111,6 +113,7 @@ def compile_program(plan: Plan, rank: int) -> Compiled:
         program.steps,
         tuple(instructions),
         compiling.allocations,
+        _held_in_wholes(program.steps, matrix, compiling.allocations),
         program.peak_nbytes,
         peak_nbytes(plan, rank, program.steps, calls),
         tuple(item for group in kept for item in group),
@@ -147,7 +150,8 @@ def lay_out(items: Iterable[Item], matrix: BlockMatrix) -> Allocation:
         spans[item].append(TokenSpan(at, at + len(segment)))
         at += len(segment)
     nbytes = sum(matrix.nbytes(item).total for item in items)
-    return Allocation(items, {item: tuple(found) for item, found in spans.items()}, at, nbytes)
+    fmt = token_format(items[0].kind, matrix.problem, matrix.assignment.ulysses, items[0].form == "running")
+    return Allocation(items, {item: tuple(found) for item, found in spans.items()}, at, nbytes, fmt)
 
 
 def _allocations(
@@ -161,7 +165,35 @@ def _allocations(
         for item in (*done.reads, *done.writes, *done.adds, *done.frees):
             if item not in allocations:
                 allocations[item] = lay_out((item,), matrix)
+        if isinstance(step, Exchange):
+            allocations |= {piece: lay_out((piece,), matrix) for piece in _pieces(step)}
     return allocations
+
+
+def _held_in_wholes(
+    steps: tuple[Step, ...], matrix: BlockMatrix, allocations: dict[Item, Allocation]
+) -> dict[tuple[Item, int], tuple[TokenSpan, ...]]:
+    """For each item that an exchange makes or takes apart: the spans of each rank's tokens in its buffer."""
+    found: dict[tuple[Item, int], tuple[TokenSpan, ...]] = {}
+    for step in steps:
+        if isinstance(step, Exchange):
+            whole = step.after if step.after.form == "whole" else step.before
+            held = list(zip(item_segments(whole, matrix), allocations[whole].spans[whole], strict=True))
+            home = step.before if whole is step.after else step.after
+            for rank in {home.shard, *(piece.shard for piece in _pieces(step))}:
+                found[whole, rank] = tuple(_spans_of(matrix.home_segments(AXIS_OF[whole.kind], rank), held))
+    return found
+
+
+def _pieces(step: Exchange) -> list[Item]:
+    return [send.item for send in step.sends] + [recv.item for recv in step.recvs]
+
+
+def _spans_of(segments: Iterable[Segment], held: list[tuple[Segment, TokenSpan]]) -> Iterator[TokenSpan]:
+    for segment in segments:
+        outer, span = next((s, span) for s, span in held if s.step == segment.step and segment.start in s)
+        start = span.start + outer.index(segment.start)
+        yield TokenSpan(start, start + len(segment))
 
 
 class _Details(NamedTuple):

@@ -15,12 +15,11 @@ from typing_extensions import assert_never
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work
 from mesh_attention.errors import DisagreementError, TransportError
-from mesh_attention.execution.buffers import Buffer, Meter, TokenSpan, token_format
-from mesh_attention.execution.compiled import Call, Compiled, Instruction, Stretch, item_segments, lay_out
+from mesh_attention.execution.buffers import Allocation, Buffer, Meter, TokenSpan
+from mesh_attention.execution.compiled import Call, Compiled, Instruction, Stretch
 from mesh_attention.kernels.base import Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.merge import Merging, TorchMerging
 from mesh_attention.plan.steps import (
-    AXIS_OF,
     INPUTS,
     Attend,
     Clear,
@@ -159,13 +158,13 @@ class Executor:
     def _allocate(self, item: Item) -> Buffer:
         allocation = self.compiled.allocations[item]
         neighbour = next((other for other in allocation.items if other in self.buffers), None)
-        if neighbour is not None:
-            buffer = self.buffers[neighbour]
-        else:
-            fmt = token_format(item.kind, self.problem, self.assignment.ulysses, item.form == "running")
-            buffer = Buffer.empty(fmt, tokens=allocation.tokens, batch=self.problem.batch, device=self.device)
-            self.meter.take(buffer.nbytes)
-        self.buffers[item] = buffer
+        buffer = self.buffers[item] = self._new_buffer(allocation) if neighbour is None else self.buffers[neighbour]
+        return buffer
+
+    def _new_buffer(self, allocation: Allocation) -> Buffer:
+        tokens, batch = allocation.tokens, self.problem.batch
+        buffer = Buffer.empty(allocation.fmt, tokens=tokens, batch=batch, device=self.device)
+        self.meter.take(buffer.nbytes)
         return buffer
 
     def _release(self, item: Item) -> None:
@@ -294,7 +293,7 @@ class Executor:
             self._allocate(whole)
         at_whole = self.buffers[whole]
         pieces = [send.item for send in step.sends] if inward else [recv.item for recv in step.recvs]
-        staged = {piece: self._stage(piece) for piece in pieces}
+        staged = {piece: self._new_buffer(self.compiled.allocations[piece]) for piece in pieces}
         if inward:
             for piece, staging in staged.items():
                 self._copy(staging.fields, self._heads(at_home, piece.source))
@@ -306,13 +305,6 @@ class Executor:
                 self._copy(self._heads(at_home, piece.source), staging.fields)
             self.meter.give(staging.nbytes)
 
-    def _stage(self, piece: Item) -> Buffer:
-        tokens = sum(map(len, item_segments(piece, self.matrix)))
-        fmt = token_format(piece.kind, self.problem, self.assignment.ulysses, False)
-        staging = Buffer.empty(fmt, tokens=tokens, batch=self.problem.batch, device=self.device)
-        self.meter.take(staging.nbytes)
-        return staging
-
     def _heads(self, fields: Fields, head_slice: int | None) -> Fields:
         """The fields' slice of the heads."""
         at = head_slice or 0
@@ -321,29 +313,18 @@ class Executor:
 
     def _exchange_chunks(self, piece: Item, whole: Item, staged: Mapping[Item, Buffer]) -> list[Tensor]:
         if piece in staged:
-            allocation = lay_out((piece,), self.matrix)
-            return [staged[piece].chunk(*span) for span in allocation.spans[piece]]
-        return [self.buffers[whole].chunk(*span) for span in self._spans_in(whole, piece.shard)]
+            return [staged[piece].chunk(*span) for span in self.compiled.allocations[piece].spans[piece]]
+        return [self.buffers[whole].chunk(*span) for span in self.compiled.exchanged[whole, piece.shard]]
 
     def _keep_own_piece(self, whole: Item, at_whole: Buffer, at_home: Fields, *, inward: bool) -> None:
         rank = self.compiled.rank
         own = self._heads(at_home, self.assignment.head_slice(rank))
         at = 0
-        for start, stop in self._spans_in(whole, rank):
+        for start, stop in self.compiled.exchanged[whole, rank]:
             here = {name: _part(tensor, TokenSpan(at, at + stop - start)) for name, tensor in own.items()}
             there = {name: _part(tensor, TokenSpan(start, stop)) for name, tensor in at_whole.fields.items()}
             self._copy(there, here) if inward else self._copy(here, there)
             at += stop - start
-
-    def _spans_in(self, whole: Item, rank: int) -> list[TokenSpan]:
-        """The spans of one rank's tokens in the buffer of its place's item."""
-        held = list(zip(item_segments(whole, self.matrix), self.compiled.allocations[whole].spans[whole], strict=True))
-        spans = []
-        for segment in self.matrix.home_segments(AXIS_OF[whole.kind], rank):
-            outer, span = next((s, span) for s, span in held if s.step == segment.step and segment.start in s)
-            start = span.start + outer.index(segment.start)
-            spans.append(TokenSpan(start, start + len(segment)))
-        return spans
 
 
 def _clear(sums: Buffer, span: TokenSpan | None) -> None:
