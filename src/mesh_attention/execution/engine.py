@@ -293,7 +293,8 @@ class Engine:
     @cached_property
     def keeps_all_inputs(self) -> bool:
         """True if backward reads what forward kept, and none of the caller's inputs."""
-        return set(self.programs("forward")[0].plan.schedule.keep) == set(INPUTS["forward"])
+        kept = self.programs("forward")[0].plan.schedule.keep
+        return self.single_call is None and set(kept) == set(INPUTS["forward"])
 
     # One kernel call
 
