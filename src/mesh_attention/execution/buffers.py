@@ -98,11 +98,12 @@ class Buffer:
     `raw` is None for a caller's tensors.
     """
 
-    __slots__ = ("_views", "fields", "raw")
+    __slots__ = ("_flat", "_views", "fields", "raw")
 
     def __init__(self, fields: Mapping[str, Tensor], raw: Tensor | None = None) -> None:
         self.fields, self.raw = fields, raw
         self._views: dict[tuple[str, TokenSpan], Tensor] = {}
+        self._flat: Tensor | None = None
 
     def view(self, name: str, span: TokenSpan | None) -> Tensor:
         """A span of tokens of a field, or all of them. Made once: making a view takes longer than looking it up."""
@@ -138,7 +139,12 @@ class Buffer:
     def chunk(self, start: int, stop: int) -> Tensor:
         """The bytes of a span of tokens; contiguous."""
         assert self.raw is not None, "the caller's tensors do not travel; they are packed first"
-        return self.raw if stop - start == len(self.raw) else self.raw.narrow(0, start, stop - start)
+        if self._flat is None:
+            self._flat = self.raw.view(-1)
+        tokens, batch, nbytes = self.raw.shape
+        if stop - start == tokens:
+            return self._flat
+        return self._flat.narrow(0, start * batch * nbytes, (stop - start) * batch * nbytes)
 
 
 class Meter:
