@@ -6,9 +6,9 @@
 
 16 heads of 128, bfloat16, causal. The device is idle before each pass. Waiting for it afterwards is not counted; "until
 done" includes it. "In a row" is the mean of several passes of which none waits for the device, as the layers of a model
-make them: then what the host needs is in its caches. On the CPU a pass computes and waits for transfers before it returns, so there only the profile is of
-use. With --profile, rank 0 prints where its host spends the time of a pass, or writes it to a folder. Prints a table
-and a JSON line.
+make them: then what the host needs is in its caches. On the CPU a pass computes and waits for transfers before it
+returns, so there only the profile is of use. With --profile, rank 0 prints where its host spends the time of a pass, or
+writes it to a folder. Prints a table and a JSON line.
 """
 
 from __future__ import annotations
