@@ -6,7 +6,7 @@ size that the plan counts with: bytes sent and bytes held are the plan's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -92,6 +92,42 @@ class TokenSpan(NamedTuple):
     stop: int
 
 
+class TwoSpans(NamedTuple):
+    """Two spans of one length: the first, and how far behind its start the second one starts."""
+
+    start: int
+    stop: int
+    step: int
+
+
+Span = TokenSpan | TwoSpans
+
+
+def part(field: Tensor, span: Span | None) -> Tensor:
+    """The tokens of a span, or all of them. Two spans of a batch of one are as a batch of two: one launch serves both."""
+    if span is None:
+        return field
+    if isinstance(span, TokenSpan):
+        return field.narrow(2, span.start, span.stop - span.start)
+    (_, heads, _, *dim), (_, per_head, per_token, *per_dim) = field.shape, field.stride()
+    sizes, strides = (2, heads, span.stop - span.start, *dim), (span.step * per_token, per_head, per_token, *per_dim)
+    return field.as_strided(sizes, strides, field.storage_offset() + span.start * per_token)
+
+
+def paired(spans: Sequence[tuple[Any, TokenSpan, TokenSpan]], batch: int) -> list[tuple[Any, Span, Span]]:
+    """Spans on two sides, each with something that must be equal, where two that follow one another are joined."""
+    found: list[tuple[Any, Span, Span]] = []
+    for what, ours, theirs in spans:
+        if batch == 1 and found and found[-1][0] == what:
+            _, (start, stop, *second), (their_start, their_stop, *_) = found[-1]
+            step, their_step = ours.start - start, theirs.start - their_start
+            if not second and stop - start == ours.stop - ours.start and min(step, their_step) > 0:
+                found[-1] = what, TwoSpans(start, stop, step), TwoSpans(their_start, their_stop, their_step)
+                continue
+        found.append((what, ours, theirs))
+    return found
+
+
 class Buffer:
     """Memory of one or more items. `fields` are (batch, heads, tokens, dim) views, statistics without dim.
 
@@ -102,16 +138,16 @@ class Buffer:
 
     def __init__(self, fields: Mapping[str, Tensor], raw: Tensor | None = None) -> None:
         self.fields, self.raw = fields, raw
-        self._views: dict[tuple[str, TokenSpan], Tensor] = {}
+        self._views: dict[tuple[str, Span], Tensor] = {}
         self._flat: Tensor | None = None
 
-    def view(self, name: str, span: TokenSpan | None) -> Tensor:
+    def view(self, name: str, span: Span | None) -> Tensor:
         """A span of tokens of a field, or all of them. Made once: making a view takes longer than looking it up."""
         if span is None:
             return self.fields[name]
         view = self._views.get((name, span))
         if view is None:
-            view = self._views[name, span] = self.fields[name].narrow(2, span.start, span.stop - span.start)
+            view = self._views[name, span] = part(self.fields[name], span)
         return view
 
     @classmethod

@@ -15,7 +15,7 @@ from typing_extensions import assert_never
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work
 from mesh_attention.errors import DisagreementError, TransportError
-from mesh_attention.execution.buffers import Allocation, Buffer, Meter, TokenSpan
+from mesh_attention.execution.buffers import Allocation, Buffer, Meter, Span, part
 from mesh_attention.execution.compiled import Call, Compiled, Instruction, Stretch
 from mesh_attention.kernels.base import Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.merge import Merging, TorchMerging
@@ -194,7 +194,7 @@ class Executor:
 
     def _add_output(self, call: Call, out: Tensor, lse: Tensor) -> None:
         for stretch in call.rows:
-            self._merge_output(stretch, _part(out, stretch.other), _part(lse, stretch.other))
+            self._merge_output(stretch, part(out, stretch.other), part(lse, stretch.other))
 
     def _merge_output(self, stretch: Stretch, out: Tensor, lse: Tensor) -> None:
         sums = self.buffers[stretch.item]
@@ -203,10 +203,10 @@ class Executor:
 
     def _add_gradients(self, call: Call, gradients: Gradients) -> None:
         for stretch in call.rows:
-            self._add(stretch, "dq", _part(gradients.dq, stretch.other))
+            self._add(stretch, "dq", part(gradients.dq, stretch.other))
         for stretch in call.cols:
-            self._add(stretch, "dk", _part(gradients.dk, stretch.other))
-            self._add(stretch, "dv", _part(gradients.dv, stretch.other))
+            self._add(stretch, "dk", part(gradients.dk, stretch.other))
+            self._add(stretch, "dv", part(gradients.dv, stretch.other))
 
     def _add(self, stretch: Stretch, name: str, partial: Tensor) -> None:
         add = self.merging.copy if stretch.is_first else self.merging.add
@@ -233,12 +233,8 @@ class Executor:
 
     def _pack(self, before: Item, after: Item) -> None:
         source, dest = self.buffers[before].fields, self._allocate(after).fields
-        allocations = self.compiled.allocations
-        for ours, theirs in zip(allocations[before].spans[before], allocations[after].spans[after], strict=True):
-            self._copy(
-                {name: _part(tensor, theirs) for name, tensor in dest.items()},
-                {name: _part(tensor, ours) for name, tensor in source.items()},
-            )
+        for ours, theirs in self.compiled.copied[after]:
+            self._copy(_parts(dest, theirs), _parts(source, ours))
 
     def _finish(self, item: Item, instruction: Instruction) -> None:
         total = running(item.kind, item.shard)
@@ -247,7 +243,7 @@ class Executor:
             _clear(sums, stretch.inside)
         dest = self._output(item) if item.form == "home" else self._allocate(item).fields
         for stretch in instruction.stretches:
-            there = {name: _part(tensor, stretch.other) for name, tensor in dest.items()}
+            there = _parts(dest, stretch.other)
             here = {name: sums.view(name, stretch.inside) for name in dest}
             self._copy(there, here)
         self._release(total)
@@ -317,22 +313,17 @@ class Executor:
         return [self.buffers[whole].chunk(*span) for span in self.compiled.exchanged[whole, piece.shard]]
 
     def _keep_own_piece(self, whole: Item, at_whole: Buffer, at_home: Fields, *, inward: bool) -> None:
-        rank = self.compiled.rank
-        own = self._heads(at_home, self.assignment.head_slice(rank))
-        at = 0
-        for start, stop in self.compiled.exchanged[whole, rank]:
-            here = {name: _part(tensor, TokenSpan(at, at + stop - start)) for name, tensor in own.items()}
-            there = {name: _part(tensor, TokenSpan(start, stop)) for name, tensor in at_whole.fields.items()}
+        own = self._heads(at_home, self.assignment.head_slice(self.compiled.rank))
+        for at, inside in self.compiled.copied[whole]:
+            here, there = _parts(own, at), _parts(at_whole.fields, inside)
             self._copy(there, here) if inward else self._copy(here, there)
-            at += stop - start
 
 
-def _clear(sums: Buffer, span: TokenSpan | None) -> None:
+def _clear(sums: Buffer, span: Span | None) -> None:
     """Fill sums that nothing was added to: zeros, and for outputs an LSE of -inf."""
     for name in sums.fields:
         sums.view(name, span).fill_(-torch.inf if name == "lse" else 0.0)
 
 
-def _part(field: Tensor, span: TokenSpan | None) -> Tensor:
-    """A span of tokens of a field; all of them if no span is given."""
-    return field if span is None else field.narrow(2, span[0], span[1] - span[0])
+def _parts(fields: Fields, span: Span | None) -> Fields:
+    return {name: part(tensor, span) for name, tensor in fields.items()}
