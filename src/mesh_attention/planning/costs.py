@@ -7,10 +7,11 @@ adjacent are attended in several calls.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from mesh_attention.errors import ScheduleError
-from mesh_attention.plan.assignment import Assignment, Tile, check_assignment, tiles_of
+from mesh_attention.plan.assignment import Assignment, Tile, check_assignment, divisors, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix, elements_per_token
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, KINDS, OUTPUTS, Direction, Item, Kind
@@ -122,13 +123,35 @@ SAMPLED_PLACES = 16
 
 def least_volume_tile(problem: Problem, layout: Layout, direction: Direction, *, ulysses_degree: int = 1) -> Tile:
     """The tile whose busiest rank receives the fewest bytes; ties go to fewer rows. Overlap is ignored."""
-    places = problem.ranks // ulysses_degree
+    tiles = tiles_of(problem.ranks // ulysses_degree)
+    return min(tiles, key=lambda tile: most_received(problem, layout, Assignment(tile, ulysses_degree), direction))
 
-    def volume(tile: Tile) -> int:
-        matrix = BlockMatrix(problem, layout, Assignment(tile, ulysses_degree))
-        return max(received_nbytes(matrix, place, direction) for place in _sample(places))
 
-    return min(tiles_of(places), key=volume)
+def least_volume_degree(problem: Problem, layout: Layout, directions: Sequence[Direction]) -> int:
+    """The Ulysses degree whose busiest rank receives the fewest bytes over these passes, each with its best tile; ties
+    go to the smaller degree."""
+
+    def volume(degree: int) -> int:
+        grids = [Assignment(tile, degree) for tile in tiles_of(problem.ranks // degree)]
+        return sum(min(most_received(problem, layout, grid, direction) for grid in grids) for direction in directions)
+
+    return min((d for d in divisors(problem.ranks) if problem.kv_heads % d == 0), key=volume)
+
+
+def most_received(problem: Problem, layout: Layout, assignment: Assignment, direction: Direction) -> int:
+    """Tensor bytes that reach the busiest rank in one pass, with any planner: of a grid, and in Ulysses exchanges."""
+    matrix = BlockMatrix(problem, layout, assignment)
+    return max(
+        received_nbytes(matrix, place, direction) + exchanged_nbytes(matrix, place, direction)
+        for place in _sample(assignment.places)
+    )
+
+
+def exchanged_nbytes(matrix: BlockMatrix, place: int, direction: Direction) -> int:
+    """Tensor bytes that reach a rank of a place when heads are traded for tokens and back; 0 without Ulysses."""
+    others = matrix.assignment.ulysses - 1
+    kinds = (*INPUTS[direction], *OUTPUTS[direction])
+    return sum(matrix.nbytes(Item(kind, place)).payload for kind in kinds) * others // (others + 1)
 
 
 def received_nbytes(matrix: BlockMatrix, place: int, direction: Direction) -> int:

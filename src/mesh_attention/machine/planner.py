@@ -1,0 +1,213 @@
+"""`MachinePlanning`: plans by price for the machine that the ranks are on, or by bytes where prices are not known.
+
+Rank 0 chooses, and the other ranks make the same plans from its choice and its costs (`execution.together`). One line
+in the log says what was chosen, for which machine, and how to choose something else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+from mesh_attention.clusters import PRESETS
+from mesh_attention.comm.base import Comm
+from mesh_attention.comm.marked import innermost
+from mesh_attention.errors import TopologyError
+from mesh_attention.machine.facts import facts_of
+from mesh_attention.machine.files import calibrated, calibrated_file, keep_measured, measured, measured_file
+from mesh_attention.machine.probe import fitted, probe
+from mesh_attention.machine.shape import Facts, Machine, likeness_of, placed, preset_machine, ranks_per_node
+from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.planning.choice import Choice, least_volume_choice
+from mesh_attention.planning.costs import Costs
+from mesh_attention.planning.registry import Planner, Planning, make_plan
+from mesh_attention.problem import Problem
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.cache import cached_tune
+from mesh_attention.tuning.planner import tuned_planner
+from mesh_attention.tuning.result import Tuning
+from mesh_attention.tuning.traffic import costs_on
+from mesh_attention.units import format_time
+
+log = logging.getLogger(__name__)
+OVERRIDE = 'to decide yourself: MeshAttention(group, choice="…") or cluster=…'
+
+
+@dataclass
+class MachinePlanning:
+    """Chooses method, degree, tile, placement and grouping. `rank` is this process's, or 0 if it plays all ranks.
+
+    `cluster` is where prices come from: a cluster, a measurement by the ranks, or what is known about the machine. In
+    the last case, ranks that do not talk over NCCL go by bytes.
+    """
+
+    layout: Layout
+    cluster: Topology | Literal["measure"] | None
+    memory_nbytes: float | None
+    rank: int
+    _measured: dict[Hashable, Machine] = field(default_factory=dict)
+    _said: set[Hashable] = field(default_factory=set)
+
+    # Alone: in one process, or by bytes
+
+    def plans(self, problem: Problem, *, on_gpu: bool, needs_gradient: bool) -> Mapping[Direction, Plan]:
+        planning = self._alone(problem, needs_gradient)
+        return planning.plans(problem, on_gpu=on_gpu, needs_gradient=needs_gradient)
+
+    def _alone(self, problem: Problem, needs_gradient: bool) -> Planning:
+        if isinstance(self.cluster, Topology):
+            return Planning(Choice(layout=self.layout), planner=self._tuned_planner, is_tuned=True)
+        choice = self._by_bytes(problem, needs_gradient)
+        if problem.ranks > 1:
+            self._say(choice, f"{choice} for {_describe(problem)}: it moves the fewest bytes; {OVERRIDE}")
+        return Planning(choice)
+
+    @cached_property
+    def _tuned_planner(self) -> Planner:
+        assert isinstance(self.cluster, Topology)
+        return tuned_planner(self.cluster, memory_nbytes=self.memory_nbytes)
+
+    def _by_bytes(self, problem: Problem, needs_gradient: bool) -> Choice:
+        return least_volume_choice(problem, self.layout, DIRECTIONS if needs_gradient else DIRECTIONS[:1])
+
+    # Together
+
+    def together(self, comm: Comm, device: torch.device) -> MachinePlanning | None:
+        has_prices = self.cluster is not None or (device.type == "cuda" and comm.is_capturable)
+        return self if has_prices and comm.size > 1 else None
+
+    @property
+    def measures(self) -> bool:
+        return self.cluster == "measure"
+
+    def facts(self, device: torch.device) -> dict[str, Any]:
+        return facts_of(device).as_json
+
+    def wants_probe(self, problem: Problem, facts: Sequence[Any], comm: Comm) -> bool:
+        """True unless this object, or a file of an earlier job, has a measurement of these ranks."""
+        if _key(problem) in self._measured:
+            return False
+        path = measured_file(problem, _read(facts), _transport(comm))
+        found = measured(path)
+        if found is None or found.ranks != len(facts):
+            return True
+        self._measured[_key(problem)] = Machine(topology=found, source=f"measured earlier, {path}")
+        return False
+
+    def probe(self, problem: Problem, facts: Sequence[Any], comm: Comm, device: torch.device) -> None:
+        known = _read(facts)
+        here = ranks_per_node([one.host for one in known])
+        times = probe(problem, comm=comm, device=device, ranks_per_node=here)
+        if comm.rank != 0:
+            return
+        unmeasured = Machine(topology=None, source="by bytes") if device.type == "cpu" else preset_machine(known)
+        try:
+            topology = fitted(times, ranks=comm.size, ranks_per_node=here, known=unmeasured.topology)
+        except TopologyError as error:
+            log.warning("the measurement of this group is not used: %s", error)
+            self._measured[_key(problem)] = unmeasured
+            return
+        keep_measured(
+            measured_file(problem, known, _transport(comm)),
+            topology,
+            f"Measured by {comm.size} ranks at their first call. Remove this file to measure again.",
+        )
+        self._measured[_key(problem)] = Machine(topology=topology, source="measured")
+
+    def choose(self, problem: Problem, facts: Sequence[Any], *, needs_gradient: bool) -> Any:
+        machine = self._machine(problem, _read(facts))
+        directions = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
+        if machine.topology is None:
+            choice = self._by_bytes(problem, needs_gradient)
+            self._say(choice, f"{choice} for {_describe(problem)}: it moves the fewest bytes; {OVERRIDE}")
+            return _as_json(problem, dict.fromkeys(DIRECTIONS, choice), None)
+        tuning, _ = cached_tune(
+            problem,
+            machine.topology,
+            directions=directions,
+            layout=self.layout.name,
+            memory_nbytes=self.memory_nbytes,
+        )
+        choices = tuning.chosen.choices
+        self._say((*choices.values(), machine), describe_choice(problem, machine, tuning))
+        return _as_json(problem, {d: choices.get(d, choices["forward"]) for d in DIRECTIONS}, machine.topology)
+
+    def plans_of(self, problem: Problem, chosen: Any) -> Mapping[Direction, Plan]:
+        return {
+            direction: make_plan(
+                problem,
+                Choice.of(**chosen[direction]["choice"]),
+                direction=direction,
+                costs=None if chosen[direction]["costs"] is None else Costs(**chosen[direction]["costs"]),
+            )
+            for direction in DIRECTIONS
+        }
+
+    def _machine(self, problem: Problem, facts: Sequence[Facts]) -> Machine:
+        if isinstance(self.cluster, Topology):
+            return Machine(topology=self.cluster, source="given")
+        return self._measured[_key(problem)] if self.measures else known_machine(facts)
+
+    def _say(self, what: Hashable, line: str) -> None:
+        """Log the line, unless the same choice for the same machine has been logged before."""
+        if self.rank == 0 and what not in self._said:
+            self._said.add(what)
+            log.info("mesh-attention: %s", line)
+
+
+def known_machine(facts: Sequence[Facts]) -> Machine:
+    """The machine of these ranks: calibrated, or else the preset for the device."""
+    found = calibrated(facts[0].device)
+    if found is None:
+        return preset_machine(facts)
+    if found.nodes == 1 and found.between == found.inside:  # it was measured within one node
+        found = replace(found, between=PRESETS[likeness_of(facts[0]).preset].topology.between)
+    return Machine(topology=placed(found, facts), source=f"calibrated, {calibrated_file(facts[0].device)}")
+
+
+def describe_choice(problem: Problem, machine: Machine, tuning: Tuning) -> str:
+    """One line: what was chosen, for which machine, why, and how to choose something else."""
+    chosen = tuning.chosen
+    texts = {direction: str(choice) for direction, choice in chosen.choices.items()}
+    what = " and ".join(dict.fromkeys(texts.values()))
+    if len(set(texts.values())) > 1:
+        what = ", ".join(f"{direction} {text}" for direction, text in texts.items())
+    times = ", ".join(f"{format_time(one.time_s)} {direction}" for direction, one in chosen.forecasts.items())
+    others = [trial for trial in tuning.trials[1:] if not trial.is_bound]
+    why = f", next best {others[0].family} with {format_time(others[0].time_s)} in all" if others else ""
+    return f"{what} for {_describe(problem)} ({machine}): forecast {times}{why}; {OVERRIDE}"
+
+
+def _describe(problem: Problem) -> str:
+    return f"{problem.seq_q:,} tokens on {problem.ranks} ranks"
+
+
+def _as_json(problem: Problem, choices: Mapping[Direction, Choice], topology: Topology | None) -> dict[str, Any]:
+    """Choices and their costs as plain values; all that a rank needs to make the plans."""
+    found: dict[str, Any] = {}
+    for direction, choice in choices.items():
+        settled = choice.settled(problem, direction)
+        costs = None
+        if not settled.is_collective and topology is not None:
+            costs = asdict(costs_on(topology, problem, settled, direction))
+        found[direction] = {"choice": settled.options, "costs": costs}
+    return found
+
+
+def _read(facts: Sequence[Any]) -> list[Facts]:
+    return [Facts(**one) for one in facts]
+
+
+def _key(problem: Problem) -> Hashable:
+    return problem.dtype, problem.head_dim_qk, problem.head_dim_v
+
+
+def _transport(comm: Comm) -> str:
+    return f"{type(innermost(comm)).__name__} {'on the device' if comm.is_capturable else 'through the host'}"
