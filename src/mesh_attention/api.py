@@ -28,7 +28,7 @@ from mesh_attention.arguments import (
     refuse_transforms,
     refuse_unknown,
 )
-from mesh_attention.clusters import find_cluster
+from mesh_attention.clusters import MEASURE, find_cluster
 from mesh_attention.comm.base import Comm
 from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.torch_dist import Group, process_group
@@ -61,10 +61,14 @@ class MeshAttention:
     `method`, `tile`, `ulysses_degree`, `inner`, `layout`, `route`, `partials`, `blocks_per_call`, `keep`. The layout is
     zigzag unless stated.
 
-    With a `cluster` (``"h100x256"``, a .toml file or a Topology) the tuner chooses method, degree, tile, placement,
-    route and grouping for it, within `memory_limit` bytes a call. Only the cluster's machines count, not its number of
-    ranks: the ranks of the group fill its nodes one after the other. Without a cluster, and with nothing else given,
-    the tile is the one that moves the fewest bytes.
+    With nothing given, the library chooses. On GPUs with NCCL the tuner takes what is fastest for the machine at hand:
+    the device by its name, the nodes by the ranks' hosts, figures from `mesh-attention calibrate --keep` or a preset.
+    Anywhere else it takes the degree and tile that move the fewest bytes. Rank 0 chooses and logs one line.
+
+    With a `cluster` (``"h100x256"``, a .toml file or a Topology) the tuner chooses for that one, within `memory_limit`
+    bytes a call. Only the cluster's machines count, not its number of ranks: the ranks of the group fill its nodes one
+    after the other. With ``cluster="measure"`` the ranks measure their links and kernels at the first call, in less
+    than two seconds; the result is kept on disk.
 
     With `cuda_graphs`, repeated calls are launched as a CUDA graph, so that the host need not keep up with the device.
     The graph holds its memory between calls, and inputs and results are copied. On one rank, where a call is one
@@ -349,7 +353,7 @@ def _prove(plan: Plan) -> None:
 def _find_cluster(cluster: Topology | str | None, played: PlayedRanks) -> Topology | Literal["measure"] | None:
     if cluster is None:
         return None
-    if cluster == "measure":
+    if cluster == MEASURE:
         if played.is_local:
             raise UsageError('cluster="measure" needs ranks in processes of their own; a local group has no links')
         return "measure"

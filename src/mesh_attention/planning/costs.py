@@ -123,35 +123,31 @@ SAMPLED_PLACES = 16
 
 def least_volume_tile(problem: Problem, layout: Layout, direction: Direction, *, ulysses_degree: int = 1) -> Tile:
     """The tile whose busiest rank receives the fewest bytes; ties go to fewer rows. Overlap is ignored."""
-    tiles = tiles_of(problem.ranks // ulysses_degree)
-    return min(tiles, key=lambda tile: most_received(problem, layout, Assignment(tile, ulysses_degree), direction))
+    volumes = received_by_tile(problem, layout, direction, ulysses_degree)
+    return min(volumes, key=lambda tile: volumes[tile])
 
 
 def least_volume_degree(problem: Problem, layout: Layout, directions: Sequence[Direction]) -> int:
     """The Ulysses degree whose busiest rank receives the fewest bytes over these passes, each with its best tile; ties
     go to the smaller degree."""
-
-    def volume(degree: int) -> int:
-        grids = [Assignment(tile, degree) for tile in tiles_of(problem.ranks // degree)]
-        return sum(min(most_received(problem, layout, grid, direction) for grid in grids) for direction in directions)
-
-    return min((d for d in divisors(problem.ranks) if problem.kv_heads % d == 0), key=volume)
+    degrees = [degree for degree in divisors(problem.ranks) if problem.kv_heads % degree == 0]
+    return min(degrees, key=lambda u: sum(min(received_by_tile(problem, layout, d, u).values()) for d in directions))
 
 
-def most_received(problem: Problem, layout: Layout, assignment: Assignment, direction: Direction) -> int:
-    """Tensor bytes that reach the busiest rank in one pass, with any planner: of a grid, and in Ulysses exchanges."""
-    matrix = BlockMatrix(problem, layout, assignment)
-    return max(
-        received_nbytes(matrix, place, direction) + exchanged_nbytes(matrix, place, direction)
-        for place in _sample(assignment.places)
-    )
-
-
-def exchanged_nbytes(matrix: BlockMatrix, place: int, direction: Direction) -> int:
-    """Tensor bytes that reach a rank of a place when heads are traded for tokens and back; 0 without Ulysses."""
-    others = matrix.assignment.ulysses - 1
+def received_by_tile(problem: Problem, layout: Layout, direction: Direction, ulysses_degree: int) -> dict[Tile, float]:
+    """Tensor bytes that reach the busiest rank in one pass, with any planner, for every tile of a Ulysses degree."""
+    places = _sample(problem.ranks // ulysses_degree)
+    grids = [Assignment(tile, ulysses_degree) for tile in tiles_of(problem.ranks // ulysses_degree)]
+    matrix = BlockMatrix(problem, layout, grids[0])
     kinds = (*INPUTS[direction], *OUTPUTS[direction])
-    return sum(matrix.nbytes(Item(kind, place)).payload for kind in kinds) * others // (others + 1)
+    largest = {kind: max(matrix.nbytes(Item(kind, place)).payload for place in places) for kind in kinds}
+    exchanged = sum(largest.values()) * (1 - 1 / ulysses_degree)
+    if matrix.is_uniform:
+        return {g.tile: exchanged + sum(largest[kind] * (g.size(AXIS_OF[kind]) - 1) for kind in kinds) for g in grids}
+    matrices = [BlockMatrix(problem, layout, grid) for grid in grids]
+    return {
+        m.assignment.tile: exchanged + max(received_nbytes(m, place, direction) for place in places) for m in matrices
+    }
 
 
 def received_nbytes(matrix: BlockMatrix, place: int, direction: Direction) -> int:
