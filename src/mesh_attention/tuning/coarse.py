@@ -2,7 +2,11 @@
 
 So a new length, or another batch of packed documents, needs no new choice, and the choice does not depend on what was
 asked before: it is a function of the coarse problem. Lengths and windows are rounded to powers of √2 (times the number
-of ranks), and documents count as a window that leaves about as many pairs.
+of ranks), and documents count as a window that leaves about as many pairs, rounded to powers of 4, because they differ
+from batch to batch.
+
+Under a window that is short beside the sequence, a rank deals with near ranks only, and a part of the cluster with its
+part of the sequence takes as long as the whole. Such a problem is tuned on a part, and the choice is `widened`.
 
 A plan of the coarse problem is a plan of the problem after its problem is replaced: a schedule names offsets, never
 tokens, and lowering leaves out what a mask makes unnecessary. Only a ring of inner rings needs every shard everywhere;
@@ -15,24 +19,29 @@ from dataclasses import replace
 from math import log2
 
 from mesh_attention.masks import Mask
+from mesh_attention.plan.assignment import Tile, divisors
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.plan import Plan
+from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.mesh import has_inner_rings
 from mesh_attention.problem import MOST, Problem
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.candidates import method_of
 from mesh_attention.tuning.work import banded
 
 STEPS_PER_DOUBLING = 2
+PART_OF_REACHES = 4
+"""Reaches of a window that a part of the sequence must have."""
 LONGER = 2 ** (0.5 / STEPS_PER_DOUBLING)
 """A problem is at most this many times longer than its coarse form."""
 
 
 def coarse(problem: Problem) -> Problem:
     """The problem that stands for all that are like this one."""
-    mask = banded(problem)
+    mask, doublings = banded(problem), 1 / STEPS_PER_DOUBLING if problem.mask.documents is None else 2
     seq_q, seq_kv = (_length(tokens, problem.ranks) for tokens in (problem.seq_q, problem.seq_kv))
-    reaches = {"left": mask.left, "right": mask.right}
-    rounded = Mask(**{side: reach if not reach else _rounded(reach) for side, reach in reaches.items()})
-    return replace(problem, seq_q=seq_q, seq_kv=seq_kv, mask=rounded.within(seq_q, seq_kv))
+    left, right = (reach if not reach else _rounded(reach, doublings) for reach in (mask.left, mask.right))
+    return replace(problem, seq_q=seq_q, seq_kv=seq_kv, mask=Mask(left=left, right=right).within(seq_q, seq_kv))
 
 
 def _length(tokens: int, ranks: int) -> int:
@@ -41,15 +50,35 @@ def _length(tokens: int, ranks: int) -> int:
     return rounded if rounded <= MOST else tokens
 
 
-def _rounded(number: float) -> int:
-    step = round(log2(max(1.0, number)) * STEPS_PER_DOUBLING)
-    return round(2 ** (step / STEPS_PER_DOUBLING))
+def _rounded(number: float, doublings: float = 1 / STEPS_PER_DOUBLING) -> int:
+    return round(2 ** (round(log2(max(1.0, number)) / doublings) * doublings))
+
+
+def part_of(problem: Problem, topology: Topology) -> tuple[Problem, Topology]:
+    """The fewest ranks, in whole nodes and at least two of them, with which a local mask takes as long as on all."""
+    mask = problem.mask
+    if mask.documents is not None or mask.left is None or mask.right is None or problem.seq_q != problem.seq_kv:
+        return problem, topology
+    reach = PART_OF_REACHES * (mask.left + mask.right)
+    for ranks in divisors(problem.ranks):
+        tokens = problem.seq_q // problem.ranks * ranks
+        if ranks % topology.ranks_per_node == 0 and ranks >= 2 * topology.ranks_per_node and tokens >= reach:
+            return replace(problem, ranks=ranks, seq_q=tokens, seq_kv=tokens), topology.with_ranks(ranks)
+    return problem, topology
+
+
+def widened(choice: Choice, times: int) -> Choice:
+    """The choice for this many times as many ranks: the tile gets more columns."""
+    if times == 1:
+        return choice
+    tile = Tile(choice.assignment.tile.rows, choice.assignment.tile.cols * times)
+    return replace(choice, tile=tile, method=choice.method if choice.is_collective else method_of(tile))
 
 
 def plan_like(plan: Plan, problem: Problem) -> Plan:
     """The plan for another problem of as many ranks and heads, with direct routes if that one has no use for rings."""
     schedule = plan.schedule
-    if "ring" in (schedule.route, schedule.partials) and has_inner_rings(plan.assignment):
-        if not BlockMatrix(problem, plan.layout, plan.assignment).is_uniform:
-            schedule = replace(schedule, route="direct", partials="direct")
+    has_rings = "ring" in (schedule.route, schedule.partials) and has_inner_rings(plan.assignment)
+    if has_rings and not BlockMatrix(problem, plan.layout, plan.assignment).is_uniform:
+        schedule = replace(schedule, route="direct", partials="direct")
     return replace(plan, problem=problem, schedule=schedule)

@@ -25,7 +25,7 @@ AT_LEAST = 3
 """Shapes of a family that are simulated even if their bounds exclude them, so that each rival is shown at its best."""
 LONGEST_PRICED_FIRST = 80
 """Rows plus columns of a tile."""
-QUICK_RANKS = 384
+QUICK_RANKS = 256
 """Ranks simulated for a pass, summed over candidates, in a quick search in which no rank stands for others."""
 FIRST_OF_FAMILY = 2.0
 """The first of a family are tried with other groupings if they are at most this many times slower than the best."""
@@ -58,10 +58,17 @@ class Effort:
 
 def effort(ranks: int) -> Effort:
     """Search effort for a number of ranks: simulations of fewer ranks are faster, so more are made."""
-    shown = {"by_family": True, "finalists": 8, "firsts": 2}
-    if ranks <= 64:
-        return Effort(**shown, priced_ranks=4, least=12, most=48, worth_trying=1.1, regroupings=4)
-    return Effort(**shown, priced_ranks=2, least=5, most=16, worth_trying=1.03, regroupings=1)
+    many = Effort(
+        by_family=True,
+        priced_ranks=4,
+        least=12,
+        most=48,
+        worth_trying=1.1,
+        regroupings=4,
+        finalists=8,
+        firsts=2,
+    )
+    return many if ranks <= 64 else replace(many, priced_ranks=2, least=5, most=16, worth_trying=1.03, regroupings=1)
 
 
 def quick_effort(ranks: int, *, is_uniform: bool) -> Effort:

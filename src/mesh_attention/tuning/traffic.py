@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from mesh_attention.masks import full
 from mesh_attention.plan.assignment import Assignment, Axis
 from mesh_attention.plan.blocks import elements_per_token
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
-from mesh_attention.plan.layout import Layout
 from mesh_attention.planning.choice import Choice, default_layout
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import make_priced_plan
@@ -39,7 +39,8 @@ class Traffic:
     """Seconds that the busiest NIC and port are in use; `unhidden_s`: transfers that compute cannot hide.
 
     `busy_s` estimates the compute of the busiest rank, with calls that a mask slows down; `calls_s` what many calls
-    instead of one add to it, `copies_s` what packing and merging do; `fill_s` how long the first call waits. A link that is not duplex is used `ways` = 2 times.
+    instead of one add to it, `copies_s` what packing and merging do; `fill_s` how long the first call waits. `ways` is
+    2 if what a link sends and what it receives use it in turn.
     """
 
     nic_s: float
@@ -98,12 +99,12 @@ class Links:
         home = np.arange(self.assignment.places)
         nodes = [self.topology.node(place * ulysses) for place in (home[:, None], members)]
         crosses = (nodes[0] != nodes[1]) & is_needed
-        if kind in OUTPUT_KINDS:  # a partial comes home from every place that needed the shard
-            crossing = np.bincount(members[crosses], minlength=len(home))
-            every = np.bincount(members[is_needed], minlength=len(home))
-        else:
-            crossing, every = crosses.sum(axis=1), is_needed.sum(axis=1)
-        crossing, every = (np.repeat(count, ulysses).astype(float) for count in (crossing, every))
+        counts: list[Counts] = []
+        for taken in (crosses, is_needed):
+            # A partial comes home from every place that needed the shard.
+            count = np.bincount(members[taken], minlength=len(home)) if kind in OUTPUT_KINDS else taken.sum(axis=1)
+            counts.append(np.repeat(count, ulysses).astype(float))
+        crossing, every = counts
         return self._busy(crossing, every - crossing, self.shard_nbytes(kind))
 
     def exchange_s(self, kind: Kind) -> ReceiveTimes:

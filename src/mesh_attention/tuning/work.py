@@ -56,9 +56,9 @@ def work(problem: Problem, layout: Layout, ulysses: int) -> Work:
     matrix = BlockMatrix(problem, layout, Assignment(Tile(1, places), ulysses))
     (q_place, q), (kv_place, kv) = (_segments(matrix, axis, places) for axis in ("row", "col"))
     mask, shift = banded(problem), problem.seq_kv - problem.seq_q
-    lead = q[:, None, 0] + shift - kv[None, :, 0]
-    lengths = q[:, 1, None], kv[None, :, 1]
-    whole = lengths[0] * lengths[1]
+    lead: Floats = q[:, None, 0] + shift - kv[None, :, 0]
+    lengths: tuple[Floats, Floats] = q[:, 1, None], kv[None, :, 1]
+    whole: Floats = lengths[0] * lengths[1]
     left = whole if mask.right is None else _pairs_up_to(lead + mask.right, *lengths)
     if mask.left is not None:
         left = np.maximum(0.0, left - _pairs_up_to(lead - mask.left - 1, *lengths))
@@ -90,8 +90,9 @@ def _triangle(top: Floats, keys: Floats) -> Floats:
 
 def _by_place(pairs: Floats, q_place: Any, kv_place: Any, places: int) -> Floats:
     flat = (q_place[:, None] * places + kv_place[None, :]).ravel()
-    summed: Floats = np.bincount(flat, weights=pairs.ravel(), minlength=places * places).reshape(places, places)
-    return summed
+    summed: Any = np.bincount(flat, weights=pairs.ravel(), minlength=places * places)
+    found: Floats = summed.reshape(places, places)
+    return found
 
 
 @lru_cache(maxsize=256)
