@@ -2,23 +2,25 @@
 
 So a new length, or another batch of packed documents, needs no new choice, and the choice does not depend on what was
 asked before: it is a function of the coarse problem. Lengths and windows are rounded to powers of √2 (times the number
-of ranks), and documents count as a window that leaves about as many pairs, rounded to powers of 4, because they differ
-from batch to batch.
-
-Under a window that is short beside the sequence, a rank deals with near ranks only, and a part of the cluster with its
-part of the sequence takes as long as the whole. Such a problem is tuned on a part, and the choice is `widened`.
+of ranks). Documents, which differ from batch to batch, become typical ones: uneven, and with about as many pairs, to a
+power of 2.
 
 A plan of the coarse problem is a plan of the problem after its problem is replaced: a schedule names offsets, never
 tokens, and lowering leaves out what a mask makes unnecessary. Only a ring of inner rings needs every shard everywhere;
 where the problem itself does not, shards and partials go directly.
+
+Under a mask that is local beside the length of the sequence, a rank deals with near ranks only, and a part of the
+cluster with its part of the sequence takes as long as the whole. Such a problem is tuned on a part, and the choice is
+`widened`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from math import log2
+from itertools import pairwise
+from math import inf, log, log2
 
-from mesh_attention.masks import Mask
+from mesh_attention.masks import Mask, documents
 from mesh_attention.plan.assignment import Tile, divisors
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.plan import Plan
@@ -27,21 +29,38 @@ from mesh_attention.planning.mesh import has_inner_rings
 from mesh_attention.problem import MOST, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import method_of
-from mesh_attention.tuning.work import banded
 
 STEPS_PER_DOUBLING = 2
+SHORTEST = 64
+"""Typical documents are at least this part of a rank's tokens: shorter ones stay within a rank anyway."""
+GOLDEN = (5**0.5 - 1) / 2
 PART_OF_REACHES = 4
-"""Reaches of a window that a part of the sequence must have."""
+"""Reaches of a mask that a part of the sequence must have."""
 LONGER = 2 ** (0.5 / STEPS_PER_DOUBLING)
 """A problem is at most this many times longer than its coarse form."""
 
 
 def coarse(problem: Problem) -> Problem:
     """The problem that stands for all that are like this one."""
-    mask, doublings = banded(problem), 1 / STEPS_PER_DOUBLING if problem.mask.documents is None else 2
+    mask = problem.mask
     seq_q, seq_kv = (_length(tokens, problem.ranks) for tokens in (problem.seq_q, problem.seq_kv))
-    left, right = (reach if not reach else _rounded(reach, doublings) for reach in (mask.left, mask.right))
-    return replace(problem, seq_q=seq_q, seq_kv=seq_kv, mask=Mask(left=left, right=right).within(seq_q, seq_kv))
+    left, right = (reach if not reach else _rounded(reach) for reach in (mask.left, mask.right))
+    rounded = Mask(left=left, right=right)
+    if mask.documents is not None:
+        seen = problem.pairs / problem.seq_q * (1 if mask.right is None else 2)
+        rounded &= documents(*(_typical(seen, tokens, problem.ranks) for tokens in (seq_q, seq_kv)))
+    return replace(problem, seq_q=seq_q, seq_kv=seq_kv, mask=rounded.within(seq_q, seq_kv))
+
+
+def _typical(seen: float, tokens: int, ranks: int) -> list[int]:
+    """Boundaries of documents in which a token is, on average, in one of `seen` tokens: lengths are spread as those of
+    independent cuts, in an order without a pattern. Those far shorter than a rank's tokens are made a little longer."""
+    mean = max(_rounded(seen / 2, doublings=1), tokens // (ranks * SHORTEST), 1)
+    cuts = [0]
+    while cuts[-1] < tokens:
+        share = len(cuts) * GOLDEN % 1
+        cuts.append(min(tokens, cuts[-1] + max(1, round(-mean * log(1 - share)))))
+    return cuts
 
 
 def _length(tokens: int, ranks: int) -> int:
@@ -55,16 +74,29 @@ def _rounded(number: float, doublings: float = 1 / STEPS_PER_DOUBLING) -> int:
 
 
 def part_of(problem: Problem, topology: Topology) -> tuple[Problem, Topology]:
-    """The fewest ranks, in whole nodes and at least two of them, with which a local mask takes as long as on all."""
-    mask = problem.mask
-    if mask.documents is not None or mask.left is None or mask.right is None or problem.seq_q != problem.seq_kv:
+    """The fewest ranks, in whole nodes and at least two of them, on which a local mask takes as long as on all."""
+    if problem.seq_q != problem.seq_kv:
         return problem, topology
-    reach = PART_OF_REACHES * (mask.left + mask.right)
+    reach = PART_OF_REACHES * _reach(problem.mask)
     for ranks in divisors(problem.ranks):
         tokens = problem.seq_q // problem.ranks * ranks
         if ranks % topology.ranks_per_node == 0 and ranks >= 2 * topology.ranks_per_node and tokens >= reach:
-            return replace(problem, ranks=ranks, seq_q=tokens, seq_kv=tokens), topology.with_ranks(ranks)
+            part = replace(problem, ranks=ranks, seq_q=tokens, seq_kv=tokens, mask=_cut(problem.mask, tokens))
+            return part, topology.with_ranks(ranks)
     return problem, topology
+
+
+def _reach(mask: Mask) -> float:
+    """The most tokens between a query and a key that it sees."""
+    docs = mask.documents
+    longest = inf if docs is None else max(b - a for a, b in pairwise(docs.q))
+    return min(longest, inf if mask.left is None or mask.right is None else mask.left + mask.right)
+
+
+def _cut(mask: Mask, tokens: int) -> Mask:
+    if mask.documents is None:
+        return mask
+    return replace(mask, documents=None) & documents([*(cut for cut in mask.documents.q if cut < tokens), tokens])
 
 
 def widened(choice: Choice, times: int) -> Choice:

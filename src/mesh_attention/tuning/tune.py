@@ -64,6 +64,8 @@ def tune(
     chosen_layout = default_layout(problem) if layout is None else layout_named(layout)
     found = list(shapes(problem, topology, layout=chosen_layout))
     is_uniform = BlockMatrix(problem, chosen_layout, found[0].assignment).is_uniform
+    if is_quick and not is_uniform:  # few shards travel, and an inner tile does not bring near ranks nearer
+        found = [choice for choice in found if choice.inner is None]
     searches = {}
     for number, direction in enumerate(directions):
         share = _share(report, number, len(directions))

@@ -1,7 +1,7 @@
 """What a mask leaves of every block of a grid, in closed form, for all places at once.
 
-For estimates: documents count as a window that leaves about as many pairs, and strided segments as if they had no
-gaps. `plan.blocks` has the exact answers, one block at a time.
+For estimates: strided segments count as if they had no gaps, and windows inside documents as if they had no ends.
+`plan.blocks` has the exact answers, one block at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.masks import Mask, causal
+from mesh_attention.masks import causal
 from mesh_attention.plan.assignment import Assignment, Axis, Tile
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import Layout
@@ -39,33 +39,49 @@ class Needs(NamedTuple):
     live_blocks: Floats
 
 
-def banded(problem: Problem) -> Mask:
-    """The mask without documents: a window leaves about as many pairs in their place."""
-    mask = problem.mask
-    if mask.documents is None:
-        return mask
-    seen = problem.pairs // problem.seq_q  # keys that an average query sees
-    if mask.right is not None:
-        return Mask(left=seen, right=mask.right)
-    return Mask(left=seen // 2, right=seen - seen // 2)
-
-
 @lru_cache(maxsize=64)
 def work(problem: Problem, layout: Layout, ulysses: int) -> Work:
     places = problem.ranks // ulysses
     matrix = BlockMatrix(problem, layout, Assignment(Tile(1, places), ulysses))
     (q_place, q), (kv_place, kv) = (_segments(matrix, axis, places) for axis in ("row", "col"))
-    mask, shift = banded(problem), problem.seq_kv - problem.seq_q
-    lead: Floats = q[:, None, 0] + shift - kv[None, :, 0]
-    lengths: tuple[Floats, Floats] = q[:, 1, None], kv[None, :, 1]
-    whole: Floats = lengths[0] * lengths[1]
-    left = whole if mask.right is None else _pairs_up_to(lead + mask.right, *lengths)
-    if mask.left is not None:
-        left = np.maximum(0.0, left - _pairs_up_to(lead - mask.left - 1, *lengths))
+    whole: Floats = q[:, 1, None] * kv[None, :, 1]
+    docs = problem.mask.documents
+    if docs is not None and docs.q == docs.kv:
+        left = _pairs_in_documents(q, docs.q, is_causal=problem.mask.right is not None)
+    else:
+        left = _pairs_in_band(q, kv, problem, whole)
     is_whole = left == whole
-    if mask == causal() and problem.seq_q == problem.seq_kv:  # a place attends its own block in one masked call
+    if problem.mask == causal() and problem.seq_q == problem.seq_kv:  # a place attends its own block in one masked call
         is_whole &= q_place[:, None] != kv_place[None, :]
     return Work(*(_by_place(part, q_place, kv_place, places) for part in (left * is_whole, left * ~is_whole)))
+
+
+def _pairs_in_band(q: Floats, kv: Floats, problem: Problem, whole: Floats) -> Floats:
+    mask = problem.mask
+    lead: Floats = q[:, None, 0] + problem.seq_kv - problem.seq_q - kv[None, :, 0]
+    lengths: tuple[Floats, Floats] = q[:, 1, None], kv[None, :, 1]
+    found = whole if mask.right is None else _pairs_up_to(lead + mask.right, *lengths)
+    if mask.left is not None:
+        found = np.maximum(0.0, found - _pairs_up_to(lead - mask.left - 1, *lengths))
+    return found
+
+
+def _pairs_in_documents(segments: Floats, given: tuple[int, ...], *, is_causal: bool) -> Floats:
+    """Pairs of every two segments of the same tokens. Two that differ share at most the document between them."""
+    cuts = np.unique(np.array(given, dtype=float))
+    start, stop = segments[:, 0], segments[:, 0] + segments[:, 1]
+    first, last = (np.searchsorted(cuts, at, side="right") - 1 for at in (start, stop - 1))
+    head = np.minimum(stop, cuts[first + 1]) - start  # tokens in the segment's first document, and in its last
+    tail = stop - np.maximum(start, cuts[last])
+    found: Floats = (
+        head[:, None] * tail[None, :] * (first[:, None] == last[None, :]) * (start[:, None] > start[None, :])
+    )
+    if not is_causal:
+        found = found + found.T
+    for index, (low, high) in enumerate(zip(start, stop, strict=True)):
+        lengths = np.diff(np.clip(cuts[first[index] : last[index] + 2], low, high))
+        found[index, index] = float((lengths * (lengths + 1) / 2 if is_causal else lengths**2).sum())
+    return found
 
 
 def _segments(matrix: BlockMatrix, axis: Axis, places: int) -> tuple[NDArray[np.int64], Floats]:
