@@ -54,11 +54,12 @@ def cached_tune(
     directions: Sequence[Direction] = ("forward",),
     layout: str | None = None,
     memory_nbytes: float | None = None,
+    is_quick: bool = False,
     on_progress: Report | None = None,
     folder: Path | None = None,
 ) -> tuple[Tuning, bool]:
     """Call `tune`, or read its result from the cache on disk; the second value is True if it was read."""
-    asked = (RESULT_VERSION, code_digest(), problem, topology, tuple(directions), layout, memory_nbytes)
+    asked = (RESULT_VERSION, code_digest(), problem, topology, tuple(directions), layout, memory_nbytes, is_quick)
     key = hashlib.sha256(repr(asked).encode()).hexdigest()[:32]
     folder = _own(folder or cache_folder())
     path = None if folder is None else folder / f"tuning-{key}.json"
@@ -77,6 +78,7 @@ def cached_tune(
         directions=directions,
         layout=layout,
         memory_nbytes=memory_nbytes,
+        is_quick=is_quick,
         on_progress=on_progress,
     )
     if path is not None:
