@@ -85,7 +85,9 @@ def main() -> None:
         first_s, later_s = ours.recv()
         process.join()
         rows.append({"ranks": ranks, "first_s": first_s, "new_length_s": later_s, "limits_s": LIMITS_S[ranks]})
-    table = Table("ranks", "first call", "limit", "new length, longest of 3", "limit", title="Before anything is sent, s")
+    table = Table(
+        "ranks", "first call", "limit", "new length, longest of 3", "limit", title="Before anything is sent, s"
+    )
     for row in rows:
         first_limit, later_limit = row["limits_s"]
         table.add_row(

@@ -53,30 +53,26 @@ def agree_on_call(
 
     `tensors` are this rank's q, k and v.
     """
-    asked = _asked(found, tensors, comm.size)
-    return agree(comm, asked=asked, holds=_holds(tensors), expected=_shard_sizes(found, comm.size))
+    layout, ranks = found.layout, comm.size
+    totals = {"q": found.problem.seq_q, "kv": found.problem.seq_kv}
+
+    def shard_sizes(rank: int) -> dict[str, int]:
+        return {n: sum(map(len, layout.segments(rank, tokens=t, ranks=ranks))) for n, t in totals.items()}
+
+    holds = {"q": tensors[0].shape[1], "kv": tensors[1].shape[1]}
+    return agree(comm, asked=_asked(found, tensors, ranks), holds=holds, expected=shard_sizes)
 
 
 def meet_on_call(
     comm: Comm, found: Configuration, tensors: Sequence[Tensor], *, step: str, says: Any
 ) -> Generator[Work, None, list[Any]]:
-    """The same before there are plans: ranks make them together, in steps. Returns what each rank says, any JSON."""
+    """Compare calls before there are plans, which ranks make together, in steps. Returns what each rank says, any JSON.
+
+    What ranks hold is compared when they agree on the call.
+    """
     asked = _asked(found, tensors, comm.size) | {f"{direction} plan": step for direction in DIRECTIONS}
-    answers = yield from _answers(comm, asked, _holds(tensors), _shard_sizes(found, comm.size), says)
+    answers = yield from _answers(comm, asked, {}, None, says)
     return [answer["says"] for answer in answers]
-
-
-def _holds(tensors: Sequence[Tensor]) -> dict[str, int]:
-    return {"q": tensors[0].shape[1], "kv": tensors[1].shape[1]}
-
-
-def _shard_sizes(found: Configuration, ranks: int) -> Callable[[int], Mapping[str, int]]:
-    totals = {"q": found.problem.seq_q, "kv": found.problem.seq_kv}
-
-    def of_rank(rank: int) -> dict[str, int]:
-        return {n: sum(map(len, found.layout.segments(rank, tokens=t, ranks=ranks))) for n, t in totals.items()}
-
-    return of_rank
 
 
 def number_of_call(found: Configuration, tensors: Sequence[Tensor]) -> int:
@@ -124,7 +120,9 @@ def _answers(
 ) -> Generator[Work, None, list[Any]]:
     sharing = comm.share(_text(asked, holds, None, says))
     yield sharing
-    answers = [json.loads(text) for text in sharing.result()]
+    texts = sharing.result()
+    known = {text: json.loads(text) for text in set(texts)}  # most ranks say the same
+    answers = [known[text] for text in texts]
     if verdict := _verdict(answers, expected):
         raise DisagreementError(f"{verdict}; nothing was sent")
     return answers
@@ -180,6 +178,8 @@ def tell(comm: Comm, error: Exception) -> None:
 
 def find_difference(asked: Sequence[Mapping[str, str]]) -> str | None:
     """The first name whose value differs between ranks, with its values; None if all agree."""
+    if all(one == asked[0] for one in asked):
+        return None
     for name in dict.fromkeys(name for one in asked for name in one):
         says: dict[str, list[int]] = {}
         for rank, one in enumerate(asked):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -18,6 +17,7 @@ from mesh_attention.clusters import PRESETS
 from mesh_attention.comm.base import Comm
 from mesh_attention.comm.marked import innermost
 from mesh_attention.errors import TopologyError
+from mesh_attention.machine.choosing import Chosen, by_bytes, by_price
 from mesh_attention.machine.facts import facts_of
 from mesh_attention.machine.files import calibrated, calibrated_file, keep_measured, measured, measured_file
 from mesh_attention.machine.probe import fitted, probe
@@ -26,14 +26,10 @@ from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice, least_volume_choice
-from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.registry import Planner, Planning, make_plan
+from mesh_attention.planning.registry import Planning
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.cache import cached_tune
-from mesh_attention.tuning.planner import tuned_planner
 from mesh_attention.tuning.result import Tuning
-from mesh_attention.tuning.traffic import costs_on
 from mesh_attention.units import format_time
 
 log = logging.getLogger(__name__)
@@ -58,24 +54,11 @@ class MachinePlanning:
     # Alone: in one process, or by bytes
 
     def plans(self, problem: Problem, *, on_gpu: bool, needs_gradient: bool) -> Mapping[Direction, Plan]:
-        planning = self._alone(problem, needs_gradient)
-        return planning.plans(problem, on_gpu=on_gpu, needs_gradient=needs_gradient)
-
-    def _alone(self, problem: Problem, needs_gradient: bool) -> Planning:
         if isinstance(self.cluster, Topology):
-            return Planning(Choice(layout=self.layout), planner=self._tuned_planner, is_tuned=True)
+            machine = Machine(topology=self.cluster, source="given")
+            return self._by_price(problem, machine, needs_gradient).plans(problem)
         choice = self._by_bytes(problem, needs_gradient)
-        if problem.ranks > 1:
-            self._say(choice, f"{choice} for {_describe(problem)}: it moves the fewest bytes; {OVERRIDE}")
-        return Planning(choice)
-
-    @cached_property
-    def _tuned_planner(self) -> Planner:
-        assert isinstance(self.cluster, Topology)
-        return tuned_planner(self.cluster, memory_nbytes=self.memory_nbytes)
-
-    def _by_bytes(self, problem: Problem, needs_gradient: bool) -> Choice:
-        return least_volume_choice(problem, self.layout, DIRECTIONS if needs_gradient else DIRECTIONS[:1])
+        return Planning(choice).plans(problem, on_gpu=on_gpu, needs_gradient=needs_gradient)
 
     # Together
 
@@ -123,32 +106,29 @@ class MachinePlanning:
 
     def choose(self, problem: Problem, facts: Sequence[Any], *, needs_gradient: bool) -> Any:
         machine = self._machine(problem, _read(facts))
-        directions = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
         if machine.topology is None:
-            choice = self._by_bytes(problem, needs_gradient)
-            self._say(choice, f"{choice} for {_describe(problem)}: it moves the fewest bytes; {OVERRIDE}")
-            return _as_json(problem, dict.fromkeys(DIRECTIONS, choice), None)
-        tuning, _ = cached_tune(
-            problem,
-            machine.topology,
-            directions=directions,
-            layout=self.layout.name,
-            memory_nbytes=self.memory_nbytes,
-        )
-        choices = tuning.chosen.choices
-        self._say((*choices.values(), machine), describe_choice(problem, machine, tuning))
-        return _as_json(problem, {d: choices.get(d, choices["forward"]) for d in DIRECTIONS}, machine.topology)
+            return by_bytes(problem, self._by_bytes(problem, needs_gradient)).to_json()
+        return self._by_price(problem, machine, needs_gradient).to_json()
 
     def plans_of(self, problem: Problem, chosen: Any) -> Mapping[Direction, Plan]:
-        return {
-            direction: make_plan(
-                problem,
-                Choice.of(**chosen[direction]["choice"]),
-                direction=direction,
-                costs=None if chosen[direction]["costs"] is None else Costs(**chosen[direction]["costs"]),
-            )
-            for direction in DIRECTIONS
-        }
+        return Chosen.from_json(chosen).plans(problem)
+
+    # Choosing
+
+    def _by_price(self, problem: Problem, machine: Machine, needs_gradient: bool) -> Chosen:
+        assert machine.topology is not None
+        chosen, tuning = by_price(
+            problem, machine.topology, self.layout, needs_gradient=needs_gradient, memory_nbytes=self.memory_nbytes
+        )
+        choices = {direction: chosen.passes[direction].choice for direction in tuning.chosen.choices}
+        self._say((*choices.values(), machine), describe_choice(problem, machine, choices, tuning))
+        return chosen
+
+    def _by_bytes(self, problem: Problem, needs_gradient: bool) -> Choice:
+        choice = least_volume_choice(problem, self.layout, DIRECTIONS if needs_gradient else DIRECTIONS[:1])
+        if problem.ranks > 1:
+            self._say(choice, f"{choice} for {_describe(problem)}: it moves the fewest bytes; {OVERRIDE}")
+        return choice
 
     def _machine(self, problem: Problem, facts: Sequence[Facts]) -> Machine:
         if isinstance(self.cluster, Topology):
@@ -172,33 +152,19 @@ def known_machine(facts: Sequence[Facts]) -> Machine:
     return Machine(topology=placed(found, facts), source=f"calibrated, {calibrated_file(facts[0].device)}")
 
 
-def describe_choice(problem: Problem, machine: Machine, tuning: Tuning) -> str:
+def describe_choice(problem: Problem, machine: Machine, choices: Mapping[Direction, Choice], tuning: Tuning) -> str:
     """One line: what was chosen, for which machine, why, and how to choose something else."""
-    chosen = tuning.chosen
-    texts = {direction: str(choice) for direction, choice in chosen.choices.items()}
-    what = " and ".join(dict.fromkeys(texts.values()))
-    if len(set(texts.values())) > 1:
-        what = ", ".join(f"{direction} {text}" for direction, text in texts.items())
-    times = ", ".join(f"{format_time(one.time_s)} {direction}" for direction, one in chosen.forecasts.items())
+    texts = {direction: str(choice) for direction, choice in choices.items()}
+    one, *differing = dict.fromkeys(texts.values())
+    what = "; ".join(f"{direction} {text}" for direction, text in texts.items()) if differing else one
+    times = ", ".join(f"{format_time(one.time_s)} {direction}" for direction, one in tuning.chosen.forecasts.items())
     others = [trial for trial in tuning.trials[1:] if not trial.is_bound]
     why = f", next best {others[0].family} with {format_time(others[0].time_s)} in all" if others else ""
-    return f"{what} for {_describe(problem)} ({machine}): forecast {times}{why}; {OVERRIDE}"
+    return f"{what}; for {_describe(problem)} ({machine}): forecast {times}{why}; {OVERRIDE}"
 
 
 def _describe(problem: Problem) -> str:
     return f"{problem.seq_q:,} tokens on {problem.ranks} ranks"
-
-
-def _as_json(problem: Problem, choices: Mapping[Direction, Choice], topology: Topology | None) -> dict[str, Any]:
-    """Choices and their costs as plain values; all that a rank needs to make the plans."""
-    found: dict[str, Any] = {}
-    for direction, choice in choices.items():
-        settled = choice.settled(problem, direction)
-        costs = None
-        if not settled.is_collective and topology is not None:
-            costs = asdict(costs_on(topology, problem, settled, direction))
-        found[direction] = {"choice": settled.options, "costs": costs}
-    return found
 
 
 def _read(facts: Sequence[Any]) -> list[Facts]:
