@@ -23,7 +23,7 @@ from mesh_attention import MeshAttention
 from mesh_attention.arguments import CallOptions
 
 RANKS = (8, 64, 256)
-FIRST, LATER = 4096, (4096 + 256, 3072, 5120)
+FIRST, LATER = 4096, (4096 + 256, 2048 + 128, 8192)
 """Tokens of a rank."""
 LIMITS_S = {8: (1.0, 0.05), 64: (1.0, 0.05), 256: (3.0, 0.05)}
 

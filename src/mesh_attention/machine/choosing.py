@@ -1,13 +1,14 @@
 """A choice by price, and the plans that follow from it: the same on every rank that is given the same `Chosen`.
 
 A choice is made for the coarse form of a problem, which stands for all that are like it (`tuning.coarse`), and so are
-its plans: a new length of the same model needs neither. With a memory limit, each problem has its own.
+its plans. It also serves lengths up to twice as long and half as long, so that a new length of the same model need not
+wait. With a memory limit, each problem has its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,8 +25,11 @@ from mesh_attention.tuning.cache import cached_tune
 from mesh_attention.tuning.coarse import coarse, part_of, plan_like, widened
 from mesh_attention.tuning.result import Tuning
 from mesh_attention.tuning.traffic import costs_on
+from mesh_attention.units import GIB
 
 MOST_KEPT = 256
+NEAR = 2.1
+"""Lengths whose ratio is at most this have the same choice; a little above 2, because coarse lengths are rounded."""
 
 
 class PassChoice(NamedTuple):
@@ -37,13 +41,13 @@ class PassChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """How to plan both passes; of the coarse form of a problem, or of the problem itself."""
+    """How to plan both passes. `lengths` are those of the coarse problem, or None for the problem itself."""
 
-    is_coarse: bool
+    lengths: tuple[int, int] | None
     passes: dict[Direction, PassChoice]
 
     def plans(self, problem: Problem) -> Mapping[Direction, Plan]:
-        alike = coarse(problem) if self.is_coarse else problem
+        alike = problem if self.lengths is None else with_lengths(coarse(problem), *self.lengths)
         plans = {direction: _plan(alike, direction, *one) for direction, one in self.passes.items()}
         return {direction: plan_like(plan, problem) for direction, plan in plans.items()}
 
@@ -52,7 +56,7 @@ class Chosen:
             direction: {"choice": choice.options, "costs": None if costs is None else asdict(costs)}
             for direction, (choice, costs) in self.passes.items()
         }
-        return {"is_coarse": self.is_coarse, "passes": passes}
+        return {"lengths": self.lengths, "passes": passes}
 
     @classmethod
     def from_json(cls, written: Any) -> Chosen:
@@ -60,20 +64,52 @@ class Chosen:
             direction: PassChoice(Choice.of(**one["choice"]), None if one["costs"] is None else Costs(**one["costs"]))
             for direction, one in written["passes"].items()
         }
-        return cls(is_coarse=written["is_coarse"], passes=passes)
+        lengths = None if written["lengths"] is None else tuple(written["lengths"])
+        return cls(lengths=lengths, passes=passes)
 
 
-def by_price(
-    problem: Problem, topology: Topology, layout: Layout, *, needs_gradient: bool, memory_nbytes: float | None
-) -> tuple[Chosen, Tuning]:
-    """The tuner's choice for these ranks. Without gradients only forward is tuned, and backward, which never runs,
-    copies it."""
-    if memory_nbytes is None:
-        try:
-            return _tuned(coarse(problem), topology, layout, needs_gradient, None, is_coarse=True)
-        except MemoryLimitError:
-            pass  # the coarse form may be a little longer than the problem
-    return _tuned(problem, topology, layout, needs_gradient, memory_nbytes, is_coarse=False)
+class Tuner:
+    """Chooses for one machine, and remembers for which coarse problems it has. Both passes are tuned together; without
+    gradients only forward is, and backward, which never runs, copies it."""
+
+    def __init__(self, topology: Topology, layout: Layout, memory_nbytes: float | None) -> None:
+        self.topology, self.layout, self.memory_nbytes = topology, layout, memory_nbytes
+        self.known: dict[bool, dict[Problem, Tuning]] = {True: {}, False: {}}
+
+    def choose(self, problem: Problem, *, needs_gradient: bool) -> tuple[Chosen, Tuning]:
+        if self.memory_nbytes is None:
+            known = self.known[needs_gradient]
+            alike = find_alike(coarse(problem), known, most_nbytes=self.topology.device.memory_gib * GIB)
+            try:
+                chosen, known[alike] = _tuned(alike, self.topology, self.layout, needs_gradient, None, is_coarse=True)
+                return chosen, known[alike]
+            except MemoryLimitError:
+                pass  # the coarse form may be a little longer than the problem
+        return _tuned(problem, self.topology, self.layout, needs_gradient, self.memory_nbytes, is_coarse=False)
+
+
+def find_alike(own: Problem, known: Mapping[Problem, Tuning], *, most_nbytes: float) -> Problem:
+    """The nearest known problem with other lengths, if it is near and its choice fits into memory; or else this one."""
+    if own.mask.documents is not None:  # they say where the sequence ends
+        return own
+    near = {
+        one: ratio
+        for one, tuning in known.items()
+        if (ratio := _ratio(own, one)) <= NEAR
+        and with_lengths(own, one.seq_q, one.seq_kv) == one
+        and tuning.chosen.peak_nbytes * ratio <= most_nbytes
+    }
+    return min(near, key=lambda one: near[one], default=own)
+
+
+def with_lengths(problem: Problem, seq_q: int, seq_kv: int) -> Problem:
+    return (
+        problem if (problem.seq_q, problem.seq_kv) == (seq_q, seq_kv) else replace(problem, seq_q=seq_q, seq_kv=seq_kv)
+    )
+
+
+def _ratio(a: Problem, b: Problem) -> float:
+    return max(a.seq_q / b.seq_q, b.seq_q / a.seq_q, a.seq_kv / b.seq_kv, b.seq_kv / a.seq_kv)
 
 
 @lru_cache(maxsize=MOST_KEPT)
@@ -101,13 +137,13 @@ def _tuned(
         choice = widened(found.get(direction, found["forward"]), times).settled(problem, direction)
         costs = None if choice.is_collective else costs_on(topology, problem, choice, direction)
         passes[direction] = PassChoice(choice, costs)
-    return Chosen(is_coarse=is_coarse, passes=passes), tuning
+    return Chosen(lengths=(problem.seq_q, problem.seq_kv) if is_coarse else None, passes=passes), tuning
 
 
 def by_bytes(problem: Problem, choice: Choice) -> Chosen:
     """A choice that needs no prices, for both passes."""
     passes = {direction: PassChoice(choice.settled(problem, direction), None) for direction in DIRECTIONS}
-    return Chosen(is_coarse=False, passes=passes)
+    return Chosen(lengths=None, passes=passes)
 
 
 @lru_cache(maxsize=MOST_KEPT)

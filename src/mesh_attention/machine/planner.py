@@ -17,7 +17,7 @@ from mesh_attention.clusters import PRESETS
 from mesh_attention.comm.base import Comm
 from mesh_attention.comm.marked import innermost
 from mesh_attention.errors import TopologyError
-from mesh_attention.machine.choosing import Chosen, by_bytes, by_price
+from mesh_attention.machine.choosing import Chosen, Tuner, by_bytes
 from mesh_attention.machine.facts import facts_of
 from mesh_attention.machine.files import calibrated, calibrated_file, keep_measured, measured, measured_file
 from mesh_attention.machine.probe import fitted, probe
@@ -49,6 +49,7 @@ class MachinePlanning:
     memory_nbytes: float | None
     rank: int
     _measured: dict[Hashable, Machine] = field(default_factory=dict)
+    _tuners: dict[Topology, Tuner] = field(default_factory=dict)
     _said: set[Hashable] = field(default_factory=set)
 
     # Alone: in one process, or by bytes
@@ -117,9 +118,9 @@ class MachinePlanning:
 
     def _by_price(self, problem: Problem, machine: Machine, needs_gradient: bool) -> Chosen:
         assert machine.topology is not None
-        chosen, tuning = by_price(
-            problem, machine.topology, self.layout, needs_gradient=needs_gradient, memory_nbytes=self.memory_nbytes
-        )
+        topology = machine.topology
+        tuner = self._tuners.setdefault(topology, Tuner(topology, self.layout, self.memory_nbytes))
+        chosen, tuning = tuner.choose(problem, needs_gradient=needs_gradient)
         choices = {direction: chosen.passes[direction].choice for direction in tuning.chosen.choices}
         self._say((*choices.values(), machine), describe_choice(problem, machine, choices, tuning))
         return chosen
