@@ -3,7 +3,7 @@
 So a new length, or another batch of packed documents, needs no new choice, and the choice does not depend on what was
 asked before: it is a function of the coarse problem. Lengths and windows are rounded to powers of √2 (times the number
 of ranks). Documents, which differ from batch to batch, become typical ones: uneven, and with about as many pairs, to a
-power of 2.
+power of 4.
 
 A plan of the coarse problem is a plan of the problem after its problem is replaced: a schedule names offsets, never
 tokens, and lowering leaves out what a mask makes unnecessary. Only a ring of inner rings needs every shard everywhere;
@@ -55,7 +55,7 @@ def coarse(problem: Problem) -> Problem:
 def _typical(seen: float, tokens: int, ranks: int) -> list[int]:
     """Boundaries of documents in which a token is, on average, in one of `seen` tokens: lengths are spread as those of
     independent cuts, in an order without a pattern. Those far shorter than a rank's tokens are made a little longer."""
-    mean = max(_rounded(seen / 2, doublings=1), tokens // (ranks * SHORTEST), 1)
+    mean = max(_rounded(seen / 2, doublings=2), tokens // (ranks * SHORTEST), 1)
     cuts = [0]
     while cuts[-1] < tokens:
         share = len(cuts) * GOLDEN % 1

@@ -76,15 +76,14 @@ def quick_effort(ranks: int, *, is_uniform: bool) -> Effort:
     most = 24 if ranks <= 64 else 16
     if not is_uniform:
         most = max(2, min(most, QUICK_RANKS // ranks))
-    finalists = 3 if is_uniform else 1
     return Effort(
         by_family=False,
         priced_ranks=1,
         least=most // 2,
         most=most,
         worth_trying=1.2,
-        regroupings=1 if is_uniform else 0,
-        finalists=finalists,
+        regroupings=1,
+        finalists=3 if is_uniform else 0,
         firsts=0,
     )
 
@@ -171,7 +170,7 @@ class PassSearch:
             return
         yield replace(choice, blocks_per_call=None)
         found, reach = groupings(choice), self.effort.regroupings
-        if reach and (choice.route == "ring" or reach > 1):
+        if choice.route == "ring" or reach > 1:
             at = found.index(choice.blocks_per_call or self.grouped(choice).blocks_per_call or 1)
             for grouping in found[max(0, at - reach) : at + reach + 1]:
                 yield replace(choice, blocks_per_call=grouping)
