@@ -147,7 +147,7 @@ def _caption(answer: Answer, no_room: str) -> str:
     if any(trial.is_bound for trial in tuning.trials):
         words.append("≥: an estimated lower bound; this library has no plan for that method.")
     source = "Read from the cache." if answer.is_from_cache else f"{count(tuning.simulated, 'plan')} simulated."
-    return " ".join(filter(None, [*words, no_room, source]))
+    return " ".join(filter(None, [tuning.tie_words, *words, no_room, source]))
 
 
 # Bounds

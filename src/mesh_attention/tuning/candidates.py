@@ -60,13 +60,12 @@ def _of_tile(
     for inner in placements(tile, ulysses, topology):
         if inner is not None:
             yield replace(whole, inner=inner)
-        greedy = replace(whole, method=method_of(tile), inner=inner, blocks_per_call=1)
+        greedy = replace(whole, method=_method(tile), inner=inner, blocks_per_call=1)
         for route, partials in through_inner_rings if has_inner_rings(greedy.assignment) else routes:
             yield replace(greedy, route=route, partials=partials)
 
 
-def method_of(tile: Tile) -> Method:
-    """The method without collectives that has this tile."""
+def _method(tile: Tile) -> Method:
     return "ring" if tile.rows == 1 else "pass-q" if tile.cols == 1 else "mesh"
 
 

@@ -3,7 +3,7 @@
 So a new length, or another batch of packed documents, needs no new choice, and the choice does not depend on what was
 asked before: it is a function of the coarse problem. Lengths and windows are rounded to powers of √2 (times the number
 of ranks). Documents, which differ from batch to batch, become typical ones: uneven, and with about as many pairs, to a
-power of 2.
+power of 4.
 
 A plan of the coarse problem is a plan of the problem after its problem is replaced: a schedule names offsets, never
 tokens, and lowering leaves out what a mask makes unnecessary. Only a ring of inner rings needs every shard everywhere;
@@ -28,7 +28,6 @@ from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.mesh import has_inner_rings
 from mesh_attention.problem import MOST, Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import method_of
 
 STEPS_PER_DOUBLING = 2
 SHORTEST = 64
@@ -55,7 +54,7 @@ def coarse(problem: Problem) -> Problem:
 def _typical(seen: float, tokens: int, ranks: int) -> list[int]:
     """Boundaries of documents in which a token is, on average, in one of `seen` tokens: lengths are spread as those of
     independent cuts, in an order without a pattern. Those far shorter than a rank's tokens are made a little longer."""
-    mean = max(_rounded(seen / 2, doublings=1), tokens // (ranks * SHORTEST), 1)
+    mean = max(_rounded(seen / 2, doublings=2), tokens // (ranks * SHORTEST), 1)
     cuts = [0]
     while cuts[-1] < tokens:
         share = len(cuts) * GOLDEN % 1
@@ -99,12 +98,17 @@ def _cut(mask: Mask, tokens: int) -> Mask:
     return replace(mask, documents=None) & documents([*(cut for cut in mask.documents.q if cut < tokens), tokens])
 
 
-def widened(choice: Choice, times: int) -> Choice:
-    """The choice for this many times as many ranks: the tile gets more columns."""
-    if times == 1:
-        return choice
-    tile = Tile(choice.assignment.tile.rows, choice.assignment.tile.cols * times)
-    return replace(choice, tile=tile, method=choice.method if choice.is_collective else method_of(tile))
+def can_be_widened(choice: Choice) -> bool:
+    """True if more columns leave the order of its transfers as it is. With several rows, rows and columns are fetched
+    in turn, and a longer row changes whose turn it is."""
+    return choice.is_collective or choice.assignment.tile.rows == 1
+
+
+def widened(choice: Choice, ranks: int) -> Choice:
+    """The choice for more ranks: its tile gets more columns."""
+    assignment = choice.assignment
+    cols = ranks // (assignment.ulysses * assignment.tile.rows)
+    return choice if cols == assignment.tile.cols else replace(choice, tile=Tile(assignment.tile.rows, cols))
 
 
 def plan_like(plan: Plan, problem: Problem) -> Plan:

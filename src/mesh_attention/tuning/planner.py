@@ -15,7 +15,7 @@ from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
-from mesh_attention.tuning.coarse import coarse, part_of, plan_like, widened
+from mesh_attention.tuning.coarse import can_be_widened, coarse, part_of, plan_like, widened
 from mesh_attention.tuning.traffic import plan_on
 
 
@@ -56,13 +56,16 @@ def _plans(
     memory_nbytes: float | None = None,
     is_quick: bool,
 ) -> dict[Direction, Plan]:
-    tuned, on = part_of(problem, topology) if is_quick else (problem, topology)
     directions = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
     options: dict[str, Any] = {"layout": layout, "memory_nbytes": memory_nbytes, "is_quick": is_quick}
-    chosen = cached_tune(tuned, on, directions=directions, **options)[0].chosen.choices
-    times = problem.ranks // tuned.ranks
-    choices = {direction: widened(chosen.get(direction, chosen["forward"]), times) for direction in DIRECTIONS}
-    return {direction: plan_on(topology, problem, choice, direction) for direction, choice in choices.items()}
+    part, on = part_of(problem, topology) if is_quick else (problem, topology)
+    trials = cached_tune(part, on, directions=directions, **options)[0].trials
+    if part.ranks < problem.ranks:
+        trials = tuple(trial for trial in trials if all(map(can_be_widened, trial.choices.values())))
+        trials = trials or cached_tune(problem, topology, directions=directions, **options)[0].trials
+    chosen = trials[0].choices
+    choices = {direction: chosen.get(direction, chosen["forward"]) for direction in DIRECTIONS}
+    return {d: plan_on(topology, problem, widened(choice, problem.ranks), d) for d, choice in choices.items()}
 
 
 def block_plan_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Plan:

@@ -25,7 +25,7 @@ AT_LEAST = 3
 """Shapes of a family that are simulated even if their bounds exclude them, so that each rival is shown at its best."""
 LONGEST_PRICED_FIRST = 80
 """Rows plus columns of a tile."""
-QUICK_RANKS = 256
+QUICK_RANKS = 224
 """Ranks simulated for a pass, summed over candidates, in a quick search in which no rank stands for others."""
 FIRST_OF_FAMILY = 2.0
 """The first of a family are tried with other groupings if they are at most this many times slower than the best."""
@@ -73,18 +73,17 @@ def effort(ranks: int) -> Effort:
 
 def quick_effort(ranks: int, *, is_uniform: bool) -> Effort:
     """Search effort for a call that waits for the answer. Where a mask leaves shards out, every rank is simulated."""
-    most = 24 if ranks <= 64 else 16
+    most = 48 if ranks <= 16 else 32 if ranks <= 64 else 20
     if not is_uniform:
         most = max(2, min(most, QUICK_RANKS // ranks))
-    finalists = 3 if is_uniform else 1
     return Effort(
         by_family=False,
         priced_ranks=1,
         least=most // 2,
         most=most,
         worth_trying=1.2,
-        regroupings=1 if is_uniform else 0,
-        finalists=finalists,
+        regroupings=1,
+        finalists=3 if is_uniform else 0,
         firsts=0,
     )
 
@@ -171,7 +170,7 @@ class PassSearch:
             return
         yield replace(choice, blocks_per_call=None)
         found, reach = groupings(choice), self.effort.regroupings
-        if reach and (choice.route == "ring" or reach > 1):
+        if choice.route == "ring" or reach > 1:
             at = found.index(choice.blocks_per_call or self.grouped(choice).blocks_per_call or 1)
             for grouping in found[max(0, at - reach) : at + reach + 1]:
                 yield replace(choice, blocks_per_call=grouping)

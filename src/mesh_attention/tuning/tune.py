@@ -17,14 +17,14 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import complexity, shapes
 from mesh_attention.tuning.coarse import LONGER
 from mesh_attention.tuning.reasons import cannot_be_used, why_not
-from mesh_attention.tuning.result import Trial, Tuning
+from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning
 from mesh_attention.tuning.rivals import startrail
 from mesh_attention.tuning.search import PassSearch, Report, Tried, effort, quick_effort
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import GIB, format_nbytes
 
-NEAR_TIE = 0.005
-"""Among trials within this share of the fastest, the simplest wins."""
+SAME_TIME = 0.005
+"""Among choices of a pass within this share of the fastest, the simplest is taken."""
 PRICED_RANKS_AT_LAST = 8
 FAR_BEHIND = 1.6
 """Trials that are this many times slower than the fastest are not priced again: no forecast is that far off."""
@@ -136,7 +136,7 @@ def _mixed(searches: dict[Direction, PassSearch]) -> list[Trial]:
 
 
 def _simplest(tried: Sequence[Tried]) -> Tried:
-    near = [one for one in tried if one.forecast.time_s <= tried[0].forecast.time_s * (1 + NEAR_TIE)]
+    near = [one for one in tried if one.forecast.time_s <= tried[0].forecast.time_s * (1 + SAME_TIME)]
     return min(near, key=lambda one: complexity(one.choice))
 
 
