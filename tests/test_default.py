@@ -60,7 +60,7 @@ def _with_own_cluster(group: Any, folder: str) -> tuple[list[str], float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
         if rank != 0:
-            patch.setattr(choosing, "cached_tune", fail)
+            patch.setattr(choosing, "tuned_choices", fail)
         attention = MeshAttention(group, cluster="h100" if rank == 0 else "laptop")
         error = attend(attention)
         return plans_of(attention), error
@@ -221,7 +221,7 @@ def _logged(group: Any, folder: str, cluster: str | None) -> list[str]:
     ("cluster", "parts"),
     [
         (None, ("ulysses, zigzag for 64 tokens on 4 ranks", "fewest bytes")),
-        ("h100", ("zigzag", "for 64 tokens on 4 ranks (h100, 1 node, given): forecast", "forward", "next best")),
+        ("h100", ("zigzag", "for 64 tokens on 4 ranks (h100, 1 node, given): forecast", "µs forward")),
     ],
 )
 def test_rank_0_logs_one_line_for_a_choice(cluster: str | None, parts: tuple[str, ...], tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.cache import cached_tune
-from mesh_attention.tuning.coarse import coarse, part_of, plan_like, widened
+from mesh_attention.tuning.coarse import coarse, plan_like
+from mesh_attention.tuning.planner import tuned_choices
 from mesh_attention.tuning.result import Tuning
 from mesh_attention.tuning.traffic import costs_on
 from mesh_attention.units import GIB
@@ -122,19 +122,12 @@ def _tuned(
     *,
     is_coarse: bool,
 ) -> tuple[Chosen, Tuning]:
-    part, of_topology = part_of(problem, topology) if is_coarse else (problem, topology)
-    tuning, _ = cached_tune(
-        part,
-        of_topology,
-        directions=DIRECTIONS if needs_gradient else DIRECTIONS[:1],
-        layout=layout.name,
-        memory_nbytes=memory_nbytes,
-        is_quick=is_coarse,
+    found, tuning = tuned_choices(
+        problem, topology, layout.name, needs_gradient, memory_nbytes=memory_nbytes, is_quick=is_coarse
     )
-    found, times = tuning.chosen.choices, problem.ranks // part.ranks
     passes = {}
-    for direction in DIRECTIONS:
-        choice = widened(found.get(direction, found["forward"]), times).settled(problem, direction)
+    for direction, open_choice in found.items():
+        choice = open_choice.settled(problem, direction)
         costs = None if choice.is_collective else costs_on(topology, problem, choice, direction)
         passes[direction] = PassChoice(choice, costs)
     return Chosen(lengths=(problem.seq_q, problem.seq_kv) if is_coarse else None, passes=passes), tuning

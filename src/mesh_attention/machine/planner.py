@@ -160,8 +160,10 @@ def describe_choice(problem: Problem, machine: Machine, choices: Mapping[Directi
     what = "; ".join(f"{direction} {text}" for direction, text in texts.items()) if differing else one
     times = ", ".join(f"{format_time(one.time_s)} {direction}" for direction, one in tuning.chosen.forecasts.items())
     others = [trial for trial in tuning.trials[1:] if not trial.is_bound]
-    why = f", next best {others[0].family} with {format_time(others[0].time_s)} in all" if others else ""
-    return f"{what}; for {_describe(problem)} ({machine}): forecast {times}{why}; {OVERRIDE}"
+    why = tuning.tie_words.rstrip(".")
+    if others and not why:
+        why = f"next best {others[0].family} with {format_time(others[0].time_s)} in all"
+    return "; ".join([what, f"for {_describe(problem)} ({machine}): forecast {times}", *filter(None, [why]), OVERRIDE])
 
 
 def _describe(problem: Problem) -> str:

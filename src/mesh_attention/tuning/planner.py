@@ -16,6 +16,7 @@ from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
 from mesh_attention.tuning.coarse import can_be_widened, coarse, part_of, plan_like, widened
+from mesh_attention.tuning.result import Tuning
 from mesh_attention.tuning.traffic import plan_on
 
 
@@ -56,16 +57,36 @@ def _plans(
     memory_nbytes: float | None = None,
     is_quick: bool,
 ) -> dict[Direction, Plan]:
+    options: dict[str, Any] = {"memory_nbytes": memory_nbytes, "is_quick": is_quick}
+    choices, _ = tuned_choices(problem, topology, layout, needs_gradient, **options)
+    return {direction: plan_on(topology, problem, choice, direction) for direction, choice in choices.items()}
+
+
+def tuned_choices(
+    problem: Problem,
+    topology: Topology,
+    layout: str,
+    needs_gradient: bool,
+    *,
+    memory_nbytes: float | None = None,
+    is_quick: bool,
+) -> tuple[dict[Direction, Choice], Tuning]:
+    """The choice of each pass, and the tuning it is from; backward copies forward's if it never runs.
+
+    If `is_quick`, a problem with a local mask may be tuned on a part of its ranks.
+    """
     directions = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
     options: dict[str, Any] = {"layout": layout, "memory_nbytes": memory_nbytes, "is_quick": is_quick}
     part, on = part_of(problem, topology) if is_quick else (problem, topology)
-    trials = cached_tune(part, on, directions=directions, **options)[0].trials
+    tuning, _ = cached_tune(part, on, directions=directions, **options)
     if part.ranks < problem.ranks:
-        trials = tuple(trial for trial in trials if all(map(can_be_widened, trial.choices.values())))
-        trials = trials or cached_tune(problem, topology, directions=directions, **options)[0].trials
-    chosen = trials[0].choices
-    choices = {direction: chosen.get(direction, chosen["forward"]) for direction in DIRECTIONS}
-    return {d: plan_on(topology, problem, widened(choice, problem.ranks), d) for d, choice in choices.items()}
+        trials = tuple(trial for trial in tuning.trials if all(map(can_be_widened, trial.choices.values())))
+        if trials:
+            tuning = replace(tuning, trials=trials)
+        else:
+            tuning, _ = cached_tune(problem, topology, directions=directions, **options)
+    chosen = tuning.chosen.choices
+    return {d: widened(chosen.get(d, chosen["forward"]), problem.ranks) for d in DIRECTIONS}, tuning
 
 
 def block_plan_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Plan:
