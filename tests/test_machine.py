@@ -128,6 +128,9 @@ def test_ranks_that_share_a_device_share_its_rates() -> None:
     assert share.memory_gb_per_s == whole.memory_gb_per_s / 8
     assert share.memory_gib == 140 / 8
     assert "8 ranks on a GPU" in str(preset_machine(crowd))
+    pairs = [replace(one, uuid=str(rank // 2)) for rank, one in enumerate(ranks_on(*["a"] * 16, *["b"] * 16))]
+    topology = placed(PRESETS["h200"].topology, pairs)
+    assert (topology.nodes, topology.ranks_per_node, topology.nics_per_node) == (2, 16, 8)
 
 
 # Files
@@ -221,7 +224,7 @@ def _payload(plan: object, rank: int) -> int:
 
 def test_a_tie_by_bytes_goes_to_the_simpler() -> None:
     two, four = (Problem.self_attention(seq=64, heads=4, head_dim=8, ranks=ranks) for ranks in (2, 4))
-    assert least_volume_choice(two, Zigzag(), DIRECTIONS) == Choice(ulysses_degree=1, layout=Zigzag())
+    assert least_volume_choice(two, Zigzag(), DIRECTIONS[:1]) == Choice(ulysses_degree=1, layout=Zigzag())
     assert least_volume_choice(four, Zigzag(), DIRECTIONS) == Choice(method="ulysses", layout=Zigzag())
 
 

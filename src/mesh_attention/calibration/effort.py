@@ -9,13 +9,16 @@ from dataclasses import dataclass
 class Effort:
     """Sizes and times of a measurement; lengths and bytes by type of device.
 
+    If it `is_thorough`, calls of every size are square and oblong, full and causal, and ranks compare their first times
+    to take equally many samples. Otherwise causal calls are of the largest size only, and samples as few as can be.
+
     A sample of a call is as many calls in a row as fill `sample_s`; samples are taken for about `sampled_s`. A GPU
     rests for `rest_s` before a call is timed: at its power limit it slows down, by a tenth within a few tenths of a
     second, and earlier work should not count. No larger message is tried after one that took `longest_message_s`.
     """
 
+    is_thorough: bool
     call_tokens: dict[str, tuple[int, ...]]
-    has_oblong_calls: bool
     sample_s: float
     sampled_s: float
     rest_s: float
@@ -27,7 +30,7 @@ class Effort:
 
 THOROUGH = Effort(
     call_tokens={"cpu": (64, 128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192, 16384)},
-    has_oblong_calls=True,
+    is_thorough=True,
     sample_s=0.01,
     sampled_s=0.06,
     rest_s=0.1,
@@ -38,13 +41,13 @@ THOROUGH = Effort(
 )
 BRIEF = Effort(
     call_tokens={"cpu": (64, 128), "cuda": (1024, 4096)},
-    has_oblong_calls=False,
+    is_thorough=False,
     sample_s=0.005,
     sampled_s=0.015,
     rest_s=0.0,
-    merged_nbytes={"cpu": 4 * 2**20, "cuda": 64 * 2**20},
-    message_nbytes=(8, 256 * 2**10, 2 * 2**20, 16 * 2**20),
-    longest_message_s=0.01,
-    messages_s=0.03,
+    merged_nbytes={"cpu": 2**20, "cuda": 64 * 2**20},
+    message_nbytes=(8, 2**20, 16 * 2**20),
+    longest_message_s=0.005,
+    messages_s=0.0,
 )
 """Less than two seconds, and little memory."""

@@ -39,8 +39,9 @@ def time_kernel(
     sizes, times = effort.call_tokens[device.type], list[CallTime]()
     for number, tokens in enumerate(sizes):
         report(f"attention calls of {tokens} tokens, forward and backward", number / len(sizes))
-        shapes = [Shape(tokens, tokens, False), Shape(tokens, tokens, True)]
-        shapes[1:1] = [Shape(tokens, 2 * tokens, False)] * effort.has_oblong_calls
+        shapes = [Shape(tokens, tokens, False)]
+        shapes += [Shape(tokens, 2 * tokens, False)] if effort.is_thorough else []
+        shapes += [Shape(tokens, tokens, True)] if effort.is_thorough or tokens == sizes[-1] else []
         found = [t for shape in shapes for t in _time_shape(shape, setting, kernel, comm, device, effort)]
         times += found
         # Every rank has the same times, so all stop at the same size.

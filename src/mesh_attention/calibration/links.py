@@ -18,7 +18,7 @@ from mesh_attention.calibration.timing import Report, gather_values, within
 from mesh_attention.comm.base import Comm, Parcel
 from mesh_attention.topology import LinkClass
 
-LEAST_SAMPLES, MOST_SAMPLES = 3, 15
+LEAST_SAMPLES, MOST_SAMPLES, BRIEF_SAMPLES = 3, 15, 5
 
 Pair = tuple[int, int]
 
@@ -86,8 +86,10 @@ def _exchanges(
 def _slowest_s(exchange: Callable[[], None] | None, comm: Comm, device: torch.device, effort: Effort) -> float:
     """Seconds of one exchange: the longest of the ranks' medians."""
     _sample_s(exchange, device)
-    first_s = max(gather_values(comm, _sample_s(exchange, device)))
-    samples = within(int(effort.messages_s / first_s), LEAST_SAMPLES, MOST_SAMPLES)
+    samples = BRIEF_SAMPLES
+    if effort.is_thorough:
+        first_s = max(gather_values(comm, _sample_s(exchange, device)))
+        samples = within(int(effort.messages_s / first_s), LEAST_SAMPLES, MOST_SAMPLES)
     return max(gather_values(comm, median(_sample_s(exchange, device) for _ in range(samples))))
 
 

@@ -31,7 +31,8 @@ def time_call(call: Callable[[], object], *, comm: Comm, device: torch.device, e
     such a slice would look as if it had the core to itself.
     """
     sample_s(call, device, calls=1)
-    first_s = gather_values(comm, sample_s(call, device, calls=1))
+    own_s = sample_s(call, device, calls=1)
+    first_s = gather_values(comm, own_s) if effort.is_thorough else [own_s]
     calls = within(int(effort.sample_s / min(first_s)), 1, MOST_CALLS)  # other ranks may have waited for the core
     samples = within(int(effort.sampled_s / (median(first_s) * calls)), LEAST_SAMPLES, MOST_SAMPLES)
     in_a_row = _repeated(call, calls, device)
