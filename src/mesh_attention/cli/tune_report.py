@@ -76,6 +76,10 @@ def print_tuning(answer: Answer) -> None:
     )
     if len(answer.plans) < len(DIRECTIONS):
         console.print("MeshAttention tunes forward and backward together, as --backward does here.", style="dim")
+    if limit_nbytes is None:
+        console.print(
+            "It searches quickly, for all problems like this one, so its choice may differ a little.", style="dim"
+        )
     console.print("\nor, spelled out", style="bold")
     console.print(explicit_code(chosen.choices, answer.plans, answer.topology, width=console.width), soft_wrap=True)
 
