@@ -15,7 +15,7 @@ from mesh_attention.errors import UsageError
 from mesh_attention.machine.shape import Facts
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.cache import _own, cache_folder
+from mesh_attention.tuning.cache import cache_folder, own_folder
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def keep_calibrated(device: str, text: str) -> Path:
 
 def measured_file(problem: Problem, facts: Sequence[Facts], transport: str) -> Path | None:
     """Where the measurement of such a group is kept: by hosts, devices, transport, dtype and head sizes."""
-    folder = _own(cache_folder())
+    folder = own_folder(cache_folder())
     if folder is None:
         return None
     names = [(one.host.split()[0], one.device, one.uuid) for one in facts]

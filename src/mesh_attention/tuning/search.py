@@ -75,11 +75,11 @@ def quick_effort(ranks: int, *, is_uniform: bool) -> Effort:
     """Search effort for a call that waits for the answer. Where a mask leaves shards out, every rank is simulated."""
     most = 48 if ranks <= 16 else 32 if ranks <= 64 else 20
     if not is_uniform:
-        most = max(2, min(most, QUICK_RANKS // ranks))
+        most = max(1, min(most, QUICK_RANKS // ranks))
     return Effort(
         by_family=False,
         priced_ranks=1,
-        least=most // 2,
+        least=(most + 1) // 2,
         most=most,
         worth_trying=1.2,
         regroupings=1,
