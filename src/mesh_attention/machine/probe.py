@@ -20,7 +20,7 @@ from mesh_attention.topology import Topology
 def probe(problem: Problem, *, comm: Comm, device: torch.device, ranks_per_node: int) -> Measurement:
     """The measured times, the same on every rank."""
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-        return measure(
+        measured = measure(
             problem,
             comm=comm,
             device=device,
@@ -29,6 +29,9 @@ def probe(problem: Problem, *, comm: Comm, device: torch.device, ranks_per_node:
             report=lambda doing, fraction: None,
             effort=BRIEF,
         )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the model may need the memory
+    return measured
 
 
 def fitted(measurement: Measurement, *, ranks: int, ranks_per_node: int, known: Topology | None) -> Topology:
