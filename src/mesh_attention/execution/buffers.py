@@ -104,7 +104,7 @@ Span = TokenSpan | TwoSpans
 
 
 def part(field: Tensor, span: Span | None) -> Tensor:
-    """The tokens of a span, or all of them. Two spans of a batch of one are as a batch of two: one launch serves both."""
+    """The tokens of a span, or all of them. Two spans of a batch of one become a batch of two: one launch does both."""
     if span is None:
         return field
     if isinstance(span, TokenSpan):

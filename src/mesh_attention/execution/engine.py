@@ -7,7 +7,7 @@ passes: it compiles each rank's program once and hands it to executors.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from mesh_attention.execution.compiled import Compiled, compile_program, describ
 from mesh_attention.execution.driving import Ledger, PlayedRanks
 from mesh_attention.execution.executor import Executor, Fields
 from mesh_attention.execution.graphs import CapturedPasses, GraphMemory, Tensors
+from mesh_attention.execution.together import PlanningTogether, plan_together
 from mesh_attention.kernels.base import Demand, Kernel, Scores
 from mesh_attention.kernels.select import choose_kernel, choose_merging
 from mesh_attention.plan.layout import Layout
@@ -39,7 +40,11 @@ Drive = Callable[[Sequence[Generator[Work, None, dict[str, Fields]]]], list[dict
 class Planning(Protocol):
     """Makes the plans of both passes, the same on every rank (`planning.registry.Planning`)."""
 
-    def plans(self, problem: Problem, *, on_gpu: bool, needs_gradient: bool) -> dict[Direction, Plan]: ...
+    def plans(self, problem: Problem, *, on_gpu: bool, needs_gradient: bool) -> Mapping[Direction, Plan]:
+        """The plans as each rank makes them alone."""
+
+    def together(self, comm: Comm, device: torch.device) -> PlanningTogether | None:
+        """How the ranks plan as one; None if each plans alone."""
 
 
 class Engines:
@@ -108,6 +113,9 @@ class Engines:
             device = tensors[0][0].device
             found = self._configuration(tensors, options, gradient)
             comms = self.played.comms_on(device)
+        found = replace(found, plans=self._plans(found, comms[0], tensors[0]))
+        with self.played.telling:
+            _check_keep(found.plans, cuda_graphs=self.cuda_graphs)
             number = number_of_call(found, tensors[0])
             engine = Engine.of(found, self.played, comms, number, self._captured(device))
             engine.prepare(device)
@@ -118,22 +126,29 @@ class Engines:
     def _configuration(
         self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool
     ) -> Configuration:
+        """The call, still without plans."""
         for rank in tensors:
             check_tensors(*rank)
         device = tensors[0][0].device
         self._check_graphs(device)
         problem = options.problem(tensors[0], self.ranks)
-        plans = self.planning.plans(problem, on_gpu=device.type == "cuda", needs_gradient=gradient)
-        _check_keep(plans, cuda_graphs=self.cuda_graphs)
         return Configuration(
             options=options,
             problem=problem,
             layout=self.layout,
-            plans=plans,
             softmax=options.softmax(problem),
             gradient=gradient,
             cuda_graphs=self.cuda_graphs,
         )
+
+    def _plans(self, found: Configuration, comm: Comm, tensors: Sequence[Tensor]) -> Mapping[Direction, Plan]:
+        device = tensors[0].device
+        together = None if self.played.is_local else self.planning.together(comm, device)
+        if together is not None:
+            return plan_together(together, self.played, found, tensors)
+        with self.played.telling:
+            on_gpu = device.type == "cuda"
+            return self.planning.plans(found.problem, on_gpu=on_gpu, needs_gradient=found.gradient)
 
     def _check_graphs(self, device: torch.device) -> None:
         if not self.cuda_graphs:
@@ -154,7 +169,7 @@ class Engines:
         return CapturedPasses(self._graph_memories[device])
 
 
-def _check_keep(plans: dict[Direction, Plan], *, cuda_graphs: bool) -> None:
+def _check_keep(plans: Mapping[Direction, Plan], *, cuda_graphs: bool) -> None:
     forward, backward = plans["forward"], plans["backward"]
     same = (forward.schedule.keep, forward.assignment) == (backward.schedule.keep, backward.assignment)
     if (forward.schedule.keep or backward.schedule.keep) and not same:

@@ -80,6 +80,9 @@ class Planning:
                 self.prove(plan)
         return plans
 
+    def together(self, comm: object, device: object) -> None:
+        """Every rank makes the same plans, so each plans alone."""
+
     def _plan(self, problem: Problem, direction: Direction, on_gpu: bool, needs_gradient: bool) -> Plan:
         if self.planner is not None:
             more = {"needs_gradient": needs_gradient} if self.is_tuned else {}
