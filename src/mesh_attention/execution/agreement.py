@@ -42,6 +42,7 @@ class Configuration:
     layout: Layout
     softmax: Softmax
     gradient: bool
+    may_keep: bool
     cuda_graphs: bool
     plans: Mapping[Direction, Plan] = field(default_factory=dict)
 

@@ -40,7 +40,9 @@ Drive = Callable[[Sequence[Generator[Work, None, dict[str, Fields]]]], list[dict
 class Planning(Protocol):
     """Makes the plans of both passes, the same on every rank (`planning.registry.Planning`)."""
 
-    def plans(self, problem: Problem, *, on_gpu: bool, needs_gradient: bool) -> Mapping[Direction, Plan]:
+    def plans(
+        self, problem: Problem, *, on_gpu: bool, needs_gradient: bool, may_keep: bool
+    ) -> Mapping[Direction, Plan]:
         """The plans as each rank makes them alone."""
 
     def together(self, comm: Comm, device: torch.device) -> PlanningTogether | None:
@@ -70,25 +72,32 @@ class Engines:
         return self.played.size
 
     def find(
-        self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, *, gradient: bool | None = None
+        self,
+        tensors: Sequence[Sequence[Tensor]],
+        options: CallOptions,
+        *,
+        gradient: bool | None = None,
+        may_keep: bool = True,
     ) -> Engine:
         """The engine for inputs like these, q, k and v of each rank played here.
 
-        `gradient` says whether there will be a backward pass, where tensors and grad mode do not.
+        `gradient` says whether there will be a backward pass, where tensors and grad mode do not; `may_keep`, whether
+        forward can hand anything but its results to it.
         """
         self.forward_passes += 1
         with self.played.telling:
             options = options.checked()
             flat = [tensor for rank in tensors for tensor in rank]
             gradient = needs_gradient(flat) if gradient is None else gradient
-            spelling = (options, gradient, *((tensor.shape, tensor.dtype, tensor.device) for tensor in flat))
+            may_keep = may_keep and gradient and not self.cuda_graphs
+            spelling = (options, gradient, may_keep, *((tensor.shape, tensor.dtype, tensor.device) for tensor in flat))
             if spelling not in self._meanings:
                 if len(self._meanings) >= 4 * MOST_ENGINES:
                     self._meanings.clear()
                 self._meanings[spelling] = self._meaning(spelling, tensors)
             key = self._meanings[spelling]
             engine = self.known.pop(key, None)
-        engine = engine or self._new(tensors, options, gradient)
+        engine = engine or self._new(tensors, options, gradient, may_keep)
         self.known[key] = engine  # the most recently used comes last
         if len(self.known) > MOST_ENGINES:
             del self.known[next(iter(self.known))]
@@ -108,10 +117,10 @@ class Engines:
         except UsageError:
             return spelling  # refused later, on every rank
 
-    def _new(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool) -> Engine:
+    def _new(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool, may_keep: bool) -> Engine:
         with self.played.telling:
             device = tensors[0][0].device
-            found = self._configuration(tensors, options, gradient)
+            found = self._configuration(tensors, options, gradient, may_keep)
             comms = self.played.comms_on(device)
         found = replace(found, plans=self._plans(found, comms[0], tensors[0]))
         with self.played.telling:
@@ -124,7 +133,7 @@ class Engines:
         return engine
 
     def _configuration(
-        self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool
+        self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool, may_keep: bool
     ) -> Configuration:
         """The call, still without plans."""
         for rank in tensors:
@@ -138,6 +147,7 @@ class Engines:
             layout=self.layout,
             softmax=options.softmax(problem),
             gradient=gradient,
+            may_keep=may_keep,
             cuda_graphs=self.cuda_graphs,
         )
 
@@ -147,8 +157,8 @@ class Engines:
         if together is not None:
             return plan_together(together, self.played, found, tensors)
         with self.played.telling:
-            on_gpu = device.type == "cuda"
-            return self.planning.plans(found.problem, on_gpu=on_gpu, needs_gradient=found.gradient)
+            passes = {"needs_gradient": found.gradient, "may_keep": found.may_keep}
+            return self.planning.plans(found.problem, on_gpu=device.type == "cuda", **passes)
 
     def _check_graphs(self, device: torch.device) -> None:
         if not self.cuda_graphs:

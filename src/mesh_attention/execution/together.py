@@ -37,7 +37,7 @@ class PlanningTogether(Protocol):
     def probe(self, problem: Problem, facts: Sequence[Any], comm: Comm, device: torch.device) -> None:
         """Measure; on all ranks at once."""
 
-    def choose(self, problem: Problem, facts: Sequence[Any], *, needs_gradient: bool) -> Any:
+    def choose(self, problem: Problem, facts: Sequence[Any], *, needs_gradient: bool, may_keep: bool) -> Any:
         """How to plan; asked on rank 0."""
 
     def plans_of(self, problem: Problem, chosen: Any) -> Mapping[Direction, Plan]:
@@ -65,7 +65,8 @@ def plan_together(
             with played.ledger.talking(UsageError):
                 planning.probe(problem, facts, comm, device)
     with played.telling:
-        chosen = planning.choose(problem, facts, needs_gradient=found.gradient) if comm.rank == 0 else None
+        passes = {"needs_gradient": found.gradient, "may_keep": found.may_keep}
+        chosen = planning.choose(problem, facts, **passes) if comm.rank == 0 else None
     chosen = share("read from rank 0", chosen)[0]
     with played.telling:
         return planning.plans_of(problem, chosen)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from mesh_attention.errors import MemoryLimitError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import make_plan
@@ -28,6 +28,7 @@ from mesh_attention.tuning.traffic import costs_on
 from mesh_attention.units import GIB
 
 MOST_KEPT = 256
+ALL_INPUTS: tuple[Kind, ...] = ("q", "kv")
 NEAR = 2.1
 """Lengths whose ratio is at most this have the same choice; a little above 2, because coarse lengths are rounded."""
 
@@ -50,6 +51,16 @@ class Chosen:
         alike = problem if self.lengths is None else with_lengths(coarse(problem), *self.lengths)
         plans = {direction: _plan(alike, direction, *one) for direction, one in self.passes.items()}
         return {direction: plan_like(plan, problem) for direction, plan in plans.items()}
+
+    def keeping(self) -> Chosen:
+        """The same, where forward keeps its inputs if all they do is change hands once, as with Ulysses alone.
+
+        Then backward need not exchange them again, and they take the memory that the caller's own would.
+        """
+        if any(one.choice.assignment.places > 1 for one in self.passes.values()):
+            return self
+        kept = {d: PassChoice(replace(choice, keep=ALL_INPUTS), costs) for d, (choice, costs) in self.passes.items()}
+        return replace(self, passes=kept)
 
     def to_json(self) -> dict[str, Any]:
         passes = {

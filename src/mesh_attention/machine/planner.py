@@ -17,7 +17,7 @@ from mesh_attention.clusters import PRESETS
 from mesh_attention.comm.base import Comm
 from mesh_attention.comm.marked import innermost
 from mesh_attention.errors import TopologyError
-from mesh_attention.machine.choosing import Chosen, Tuner, by_bytes
+from mesh_attention.machine.choosing import ALL_INPUTS, Chosen, Tuner, by_bytes
 from mesh_attention.machine.facts import facts_of
 from mesh_attention.machine.files import calibrated, calibrated_file, keep_measured, measured, measured_file
 from mesh_attention.machine.probe import fitted, probe
@@ -54,11 +54,13 @@ class MachinePlanning:
 
     # Alone: in one process, or by bytes
 
-    def plans(self, problem: Problem, *, on_gpu: bool, needs_gradient: bool) -> Mapping[Direction, Plan]:
+    def plans(
+        self, problem: Problem, *, on_gpu: bool, needs_gradient: bool, may_keep: bool
+    ) -> Mapping[Direction, Plan]:
         if isinstance(self.cluster, Topology):
             machine = Machine(topology=self.cluster, source="given")
-            return self._by_price(problem, machine, needs_gradient).plans(problem)
-        choice = self._by_bytes(problem, needs_gradient)
+            return self._by_price(problem, machine, needs_gradient, may_keep).plans(problem)
+        choice = self._by_bytes(problem, needs_gradient, may_keep)
         return Planning(choice).plans(problem, on_gpu=on_gpu, needs_gradient=needs_gradient)
 
     # Together
@@ -105,28 +107,31 @@ class MachinePlanning:
         )
         self._measured[_key(problem)] = Machine(topology=topology, source="measured")
 
-    def choose(self, problem: Problem, facts: Sequence[Any], *, needs_gradient: bool) -> Any:
+    def choose(self, problem: Problem, facts: Sequence[Any], *, needs_gradient: bool, may_keep: bool) -> Any:
         machine = self._machine(problem, _read(facts))
         if machine.topology is None:
-            return by_bytes(problem, self._by_bytes(problem, needs_gradient)).to_json()
-        return self._by_price(problem, machine, needs_gradient).to_json()
+            return by_bytes(problem, self._by_bytes(problem, needs_gradient, may_keep)).to_json()
+        return self._by_price(problem, machine, needs_gradient, may_keep).to_json()
 
     def plans_of(self, problem: Problem, chosen: Any) -> Mapping[Direction, Plan]:
         return Chosen.from_json(chosen).plans(problem)
 
     # Choosing
 
-    def _by_price(self, problem: Problem, machine: Machine, needs_gradient: bool) -> Chosen:
+    def _by_price(self, problem: Problem, machine: Machine, needs_gradient: bool, may_keep: bool) -> Chosen:
         assert machine.topology is not None
         topology = machine.topology
         tuner = self._tuners.setdefault(topology, Tuner(topology, self.layout, self.memory_nbytes))
         chosen, tuning = tuner.choose(problem, needs_gradient=needs_gradient)
+        chosen = chosen.keeping() if needs_gradient and may_keep else chosen
         choices = {direction: chosen.passes[direction].choice for direction in tuning.chosen.choices}
         self._say((*choices.values(), machine), describe_choice(problem, machine, choices, tuning))
         return chosen
 
-    def _by_bytes(self, problem: Problem, needs_gradient: bool) -> Choice:
+    def _by_bytes(self, problem: Problem, needs_gradient: bool, may_keep: bool) -> Choice:
         choice = least_volume_choice(problem, self.layout, DIRECTIONS if needs_gradient else DIRECTIONS[:1])
+        if choice.method == "ulysses" and needs_gradient and may_keep:
+            choice = replace(choice, keep=ALL_INPUTS)
         if problem.ranks > 1:
             self._say(choice, f"{choice} for {_describe(problem)}: it moves the fewest bytes; {OVERRIDE}")
         return choice
