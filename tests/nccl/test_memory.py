@@ -73,15 +73,16 @@ def _since(before: dict[str, int], waits: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("waits", [True, False], ids=["waiting for each pass", "running ahead"])
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_memory_over_nccl_beside_the_plans_statement(rig: Rig, ranks: int, waits: bool) -> None:
-    ratios = {}
+    ratios, table = {}, []
     for name in PLANNERS:
         by_rank = rig.run(ranks, passes_of, planners(ranks)[name], waits)
         for direction, taken in zip(DIRECTIONS, zip(*by_rank, strict=True), strict=True):
             worst = max(taken, key=lambda one: one.held / one.stated)
             ratios[name, direction] = worst.held / worst.stated
             mib = ", ".join(f"{field} {nbytes / 2**20:6.1f}" for field, nbytes in worst._asdict().items())
-            print(f"{ranks} ranks, {name:14}, {direction:8}, MiB: {mib}")
+            table.append(f"  {name:14}, {direction:8}: {mib}; {ratios[name, direction]:.2f}")
     how = "the host waits" if waits else "the host runs ahead"
     span = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}"
-    rig.notes.append(f"memory of a pass on {ranks} ranks, {how}: {span} of what the plans state")
+    rig.notes.append(f"memory of a pass on {ranks} ranks, {how}: {span} of what the plans state; in MiB:")
+    rig.notes.extend(table)
     assert max(ratios.values()) <= SLACK, ratios
