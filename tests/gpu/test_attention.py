@@ -278,8 +278,7 @@ def test_expandable_segments_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("kv_heads", [32, 8])
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize(("name", "kv_heads"), [*((name, 8) for name in PLANNERS), ("mesh", 32), ("ulysses", 32)])
 def test_memory_is_what_the_plan_states(name: str, kv_heads: int, direction: Direction) -> None:
     options = PLANNERS[name]
     ranks = 16 if name != "ulysses" else 8

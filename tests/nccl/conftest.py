@@ -18,15 +18,14 @@ import torch.distributed as dist
 from nccl.rig import IS_TRIED_ON_CPU, SIZES, Rig, versions
 
 RIG = pytest.StashKey[Rig]()
-FIRST = ("test_default", "test_graphs", "test_memory", "test_marked", "test_calls", "test_refusals", "test_models")
-LAST = "test_attention"
-"""Short files that tell much come before all others, and the longest comes after them."""
+FIRST = ("default", "graphs", "memory", "marked", "calls", "refusals", "models", "faults")
+LAST = "attention"
+"""Short files that tell much come before those of other folders, and the longest comes after them."""
 
 
 def _place(item: pytest.Item) -> int:
-    if Path(__file__).parent not in item.path.parents or item.path.stem not in (*FIRST, LAST):
-        return len(FIRST)
-    return (*FIRST, None, LAST).index(item.path.stem)
+    name = item.path.stem.removeprefix("test_") if Path(__file__).parent in item.path.parents else ""
+    return FIRST.index(name) if name in FIRST else len(FIRST) + (name == LAST)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
