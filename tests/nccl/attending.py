@@ -49,13 +49,14 @@ def planners(ranks: int) -> dict[str, dict[str, Any]]:
 def cases_of(ranks: int, planner: str) -> list[tuple[str, torch.dtype]]:
     """Some masks, each in one dtype.
 
-    Most of a case's time is planning, so a planner gets every fourth mask, others with each number of ranks. So every
-    mask meets every number of ranks, every dtype, and the planners that any number of ranks can have.
+    Most of a case's time is planning, so a planner gets every third or fourth mask, others with each number of ranks.
+    So every mask meets every planner, every number of ranks and every dtype, but not all of them at once.
     """
-    size = SIZES.index(ranks)
-    turn, first = divmod(list(planners(ranks)).index(planner) + size, 4)
-    chosen = [i for i, case in enumerate(CASES) if i % 4 == first or case.name in ALWAYS]
-    return [(CASES[i].name, DTYPES[(i // 4 + turn + size) % len(DTYPES)]) for i in chosen]
+    sizes = [size for size in SIZES if planner in planners(size)]
+    turn = list(planners(ranks)).index(planner) + sizes.index(ranks)
+    stride = min(4, len(sizes))
+    chosen = [i for i, case in enumerate(CASES) if (i - turn) % stride == 0 or case.name in ALWAYS]
+    return [(CASES[i].name, DTYPES[(i // 4 + turn // 4 + ranks) % len(DTYPES)]) for i in chosen]
 
 
 def widened(case: Case, degree: int) -> Case:
