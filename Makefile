@@ -47,7 +47,7 @@ files: $(VENV)/ready
 
 # Uses your own Python, which needs torch for CUDA, pytest and hypothesis; installs nothing.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu tests/nccl -rs $(ARGS)
+	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider tests/gpu tests/nccl -rs $(ARGS)
 
 # Tries every model class of transformers on 4 ranks, and writes docs/transformers-families.md; takes about 6 minutes.
 families: $(VENV)/ready

@@ -128,6 +128,8 @@ def test_ranks_that_share_a_device_share_its_rates() -> None:
     assert share.memory_gb_per_s == whole.memory_gb_per_s / 8
     assert share.memory_gib == 140 / 8
     assert "8 ranks on a GPU" in str(preset_machine(crowd))
+    assert known_machine(alone).topology is not None
+    assert known_machine(crowd) == Machine(topology=None, source="by bytes, 8 ranks on a GPU")
     pairs = [replace(one, uuid=str(rank // 2)) for rank, one in enumerate(ranks_on(*["a"] * 16, *["b"] * 16))]
     topology = placed(PRESETS["h200"].topology, pairs)
     assert (topology.nodes, topology.ranks_per_node, topology.nics_per_node) == (2, 16, 8)

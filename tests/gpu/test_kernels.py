@@ -28,7 +28,7 @@ DEVICE = "cuda"
 BATCH, HEADS = 2, 4
 LSE_TOLERANCE = 2.0**-12
 FUSED = [kernel for kernel in KERNELS if kernel.name not in ("cpu flash", "reference", "reference in slices")]
-LENGTHS = (1, 2, 3, 7, 16, 33, 63, 64, 65, 100, 127, 128, 129, 130, 191, 193, 250, 255, 256, 257, 299, 300)
+LENGTHS = (1, 2, 7, 16, 33, 63, 64, 65, 127, 128, 129, 193, 256, 257, 300)
 
 
 def positions(mask: Mask, q: range, kv: range, seq_q: int, seq_kv: int | None = None) -> CallMask:
@@ -146,8 +146,9 @@ def test_conformance_of_the_sliced_reference(dtype: torch.dtype, conforms: Check
 
 
 @every_kernel
-@every_dtype
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads"), [(torch.bfloat16, 4), (torch.float16, 2), (torch.bfloat16, 1)], ids=["bf16", "fp16", "mqa"]
+)
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask_with_grouped_heads(kernel: Kernel, dtype: torch.dtype, kv_heads: int, mask: str) -> None:
     need(kernel, dtype)
@@ -155,8 +156,17 @@ def test_every_mask_with_grouped_heads(kernel: Kernel, dtype: torch.dtype, kv_he
 
 
 @every_kernel
-@every_dtype
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (256, 256), (192, 128), (64, 128)])
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [
+        ((64, 64), torch.bfloat16),
+        ((96, 96), torch.float16),
+        ((256, 256), torch.bfloat16),
+        ((192, 128), torch.float16),
+        ((64, 128), torch.bfloat16),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_every_head_size(kernel: Kernel, dtype: torch.dtype, dims: tuple[int, int], mask: str) -> None:
     need(kernel, dtype, dims)
@@ -211,9 +221,10 @@ def test_torchs_own_attention_beside_ours_changes_neither(kernel: Kernel, lay: s
     """torch keeps cuDNN's plans by the strides of Q, K and V alone, whatever those of dO are. Threads have their own:
     both must come through autograd to meet."""
     need(kernel, torch.bfloat16)
-    orders = [(of_torch, of_ours, first) for of_torch in LAYS for of_ours in LAYS for first in ("torch", "ours")]
+    orders = [(of_torch, of_ours) for of_torch in LAYS for of_ours in LAYS]
     for number, order in enumerate(orders):
-        check_beside(LAYS[lay], is_causal, 200 + 8 * number, *order)  # each length has plans of its own
+        first = ("torch", "ours")[(number + is_causal) % 2]
+        check_beside(LAYS[lay], is_causal, 200 + 8 * number, *order, first)  # each length has plans of its own
 
 
 def check_beside(

@@ -1,4 +1,4 @@
-"""Gloo with staging on a real device: four processes share one GPU, which NCCL would refuse."""
+"""Gloo with staging on a real device: four processes share one GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TENTH_OF_A_SECOND = 200_000_000
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
+    with RankPool(4, on_gpu=True) as pool:
         yield pool
 
 
@@ -142,7 +142,7 @@ def test_a_gloo_group_stages(pool: RankPool) -> None:
 
 
 def share_over_nccl(group: Any) -> list[str]:
-    """Alone, since NCCL wants a GPU for each rank: the texts go over Gloo, the meeting over NCCL."""
+    """The texts go over Gloo, the meeting over NCCL."""
     mixed = dist.new_group([dist.get_rank()], backend="cpu:gloo,cuda:nccl", use_local_synchronization=True)
     comm = comm_for(mixed, torch.device(DEVICE, 0))
     assert isinstance(comm, TorchComm)

@@ -9,22 +9,23 @@ from math import inf
 from typing import Any
 
 import torch
-from attention_cases import BY_NAME, Answer, Case, dense_answer, spread_out, tiles, whole_tensors
+from attention_cases import BY_NAME, CASES, Answer, Case, dense_answer, spread_out, tiles, whole_tensors
 from gpu.test_attention import ROUNDINGS, SLACK, relative_error
 from torch import Tensor
 
 from mesh_attention import MeshAttention
-from nccl.rig import DEVICE
+from nccl.rig import DEVICE, SIZES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 INNER = {4: (2, 1), 6: (1, 3), 8: (2, 2)}
+ALWAYS = ("causal-documents-window", "shorter-than-the-ranks")
+"""Cases for every planner: all features of a mask at once, and ranks without tokens."""
 
 
 def planners(ranks: int) -> dict[str, dict[str, Any]]:
     """Every planner, route and grouping for a number of ranks, by name."""
     tile = min(tiles(ranks), key=lambda tile: abs(tile[0] - tile[1]))
     found: dict[str, dict[str, Any]] = {
-        "default": {},
         "ring": {"method": "ring"},
         "ring, routed": {"method": "ring", "route": "ring"},
         "pass-q": {"method": "pass-q"},
@@ -43,6 +44,19 @@ def planners(ranks: int) -> dict[str, dict[str, Any]]:
         found["ulysses x mesh, kept"] = {"method": "mesh", "ulysses_degree": degree, "keep": ("q", "kv")}
         found["usp"] = {"method": "ring", "ulysses_degree": degree}
     return found
+
+
+def cases_of(ranks: int, planner: str) -> list[tuple[str, torch.dtype]]:
+    """Some masks, each in one dtype.
+
+    Most of a case's time is planning, so a planner gets every third or fourth mask, others with each number of ranks.
+    So every mask meets every planner, every number of ranks and every dtype, but not all of them at once.
+    """
+    sizes = [size for size in SIZES if planner in planners(size)]
+    turn = list(planners(ranks)).index(planner) + sizes.index(ranks)
+    stride = min(4, len(sizes))
+    chosen = [i for i, case in enumerate(CASES) if (i - turn) % stride == 0 or case.name in ALWAYS]
+    return [(CASES[i].name, DTYPES[(i // 4 + turn // 4 + ranks) % len(DTYPES)]) for i in chosen]
 
 
 def widened(case: Case, degree: int) -> Case:

@@ -1,10 +1,13 @@
 """Everything in this folder runs on NCCL, with up to eight ranks that share one GPU; without a GPU it is skipped.
 
+A summary says how long each file took.
+
 With NCCL_TESTS_ON=gloo in the environment, the tests run on the CPU over Gloo, to be tried where there is no GPU.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +18,18 @@ import torch.distributed as dist
 from nccl.rig import IS_TRIED_ON_CPU, SIZES, Rig, versions
 
 RIG = pytest.StashKey[Rig]()
+FIRST = ("default", "graphs", "memory", "marked", "calls", "refusals", "models", "faults")
+LAST = "attention"
+"""Short files that tell much come before those of other folders, and the longest comes after them."""
+
+
+def _place(item: pytest.Item) -> int:
+    name = item.path.stem.removeprefix("test_") if Path(__file__).parent in item.path.parents else ""
+    return FIRST.index(name) if name in FIRST else len(FIRST) + (name == LAST)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_place)
     if IS_TRIED_ON_CPU or (torch.cuda.is_available() and dist.is_nccl_available()):
         return
     mark = pytest.mark.skip(reason="needs a CUDA device, and a torch with NCCL")
@@ -49,3 +61,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.line(f"tests by ranks that shared one GPU: {counts}; pools of ranks lost: {rig.lost}")
     for note in rig.notes:
         terminalreporter.line(note)
+    terminalreporter.section("seconds of each file")
+    for file, seconds in _seconds(terminalreporter).items():
+        terminalreporter.line(f"{seconds:6.1f}  {file}")
+
+
+def _seconds(terminalreporter: pytest.TerminalReporter) -> dict[str, float]:
+    """What the tests of each file took, with their fixtures, in the order of running."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    reports = [one for found in terminalreporter.stats.values() for one in found if isinstance(one, pytest.TestReport)]
+    for report in sorted(reports, key=lambda report: report.start):
+        seconds[report.nodeid.partition("::")[0]] += report.duration
+    return seconds

@@ -21,26 +21,26 @@ NAMES = ("causal", "documents", "cross-causal", "batch", "lse-gradient", "window
 F32 = torch.float32
 
 
-def errors_of_many(group: Any, options: dict[str, Any], order: str) -> dict[str, float]:
-    """Many forward passes, then their backward passes in reverse, or in the same order."""
-    attention = MeshAttention(group, **options)
-    made = {f"{name}, {seed}": Attended(attention, name, F32, seed=seed) for seed in range(4) for name in NAMES}
-    where = list(made) if order == "same" else list(reversed(made))
-    return {name: made[name].error() for name in where}
+def errors_of_many(group: Any, options: dict[str, Any]) -> dict[str, float]:
+    """Many forward passes, then their backward passes in reverse, and once more in the same order."""
+    attention, errors = MeshAttention(group, **options), {}
+    for order in (reversed, list):
+        made = {f"{name}, {seed}": Attended(attention, name, F32, seed=seed) for seed in range(2) for name in NAMES}
+        errors |= {f"{order.__name__} {where}": made[where].error() for where in order(list(made))}
+    return errors
 
 
-@pytest.mark.parametrize("order", ["reverse", "same"])
 @pytest.mark.parametrize("ranks", SIZES)
-def test_many_forward_passes_before_their_backward_passes(rig: Rig, ranks: int, order: str) -> None:
+def test_many_forward_passes_before_their_backward_passes(rig: Rig, ranks: int) -> None:
     for name in ("ring, routed", "mesh, kept"):
-        assert_all_close(rig.run(ranks, errors_of_many, planners(ranks)[name], order))
+        assert_all_close(rig.run(ranks, errors_of_many, planners(ranks)[name]))
 
 
 def errors_of_two(group: Any, one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """Two attentions on one group: each goes forward before the other goes backward; one loss for both."""
     attentions = MeshAttention(group, **one), MeshAttention(group, **other)
     errors = {}
-    for seed in range(3):
+    for seed in range(2):
         first, second = (Attended(attention, "causal", F32, seed=seed) for attention in attentions)
         third = Attended(attentions[0], "documents", F32, seed=seed)
         errors |= {f"{seed} second": second.error(), f"{seed} first": first.error(), f"{seed} third": third.error()}
@@ -60,7 +60,7 @@ def test_two_attentions_take_turns_on_one_group(rig: Rig, ranks: int) -> None:
 def errors_on_a_mesh(group: Any, shape: tuple[int, int]) -> dict[str, float]:
     """Attention over both axes at once: every row of ranks has its own sequence, and so has every column."""
     mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=("dp", "cp"))
-    by_axis = {axis: MeshAttention(mesh[axis]) for axis in ("cp", "dp")}
+    by_axis = {axis: MeshAttention(mesh[axis], method="mesh") for axis in ("cp", "dp")}
     seeds = {"cp": mesh.get_local_rank("dp"), "dp": 100 + mesh.get_local_rank("cp")}
     made = {
         f"{axis} {name}": Attended(attention, name, F32, seed=seeds[axis])
@@ -79,7 +79,7 @@ def errors_beside_gloo(group: Any) -> dict[str, float]:
     """Tensors over NCCL, and the texts of ranks over Gloo."""
     mixed = dist.new_group(list(range(8)), backend="gloo" if IS_TRIED_ON_CPU else "cpu:gloo,cuda:nccl")
     assert backends(mixed)["cpu"] == "gloo"
-    return errors_of_cases(mixed, {"tile": (2, 4)}, [(name, F32) for name in NAMES], {})
+    return errors_of_cases(mixed, {"method": "mesh", "tile": (2, 4)}, [(name, F32) for name in NAMES], {})
 
 
 def test_a_group_with_a_backend_for_each_device(rig: Rig) -> None:
@@ -89,7 +89,7 @@ def test_a_group_with_a_backend_for_each_device(rig: Rig) -> None:
 def errors_between_collectives(group: Any) -> dict[str, float]:
     """The caller's own collectives on the group, and a stream of its own."""
     errors, size = {}, dist.get_world_size(group)
-    attention = MeshAttention(group)
+    attention = MeshAttention(group, method="mesh")
     stream = None if IS_TRIED_ON_CPU else torch.cuda.Stream()
     for seed in range(4):
         one = torch.ones(1000, device=DEVICE)

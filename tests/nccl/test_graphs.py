@@ -50,7 +50,7 @@ def differences(group: Any, options: dict[str, Any]) -> list[tuple[bool, float]]
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_a_replayed_graph_gives_what_steps_give(rig: Rig, ranks: int) -> None:
     for name in PLANNERS:
         for found in rig.run(ranks, differences, planners(ranks)[name]):
@@ -58,12 +58,12 @@ def test_a_replayed_graph_gives_what_steps_give(rig: Rig, ranks: int) -> None:
             assert worst(apart for _, apart in found) <= 2.0**-5, (name, found)  # dQ is added in no fixed order
 
 
-@pytest.mark.parametrize("ranks", [3, 6, 8])
+@pytest.mark.parametrize("ranks", [3, 8])
 def test_any_mask_can_be_recorded(rig: Rig, ranks: int) -> None:
     """Three times each: step by step, recorded, replayed. Ranks with unequal numbers of tokens, and with none."""
     names = ("causal", "softcap", "documents", "not-contiguous", "batch", "cross-causal", "shorter-than-the-ranks")
     cases = [(name, DTYPES[i % len(DTYPES)]) for i, name in enumerate(names) for _ in range(3)]
-    assert_all_close(rig.run(ranks, errors_of_cases, {"cuda_graphs": True}, cases, {}))
+    assert_all_close(rig.run(ranks, errors_of_cases, planners(ranks)["mesh"] | {"cuda_graphs": True}, cases, {}))
 
 
 def layers_in_turn(group: Any, options: dict[str, Any]) -> float:
@@ -84,7 +84,7 @@ def layers_in_turn(group: Any, options: dict[str, Any]) -> float:
     return worst(relative_error(a.detach(), b.detach()) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, 6])
 def test_layers_share_graphs(rig: Rig, ranks: int) -> None:
     for name in PLANNERS:
         assert worst(rig.run(ranks, layers_in_turn, planners(ranks)[name])) <= 2.0**-5, name
@@ -110,5 +110,5 @@ def memory_after(group: Any, options: dict[str, Any], rounds: int) -> list[int]:
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_memory_of_graphs_is_given_back(rig: Rig, ranks: int) -> None:
-    for held in rig.run(ranks, memory_after, planners(ranks)["mesh, grouped"], 4):
+    for held in rig.run(ranks, memory_after, planners(ranks)["mesh, grouped"], 3):
         assert len(set(held[1:])) == 1, held  # the first round sets up what this process keeps, such as workspaces

@@ -59,7 +59,7 @@ def make_calls(group: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 def make_calls_in_a_tile(group: Any) -> dict[str, Any]:
     """Rank 2 hears nothing from rank 1, but from ranks that do."""
-    return make_calls(group, {"tile": (2, 2)})
+    return make_calls(group, {"method": "mesh", "tile": (2, 2)})
 
 
 def make_calls_on_a_ring(group: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def test_dtensors_go_in_and_come_out_with_their_gradients(rig: Rig) -> None:
 # Compiled models
 
 
-def compiled_errors(group: Any) -> list[float]:
+def compiled_errors(group: Any, options: dict[str, Any]) -> list[float]:
     """Errors of the logits and gradients of a compiled model, against the same model in one process."""
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ def compiled_errors(group: Any) -> list[float]:
     weights = torch.randn(2, TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     due = model(ids, torch.arange(TOKENS, device=DEVICE), plain_attention)
     due_gradients = torch.autograd.grad((due * weights).sum(), list(model.parameters()))
-    attention = MeshAttention(group)
+    attention = MeshAttention(group, **options)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, causal=True, seq_len=TOKENS)
@@ -74,9 +74,9 @@ def compiled_errors(group: Any) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("ranks", [3, 8])
-def test_compiled_models_give_what_one_process_gives(rig: Rig, ranks: int) -> None:
-    for errors in rig.run(ranks, compiled_errors, timeout_s=200.0):
+@pytest.mark.parametrize(("ranks", "options"), [(3, {"method": "mesh"}), (8, {})], ids=["mesh", "default"])
+def test_compiled_models_give_what_one_process_gives(rig: Rig, ranks: int, options: dict[str, Any]) -> None:
+    for errors in rig.run(ranks, compiled_errors, options, timeout_s=200.0):
         assert worst(errors) <= 1e-4
 
 
@@ -165,7 +165,8 @@ def distance(ours: Tensor, due: Tensor) -> float:
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 def test_llama_under_fsdp2_and_context_parallelism(rig: Rig, is_compiled: bool) -> None:
     pytest.importorskip("transformers")
-    every = [{}] if IS_TRIED_ON_CPU or is_compiled else [{}, {"tile": (2, 2), "cuda_graphs": True}]
+    tile: dict[str, Any] = {"method": "mesh", "tile": (2, 2)}
+    every = [tile] if IS_TRIED_ON_CPU or is_compiled else [{}, tile | {"cuda_graphs": True}]
     for options in every:
         for distances in rig.run(8, trained_llama, is_compiled, options, timeout_s=200.0):
             assert worst(distance for _, distance in distances) <= 1e-5, (options, distances)

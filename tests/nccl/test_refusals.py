@@ -26,7 +26,7 @@ def _said(call: Any) -> str:
 
 def make_mistakes(group: Any) -> list[str]:
     rank = dist.get_rank(group)
-    attention, odd = MeshAttention(group), rank == 1
+    attention, odd = MeshAttention(group, method="mesh"), rank == 1
     x = torch.randn(1, 64, 4, 32, device=DEVICE)
     wrong: dict[str, Any] = {"casual": True} if odd else {}
     found = [_said(lambda: attention(x, x, x, **wrong))]  # the first message on this group
@@ -47,13 +47,13 @@ def test_whatever_one_rank_refuses_is_told_to_all(rig: Rig) -> None:
 
 def miss_one(_: Any) -> str:
     """Rank 1 does not take part in the first call on a group."""
-    group = dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=10))
+    group = dist.new_group(list(range(RANKS)), timeout=timedelta(seconds=5))
     rank = dist.get_rank(group)
     x = torch.randn(1, 64, 4, 32, device=DEVICE)
     if rank == 1:
-        time.sleep(15)
+        time.sleep(8)
         return ""
-    return _said(lambda: MeshAttention(group)(x, x, x))
+    return _said(lambda: MeshAttention(group, method="mesh")(x, x, x))
 
 
 def test_a_rank_that_does_not_take_part_is_named() -> None:

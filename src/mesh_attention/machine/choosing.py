@@ -18,7 +18,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.registry import make_plan
+from mesh_attention.planning.registry import Price, make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.coarse import coarse, plan_like
@@ -59,8 +59,10 @@ class Chosen:
         """
         if any(one.choice.assignment.places > 1 for one in self.passes.values()):
             return self
-        kept = {d: PassChoice(replace(choice, keep=ALL_INPUTS), costs) for d, (choice, costs) in self.passes.items()}
-        return replace(self, passes=kept)
+        kept = {
+            d: Choice(method="ulysses", layout=one.choice.layout, keep=ALL_INPUTS) for d, one in self.passes.items()
+        }
+        return replace(self, passes={direction: PassChoice(choice, None) for direction, choice in kept.items()})
 
     def to_json(self) -> dict[str, Any]:
         passes = {
@@ -144,9 +146,13 @@ def _tuned(
     return Chosen(lengths=(problem.seq_q, problem.seq_kv) if is_coarse else None, passes=passes), tuning
 
 
-def by_bytes(problem: Problem, choice: Choice) -> Chosen:
-    """A choice that needs no prices, for both passes."""
-    passes = {direction: PassChoice(choice.settled(problem, direction), None) for direction in DIRECTIONS}
+def by_bytes(problem: Problem, choice: Choice, *, price: Price | None = None) -> Chosen:
+    """A choice for both passes; if calls have a price, it decides how large they are."""
+    passes = {}
+    for direction in DIRECTIONS:
+        settled = choice.settled(problem, direction)
+        costs = None if price is None or settled.is_collective else price(problem, settled, direction)
+        passes[direction] = PassChoice(settled, costs)
     return Chosen(lengths=None, passes=passes)
 
 

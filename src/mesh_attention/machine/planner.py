@@ -21,16 +21,16 @@ from mesh_attention.machine.choosing import ALL_INPUTS, Chosen, Tuner, by_bytes
 from mesh_attention.machine.facts import facts_of
 from mesh_attention.machine.files import calibrated, calibrated_file, keep_measured, measured, measured_file
 from mesh_attention.machine.probe import fitted, probe
-from mesh_attention.machine.shape import Facts, Machine, likeness_of, placed, preset_machine, ranks_per_node
+from mesh_attention.machine.shape import Facts, Machine, likeness_of, placed, preset_machine, ranks_per_node, sharers
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice, least_volume_choice
-from mesh_attention.planning.registry import Planning
+from mesh_attention.planning.registry import Planning, gpu_price
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Tuning
-from mesh_attention.units import format_time
+from mesh_attention.units import count, format_time
 
 log = logging.getLogger(__name__)
 OVERRIDE = 'to decide yourself: MeshAttention(group, choice="…") or cluster=…'
@@ -110,7 +110,8 @@ class MachinePlanning:
     def choose(self, problem: Problem, facts: Sequence[Any], *, needs_gradient: bool, may_keep: bool) -> Any:
         machine = self._machine(problem, _read(facts))
         if machine.topology is None:
-            return by_bytes(problem, self._by_bytes(problem, needs_gradient, may_keep)).to_json()
+            choice = self._by_bytes(problem, needs_gradient, may_keep)
+            return by_bytes(problem, choice, price=gpu_price if facts[0]["uuid"] else None).to_json()
         return self._by_price(problem, machine, needs_gradient, may_keep).to_json()
 
     def plans_of(self, problem: Problem, chosen: Any) -> Mapping[Direction, Plan]:
@@ -149,8 +150,11 @@ class MachinePlanning:
 
 
 def known_machine(facts: Sequence[Facts]) -> Machine:
-    """The machine of these ranks: calibrated, or else the preset for the device."""
+    """The machine of these ranks: calibrated, or else the preset for the device, which knows no ranks that share one:
+    NCCL then sends through the host, however slow that is."""
     found = calibrated(facts[0].device)
+    if found is None and (shared := sharers(facts)) > 1:
+        return Machine(topology=None, source=f"by bytes, {count(shared, 'rank')} on a GPU")
     if found is None:
         return preset_machine(facts)
     if found.nodes == 1 and found.between == found.inside:  # it was measured within one node

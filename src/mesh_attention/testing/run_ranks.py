@@ -69,6 +69,7 @@ class RankPool:
     """Worker processes 0 to size - 1; the first few of them, any number, can run a function as one group.
 
     `sizes` says which numbers, if not all. `environment` is added to that of the workers, before they import torch.
+    With `on_gpu`, which NCCL implies, workers can use CUDA.
     """
 
     def __init__(
@@ -79,11 +80,12 @@ class RankPool:
         sizes: Sequence[int] | None = None,
         environment: Mapping[str, str] | None = None,
         group_timeout_s: float = 60.0,
+        on_gpu: bool = False,
     ) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="mesh-attention-pool-")
         # A process that was forked cannot use CUDA if the server looked for a device.
-        context = multiprocessing.get_context("spawn") if "nccl" in backend else process_context()
+        context = multiprocessing.get_context("spawn") if on_gpu or "nccl" in backend else process_context()
         self._workers: list[tuple[Any, Connection]] = []
         given = {**os.environ, **(environment or {})}
         store = str(Path(self._folder.name) / "store")
