@@ -26,9 +26,18 @@ from torch.distributed import AllreduceOptions, ReduceOp
 
 from mesh_attention.comm.base import MARK, Comm, Parcel, Sharing, Work
 from mesh_attention.comm.reports import DIFFERENT_CALLS
-from mesh_attention.comm.torch_dist import TorchComm, has_failed, is_destroyed, sharings_of, store_of, timeout_s
+from mesh_attention.comm.torch_dist import (
+    START_AGAIN,
+    TorchComm,
+    has_failed,
+    is_destroyed,
+    reason_of,
+    sharings_of,
+    store_of,
+    timeout_s,
+)
 from mesh_attention.comm.watch import Post, Watch, WatchedPass
-from mesh_attention.errors import DisagreementError
+from mesh_attention.errors import DisagreementError, TransportError
 
 MARK_TAG = 1
 FIRST_PASS_TAG, TAGS = 2, 1009
@@ -49,7 +58,7 @@ class Alarm(Protocol):
 
     def passes_over(self) -> int: ...
 
-    def spoil_results(self) -> None: ...
+    def give_up(self) -> None: ...
 
 
 class Calls(Protocol):
@@ -130,11 +139,19 @@ class Marked:
         assert self.mark is not None
         mark, group = self.mark, torch_group(self.inner)
         if self.is_capturable and group is not None and self.calls is not None:
-            group._get_backend(mark.device).allreduce([mark], _LARGEST).wait()
+            self._compare_all(group, mark)
             self.calls.alarm(mark.device).check(mark, results, counts=self.watched is not None)
         if self.watched is not None:
             self.watched.closed = time.monotonic()
         self.mark, self.landed, self.posts = None, {}, None
+
+    def _compare_all(self, group: Any, mark: Tensor) -> None:
+        try:
+            group._get_backend(mark.device).allreduce([mark], _LARGEST).wait()
+        except Exception as error:
+            raise TransportError(
+                f"rank {self.rank}, at the end of the pass: {reason_of(error)}; {START_AGAIN}"
+            ) from error
 
 
 def _mark_parcel(mark: Tensor, rank: int) -> Parcel:
@@ -186,7 +203,7 @@ def watch_group(comm: Comm, device: torch.device, alarm: Alarm, calls: Calls) ->
     def patience_s() -> float:
         """A little less than the group's timeout, which may be changed."""
         seconds = math.inf if (group := weak()) is None else timeout_s(group, device)
-        return seconds - min(seconds / 2, max(seconds / 10, 2.0))
+        return seconds - min(seconds / 2, max(seconds / 10, 3.0))
 
     def counts() -> tuple[int, int]:
         group, found = weak(), (-1, -1)
@@ -195,7 +212,6 @@ def watch_group(comm: Comm, device: torch.device, alarm: Alarm, calls: Calls) ->
         return found
 
     def abort() -> None:
-        alarm.spoil_results()
         if (group := weak()) is not None:
             group._get_backend(device).abort()
 
@@ -206,6 +222,7 @@ def watch_group(comm: Comm, device: torch.device, alarm: Alarm, calls: Calls) ->
         patience_s=patience_s,
         passes_over=alarm.passes_over,
         counts=counts,
+        spoil=alarm.give_up,
         abort=abort,
         has_failed=lambda: (group := weak()) is not None and has_failed(group, device),
         failure=lambda: calls.failure,
