@@ -75,7 +75,7 @@ def judge(own: Report, others: Mapping[int, Report], silent: Collection[int]) ->
 
 def describe(own: Report) -> str:
     """Where a rank is."""
-    return f"rank {own.rank} waits in {own.at}" if own.at else f"rank {own.rank} has begun {own.passes} passes"
+    return f"rank {own.rank} waits in {own.at}" if own.at else f"rank {own.rank} is in pass {own.passes}"
 
 
 def find_different_calls(reports: Mapping[int, Report]) -> str | None:

@@ -202,6 +202,8 @@ class Watch:
             return
         silent = [rank for rank, heard in found.heard.items() if now - max(heard, asked) > SILENT_S]
         verdict = judge(self.exchange.report, found.reports, silent)
+        if self.trouble is not None and waiting is None and not verdict.is_certain and not silent:
+            verdict = Verdict(self.trouble, verdict.here, True)  # nobody knows more
         if verdict.is_certain or is_late or (has_failed and (silent or now - asked > SILENT_S)):
             self._give_up(verdict, silent)
 
