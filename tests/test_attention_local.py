@@ -21,6 +21,7 @@ from attention_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.comm.local import LocalGroup
@@ -28,7 +29,7 @@ from mesh_attention.comm.wrappers import Counting
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import rank_costs
-from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
 from mesh_attention.testing.strategies import plans
 
 TOLERANCE = 1e-12
@@ -323,3 +324,19 @@ def _stored_transposed(tensor: torch.Tensor) -> torch.Tensor:
 def _linear_of_transposed(outs: list[torch.Tensor], weight: torch.Tensor, axis: int) -> torch.Tensor:
     turned = [out.transpose(axis, 3) for out in outs]
     return torch.stack([torch.nn.functional.linear(x, weight[:, : x.shape[3]]).square().sum() for x in turned]).sum()
+
+
+@pytest.mark.parametrize("keep", [(), ("kv",), ("q", "kv")])
+def test_inputs_that_are_kept_in_another_form_are_not_saved_as_well(keep: tuple[Kind, ...]) -> None:
+    attention = MeshAttention(LocalGroup(4), method="ulysses", keep=keep)
+    leaves = [torch.randn(1, 32, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    shards = [attention.shard(leaf * 1.0) for leaf in leaves]
+    memory = [StorageWeakRef(shard.untyped_storage()) for side in shards for shard in side]
+    out = attention.unshard(attention(*shards, causal=True))
+    del shards
+    assert all(one.expired() for one in memory) == (keep == ("q", "kv"))
+    gradients = torch.autograd.grad(out.square().sum(), leaves)
+    alone = MeshAttention(LocalGroup(1))
+    (whole,) = alone(*([leaf] for leaf in leaves), causal=True)
+    for ours, theirs in zip(gradients, torch.autograd.grad(whole.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pool import run_script
 
 from mesh_attention import LocalGroup, Problem, causal, full, make_plan, rank_costs
+from mesh_attention.calibration.effort import THOROUGH
 from mesh_attention.calibration.fit import (
     CallTime,
     Line,
@@ -34,7 +35,7 @@ from mesh_attention.calibration.fit import (
     message_seconds,
 )
 from mesh_attention.calibration.kernels import Shape, call_flops
-from mesh_attention.calibration.links import SIZES, pair_sets
+from mesh_attention.calibration.links import pair_sets
 from mesh_attention.cli.main import main
 from mesh_attention.clusters import cluster_named, read_cluster
 from mesh_attention.errors import TopologyError
@@ -79,7 +80,7 @@ def made_messages(
 ) -> list[MessageTime]:
     """`one_way` is the time of one way, relative to that of both."""
     made = []
-    for nbytes in SIZES:
+    for nbytes in THOROUGH.message_nbytes:
         blank = MessageTime(link_class=link_class, pairs=pairs, nbytes=nbytes, one_way_s=0, both_ways_s=0)
         both_ways_s = seen(message_seconds(topology, blank))
         made.append(replace(blank, both_ways_s=both_ways_s, one_way_s=both_ways_s * one_way))
@@ -300,7 +301,7 @@ def test_a_measurement_becomes_a_file_that_reads_back(tmp_path: Path, capsys: py
     shapes = {(call["direction"], call["is_causal"]) for call in measurement["calls"]}
     assert shapes == {(d, c) for d in ("forward", "backward") for c in (False, True)}
     assert len({call["q_tokens"] for call in measurement["calls"]}) >= 2
-    assert [message["nbytes"] for message in measurement["messages"][:3]] == list(SIZES[:3])
+    assert [message["nbytes"] for message in measurement["messages"][:3]] == list(THOROUGH.message_nbytes[:3])
     assert min(call["time_s"] for call in measurement["calls"]) > 0
     assert min(min(m["one_way_s"], m["both_ways_s"]) for m in measurement["messages"]) > 0
 
@@ -383,7 +384,7 @@ def test_one_rank_measures_its_kernels_and_is_given_links(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr("mesh_attention.calibration.kernels.MOST_SIZES", 2)
+    monkeypatch.setitem(THOROUGH.call_tokens, "cpu", (64, 128))
     path = tmp_path / "there.toml"
     path.write_text("old")
     joined_as(LocalGroup(1).comm(0))

@@ -32,6 +32,17 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "comm": VALUES,
     "execution": (*VALUES, "arguments", "plan", "topology", "timeline", "kernels", "comm"),
     "calibration": (*VALUES, "topology", "clusters", "kernels", "comm", "execution"),
+    "machine": (
+        *VALUES,
+        "plan",
+        "planning",
+        "tuning",
+        "topology",
+        "clusters",
+        "comm",
+        "execution",
+        "calibration",
+    ),
     "replay": (
         *VALUES,
         "plan",
@@ -59,6 +70,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "kernels",
         "comm",
         "execution",
+        "machine",
     ),
     "integrations": (*VALUES, "plan", "kernels", "comm", "execution", "arguments", "api"),
     "testing": (*VALUES, "plan", "planning", "verification", "kernels", "comm"),
@@ -81,9 +93,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "tuning",
         "drawing",
         "replay",
+        "machine",
     ),
 }
-WITH_TORCH = ("kernels", "comm", "execution", "calibration", "replay", "arguments", "api", "integrations", "testing")
+WITH_TORCH = (
+    *("kernels", "comm", "execution", "calibration", "machine", "replay"),
+    *("arguments", "api", "integrations", "testing"),
+)
 
 
 def modules_after(statement: str) -> str:

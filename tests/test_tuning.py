@@ -29,11 +29,11 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cache_folder, cached_tune
 from mesh_attention.tuning.candidates import placements, shapes
 from mesh_attention.tuning.planner import tuned_planner
-from mesh_attention.tuning.result import Trial, Tuning, tuning_from_json, tuning_to_json
+from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning, tuning_from_json, tuning_to_json
 from mesh_attention.tuning.rivals import startrail_degrees, startrail_units
 from mesh_attention.tuning.search import groupings
 from mesh_attention.tuning.traffic import plan_on, traffic
-from mesh_attention.tuning.tune import NEAR_TIE, tune, tuned_plans
+from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.units import GIB
 
 

@@ -28,7 +28,7 @@ from mesh_attention.arguments import (
     refuse_transforms,
     refuse_unknown,
 )
-from mesh_attention.clusters import find_cluster
+from mesh_attention.clusters import MEASURE, find_cluster
 from mesh_attention.comm.base import Comm
 from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.torch_dist import Group, process_group
@@ -38,13 +38,13 @@ from mesh_attention.execution.autograd import attend
 from mesh_attention.execution.driving import PlayedRanks
 from mesh_attention.execution.engine import MOST_ENGINES, Engine, Engines
 from mesh_attention.execution.operators import Operands, number_of, refused, untraced
+from mesh_attention.machine.planner import MachinePlanning
 from mesh_attention.plan.layout import Zigzag
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import Choice, ChoiceOptions, as_choice
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import Planner, Planning
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.planner import tuned_planner
 from mesh_attention.tuning.tune import check_memory
 from mesh_attention.verification.check import BrokenPlanError, verify
 
@@ -61,10 +61,14 @@ class MeshAttention:
     `method`, `tile`, `ulysses_degree`, `inner`, `layout`, `route`, `partials`, `blocks_per_call`, `keep`. The layout is
     zigzag unless stated.
 
-    With a `cluster` (``"h100x256"``, a .toml file or a Topology) the tuner chooses method, degree, tile, placement,
-    route and grouping for it, within `memory_limit` bytes a call. Only the cluster's machines count, not its number of
-    ranks: the ranks of the group fill its nodes one after the other. Without a cluster, and with nothing else given,
-    the tile is the one that moves the fewest bytes.
+    With nothing given, the library chooses. On GPUs with NCCL the tuner takes what is fastest for the machine at hand:
+    the device by its name, the nodes by the ranks' hosts, figures from `mesh-attention calibrate --keep` or a preset.
+    Anywhere else it takes the degree and tile that move the fewest bytes. Rank 0 chooses and logs one line.
+
+    With a `cluster` (``"h100x256"``, a .toml file or a Topology) the tuner chooses for that one, within `memory_limit`
+    bytes a call. Only the cluster's machines count, not its number of ranks: the ranks of the group fill its nodes one
+    after the other. With ``cluster="measure"`` the ranks measure their links and kernels at the first call, in less
+    than two seconds; the result is kept on disk.
 
     With `cuda_graphs`, repeated calls are launched as a CUDA graph, so that the host need not keep up with the device.
     The graph holds its memory between calls, and inputs and results are copied. On one rank, where a call is one
@@ -102,13 +106,22 @@ class MeshAttention:
         if planner is not None and decided:
             raise UsageError(f"{', '.join(decided)} cannot be combined with planner=; give it to the planner instead")
         prove = None if planner is None else _prove
-        if cluster is not None:
-            decided += ["planner"] if planner else []
-            planner = _tuned_planner(cluster, memory_limit, decided, played.size)
-        elif memory_limit is not None:
-            raise UsageError("memory_limit= needs cluster=, because it is the tuner that keeps to it")
-        choice = replace(choice, layout=self.layout)
-        planning = Planning(choice, costs=costs, planner=planner, is_tuned=cluster is not None, prove=prove)
+        decided += ["planner"] if planner else []
+        if cluster is not None and decided:
+            raise UsageError(
+                f"{', '.join(decided)} cannot be combined with cluster=, for which the tuner decides; leave one out"
+            )
+        if memory_limit is not None:
+            if cluster is None:
+                raise UsageError("memory_limit= needs cluster=, because it is the tuner that keeps to it")
+            check_memory(memory_limit)
+        planning: Planning | MachinePlanning
+        if decided:
+            choice = replace(choice, layout=self.layout)
+            planning = Planning(choice, costs=costs, planner=planner, prove=prove)
+        else:
+            known = _find_cluster(cluster, played)
+            planning = MachinePlanning(self.layout, known, memory_limit, played.comms[0].rank)
         self.engines = Engines(played, self.layout, planning, cuda_graphs=flag("cuda_graphs", cuda_graphs))
         self._number = number_of(self.engines)
         self._has_operator = not self.is_local and not choice.keep
@@ -338,14 +351,16 @@ def _prove(plan: Plan) -> None:
         raise ScheduleError(f"the planner's plan is wrong: {error}") from error
 
 
-def _tuned_planner(cluster: Topology | str, memory_limit: int | None, decided: list[str], ranks: int) -> Planner:
-    if decided:
-        raise UsageError(
-            f"{', '.join(decided)} cannot be combined with cluster=, for which the tuner decides; leave one out"
-        )
+def _find_cluster(cluster: Topology | str | None, played: PlayedRanks) -> Topology | Literal["measure"] | None:
+    if cluster is None:
+        return None
+    if cluster == MEASURE:
+        if played.is_local:
+            raise UsageError('cluster="measure" needs ranks in processes of their own; a local group has no links')
+        return "measure"
     topology = find_cluster(cluster) if isinstance(cluster, str) else cluster
     if not isinstance(topology, Topology):
-        raise UsageError(f"cluster {cluster!r}: expected a name such as h100x256, a .toml file or a Topology")
-    if memory_limit is not None:
-        check_memory(memory_limit)
-    return tuned_planner(topology.with_ranks(ranks), memory_nbytes=memory_limit)
+        raise UsageError(
+            f'cluster {cluster!r}: expected a name such as h100x256, a .toml file, "measure" or a Topology'
+        )
+    return topology.with_ranks(played.size)

@@ -26,6 +26,8 @@ else:
 from mesh_attention.errors import ParseError, TopologyError, UsageError
 from mesh_attention.topology import Device, KernelRate, Link, Topology
 
+MEASURE = "measure"
+"""Stands for a measurement by the ranks themselves, where there are ranks."""
 WRITES_ONE = "'mesh-attention calibrate' writes one"
 
 
@@ -133,6 +135,11 @@ PRESETS = {
 def cluster_named(text: str) -> Topology:
     """A preset with a number of ranks: ``h100x256``. A name alone stands for one node."""
     wanted = text.strip().lower()
+    if wanted == MEASURE:
+        raise TopologyError(
+            f"cluster {text!r}: only a group of running ranks can be measured, with MeshAttention(group, "
+            "cluster='measure'); use a preset such as h100x256, or a file that 'mesh-attention calibrate' writes"
+        )
     for name, preset in PRESETS.items():
         if wanted == name:
             return preset.topology

@@ -1,4 +1,5 @@
 """Measurement of the machines at hand, as a `Topology`.
 
-Reading order: fit (from times to figures, without torch), timing, kernels, memory, links, measurement.
+Reading order: fit (from times to figures, without torch), effort (how much to measure), timing, kernels, memory, links,
+measurement.
 """

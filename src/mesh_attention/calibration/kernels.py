@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mesh_attention.calibration.effort import THOROUGH, Effort
 from mesh_attention.calibration.fit import CallTime
 from mesh_attention.calibration.timing import Report, time_call
 from mesh_attention.comm.base import Comm
@@ -20,9 +21,6 @@ from mesh_attention.kernels.select import choose_kernel
 from mesh_attention.masks import causal, full
 from mesh_attention.problem import Direction, Problem
 
-FIRST_TOKENS = {"cpu": 64, "cuda": 1024}
-MOST_SIZES = 5
-"""Each has twice the tokens of the one before, so four times the work."""
 LONGEST_CALL_S = 0.6
 """Sizes whose longest call would take more are left out."""
 
@@ -33,19 +31,22 @@ class Shape(NamedTuple):
     is_causal: bool
 
 
-def time_kernel(setting: Problem, *, comm: Comm, device: torch.device, report: Report) -> list[CallTime]:
+def time_kernel(
+    setting: Problem, *, comm: Comm, device: torch.device, report: Report, effort: Effort = THOROUGH
+) -> list[CallTime]:
     """Times of calls with the heads, head sizes and dtype of a problem; its lengths, mask and ranks do not matter."""
     kernel = kernel_for(setting, device)
-    tokens, times = FIRST_TOKENS[device.type], list[CallTime]()
-    for number in range(MOST_SIZES):
-        report(f"attention calls of {tokens} tokens, forward and backward", number / MOST_SIZES)
-        shapes = (Shape(tokens, tokens, False), Shape(tokens, 2 * tokens, False), Shape(tokens, tokens, True))
-        found = [time for shape in shapes for time in _time_shape(shape, setting, kernel, comm=comm, device=device)]
+    sizes, times = effort.call_tokens[device.type], list[CallTime]()
+    for number, tokens in enumerate(sizes):
+        report(f"attention calls of {tokens} tokens, forward and backward", number / len(sizes))
+        shapes = [Shape(tokens, tokens, False)]
+        shapes += [Shape(tokens, 2 * tokens, False)] if effort.is_thorough else []
+        shapes += [Shape(tokens, tokens, True)] if effort.is_thorough or tokens == sizes[-1] else []
+        found = [t for shape in shapes for t in _time_shape(shape, setting, kernel, comm, device, effort)]
         times += found
         # Every rank has the same times, so all stop at the same size.
         if 4 * max(call.time_s for call in found) > LONGEST_CALL_S and number > 0:
             break
-        tokens *= 2
     return times
 
 
@@ -64,7 +65,7 @@ def kernel_for(setting: Problem, device: torch.device) -> Kernel:
 
 
 def _time_shape(
-    shape: Shape, setting: Problem, kernel: Kernel, *, comm: Comm, device: torch.device
+    shape: Shape, setting: Problem, kernel: Kernel, comm: Comm, device: torch.device, effort: Effort
 ) -> Iterator[CallTime]:
     q, k, v, do = _tensors(shape, setting, device)
     mask, scale = _call_mask(shape), setting.head_dim_qk**-0.5
@@ -86,7 +87,7 @@ def _time_shape(
             kv_tokens=shape.kv_tokens,
             is_causal=shape.is_causal,
             flops=call_flops(shape, setting, direction),
-            time_s=time_call(run, comm=comm, device=device),
+            time_s=time_call(run, comm=comm, device=device, effort=effort),
         )
 
 

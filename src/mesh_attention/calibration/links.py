@@ -12,30 +12,29 @@ from statistics import median
 
 import torch
 
+from mesh_attention.calibration.effort import THOROUGH, Effort
 from mesh_attention.calibration.fit import MessageTime
 from mesh_attention.calibration.timing import Report, gather_values, within
 from mesh_attention.comm.base import Comm, Parcel
 from mesh_attention.topology import LinkClass
 
-SIZES = (8, 64 * 2**10, 2**20, 4 * 2**20, 16 * 2**20, 64 * 2**20)
-LONGEST_MESSAGE_S = 0.03
-"""No larger message is tried after one that took this long."""
-SAMPLED_S = 0.1
-LEAST_SAMPLES, MOST_SAMPLES = 3, 15
+LEAST_SAMPLES, MOST_SAMPLES, BRIEF_SAMPLES = 3, 15, 5
 
 Pair = tuple[int, int]
 
 
-def time_links(comm: Comm, *, device: torch.device, ranks_per_node: int, report: Report) -> list[MessageTime]:
+def time_links(
+    comm: Comm, *, device: torch.device, ranks_per_node: int, report: Report, effort: Effort = THOROUGH
+) -> list[MessageTime]:
     """Times of every kind of link, the same on every rank; none for one rank."""
     sets = pair_sets(comm.size, ranks_per_node)
-    times = []
+    times, sizes = list[MessageTime](), effort.message_nbytes
     for number, (link_class, pairs) in enumerate(sets):
         what = "one pair" if len(pairs) == 1 else f"{len(pairs)} pairs at once"
-        for step, nbytes in enumerate(SIZES):
-            report(f"messages {link_class}, {what}, {nbytes:,} bytes", (number + step / len(SIZES)) / len(sets))
-            times.append(_time_message(comm, link_class, pairs, nbytes, device))
-            if max(times[-1].one_way_s, times[-1].both_ways_s) > LONGEST_MESSAGE_S:
+        for step, nbytes in enumerate(sizes):
+            report(f"messages {link_class}, {what}, {nbytes:,} bytes", (number + step / len(sizes)) / len(sets))
+            times.append(_time_message(comm, link_class, pairs, nbytes, device, effort))
+            if max(times[-1].one_way_s, times[-1].both_ways_s) > effort.longest_message_s:
                 break
     return times
 
@@ -50,15 +49,15 @@ def pair_sets(ranks: int, ranks_per_node: int) -> list[tuple[LinkClass, list[Pai
 
 
 def _time_message(
-    comm: Comm, link_class: LinkClass, pairs: Sequence[Pair], nbytes: int, device: torch.device
+    comm: Comm, link_class: LinkClass, pairs: Sequence[Pair], nbytes: int, device: torch.device, effort: Effort
 ) -> MessageTime:
     ping_pong, exchange = _exchanges(comm, pairs, nbytes, device)
     return MessageTime(
         link_class=link_class,
         pairs=len(pairs),
         nbytes=nbytes,
-        one_way_s=_slowest_s(ping_pong, comm, device) / 2,
-        both_ways_s=_slowest_s(exchange, comm, device),
+        one_way_s=_slowest_s(ping_pong, comm, device, effort) / 2,
+        both_ways_s=_slowest_s(exchange, comm, device, effort),
     )
 
 
@@ -84,11 +83,13 @@ def _exchanges(
     return both if comm.rank in first else answer, both
 
 
-def _slowest_s(exchange: Callable[[], None] | None, comm: Comm, device: torch.device) -> float:
+def _slowest_s(exchange: Callable[[], None] | None, comm: Comm, device: torch.device, effort: Effort) -> float:
     """Seconds of one exchange: the longest of the ranks' medians."""
     _sample_s(exchange, device)
-    first_s = max(gather_values(comm, _sample_s(exchange, device)))
-    samples = within(int(SAMPLED_S / first_s), LEAST_SAMPLES, MOST_SAMPLES)
+    samples = BRIEF_SAMPLES
+    if effort.is_thorough:
+        first_s = max(gather_values(comm, _sample_s(exchange, device)))
+        samples = within(int(effort.messages_s / first_s), LEAST_SAMPLES, MOST_SAMPLES)
     return max(gather_values(comm, median(_sample_s(exchange, device) for _ in range(samples))))
 
 

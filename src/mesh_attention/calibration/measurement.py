@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mesh_attention.calibration.effort import THOROUGH, Effort
 from mesh_attention.calibration.fit import CallTime, Measurement, MemoryTimes, MessageTime
 from mesh_attention.calibration.kernels import kernel_for, time_kernel
 from mesh_attention.calibration.links import time_links
@@ -19,19 +20,27 @@ KERNELS_UNTIL, MEMORY_UNTIL = 0.7, 0.75
 
 
 def measure(
-    setting: Problem, *, comm: Comm, device: torch.device, ranks_per_node: int, ranks_here: int, report: Report
+    setting: Problem,
+    *,
+    comm: Comm,
+    device: torch.device,
+    ranks_per_node: int,
+    ranks_here: int,
+    report: Report,
+    effort: Effort = THOROUGH,
 ) -> Measurement:
     """Attention with a problem's heads, head sizes and dtype. `ranks_here` is how many ranks share this machine."""
     calls = time_kernel(
-        setting, comm=comm, device=device, report=lambda doing, done: report(doing, done * KERNELS_UNTIL)
+        setting, comm=comm, device=device, report=lambda doing, done: report(doing, done * KERNELS_UNTIL), effort=effort
     )
     report("merging partials", KERNELS_UNTIL)
-    memory = time_memory(setting, comm=comm, device=device, ranks_here=ranks_here)
+    memory = time_memory(setting, comm=comm, device=device, ranks_here=ranks_here, effort=effort)
     messages = time_links(
         comm,
         device=device,
         ranks_per_node=ranks_per_node,
         report=lambda doing, done: report(doing, MEMORY_UNTIL + done * (1 - MEMORY_UNTIL)),
+        effort=effort,
     )
     return measured_on(device, setting, calls=calls, memory=memory, messages=messages)
 

@@ -7,6 +7,7 @@ import os
 import torch
 from torch import Tensor
 
+from mesh_attention.calibration.effort import THOROUGH, Effort
 from mesh_attention.calibration.fit import MemoryTimes
 from mesh_attention.calibration.timing import time_call
 from mesh_attention.comm.base import Comm
@@ -15,21 +16,20 @@ from mesh_attention.kernels.select import choose_merging
 from mesh_attention.problem import Problem
 from mesh_attention.units import GIB
 
-LARGE_NBYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
-"""Size of the running sum; several times the caches."""
 
-
-def time_memory(setting: Problem, *, comm: Comm, device: torch.device, ranks_here: int) -> MemoryTimes:
+def time_memory(
+    setting: Problem, *, comm: Comm, device: torch.device, ranks_here: int, effort: Effort = THOROUGH
+) -> MemoryTimes:
     """Times of a large and a tiny merge. `nbytes` counts every byte that a merge must read or write once."""
     a_token = setting.heads * setting.head_dim_v * setting.accumulator_itemsize
-    large = _merge_tensors(max(1, LARGE_NBYTES[device.type] // a_token), setting, device)
+    large = _merge_tensors(max(1, effort.merged_nbytes[device.type] // a_token), setting, device)
     tiny = _merge_tensors(1, setting, device)
     total, total_lse, partial, lse = large
     merging = choose_merging(device)
     return MemoryTimes(
         nbytes=2 * (total.nbytes + total_lse.nbytes) + partial.nbytes + lse.nbytes,
-        large_s=time_call(lambda: merging.merge_output(*large), comm=comm, device=device),
-        tiny_s=time_call(lambda: merging.merge_output(*tiny), comm=comm, device=device),
+        large_s=time_call(lambda: merging.merge_output(*large), comm=comm, device=device, effort=effort),
+        tiny_s=time_call(lambda: merging.merge_output(*tiny), comm=comm, device=device, effort=effort),
         memory_gib=memory_nbytes(device, ranks_here=ranks_here) / GIB,
     )
 

@@ -8,17 +8,10 @@ from statistics import median
 
 import torch
 
+from mesh_attention.calibration.effort import THOROUGH, Effort
 from mesh_attention.comm.base import Comm
 from mesh_attention.execution.graphs import CapturedGraph
 
-SAMPLE_S = 0.01
-"""A sample is as many calls in a row as fill this time: ranks that share a core alternate every few milliseconds, and a
-call that fits into such a slice would look as if it had the core to itself."""
-SAMPLED_S = 0.06
-"""Samples are taken for about this long, within the bounds below."""
-REST_S = 0.1
-"""A GPU rests for this long before a call is timed: at its power limit it slows down, by a tenth within a few tenths of
-a second, and earlier work should not count."""
 LEAST_SAMPLES, MOST_SAMPLES = 3, 15
 MOST_CALLS = 1000
 
@@ -31,14 +24,19 @@ def gather_values(comm: Comm, value: float) -> list[float]:
     return [float(text) for text in comm.share(repr(value)).result()]
 
 
-def time_call(call: Callable[[], object], *, comm: Comm, device: torch.device) -> float:
-    """Seconds of a call after warm-up: the median of the ranks' medians; the same on every rank."""
+def time_call(call: Callable[[], object], *, comm: Comm, device: torch.device, effort: Effort = THOROUGH) -> float:
+    """Seconds of a call after warm-up: the median of the ranks' medians; the same on every rank.
+
+    Samples are of several calls: ranks that share a core alternate every few milliseconds, and a call that fits into
+    such a slice would look as if it had the core to itself.
+    """
     sample_s(call, device, calls=1)
-    first_s = gather_values(comm, sample_s(call, device, calls=1))
-    calls = within(int(SAMPLE_S / min(first_s)), 1, MOST_CALLS)  # other ranks may have waited for the core
-    samples = within(int(SAMPLED_S / (median(first_s) * calls)), LEAST_SAMPLES, MOST_SAMPLES)
+    own_s = sample_s(call, device, calls=1)
+    first_s = gather_values(comm, own_s) if effort.is_thorough else [own_s]
+    calls = within(int(effort.sample_s / min(first_s)), 1, MOST_CALLS)  # other ranks may have waited for the core
+    samples = within(int(effort.sampled_s / (median(first_s) * calls)), LEAST_SAMPLES, MOST_SAMPLES)
     in_a_row = _repeated(call, calls, device)
-    rest(device, REST_S)
+    rest(device, effort.rest_s)
     return median(gather_values(comm, median(sample_s(in_a_row, device, calls=1) / calls for _ in range(samples))))
 
 

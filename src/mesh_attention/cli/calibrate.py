@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from mesh_attention.cli.files import Report, output_file, progress
 from mesh_attention.clusters import cluster_to_toml, find_cluster
 from mesh_attention.comm.launch import check_gpus, joined_group, note_progress, ranks_here, run_processes
 from mesh_attention.errors import UsageError
+from mesh_attention.machine.files import keep_calibrated, slug
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import count, parse_whole
@@ -63,6 +63,7 @@ class CalibrateOptions:
     )
     name: str | None = option("--name", "Name of the cluster; default: the device's name.", "NAME", _read_name, None)
     out: Path = option("--out", "The file to write.", "FILE", default=Path("cluster.toml"))
+    keep: bool = option("--keep", "Also keep it for MeshAttention(group) on such a device.", default=False)
     force: bool = option("--force", "Overwrite an existing file.", default=False)
     json: bool = option("--json", "Print one JSON object; still writes the file.", default=False)
 
@@ -100,7 +101,7 @@ def calibrate_command(given: CalibrateOptions) -> None:
         size = given.node_size(ranks)
         measurement = _measure_alone(given, setting, ranks, size)
     if measurement is not None:
-        name = given.name or re.sub(r"[^a-z0-9]+", "-", measurement.device.lower()).strip("-")
+        name = given.name or slug(measurement.device)
         topology = fit_topology(measurement, name=name, ranks=ranks, ranks_per_node=size, unmeasured=given.links_of)
         _tell(given, measurement, topology)
 
@@ -184,7 +185,9 @@ def _tell(given: CalibrateOptions, measurement: Measurement, topology: Topology)
             file.write(text)
     except OSError as error:
         raise UsageError(f"--out {given.out}: {(error.strerror or str(error)).lower()}; write elsewhere") from error
+    paths = [given.out, *([keep_calibrated(measurement.device, text)] if given.keep else [])]
     if given.json:
-        typer.echo(json.dumps(as_json(measurement, topology) | {"path": str(given.out)}))
+        kept = {"kept": str(paths[1])} if given.keep else {}
+        typer.echo(json.dumps(as_json(measurement, topology) | {"path": str(given.out)} | kept))
     else:
-        typer.echo(f"wrote {given.out}")
+        typer.echo(f"wrote {' and '.join(map(str, paths))}")

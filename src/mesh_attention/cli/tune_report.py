@@ -30,6 +30,7 @@ from mesh_attention.units import BYTES, TIMES, count, format_nbytes, format_time
 
 NAME_WIDTH, REASON_WIDTH = 22, 22
 """Methods and reasons are wrapped to these widths where there is little room."""
+LET_CALLS_CHOOSE = "or let calls choose, by a quick search"
 SHORT: dict[Direction, str] = {"forward": "fwd", "backward": "bwd"}
 
 
@@ -69,15 +70,16 @@ def print_tuning(answer: Answer) -> None:
     console.print(_compute_words(tuning))
     console.print(_nbytes_words(tuning))
     console.print("\nto use it", style="bold")
+    console.print(explicit_code(chosen.choices, answer.plans, answer.topology, width=console.width), soft_wrap=True)
     limit_nbytes = answer.memory_nbytes
+    # With a limit, a call searches as thoroughly as this command.
+    console.print(f"\n{LET_CALLS_CHOOSE if limit_nbytes is None else 'or, for any length'}", style="bold")
     console.print(
         cluster_code(answer.cluster, layout=answer.layout, memory_nbytes=limit_nbytes, width=console.width),
         soft_wrap=True,
     )
     if len(answer.plans) < len(DIRECTIONS):
         console.print("MeshAttention tunes forward and backward together, as --backward does here.", style="dim")
-    console.print("\nor, spelled out", style="bold")
-    console.print(explicit_code(chosen.choices, answer.plans, answer.topology, width=console.width), soft_wrap=True)
 
 
 # The table
@@ -140,9 +142,10 @@ def _tflops(trial: Trial) -> float:
 def _caption(answer: Answer, no_room: str) -> str:
     tuning = answer.tuning
     words = [
-        "The first is chosen. 2x4: query shards x KV shards of a rank; inner: the part of that grid in one node; a "
+        f"The first is chosen. {tuning.tie_words}".strip(),
+        "2x4: query shards x KV shards of a rank; inner: the part of that grid in one node; a "
         "choice without blocks per call groups them by price. exposed: the time that communication adds. Bytes are "
-        "what an average rank sends; × bound: relative to the lower bound."
+        "what an average rank sends; × bound: relative to the lower bound.",
     ]
     if any(trial.is_bound for trial in tuning.trials):
         words.append("≥: an estimated lower bound; this library has no plan for that method.")

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from typing import Any
 
@@ -21,7 +21,7 @@ from mesh_attention.comm.base import Comm, Work
 from mesh_attention.errors import DisagreementError, TransportError, UsageError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import Direction
+from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.plan.text import format_numbers
 from mesh_attention.problem import Problem
 
@@ -35,15 +35,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """A call after planning: its problem, the plans of both passes, and how they run."""
+    """A call: its problem, how it runs, and the plans of both passes, once they are made."""
 
     options: CallOptions
     problem: Problem
     layout: Layout
-    plans: Mapping[Direction, Plan]
     softmax: Softmax
     gradient: bool
+    may_keep: bool
     cuda_graphs: bool
+    plans: Mapping[Direction, Plan] = field(default_factory=dict)
 
 
 def agree_on_call(
@@ -63,6 +64,18 @@ def agree_on_call(
     return agree(comm, asked=_asked(found, tensors, ranks), holds=holds, expected=shard_sizes)
 
 
+def meet_on_call(
+    comm: Comm, found: Configuration, tensors: Sequence[Tensor], *, step: str, says: Any
+) -> Generator[Work, None, list[Any]]:
+    """Compare calls before there are plans, which ranks make together, in steps. Returns what each rank says, any JSON.
+
+    What ranks hold is compared when they agree on the call.
+    """
+    asked = _asked(found, tensors, comm.size) | {f"{direction} plan": step for direction in DIRECTIONS}
+    answers = yield from _answers(comm, asked, {}, None, says)
+    return [answer["says"] for answer in answers]
+
+
 def number_of_call(found: Configuration, tensors: Sequence[Tensor]) -> int:
     """A hash of a call that ranks have agreed on; the same on all of them."""
     asked = json.dumps(_asked(found, tensors, found.problem.ranks))
@@ -73,7 +86,7 @@ def _asked(found: Configuration, tensors: Sequence[Tensor], ranks: int) -> dict[
     own = found.options.problem(tensors, ranks)
     return {
         "operation": "attention",
-        **{field.name: str(getattr(own, field.name)) for field in fields(own)},
+        **{each.name: str(getattr(own, each.name)) for each in fields(own)},
         "softmax": str(found.softmax),
         "device": tensors[0].device.type,
         "deterministic": str(found.options.deterministic),
@@ -95,20 +108,34 @@ def agree(
     Yields what it waits for, and returns what each rank holds. `holds` are this rank's token counts; `expected` gives
     those of any rank.
     """
-    sharing = comm.share(_text(asked or {}, holds or {}, None))
-    yield sharing
-    answers = [json.loads(text) for text in sharing.result()]
-    if verdict := _verdict(answers, expected):
-        raise DisagreementError(f"{verdict}; nothing was sent")
+    answers = yield from _answers(comm, asked or {}, holds or {}, expected, None)
     return [answer["holds"] for answer in answers]
 
 
-def _text(asked: Mapping[str, str], holds: Mapping[str, int], refusal: str | None) -> str:
+def _answers(
+    comm: Comm,
+    asked: Mapping[str, str],
+    holds: Mapping[str, int],
+    expected: Callable[[int], Mapping[str, int]] | None,
+    says: Any,
+) -> Generator[Work, None, list[Any]]:
+    sharing = comm.share(_text(asked, holds, None, says))
+    yield sharing
+    texts = sharing.result()
+    known = {text: json.loads(text) for text in set(texts)}  # most ranks say the same
+    answers = [known[text] for text in texts]
+    if verdict := _verdict(answers, expected):
+        raise DisagreementError(f"{verdict}; nothing was sent")
+    return answers
+
+
+def _text(asked: Mapping[str, str], holds: Mapping[str, int], refusal: str | None, says: Any = None) -> str:
     from mesh_attention import __version__
 
     said = {name: _cut(value, LONGEST) for name, value in asked.items()}
     refusal = None if refusal is None else _cut(refusal, LONGEST_REFUSAL)
-    return json.dumps({"version": __version__, "asked": said, "holds": dict(holds), "refusal": refusal})
+    text = {"version": __version__, "asked": said, "holds": dict(holds), "refusal": refusal, "says": says}
+    return json.dumps(text)
 
 
 def _cut(text: str, longest: int) -> str:
@@ -152,6 +179,8 @@ def tell(comm: Comm, error: Exception) -> None:
 
 def find_difference(asked: Sequence[Mapping[str, str]]) -> str | None:
     """The first name whose value differs between ranks, with its values; None if all agree."""
+    if all(one == asked[0] for one in asked):
+        return None
     for name in dict.fromkeys(name for one in asked for name in one):
         says: dict[str, list[int]] = {}
         for rank, one in enumerate(asked):

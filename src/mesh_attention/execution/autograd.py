@@ -38,9 +38,10 @@ class AttentionFunction(torch.autograd.Function):
         outs, kept = run_forward(engine, tensors)
         ctx.engine = engine
         raws, ctx.kept = _as_tensors(kept)
+        ctx.shapes = [tensor.shape for tensor in tensors] if engine.keeps_all_inputs else None
         # A tensor, so that a checkpoint replaces it as well when it runs forward again.
         forward_pass = torch.tensor(engine.ledger.passes, device="cpu")
-        ctx.save_for_backward(forward_pass, *tensors, *outs, *raws)
+        ctx.save_for_backward(forward_pass, *outs, *raws, *(tensors if ctx.shapes is None else ()))
         ctx.set_materialize_grads(False)
         return outs
 
@@ -50,8 +51,12 @@ class AttentionFunction(torch.autograd.Function):
             raise UsageError(NO_SECOND_DERIVATIVES)
         engine, (forward_pass, *saved) = ctx.engine, ctx.saved_tensors
         size = len(engine.comms)
-        tensors, outs, raws = saved[: 3 * size], saved[3 * size : 5 * size], saved[5 * size :]
-        kept = _as_buffers(raws, ctx.kept, engine) if raws else None
+        outs, saved = saved[: 2 * size], saved[2 * size :]
+        if ctx.shapes is None:
+            saved, tensors = saved[: -3 * size], saved[-3 * size :]
+        else:
+            tensors = [outs[0].new_empty(()).expand(shape) for shape in ctx.shapes]  # never read: all is kept
+        kept = _as_buffers(saved, ctx.kept, engine) if saved else None
         given = run_backward(engine, tensors, outs, gradients, forward_pass, kept)
         needed = ctx.needs_input_grad[1:]
         return None, *(gradient if need else None for gradient, need in zip(given, needed, strict=True))

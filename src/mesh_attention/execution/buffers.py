@@ -6,10 +6,10 @@ size that the plan counts with: bytes sent and bytes held are the plan's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,18 @@ class TokenFormat:
     nbytes: int
 
 
+@lru_cache(maxsize=4096)
+def _views(fmt: TokenFormat, tokens: int, batch: int) -> tuple[tuple[str, torch.dtype, tuple[Any, ...]], ...]:
+    """Each field's name and dtype, and its sizes, strides and offset in memory of that dtype."""
+    found = []
+    for name, start, _, heads, dim, dtype in fmt.slots:
+        width = fmt.nbytes // dtype.itemsize
+        size = 3 if name in STATISTICS else 4
+        sizes, strides = (batch, heads, tokens, dim)[:size], (width, dim, batch * width, 1)[:size]
+        found.append((name, dtype, (sizes, strides, start // dtype.itemsize)))
+    return tuple(found)
+
+
 @lru_cache(maxsize=256)
 def token_format(kind: Kind, problem: Problem, ulysses: int, is_running: bool) -> TokenFormat:
     wire = DTYPES[problem.dtype]
@@ -80,6 +92,42 @@ class TokenSpan(NamedTuple):
     stop: int
 
 
+class TwoSpans(NamedTuple):
+    """Two spans of one length: the first, and how far behind its start the second one starts."""
+
+    start: int
+    stop: int
+    step: int
+
+
+Span = TokenSpan | TwoSpans
+
+
+def part(field: Tensor, span: Span | None) -> Tensor:
+    """The tokens of a span, or all of them. Two spans of a batch of one become a batch of two: one launch does both."""
+    if span is None:
+        return field
+    if isinstance(span, TokenSpan):
+        return field.narrow(2, span.start, span.stop - span.start)
+    (_, heads, _, *dim), (_, per_head, per_token, *per_dim) = field.shape, field.stride()
+    sizes, strides = (2, heads, span.stop - span.start, *dim), (span.step * per_token, per_head, per_token, *per_dim)
+    return field.as_strided(sizes, strides, field.storage_offset() + span.start * per_token)
+
+
+def paired(spans: Sequence[tuple[Any, TokenSpan, TokenSpan]], batch: int) -> list[tuple[Any, Span, Span]]:
+    """Spans on two sides, each with something that must be equal, where two that follow one another are joined."""
+    found: list[tuple[Any, Span, Span]] = []
+    for what, ours, theirs in spans:
+        if batch == 1 and found and found[-1][0] == what:
+            _, (start, stop, *second), (their_start, their_stop, *_) = found[-1]
+            step, their_step = ours.start - start, theirs.start - their_start
+            if not second and stop - start == ours.stop - ours.start and min(step, their_step) > 0:
+                found[-1] = what, TwoSpans(start, stop, step), TwoSpans(their_start, their_stop, their_step)
+                continue
+        found.append((what, ours, theirs))
+    return found
+
+
 class Buffer:
     """Memory of one or more items. `fields` are (batch, heads, tokens, dim) views, statistics without dim.
 
@@ -90,16 +138,16 @@ class Buffer:
 
     def __init__(self, fields: Mapping[str, Tensor], raw: Tensor | None = None) -> None:
         self.fields, self.raw = fields, raw
-        self._views: dict[tuple[str, TokenSpan], Tensor] = {}
-        self._flat = None if raw is None else raw.view(-1)
+        self._views: dict[tuple[str, Span], Tensor] = {}
+        self._flat: Tensor | None = None
 
-    def view(self, name: str, span: TokenSpan | None) -> Tensor:
+    def view(self, name: str, span: Span | None) -> Tensor:
         """A span of tokens of a field, or all of them. Made once: making a view takes longer than looking it up."""
         if span is None:
             return self.fields[name]
         view = self._views.get((name, span))
         if view is None:
-            view = self._views[name, span] = self.fields[name].narrow(2, span.start, span.stop - span.start)
+            view = self._views[name, span] = part(self.fields[name], span)
         return view
 
     @classmethod
@@ -109,18 +157,15 @@ class Buffer:
     @classmethod
     def over(cls, fmt: TokenFormat, raw: Tensor) -> Buffer:
         """A buffer over existing bytes (tokens, batch, bytes per token)."""
-        tokens, batch, nbytes = raw.shape
+        tokens, batch, _ = raw.shape
         typed: dict[torch.dtype, Tensor] = {}
         fields = {}
-        for name, start, _, heads, dim, dtype in fmt.slots:
-            if dtype not in typed:
-                typed[dtype] = raw.view(dtype)
-            # One as_strided instead of a slice, a view and a permute: hosts are slow, and there are many buffers.
-            width = nbytes // dtype.itemsize
-            sizes, strides = (batch, heads, tokens, dim), (width, dim, batch * width, 1)
-            size = 3 if name in STATISTICS else 4
-            at = typed[dtype].storage_offset() + start // dtype.itemsize
-            fields[name] = typed[dtype].as_strided(sizes[:size], strides[:size], at)
+        # One as_strided instead of a slice, a view and a permute: hosts are slow, and there are many buffers.
+        for name, dtype, (sizes, strides, at) in _views(fmt, tokens, batch):
+            flat = typed.get(dtype)
+            if flat is None:
+                flat = typed[dtype] = raw.view(dtype)
+            fields[name] = flat.as_strided(sizes, strides, flat.storage_offset() + at)
         return cls(fields, raw)
 
     @property
@@ -130,9 +175,12 @@ class Buffer:
     def chunk(self, start: int, stop: int) -> Tensor:
         """The bytes of a span of tokens; contiguous."""
         assert self.raw is not None, "the caller's tensors do not travel; they are packed first"
-        assert self._flat is not None
-        _, batch, nbytes = self.raw.shape
-        return self._flat[start * batch * nbytes : stop * batch * nbytes]
+        if self._flat is None:
+            self._flat = self.raw.view(-1)
+        tokens, batch, nbytes = self.raw.shape
+        if stop - start == tokens:
+            return self._flat
+        return self._flat.narrow(0, start * batch * nbytes, (stop - start) * batch * nbytes)
 
 
 class Meter:
@@ -150,9 +198,10 @@ class Meter:
 
 
 class Allocation(NamedTuple):
-    """Items that share one allocation, the spans of each in it, and its size."""
+    """Items that share one allocation, the spans of each in it, and its size and format."""
 
     items: tuple[Item, ...]
     spans: dict[Item, tuple[TokenSpan, ...]]
     tokens: int
     nbytes: int
+    fmt: TokenFormat

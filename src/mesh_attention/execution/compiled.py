@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from mesh_attention.execution.buffers import Allocation, TokenSpan
+from mesh_attention.execution.buffers import Allocation, Span, TokenSpan, paired, token_format
 from mesh_attention.kernels.base import CallMask
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.blocks import BlockMatrix
@@ -22,6 +22,7 @@ from mesh_attention.plan.steps import (
     Item,
     Kind,
     Merge,
+    Pack,
     Recv,
     Send,
     Step,
@@ -41,8 +42,8 @@ class Stretch(NamedTuple):
     """
 
     item: Item
-    inside: TokenSpan | None
-    other: TokenSpan | None
+    inside: Span | None
+    other: Span | None
     is_first: bool = False
 
 
@@ -89,6 +90,10 @@ class Compiled:
     steps: tuple[Step, ...]
     instructions: tuple[Instruction, ...]
     allocations: dict[Item, Allocation]
+    exchanged: dict[tuple[Item, int], tuple[TokenSpan, ...]]
+    """Spans of each rank's tokens in the buffer of an item that an exchange makes or takes apart."""
+    copied: dict[Item, tuple[tuple[Span, Span], ...]]
+    """For what is packed, and for the whole items of exchanges: spans of this rank's tokens at home, and there."""
     peak_nbytes: int
     device_nbytes: int
     kept: tuple[Item, ...]
@@ -105,12 +110,15 @@ def compile_program(plan: Plan, rank: int) -> Compiled:
         details = compiling.step(steps[0], calls.get(index, ()))
         turn = steps if stop.is_turn else ()
         instructions.append(Instruction(index, steps[0], stop.arrivals, stop.departures, *details, turn))
+    exchanged = _held_in_wholes(program.steps, matrix, compiling.allocations)
     return Compiled(
         plan,
         rank,
         program.steps,
         tuple(instructions),
         compiling.allocations,
+        exchanged,
+        _copied(program.steps, compiling.allocations, exchanged, rank, plan.problem.batch),
         program.peak_nbytes,
         peak_nbytes(plan, rank, program.steps, calls),
         tuple(item for group in kept for item in group),
@@ -147,7 +155,8 @@ def lay_out(items: Iterable[Item], matrix: BlockMatrix) -> Allocation:
         spans[item].append(TokenSpan(at, at + len(segment)))
         at += len(segment)
     nbytes = sum(matrix.nbytes(item).total for item in items)
-    return Allocation(items, {item: tuple(found) for item, found in spans.items()}, at, nbytes)
+    fmt = token_format(items[0].kind, matrix.problem, matrix.assignment.ulysses, items[0].form == "running")
+    return Allocation(items, {item: tuple(found) for item, found in spans.items()}, at, nbytes, fmt)
 
 
 def _allocations(
@@ -161,7 +170,61 @@ def _allocations(
         for item in (*done.reads, *done.writes, *done.adds, *done.frees):
             if item not in allocations:
                 allocations[item] = lay_out((item,), matrix)
+        if isinstance(step, Exchange):
+            allocations |= {piece: lay_out((piece,), matrix) for piece in _pieces(step)}
     return allocations
+
+
+def _held_in_wholes(
+    steps: tuple[Step, ...], matrix: BlockMatrix, allocations: dict[Item, Allocation]
+) -> dict[tuple[Item, int], tuple[TokenSpan, ...]]:
+    """For each item that an exchange makes or takes apart: the spans of each rank's tokens in its buffer."""
+    found: dict[tuple[Item, int], tuple[TokenSpan, ...]] = {}
+    for step in steps:
+        if isinstance(step, Exchange):
+            whole = step.after if step.after.form == "whole" else step.before
+            held = list(zip(item_segments(whole, matrix), allocations[whole].spans[whole], strict=True))
+            home = step.before if whole is step.after else step.after
+            for rank in {home.shard, *(piece.shard for piece in _pieces(step))}:
+                found[whole, rank] = tuple(_spans_of(matrix.home_segments(AXIS_OF[whole.kind], rank), held))
+    return found
+
+
+def _copied(
+    steps: tuple[Step, ...],
+    allocations: dict[Item, Allocation],
+    exchanged: dict[tuple[Item, int], tuple[TokenSpan, ...]],
+    rank: int,
+    batch: int,
+) -> dict[Item, tuple[tuple[Span, Span], ...]]:
+    found: dict[Item, tuple[tuple[Span, Span], ...]] = {}
+    for step in steps:
+        if isinstance(step, Pack):
+            here, there = allocations[step.before].spans[step.before], allocations[step.after].spans[step.after]
+            found[step.after] = _pairs(here, there, batch)
+    for (whole, owner), there in exchanged.items():
+        if owner == rank:
+            lengths = [stop - start for start, stop in there]
+            starts = [sum(lengths[:at]) for at in range(len(there))]
+            here = tuple(TokenSpan(start, start + length) for start, length in zip(starts, lengths, strict=True))
+            found[whole] = _pairs(here, there, batch)
+    return found
+
+
+def _pairs(here: Sequence[TokenSpan], there: Sequence[TokenSpan], batch: int) -> tuple[tuple[Span, Span], ...]:
+    spans = [(None, one, other) for one, other in zip(here, there, strict=True)]
+    return tuple((one, other) for _, one, other in paired(spans, batch))
+
+
+def _pieces(step: Exchange) -> list[Item]:
+    return [send.item for send in step.sends] + [recv.item for recv in step.recvs]
+
+
+def _spans_of(segments: Iterable[Segment], held: list[tuple[Segment, TokenSpan]]) -> Iterator[TokenSpan]:
+    for segment in segments:
+        outer, span = next((s, span) for s, span in held if s.step == segment.step and segment.start in s)
+        start = span.start + outer.index(segment.start)
+        yield TokenSpan(start, start + len(segment))
 
 
 class _Details(NamedTuple):
@@ -272,11 +335,18 @@ class _Compiling:
                     )
             joined.append((item, inside, other, is_first))
         whole = sum(part.other.stop - part.other.start for part, _ in flagged)
-        return tuple(
-            Stretch(item, _unless_all(inside, self.allocations[item].tokens), _unless_all(other, whole), is_first)
-            for item, inside, other, is_first in joined
-        )
+        owner = {(self.allocations[item].items, inside.start): item for item, inside, _, _ in joined}
+        spans = [((self.allocations[item].items, is_first), inside, other) for item, inside, other, is_first in joined]
+        stretches = []
+        for (items, is_first), ours, theirs in paired(spans, self.matrix.problem.batch):
+            item = owner[items, ours.start]
+            tokens = self.allocations[item].tokens
+            stretches.append(Stretch(item, _unless_all(ours, tokens), _unless_all(theirs, whole), is_first))
+        return tuple(stretches)
 
 
-def _unless_all(span: TokenSpan, tokens: int) -> TokenSpan | None:
+AnySpan = TypeVar("AnySpan", TokenSpan, Span)
+
+
+def _unless_all(span: AnySpan, tokens: int) -> AnySpan | None:
     return None if span == (0, tokens) else span

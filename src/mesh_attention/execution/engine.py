@@ -7,7 +7,7 @@ passes: it compiles each rank's program once and hands it to executors.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, Protocol
 
@@ -24,11 +24,12 @@ from mesh_attention.execution.compiled import Compiled, compile_program, describ
 from mesh_attention.execution.driving import Ledger, PlayedRanks
 from mesh_attention.execution.executor import Executor, Fields
 from mesh_attention.execution.graphs import CapturedPasses, GraphMemory, Tensors
+from mesh_attention.execution.together import PlanningTogether, plan_together
 from mesh_attention.kernels.base import Demand, Kernel, Scores
 from mesh_attention.kernels.select import choose_kernel, choose_merging
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import Direction, Item
+from mesh_attention.plan.steps import INPUTS, Direction, Item
 from mesh_attention.problem import Problem
 
 MOST_ENGINES = 128
@@ -39,7 +40,13 @@ Drive = Callable[[Sequence[Generator[Work, None, dict[str, Fields]]]], list[dict
 class Planning(Protocol):
     """Makes the plans of both passes, the same on every rank (`planning.registry.Planning`)."""
 
-    def plans(self, problem: Problem, *, on_gpu: bool, needs_gradient: bool) -> dict[Direction, Plan]: ...
+    def plans(
+        self, problem: Problem, *, on_gpu: bool, needs_gradient: bool, may_keep: bool
+    ) -> Mapping[Direction, Plan]:
+        """The plans as each rank makes them alone."""
+
+    def together(self, comm: Comm, device: torch.device) -> PlanningTogether | None:
+        """How the ranks plan as one; None if each plans alone."""
 
 
 class Engines:
@@ -65,25 +72,32 @@ class Engines:
         return self.played.size
 
     def find(
-        self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, *, gradient: bool | None = None
+        self,
+        tensors: Sequence[Sequence[Tensor]],
+        options: CallOptions,
+        *,
+        gradient: bool | None = None,
+        may_keep: bool = True,
     ) -> Engine:
         """The engine for inputs like these, q, k and v of each rank played here.
 
-        `gradient` says whether there will be a backward pass, where tensors and grad mode do not.
+        `gradient` says whether there will be a backward pass, where tensors and grad mode do not; `may_keep`, whether
+        forward can hand anything but its results to it.
         """
         self.forward_passes += 1
         with self.played.telling:
             options = options.checked()
             flat = [tensor for rank in tensors for tensor in rank]
             gradient = needs_gradient(flat) if gradient is None else gradient
-            spelling = (options, gradient, *((tensor.shape, tensor.dtype, tensor.device) for tensor in flat))
+            may_keep = may_keep and gradient and not self.cuda_graphs
+            spelling = (options, gradient, may_keep, *((tensor.shape, tensor.dtype, tensor.device) for tensor in flat))
             if spelling not in self._meanings:
                 if len(self._meanings) >= 4 * MOST_ENGINES:
                     self._meanings.clear()
                 self._meanings[spelling] = self._meaning(spelling, tensors)
             key = self._meanings[spelling]
             engine = self.known.pop(key, None)
-        engine = engine or self._new(tensors, options, gradient)
+        engine = engine or self._new(tensors, options, gradient, may_keep)
         self.known[key] = engine  # the most recently used comes last
         if len(self.known) > MOST_ENGINES:
             del self.known[next(iter(self.known))]
@@ -103,11 +117,14 @@ class Engines:
         except UsageError:
             return spelling  # refused later, on every rank
 
-    def _new(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool) -> Engine:
+    def _new(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool, may_keep: bool) -> Engine:
         with self.played.telling:
             device = tensors[0][0].device
-            found = self._configuration(tensors, options, gradient)
+            found = self._configuration(tensors, options, gradient, may_keep)
             comms = self.played.comms_on(device)
+        found = replace(found, plans=self._plans(found, comms[0], tensors[0]))
+        with self.played.telling:
+            _check_keep(found.plans, cuda_graphs=self.cuda_graphs)
             number = number_of_call(found, tensors[0])
             engine = Engine.of(found, self.played, comms, number, self._captured(device))
             engine.prepare(device)
@@ -116,24 +133,32 @@ class Engines:
         return engine
 
     def _configuration(
-        self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool
+        self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool, may_keep: bool
     ) -> Configuration:
+        """The call, still without plans."""
         for rank in tensors:
             check_tensors(*rank)
         device = tensors[0][0].device
         self._check_graphs(device)
         problem = options.problem(tensors[0], self.ranks)
-        plans = self.planning.plans(problem, on_gpu=device.type == "cuda", needs_gradient=gradient)
-        _check_keep(plans, cuda_graphs=self.cuda_graphs)
         return Configuration(
             options=options,
             problem=problem,
             layout=self.layout,
-            plans=plans,
             softmax=options.softmax(problem),
             gradient=gradient,
+            may_keep=may_keep,
             cuda_graphs=self.cuda_graphs,
         )
+
+    def _plans(self, found: Configuration, comm: Comm, tensors: Sequence[Tensor]) -> Mapping[Direction, Plan]:
+        device = tensors[0].device
+        together = None if self.played.is_local else self.planning.together(comm, device)
+        if together is not None:
+            return plan_together(together, self.played, found, tensors)
+        with self.played.telling:
+            passes = {"needs_gradient": found.gradient, "may_keep": found.may_keep}
+            return self.planning.plans(found.problem, on_gpu=device.type == "cuda", **passes)
 
     def _check_graphs(self, device: torch.device) -> None:
         if not self.cuda_graphs:
@@ -154,7 +179,7 @@ class Engines:
         return CapturedPasses(self._graph_memories[device])
 
 
-def _check_keep(plans: dict[Direction, Plan], *, cuda_graphs: bool) -> None:
+def _check_keep(plans: Mapping[Direction, Plan], *, cuda_graphs: bool) -> None:
     forward, backward = plans["forward"], plans["backward"]
     same = (forward.schedule.keep, forward.assignment) == (backward.schedule.keep, backward.assignment)
     if (forward.schedule.keep or backward.schedule.keep) and not same:
@@ -289,6 +314,12 @@ class Engine:
         """Choose the kernel and compile the programs of forward, so that nothing is left that one rank could refuse."""
         self.kernel_for(device, lse_gradient=False)
         self.programs("forward")
+
+    @cached_property
+    def keeps_all_inputs(self) -> bool:
+        """True if backward reads what forward kept, and none of the caller's inputs."""
+        kept = self.programs("forward")[0].plan.schedule.keep
+        return self.single_call is None and set(kept) == set(INPUTS["forward"])
 
     # One kernel call
 

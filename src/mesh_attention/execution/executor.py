@@ -15,12 +15,11 @@ from typing_extensions import assert_never
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work
 from mesh_attention.errors import DisagreementError, TransportError
-from mesh_attention.execution.buffers import Buffer, Meter, TokenSpan, token_format
-from mesh_attention.execution.compiled import Call, Compiled, Instruction, Stretch, item_segments, lay_out
+from mesh_attention.execution.buffers import Allocation, Buffer, Meter, Span, part
+from mesh_attention.execution.compiled import Call, Compiled, Instruction, Stretch
 from mesh_attention.kernels.base import Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.merge import Merging, TorchMerging
 from mesh_attention.plan.steps import (
-    AXIS_OF,
     INPUTS,
     Attend,
     Clear,
@@ -159,13 +158,13 @@ class Executor:
     def _allocate(self, item: Item) -> Buffer:
         allocation = self.compiled.allocations[item]
         neighbour = next((other for other in allocation.items if other in self.buffers), None)
-        if neighbour is not None:
-            buffer = self.buffers[neighbour]
-        else:
-            fmt = token_format(item.kind, self.problem, self.assignment.ulysses, item.form == "running")
-            buffer = Buffer.empty(fmt, tokens=allocation.tokens, batch=self.problem.batch, device=self.device)
-            self.meter.take(buffer.nbytes)
-        self.buffers[item] = buffer
+        buffer = self.buffers[item] = self._new_buffer(allocation) if neighbour is None else self.buffers[neighbour]
+        return buffer
+
+    def _new_buffer(self, allocation: Allocation) -> Buffer:
+        tokens, batch = allocation.tokens, self.problem.batch
+        buffer = Buffer.empty(allocation.fmt, tokens=tokens, batch=batch, device=self.device)
+        self.meter.take(buffer.nbytes)
         return buffer
 
     def _release(self, item: Item) -> None:
@@ -195,7 +194,7 @@ class Executor:
 
     def _add_output(self, call: Call, out: Tensor, lse: Tensor) -> None:
         for stretch in call.rows:
-            self._merge_output(stretch, _part(out, stretch.other), _part(lse, stretch.other))
+            self._merge_output(stretch, part(out, stretch.other), part(lse, stretch.other))
 
     def _merge_output(self, stretch: Stretch, out: Tensor, lse: Tensor) -> None:
         sums = self.buffers[stretch.item]
@@ -204,10 +203,10 @@ class Executor:
 
     def _add_gradients(self, call: Call, gradients: Gradients) -> None:
         for stretch in call.rows:
-            self._add(stretch, "dq", _part(gradients.dq, stretch.other))
+            self._add(stretch, "dq", part(gradients.dq, stretch.other))
         for stretch in call.cols:
-            self._add(stretch, "dk", _part(gradients.dk, stretch.other))
-            self._add(stretch, "dv", _part(gradients.dv, stretch.other))
+            self._add(stretch, "dk", part(gradients.dk, stretch.other))
+            self._add(stretch, "dv", part(gradients.dv, stretch.other))
 
     def _add(self, stretch: Stretch, name: str, partial: Tensor) -> None:
         add = self.merging.copy if stretch.is_first else self.merging.add
@@ -234,12 +233,8 @@ class Executor:
 
     def _pack(self, before: Item, after: Item) -> None:
         source, dest = self.buffers[before].fields, self._allocate(after).fields
-        allocations = self.compiled.allocations
-        for ours, theirs in zip(allocations[before].spans[before], allocations[after].spans[after], strict=True):
-            self._copy(
-                {name: _part(tensor, theirs) for name, tensor in dest.items()},
-                {name: _part(tensor, ours) for name, tensor in source.items()},
-            )
+        for ours, theirs in self.compiled.copied[after]:
+            self._copy(_parts(dest, theirs), _parts(source, ours))
 
     def _finish(self, item: Item, instruction: Instruction) -> None:
         total = running(item.kind, item.shard)
@@ -248,7 +243,7 @@ class Executor:
             _clear(sums, stretch.inside)
         dest = self._output(item) if item.form == "home" else self._allocate(item).fields
         for stretch in instruction.stretches:
-            there = {name: _part(tensor, stretch.other) for name, tensor in dest.items()}
+            there = _parts(dest, stretch.other)
             here = {name: sums.view(name, stretch.inside) for name in dest}
             self._copy(there, here)
         self._release(total)
@@ -294,7 +289,7 @@ class Executor:
             self._allocate(whole)
         at_whole = self.buffers[whole]
         pieces = [send.item for send in step.sends] if inward else [recv.item for recv in step.recvs]
-        staged = {piece: self._stage(piece) for piece in pieces}
+        staged = {piece: self._new_buffer(self.compiled.allocations[piece]) for piece in pieces}
         if inward:
             for piece, staging in staged.items():
                 self._copy(staging.fields, self._heads(at_home, piece.source))
@@ -306,13 +301,6 @@ class Executor:
                 self._copy(self._heads(at_home, piece.source), staging.fields)
             self.meter.give(staging.nbytes)
 
-    def _stage(self, piece: Item) -> Buffer:
-        tokens = sum(map(len, item_segments(piece, self.matrix)))
-        fmt = token_format(piece.kind, self.problem, self.assignment.ulysses, False)
-        staging = Buffer.empty(fmt, tokens=tokens, batch=self.problem.batch, device=self.device)
-        self.meter.take(staging.nbytes)
-        return staging
-
     def _heads(self, fields: Fields, head_slice: int | None) -> Fields:
         """The fields' slice of the heads."""
         at = head_slice or 0
@@ -321,37 +309,21 @@ class Executor:
 
     def _exchange_chunks(self, piece: Item, whole: Item, staged: Mapping[Item, Buffer]) -> list[Tensor]:
         if piece in staged:
-            allocation = lay_out((piece,), self.matrix)
-            return [staged[piece].chunk(*span) for span in allocation.spans[piece]]
-        return [self.buffers[whole].chunk(*span) for span in self._spans_in(whole, piece.shard)]
+            return [staged[piece].chunk(*span) for span in self.compiled.allocations[piece].spans[piece]]
+        return [self.buffers[whole].chunk(*span) for span in self.compiled.exchanged[whole, piece.shard]]
 
     def _keep_own_piece(self, whole: Item, at_whole: Buffer, at_home: Fields, *, inward: bool) -> None:
-        rank = self.compiled.rank
-        own = self._heads(at_home, self.assignment.head_slice(rank))
-        at = 0
-        for start, stop in self._spans_in(whole, rank):
-            here = {name: _part(tensor, TokenSpan(at, at + stop - start)) for name, tensor in own.items()}
-            there = {name: _part(tensor, TokenSpan(start, stop)) for name, tensor in at_whole.fields.items()}
+        own = self._heads(at_home, self.assignment.head_slice(self.compiled.rank))
+        for at, inside in self.compiled.copied[whole]:
+            here, there = _parts(own, at), _parts(at_whole.fields, inside)
             self._copy(there, here) if inward else self._copy(here, there)
-            at += stop - start
-
-    def _spans_in(self, whole: Item, rank: int) -> list[TokenSpan]:
-        """The spans of one rank's tokens in the buffer of its place's item."""
-        held = list(zip(item_segments(whole, self.matrix), self.compiled.allocations[whole].spans[whole], strict=True))
-        spans = []
-        for segment in self.matrix.home_segments(AXIS_OF[whole.kind], rank):
-            outer, span = next((s, span) for s, span in held if s.step == segment.step and segment.start in s)
-            start = span.start + outer.index(segment.start)
-            spans.append(TokenSpan(start, start + len(segment)))
-        return spans
 
 
-def _clear(sums: Buffer, span: TokenSpan | None) -> None:
+def _clear(sums: Buffer, span: Span | None) -> None:
     """Fill sums that nothing was added to: zeros, and for outputs an LSE of -inf."""
     for name in sums.fields:
         sums.view(name, span).fill_(-torch.inf if name == "lse" else 0.0)
 
 
-def _part(field: Tensor, span: TokenSpan | None) -> Tensor:
-    """A span of tokens of a field; all of them if no span is given."""
-    return field if span is None else field.narrow(2, span[0], span[1] - span[0])
+def _parts(fields: Fields, span: Span | None) -> Fields:
+    return {name: part(tensor, span) for name, tensor in fields.items()}

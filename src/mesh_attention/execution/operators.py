@@ -142,7 +142,7 @@ def _(
 
 
 def _engine(tensors: Sequence[Tensor], operands: Operands) -> Engine:
-    engine = engines_of(operands.engines).find([tensors], operands.options, gradient=operands.gradient)
+    engine = engines_of(operands.engines).find([tensors], operands.options, gradient=operands.gradient, may_keep=False)
     plan = engine.programs("forward")[0].plan
     if plan.schedule.keep:
         raise UsageError(

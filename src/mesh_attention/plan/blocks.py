@@ -33,6 +33,7 @@ class BlockMatrix:
         self.problem = problem
         self.layout = layout
         self.assignment = assignment
+        self._homes: dict[tuple[Axis, int], tuple[Segment, ...]] = {}
         self._shards: dict[tuple[Axis, int], tuple[Segment, ...]] = {}
         self._live: dict[tuple[int, int], bool] = {}
         self._needs: dict[tuple[Axis, int, int], bool] = {}
@@ -50,8 +51,11 @@ class BlockMatrix:
 
     def home_segments(self, axis: Axis, rank: int) -> tuple[Segment, ...]:
         """The positions one rank is home to."""
-        tokens = self.problem.seq_q if axis == "row" else self.problem.seq_kv
-        return self.layout.segments(rank, tokens=tokens, ranks=self.problem.ranks)
+        found = self._homes.get((axis, rank))
+        if found is None:
+            tokens = self.problem.seq_q if axis == "row" else self.problem.seq_kv
+            found = self._homes[axis, rank] = self.layout.segments(rank, tokens=tokens, ranks=self.problem.ranks)
+        return found
 
     def is_live(self, row: int, col: int) -> bool:
         """True if the mask leaves any pair of the block."""

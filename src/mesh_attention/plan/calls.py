@@ -21,7 +21,7 @@ from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffers import held_nbytes, shared_buffers
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import Attend, Direction, Item, Step
+from mesh_attention.plan.steps import Attend, Direction, Effects, Item, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +116,18 @@ def _call(rows: Iterable[_Slot], cols: Iterable[_Slot], kind: BlockKind) -> Kern
 # Memory
 
 
-def peak_nbytes(plan: Plan, rank: int, steps: Sequence[Step], calls: Mapping[int, Sequence[KernelCall]]) -> int:
-    """The most bytes that one rank holds at once. `calls` are the program's, by step."""
+def peak_nbytes(
+    plan: Plan,
+    rank: int,
+    steps: Sequence[Step],
+    calls: Mapping[int, Sequence[KernelCall]],
+    *,
+    done: Sequence[Effects] | None = None,
+) -> int:
+    """The most bytes that one rank holds at once. `calls` are the program's, by step; `done` the effects, if known."""
     matrix = plan.matrix
     kept, has_kept = matrix.kept(plan.schedule.keep, rank), plan.direction == "backward"
-    held = held_nbytes(steps, matrix, kept=kept, has_kept=has_kept)
+    held = held_nbytes(steps, matrix, done=done, kept=kept, has_kept=has_kept)
     for index, of_step in calls.items():
         needed = [scratch_nbytes(call, matrix, plan.direction) for call in of_step]
         if _is_at_home(steps[index]):

@@ -47,6 +47,14 @@ partials leave at once. Along a ring, partials are waited for anyway, to be pass
 
 def lower(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank: int) -> Program:
     """The program of one rank, without building any other rank's."""
+    steps = lowered_steps(matrix, schedule, direction, rank=rank)
+    kept = matrix.kept(schedule.keep, rank)
+    held = held_nbytes(steps, matrix, kept=kept, has_kept=direction == "backward")
+    return Program(rank=rank, steps=steps, peak_nbytes=max(held, default=0))
+
+
+def lowered_steps(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank: int) -> tuple[Step, ...]:
+    """The steps of one rank."""
     lowering = _Lowering(matrix, schedule, direction, rank)
     for move in schedule.moves:
         match move:
@@ -67,9 +75,7 @@ def lower(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank
         own = {Item(kind, rank) for kind in INPUTS[direction]} - (kept_items if is_backward else set())
         packed = with_packs(packed, own=own, kept=kept)
     hiding = MEETS_THAT_HIDE if schedule.partials == "direct" else 1
-    steps = with_frees(packed, kept=set() if is_backward else kept_items, hiding=hiding)
-    held = held_nbytes(steps, matrix, kept=kept, has_kept=is_backward)
-    return Program(rank=rank, steps=steps, peak_nbytes=max(held, default=0))
+    return with_frees(packed, kept=set() if is_backward else kept_items, hiding=hiding)
 
 
 class _Lowering:

@@ -12,10 +12,10 @@ from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Assignment, check_assignment
 from mesh_attention.plan.blocks import BlockMatrix, block_matrix
 from mesh_attention.plan.layout import Layout
-from mesh_attention.plan.lowering import lower
+from mesh_attention.plan.lowering import lower, lowered_steps
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule import Fetch, Meet, Return, Schedule, Together
-from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction, is_step
+from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction, Step, is_step
 from mesh_attention.plan.text import format_plan
 from mesh_attention.problem import Problem
 from mesh_attention.units import brief
@@ -66,6 +66,12 @@ class Plan:
         if self.programs is not None:
             return self.programs[rank]
         return lower(self.matrix, self.schedule, self.direction, rank=rank)
+
+    def steps(self, rank: int) -> tuple[Step, ...]:
+        """Those of `program`, without counting the bytes that they hold."""
+        if self.programs is not None:
+            return self.programs[rank].steps
+        return lowered_steps(self.matrix, self.schedule, self.direction, rank=rank)
 
     def all_programs(self) -> Iterator[Program]:
         return map(self.program, range(self.problem.ranks))

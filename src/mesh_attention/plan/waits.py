@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mesh_attention.plan.steps import Item, Pack, Recv, Send, Step, effects
+from mesh_attention.plan.steps import Effects, Item, Pack, Recv, Send, Step, effects
 
 
 class Stop(NamedTuple):
@@ -28,8 +28,9 @@ class Stop(NamedTuple):
     departures: tuple[Item, ...]
 
 
-def stops(steps: Sequence[Step]) -> list[Stop]:
-    """The stops of a program, in order."""
+def stops(steps: Sequence[Step], *, done: Sequence[Effects] | None = None) -> list[Stop]:
+    """The stops of a program, in order. `done` are the effects, if known."""
+    every = list(map(effects, steps)) if done is None else done
     turn_at = {turn.start: turn for turn in turns(steps)}
     in_flight: set[Item] = set()
     leaving: set[Item] = set()
@@ -38,10 +39,10 @@ def stops(steps: Sequence[Step]) -> list[Stop]:
     while index < len(steps):
         span = turn_at.get(index, range(index, index + 1))
         here = steps[span.start : span.stop]
-        done = [effects(step) for step in here]
+        changes = every[span.start : span.stop]
         # An item that is freed unread is waited for too: its buffer must not go while data may still arrive in it.
-        arrivals = tuple(i for one in done for i in (*one.reads, *one.frees) if i in in_flight)
-        departures = tuple(item for one in done for item in one.frees if item in leaving)
+        arrivals = tuple([i for one in changes for i in (*one.reads, *one.frees) if i in in_flight])
+        departures = tuple([item for one in changes for item in one.frees if item in leaving])
         in_flight.difference_update(arrivals)
         leaving.difference_update(departures)
         in_flight.update(step.item for step in here if isinstance(step, Recv))

@@ -9,7 +9,7 @@ filled in for a problem by `settled`; `make_plan` turns a settled choice into th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, get_args
@@ -21,7 +21,7 @@ from mesh_attention.plan.assignment import Assignment, Tile, as_tile, check_assi
 from mesh_attention.plan.layout import LAYOUTS, Contiguous, Layout, Zigzag, layout_named
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.plan.steps import Direction, Kind
-from mesh_attention.planning.costs import least_volume_tile
+from mesh_attention.planning.costs import least_volume_degree, least_volume_tile
 from mesh_attention.problem import Problem
 from mesh_attention.units import brief
 
@@ -267,6 +267,14 @@ def _detail(detail: str, text: str) -> Mapping[str, Any]:
         f"choice {text!r}: cannot read {detail!r}; expected a layout ({', '.join(LAYOUTS)}), inner AxB, route NAME, "
         "partials NAME, N blocks per call or keep KINDS"
     )
+
+
+def least_volume_choice(problem: Problem, layout: Layout, directions: Sequence[Direction]) -> Choice:
+    """The choice that moves the fewest bytes over these passes. Its tile is open, so that each pass has its own."""
+    degree = least_volume_degree(problem, layout, directions)
+    if 1 < degree == problem.ranks:
+        return Choice(method="ulysses", layout=layout)
+    return Choice(ulysses_degree=degree, layout=layout)
 
 
 def default_layout(problem: Problem) -> Layout:

@@ -7,10 +7,11 @@ adjacent are attended in several calls.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from mesh_attention.errors import ScheduleError
-from mesh_attention.plan.assignment import Assignment, Tile, check_assignment, tiles_of
+from mesh_attention.plan.assignment import Assignment, Tile, check_assignment, divisors, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix, elements_per_token
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, KINDS, OUTPUTS, Direction, Item, Kind
@@ -122,13 +123,31 @@ SAMPLED_PLACES = 16
 
 def least_volume_tile(problem: Problem, layout: Layout, direction: Direction, *, ulysses_degree: int = 1) -> Tile:
     """The tile whose busiest rank receives the fewest bytes; ties go to fewer rows. Overlap is ignored."""
-    places = problem.ranks // ulysses_degree
+    volumes = received_by_tile(problem, layout, direction, ulysses_degree)
+    return min(volumes, key=lambda tile: volumes[tile])
 
-    def volume(tile: Tile) -> int:
-        matrix = BlockMatrix(problem, layout, Assignment(tile, ulysses_degree))
-        return max(received_nbytes(matrix, place, direction) for place in _sample(places))
 
-    return min(tiles_of(places), key=volume)
+def least_volume_degree(problem: Problem, layout: Layout, directions: Sequence[Direction]) -> int:
+    """The Ulysses degree whose busiest rank receives the fewest bytes over these passes, each with its best tile; ties
+    go to the smaller degree."""
+    degrees = [degree for degree in divisors(problem.ranks) if problem.kv_heads % degree == 0]
+    return min(degrees, key=lambda u: sum(min(received_by_tile(problem, layout, d, u).values()) for d in directions))
+
+
+def received_by_tile(problem: Problem, layout: Layout, direction: Direction, ulysses_degree: int) -> dict[Tile, float]:
+    """Tensor bytes that reach the busiest rank in one pass, with any planner, for every tile of a Ulysses degree."""
+    places = _sample(problem.ranks // ulysses_degree)
+    grids = [Assignment(tile, ulysses_degree) for tile in tiles_of(problem.ranks // ulysses_degree)]
+    matrix = BlockMatrix(problem, layout, grids[0])
+    kinds = (*INPUTS[direction], *OUTPUTS[direction])
+    largest = {kind: max(matrix.nbytes(Item(kind, place)).payload for place in places) for kind in kinds}
+    exchanged = sum(largest.values()) * (1 - 1 / ulysses_degree)
+    if matrix.is_uniform:
+        return {g.tile: exchanged + sum(largest[kind] * (g.size(AXIS_OF[kind]) - 1) for kind in kinds) for g in grids}
+    matrices = [BlockMatrix(problem, layout, grid) for grid in grids]
+    return {
+        m.assignment.tile: exchanged + max(received_nbytes(m, place, direction) for place in places) for m in matrices
+    }
 
 
 def received_nbytes(matrix: BlockMatrix, place: int, direction: Direction) -> int:

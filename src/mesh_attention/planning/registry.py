@@ -71,7 +71,9 @@ class Planning:
     is_tuned: bool = False
     prove: Callable[[Plan], None] | None = None
 
-    def plans(self, problem: Problem, *, on_gpu: bool, needs_gradient: bool) -> dict[Direction, Plan]:
+    def plans(
+        self, problem: Problem, *, on_gpu: bool, needs_gradient: bool, may_keep: bool = True
+    ) -> dict[Direction, Plan]:
         plans = {direction: self._plan(problem, direction, on_gpu, needs_gradient) for direction in DIRECTIONS}
         for direction, plan in plans.items():
             assert self.choice.layout is not None
@@ -79,6 +81,9 @@ class Planning:
             if self.prove is not None and (direction == "forward" or needs_gradient):
                 self.prove(plan)
         return plans
+
+    def together(self, comm: object, device: object) -> None:
+        """Every rank makes the same plans, so each plans alone."""
 
     def _plan(self, problem: Problem, direction: Direction, on_gpu: bool, needs_gradient: bool) -> Plan:
         if self.planner is not None:

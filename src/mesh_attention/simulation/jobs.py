@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mesh_attention.plan.calls import kernel_calls, peak_nbytes
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import Collective, Exchange, Free, Item, Recv, Send, Step, transfers
+from mesh_attention.plan.steps import Collective, Exchange, Free, Item, Recv, Send, Step, effects, transfers
 from mesh_attention.plan.text import format_step
 from mesh_attention.plan.waits import stops
 from mesh_attention.simulation.prices import Prices
@@ -49,18 +49,20 @@ class RankJobs:
 
 def rank_jobs(plan: Plan, rank: int, prices: Prices) -> RankJobs:
     """A rank's jobs. As in the executor, posts made together end together: waiting for one means waiting for all."""
-    program, matrix = plan.program(rank), plan.matrix
-    calls = kernel_calls(program.steps, matrix, matrix.kept(plan.schedule.keep, rank))
+    every, matrix = plan.steps(rank), plan.matrix
+    calls = kernel_calls(every, matrix, matrix.kept(plan.schedule.keep, rank))
+    done = list(map(effects, every))
     jobs: list[Job] = []
     arriving: dict[Item, int] = {}
     leaving: dict[Item, set[int]] = {}
-    for stop in stops(program.steps):
-        steps = program.steps[stop.span.start : stop.span.stop]
+    for stop in stops(every, done=done):
+        steps = every[stop.span.start : stop.span.stop]
         waits = {arriving[item] for item in stop.arrivals}
         waits.update(index for item in stop.departures for index in leaving[item])
         seconds = sum(prices.step(step, calls.get(at, ())) for at, step in zip(stop.span, steps, strict=True))
-        sends = tuple(send for step in steps for send in transfers(step)[0])
-        recvs = tuple(recv for step in steps for recv in transfers(step)[1])
+        ends = list(map(transfers, steps))
+        sends = tuple([send for sent, _ in ends for send in sent])
+        recvs = tuple([recv for _, received in ends for recv in received])
         if isinstance(steps[0], Free) and not waits:
             continue
         holds = isinstance(steps[0], Collective | Exchange)
@@ -69,4 +71,4 @@ def rank_jobs(plan: Plan, rank: int, prices: Prices) -> RankJobs:
                 leaving.setdefault(send.item, set()).add(len(jobs))
             arriving.update((recv.item, len(jobs)) for recv in recvs)
         jobs.append(Job(steps, stop.span.start, seconds, tuple(sorted(waits)), sends, recvs, holds))
-    return RankJobs(rank, tuple(jobs), peak_nbytes(plan, rank, program.steps, calls))
+    return RankJobs(rank, tuple(jobs), peak_nbytes(plan, rank, every, calls, done=done))

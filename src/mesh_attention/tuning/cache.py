@@ -54,13 +54,14 @@ def cached_tune(
     directions: Sequence[Direction] = ("forward",),
     layout: str | None = None,
     memory_nbytes: float | None = None,
+    is_quick: bool = False,
     on_progress: Report | None = None,
     folder: Path | None = None,
 ) -> tuple[Tuning, bool]:
     """Call `tune`, or read its result from the cache on disk; the second value is True if it was read."""
-    asked = (RESULT_VERSION, code_digest(), problem, topology, tuple(directions), layout, memory_nbytes)
+    asked = (RESULT_VERSION, code_digest(), problem, topology, tuple(directions), layout, memory_nbytes, is_quick)
     key = hashlib.sha256(repr(asked).encode()).hexdigest()[:32]
-    folder = _own(folder or cache_folder())
+    folder = own_folder(folder or cache_folder())
     path = None if folder is None else folder / f"tuning-{key}.json"
     if path is not None:
         try:
@@ -77,6 +78,7 @@ def cached_tune(
         directions=directions,
         layout=layout,
         memory_nbytes=memory_nbytes,
+        is_quick=is_quick,
         on_progress=on_progress,
     )
     if path is not None:
@@ -92,7 +94,7 @@ def code_digest() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in parts)).hexdigest()[:16]
 
 
-def _own(folder: Path | None) -> Path | None:
+def own_folder(folder: Path | None) -> Path | None:
     """The folder, made if it is missing; None if others could write to it: what they put there would be run."""
     if folder is None:
         return None

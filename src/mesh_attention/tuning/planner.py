@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
+from mesh_attention.errors import MemoryLimitError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
@@ -13,28 +15,78 @@ from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
+from mesh_attention.tuning.coarse import can_be_widened, coarse, part_of, plan_like, widened
+from mesh_attention.tuning.result import Tuning
 from mesh_attention.tuning.traffic import plan_on
-from mesh_attention.tuning.tune import tuned_plans
 
 
 def tuned_planner(topology: Topology, *, memory_nbytes: float | None = None) -> Callable[..., Plan]:
-    """``planner(problem, direction=…, layout=…, needs_gradient=…)``: the tuner's choice, made once for each problem.
+    """``planner(problem, direction=…, layout=…, needs_gradient=…)``: the choice of a quick tuning, made once for all
+    problems that are alike (see `coarse`). With a memory limit, each problem is tuned by itself, and thoroughly.
 
     Both passes are tuned together. Without gradients only forward is tuned, and backward, which never runs, copies it.
     """
 
     @lru_cache(maxsize=128)
-    def plans(problem: Problem, layout: str, needs_gradient: bool) -> dict[Direction, Plan]:
-        directions = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
-        tuning, _ = cached_tune(problem, topology, directions=directions, layout=layout, memory_nbytes=memory_nbytes)
-        chosen = tuning.chosen
-        choices = {direction: chosen.choices.get(direction, chosen.choices["forward"]) for direction in DIRECTIONS}
-        return tuned_plans(problem, topology, replace(chosen, choices=choices))
+    def plans_of(coarse_problem: Problem, layout: str, needs_gradient: bool) -> dict[Direction, Plan] | None:
+        """Plans of a problem that stands for others; None if one of those might not fit into memory."""
+        try:
+            return _plans(coarse_problem, topology, layout, needs_gradient, is_quick=True)
+        except MemoryLimitError:
+            return None
+
+    @lru_cache(maxsize=128)
+    def own_plans(problem: Problem, layout: str, needs_gradient: bool) -> dict[Direction, Plan]:
+        return _plans(problem, topology, layout, needs_gradient, memory_nbytes=memory_nbytes, is_quick=False)
 
     def planner(problem: Problem, *, direction: Direction, layout: Layout, needs_gradient: bool = True) -> Plan:
-        return plans(problem, layout.name, needs_gradient)[direction]
+        alike = plans_of(coarse(problem), layout.name, needs_gradient) if memory_nbytes is None else None
+        if alike is None:
+            return own_plans(problem, layout.name, needs_gradient)[direction]
+        return plan_like(alike[direction], problem)
 
     return planner
+
+
+def _plans(
+    problem: Problem,
+    topology: Topology,
+    layout: str,
+    needs_gradient: bool,
+    *,
+    memory_nbytes: float | None = None,
+    is_quick: bool,
+) -> dict[Direction, Plan]:
+    options: dict[str, Any] = {"memory_nbytes": memory_nbytes, "is_quick": is_quick}
+    choices, _ = tuned_choices(problem, topology, layout, needs_gradient, **options)
+    return {direction: plan_on(topology, problem, choice, direction) for direction, choice in choices.items()}
+
+
+def tuned_choices(
+    problem: Problem,
+    topology: Topology,
+    layout: str,
+    needs_gradient: bool,
+    *,
+    memory_nbytes: float | None = None,
+    is_quick: bool,
+) -> tuple[dict[Direction, Choice], Tuning]:
+    """The choice of each pass, and the tuning it is from; backward copies forward's if it never runs.
+
+    If `is_quick`, a problem with a local mask may be tuned on a part of its ranks.
+    """
+    directions = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
+    options: dict[str, Any] = {"layout": layout, "memory_nbytes": memory_nbytes, "is_quick": is_quick}
+    part, on = part_of(problem, topology) if is_quick else (problem, topology)
+    tuning, _ = cached_tune(part, on, directions=directions, **options)
+    if part.ranks < problem.ranks:
+        trials = tuple(trial for trial in tuning.trials if all(map(can_be_widened, trial.choices.values())))
+        if trials:
+            tuning = replace(tuning, trials=trials)
+        else:
+            tuning, _ = cached_tune(problem, topology, directions=directions, **options)
+    chosen = tuning.chosen.choices
+    return {d: widened(chosen.get(d, chosen["forward"]), problem.ranks) for d in DIRECTIONS}, tuning
 
 
 def block_plan_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Plan:

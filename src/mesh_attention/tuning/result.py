@@ -13,6 +13,13 @@ from mesh_attention.tuning.candidates import Complexity, complexity
 from mesh_attention.units import brief
 
 RESULT_VERSION = 2
+NEAR_TIE = 0.02
+"""Among trials within this share of the fastest, the simplest is chosen. Forecasts cannot tell them apart, and a choice
+that is simpler but not the fastest may cost this much, no more."""
+FORECAST_ERROR = 0.09
+"""Forecasts of 24 passes replayed on an H200 differ at most this much from the measured times
+(benchmarks/results/how_close_to_one_kernel.txt); those on an emulated network by 8 % (how_fast_on_a_slow_network.txt).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +112,24 @@ class Tuning:
     @property
     def chosen(self) -> Trial:
         return self.trials[0]
+
+    @property
+    def near_ties(self) -> tuple[Trial, ...]:
+        """Trials about as fast as the fastest, the chosen one among them."""
+        usable = [trial for trial in self.trials if not trial.is_bound]
+        fastest = min(trial.time_s for trial in usable)
+        return tuple(trial for trial in usable if trial.time_s <= fastest * (1 + NEAR_TIE))
+
+    @property
+    def tie_words(self) -> str:
+        """How many methods are about as fast as the chosen one, in a sentence; empty if there is no other."""
+        number = len(self.near_ties)
+        if number < 2:
+            return ""
+        return (
+            f"{number} methods are within {NEAR_TIE:.0%}, and forecasts are good to {FORECAST_ERROR:.0%}: the simplest "
+            "is chosen."
+        ).replace("%", " %")
 
 
 def tuning_to_json(tuning: Tuning) -> dict[str, Any]:

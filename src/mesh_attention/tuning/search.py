@@ -23,13 +23,12 @@ Report = Callable[[str, float], None]
 MOST_BLOCKS_PER_CALL = 16
 AT_LEAST = 3
 """Shapes of a family that are simulated even if their bounds exclude them, so that each rival is shown at its best."""
-FINALISTS = 8
-"""The fastest shapes of a pass that are tried with other groupings, besides the first `FIRSTS` of every family that are
-at most `FIRST_OF_FAMILY` times slower than the best."""
-FIRSTS = 2
 LONGEST_PRICED_FIRST = 80
 """Rows plus columns of a tile."""
+QUICK_RANKS = 224
+"""Ranks simulated for a pass, summed over candidates, in a quick search in which no rank stands for others."""
 FIRST_OF_FAMILY = 2.0
+"""The first of a family are tried with other groupings if they are at most this many times slower than the best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,56 +39,97 @@ class Tried:
     forecast: Forecast
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much of a family is simulated: the `least` most promising, and up to `most` of those whose estimate is within
-    a factor `worth_trying` of the best time so far; with the calls of `priced_ranks` ranks priced. Finalists are tried
+    """How much is simulated of every family, or, if not `by_family`, of all candidates together: the `least` most
+    promising, and up to `most` of those whose estimate is within a factor `worth_trying` of the best time so far; with
+    the calls of `priced_ranks` ranks priced. The fastest `finalists`, and the first `firsts` of every family, are tried
     with up to `regroupings` larger and as many smaller groupings."""
 
+    by_family: bool
     priced_ranks: int
     least: int
     most: int
     worth_trying: float
     regroupings: int
+    finalists: int
+    firsts: int
 
 
 def effort(ranks: int) -> Effort:
     """Search effort for a number of ranks: simulations of fewer ranks are faster, so more are made."""
-    if ranks <= 64:
-        return Effort(priced_ranks=4, least=12, most=48, worth_trying=1.1, regroupings=4)
-    return Effort(priced_ranks=2, least=5, most=16, worth_trying=1.03, regroupings=1)
+    many = Effort(
+        by_family=True,
+        priced_ranks=4,
+        least=12,
+        most=48,
+        worth_trying=1.1,
+        regroupings=4,
+        finalists=8,
+        firsts=2,
+    )
+    return many if ranks <= 64 else replace(many, priced_ranks=2, least=5, most=16, worth_trying=1.03, regroupings=1)
+
+
+def quick_effort(ranks: int, *, is_uniform: bool) -> Effort:
+    """Search effort for a call that waits for the answer. Where a mask leaves shards out, every rank is simulated."""
+    most = 48 if ranks <= 16 else 32 if ranks <= 64 else 20
+    if not is_uniform:
+        most = max(1, min(most, QUICK_RANKS // ranks))
+    return Effort(
+        by_family=False,
+        priced_ranks=1,
+        least=(most + 1) // 2,
+        most=most,
+        worth_trying=1.2,
+        regroupings=1,
+        finalists=3 if is_uniform else 0,
+        firsts=0,
+    )
 
 
 class PassSearch:
     """The search for one pass: its limits, and the forecasts found so far."""
 
     def __init__(
-        self, problem: Problem, topology: Topology, direction: Direction, limit_nbytes: float, report: Report
+        self,
+        problem: Problem,
+        topology: Topology,
+        direction: Direction,
+        effort: Effort,
+        limit_nbytes: float,
+        report: Report,
     ) -> None:
         self.problem, self.topology, self.direction = problem, topology, direction
-        self.limit_nbytes, self.report = limit_nbytes, report
+        self.effort, self.limit_nbytes, self.report = effort, limit_nbytes, report
         self.tried: dict[Choice, Forecast] = {}
-        self.effort = effort(problem.ranks)
 
     def run(self, candidates: Sequence[Choice], *, priced_ranks: int, is_uniform: bool) -> None:
         """Simulate the candidates that may win, and the most promising of every family."""
         self.priced_ranks, self.is_uniform = priced_ranks, is_uniform
         candidates = [self.grouped(choice) for choice in candidates]
         bounds = {c: traffic(c, self.problem, self.topology, self.direction) for c in candidates}
-        by_family = {family: [c for c in candidates if c.family == family] for family in FAMILIES}
-        # Families with the lowest estimates go first: their times prune the rest.
-        estimates = {f: min((bounds[c].estimate_s for c in found), default=0.0) for f, found in by_family.items()}
-        for number, family in enumerate(sorted(FAMILIES, key=lambda family: estimates[family])):
-            self.report(f"trying {family}", 0.95 * number / len(FAMILIES))
-            self._run_family(_tiles_first(by_family[family], bounds), bounds)
-        firsts = [tried for family in FAMILIES for tried in self.best(family)[:FIRSTS]]
+        for number, (what, found) in enumerate(self._parts(candidates, bounds)):
+            self.report(f"trying {what}", 0.95 * number / len(FAMILIES))
+            self._run_part(found, bounds)
+        firsts = [tried for family in FAMILIES for tried in self.best(family)[: self.effort.firsts]]
         near = [tried for tried in firsts if tried.forecast.time_s <= FIRST_OF_FAMILY * self.best_s]
-        for tried in (*self.best()[:FINALISTS], *near):
+        for tried in (*self.best()[: self.effort.finalists], *near):
             self.report(f"regrouping {tried.choice.family}", 0.95)
             for choice in self._regrouped(tried.choice):
                 self.simulate(choice)
 
-    def _run_family(self, candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> None:
+    def _parts(self, candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> list[tuple[str, list[Choice]]]:
+        """Candidates in the order they are tried: of every family, or of all together."""
+        if not self.effort.by_family:
+            return [("all", _mixed(candidates, bounds))]
+        by_family = {family: [c for c in candidates if c.family == family] for family in FAMILIES}
+        # Families with the lowest estimates go first: their times prune the rest.
+        estimates = {f: min((bounds[c].estimate_s for c in found), default=0.0) for f, found in by_family.items()}
+        families = sorted(FAMILIES, key=lambda family: estimates[family])
+        return [(family, _tiles_first(by_family[family], bounds)) for family in families]
+
+    def _run_part(self, candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> None:
         """Simulate the first few that fit into memory, whatever their bound, then those that may be the fastest."""
         fitting = 0
         for choice in candidates:
@@ -144,13 +184,23 @@ def _first_try(choice: Choice) -> Choice:
     return replace(choice, blocks_per_call=None) if is_direct and is_quick else choice
 
 
+def _mixed(candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> list[Choice]:
+    """The best of every tile and the best of all by turns: estimates of one tile have the same errors."""
+    by_tile, by_estimate = _tiles_first(candidates, bounds), _by_estimate(candidates, bounds)
+    return list(dict.fromkeys(choice for pair in zip(by_tile, by_estimate, strict=True) for choice in pair))
+
+
+def _by_estimate(candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> list[Choice]:
+    return sorted(candidates, key=lambda c: (bounds[c].estimate_s, complexity(c)))
+
+
 def _tiles_first(candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> list[Choice]:
-    """Candidates by estimate, but the best of every tile before the second best of any."""
-    by_estimate = sorted(candidates, key=lambda c: (bounds[c].estimate_s, complexity(c)))
-    seen: Counter[tuple[int, Tile]] = Counter()
+    """Candidates by estimate, but the best of every tile, with and without collectives, before the second of any."""
+    by_estimate = _by_estimate(candidates, bounds)
+    seen: Counter[tuple[int, Tile, bool]] = Counter()
     place_in_tile = {}
     for choice in by_estimate:
-        tile = (choice.assignment.ulysses, choice.assignment.tile)
+        tile = (choice.assignment.ulysses, choice.assignment.tile, choice.is_collective)
         seen[tile] += 1
         place_in_tile[choice] = seen[tile]
     return sorted(by_estimate, key=lambda choice: place_in_tile[choice])  # sorting keeps the order of equals

@@ -1,31 +1,35 @@
 """Lower bounds on the link time and the total time of a choice, in closed form, without simulation.
 
-They hold if every rank needs every shard of its groups. A mask that makes shards unnecessary reduces traffic; these are
-then estimates, not bounds.
+They hold if every rank needs every shard of its groups. A mask that makes shards unnecessary reduces traffic: what each
+rank needs is then counted, and the results are estimates, not bounds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh_attention.masks import full
 from mesh_attention.plan.assignment import Assignment, Axis
 from mesh_attention.plan.blocks import elements_per_token
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
-from mesh_attention.planning.choice import Choice
+from mesh_attention.planning.choice import Choice, default_layout
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import make_priced_plan
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
+from mesh_attention.tuning.work import Needs, needs
 
 Counts = NDArray[np.float64]
 LEFT_EXPOSED = 0.05
+OUTPUT_KINDS = frozenset(kind for kinds in OUTPUTS.values() for kind in kinds)
 CALLS_PER_MEET = 2
 """Kernel calls per meet under a causal mask, because early and late segments see different keys."""
 
@@ -34,15 +38,20 @@ CALLS_PER_MEET = 2
 class Traffic:
     """Seconds that the busiest NIC and port are in use; `unhidden_s`: transfers that compute cannot hide.
 
-    `calls_s` estimates what many calls instead of one add to compute, `fill_s` how long the first call waits.
+    `busy_s` estimates the compute of the busiest rank, with calls that a mask slows down; `calls_s` what many calls
+    instead of one add to it, `copies_s` what packing and merging do; `fill_s` how long the first call waits. `ways` is
+    2 if what a link sends and what it receives use it in turn.
     """
 
     nic_s: float
     port_s: float
     unhidden_s: float
     compute_s: float
+    busy_s: float
     calls_s: float
+    copies_s: float
     fill_s: float
+    ways: int
 
     @property
     def bound_s(self) -> float:
@@ -52,7 +61,10 @@ class Traffic:
     @property
     def estimate_s(self) -> float:
         """A first estimate, not a bound: compute never hides links completely."""
-        return self.bound_s + self.calls_s + self.fill_s + LEFT_EXPOSED * (self.nic_s + self.port_s)
+        nic_s, port_s = self.ways * self.nic_s, self.ways * self.port_s
+        computes_s = self.busy_s + self.calls_s + self.copies_s
+        least = max(nic_s, port_s, self.ways * self.unhidden_s + computes_s)
+        return least + self.fill_s + LEFT_EXPOSED * (nic_s + port_s)
 
 
 class ReceiveTimes(NamedTuple):
@@ -78,19 +90,34 @@ class Links:
         if size == 1:
             return self._busy(self.none, self.none, 0.0)
         crossing = self._direct(axis) if route == "direct" else self._ring(axis)
-        return self._busy(crossing, size - 1 - crossing, self._shard_nbytes(kind))
+        return self._busy(crossing, size - 1 - crossing, self.shard_nbytes(kind))
+
+    def needed_s(self, kind: Kind, needed: Needs) -> ReceiveTimes:
+        """Like `group_s`, for the shards that a mask leaves a use for; straight from their homes."""
+        axis, ulysses = AXIS_OF[kind], self.assignment.ulysses
+        members, is_needed = needed.members[axis][:, 1:], needed.is_needed[axis][:, 1:]
+        home = np.arange(self.assignment.places)
+        nodes = [self.topology.node(place * ulysses) for place in (home[:, None], members)]
+        crosses = (nodes[0] != nodes[1]) & is_needed
+        counts: list[Counts] = []
+        for taken in (crosses, is_needed):
+            # A partial comes home from every place that needed the shard.
+            count = np.bincount(members[taken], minlength=len(home)) if kind in OUTPUT_KINDS else taken.sum(axis=1)
+            counts.append(np.repeat(count, ulysses).astype(float))
+        crossing, every = counts
+        return self._busy(crossing, every - crossing, self.shard_nbytes(kind))
 
     def exchange_s(self, kind: Kind) -> ReceiveTimes:
         """A Ulysses exchange: a slice of the heads to and from every other rank of the group."""
         ulysses = self.assignment.ulysses
         same = self._same_node(self.ranks // ulysses)
-        return self._busy(ulysses - same, same - 1, self._shard_nbytes(kind) / ulysses)
+        return self._busy(ulysses - same, same - 1, self.shard_nbytes(kind) / ulysses)
 
     def nic_s(self, crossing_s: Counts) -> float:
         """Seconds that the busiest NIC receives, summed over the ranks that share it."""
         return float(np.bincount(self.nics, weights=crossing_s).max())
 
-    def _shard_nbytes(self, kind: Kind) -> float:
+    def shard_nbytes(self, kind: Kind) -> float:
         """Bytes of one head slice of a place's shard, which is as large as one rank's own tokens with all heads."""
         payload, statistics = elements_per_token(kind, self.problem)
         tokens = (self.problem.seq_q if AXIS_OF[kind] == "row" else self.problem.seq_kv) / self.problem.ranks
@@ -129,29 +156,70 @@ class Links:
         return crosses
 
 
-def traffic(choice: Choice, problem: Problem, topology: Topology, direction: Direction) -> Traffic:
-    links = Links(problem, topology, choice.assignment)
+class Busy(NamedTuple):
+    """Seconds that the busiest NIC and port receive, and that transfers take which compute cannot hide."""
+
+    nic_s: float
+    port_s: float
+    unhidden_s: float
+
+
+@lru_cache(maxsize=4096)
+def _busy(
+    problem: Problem,
+    topology: Topology,
+    assignment: Assignment,
+    routes: tuple[tuple[Kind, Route], ...],
+    layout: Layout,
+    is_collective: bool,
+) -> Busy:
+    links = _links(problem, topology, assignment)
     crossing, inside, held = links.none, links.none, links.none
-    fetched = [kind for kind in INPUTS[direction] if not (direction == "backward" and kind in choice.keep)]
-    for kind in (*fetched, *OUTPUTS[direction]):
-        group = links.group_s(kind, choice.route if kind in fetched else choice.partials)
-        is_held = choice.is_collective
-        exchange = links.exchange_s(kind) if choice.assignment.ulysses > 1 else ReceiveTimes(links.none, links.none)
+    needed = _needs(problem, layout, assignment)
+    for kind, route in routes:
+        group = links.group_s(kind, route) if needed is None else links.needed_s(kind, needed)
+        exchange = links.exchange_s(kind) if assignment.ulysses > 1 else ReceiveTimes(links.none, links.none)
         crossing = crossing + group.crossing_s + exchange.crossing_s
         inside = inside + group.inside_s + exchange.inside_s
-        held = held + np.maximum(*exchange) + (np.maximum(*group) if is_held else 0.0)
-    nic, port = links.nic_s(crossing), float(inside.max())
+        held = held + np.maximum(*exchange) + (np.maximum(*group) if is_collective else 0.0)
+    return Busy(links.nic_s(crossing), float(inside.max()), float(held.max()))
+
+
+def _needs(problem: Problem, layout: Layout, assignment: Assignment) -> Needs | None:
+    """What each place needs; None if it is everything."""
+    if problem.mask == full():
+        return None
+    found = needs(problem, layout, assignment)
+    return None if all(needed.all() for needed in found.is_needed.values()) else found
+
+
+def traffic(choice: Choice, problem: Problem, topology: Topology, direction: Direction) -> Traffic:
+    fetched = [kind for kind in INPUTS[direction] if not (direction == "backward" and kind in choice.keep)]
+    routes = tuple(
+        (kind, choice.route if kind in fetched else choice.partials) for kind in (*fetched, *OUTPUTS[direction])
+    )
+    layout = choice.layout or default_layout(problem)
+    extent = _extent(problem, layout, choice.assignment)
+    nic, port, unhidden = _busy(problem, topology, choice.assignment, routes, layout, choice.is_collective)
     transfers = max(1, choice.assignment.tile.rows + choice.assignment.tile.cols - 2)
     # Along a ring the sender waits for the shard first, so the wait counts twice.
     fill_s = (2 if choice.route == "ring" else 1) * ((choice.blocks_per_call or 1) - 1) / transfers * max(nic, port)
     return Traffic(
         nic_s=nic,
         port_s=port,
-        unhidden_s=float(held.max()),
+        unhidden_s=unhidden,
         compute_s=_compute_s(problem, topology, direction),
-        calls_s=_calls_s(choice, problem, topology, direction),
+        busy_s=_busy_s(problem, topology, layout, choice.assignment, direction),
+        calls_s=_calls_s(choice, problem, topology, direction, extent),
+        copies_s=_copies_s(choice, problem, topology, direction, extent),
         fill_s=fill_s,
+        ways=1 if topology.full_duplex else 2,
     )
+
+
+@lru_cache(maxsize=256)
+def _links(problem: Problem, topology: Topology, assignment: Assignment) -> Links:
+    return Links(problem, topology, assignment)
 
 
 def costs_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Costs:
@@ -192,16 +260,64 @@ def _touched_nbytes(problem: Problem, direction: Direction) -> tuple[float, floa
     return row, 0.0 if direction == "forward" else moved * tokens_kv * problem.kv_heads * (qk + v)
 
 
-def _calls_s(choice: Choice, problem: Problem, topology: Topology, direction: Direction) -> float:
+class Extent(NamedTuple):
+    """Blocks, rows and columns that a place attends: the most of any place, for each."""
+
+    blocks: float
+    rows: float
+    cols: float
+
+
+@lru_cache(maxsize=1024)
+def _extent(problem: Problem, layout: Layout, assignment: Assignment) -> Extent:
+    tile = assignment.tile
+    found = _needs(problem, layout, assignment)
+    if found is None:
+        return Extent(tile.rows * tile.cols, tile.rows, tile.cols)
+    rows, cols = (float(found.is_needed[axis].sum(axis=1).max()) for axis in ("row", "col"))
+    return Extent(float(found.live_blocks.max()), rows, cols)
+
+
+def _calls_s(choice: Choice, problem: Problem, topology: Topology, direction: Direction, extent: Extent) -> float:
     """Seconds for the fixed costs of kernel calls and for the memory traffic of adding up partials."""
-    tile, device = choice.assignment.tile, topology.device
+    device = topology.device
     rate = device.forward if direction == "forward" else device.backward
     is_whole = choice.is_collective
-    meetings = 1 if is_whole else tile.rows * tile.cols / min(choice.blocks_per_call or 1, tile.cols)
-    rows, cols = (tile.rows, tile.cols) if is_whole else (meetings, tile.rows * tile.cols)
+    meetings = 1.0 if is_whole else extent.blocks / min(choice.blocks_per_call or 1, extent.cols)
+    rows, cols = (extent.rows, extent.cols) if is_whole else (meetings, extent.blocks)
     row_nbytes, col_nbytes = _touched_nbytes(problem, direction)
     touched = rows * row_nbytes + cols * col_nbytes
     return CALLS_PER_MEET * meetings * rate.call_us * 1e-6 + touched / (device.memory_gb_per_s * 1e9)
+
+
+def _copies_s(choice: Choice, problem: Problem, topology: Topology, direction: Direction, extent: Extent) -> float:
+    """Seconds to pack or exchange inputs, to finish sums, and to merge the partials that come home."""
+    links, assignment = _links(problem, topology, choice.assignment), choice.assignment
+    nbytes = steps = 0.0
+    for kind in (*INPUTS[direction], *OUTPUTS[direction]):
+        size = links.shard_nbytes(kind)
+        running = size * problem.accumulator_itemsize / problem.itemsize
+        shards = extent.rows if AXIS_OF[kind] == "row" else extent.cols
+        if assignment.ulysses > 1 or (kind in INPUTS[direction] and shards > 1):
+            nbytes, steps = nbytes + 2 * size, steps + 1
+        if kind in OUTPUTS[direction]:
+            nbytes += shards * (running + size) + (shards - 1) * (2 * running + size)
+            steps += 2 * shards - 1
+    device = topology.device
+    return steps * device.launch_us * 1e-6 + nbytes / (device.memory_gb_per_s * 1e9)
+
+
+@lru_cache(maxsize=1024)
+def _busy_s(
+    problem: Problem, topology: Topology, layout: Layout, assignment: Assignment, direction: Direction
+) -> float:
+    """Seconds that the busiest rank computes."""
+    rate = topology.device.forward if direction == "forward" else topology.device.backward
+    if problem.mask == full():
+        return _compute_s(problem, topology, direction)
+    found = needs(problem, layout, assignment)
+    pairs = float((found.whole_pairs + found.masked_pairs / rate.masked).max())
+    return problem.flops(direction, pairs=1) / assignment.ulysses * pairs / (rate.tflops * 1e12)
 
 
 def _compute_s(problem: Problem, topology: Topology, direction: Direction) -> float:

@@ -15,15 +15,16 @@ from mesh_attention.planning.limits import limits
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import complexity, shapes
+from mesh_attention.tuning.coarse import LONGER
 from mesh_attention.tuning.reasons import cannot_be_used, why_not
-from mesh_attention.tuning.result import Trial, Tuning
+from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning
 from mesh_attention.tuning.rivals import startrail
-from mesh_attention.tuning.search import PassSearch, Report, Tried
+from mesh_attention.tuning.search import PassSearch, Report, Tried, effort, quick_effort
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import GIB, format_nbytes
 
-NEAR_TIE = 0.005
-"""Among trials within this share of the fastest, the simplest wins."""
+SAME_TIME = 0.005
+"""Among choices of a pass within this share of the fastest, the simplest is taken."""
 PRICED_RANKS_AT_LAST = 8
 FAR_BEHIND = 1.6
 """Trials that are this many times slower than the fastest are not priced again: no forecast is that far off."""
@@ -37,9 +38,13 @@ def tune(
     directions: Sequence[Direction] = ("forward",),
     layout: str | None = None,
     memory_nbytes: float | None = None,
+    is_quick: bool = False,
     on_progress: Report | None = None,
 ) -> Tuning:
     """The best trial of every family, the chosen one first; both passes together if both are asked for.
+
+    If `is_quick`, only the most promising candidates are tried, so most families have no trial, or not their best; and
+    there is room in the device's memory for every problem that this one may stand for (see `coarse`).
 
     `memory_nbytes` is what a call may allocate on a rank; if it is None, the device's memory. Inputs that forward keeps
     for backward take memory in every layer of a model, so keeping is tried only if a limit is given.
@@ -50,28 +55,35 @@ def tune(
             f"topology.with_ranks({problem.ranks}), or a problem with {topology.ranks} ranks"
         )
     report = on_progress or (lambda doing, fraction: None)
-    limit = memory_nbytes if memory_nbytes is not None else topology.device.memory_gib * GIB
+    limit = (
+        memory_nbytes if memory_nbytes is not None else topology.device.memory_gib * GIB / (LONGER if is_quick else 1)
+    )
     _check_directions(directions)
     if memory_nbytes is not None:
         check_memory(memory_nbytes)
     chosen_layout = default_layout(problem) if layout is None else layout_named(layout)
     found = list(shapes(problem, topology, layout=chosen_layout))
     is_uniform = BlockMatrix(problem, chosen_layout, found[0].assignment).is_uniform
+    if is_quick and not is_uniform:  # few shards travel, and an inner tile does not bring near ranks nearer
+        found = [choice for choice in found if choice.inner is None]
     searches = {}
     for number, direction in enumerate(directions):
         share = _share(report, number, len(directions))
-        searches[direction] = PassSearch(problem, topology, direction, limit, share)
+        wanted = quick_effort(problem.ranks, is_uniform=is_uniform) if is_quick else effort(problem.ranks)
+        searches[direction] = PassSearch(problem, topology, direction, wanted, limit, share)
         priced = searches[direction].effort.priced_ranks if is_uniform else problem.ranks
         searches[direction].run(found, priced_ranks=priced, is_uniform=is_uniform)
-    trials = _trials(searches)
+    trials = _trials(searches) + (_mixed(searches) if is_quick else [])
     if memory_nbytes is not None and len(directions) == 2:
         trials += _kept(searches, trials)
     if not trials:
         raise _does_not_fit(searches, limit)
-    left_out = cannot_be_used(problem, {trial.family for trial in trials}, searches, limit)
-    trials += startrail(found, searches)
+    left_out: dict[str, str] = {}
+    if not is_quick:
+        left_out = cannot_be_used(problem, {trial.family for trial in trials}, searches, limit)
+        trials += startrail(found, searches)
     simulated = sum(len(search.tried) for search in searches.values())
-    if is_uniform:
+    if is_uniform and not is_quick:
         trials = _priced_again(trials, searches)
     trials = _best_of_families(trials)
     least = {direction: limits(problem, direction) for direction in directions}
@@ -114,8 +126,17 @@ def _trials(searches: dict[Direction, PassSearch]) -> list[Trial]:
     return trials
 
 
+def _mixed(searches: dict[Direction, PassSearch]) -> list[Trial]:
+    """The fastest choice of each pass, of whatever family; it goes by the family of the first pass."""
+    by_pass = {direction: search.best() for direction, search in searches.items()}
+    if not all(by_pass.values()):
+        return []
+    tried = {direction: _simplest(found) for direction, found in by_pass.items()}
+    return [_trial(next(iter(tried.values())).choice.family, tried)]
+
+
 def _simplest(tried: Sequence[Tried]) -> Tried:
-    near = [one for one in tried if one.forecast.time_s <= tried[0].forecast.time_s * (1 + NEAR_TIE)]
+    near = [one for one in tried if one.forecast.time_s <= tried[0].forecast.time_s * (1 + SAME_TIME)]
     return min(near, key=lambda one: complexity(one.choice))
 
 

@@ -1,0 +1,155 @@
+"""A choice by price, and the plans that follow from it: the same on every rank that is given the same `Chosen`.
+
+A choice is made for the coarse form of a problem, which stands for all that are like it (`tuning.coarse`), and so are
+its plans. It also serves lengths up to twice as long and half as long, so that a new length of the same model need not
+wait. With a memory limit, each problem has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from mesh_attention.errors import MemoryLimitError
+from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
+from mesh_attention.planning.choice import Choice
+from mesh_attention.planning.costs import Costs
+from mesh_attention.planning.registry import make_plan
+from mesh_attention.problem import Problem
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.coarse import coarse, plan_like
+from mesh_attention.tuning.planner import tuned_choices
+from mesh_attention.tuning.result import Tuning
+from mesh_attention.tuning.traffic import costs_on
+from mesh_attention.units import GIB
+
+MOST_KEPT = 256
+ALL_INPUTS: tuple[Kind, ...] = ("q", "kv")
+NEAR = 2.1
+"""Lengths whose ratio is at most this have the same choice; a little above 2, because coarse lengths are rounded."""
+
+
+class PassChoice(NamedTuple):
+    """A settled choice, and the costs that order its transfers; None for a method that has no order."""
+
+    choice: Choice
+    costs: Costs | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """How to plan both passes. `lengths` are those of the coarse problem, or None for the problem itself."""
+
+    lengths: tuple[int, int] | None
+    passes: dict[Direction, PassChoice]
+
+    def plans(self, problem: Problem) -> Mapping[Direction, Plan]:
+        alike = problem if self.lengths is None else with_lengths(coarse(problem), *self.lengths)
+        plans = {direction: _plan(alike, direction, *one) for direction, one in self.passes.items()}
+        return {direction: plan_like(plan, problem) for direction, plan in plans.items()}
+
+    def keeping(self) -> Chosen:
+        """The same, where forward keeps its inputs if all they do is change hands once, as with Ulysses alone.
+
+        Then backward need not exchange them again, and they take the memory that the caller's own would.
+        """
+        if any(one.choice.assignment.places > 1 for one in self.passes.values()):
+            return self
+        kept = {d: PassChoice(replace(choice, keep=ALL_INPUTS), costs) for d, (choice, costs) in self.passes.items()}
+        return replace(self, passes=kept)
+
+    def to_json(self) -> dict[str, Any]:
+        passes = {
+            direction: {"choice": choice.options, "costs": None if costs is None else asdict(costs)}
+            for direction, (choice, costs) in self.passes.items()
+        }
+        return {"lengths": self.lengths, "passes": passes}
+
+    @classmethod
+    def from_json(cls, written: Any) -> Chosen:
+        passes = {
+            direction: PassChoice(Choice.of(**one["choice"]), None if one["costs"] is None else Costs(**one["costs"]))
+            for direction, one in written["passes"].items()
+        }
+        lengths = None if written["lengths"] is None else tuple(written["lengths"])
+        return cls(lengths=lengths, passes=passes)
+
+
+class Tuner:
+    """Chooses for one machine, and remembers for which coarse problems it has. Both passes are tuned together; without
+    gradients only forward is, and backward, which never runs, copies it."""
+
+    def __init__(self, topology: Topology, layout: Layout, memory_nbytes: float | None) -> None:
+        self.topology, self.layout, self.memory_nbytes = topology, layout, memory_nbytes
+        self.known: dict[bool, dict[Problem, Tuning]] = {True: {}, False: {}}
+
+    def choose(self, problem: Problem, *, needs_gradient: bool) -> tuple[Chosen, Tuning]:
+        if self.memory_nbytes is None:
+            known = self.known[needs_gradient]
+            alike = find_alike(coarse(problem), known, most_nbytes=self.topology.device.memory_gib * GIB)
+            try:
+                chosen, known[alike] = _tuned(alike, self.topology, self.layout, needs_gradient, None, is_coarse=True)
+                return chosen, known[alike]
+            except MemoryLimitError:
+                pass  # the coarse form may be a little longer than the problem
+        return _tuned(problem, self.topology, self.layout, needs_gradient, self.memory_nbytes, is_coarse=False)
+
+
+def find_alike(own: Problem, known: Mapping[Problem, Tuning], *, most_nbytes: float) -> Problem:
+    """The nearest known problem with other lengths, if it is near and its choice fits into memory; or else this one."""
+    if own.mask.documents is not None:  # they say where the sequence ends
+        return own
+    near = {
+        one: ratio
+        for one, tuning in known.items()
+        if (ratio := _ratio(own, one)) <= NEAR
+        and with_lengths(own, one.seq_q, one.seq_kv) == one
+        and tuning.chosen.peak_nbytes * ratio <= most_nbytes
+    }
+    return min(near, key=lambda one: near[one], default=own)
+
+
+def with_lengths(problem: Problem, seq_q: int, seq_kv: int) -> Problem:
+    return (
+        problem if (problem.seq_q, problem.seq_kv) == (seq_q, seq_kv) else replace(problem, seq_q=seq_q, seq_kv=seq_kv)
+    )
+
+
+def _ratio(a: Problem, b: Problem) -> float:
+    return max(a.seq_q / b.seq_q, b.seq_q / a.seq_q, a.seq_kv / b.seq_kv, b.seq_kv / a.seq_kv)
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def _tuned(
+    problem: Problem,
+    topology: Topology,
+    layout: Layout,
+    needs_gradient: bool,
+    memory_nbytes: float | None,
+    *,
+    is_coarse: bool,
+) -> tuple[Chosen, Tuning]:
+    found, tuning = tuned_choices(
+        problem, topology, layout.name, needs_gradient, memory_nbytes=memory_nbytes, is_quick=is_coarse
+    )
+    passes = {}
+    for direction, open_choice in found.items():
+        choice = open_choice.settled(problem, direction)
+        costs = None if choice.is_collective else costs_on(topology, problem, choice, direction)
+        passes[direction] = PassChoice(choice, costs)
+    return Chosen(lengths=(problem.seq_q, problem.seq_kv) if is_coarse else None, passes=passes), tuning
+
+
+def by_bytes(problem: Problem, choice: Choice) -> Chosen:
+    """A choice that needs no prices, for both passes."""
+    passes = {direction: PassChoice(choice.settled(problem, direction), None) for direction in DIRECTIONS}
+    return Chosen(lengths=None, passes=passes)
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def _plan(problem: Problem, direction: Direction, choice: Choice, costs: Costs | None) -> Plan:
+    return make_plan(problem, choice, direction=direction, costs=costs)

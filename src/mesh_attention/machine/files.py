@@ -1,0 +1,94 @@
+"""Clusters on disk: what `mesh-attention calibrate --keep` wrote, by device, and what groups measured."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from mesh_attention.clusters import cluster_to_toml, read_cluster
+from mesh_attention.errors import UsageError
+from mesh_attention.machine.shape import Facts
+from mesh_attention.problem import Problem
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.cache import cache_folder, own_folder
+
+log = logging.getLogger(__name__)
+
+
+def slug(device: str) -> str:
+    """A device's name as part of a file's name: ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+# Calibrated
+
+
+def calibrated_file(device: str) -> Path | None:
+    """``$XDG_CONFIG_HOME/mesh-attention/DEVICE.toml``, by default in ``~/.config``; None for a user without a home."""
+    named = os.environ.get("XDG_CONFIG_HOME")
+    try:
+        return Path(named or Path.home() / ".config") / "mesh-attention" / f"{slug(device)}.toml"
+    except RuntimeError:  # the user has no home directory
+        return None
+
+
+def calibrated(device: str) -> Topology | None:
+    """The calibrated cluster of this device, or None if there is none, or none that can be read."""
+    path = calibrated_file(device)
+    return None if path is None else _read(path)
+
+
+def keep_calibrated(device: str, text: str) -> Path:
+    """Write a calibrated cluster where groups on this device look for it."""
+    path = calibrated_file(device)
+    if path is None:
+        raise UsageError("--keep: this user has no home directory; set XDG_CONFIG_HOME")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--keep: {path}: {(error.strerror or str(error)).lower()}; set XDG_CONFIG_HOME") from error
+    return path
+
+
+# Measured
+
+
+def measured_file(problem: Problem, facts: Sequence[Facts], transport: str) -> Path | None:
+    """Where the measurement of such a group is kept: by hosts, devices, transport, dtype and head sizes."""
+    folder = own_folder(cache_folder())
+    if folder is None:
+        return None
+    names = [(one.host.split()[0], one.device, one.uuid) for one in facts]
+    asked = (names, transport, problem.dtype, problem.head_dim_qk, problem.head_dim_v)
+    return folder / f"measured-{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.toml"
+
+
+def measured(path: Path | None) -> Topology | None:
+    return None if path is None else _read(path)
+
+
+def keep_measured(path: Path | None, topology: Topology, note: str) -> None:
+    if path is None:
+        return
+    try:
+        with NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8", suffix=".part") as part:
+            part.write(cluster_to_toml(topology, note=note))
+        os.replace(part.name, path)
+    except OSError as error:
+        log.warning("could not keep the measured cluster: %s", error)
+
+
+def _read(path: Path) -> Topology | None:
+    if not path.exists():
+        return None
+    try:
+        return read_cluster(path)
+    except UsageError as error:
+        log.warning("%s; it is not used", error)
+        return None

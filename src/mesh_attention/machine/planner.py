@@ -1,0 +1,187 @@
+"""`MachinePlanning`: plans by price for the machine that the ranks are on, or by bytes where prices are not known.
+
+Rank 0 chooses, and the other ranks make the same plans from its choice and its costs (`execution.together`). One line
+in the log says what was chosen, for which machine, and how to choose something else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from mesh_attention.clusters import PRESETS
+from mesh_attention.comm.base import Comm
+from mesh_attention.comm.marked import innermost
+from mesh_attention.errors import TopologyError
+from mesh_attention.machine.choosing import ALL_INPUTS, Chosen, Tuner, by_bytes
+from mesh_attention.machine.facts import facts_of
+from mesh_attention.machine.files import calibrated, calibrated_file, keep_measured, measured, measured_file
+from mesh_attention.machine.probe import fitted, probe
+from mesh_attention.machine.shape import Facts, Machine, likeness_of, placed, preset_machine, ranks_per_node
+from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.planning.choice import Choice, least_volume_choice
+from mesh_attention.planning.registry import Planning
+from mesh_attention.problem import Problem
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.result import Tuning
+from mesh_attention.units import format_time
+
+log = logging.getLogger(__name__)
+OVERRIDE = 'to decide yourself: MeshAttention(group, choice="…") or cluster=…'
+
+
+@dataclass
+class MachinePlanning:
+    """Chooses method, degree, tile, placement and grouping. `rank` is this process's, or 0 if it plays all ranks.
+
+    `cluster` is where prices come from: a cluster, a measurement by the ranks, or what is known about the machine. In
+    the last case, ranks that do not talk over NCCL go by bytes.
+    """
+
+    layout: Layout
+    cluster: Topology | Literal["measure"] | None
+    memory_nbytes: float | None
+    rank: int
+    _measured: dict[Hashable, Machine] = field(default_factory=dict)
+    _tuners: dict[Topology, Tuner] = field(default_factory=dict)
+    _said: set[Hashable] = field(default_factory=set)
+
+    # Alone: in one process, or by bytes
+
+    def plans(
+        self, problem: Problem, *, on_gpu: bool, needs_gradient: bool, may_keep: bool
+    ) -> Mapping[Direction, Plan]:
+        if isinstance(self.cluster, Topology):
+            machine = Machine(topology=self.cluster, source="given")
+            return self._by_price(problem, machine, needs_gradient, may_keep).plans(problem)
+        choice = self._by_bytes(problem, needs_gradient, may_keep)
+        return Planning(choice).plans(problem, on_gpu=on_gpu, needs_gradient=needs_gradient)
+
+    # Together
+
+    def together(self, comm: Comm, device: torch.device) -> MachinePlanning | None:
+        has_prices = self.cluster is not None or (device.type == "cuda" and comm.is_capturable)
+        return self if has_prices and comm.size > 1 else None
+
+    @property
+    def measures(self) -> bool:
+        return self.cluster == "measure"
+
+    def facts(self, device: torch.device) -> dict[str, Any]:
+        return facts_of(device).as_json
+
+    def wants_probe(self, problem: Problem, facts: Sequence[Any], comm: Comm) -> bool:
+        """True unless this object, or a file of an earlier job, has a measurement of these ranks."""
+        if _key(problem) in self._measured:
+            return False
+        path = measured_file(problem, _read(facts), _transport(comm))
+        found = measured(path)
+        if found is None or found.ranks != len(facts):
+            return True
+        self._measured[_key(problem)] = Machine(topology=found, source=f"measured earlier, {path}")
+        return False
+
+    def probe(self, problem: Problem, facts: Sequence[Any], comm: Comm, device: torch.device) -> None:
+        known = _read(facts)
+        here = ranks_per_node([one.host for one in known])
+        times = probe(problem, comm=comm, device=device, ranks_per_node=here)
+        if comm.rank != 0:
+            return
+        unmeasured = Machine(topology=None, source="by bytes") if device.type == "cpu" else preset_machine(known)
+        try:
+            topology = fitted(times, ranks=comm.size, ranks_per_node=here, known=unmeasured.topology)
+        except TopologyError as error:
+            log.warning("the measurement of this group is not used: %s", error)
+            self._measured[_key(problem)] = unmeasured
+            return
+        keep_measured(
+            measured_file(problem, known, _transport(comm)),
+            topology,
+            f"Measured by {comm.size} ranks at their first call. Remove this file to measure again.",
+        )
+        self._measured[_key(problem)] = Machine(topology=topology, source="measured")
+
+    def choose(self, problem: Problem, facts: Sequence[Any], *, needs_gradient: bool, may_keep: bool) -> Any:
+        machine = self._machine(problem, _read(facts))
+        if machine.topology is None:
+            return by_bytes(problem, self._by_bytes(problem, needs_gradient, may_keep)).to_json()
+        return self._by_price(problem, machine, needs_gradient, may_keep).to_json()
+
+    def plans_of(self, problem: Problem, chosen: Any) -> Mapping[Direction, Plan]:
+        return Chosen.from_json(chosen).plans(problem)
+
+    # Choosing
+
+    def _by_price(self, problem: Problem, machine: Machine, needs_gradient: bool, may_keep: bool) -> Chosen:
+        assert machine.topology is not None
+        topology = machine.topology
+        tuner = self._tuners.setdefault(topology, Tuner(topology, self.layout, self.memory_nbytes))
+        chosen, tuning = tuner.choose(problem, needs_gradient=needs_gradient)
+        chosen = chosen.keeping() if needs_gradient and may_keep else chosen
+        choices = {direction: chosen.passes[direction].choice for direction in tuning.chosen.choices}
+        self._say((*choices.values(), machine), describe_choice(problem, machine, choices, tuning))
+        return chosen
+
+    def _by_bytes(self, problem: Problem, needs_gradient: bool, may_keep: bool) -> Choice:
+        choice = least_volume_choice(problem, self.layout, DIRECTIONS if needs_gradient else DIRECTIONS[:1])
+        if choice.method == "ulysses" and needs_gradient and may_keep:
+            choice = replace(choice, keep=ALL_INPUTS)
+        if problem.ranks > 1:
+            self._say(choice, f"{choice} for {_describe(problem)}: it moves the fewest bytes; {OVERRIDE}")
+        return choice
+
+    def _machine(self, problem: Problem, facts: Sequence[Facts]) -> Machine:
+        if isinstance(self.cluster, Topology):
+            return Machine(topology=self.cluster, source="given")
+        return self._measured[_key(problem)] if self.measures else known_machine(facts)
+
+    def _say(self, what: Hashable, line: str) -> None:
+        """Log the line, unless the same choice for the same machine has been logged before."""
+        if self.rank == 0 and what not in self._said:
+            self._said.add(what)
+            log.info("mesh-attention: %s", line)
+
+
+def known_machine(facts: Sequence[Facts]) -> Machine:
+    """The machine of these ranks: calibrated, or else the preset for the device."""
+    found = calibrated(facts[0].device)
+    if found is None:
+        return preset_machine(facts)
+    if found.nodes == 1 and found.between == found.inside:  # it was measured within one node
+        found = replace(found, between=PRESETS[likeness_of(facts[0]).preset].topology.between)
+    return Machine(topology=placed(found, facts), source=f"calibrated, {calibrated_file(facts[0].device)}")
+
+
+def describe_choice(problem: Problem, machine: Machine, choices: Mapping[Direction, Choice], tuning: Tuning) -> str:
+    """One line: what was chosen, for which machine, why, and how to choose something else."""
+    texts = {direction: str(choice) for direction, choice in choices.items()}
+    one, *differing = dict.fromkeys(texts.values())
+    what = "; ".join(f"{direction} {text}" for direction, text in texts.items()) if differing else one
+    times = ", ".join(f"{format_time(one.time_s)} {direction}" for direction, one in tuning.chosen.forecasts.items())
+    others = [trial for trial in tuning.trials[1:] if not trial.is_bound]
+    why = tuning.tie_words.rstrip(".")
+    if others and not why:
+        why = f"next best {others[0].family} with {format_time(others[0].time_s)} in all"
+    return "; ".join([what, f"for {_describe(problem)} ({machine}): forecast {times}", *filter(None, [why]), OVERRIDE])
+
+
+def _describe(problem: Problem) -> str:
+    return f"{problem.seq_q:,} tokens on {problem.ranks} ranks"
+
+
+def _read(facts: Sequence[Any]) -> list[Facts]:
+    return [Facts(**one) for one in facts]
+
+
+def _key(problem: Problem) -> Hashable:
+    return problem.dtype, problem.head_dim_qk, problem.head_dim_v
+
+
+def _transport(comm: Comm) -> str:
+    return f"{type(innermost(comm)).__name__} {'on the device' if comm.is_capturable else 'through the host'}"

@@ -1,0 +1,130 @@
+"""What a mask leaves of every block of a grid, in closed form, for all places at once.
+
+For estimates: strided segments count as if they had no gaps, and windows inside documents as if they had no ends.
+`plan.blocks` has the exact answers, one block at a time.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_attention.masks import causal
+from mesh_attention.plan.assignment import Assignment, Axis, Tile
+from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.layout import Layout
+from mesh_attention.problem import Problem
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+class Work(NamedTuple):
+    """Pairs of every block, query place by key/value place: of calls without a mask, and of calls with one."""
+
+    whole: Floats
+    masked: Floats
+
+
+class Needs(NamedTuple):
+    """For each place, the members of its groups, and whether it needs the shard of each."""
+
+    members: dict[Axis, NDArray[np.int64]]
+    is_needed: dict[Axis, Flags]
+    whole_pairs: Floats
+    masked_pairs: Floats
+    live_blocks: Floats
+
+
+@lru_cache(maxsize=64)
+def work(problem: Problem, layout: Layout, ulysses: int) -> Work:
+    places = problem.ranks // ulysses
+    matrix = BlockMatrix(problem, layout, Assignment(Tile(1, places), ulysses))
+    (q_place, q), (kv_place, kv) = (_segments(matrix, axis, places) for axis in ("row", "col"))
+    whole: Floats = q[:, 1, None] * kv[None, :, 1]
+    docs = problem.mask.documents
+    if docs is not None and docs.q == docs.kv:
+        left = _pairs_in_documents(q, docs.q, is_causal=problem.mask.right is not None)
+    else:
+        left = _pairs_in_band(q, kv, problem, whole)
+    is_whole = left == whole
+    if problem.mask == causal() and problem.seq_q == problem.seq_kv:  # a place attends its own block in one masked call
+        is_whole &= q_place[:, None] != kv_place[None, :]
+    return Work(*(_by_place(part, q_place, kv_place, places) for part in (left * is_whole, left * ~is_whole)))
+
+
+def _pairs_in_band(q: Floats, kv: Floats, problem: Problem, whole: Floats) -> Floats:
+    mask = problem.mask
+    lead: Floats = q[:, None, 0] + problem.seq_kv - problem.seq_q - kv[None, :, 0]
+    lengths: tuple[Floats, Floats] = q[:, 1, None], kv[None, :, 1]
+    found = whole if mask.right is None else _pairs_up_to(lead + mask.right, *lengths)
+    if mask.left is not None:
+        found = np.maximum(0.0, found - _pairs_up_to(lead - mask.left - 1, *lengths))
+    return found
+
+
+def _pairs_in_documents(segments: Floats, given: tuple[int, ...], *, is_causal: bool) -> Floats:
+    """Pairs of every two segments of the same tokens. Two that differ share at most the document between them."""
+    cuts = np.unique(np.array(given, dtype=float))
+    start, stop = segments[:, 0], segments[:, 0] + segments[:, 1]
+    first, last = (np.searchsorted(cuts, at, side="right") - 1 for at in (start, stop - 1))
+    head = np.minimum(stop, cuts[first + 1]) - start  # tokens in the segment's first document, and in its last
+    tail = stop - np.maximum(start, cuts[last])
+    found: Floats = (
+        head[:, None] * tail[None, :] * (first[:, None] == last[None, :]) * (start[:, None] > start[None, :])
+    )
+    if not is_causal:
+        found = found + found.T
+    for index, (low, high) in enumerate(zip(start, stop, strict=True)):
+        lengths = np.diff(np.clip(cuts[first[index] : last[index] + 2], low, high))
+        found[index, index] = float((lengths * (lengths + 1) / 2 if is_causal else lengths**2).sum())
+    return found
+
+
+def _segments(matrix: BlockMatrix, axis: Axis, places: int) -> tuple[NDArray[np.int64], Floats]:
+    """The place, and the start and length, of every segment."""
+    found = [(place, s[0], s[-1] + 1 - s[0]) for place in range(places) for s in matrix.segments(axis, place)]
+    table = np.array(found, dtype=float).reshape(-1, 3)
+    return table[:, 0].astype(int), table[:, 1:]
+
+
+def _pairs_up_to(lead: Floats, queries: Floats, keys: Floats) -> Floats:
+    """Number of pairs (u, w) with ``w <= lead + u``, for u below queries and w below keys."""
+    found: Floats = _triangle(lead + queries, keys) - _triangle(lead, keys)
+    return found
+
+
+def _triangle(top: Floats, keys: Floats) -> Floats:
+    """``sum(min(t, keys) for t in range(1, top + 1))``, 0 for a top below 1."""
+    inside = np.clip(top, 0.0, keys)
+    found: Floats = inside * (inside + 1) / 2 + np.maximum(0.0, top - keys) * keys
+    return found
+
+
+def _by_place(pairs: Floats, q_place: Any, kv_place: Any, places: int) -> Floats:
+    flat = (q_place[:, None] * places + kv_place[None, :]).ravel()
+    summed: Any = np.bincount(flat, weights=pairs.ravel(), minlength=places * places)
+    found: Floats = summed.reshape(places, places)
+    return found
+
+
+@lru_cache(maxsize=256)
+def needs(problem: Problem, layout: Layout, assignment: Assignment) -> Needs:
+    places = np.arange(assignment.places)
+    rows, cols = (
+        np.stack([np.asarray(assignment.peer(axis, places, k)) for k in range(assignment.size(axis))], axis=1)  # type: ignore[arg-type]
+        for axis in ("row", "col")
+    )
+    blocks = rows[:, :, None], cols[:, None, :]
+    whole, masked = (part[blocks] for part in work(problem, layout, assignment.ulysses))
+    is_live = (whole + masked) > 0
+    return Needs(
+        members={"row": rows, "col": cols},
+        is_needed={"row": is_live.any(axis=2), "col": is_live.any(axis=1)},
+        whole_pairs=whole.sum(axis=(1, 2)),
+        masked_pairs=masked.sum(axis=(1, 2)),
+        live_blocks=is_live.sum(axis=(1, 2)).astype(float),
+    )

@@ -1,0 +1,252 @@
+"""Choices that are kept for problems that are alike: the same from any history, and plans that are right for each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mesh_attention import Problem, causal, cluster_named, make_plan, verify
+from mesh_attention.masks import Mask, documents, full, window
+from mesh_attention.plan.assignment import Assignment, tiles_of
+from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.layout import LAYOUTS, Contiguous, Zigzag
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import DIRECTIONS
+from mesh_attention.planning.choice import as_choice, default_layout
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.testing import strategies
+from mesh_attention.tuning import planner as planner_module
+from mesh_attention.tuning.coarse import LONGER, can_be_widened, coarse, part_of, plan_like, widened
+from mesh_attention.tuning.planner import tuned_planner
+from mesh_attention.tuning.result import NEAR_TIE
+from mesh_attention.tuning.traffic import plan_on
+from mesh_attention.tuning.tune import tune
+from mesh_attention.tuning.work import needs, work
+
+
+def problem(ranks: int, *, tokens: int = 4096, mask: Mask | None = None, kv_heads: int = 8) -> Problem:
+    """`tokens` are of the whole sequence."""
+    return Problem.self_attention(
+        seq=tokens, heads=32, kv_heads=kv_heads, head_dim=128, ranks=ranks, mask=causal() if mask is None else mask
+    )
+
+
+def batch_of_documents(tokens: int, seed: int) -> Mask:
+    rng = random.Random(seed)
+    return causal() & documents([0, *sorted(rng.randrange(tokens) for _ in range(40)), tokens])
+
+
+@contextmanager
+def no_history() -> Iterator[None]:
+    """Nothing is remembered on disk from before."""
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        yield
+
+
+def plans(planner: object, asked: Problem) -> list[Plan]:
+    return [planner(asked, direction=d, layout=default_layout(asked)) for d in DIRECTIONS]  # type: ignore[operator]
+
+
+@given(data=st.data(), cluster=st.sampled_from(["h100", "paper", "laptop"]))
+@settings(max_examples=25, deadline=None)
+def test_the_plans_of_a_quick_choice_are_right_for_the_problem_itself(data: st.DataObject, cluster: str) -> None:
+    asked, layout = data.draw(strategies.problems(max_ranks=9)), data.draw(strategies.layouts())
+    with no_history():
+        planner = tuned_planner(cluster_named(cluster).with_ranks(asked.ranks))
+        for direction in DIRECTIONS:
+            plan = planner(asked, direction=direction, layout=layout)
+            assert (plan.problem, plan.layout, plan.direction) == (asked, layout, direction)
+            verify(plan)
+
+
+@given(order=st.permutations(range(6)))
+@settings(max_examples=4, deadline=None)
+def test_answers_do_not_depend_on_what_was_asked_before(order: list[int]) -> None:
+    lengths = (8000, 8192, 9000, 11_000, 16_000, 16_400)
+    cluster = cluster_named("h100x4")
+    asked = [problem(4, tokens=length, mask=m) for length in lengths for m in (causal(), batch_of_documents(length, 1))]
+    with no_history():
+        planner = tuned_planner(cluster)
+        alone = [plans(tuned_planner(cluster), one) for one in asked]
+    with no_history():
+        for at in order:
+            for one in (2 * at, 2 * at + 1):
+                assert plans(planner, asked[one]) == alone[one]
+
+
+def test_new_lengths_and_new_batches_of_documents_need_no_new_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = []
+
+    def counted(asked: Problem, *rest: object, **options: object) -> object:
+        tuned.append(asked)
+        return cached(asked, *rest, **options)  # type: ignore[arg-type]
+
+    cached = planner_module.cached_tune
+    monkeypatch.setattr(planner_module, "cached_tune", counted)
+    planner = tuned_planner(cluster_named("h100x4"))
+    with no_history():
+        for tokens in range(8000, 8400, 37):
+            plans(planner, problem(4, tokens=tokens))
+        assert len(tuned) == 1
+        for seed in range(30):
+            plans(planner, problem(4, tokens=8192, mask=batch_of_documents(8192, seed)))
+        assert len(tuned) <= 3
+
+
+@given(asked=strategies.problems())
+def test_a_coarse_problem_stands_for_itself(asked: Problem) -> None:
+    assume(asked.mask.documents is None)
+    stands_for = coarse(asked)
+    assert coarse(stands_for) == stands_for
+    assert replace(asked, seq_q=1, seq_kv=1, mask=full()) == replace(stands_for, seq_q=1, seq_kv=1, mask=full())
+
+
+@given(tokens=st.integers(100, 1 << 30), ranks=st.integers(1, 8))
+def test_a_coarse_problem_is_about_as_long(tokens: int, ranks: int) -> None:
+    """Within what memory is left for, and rounding to whole tokens."""
+    assume(tokens >= 32 * ranks)
+    found = coarse(problem(ranks, tokens=tokens)).seq_q
+    assert found / LONGER / 1.07 <= tokens <= found * LONGER * 1.07
+
+
+@given(seed=st.integers(0, 1000))
+def test_typical_documents_leave_about_as_many_pairs(seed: int) -> None:
+    asked = problem(8, tokens=1 << 16, mask=batch_of_documents(1 << 16, seed))
+    found = coarse(asked)
+    assert found.mask.documents is not None
+    assert found.mask.right == 0
+    assert 1 / 4 < found.pairs / asked.pairs < 4
+
+
+def test_documents_that_fit_into_a_rank_are_not_counted_one_by_one() -> None:
+    many = coarse(problem(8, tokens=1 << 20, mask=causal() & documents(range(0, (1 << 20) + 1, 8))))
+    assert many.mask.documents is not None
+    assert len(many.mask.documents.q) < 1500
+
+
+def test_where_shards_are_left_out_a_ring_of_inner_rings_becomes_direct() -> None:
+    asked = problem(8, tokens=4096, mask=full())
+    plan = make_plan(asked, "ring 1x8, contiguous, inner 1x4, route ring, 1 block per call")
+    short = replace(asked, seq_q=5, seq_kv=5)  # three ranks have no tokens
+    assert plan_like(plan, replace(asked, seq_q=4000, seq_kv=4000)).schedule.route == "ring"
+    found = plan_like(plan, short)
+    assert found.schedule.route == "direct"
+    verify(found)
+
+
+# Parts of a cluster
+
+
+@pytest.mark.parametrize("text", ["ring 1x16", "ulysses 2 × ring 1x8", "attention2d 1x16", "attention2d 2x8"])
+def test_a_local_mask_takes_as_long_on_a_part_of_the_cluster(text: str) -> None:
+    asked, cluster = problem(64, tokens=64 * 4096, mask=window(4096, 0)), cluster_named("h100x64")
+    part, on = part_of(asked, cluster)
+    assert (part.ranks, on.ranks) == (16, 16)
+    choice = as_choice(f"{text}, contiguous")
+    assert can_be_widened(choice)
+    for direction in DIRECTIONS:
+        small = simulate(plan_on(on, part, choice, direction), on)
+        whole = simulate(plan_on(cluster, asked, widened(choice, 64), direction), cluster)
+        assert whole.time_s == pytest.approx(small.time_s, rel=0.02)
+
+
+def test_a_choice_with_rows_is_not_widened() -> None:
+    """The planner takes another one, which was about as good on the part."""
+    assert not can_be_widened(as_choice("mesh 2x8"))
+    asked, cluster = problem(64, tokens=64 * 4096, mask=window(4096, 0)), cluster_named("h100x64")
+    with no_history(), pytest.MonkeyPatch.context() as patch:
+        found = tune(*part_of(asked, cluster), directions=DIRECTIONS)
+        mesh, ring = (next(t for t in found.trials if t.family == family) for family in ("mesh", "ring"))
+        patch.setattr(planner_module, "cached_tune", lambda *_, **__: (replace(found, trials=(mesh, ring)), False))
+        assert {str(plan.assignment) for plan in plans(tuned_planner(cluster), asked)} == {"1x64"}
+
+
+@pytest.mark.parametrize("mask", [full(), causal(), window(100_000, 0), causal() & documents([0, 1 << 17, 1 << 18])])
+def test_a_mask_that_reaches_far_needs_the_whole_cluster(mask: Mask) -> None:
+    asked, cluster = problem(64, tokens=64 * 4096, mask=mask), cluster_named("h100x64")
+    assert part_of(asked, cluster) == (asked, cluster)
+
+
+def test_documents_are_cut_where_the_part_ends() -> None:
+    mask = causal() & documents([*range(0, 64 * 4096, 5000), 64 * 4096])
+    part, _ = part_of(problem(64, tokens=64 * 4096, mask=mask), cluster_named("h100x64"))
+    assert part.ranks == 16
+    assert part.mask.documents is not None
+    assert part.mask.documents.q[-1] == part.seq_q == 16 * 4096
+
+
+# Quick against thorough
+
+
+@pytest.mark.parametrize("mask", [causal(), full(), window(2048, 0)])
+@pytest.mark.parametrize("cluster", ["h100x4", "a100x16", "laptopx4"])
+def test_a_quick_choice_is_about_as_fast_as_a_thorough_one(mask: Mask, cluster: str) -> None:
+    topology = cluster_named(cluster)
+    asked = problem(topology.ranks, tokens=topology.ranks * 2048, mask=mask)
+    quick, thorough = (tune(asked, topology, directions=DIRECTIONS, is_quick=q) for q in (True, False))
+    assert quick.simulated < thorough.simulated
+    assert quick.chosen.time_s <= thorough.chosen.time_s * 1.03
+
+
+def test_a_near_tie_is_said_to_be_one() -> None:
+    found = tune(problem(8, tokens=8 * 4096, kv_heads=32), cluster_named("h100x8"), directions=DIRECTIONS)
+    times = sorted(trial.time_s for trial in found.trials if not trial.is_bound)
+    alike = sum(time_s <= times[0] * (1 + NEAR_TIE) for time_s in times)
+    assert found.chosen in found.near_ties
+    assert len(found.near_ties) == alike
+    words = f"{alike} methods are within 2 %, and forecasts are good to 9 %: the simplest is chosen."
+    assert found.tie_words == (words if alike > 1 else "")
+    assert replace(found, trials=found.trials[:1]).tie_words == ""
+    near = replace(
+        found.chosen, forecasts={d: replace(f, time_s=f.time_s * 1.01) for d, f in found.chosen.forecasts.items()}
+    )
+    assert replace(found, trials=(found.chosen, near, near)).tie_words == words.replace(str(alike), "3", 1)
+
+
+# Estimates
+
+
+@given(data=st.data())
+def test_work_is_what_the_mask_leaves(data: st.DataObject) -> None:
+    asked = data.draw(strategies.problems())
+    mask = data.draw(
+        st.one_of(
+            st.sampled_from([full(), causal()]),
+            st.builds(window, st.integers(-1, 90), st.integers(-1, 90)),
+            st.lists(st.integers(0, asked.seq_q), max_size=4).map(
+                lambda cuts: (
+                    data.draw(st.sampled_from([full(), causal()]), label="band")
+                    & documents([0, *sorted(cuts), asked.seq_q])
+                )
+            ),
+        )
+    )
+    if mask.documents is not None:
+        asked = replace(asked, seq_kv=asked.seq_q, mask=full())
+    asked = replace(asked, mask=mask)
+    degrees = [u for u in range(1, asked.ranks + 1) if asked.ranks % u == 0 and asked.kv_heads % u == 0]
+    layout = data.draw(st.sampled_from([Contiguous(), Zigzag(), LAYOUTS["chunks"]]))
+    tile = data.draw(st.sampled_from(tiles_of(asked.ranks // (degree := data.draw(st.sampled_from(degrees))))))
+    matrix = BlockMatrix(asked, layout, Assignment(tile, degree))
+    places = range(tile.rows * tile.cols)
+    exact = np.array([[matrix.pairs(row, col) for col in places] for row in places])
+    found = work(asked, layout, degree)
+    assert np.array_equal(found.whole + found.masked, exact)
+    needed = needs(asked, layout, matrix.assignment)
+    for place in places:
+        for axis in ("row", "col"):
+            pairs = zip(needed.members[axis][place], needed.is_needed[axis][place], strict=True)
+            assert {int(shard): bool(is_needed) for shard, is_needed in pairs} == {
+                shard: matrix.needs(axis, place, shard) for shard in matrix.assignment.group(axis, place)
+            }
+    assert (needed.whole_pairs + needed.masked_pairs).sum() == exact.sum()
+    assert needed.live_blocks.sum() == (exact > 0).sum()

@@ -1,0 +1,272 @@
+"""`MeshAttention(group)` and `cluster=` on real ranks: rank 0 chooses, all run the same, and nobody is left waiting."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import shared_pool
+
+from mesh_attention import LocalGroup, UsageError
+from mesh_attention.api import MeshAttention
+from mesh_attention.comm.torch_dist import TorchComm
+from mesh_attention.errors import TopologyError
+from mesh_attention.execution import engine
+from mesh_attention.machine import choosing, planner
+from mesh_attention.machine.planner import MachinePlanning
+from mesh_attention.plan.layout import Zigzag
+
+SEQ = 64
+
+
+def whole(heads: int = 4, seq: int = SEQ) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, seq, heads, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def attend(attention: MeshAttention, heads: int = 4, seq: int = SEQ, **options: Any) -> float:
+    """The largest error of a call, beside one process."""
+    inputs = whole(heads, seq)
+    out = attention.unshard(attention(*(attention.shard(x) for x in inputs), causal=True, seq_len=seq, **options))
+    due = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in inputs), is_causal=True)
+    return float((out - due.transpose(1, 2)).abs().max())
+
+
+def plans_of(attention: MeshAttention) -> list[str]:
+    return [repr(one.programs("forward")[0].plan) for one in attention.engines.known.values()]
+
+
+def fail(*given: Any, **named: Any) -> Any:
+    raise ZeroDivisionError("a bug")
+
+
+def said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+# One rank plans
+
+
+def _with_own_cluster(group: Any, folder: str) -> tuple[list[str], float]:
+    rank = TorchComm(group).rank
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        if rank != 0:
+            patch.setattr(choosing, "tuned_choices", fail)
+        attention = MeshAttention(group, cluster="h100" if rank == 0 else "laptop")
+        error = attend(attention)
+        return plans_of(attention), error
+
+
+def test_every_rank_runs_what_rank_0_chose_and_only_rank_0_tunes(tmp_path: Path) -> None:
+    results = shared_pool().run(4, _with_own_cluster, str(tmp_path))
+    assert all(error < 1e-12 for _, error in results)
+    assert len({tuple(plans) for plans, _ in results}) == 1
+
+
+def _one_is_wrong(group: Any, folder: str, mistake: str) -> list[str]:
+    rank = TorchComm(group).rank
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        attention = MeshAttention(group, cluster="h100", memory_limit=1 if mistake == "memory" else None)
+        first = MISTAKES[mistake](attention, rank, patch)
+        patch.undo()
+        patch.setenv("XDG_CACHE_HOME", folder)
+        return [first, str(attend(MeshAttention(group, cluster="h100")) < 1e-12)]
+
+
+def _no_kernel(attention: MeshAttention, rank: int, patch: pytest.MonkeyPatch) -> str:
+    if rank == 2:
+        patch.setattr(engine, "choose_kernel", fail)
+    return said(lambda: attend(attention))
+
+
+def _no_tuner(attention: MeshAttention, rank: int, patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(planner.Tuner, "choose", fail)
+    return said(lambda: attend(attention))
+
+
+def _no_facts(attention: MeshAttention, rank: int, patch: pytest.MonkeyPatch) -> str:
+    if rank == 1:
+        patch.setattr(planner, "facts_of", fail)
+    return said(lambda: attend(attention))
+
+
+def _one_decides(attention: MeshAttention, rank: int, patch: pytest.MonkeyPatch) -> str:
+    mine = MeshAttention(attention.comms[0].group, method="ring") if rank == 1 else attention
+    return said(lambda: attend(mine))
+
+
+MISTAKES: dict[str, Callable[[MeshAttention, int, pytest.MonkeyPatch], str]] = {
+    "heads": lambda attention, rank, patch: said(lambda: attend(attention, heads=2 if rank == 1 else 4)),
+    "argument": lambda attention, rank, patch: said(lambda: attend(attention, softcap="x" if rank == 1 else 0.0)),
+    "memory": lambda attention, rank, patch: said(lambda: attend(attention)),
+    "kernel": _no_kernel,
+    "tuner": _no_tuner,
+    "facts": _no_facts,
+    "decides": _one_decides,
+}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "culprit", "own", "others"),
+    [
+        ("heads", None, "", "DisagreementError: ranks were called with different arguments: heads is 4 on rank(s) 0"),
+        ("argument", 1, "softcap='x'", "DisagreementError: rank 1 refused the call: softcap='x'"),
+        ("memory", 0, "MemoryLimitError: no plan stays below", "rank 0 refused the call: no plan stays below"),
+        ("tuner", 0, "ZeroDivisionError: a bug", "rank 0 refused the call: ZeroDivisionError: a bug"),
+        ("facts", 1, "ZeroDivisionError: a bug", "rank 1 refused the call: ZeroDivisionError: a bug"),
+        ("kernel", 2, "ZeroDivisionError: a bug", "rank 2 refused the call: ZeroDivisionError: a bug"),
+        ("decides", None, "", "forward plan is chosen by rank 0 on rank(s) 0,2, but <Plan ring 1x3"),
+    ],
+)
+def test_all_ranks_hear_of_a_mistake_and_go_on(
+    mistake: str, culprit: int | None, own: str, others: str, tmp_path: Path
+) -> None:
+    results = shared_pool().run(3, _one_is_wrong, str(tmp_path), mistake)
+    for rank, (first, then) in enumerate(results):
+        assert (own if rank == culprit else others) in first, first
+        assert then == "True"
+
+
+# Measuring
+
+
+def _measure(group: Any, folder: str, *, is_known: bool) -> tuple[list[str], float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        if is_known:
+            patch.setattr(planner, "probe", fail)
+        attention = MeshAttention(group, cluster="measure")
+        with torch.inference_mode():
+            error = attend(attention)
+        return plans_of(attention), max(error, attend(attention, seq=2 * SEQ))
+
+
+def _measure_first(group: Any, folder: str) -> tuple[list[str], float]:
+    return _measure(group, folder, is_known=False)
+
+
+def _measure_again(group: Any, folder: str) -> tuple[list[str], float]:
+    return _measure(group, folder, is_known=True)
+
+
+def test_ranks_measure_once_and_the_next_job_reads_it(tmp_path: Path) -> None:
+    first = shared_pool().run(4, _measure_first, str(tmp_path))
+    again = shared_pool().run(4, _measure_again, str(tmp_path))
+    assert len(list(tmp_path.glob("mesh-attention/measured-*.toml"))) == 1
+    assert all(error < 1e-12 for _, error in first + again)
+    assert len({tuple(plans) for plans, _ in first + again}) == 1
+
+
+def _measure_noise(group: Any, folder: str) -> tuple[float, str]:
+    def inconsistent(*given: Any, **named: Any) -> Any:
+        raise TopologyError("the measured times are inconsistent")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        patch.setattr(planner, "fitted", inconsistent)
+        attention = MeshAttention(group, cluster="measure")
+        error = attend(attention)
+        return error, plans_of(attention)[0]
+
+
+def test_times_that_make_no_sense_are_replaced_by_bytes(tmp_path: Path) -> None:
+    for error, plan in shared_pool().run(4, _measure_noise, str(tmp_path)):
+        assert error < 1e-12
+        assert plan.startswith("<Plan ulysses 4·1x1")
+
+
+def test_a_local_group_has_nothing_to_measure() -> None:
+    with pytest.raises(UsageError, match="needs ranks in processes of their own"):
+        MeshAttention(LocalGroup(2), cluster="measure")
+
+
+# The log
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _logged(group: Any, folder: str, cluster: str | None) -> list[str]:
+    handler, log = _Lines(), logging.getLogger("mesh_attention.machine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        patch.setattr(log, "level", logging.INFO)
+        log.manager._clear_cache()  # type: ignore[attr-defined]
+        log.addHandler(handler)
+        attention = MeshAttention(group, cluster=cluster)
+        attend(attention)
+        attend(attention, seq=SEQ + 4)
+        log.removeHandler(handler)
+    log.manager._clear_cache()  # type: ignore[attr-defined]
+    return handler.lines
+
+
+@pytest.mark.parametrize(
+    ("cluster", "parts"),
+    [
+        (None, ("ulysses, zigzag for 64 tokens on 4 ranks", "fewest bytes")),
+        ("h100", ("zigzag", "for 64 tokens on 4 ranks (h100, 1 node, given): forecast", "µs forward")),
+    ],
+)
+def test_rank_0_logs_one_line_for_a_choice(cluster: str | None, parts: tuple[str, ...], tmp_path: Path) -> None:
+    first, *others = shared_pool().run(4, _logged, str(tmp_path), cluster)
+    assert others == [[]] * 3
+    (line,) = first
+    for part in (*parts, 'to decide yourself: MeshAttention(group, choice="…")'):
+        assert part in line, line
+
+
+# Where prices count
+
+
+class _Comm:
+    rank, size = 0, 4
+
+    def __init__(self, *, is_capturable: bool) -> None:
+        self.is_capturable = is_capturable
+
+
+@pytest.mark.parametrize(
+    ("device", "is_nccl", "cluster", "is_shared"),
+    [
+        ("cpu", False, None, False),
+        ("cuda", False, None, False),
+        ("cuda", True, None, True),
+        ("cpu", False, "measure", True),
+        ("cuda", False, "measure", True),
+    ],
+)
+def test_prices_count_on_nccl_and_where_they_are_asked_for(
+    device: str, is_nccl: bool, cluster: Any, is_shared: bool
+) -> None:
+    planning = MachinePlanning(Zigzag(), cluster, None, 0)
+    found = planning.together(_Comm(is_capturable=is_nccl), torch.device(device))  # type: ignore[arg-type]
+    assert (found is planning) == is_shared
+
+
+def test_in_one_process_the_default_goes_by_bytes_and_what_is_decided_stays() -> None:
+    cases = {
+        "ulysses 4·1x1": MeshAttention(LocalGroup(4)),
+        "mesh 2x2": MeshAttention(LocalGroup(4), method="mesh"),
+        "mesh 1x4": MeshAttention(LocalGroup(4), tile=(1, 4)),
+        "ring 1x4": MeshAttention(LocalGroup(4), method="ring"),
+    }
+    for name, attention in cases.items():
+        assert attend(attention) < 1e-12
+        assert plans_of(attention)[0].startswith(f"<Plan {name} "), plans_of(attention)

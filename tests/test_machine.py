@@ -1,0 +1,276 @@
+"""What ranks know about their machine: hosts, devices, presets, files; and the choice that follows from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs, window
+from mesh_attention.cli.main import main
+from mesh_attention.clusters import PRESETS, cluster_to_toml, read_cluster
+from mesh_attention.errors import TopologyError
+from mesh_attention.machine.choosing import Chosen, Tuner, by_bytes, find_alike
+from mesh_attention.machine.files import calibrated_file, keep_calibrated, keep_measured, measured, measured_file
+from mesh_attention.machine.planner import describe_choice, known_machine
+from mesh_attention.machine.shape import Facts, Machine, likeness_of, placed, preset_machine, ranks_per_node, sharers
+from mesh_attention.plan.assignment import divisors, tiles_of
+from mesh_attention.plan.layout import Contiguous, Zigzag
+from mesh_attention.plan.steps import DIRECTIONS
+from mesh_attention.planning.choice import Choice, least_volume_choice
+from mesh_attention.topology import Link
+
+H200 = "NVIDIA H200"
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def ranks_on(*hosts: str, device: str = H200) -> list[Facts]:
+    """One rank on each named host, each with a GPU of its own."""
+    return [Facts(host=host, device=device, uuid=str(r), generation=9) for r, host in enumerate(hosts)]
+
+
+def problem_of(ranks: int, *, seq: int = 0, kv_heads: int = 8) -> Problem:
+    seq = seq or 1024 * ranks
+    return Problem.self_attention(seq=seq, heads=16, kv_heads=kv_heads, head_dim=64, ranks=ranks, mask=causal())
+
+
+# Hosts
+
+
+@given(st.lists(st.integers(0, 3).map(str), min_size=1, max_size=24))
+def test_ranks_of_a_node_are_on_one_host_and_no_larger_node_would_do(hosts: list[str]) -> None:
+    def fits(size: int) -> bool:
+        return all(hosts[rank] == hosts[rank - rank % size] for rank in range(len(hosts)))
+
+    found = ranks_per_node(hosts)
+    assert fits(found)
+    assert not any(fits(size) for size in range(found + 1, len(hosts) + 1))
+
+
+@given(st.integers(1, 5), st.integers(1, 8), st.data())
+def test_equal_runs_of_hosts_are_nodes_even_if_the_last_is_smaller(nodes: int, size: int, data: st.DataObject) -> None:
+    hosts = [f"host{rank // size}" for rank in range(nodes * size)]
+    cut = data.draw(st.integers(0, size - 1)) if nodes > 1 else 0
+    assert ranks_per_node(hosts[: len(hosts) - cut]) == size
+
+
+def test_hosts_in_turn_are_nodes_of_one() -> None:
+    assert ranks_per_node(["a", "b", "a", "b"]) == 1
+
+
+# Devices
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "is_own"),
+    [
+        ("NVIDIA H200", "h200", True),
+        ("NVIDIA H100 80GB HBM3", "h100", True),
+        ("NVIDIA H100 NVL", "h100", True),
+        ("NVIDIA H800", "h100", False),
+        ("NVIDIA GH200 480GB", "h100", False),
+        ("NVIDIA A100-SXM4-80GB", "a100", True),
+        ("NVIDIA A800-SXM4-80GB", "a100", False),
+        ("NVIDIA B200", "b200", True),
+        ("NVIDIA GB200", "b200", False),
+        ("AMD Instinct MI300X", "mi300x", True),
+        ("AMD Instinct MI325X", "mi300x", False),
+    ],
+)
+def test_devices_are_known_by_name(name: str, preset: str, is_own: bool) -> None:
+    like = likeness_of(Facts(host="a", device=name))
+    assert (like.preset, like.is_own) == (preset, is_own)
+
+
+@pytest.mark.parametrize(("generation", "preset"), [(7, "a100"), (8, "a100"), (9, "h100"), (10, "b200"), (12, "b200")])
+def test_an_unknown_device_is_like_those_of_its_generation_and_the_machine_says_so(
+    generation: int, preset: str
+) -> None:
+    facts = [Facts(host="a", device="NVIDIA X1", generation=generation)] * 2
+    machine = preset_machine(facts)
+    assert machine.topology is not None
+    assert machine.topology.device.forward == PRESETS[preset].topology.device.forward
+    assert "nearest to 'NVIDIA X1'" in str(machine)
+
+
+def test_a_whole_node_is_its_preset() -> None:
+    machine = preset_machine(ranks_on(*["a"] * 8))
+    assert machine == Machine(topology=PRESETS["h200"].topology, source="preset")
+    two = preset_machine(ranks_on(*["a"] * 8, *["b"] * 8))
+    assert two.topology == cluster_named("h200x16")
+    assert str(two) == "h200, 2 nodes of 8, preset"
+
+
+def test_few_ranks_of_a_node_have_a_nic_each() -> None:
+    topology = preset_machine(ranks_on("a", "a", "b", "b")).topology
+    assert topology is not None
+    assert (topology.ranks_per_node, topology.nics_per_node) == (2, 2)
+
+
+def test_ranks_that_share_a_device_share_its_rates() -> None:
+    alone = ranks_on(*["a"] * 8)
+    crowd = [replace(one, uuid="one", memory_gib=140.0) for one in alone]
+    assert (sharers(alone), sharers(crowd), sharers([Facts(host="a", device="cpu")] * 3)) == (1, 8, 1)
+    whole, share = PRESETS["h200"].topology.device, placed(PRESETS["h200"].topology, crowd).device
+    assert share.forward.tflops == whole.forward.tflops / 8
+    assert share.backward.tflops == whole.backward.tflops / 8
+    assert share.memory_gb_per_s == whole.memory_gb_per_s / 8
+    assert share.memory_gib == 140 / 8
+    assert "8 ranks on a GPU" in str(preset_machine(crowd))
+    pairs = [replace(one, uuid=str(rank // 2)) for rank, one in enumerate(ranks_on(*["a"] * 16, *["b"] * 16))]
+    topology = placed(PRESETS["h200"].topology, pairs)
+    assert (topology.nodes, topology.ranks_per_node, topology.nics_per_node) == (2, 16, 8)
+
+
+# Files
+
+
+def test_a_calibrated_file_of_the_device_replaces_the_preset() -> None:
+    facts = ranks_on("a", "a", "b", "b")
+    assert known_machine(facts).source == "preset"
+    link = Link(gb_per_s=11.0, latency_us=3.0)
+    figures = replace(PRESETS["h200"].topology, name="ours", inside=link, between=link)
+    path = keep_calibrated(H200, cluster_to_toml(figures))
+    assert path == calibrated_file(H200)
+    machine = known_machine(facts)
+    assert machine.source == f"calibrated, {path}"
+    assert machine.topology is not None
+    assert (machine.topology.name, machine.topology.ranks_per_node, machine.topology.inside) == ("ours", 2, link)
+    assert machine.topology.between == PRESETS["h200"].topology.between  # one node cannot measure it
+    assert known_machine(ranks_on("a", "a", device="NVIDIA H100 80GB HBM3")).source == "preset"
+
+
+def test_a_file_that_cannot_be_read_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    keep_calibrated(H200, "nonsense")
+    assert known_machine(ranks_on("a", "a")).source == "preset"
+    assert "it is not used" in caplog.text
+
+
+def test_a_measurement_is_kept_for_the_same_ranks_only() -> None:
+    facts, topology = ranks_on("a boot1", "a boot1"), cluster_named("h200x2")
+    path = measured_file(problem_of(2), facts, "nccl")
+    assert measured(path) is None
+    keep_measured(path, topology, "")
+    rebooted = [replace(one, host="a boot2") for one in facts]
+    assert measured(measured_file(problem_of(2, seq=4096), rebooted, "nccl")) == topology
+    others = [
+        measured_file(problem_of(2), ranks_on("b", "b"), "nccl"),
+        measured_file(problem_of(2), facts, "gloo"),
+        measured_file(replace(problem_of(2), dtype="float32"), facts, "nccl"),
+    ]
+    assert path not in others
+
+
+def test_calibrate_keeps_its_file_where_groups_look(
+    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    line = ["calibrate", "--ranks", "2", "--heads", "1", "--head-dim", "8", "--dtype", "float32", "--keep", "--force"]
+    out = folders / "here.toml"
+    for _ in range(5):  # a busy machine's times may be refused
+        if main([*line, "--out", str(out)]) == 0:
+            break
+    path = calibrated_file("cpu")
+    assert path is not None
+    assert f"wrote {out} and {path}" in capsys.readouterr().out.replace("\n", " ")
+    assert read_cluster(path) == read_cluster(out)
+
+
+def test_measure_is_for_running_groups_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TopologyError, match="only a group of running ranks can be measured"):
+        cluster_named("measure")
+    assert main(["tune", "--cluster", "measure", "--ranks", "4", "--seq", "1k", "--heads", "4"]) == 2
+    assert "only a group of running ranks can be measured" in capsys.readouterr().err
+
+
+# Choosing
+
+
+@given(st.sampled_from((2, 3, 4, 6, 8, 12)), st.sampled_from((1, 2, 4, 12)), st.booleans(), st.booleans())
+def test_the_choice_by_bytes_moves_the_fewest(ranks: int, kv_heads: int, is_causal: bool, has_gradient: bool) -> None:
+    mask = causal() if is_causal else window(100, 100)
+    problem = Problem.self_attention(
+        seq=24 * 2 * ranks, heads=12, kv_heads=kv_heads, head_dim=8, ranks=ranks, dtype="float32", mask=mask
+    )
+    layout = Zigzag() if is_causal else Contiguous()
+    directions = DIRECTIONS if has_gradient else DIRECTIONS[:1]
+
+    def most_received(choice: Choice) -> float:
+        plans = [make_plan(problem, choice, direction=direction) for direction in directions]
+        totals = [[_payload(plan, rank) for rank in range(ranks)] for plan in plans]
+        return sum(map(max, totals))
+
+    chosen = most_received(least_volume_choice(problem, layout, directions))
+    for degree in divisors(ranks):
+        if kv_heads % degree == 0:
+            for tile in tiles_of(ranks // degree):
+                assert chosen <= most_received(Choice(tile=tile, ulysses_degree=degree, layout=layout)) * (1 + 1e-9)
+
+
+def _payload(plan: object, rank: int) -> int:
+    return sum(nbytes.payload for nbytes in rank_costs(plan, rank).received.values())  # type: ignore[arg-type]
+
+
+def test_a_tie_by_bytes_goes_to_the_simpler() -> None:
+    two, four = (Problem.self_attention(seq=64, heads=4, head_dim=8, ranks=ranks) for ranks in (2, 4))
+    assert least_volume_choice(two, Zigzag(), DIRECTIONS[:1]) == Choice(ulysses_degree=1, layout=Zigzag())
+    assert least_volume_choice(four, Zigzag(), DIRECTIONS) == Choice(method="ulysses", layout=Zigzag())
+
+
+def test_a_choice_reads_back_and_makes_the_same_plans() -> None:
+    problem, tuner = problem_of(8), Tuner(cluster_named("h200x8"), Zigzag(), None)
+    for chosen in (
+        tuner.choose(problem, needs_gradient=True)[0],
+        by_bytes(problem, least_volume_choice(problem, Zigzag(), DIRECTIONS)),
+    ):
+        read = Chosen.from_json(json.loads(json.dumps(chosen.to_json())))
+        assert read == chosen
+        assert read.plans(problem) == chosen.plans(problem)
+        assert all(plan.problem == problem for plan in read.plans(problem).values())
+
+
+def test_a_new_length_of_a_model_is_not_tuned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = Tuner(cluster_named("h200x8"), Zigzag(), None)
+    tuner.choose(problem_of(8, seq=2**16), needs_gradient=True)
+    monkeypatch.setattr("mesh_attention.machine.choosing.tuned_choices", None)
+    for seq in (2**15, 2**16 + 1000, 2**17):
+        chosen, _ = tuner.choose(problem_of(8, seq=seq), needs_gradient=True)
+        assert {plan.problem.seq_q for plan in chosen.plans(problem_of(8, seq=seq)).values()} == {seq}
+    for other in (problem_of(8, seq=2**19), problem_of(8, seq=2**16, kv_heads=4)):
+        with pytest.raises(TypeError):  # it would be tuned
+            tuner.choose(other, needs_gradient=True)
+
+
+def test_a_choice_that_might_not_fit_does_not_serve_a_longer_problem() -> None:
+    tuner = Tuner(cluster_named("h200x8"), Zigzag(), None)
+    short, long = problem_of(8, seq=2**15), problem_of(8, seq=2**16)
+    _, tuning = tuner.choose(short, needs_gradient=True)
+    peak = tuning.chosen.peak_nbytes
+    assert find_alike(long, {short: tuning}, most_nbytes=2.0 * peak) == short
+    assert find_alike(long, {short: tuning}, most_nbytes=1.9 * peak) == long
+
+
+def test_the_line_says_what_for_which_machine_why_and_how_to_override() -> None:
+    problem, machine = problem_of(16), preset_machine(ranks_on(*["a"] * 8, *["b"] * 8))
+    assert machine.topology is not None
+    chosen, tuning = Tuner(machine.topology, Zigzag(), None).choose(problem, needs_gradient=True)
+    line = describe_choice(problem, machine, {d: one.choice for d, one in chosen.passes.items()}, tuning)
+    parts = [str(chosen.passes["forward"].choice), "16,384 tokens on 16 ranks", "(h200, 2 nodes of 8, preset)"]
+    parts += [
+        "forecast",
+        "next best" if len(tuning.near_ties) < 2 else "the simplest is chosen",
+        'MeshAttention(group, choice="…")',
+    ]
+    places = [line.index(part) for part in parts]
+    assert all(before < after for before, after in pairwise(places)), line
