@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
 from mesh_attention.comm import watch as watching
+from mesh_attention.comm.marked import Marked
 from mesh_attention.comm.reports import DIFFERENT_CALLS, Report, judge
 from mesh_attention.comm.torch_dist import reason_of
 from mesh_attention.comm.watch import STORE_IS_SILENT, Watch, WatchedPass
+from mesh_attention.errors import TransportError
 from mesh_attention.execution.alarm import Alarm
 
 RANKS, PATIENCE_S = 4, 1.5
@@ -273,6 +275,32 @@ def test_an_error_of_one_rank_is_told_to_those_that_wait(started: Callable[..., 
     reasons = ranks.reasons(PATIENCE_S - 0.3)
     assert [reason.split(".")[0] for reason in reasons] == ["rank 2 failed: OutOfMemoryError: no memory"] * len(reasons)
     assert len(reasons) >= 3
+
+
+def test_a_rank_whose_process_ends_after_an_error_has_told_the_others(started: Callable[..., Ranks]) -> None:
+    ranks = started()
+    ranks.begin(0, 1, 3)
+    ranks.failures[2] = "OutOfMemoryError: no memory"
+    ranks.watches.pop(2).stop()
+    reasons = ranks.reasons(PATIENCE_S - 0.2)
+    assert [reason.split(".")[0] for reason in reasons] == ["rank 2 failed: OutOfMemoryError: no memory"] * 3
+
+
+def test_a_post_that_torch_refused_is_where_a_rank_waits() -> None:
+    class Refusing:
+        rank, size, is_capturable = 0, 2, True
+
+        def post(self, sends: Any, recvs: Any) -> Any:
+            raise TransportError("refused")
+
+    watched = WatchedPass(3, 7, "backward", lambda index: (f"post {index}", (1,)))
+    marked = Marked(Refusing(), watched=watched)  # type: ignore[arg-type]
+    marked.open(torch.zeros(2, dtype=torch.int64), 7)
+    with pytest.raises(TransportError):
+        marked.post((), ())
+    waiting = watched.waiting(has_failed=False)
+    assert waiting is not None
+    assert waiting.at == "backward pass 3, post 0"
 
 
 def test_a_store_that_does_not_answer_is_named(started: Callable[..., Ranks]) -> None:

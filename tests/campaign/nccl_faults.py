@@ -38,7 +38,7 @@ END_S = 6.0
 DIFFERENT = r"rank 2 makes another call than ranks 0, 1, 3 in pass \d+; every rank must make the same calls"
 SILENT = "rank 2 does not answer: its process has ended or stopped"
 LATE = r"rank 2 has not begun pass \d+"
-STEP = r"Rank \d waits in forward pass \d+, .*step \d+ '.*'"
+STEP = r"Rank \d waits in forward pass \d+, (.*step \d+ '.*'|at its end)"
 
 
 class Fault(NamedTuple):
@@ -117,6 +117,8 @@ def work(connection: Connection, name: str, rank: int, port: int, folder: str) -
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     connection.send((found, time.monotonic() - start))
+    if rank == fault.victim and fault.reason:
+        time.sleep(TIMEOUT_S + 2 * SLACK_S)  # it is the others that are looked at
     start = time.monotonic()
     dist.destroy_process_group()
     connection.send(("ended", time.monotonic() - start))

@@ -36,7 +36,7 @@ from mesh_attention.comm.torch_dist import (
     store_of,
     timeout_s,
 )
-from mesh_attention.comm.watch import Post, Watch, WatchedPass
+from mesh_attention.comm.watch import NOT_POSTED, Post, Watch, WatchedPass
 from mesh_attention.errors import DisagreementError, TransportError
 
 MARK_TAG = 1
@@ -115,9 +115,11 @@ class Marked:
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         if self.mark is None or self.is_capturable:
+            if self.posts is None:
+                return self.inner.post(sends, recvs)
+            self.posts.append((time.monotonic(), (NOT_POSTED,)))
             work = self.inner.post(sends, recvs)
-            if self.posts is not None:
-                self.posts.append((time.monotonic(), getattr(work, "works", ())))
+            self.posts[-1] = (self.posts[-1][0], getattr(work, "works", ()))
             return work
         sends, recvs = ([parcel._replace(tag=self.tag) for parcel in parcels] for parcels in (sends, recvs))
         new_dests = {parcel.peer for parcel in sends} - self.told
@@ -138,11 +140,11 @@ class Marked:
         """End a pass. On NCCL, spoil its results if some rank's mark differs."""
         assert self.mark is not None
         mark, group = self.mark, torch_group(self.inner)
+        if self.watched is not None:
+            self.watched.closed = time.monotonic()
         if self.is_capturable and group is not None and self.calls is not None:
             self._compare_all(group, mark)
             self.calls.alarm(mark.device).check(mark, results, counts=self.watched is not None)
-        if self.watched is not None:
-            self.watched.closed = time.monotonic()
         self.mark, self.landed, self.posts = None, {}, None
 
     def _compare_all(self, group: Any, mark: Tensor) -> None:

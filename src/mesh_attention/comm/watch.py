@@ -53,7 +53,7 @@ class WatchedPass:
     posts: list[Post] | None = None
     """None in a CUDA graph, whose transfers cannot be told apart."""
     closed: float | None = None
-    """When everything was posted."""
+    """When all transfers were posted."""
 
     index: int = 0
     """Its place among the passes that are watched."""
@@ -75,6 +75,16 @@ class WatchedPass:
             where = f"{here}, at or after {step}" if has_failed else f"{here}, {step}"
             return Waiting(self.number, where, tuple(peers), self.posts[self.posts_over][0])
         return None if self.closed is None else Waiting(self.number, f"{here}, at its end", (), self.closed)
+
+
+class _NotPosted:
+    """Stands for the handle of a transfer until torch returns one, or for ever if it raises."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+NOT_POSTED = _NotPosted()
 
 
 def _is_over(post: Post) -> bool:
@@ -128,6 +138,7 @@ class Watch:
         self.exchange = Exchange(rank, size, store)
         self._progress = (0, time.monotonic())
         self._asked: float | None = None
+        self._has_told = False
         self._threads = [Thread(target=self._run, daemon=True), Thread(target=self.exchange.run, daemon=True)]
         for thread in self._threads:
             thread.start()
@@ -154,8 +165,11 @@ class Watch:
         return self.passes_over() < self.begun
 
     def stop(self) -> None:
+        """End it. If this rank's calls failed, the others are told first: its process may be about to end."""
         atexit.unregister(self.stop)
         self.is_over.set()
+        if not self._has_told and self._tell_failure():
+            self.exchange.has_told.wait(2 * TICK_S)
         self.exchange.is_over.set()
         for thread in self._threads:
             thread.join(2 * TICK_S)
@@ -181,6 +195,8 @@ class Watch:
         waiting = self._oldest(over, has_failed=has_failed)
         is_stalled = has_failed or now - self._progress[1] > STALL_S
         self.exchange.report = self._report(waiting)
+        if not self._has_told:
+            self._tell_failure()
         self.exchange.is_asking = (waiting is not None and is_stalled) or self.trouble is not None
         found = self.exchange.found
         if any(other.failure for other in found.reports.values()):
@@ -226,6 +242,14 @@ class Watch:
             failure=self.verdict.reason if self.verdict else self._own_failure(),
         )
 
+    def _tell_failure(self) -> bool:
+        """Tell the others of an error of this rank's calls, although nobody asks yet; False if there is none."""
+        self._has_told = self.failure() is not None
+        if self._has_told:
+            self.exchange.report = self._report(None)
+            self.exchange.tell()
+        return self._has_told
+
     def _own_failure(self) -> str:
         error = self.failure()
         return "" if error is None else f"rank {self.rank} failed: {error}"
@@ -234,12 +258,14 @@ class Watch:
         self.verdict = verdict
         logger.error("%s. Results of this pass and later ones are NaN", verdict.text)
         self.exchange.report = self._report(None)
+        self.exchange.is_settling = True
         self.exchange.tell()
         self.spoil()
         self.decided.set()
         end = time.monotonic() + SETTLE_S
         while time.monotonic() < end and not self.exchange.have_given_up(silent):
             time.sleep(0.01)
+        self.exchange.is_settling = False
         if self.is_in_a_pass:
             with suppress(Exception):
                 self.abort()
@@ -262,17 +288,17 @@ class Exchange:
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.rank, self.size, self.store = rank, size, store
         self.report = Report(rank)
-        self.is_asking, self.is_telling = False, False
+        self.is_asking, self.is_settling = False, False
         self.heard = time.monotonic()
         self.found = Found()
-        self.is_over, self._wake = Event(), Event()
+        self.is_over, self.has_told, self._wake = Event(), Event(), Event()
         self._beat, self._asked_by_others = 0, 0
         self._texts: dict[int, bytes] = {}
 
     def run(self) -> None:
         store = None
         while not self.is_over.is_set():
-            self._wake.wait((0.01 if self.is_telling else TICK_S) * max(1.0, self.size / 64))
+            self._wake.wait((0.01 if self.is_settling else TICK_S) * max(1.0, self.size / 64))
             self._wake.clear()
             try:
                 store = store or _own_store(self.store)
@@ -283,8 +309,8 @@ class Exchange:
                 time.sleep(TICK_S)
 
     def tell(self) -> None:
-        """Answer at once and again, although nobody asked."""
-        self.is_telling = True
+        """Answer at once, although nobody asked."""
+        self._asked_by_others = -1
         self._wake.set()
 
     def have_given_up(self, silent: Sequence[int]) -> bool:
@@ -293,11 +319,14 @@ class Exchange:
 
     def _turn(self, store: Any) -> None:
         asked = store.add("asked", 1 if self.is_asking else 0)
-        if asked == self._asked_by_others and not self.is_telling:
+        if asked == self._asked_by_others and not self.is_settling:
             return
         self._asked_by_others = asked
         self._beat += 1
-        store.set(_key(self.rank), f"{self._beat} {self.report.to_text()}")
+        report = self.report
+        store.set(_key(self.rank), f"{self._beat} {report.to_text()}")
+        if report.failure:
+            self.has_told.set()
         self._read(store)
 
     def _read(self, store: Any) -> None:
