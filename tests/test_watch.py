@@ -277,11 +277,18 @@ def test_an_error_of_one_rank_is_told_to_those_that_wait(started: Callable[..., 
     assert len(reasons) >= 3
 
 
-def test_a_rank_whose_process_ends_after_an_error_has_told_the_others(started: Callable[..., Ranks]) -> None:
+@pytest.mark.parametrize("how", ["by itself", "killed a little later"])
+def test_a_rank_whose_process_ends_after_an_error_has_told_the_others(started: Callable[..., Ranks], how: str) -> None:
     ranks = started()
-    ranks.begin(0, 1, 3)
     ranks.failures[2] = "OutOfMemoryError: no memory"
-    ranks.watches.pop(2).stop()
+    ended = ranks.watches.pop(2)
+    if how == "by itself":
+        ended.stop()
+    else:
+        time.sleep(0.3)
+        ended.exchange.is_over.set()
+        ended.is_over.set()
+    ranks.begin(0, 1, 3)
     reasons = ranks.reasons(PATIENCE_S - 0.2)
     assert [reason.split(".")[0] for reason in reasons] == ["rank 2 failed: OutOfMemoryError: no memory"] * 3
 
