@@ -19,6 +19,8 @@ from mesh_attention.execution import engine
 from mesh_attention.machine import choosing, planner
 from mesh_attention.machine.planner import MachinePlanning
 from mesh_attention.plan.layout import Zigzag
+from mesh_attention.planning.choice import Choice
+from mesh_attention.tuning import planner as tuning_planner
 
 SEQ = 64
 
@@ -270,3 +272,45 @@ def test_in_one_process_the_default_goes_by_bytes_and_what_is_decided_stays() ->
     for name, attention in cases.items():
         assert attend(attention) < 1e-12
         assert plans_of(attention)[0].startswith(f"<Plan {name} "), plans_of(attention)
+
+
+# What forward keeps for backward
+
+
+def _trained(group: Any, folder: str, cluster: str | None) -> list[tuple[list[str], float]]:
+    """What eager calls, compiled ones and calls without gradients keep, and the largest error of a gradient."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        for is_compiled, gradient in ((False, True), (True, True), (False, False)):
+            attention = MeshAttention(group, cluster=cluster)
+            if cluster is not None:
+                patch.setattr(choosing, "tuned_choices", _ulysses)
+            call = torch.compile(attention, backend="eager") if is_compiled else attention
+            leaves = [x.requires_grad_(gradient) for x in whole()]
+            out = call(*(attention.shard(x) for x in leaves), causal=True)
+            due = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True)
+            error = 0.0
+            if gradient:
+                weights = whole(seq=SEQ)[0]
+                ours = torch.autograd.grad((out * attention.shard(weights)).sum(), leaves)
+                for mine in ours:
+                    torch.distributed.all_reduce(mine, group=group)
+                theirs = torch.autograd.grad((due.transpose(1, 2) * weights).sum(), leaves)
+                error = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+            (one,) = attention.engines.known.values()
+            found.append(([*one.programs("forward")[0].plan.schedule.keep], error))
+    return found
+
+
+def _ulysses(problem: Any, *given: Any, **named: Any) -> Any:
+    choices, tuning = tuning_planner.tuned_choices(problem, *given, **named)
+    return dict.fromkeys(choices, Choice(method="ulysses", layout=Zigzag())), tuning
+
+
+@pytest.mark.parametrize("cluster", [None, "h100"])
+def test_ulysses_keeps_its_inputs_unless_nobody_could_hand_them_over(cluster: str | None, tmp_path: Path) -> None:
+    for eager, compiled, without_gradient in shared_pool().run(4, _trained, str(tmp_path), cluster):
+        assert eager[0] == ["q", "kv"]
+        assert compiled[0] == without_gradient[0] == []
+        assert max(eager[1], compiled[1]) < 1e-12
