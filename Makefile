@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Another torch brings its own triton.
 UNPINNED := ^torch==$(if $(filter command line,$(origin TORCH)),|^triton==)
 
-.PHONY: demo test quick fuzz plans files families faults soak test-gpu check check-schemas format bench docs dist clean
+.PHONY: demo test quick fuzz plans files families faults nccl-faults soak test-gpu check check-schemas format bench docs dist clean
 
 # Tests start many interpreters; let them share compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -56,6 +56,10 @@ families: $(VENV)/ready
 # Every fault at every moment on 4 processes, and writes docs/faults.md; takes about 2 minutes.
 faults: $(VENV)/ready
 	$(BIN)/python tests/campaign/faults.py --jobs 2 --write docs/faults.md $(ARGS)
+
+# The same over NCCL, on one GPU; takes less than a minute. The second table of docs/faults.md.
+nccl-faults:
+	PYTHONPATH=src $(PYTHON) tests/campaign/nccl_faults.py --write docs/faults.md $(ARGS)
 
 # Random calls on 4 processes: results right; memory, descriptors and threads flat.
 soak: SECONDS ?= 3600

@@ -518,6 +518,12 @@ def page(found: Sequence[Cell]) -> str:
     return PAGE.format(table="\n".join(lines), timeout=TIMEOUT_S, slack=SLACK_S, ranks=RANKS, late=LATE_S)
 
 
+def rest_of(path: Path) -> str:
+    """What follows the table in a page: the table of NCCL, which another script writes."""
+    _, heading, rest = (path.read_text() if path.exists() else "").partition("\n## Over NCCL\n")
+    return heading + rest
+
+
 PAGE = """# When a rank fails
 
 `make faults` writes this table. Each cell is a run of {ranks} fresh processes over Gloo with a group timeout of
@@ -562,7 +568,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for breach in cell.breaches:
                 print(f"    {breach}", flush=True)
     if given.write is not None:
-        given.write.write_text(page(found))
+        given.write.write_text(page(found) + rest_of(given.write))
     broken = sum(bool(cell.breaches) for cell in found)
     print(f"{len(found)} cells, {broken} broken")
     return 1 if broken else 0

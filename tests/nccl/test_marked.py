@@ -84,4 +84,4 @@ def test_ranks_in_different_calls_get_nan_and_then_an_error(rig: Rig, calls: Cal
         assert answer["finite"]
         assert answer["spoilt"]
         assert answer["raised"].startswith("TransportError: an earlier call on this group failed")
-        assert "The earlier error: ranks made different calls" in answer["raised"]
+        assert "an earlier call on this group failed: rank 1 makes another call than ranks 0, 2, 3" in answer["raised"]

@@ -26,9 +26,18 @@ from torch.distributed import AllreduceOptions, ReduceOp
 
 from mesh_attention.comm.base import MARK, Comm, Parcel, Sharing, Work
 from mesh_attention.comm.reports import DIFFERENT_CALLS
-from mesh_attention.comm.torch_dist import TorchComm, has_failed, is_destroyed, sharings_of, store_of, timeout_s
-from mesh_attention.comm.watch import Post, Watch, WatchedPass
-from mesh_attention.errors import DisagreementError
+from mesh_attention.comm.torch_dist import (
+    START_AGAIN,
+    TorchComm,
+    has_failed,
+    is_destroyed,
+    reason_of,
+    sharings_of,
+    store_of,
+    timeout_s,
+)
+from mesh_attention.comm.watch import NOT_POSTED, Post, Watch, WatchedPass
+from mesh_attention.errors import DisagreementError, TransportError
 
 MARK_TAG = 1
 FIRST_PASS_TAG, TAGS = 2, 1009
@@ -49,7 +58,7 @@ class Alarm(Protocol):
 
     def passes_over(self) -> int: ...
 
-    def spoil_results(self) -> None: ...
+    def give_up(self) -> None: ...
 
 
 class Calls(Protocol):
@@ -106,9 +115,11 @@ class Marked:
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         if self.mark is None or self.is_capturable:
+            if self.posts is None:
+                return self.inner.post(sends, recvs)
+            self.posts.append((time.monotonic(), (NOT_POSTED,)))
             work = self.inner.post(sends, recvs)
-            if self.posts is not None:
-                self.posts.append((time.monotonic(), getattr(work, "works", ())))
+            self.posts[-1] = (self.posts[-1][0], getattr(work, "works", ()))
             return work
         sends, recvs = ([parcel._replace(tag=self.tag) for parcel in parcels] for parcels in (sends, recvs))
         new_dests = {parcel.peer for parcel in sends} - self.told
@@ -129,12 +140,20 @@ class Marked:
         """End a pass. On NCCL, spoil its results if some rank's mark differs."""
         assert self.mark is not None
         mark, group = self.mark, torch_group(self.inner)
-        if self.is_capturable and group is not None and self.calls is not None:
-            group._get_backend(mark.device).allreduce([mark], _LARGEST).wait()
-            self.calls.alarm(mark.device).check(mark, results, counts=self.watched is not None)
         if self.watched is not None:
             self.watched.closed = time.monotonic()
+        if self.is_capturable and group is not None and self.calls is not None:
+            self._compare_all(group, mark)
+            self.calls.alarm(mark.device).check(mark, results, counts=self.watched is not None)
         self.mark, self.landed, self.posts = None, {}, None
+
+    def _compare_all(self, group: Any, mark: Tensor) -> None:
+        try:
+            group._get_backend(mark.device).allreduce([mark], _LARGEST).wait()
+        except Exception as error:
+            raise TransportError(
+                f"rank {self.rank}, at the end of the pass: {reason_of(error)}; {START_AGAIN}"
+            ) from error
 
 
 def _mark_parcel(mark: Tensor, rank: int) -> Parcel:
@@ -186,7 +205,7 @@ def watch_group(comm: Comm, device: torch.device, alarm: Alarm, calls: Calls) ->
     def patience_s() -> float:
         """A little less than the group's timeout, which may be changed."""
         seconds = math.inf if (group := weak()) is None else timeout_s(group, device)
-        return seconds - min(seconds / 2, max(seconds / 10, 2.0))
+        return seconds - min(seconds / 2, max(seconds / 10, 3.0))
 
     def counts() -> tuple[int, int]:
         group, found = weak(), (-1, -1)
@@ -195,7 +214,6 @@ def watch_group(comm: Comm, device: torch.device, alarm: Alarm, calls: Calls) ->
         return found
 
     def abort() -> None:
-        alarm.spoil_results()
         if (group := weak()) is not None:
             group._get_backend(device).abort()
 
@@ -206,6 +224,7 @@ def watch_group(comm: Comm, device: torch.device, alarm: Alarm, calls: Calls) ->
         patience_s=patience_s,
         passes_over=alarm.passes_over,
         counts=counts,
+        spoil=alarm.give_up,
         abort=abort,
         has_failed=lambda: (group := weak()) is not None and has_failed(group, device),
         failure=lambda: calls.failure,

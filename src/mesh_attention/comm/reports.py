@@ -17,8 +17,9 @@ DIFFERENT_CALLS = "every rank must make the same calls in the same order"
 class Report:
     """One rank's account of itself. `passes` and `sharings` are how many it has begun on the group.
 
-    `hashes` are those of passes that may still be under way, by number; ranks in the same calls have equal ones. `at`
-    names the step it waits at, in the pass `number`, for the ranks `waits_for`; it is empty if the rank does not wait.
+    `hashes` are those of passes under way and of the latest ones, by number; ranks in the same calls have equal ones.
+    `at` names the step it waits at, in the pass `number`, for the ranks `waits_for`; it is empty if the rank does not
+    wait. `failure` is why it gave up, in words that any rank can repeat.
     """
 
     rank: int
@@ -41,36 +42,40 @@ class Report:
 
 
 class Verdict(NamedTuple):
-    """Why a rank waits: in full, and as other ranks repeat it. `is_certain`: waiting longer cannot help."""
+    """Why a rank waits: the reason, which other ranks repeat, and where it waits. Waiting longer cannot help if it
+    `is_certain`."""
 
-    text: str
     reason: str
+    here: str
     is_certain: bool
+
+    @property
+    def text(self) -> str:
+        return f"{self.reason}. {self.here[:1].upper()}{self.here[1:]}"
 
 
 def judge(own: Report, others: Mapping[int, Report], silent: Collection[int]) -> Verdict:
     """Why this rank waits, from its own report, those of the ranks that answer, and the ranks that do not."""
-    here = f"rank {own.rank} waits in {own.at}" if own.at else f"rank {own.rank} is in pass {own.passes}"
-    for other in others.values():
-        if other.failure:
-            return Verdict(f"{here}: rank {other.rank} gave up: {other.failure}", other.failure, True)
-    reports = {own.rank: own, **others}
-    if different := find_different_calls(reports):
-        return _verdict(f"{here}: {different}; {DIFFERENT_CALLS}", is_certain=True)
+    here = describe(own)
+    if failed := next((other for other in others.values() if other.failure), None):
+        return Verdict(failed.failure, here, True)
+    if different := find_different_calls({own.rank: own, **others}):
+        return Verdict(f"{different}; {DIFFERENT_CALLS}", here, True)
     if silent:
         verb = "does not answer: its process has" if len(silent) == 1 else "do not answer: their processes have"
-        return _verdict(f"{here}: {_ranks(silent)} {verb} ended or stopped", is_certain=False)
+        return Verdict(f"{_ranks(silent)} {verb} ended or stopped", here, False)
     if late := [rank for rank, other in others.items() if own.number > other.passes]:
         verb = "has" if len(late) == 1 else "have"
-        return _verdict(f"{here}: {_ranks(late)} {verb} not begun pass {own.number}", is_certain=False)
+        return Verdict(f"{_ranks(late)} {verb} not begun pass {own.number}", here, False)
     if slow := sorted(_waited_for(own, others)):
         verb = "is" if len(slow) == 1 else "are"
-        return _verdict(f"{here}: {_ranks(slow)} {verb} in pass {own.number} too, but not as far", is_certain=False)
-    return _verdict(f"{here}: all ranks are in pass {own.number} and wait for each other", is_certain=False)
+        return Verdict(f"{_ranks(slow)} {verb} in pass {own.number} too, but not as far", here, False)
+    return Verdict(f"all ranks are in pass {own.passes} and wait for each other", here, False)
 
 
-def _verdict(text: str, *, is_certain: bool) -> Verdict:
-    return Verdict(text, text, is_certain)
+def describe(own: Report) -> str:
+    """Where a rank is."""
+    return f"rank {own.rank} waits in {own.at}" if own.at else f"rank {own.rank} is in pass {own.passes}"
 
 
 def find_different_calls(reports: Mapping[int, Report]) -> str | None:

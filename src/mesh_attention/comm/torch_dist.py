@@ -320,7 +320,10 @@ START_AGAIN = "read the logs of the other ranks, and start the job again"
 
 
 def reason_of(error: Exception) -> str:
-    """The text of an error, without the place in Gloo's sources and Gloo's own advice."""
+    """The text of an error, without places in the sources of Gloo or torch, and without Gloo's and NCCL's advice."""
+    if found := re.match(r"NCCL error in: \S+, (.*?)(?: \(run with .*?\))?, NCCL version", str(error)):
+        last = str(error).partition("Last error:\n")[2].strip().partition(". If you believe")[0]
+        return f"NCCL: {found[1]}" + (f" ({last})" if last else "")
     return re.sub(r"^\[\S*\] |\.? This is typically caused by.*", "", str(error))
 
 

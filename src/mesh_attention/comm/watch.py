@@ -2,9 +2,12 @@
 
 The device counts the passes that are over in host memory, so watching costs a pass nothing. If one is not over for a
 while, this rank asks the others through the group's store what they do, and each of them answers, whatever its calls
-are doing. A rank that waits for too long, or in vain, gives up: it logs why, spoils the results of the passes under
-way, and aborts the group's transfers, so that nobody waits for them. Later calls raise. That is in time: at the group's
-timeout, torch would end the process, and name no rank.
+are doing. A rank that waits for too long, or in vain, gives up: it logs why, tells the others, spoils the results of
+the passes under way, and aborts the group's transfers, so that nobody waits for them. Later calls raise. That is in
+time: at the group's timeout, torch would end the process, and name no rank.
+
+Ranks that give up abort at about the same time. A rank whose transfers fail because another has aborted them is held up
+by torch for a minute when its process ends.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
-from mesh_attention.comm.reports import Report, Verdict, judge
+from mesh_attention.comm.reports import Report, Verdict, describe, judge
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
@@ -30,8 +33,10 @@ STALL_S = 2.0
 """Seconds without progress after which a rank asks the others."""
 SILENT_S = 3.0
 """Seconds without an answer after which a rank counts as silent."""
+SETTLE_S = 1.2
+"""Seconds that a rank which gives up waits for the others to do so too, before it aborts."""
 MOST_HASHES = 16
-"""Passes under way that a report tells of."""
+"""Passes under way that a report tells of, and passes begun last."""
 Post = tuple[float, Sequence[Any]]
 """When transfers were posted, and torch's handles of them."""
 
@@ -48,7 +53,7 @@ class WatchedPass:
     posts: list[Post] | None = None
     """None in a CUDA graph, whose transfers cannot be told apart."""
     closed: float | None = None
-    """When everything was posted."""
+    """When all transfers were posted."""
 
     index: int = 0
     """Its place among the passes that are watched."""
@@ -72,6 +77,16 @@ class WatchedPass:
         return None if self.closed is None else Waiting(self.number, f"{here}, at its end", (), self.closed)
 
 
+class _NotPosted:
+    """Stands for the handle of a transfer until torch returns one, or for ever if it raises."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+NOT_POSTED = _NotPosted()
+
+
 def _is_over(post: Post) -> bool:
     return all(work.is_completed() for work in post[1])
 
@@ -89,10 +104,10 @@ class Waiting:
 class Watch:
     """Watches the passes of one group on one device.
 
-    `patience_s` is how long a rank may wait, and `passes_over` reads how many passes are over; `abort` makes all others
-    end. `counts` are the sharings and passes that this rank has begun on the group. `has_failed` says that the backend
-    has given up on the group's transfers, `failure` is an error of this rank's calls, and the watch ends when it is no
-    longer `is_alive`.
+    `patience_s` is how long a rank may wait, and `passes_over` reads how many passes are over. `spoil` makes the
+    results of all others NaN, and `abort`, which may take long, makes them end. `counts` are the sharings and passes
+    that this rank has begun on the group. `has_failed` says that the backend has given up on the group's transfers,
+    `failure` is an error of this rank's calls, and the watch ends when it is no longer `is_alive`.
     """
 
     def __init__(
@@ -104,16 +119,18 @@ class Watch:
         patience_s: Callable[[], float],
         passes_over: Callable[[], int],
         counts: Callable[[], tuple[int, int]],
+        spoil: Callable[[], None],
         abort: Callable[[], None],
         has_failed: Callable[[], bool],
         failure: Callable[[], str | None],
         is_alive: Callable[[], bool],
     ) -> None:
         self.rank, self.size, self.patience_s = rank, size, patience_s
-        self.passes_over, self.counts, self.abort = passes_over, counts, abort
+        self.passes_over, self.counts, self.spoil, self.abort = passes_over, counts, spoil, abort
         self.has_failed, self.failure, self.is_alive = has_failed, failure, is_alive
         self.begun = 0
         self.passes: deque[WatchedPass] = deque()
+        self.latest: deque[tuple[int, int]] = deque(maxlen=MOST_HASHES)
         self.verdict: Verdict | None = None
         self.decided, self.is_over = Event(), Event()
         self.trouble: str | None = None
@@ -121,6 +138,7 @@ class Watch:
         self.exchange = Exchange(rank, size, store)
         self._progress = (0, time.monotonic())
         self._asked: float | None = None
+        self._has_told = False
         self._threads = [Thread(target=self._run, daemon=True), Thread(target=self.exchange.run, daemon=True)]
         for thread in self._threads:
             thread.start()
@@ -133,19 +151,25 @@ class Watch:
             self.passes.popleft()
         watched.index = self.begun
         self.passes.append(watched)
+        self.latest.append((watched.number, watched.history))
         self.begun += 1
 
-    def explain(self, error: str, within_s: float = STALL_S + 2 * SILENT_S) -> str | None:
-        """Why transfers of this rank failed, as far as the others know; None if nothing was found out in time."""
-        if self.verdict is None and self.passes_over() >= self.begun:
-            return None  # it was not in a pass
+    def explain(self, error: str) -> str | None:
+        """Why a pass of this rank failed, as far as the others know; None if nothing was found out in time."""
         self.trouble = self.trouble or error
-        self.decided.wait(within_s)
+        self.decided.wait(STALL_S + 2 * SILENT_S)
         return None if self.verdict is None else self.verdict.text
 
+    @property
+    def is_in_a_pass(self) -> bool:
+        return self.passes_over() < self.begun
+
     def stop(self) -> None:
+        """End it. If this rank's calls failed, the others are told first: its process may be about to end."""
         atexit.unregister(self.stop)
         self.is_over.set()
+        if not self._has_told and self._tell_failure():
+            self.exchange.has_told.wait(2 * TICK_S)
         self.exchange.is_over.set()
         for thread in self._threads:
             thread.join(2 * TICK_S)
@@ -171,10 +195,12 @@ class Watch:
         waiting = self._oldest(over, has_failed=has_failed)
         is_stalled = has_failed or now - self._progress[1] > STALL_S
         self.exchange.report = self._report(waiting)
+        if not self._has_told:
+            self._tell_failure()
         self.exchange.is_asking = (waiting is not None and is_stalled) or self.trouble is not None
         found = self.exchange.found
-        if failed := next((other for other in found.reports.values() if other.failure), None):
-            self._give_up(judge(self.exchange.report, {failed.rank: failed}, ()))
+        if any(other.failure for other in found.reports.values()):
+            self._give_up(judge(self.exchange.report, found.reports, ()))
         elif self.exchange.is_asking:
             self._judge(waiting, found, now, has_failed=has_failed or self.trouble is not None)
         else:
@@ -183,19 +209,19 @@ class Watch:
     def _judge(self, waiting: Waiting | None, found: Found, now: float, *, has_failed: bool) -> None:
         is_late = waiting is not None and now - waiting.since > self.patience_s()
         asked = self._asked = self._asked or now
-        if now - asked < SILENT_S and not is_late:
-            return  # it takes others a moment to answer
+        have_answered = len(found.heard) == self.size - 1 and min(found.heard.values()) > asked
+        if now - asked < SILENT_S and not is_late and not have_answered:
+            return
         if now - self.exchange.heard > SILENT_S:
             if has_failed or is_late:
-                self._give_up(Verdict(here := f"{self._here(waiting)}: {STORE_IS_SILENT}", here, True))
+                self._give_up(Verdict(STORE_IS_SILENT, describe(self.exchange.report), True))
             return
         silent = [rank for rank, heard in found.heard.items() if now - max(heard, asked) > SILENT_S]
         verdict = judge(self.exchange.report, found.reports, silent)
-        if verdict.is_certain or has_failed or is_late:
-            self._give_up(verdict)
-
-    def _here(self, waiting: Waiting | None) -> str:
-        return f"rank {self.rank} waits" + ("" if waiting is None else f" in {waiting.at}")
+        if self.trouble is not None and waiting is None and not verdict.is_certain and not silent:
+            verdict = Verdict(self.trouble, verdict.here, True)  # nobody knows more
+        if verdict.is_certain or is_late or (has_failed and (silent or now - asked > SILENT_S)):
+            self._give_up(verdict, silent)
 
     def _oldest(self, over: int, *, has_failed: bool) -> Waiting | None:
         for watched in list(self.passes):
@@ -209,21 +235,40 @@ class Watch:
             rank=self.rank,
             passes=passes,
             sharings=sharings,
-            hashes={one.number: one.history for one in list(self.passes)[:MOST_HASHES]},
+            hashes={one.number: one.history for one in list(self.passes)[:MOST_HASHES]} | dict(list(self.latest)),
             number=0 if waiting is None else waiting.number,
             at="" if waiting is None else waiting.at,
             waits_for=() if waiting is None else waiting.waits_for,
-            failure=(self.verdict.reason if self.verdict else self.failure()) or "",
+            failure=self.verdict.reason if self.verdict else self._own_failure(),
         )
 
-    def _give_up(self, verdict: Verdict) -> None:
+    def _tell_failure(self) -> bool:
+        """Tell the others of an error of this rank's calls, although nobody asks yet; False if there is none."""
+        self._has_told = self.failure() is not None
+        if self._has_told:
+            self.exchange.report = self._report(None)
+            self.exchange.tell()
+        return self._has_told
+
+    def _own_failure(self) -> str:
+        error = self.failure()
+        return "" if error is None else f"rank {self.rank} failed: {error}"
+
+    def _give_up(self, verdict: Verdict, silent: Sequence[int] = ()) -> None:
         self.verdict = verdict
         logger.error("%s. Results of this pass and later ones are NaN", verdict.text)
         self.exchange.report = self._report(None)
+        self.exchange.is_settling = True
         self.exchange.tell()
+        self.spoil()
         self.decided.set()
-        with suppress(Exception):
-            self.abort()
+        end = time.monotonic() + SETTLE_S
+        while time.monotonic() < end and not self.exchange.have_given_up(silent):
+            time.sleep(0.01)
+        self.exchange.is_settling = False
+        if self.is_in_a_pass:
+            with suppress(Exception):
+                self.abort()
 
 
 STORE_IS_SILENT = "the group's store does not answer: the process that keeps it, often rank 0, has ended or stopped"
@@ -243,17 +288,17 @@ class Exchange:
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.rank, self.size, self.store = rank, size, store
         self.report = Report(rank)
-        self.is_asking = False
+        self.is_asking, self.is_settling = False, False
         self.heard = time.monotonic()
         self.found = Found()
-        self.is_over, self._wake = Event(), Event()
+        self.is_over, self.has_told, self._wake = Event(), Event(), Event()
         self._beat, self._asked_by_others = 0, 0
         self._texts: dict[int, bytes] = {}
 
     def run(self) -> None:
         store = None
         while not self.is_over.is_set():
-            self._wake.wait(TICK_S * max(1.0, self.size / 64))
+            self._wake.wait((0.01 if self.is_settling else TICK_S) * max(1.0, self.size / 64))
             self._wake.clear()
             try:
                 store = store or _own_store(self.store)
@@ -268,13 +313,20 @@ class Exchange:
         self._asked_by_others = -1
         self._wake.set()
 
+    def have_given_up(self, silent: Sequence[int]) -> bool:
+        """True if all ranks have given up that ever answered and are not silent."""
+        return all(other.failure for rank, other in self.found.reports.items() if rank not in silent)
+
     def _turn(self, store: Any) -> None:
         asked = store.add("asked", 1 if self.is_asking else 0)
-        if asked == self._asked_by_others:
+        if asked == self._asked_by_others and not self.is_settling:
             return
         self._asked_by_others = asked
         self._beat += 1
-        store.set(_key(self.rank), f"{self._beat} {self.report.to_text()}")
+        report = self.report
+        store.set(_key(self.rank), f"{self._beat} {report.to_text()}")
+        if report.failure:
+            self.has_told.set()
         self._read(store)
 
     def _read(self, store: Any) -> None:

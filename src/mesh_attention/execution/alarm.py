@@ -6,6 +6,7 @@ is told through numbers in its own memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +20,8 @@ from mesh_attention.kernels import fused
 class Alarm:
     """Of one device. Two numbers: NaN once marks differed and 0 before, and how many passes are over.
 
-    `seen` is a copy of them in host memory.
+    `seen` is a copy of them in host memory, with a third number, which the device reads: NaN once this rank gave up.
+    Giving up must not need the device, where another thread may be waiting.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,9 +29,7 @@ class Alarm:
             is_cuda = device.type == "cuda"
             self.state = torch.zeros(2, device=device, dtype=torch.float64)
             self.spoil, self.over = self.state.unbind()
-            self.seen = torch.zeros(2, device="cpu", dtype=torch.float64, pin_memory=is_cuda)
-            self.nan = torch.full((), torch.nan, device="cpu", dtype=torch.float64, pin_memory=is_cuda)
-            self.stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+            self.seen = torch.zeros(3, device="cpu", dtype=torch.float64, pin_memory=is_cuda)
         self._seen = self.seen.numpy()
         self.watch: Watch | None = None
 
@@ -39,25 +39,25 @@ class Alarm:
             fused.check_marks(largest, self.state, self.seen, results, counts=counts)
             return
         self.spoil.masked_fill_(largest.sum() != 0, torch.nan)
+        spoil = self.spoil + self.seen[2].to(self.spoil.device, non_blocking=True)
         for result in results:
-            result.add_(self.spoil)
+            result.add_(spoil)
         self.over.add_(int(counts))
-        self.seen.copy_(self.state, non_blocking=True)
+        self.seen[:2].copy_(self.state, non_blocking=True)
 
     def passes_over(self) -> int:
         return int(self._seen[1])
 
-    def spoil_results(self) -> None:
+    def give_up(self) -> None:
         """Make the results of all passes under way NaN: from now on, their transfers bring nothing."""
-        if self.stream is None:
-            self.spoil.copy_(self.nan)
-            return
-        with torch.cuda.stream(self.stream):  # a copy, because a first launch of a kernel may wait for the device
-            self.spoil.copy_(self.nan, non_blocking=True)
-        self.stream.synchronize()
+        self._seen[2] = math.nan
 
     def verdict(self) -> str | None:
-        if self.watch is not None and self.watch.verdict is not None:
-            return self.watch.verdict.text
-        different = self._seen[0] != self._seen[0]
-        return f"ranks made different calls, and results are NaN; {DIFFERENT_CALLS}" if different else None
+        """Why the results of some pass are NaN; None if none are, as far as the host knows."""
+        watch, different = self.watch, bool(self._seen[0] != self._seen[0])
+        if watch is not None and watch.verdict is not None:
+            return watch.verdict.text
+        if not different:
+            return None
+        found = f"ranks made different calls, and results are NaN; {DIFFERENT_CALLS}"
+        return found if watch is None else watch.explain(found) or found

@@ -22,7 +22,7 @@ from mesh_attention.comm.base import Comm, Work
 from mesh_attention.comm.local import LocalComm, LocalGroup
 from mesh_attention.comm.marked import NEW_GROUP, Marked, innermost, make_mark
 from mesh_attention.comm.staged import comm_for
-from mesh_attention.comm.torch_dist import Group, TorchComm
+from mesh_attention.comm.torch_dist import START_AGAIN, Group, TorchComm
 from mesh_attention.errors import DisagreementError, StalledError, TransportError, UsageError
 from mesh_attention.execution.agreement import agree, tell
 from mesh_attention.execution.alarm import Alarm
@@ -58,8 +58,8 @@ class Ledger:
                 self.failure = self.failure or alarm.verdict()
             if self.failure is not None:
                 raise TransportError(
-                    f"an earlier call on this group failed, and its messages may still be under way, so nothing more "
-                    f"is sent on it; {NEW_GROUP}. The earlier error: {self.failure}"
+                    f"an earlier call on this group failed: {self.failure}. Its messages may still be under way, so "
+                    f"nothing more is sent on this group; {NEW_GROUP}"
                 )
             try:
                 yield
@@ -71,15 +71,16 @@ class Ledger:
                 why = self._explanation(error)
                 self.failure = why or f"{type(error).__name__}: {error}"
                 if why is not None:
-                    raise TransportError(f"{why}. The error here: {error}") from error
+                    raise TransportError(f"{why}; {START_AGAIN}") from error
                 raise
 
     def _explanation(self, error: BaseException) -> str | None:
         """Why a transfer failed, as far as the other ranks know; None if nobody was asked."""
-        watches = [alarm.watch for alarm in self.alarms.values() if alarm.watch is not None]
         if not isinstance(error, TransportError):
             return None
-        return next((why for watch in watches if (why := watch.explain(str(error)))), None)
+        watches = [alarm.watch for alarm in self.alarms.values() if alarm.watch is not None]
+        due = [watch for watch in watches if watch.verdict is not None or watch.is_in_a_pass]
+        return next((why for watch in due if (why := watch.explain(str(error)))), None)
 
     def _check_thread(self) -> None:
         """Refuse a second thread: which of them goes first would differ from rank to rank, and no mark would tell."""

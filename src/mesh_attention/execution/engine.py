@@ -40,6 +40,10 @@ Drive = Callable[[Sequence[Generator[Work, None, dict[str, Fields]]]], list[dict
 class Planning(Protocol):
     """Makes the plans of both passes, the same on every rank (`planning.registry.Planning`)."""
 
+    @property
+    def decides_what_to_keep(self) -> bool:
+        """True if plans depend on `may_keep`."""
+
     def plans(
         self, problem: Problem, *, on_gpu: bool, needs_gradient: bool, may_keep: bool
     ) -> Mapping[Direction, Plan]:
@@ -89,7 +93,7 @@ class Engines:
             options = options.checked()
             flat = [tensor for rank in tensors for tensor in rank]
             gradient = needs_gradient(flat) if gradient is None else gradient
-            may_keep = may_keep and gradient and not self.cuda_graphs
+            may_keep = may_keep and gradient and not self.cuda_graphs and self.planning.decides_what_to_keep
             spelling = (options, gradient, may_keep, *((tensor.shape, tensor.dtype, tensor.device) for tensor in flat))
             if spelling not in self._meanings:
                 if len(self._meanings) >= 4 * MOST_ENGINES:

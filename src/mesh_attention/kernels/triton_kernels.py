@@ -280,9 +280,10 @@ def check_marks(
     block: tl.constexpr,
 ):
     """Fill a, b and c with NaN if the state's first number is NaN, which it becomes unless the two numbers in `largest`
-    add up to 0. If it `counts`, add 1 to the state's second number. `seen` is a copy of the state."""
+    add up to 0, or if the third number of `seen` is. If it `counts`, add 1 to the state's second number. The first two
+    numbers of `seen` are a copy of the state."""
     is_different = tl.load(largest) + tl.load(largest + 1) != 0
-    spoilt = tl.load(state)
+    spoilt = tl.load(state) + tl.load(seen + 2, volatile=True)
     program = tl.program_id(0)
     if program == 0:
         if is_different:

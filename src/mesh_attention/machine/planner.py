@@ -52,6 +52,10 @@ class MachinePlanning:
     _tuners: dict[Topology, Tuner] = field(default_factory=dict)
     _said: set[Hashable] = field(default_factory=set)
 
+    @property
+    def decides_what_to_keep(self) -> bool:
+        return True
+
     # Alone: in one process, or by bytes
 
     def plans(

@@ -82,6 +82,10 @@ class Planning:
                 self.prove(plan)
         return plans
 
+    @property
+    def decides_what_to_keep(self) -> bool:
+        return False
+
     def together(self, comm: object, device: object) -> None:
         """Every rank makes the same plans, so each plans alone."""
 
