@@ -14,13 +14,13 @@ from torch import Tensor
 
 from mesh_attention import Mask, causal, documents, full, window
 from mesh_attention.kernels import cuda, flash_attn
+from mesh_attention.kernels.alignment import aligned
 from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
 from mesh_attention.kernels.cuda import CudnnKernel, TorchFlashKernel
 from mesh_attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FlashAttnKernel, Release
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
 from mesh_attention.kernels.sliced import SlicedReferenceKernel
-from mesh_attention.kernels.windowed import aligned
 
 PACKAGES: dict[Release, Callable[[list[str]], ModuleType]] = {
     FLASH_ATTN_2: flash_attn_2,
