@@ -52,7 +52,7 @@ SMALL_TILES: Tiles = {
     "backward_queries": {128: Tile(64, 32, 4, 2), 256: Tile(32, 16, 4, 1)},
     "backward_keys": {128: Tile(64, 32, 4, 1), 256: Tile(32, 16, 4, 1)},
 }
-"""For GPUs whose blocks have too little shared memory for `TILES`, which need up to 128 KiB."""
+"""For GPUs with less shared memory than `TILES` need: compute capability 8.6, 8.9 and 12."""
 
 _ENOUGH_SHARED = 160 * 2**10
 

@@ -143,7 +143,7 @@ def _way(op: WindowOp, mask: CallMask, device: str, dtype: torch.dtype, head_dim
     if cuts is not None and reason is None and not (takes_all and _are_short(cuts)):
         return _Way(cuts, len(cuts) == 1 and _is_whole(cuts[0], mask))
     other = INTERVALS if takes_all else SLICED
-    _log_once(other.name, reason or "they have many short windows")
+    _log_once(other.name, reason or "they have several short windows")
     return _Way((), False, other)
 
 
