@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
@@ -13,14 +14,14 @@ from flash_fakes import FakeAten, flash_attn_2, flash_attn_3, flash_attn_4
 from torch import Tensor
 
 from mesh_attention import Mask, causal, documents, full, window
-from mesh_attention.kernels import cuda, flash_attn
-from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
+from mesh_attention.kernels import cuda, flash_attn, windowed
+from mesh_attention.kernels.alignment import aligned
+from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.cuda import CudnnKernel, TorchFlashKernel
 from mesh_attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FlashAttnKernel, Release
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
 from mesh_attention.kernels.sliced import SlicedReferenceKernel
-from mesh_attention.kernels.windowed import aligned
 
 PACKAGES: dict[Release, Callable[[list[str]], ModuleType]] = {
     FLASH_ATTN_2: flash_attn_2,
@@ -169,6 +170,60 @@ def test_a_window_by_cudnn_alone_goes_to_the_reference(aten: FakeAten, caplog: p
     assert "reference in slices for some calls: torch's flash kernel needs one head size, not 16 and 8" in caplog.text
 
 
+class Taking:
+    """Stands in for the interval kernel: takes every call, and counts them."""
+
+    name = "taking"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def supports(self, demand: Demand) -> str | None:
+        return None if demand.deterministic else "was asked for less than it is used for"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        self.calls.append("forward")
+        return ReferenceKernel().forward(q, k, v, scores)
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
+        self.calls.append("backward")
+        return ReferenceKernel().backward(q, k, v, row, scores)
+
+
+@pytest.fixture
+def taking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Taking]:
+    fake = Taking()
+    monkeypatch.setattr(windowed, "INTERVALS", fake)
+    windowed._way.cache_clear()
+    yield fake
+    windowed._way.cache_clear()
+
+
+LONG = positions(causal() & documents([0, 2200, 4400]), range(4400), range(4400), 4400)
+
+
+@pytest.mark.parametrize("kernel", KERNELS_BY_NAME)
+def test_short_windows_and_no_windows_are_one_call(
+    aten: FakeAten, packages: list[str], taking: Taking, kernel: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    both = ["forward", "backward"]
+    windowed._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="mesh_attention"):
+        for count, mask in enumerate(("documents", "mixed strides"), 1):
+            check(KERNELS_BY_NAME[kernel], MASKS[mask], call(MASKS[mask]))
+            assert taking.calls == count * both
+    assert aten.calls == []
+    assert "using taking for some calls: they have several short windows" in caplog.text
+    check(KERNELS_BY_NAME[kernel], MASKS["window"], call(MASKS["window"]))
+    assert taking.calls == 2 * both, "one window is not several"
+
+
+def test_long_windows_are_calls_of_their_own(aten: FakeAten, taking: Taking) -> None:
+    q, k, v, *_ = call(LONG, heads=1, kv_heads=1)
+    CudnnKernel().forward(q, k, v, Scores(LONG, 0.3))
+    assert (aten.calls, taking.calls) == (["cudnn forward causal"] * 2, [])
+
+
 def test_a_torch_without_flash_still_has_cudnn(aten: FakeAten, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     for mask in ("window", "causal"):
@@ -275,7 +330,8 @@ def test_what_no_fused_kernel_can_do(
     for kernel in KERNELS_BY_NAME.values():
         assert kernel.supports(demand()) is None or kernel.name == "flash-attn 4"
         assert kernel.supports(demand(**changes)) == reason, kernel.name
-    assert choose_kernel(demand(**changes)).name == "reference in slices"
+    has_intervals = find_spec("triton") is not None and (changes.keys() & {"softcap", "lse_gradient"})
+    assert choose_kernel(demand(**changes)).name == ("triton intervals" if has_intervals else "reference in slices")
 
 
 def test_each_kernel_says_where_it_stops(hopper: pytest.MonkeyPatch, packages: list[str]) -> None:

@@ -19,7 +19,7 @@ import torch
 from hypothesis import example, given, settings
 from merging_conformance import CHECKS, ROW_CHECKS, TYPICAL, Case, Check, RowCheck, cases
 
-from mesh_attention.kernels import fused, rows
+from mesh_attention.kernels import fused, launching, rows
 from mesh_attention.kernels.fused import FusedMerging
 from mesh_attention.kernels.merge import Merging, TorchMerging
 from mesh_attention.kernels.select import choose_merging
@@ -74,10 +74,10 @@ def test_rows(check: RowCheck, case: Case) -> None:
 
 
 def test_no_tokens_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launched(name: str) -> None:
+    def launched(file: str, name: str) -> None:
         raise AssertionError(f"launched {name}")
 
-    monkeypatch.setattr(fused, "_kernel", launched)
+    monkeypatch.setattr(launching, "kernel", launched)
     output, lse = torch.empty(2, 3, 0, 8), torch.empty(2, 3, 0)
     merging = FusedMerging("cpu")
     merging.start_output(output, lse, output, lse)
@@ -139,15 +139,15 @@ def test_nothing_imports_triton() -> None:
 def test_fused_merging_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FusedMerging().supports(CPU) == "runs on cuda, not on cpu"
     assert choose_merging(CPU).name == "torch"
-    fused.lacks.cache_clear()
-    monkeypatch.setattr(fused, "_is_installed", lambda: False)
+    launching.lacks.cache_clear()
+    monkeypatch.setattr(launching, "_is_installed", lambda: False)
     assert FusedMerging().supports(torch.device("cuda")) == "needs triton, which is not installed"
-    monkeypatch.setattr(fused, "_is_installed", lambda: True)
+    monkeypatch.setattr(launching, "_is_installed", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    fused.lacks.cache_clear()
+    launching.lacks.cache_clear()
     assert FusedMerging().supports(torch.device("cuda")) == "needs compute capability 8.0, not 7.5"
-    fused.lacks.cache_clear()
+    launching.lacks.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,18 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
 from mesh_attention import LocalGroup, Mask, MeshAttention, causal, documents, full, window
+from mesh_attention.kernels import launching
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
 from mesh_attention.kernels.sliced import SlicedReferenceKernel
+from mesh_attention.kernels.windowed import INTERVALS
 from mesh_attention.testing.kernel_conformance import CHECKS, Check, Setting
 
 DEVICE = "cuda"
@@ -286,7 +290,9 @@ def test_no_worse_than_the_operator_itself(kernel: Kernel, dtype: torch.dtype, i
         assert error(mine, due) <= 1.5 * error(theirs, due)
 
 
-@pytest.mark.parametrize("kernel", [k for k in FUSED if "deterministic" in k.name], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", [k for k in FUSED if "deterministic" in k.name or k is INTERVALS], ids=lambda kernel: kernel.name
+)
 @pytest.mark.parametrize("mask", ["causal", "window"])
 def test_deterministic_kernels_give_the_same_bits(kernel: Kernel, mask: str) -> None:
     need(kernel, torch.bfloat16, deterministic=True)
@@ -298,6 +304,78 @@ def test_deterministic_kernels_give_the_same_bits(kernel: Kernel, mask: str) -> 
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
     assert torch.get_deterministic_debug_mode() == 0
+
+
+def packed(count: int, each: int) -> CallMask:
+    tokens = range(count * each)
+    cuts = list(range(0, len(tokens) + 1, each))
+    return positions(causal() & documents(cuts), tokens, tokens, len(tokens))
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (96, 80)])
+@pytest.mark.parametrize("mask", ["causal", "documents", "mixed strides", "blind rows"])
+def test_softcap_and_gradients_into_the_lse(dims: tuple[int, int], mask: str) -> None:
+    """Also in rows where dO is zero."""
+    need(INTERVALS, torch.bfloat16, dims)
+    given = case(MASKS[mask], torch.bfloat16, dims=dims, kv_heads=2)
+    given.row.do[:, :, ::3] = 0
+    check(INTERVALS, given._replace(scores=given.scores._replace(softcap=3.0)))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_documents_are_one_launch_a_pass_and_never_compile_again(deterministic: bool) -> None:
+    """Two launches backward, by the kernel that is chosen; a new number of documents, and a new length, are cheap."""
+    demand = Demand(
+        device=DEVICE,
+        dtype=torch.bfloat16,
+        head_dim_qk=128,
+        head_dim_v=128,
+        softcap=0.0,
+        lse_gradient=False,
+        deterministic=deterministic,
+    )
+    kernel, compiled = choose_kernel(demand), None
+    for count, each in ((8, 100), (64, 37), (33, 128), (5, 1000)):
+        given = case(packed(count, each), torch.bfloat16, kv_heads=2)
+        check(kernel, given)
+        assert count_launches(lambda given=given: kernel.forward(*given[:3], given.scores)) == 1  # type: ignore[misc]
+        assert count_launches(lambda given=given: kernel.backward(*given)) == 2  # type: ignore[misc]
+        now = compiled_forms()
+        assert compiled in (None, now), "a new length was compiled"
+        compiled = now
+
+
+def compiled_forms() -> int:
+    """How often Triton has compiled a kernel for this device."""
+    names = ("forward", "backward_keys", "backward_queries")
+    index = torch.cuda.current_device()
+    return sum(len(launching.kernel("interval_kernels", name).device_caches[index][0]) for name in names)
+
+
+def count_launches(act: Callable[[], object]) -> int:
+    act()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
+        act()
+        torch.cuda.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in seen.events())
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+def test_intervals_in_a_cuda_graph(mask: str) -> None:
+    need(INTERVALS, torch.bfloat16)
+    given = case(MASKS[mask], torch.bfloat16)
+
+    def both() -> tuple[Tensor, ...]:
+        return (*INTERVALS.forward(*given[:3], given.scores), *INTERVALS.backward(*given))
+
+    due, graph = both(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both()
+    for x in found:
+        x.zero_()
+    graph.replay()
+    assert all(map(torch.equal, found, due))
 
 
 @contextmanager
@@ -331,8 +409,10 @@ def test_the_sliced_reference_is_exact_in_bounded_memory(softcap: float) -> None
     [
         ({}, "cudnn"),
         ({"deterministic": True}, "cudnn, deterministic"),
-        ({"lse_gradient": True}, "reference in slices"),
-        ({"softcap": 1.0}, "reference in slices"),
+        ({"lse_gradient": True}, "triton intervals"),
+        ({"softcap": 1.0}, "triton intervals"),
+        ({"deterministic": True, "head_dim_v": 64}, "triton intervals"),
+        ({"softcap": 1.0, "dtype": torch.float32}, "reference in slices"),
         ({"dtype": torch.float32}, "reference in slices"),
         ({"head_dim_qk": 60, "head_dim_v": 60}, "reference in slices"),
     ],

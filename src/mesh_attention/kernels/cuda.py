@@ -16,16 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mesh_attention.kernels.alignment import aligned, all_aligned, tokens_first
 from mesh_attention.kernels.bands import Window
 from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores, dense_strides
 from mesh_attention.kernels.windowed import (
     FlashRow,
     WindowOp,
-    aligned,
-    all_aligned,
     backward_by_windows,
     forward_by_windows,
-    tokens_first,
     unfit,
     without_infinity,
 )

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mesh_attention.kernels.alignment import aligned
 from mesh_attention.kernels.bands import Window
 from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores
 from mesh_attention.kernels.cuda import NOT_DETERMINISTIC, TorchFlashOp
 from mesh_attention.kernels.windowed import (
     FlashRow,
     WindowOp,
-    aligned,
     backward_by_windows,
     forward_by_windows,
     unfit,

@@ -1,19 +1,19 @@
 """Merging and row sums with Triton: one launch and one pass over memory each.
 
-Nothing here imports triton until a kernel is first launched. Outputs are (batch, heads, tokens, dim), with any strides.
+Outputs are (batch, heads, tokens, dim), with any strides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mesh_attention.kernels.launching import Arguments, Launch, lacks, launch
+
+FILE = "triton_kernels"
 _TILE_NBYTES = 16384
 """Bytes of the running sum in one program: eight loads of 16 bytes in flight for each of its 128 threads."""
 
@@ -42,18 +42,6 @@ class FusedMerging:
 
     def add(self, total: Tensor, partial: Tensor) -> None:
         _add(total, partial, is_first=False)
-
-
-@lru_cache(maxsize=64)
-def lacks(device: torch.device) -> str | None:
-    """The reason why these kernels cannot run on a device; None if they can."""
-    if not _is_installed():
-        return "needs triton, which is not installed"
-    if device.type == "cuda" and torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
-            return f"needs compute capability 8.0, not {capability[0]}.{capability[1]}"
-    return None
 
 
 def row_delta(out: Tensor, d_out: Tensor, *, wide: torch.dtype) -> Tensor:
@@ -90,7 +78,8 @@ def check_marks(largest: Tensor, state: Tensor, seen: Tensor, results: Sequence[
         return [largest, state, seen, *(x for pair in zip(results, sizes, strict=True) for x in pair), counts, 1024]
 
     key = ("check_marks", *sizes, counts)
-    _launch_prepared(key, (largest, state, seen, *filled), lambda: ("check_marks", (_SPOILING, 1, 1), arguments))
+    grid = (_SPOILING, 1, 1)
+    launch(key, (largest, state, seen, *filled), lambda: Launch(FILE, "check_marks", grid, arguments))
 
 
 _SPOILING = 64
@@ -113,54 +102,11 @@ def _add(total: Tensor, partial: Tensor, *, is_first: bool) -> None:
     _launch("add_rows", (total, partial), (is_first,), max(4, total.itemsize))
 
 
-# Launching. Everything possible is worked out once for each form of the tensors: a small launch takes the host longer
-# than the device.
-
-
-Arguments = Callable[[Sequence[Any]], list[Any]]
-"""All arguments of a kernel, from its tensors or their addresses."""
-_PREPARED: dict[tuple[Any, ...], tuple[Callable[..., Any], Arguments]] = {}
-MOST_PREPARED = 8192
-
-
 def _launch(name: str, tensors: Sequence[Tensor], flags: tuple[bool, ...], itemsize: int) -> None:
     """Launch a kernel over the rows of the first tensor; `itemsize` is that of the dtype it computes in."""
     if tensors[0].numel():
         key = (name, flags, tensors[0].shape)
-        _launch_prepared(key, tensors, lambda: (name, *_rows_launch(tensors, flags, itemsize)))
-
-
-def _launch_prepared(
-    key: tuple[Any, ...], tensors: Sequence[Tensor], prepare: Callable[[], tuple[str, tuple[int, int, int], Arguments]]
-) -> None:
-    """Launch what `prepare` says: a kernel's name, its grid and its arguments, for tensors of this form."""
-    device = tensors[0].device
-    if device.type != "cuda":
-        name, grid, arguments = prepare()
-        _kernel(name)[grid](*arguments(tensors))
-    elif device.index == torch.cuda.current_device():
-        _launch_here(key, tensors, prepare)
-    else:
-        with torch.cuda.device(device):  # Triton launches on the current device
-            _launch_here(key, tensors, prepare)
-
-
-def _launch_here(key: tuple[Any, ...], tensors: Sequence[Tensor], prepare: Callable[[], Any]) -> None:
-    """Let Triton compile and launch the first time, and launch what it compiled directly from then on: its own lookup
-    takes several times as long as the launch. Addresses instead of tensors save a question to the driver for each."""
-    index, addresses = tensors[0].device.index, [tensor.data_ptr() for tensor in tensors]
-    forms = [(tensor.dtype, tensor.stride(), at % 16) for tensor, at in zip(tensors, addresses, strict=True)]
-    key = (*key, index, *forms)
-    known = _PREPARED.get(key)
-    if known is None:
-        name, grid, arguments = prepare()
-        compiled = _kernel(name)[grid](*arguments(tensors))
-        if len(_PREPARED) >= MOST_PREPARED:
-            _PREPARED.clear()
-        _PREPARED[key] = compiled[grid], arguments
-    else:
-        run, arguments = known
-        run(*arguments(addresses), stream=torch._C._cuda_getCurrentRawStream(index))
+        launch(key, tensors, lambda: Launch(FILE, name, *_rows_launch(tensors, flags, itemsize)))
 
 
 def _rows_launch(
@@ -206,13 +152,3 @@ def _unit(tensors: Sequence[Tensor]) -> int:
     while any(stride % unit for tensor in tensors for stride in tensor.stride()[:-1]):
         unit //= 2
     return unit
-
-
-@lru_cache(maxsize=1)
-def _is_installed() -> bool:
-    return find_spec("triton") is not None
-
-
-@lru_cache(maxsize=16)
-def _kernel(name: str) -> Any:
-    return getattr(import_module("mesh_attention.kernels.triton_kernels"), name)

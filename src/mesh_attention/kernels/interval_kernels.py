@@ -1,4 +1,5 @@
-"""The Triton kernels behind `intervals`. Importing this imports triton; only `intervals` does, when it launches one.
+"""The Triton kernels behind `intervals`. Importing this imports triton; only `launching` does, when it first
+launches one.
 
 Query i sees the keys lo[i]:hi[i], and key j is seen by the queries lo[j]:hi[j]; neither end ever falls. A program takes
 a tile of rows and walks over the columns in tiles: first over those that all of its rows see, without a mask, then over

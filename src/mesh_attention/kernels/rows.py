@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mesh_attention.kernels import fused
 from mesh_attention.kernels.base import RowGradient
+from mesh_attention.kernels.launching import lacks
 
 
 def row_delta(out: Tensor, d_out: Tensor, *, wide: torch.dtype) -> Tensor:
@@ -53,4 +54,4 @@ def output_of(row: RowGradient) -> Tensor:
 
 
 def _is_fused(tensor: Tensor) -> bool:
-    return tensor.is_cuda and fused.lacks(tensor.device) is None
+    return tensor.is_cuda and lacks(tensor.device) is None

@@ -21,6 +21,7 @@ from mesh_attention.kernels.fused import FusedMerging
 from mesh_attention.kernels.merge import Merging, TorchMerging
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.sliced import SlicedReferenceKernel
+from mesh_attention.kernels.windowed import INTERVALS
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ KERNELS: tuple[Kernel, ...] = (
     FlashAttnKernel(FLASH_ATTN_2),
     TorchFlashKernel(),
     TorchFlashKernel(is_deterministic=True),
+    INTERVALS,
     SlicedReferenceKernel(),
     ReferenceKernel(),
 )
@@ -42,7 +44,7 @@ KERNELS: tuple[Kernel, ...] = (
 
 flash-attn 3 has to be built by hand for Hopper, so an installed one is meant to be used. cuDNN comes with torch and is
 twice as fast there as flash-attn 2, which is a separate package and, in an older version, part of torch. flash-attn 4
-is for Blackwell.
+is for Blackwell. The Triton kernel takes what these do not: softcap, gradients into the LSE, two head sizes.
 """
 
 

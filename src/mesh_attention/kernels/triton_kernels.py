@@ -1,4 +1,4 @@
-"""The Triton kernels behind `fused`. Importing this imports triton; only `fused` does, when it first launches one.
+"""The Triton kernels behind `fused`. Importing this imports triton; only `launching` does, when it first launches one.
 
 A *row* is a token and a head. A program takes a tile of rows × dim, heads first, because heads are adjacent in memory.
 Every tensor is passed as its address and strides. The strides of tensors with dim, except the one over dim, are in

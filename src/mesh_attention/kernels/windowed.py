@@ -1,22 +1,29 @@
-"""Shared parts of kernels that take a window: masks as windows, a stand-in output, aligned tensors."""
+"""Shared parts of kernels that take a window: masks as windows, a stand-in output, who makes the other calls."""
 
 from __future__ import annotations
 
 import logging
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mesh_attention.kernels.bands import Window, windows
-from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores
+from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores
+from mesh_attention.kernels.intervals import IntervalKernel
 from mesh_attention.kernels.rows import delta_of, stand_in_rows
 from mesh_attention.kernels.sliced import SlicedReferenceKernel
 
 logger = logging.getLogger(__name__)
 
-_SLICED = SlicedReferenceKernel()
+INTERVALS: Kernel = IntervalKernel()
+SLICED: Kernel = SlicedReferenceKernel()
+"""For calls that windows cannot express."""
+
+_SHORT = 2048
+"""Queries of a window, on average, up to which several windows take longer than one launch of `INTERVALS`: 8192 tokens
+in documents of 1024 take cuDNN 1.7 ms for both passes and `INTERVALS` 1.1; of 2048, both take 1.8."""
 
 
 class FlashRow(NamedTuple):
@@ -60,15 +67,15 @@ def unfit(demand: Demand) -> str | None:
 
 
 def forward_by_windows(op: WindowOp, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    cuts = _cuts(op, scores.mask, q.shape[-1], v.shape[-1])
-    if cuts is None:
-        return _SLICED.forward(q, k, v, scores)
-    if _is_whole(cuts, scores.mask):
-        return op.forward(q, k, v, cuts[0], scores.scale)
+    way = _way(op, scores.mask, q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+    if way.is_whole:
+        return op.forward(q, k, v, way.cuts[0], scores.scale)
+    if way.other is not None:
+        return way.other.forward(q, k, v, scores)
     batch, heads, tokens, _ = q.shape
     out = q.new_zeros((batch, tokens, heads, v.shape[-1])).transpose(1, 2)
     lse = torch.full((batch, heads, tokens), -torch.inf, dtype=torch.float32, device=q.device)
-    for cut in cuts:
+    for cut in way.cuts:
         found = op.forward(_run(q, cut.q), _run(k, cut.kv), _run(v, cut.kv), cut, scores.scale)
         _run(out, cut.q).copy_(found[0])
         _run(lse, cut.q).copy_(found[1])
@@ -76,14 +83,14 @@ def forward_by_windows(op: WindowOp, q: Tensor, k: Tensor, v: Tensor, scores: Sc
 
 
 def backward_by_windows(op: WindowOp, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
-    cuts = _cuts(op, scores.mask, q.shape[-1], v.shape[-1])
-    if cuts is None:
-        return _SLICED.backward(q, k, v, row, scores)
+    way = _way(op, scores.mask, q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+    if way.other is not None:
+        return way.other.backward(q, k, v, row, scores)
     flash = _flash_row(row, scores.mask)
-    if _is_whole(cuts, scores.mask):
-        return op.backward(q, k, v, flash, cuts[0], scores.scale)
+    if way.is_whole:
+        return op.backward(q, k, v, flash, way.cuts[0], scores.scale)
     sums = Gradients(*(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)))
-    for cut in cuts:
+    for cut in way.cuts:
         part = FlashRow(*(_run(x, cut.q) for x in flash))
         found = op.backward(_run(q, cut.q), _run(k, cut.kv), _run(v, cut.kv), part, cut, scores.scale)
         _run(sums.dq, cut.q).copy_(found.dq)
@@ -108,66 +115,51 @@ def without_infinity(lse: Tensor) -> Tensor:
     return lse.nan_to_num_(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
 
 
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it, in which every head of every token is contiguous and aligned to 16 bytes.
+class _Way(NamedTuple):
+    """How a call is made: as windows, or by another kernel. `is_whole`: its one window is the whole call."""
 
-    Fused kernels load 16 bytes at a time; buffers store statistics before dO, and a window may start at any token.
-    """
-    if not tensor.data_ptr() % 16 and _has_aligned_rows(tensor.shape, tensor.stride(), tensor.itemsize):
-        return tensor
-    return tokens_first(tensor)
-
-
-def all_aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if `aligned` would copy none of the three."""
-    is_at_16 = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
-    return is_at_16 and _have_aligned_rows(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.itemsize)
+    cuts: tuple[Window, ...]
+    is_whole: bool
+    other: Kernel | None = None
 
 
 @lru_cache(maxsize=4096)
-def _have_aligned_rows(*forms: Any) -> bool:
-    *pairs, itemsize = forms
-    return all(_has_aligned_rows(pairs[at], pairs[at + 1], itemsize) for at in range(0, len(pairs), 2))
-
-
-@lru_cache(maxsize=4096)
-def _has_aligned_rows(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    if strides[-1] != 1 or (0 in strides and 1 in strides[:-1]):
-        return False  # torch lays out results like Q, K and V; with both, their last axis might not be contiguous
-    outer = zip(shape[:-1], strides[:-1], strict=True)
-    return all(size == 1 or stride * itemsize % 16 == 0 for size, stride in outer)
-
-
-def tokens_first(tensor: Tensor) -> Tensor:
-    """A copy whose memory order is (batch, tokens, heads, dim)."""
-    return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
-
-
-@lru_cache(maxsize=4096)
-def _cuts(op: WindowOp, mask: CallMask, head_dim_qk: int, head_dim_v: int) -> tuple[Window, ...] | None:
-    """The call as windows that the op takes, or None, with a log message, if it does not take them."""
-    cuts = windows(mask)
+def _way(op: WindowOp, mask: CallMask, device: str, dtype: torch.dtype, head_dim_qk: int, head_dim_v: int) -> _Way:
+    cuts, reason = windows(mask), None
     if cuts is None:
-        _log_once(f"queries with strides {_strides(mask.q)} and keys with strides {_strides(mask.kv)} form no windows")
-        return None
-    for cut in cuts:
-        reason = op.refuses(cut, head_dim_qk, head_dim_v)
-        if reason is not None:
-            _log_once(reason)
-            return None
-    return cuts
+        reason = f"queries with strides {_strides(mask.q)} and keys with strides {_strides(mask.kv)} form no windows"
+    else:
+        reason = next(filter(None, (op.refuses(cut, head_dim_qk, head_dim_v) for cut in cuts)), None)
+    demand = Demand(
+        device=device,
+        dtype=dtype,
+        head_dim_qk=head_dim_qk,
+        head_dim_v=head_dim_v,
+        softcap=0.0,
+        lse_gradient=False,
+        deterministic=True,
+    )
+    takes_all = INTERVALS.supports(demand) is None
+    if cuts is not None and reason is None and not (takes_all and _are_short(cuts)):
+        return _Way(cuts, len(cuts) == 1 and _is_whole(cuts[0], mask))
+    other = INTERVALS if takes_all else SLICED
+    _log_once(other.name, reason or "they have several short windows")
+    return _Way((), False, other)
 
 
-@lru_cache(maxsize=4096)
-def _is_whole(cuts: tuple[Window, ...], mask: CallMask) -> bool:
-    """True if one window is the whole call, so that its results are the call's."""
-    sides = ((len(cuts[0].q), mask.q), (len(cuts[0].kv), mask.kv)) if len(cuts) == 1 else ()
-    return bool(sides) and all(count == sum(map(len, side)) for count, side in sides)
+def _are_short(cuts: tuple[Window, ...]) -> bool:
+    """True for windows that take longer one by one than all in one launch."""
+    return len(cuts) > 1 and sum(len(cut.q) for cut in cuts) <= _SHORT * len(cuts)
+
+
+def _is_whole(cut: Window, mask: CallMask) -> bool:
+    """True if the window is the whole call, so that its results are the call's."""
+    return len(cut.q) == sum(map(len, mask.q)) and len(cut.kv) == sum(map(len, mask.kv))
 
 
 @lru_cache(maxsize=64)
-def _log_once(reason: str) -> None:
-    logger.info("attention kernel: using %s for some calls: %s", _SLICED.name, reason)
+def _log_once(name: str, reason: str) -> None:
+    logger.info("attention kernel: using %s for some calls: %s", name, reason)
 
 
 def _strides(segments: tuple[range, ...]) -> str:

@@ -6,7 +6,8 @@ the mask cuts through get one call for each pair. The exception is a causal mask
 such as a zigzag shard's own block: one masked call covers all of it.
 
 A program states only the buffers. A call's output, its gradients and a fused kernel's scratch live until they are added
-to the sums; they are counted for the fast CUDA kernels. Kernels that write out the scores take more.
+to the sums; they are counted for cuDNN and flash. The interval kernel, which takes softcap, gradients into the LSE and
+short documents, needs its results alone. Kernels that write out the scores take more.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def _copied_nbytes(call: KernelCall, matrix: BlockMatrix) -> int:
 
 
 def scratch_nbytes(call: KernelCall, matrix: BlockMatrix, direction: Direction) -> int:
-    """Bytes of one call: its results, and the scratch of the fast CUDA kernels.
+    """Bytes of one call: its results, and the scratch of cuDNN or flash.
 
     Forward: output and LSE. Backward: the gradients, dQ in float32, contiguous dO and LSE, an output that stands in for
     O, and where queries share KV heads, the gradients of K and V for every query head.

@@ -1,0 +1,86 @@
+"""Launching Triton kernels, with little work for the host. Nothing here imports triton until one is launched.
+
+Everything possible is worked out once for each form of the tensors: a small launch takes the host longer than the
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Arguments = Callable[[Sequence[Any]], list[Any]]
+"""All arguments of a kernel, from its tensors or their addresses."""
+MOST_PREPARED = 8192
+
+
+class Launch(NamedTuple):
+    """A kernel by its file and name, its grid, its arguments, and options of the compiler."""
+
+    file: str
+    name: str
+    grid: tuple[int, int, int]
+    arguments: Arguments
+    options: Mapping[str, int] = {}
+
+
+def launch(key: tuple[Any, ...], tensors: Sequence[Tensor], prepare: Callable[[], Launch]) -> None:
+    """Launch what `prepare` says for tensors of this form; `key` names everything else that it depends on."""
+    device = tensors[0].device
+    if device.type != "cuda":
+        made = prepare()
+        kernel(made.file, made.name)[made.grid](*made.arguments(tensors))
+    elif device.index == torch.cuda.current_device():
+        _launch_here(key, tensors, prepare)
+    else:
+        with torch.cuda.device(device):  # Triton launches on the current device
+            _launch_here(key, tensors, prepare)
+
+
+_PREPARED: dict[tuple[Any, ...], tuple[Callable[..., Any], Arguments]] = {}
+
+
+def _launch_here(key: tuple[Any, ...], tensors: Sequence[Tensor], prepare: Callable[[], Launch]) -> None:
+    """Let Triton compile and launch the first time, and launch what it compiled directly from then on: its own lookup
+    takes several times as long as the launch. Addresses instead of tensors save a question to the driver for each."""
+    index, addresses = tensors[0].device.index, [tensor.data_ptr() for tensor in tensors]
+    forms = [(tensor.dtype, tensor.stride(), at % 16) for tensor, at in zip(tensors, addresses, strict=True)]
+    key = (*key, index, *forms)
+    known = _PREPARED.get(key)
+    if known is None:
+        made = prepare()
+        compiled = kernel(made.file, made.name)[made.grid](*made.arguments(tensors), **made.options)
+        if len(_PREPARED) >= MOST_PREPARED:
+            _PREPARED.clear()
+        _PREPARED[key] = compiled[made.grid], made.arguments
+    else:
+        run, arguments = known
+        run(*arguments(addresses), stream=torch._C._cuda_getCurrentRawStream(index))
+
+
+@lru_cache(maxsize=64)
+def lacks(device: torch.device) -> str | None:
+    """The reason why Triton's kernels cannot run on a device; None if they can."""
+    if not _is_installed():
+        return "needs triton, which is not installed"
+    if device.type == "cuda" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            return f"needs compute capability 8.0, not {capability[0]}.{capability[1]}"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+@lru_cache(maxsize=16)
+def kernel(file: str, name: str) -> Any:
+    return getattr(import_module(f"mesh_attention.kernels.{file}"), name)
