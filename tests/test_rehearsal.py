@@ -1,4 +1,4 @@
-"""Before the first pass on NCCL, every kind of kernel call and merge has been made once: a first launch may wait."""
+"""Before the first pass on NCCL, every kind of kernel call and merge has been made once, and ranks are connected."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from pool import shared_pool
 from torch import Tensor
 
+from mesh_attention import Problem, causal, make_plan
 from mesh_attention.api import MeshAttention
+from mesh_attention.comm import torch_dist
 from mesh_attention.comm.base import Parcel
+from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution import engine, rehearsal
+from mesh_attention.execution.compiled import compile_program, peers_of
 from mesh_attention.kernels.base import Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.merge import TorchMerging
 from mesh_attention.kernels.select import choose_kernel
+from mesh_attention.plan.steps import DIRECTIONS
 
 RANKS = 4
 
@@ -120,3 +126,45 @@ def test_what_was_made_once_is_not_made_again(log: list[Any]) -> None:
     attention(*[torch.randn(1, 64, 4, 8)] * 3, causal=True)
     before, after = split(log)
     assert set(before) == set(after)
+
+
+# Connecting
+
+
+def test_ranks_connect_with_all_that_a_pass_has_to_do_with() -> None:
+    problem = Problem.self_attention(seq=96, heads=4, head_dim=8, ranks=6, mask=causal())
+    for options in ({"tile": (2, 3)}, {"method": "ring", "route": "ring"}, {"tile": (1, 3), "ulysses_degree": 2}):
+        for direction in DIRECTIONS:
+            plan = make_plan(problem, direction=direction, **options)  # type: ignore[arg-type]
+            by_rank = [peers_of(compile_program(plan, rank)) for rank in range(6)]
+            for rank, (dests, sources) in enumerate(by_rank):
+                assert dests
+                assert all(rank in by_rank[dest][1] for dest in dests)
+                assert all(rank in by_rank[source][0] for source in sources)
+
+
+def reach_others(group: Any) -> list[list[int]]:
+    """As on NCCL, over Gloo: whom this rank met in each of three rounds, the second with nobody new."""
+    comm = TorchComm(group)
+    comm._starts_together = True
+    comm._connection.device = torch.device("cpu")
+    met: list[list[int]] = []
+    post = torch_dist._post_one_by_one
+
+    def note(group: Any, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> list[Any]:
+        met.append(sorted({parcel.peer for parcel in (*sends, *recvs)}))
+        return post(group, sends, recvs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_dist, "_post_together", note)
+        following, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for _ in range(2):
+            comm.reach({following}, {before})
+        comm.reach({following, before}, {following, before})
+    return met
+
+
+def test_ranks_meet_at_once_and_only_once() -> None:
+    for rank, met in enumerate(shared_pool().run(4, reach_others)):
+        neighbours = sorted({(rank + 1) % 4, (rank - 1) % 4})
+        assert met == [neighbours, neighbours]

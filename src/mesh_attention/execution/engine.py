@@ -21,7 +21,7 @@ from mesh_attention.comm.marked import Marked
 from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.execution.agreement import Configuration, agree_on_call, number_of_call
 from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Meter, fields_of
-from mesh_attention.execution.compiled import Compiled, compile_program, describe_post
+from mesh_attention.execution.compiled import Compiled, compile_program, describe_post, peers_of
 from mesh_attention.execution.driving import Ledger, PlayedRanks
 from mesh_attention.execution.executor import Executor, Fields
 from mesh_attention.execution.graphs import CapturedPasses, GraphMemory, Tensors
@@ -318,6 +318,7 @@ class Engine:
             rehearsals = executors_over(nowhere, RehearsedKernel(kernel), RehearsedMerging(merging))
             self.drive([rehearsal.run() for rehearsal in rehearsals])
             del rehearsals  # and their memory
+            self.marked.reach(*peers_of(self.programs(direction)[0]))
         executors = executors_over(self.comms, kernel, merging)
         if self.marked is not None:
             self.marked.open(inputs[0]["mark"]["mark"], self.ledger.history)
