@@ -32,7 +32,7 @@ from mesh_attention import Problem, causal
 from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import MemoryLimitError
 from mesh_attention.execution.compiled import compile_program
-from mesh_attention.machine.choosing import Tuner
+from mesh_attention.machine.choosing import Tuner, tuned
 from mesh_attention.masks import Mask, documents, full, window
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS
@@ -90,6 +90,7 @@ def _mask(name: str, tokens: int, seed: int) -> Mask:
 def _nothing_remembered() -> Iterator[None]:
     with TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
+        tuned.cache_clear()
         yield
 
 

@@ -48,7 +48,7 @@ def batch_of_documents(tokens: int, seed: int) -> Mask:
 @contextmanager
 def no_history() -> Iterator[None]:
     """Nothing is remembered from before."""
-    choosing._tuned.cache_clear()
+    choosing.tuned.cache_clear()
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
         yield

@@ -116,7 +116,7 @@ def test_an_edited_tuning_with_another_layout_is_not_used(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def attend() -> Any:
-        choosing._tuned.cache_clear()  # as in a new process
+        choosing.tuned.cache_clear()  # as in a new process
         attention = MeshAttention(LocalGroup(2), cluster="h100x256", layout="zigzag")
         generator = torch.Generator().manual_seed(0)
         shards = [attention.shard(torch.randn(1, 32, 4, 8, generator=generator)) for _ in range(3)]
