@@ -218,6 +218,11 @@ def test_the_choice_by_bytes_moves_the_fewest(ranks: int, kv_heads: int, is_caus
         if kv_heads % degree == 0:
             for tile in tiles_of(ranks // degree):
                 assert chosen <= most_received(Choice(tile=tile, ulysses_degree=degree, layout=layout)) * (1 + 1e-9)
+    if has_gradient:
+        with_kept = most_received(least_volume_choice(problem, layout, directions, may_keep=True))
+        assert with_kept <= chosen
+        if kv_heads % ranks == 0 and ranks > 1:
+            assert with_kept <= most_received(Choice(method="ulysses", layout=layout, keep=("q", "kv"))) * (1 + 1e-9)
 
 
 def _payload(plan: object, rank: int) -> int:

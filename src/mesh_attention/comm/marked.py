@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import ref
@@ -92,6 +92,12 @@ class Marked:
 
     def share(self, text: str) -> Sharing:
         return self.inner.share(text)
+
+    def reach(self, dests: Collection[int], sources: Collection[int]) -> None:
+        """Connect with the ranks of a pass, where a transport has to (`TorchComm.reach`)."""
+        comm = innermost(self.inner)
+        if self.is_capturable and isinstance(comm, TorchComm):
+            comm.reach(dests, sources)
 
     def watch(self, device: torch.device, history: int, direction: str, describe: Describe) -> None:
         """Watch the pass that begins now, if its transfers run on a device. Not one that the caller captures."""

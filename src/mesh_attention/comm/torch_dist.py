@@ -10,7 +10,7 @@ import math
 import re
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -68,6 +68,7 @@ class TorchComm:
         self._starts_together = (
             device is not None and self.is_capturable and self.group._get_backend(device).supports_coalescing
         )
+        self._reached: tuple[set[int], set[int]] = set(), set()
         self._connection = GroupConnection(device, is_due=device is not None and device.type != "cpu")
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
@@ -76,6 +77,23 @@ class TorchComm:
             return _Works(post(self.group, sends, recvs))
         except Exception as error:
             raise TransportError(f"{reason_of(error)}; {START_AGAIN}") from error
+
+    def reach(self, dests: Collection[int], sources: Collection[int]) -> None:
+        """Connect with the ranks that a pass will send to and receive from; all ranks, before they first run it.
+
+        NCCL connects two ranks when they first send, and the host waits for that. In the posts of a pass, ranks meet
+        one after the other, so they could wait for each other in a circle. Here all of them meet at once.
+        """
+        dests, sources = sorted({*dests} - self._reached[0]), sorted({*sources} - self._reached[1])
+        if not self._starts_together or not (dests or sources):
+            return
+        assert self._connection.device is not None  # where the backend is NCCL
+        with _current(self._connection.device):
+            byte = torch.zeros(1 + len(sources), dtype=torch.uint8, device=self._connection.device)
+            sends = [Parcel([byte[:1]], rank, "") for rank in dests]
+            self.post(sends, [Parcel([byte[at : at + 1]], rank, "") for at, rank in enumerate(sources, 1)]).wait()
+        self._reached[0].update(dests)
+        self._reached[1].update(sources)
 
     def share(self, text: str) -> Sharing:
         return GatheredTexts(text, self.group, self.size, self._connection)

@@ -125,6 +125,13 @@ def compile_program(plan: Plan, rank: int) -> Compiled:
     )
 
 
+def peers_of(compiled: Compiled) -> tuple[set[int], set[int]]:
+    """The ranks that a program sends to, and those it receives from."""
+    ends = [transfers(step) for step in compiled.steps]
+    dests = {send.dest for sends, _ in ends for send in sends}
+    return dests, {recv.source for _, recvs in ends for recv in recvs}
+
+
 def describe_post(compiled: Compiled, index: int) -> tuple[str, tuple[int, ...]]:
     """The step of the pass's post with this index, counted from 0, and the ranks at the other ends."""
     posts = [one for one in compiled.instructions if isinstance(one.step, Recv | Send | Collective | Exchange)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -20,12 +21,14 @@ from mesh_attention.comm.marked import Marked
 from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.execution.agreement import Configuration, agree_on_call, number_of_call
 from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Meter, fields_of
-from mesh_attention.execution.compiled import Compiled, compile_program, describe_post
+from mesh_attention.execution.compiled import Compiled, compile_program, describe_post, peers_of
 from mesh_attention.execution.driving import Ledger, PlayedRanks
 from mesh_attention.execution.executor import Executor, Fields
 from mesh_attention.execution.graphs import CapturedPasses, GraphMemory, Tensors
+from mesh_attention.execution.rehearsal import Nowhere, RehearsedKernel, RehearsedMerging
 from mesh_attention.execution.together import PlanningTogether, plan_together
 from mesh_attention.kernels.base import Demand, Kernel, Scores
+from mesh_attention.kernels.merge import Merging
 from mesh_attention.kernels.select import choose_kernel, choose_merging
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
@@ -216,6 +219,7 @@ class Engine:
     captured: CapturedPasses | None = None
     """The passes that are launched as CUDA graphs. They can keep nothing for each other."""
     kernels: dict[tuple[torch.device, bool, bool], Kernel] = field(default_factory=dict)
+    rehearsed: set[Hashable] = field(default_factory=set)
     meters: list[Meter] = field(default_factory=list)
     """Memory of the last pass that ran step by step, one meter for each rank played here."""
 
@@ -288,22 +292,34 @@ class Engine:
     ) -> tuple[list[dict[str, Fields]], list[dict[Item, Buffer]]]:
         device = next(iter(inputs[0]["q"].values())).device
         merging = choose_merging(device)
-        executors = [
-            Executor(
-                compiled=compiled,
-                comm=comm,
-                kernel=kernel,
-                softmax=self.softmax,
-                inputs=given,
-                device=device,
-                new_output=Outputs(self.problem, lengths, device),
-                merging=merging,
-                kept=of_rank,
-            )
-            for compiled, comm, given, lengths, of_rank in zip(
-                self.programs(direction), self.comms, inputs, tokens, kept, strict=True
-            )
-        ]
+
+        def executors_over(comms: Sequence[Comm], kernel: Kernel, merging: Merging) -> list[Executor]:
+            return [
+                Executor(
+                    compiled=compiled,
+                    comm=comm,
+                    kernel=kernel,
+                    softmax=self.softmax,
+                    inputs=given,
+                    device=device,
+                    new_output=Outputs(self.problem, lengths, device),
+                    merging=merging,
+                    kept=of_rank,
+                )
+                for compiled, comm, given, lengths, of_rank in zip(
+                    self.programs(direction), comms, inputs, tokens, kept, strict=True
+                )
+            ]
+
+        part = direction, kernel.name, get_ident()
+        if self.marked is not None and self.marked.is_capturable and part not in self.rehearsed:
+            self.rehearsed.add(part)
+            nowhere = [Nowhere(comm.rank, comm.size) for comm in self.comms]
+            rehearsals = executors_over(nowhere, RehearsedKernel(kernel), RehearsedMerging(merging))
+            self.drive([rehearsal.run() for rehearsal in rehearsals])
+            del rehearsals  # and their memory
+            self.marked.reach(*peers_of(self.programs(direction)[0]))
+        executors = executors_over(self.comms, kernel, merging)
         if self.marked is not None:
             self.marked.open(inputs[0]["mark"]["mark"], self.ledger.history)
         results = self.drive([executor.run() for executor in executors])

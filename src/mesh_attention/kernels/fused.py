@@ -70,8 +70,8 @@ def stand_in_rows(do: Tensor, delta: Tensor, lse: Tensor) -> tuple[Tensor, Tenso
 
 def check_marks(largest: Tensor, state: Tensor, seen: Tensor, results: Sequence[Tensor], *, counts: bool) -> None:
     """`execution.alarm.Alarm.check` of up to three results without gaps in memory; `seen` is in pinned host memory."""
-    sizes = [*(result.numel() for result in results), 0, 0][:3]
-    filled = [*results, results[0], results[0]][:3]
+    sizes = [*(result.numel() for result in results), 0, 0, 0][:3]
+    filled = [*results, state, state, state][:3]  # a rank without tokens has no results
 
     def arguments(given: Sequence[Any]) -> list[Any]:
         largest, state, seen, *results = given

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from mesh_attention.errors import MemoryLimitError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
-from mesh_attention.planning.choice import Choice
+from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.planning.choice import ALL_INPUTS, Choice
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import Price, make_plan
 from mesh_attention.problem import Problem
@@ -28,7 +28,6 @@ from mesh_attention.tuning.traffic import costs_on
 from mesh_attention.units import GIB
 
 MOST_KEPT = 256
-ALL_INPUTS: tuple[Kind, ...] = ("q", "kv")
 NEAR = 2.1
 """Lengths whose ratio is at most this have the same choice; a little above 2, because coarse lengths are rounded."""
 

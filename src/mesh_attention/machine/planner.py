@@ -17,7 +17,7 @@ from mesh_attention.clusters import PRESETS
 from mesh_attention.comm.base import Comm
 from mesh_attention.comm.marked import innermost
 from mesh_attention.errors import TopologyError
-from mesh_attention.machine.choosing import ALL_INPUTS, Chosen, Tuner, by_bytes
+from mesh_attention.machine.choosing import Chosen, Tuner, by_bytes
 from mesh_attention.machine.facts import facts_of
 from mesh_attention.machine.files import calibrated, calibrated_file, keep_measured, measured, measured_file
 from mesh_attention.machine.probe import fitted, probe
@@ -134,9 +134,8 @@ class MachinePlanning:
         return chosen
 
     def _by_bytes(self, problem: Problem, needs_gradient: bool, may_keep: bool) -> Choice:
-        choice = least_volume_choice(problem, self.layout, DIRECTIONS if needs_gradient else DIRECTIONS[:1])
-        if choice.method == "ulysses" and needs_gradient and may_keep:
-            choice = replace(choice, keep=ALL_INPUTS)
+        passes = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
+        choice = least_volume_choice(problem, self.layout, passes, may_keep=needs_gradient and may_keep)
         if problem.ranks > 1:
             self._say(choice, f"{choice} for {_describe(problem)}: it moves the fewest bytes; {OVERRIDE}")
         return choice

@@ -42,6 +42,7 @@ Family = Literal[
     "ulysses×mesh",
     "startrail",
 ]
+ALL_INPUTS: tuple[Kind, ...] = ("q", "kv")
 FAMILIES: tuple[Family, ...] = get_args(Family)[:-1]
 """Simplest first. StarTrail is left out: this library has no plan for it, only a bound (see `tuning.rivals`)."""
 
@@ -269,11 +270,13 @@ def _detail(detail: str, text: str) -> Mapping[str, Any]:
     )
 
 
-def least_volume_choice(problem: Problem, layout: Layout, directions: Sequence[Direction]) -> Choice:
+def least_volume_choice(
+    problem: Problem, layout: Layout, directions: Sequence[Direction], *, may_keep: bool = False
+) -> Choice:
     """The choice that moves the fewest bytes over these passes. Its tile is open, so that each pass has its own."""
-    degree = least_volume_degree(problem, layout, directions)
+    degree = least_volume_degree(problem, layout, directions, may_keep=may_keep)
     if 1 < degree == problem.ranks:
-        return Choice(method="ulysses", layout=layout)
+        return Choice(method="ulysses", layout=layout, keep=ALL_INPUTS if may_keep else ())
     return Choice(ulysses_degree=degree, layout=layout)
 
 

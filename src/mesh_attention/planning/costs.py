@@ -7,7 +7,7 @@ adjacent are attended in several calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 
 from mesh_attention.errors import ScheduleError
@@ -127,19 +127,29 @@ def least_volume_tile(problem: Problem, layout: Layout, direction: Direction, *,
     return min(volumes, key=lambda tile: volumes[tile])
 
 
-def least_volume_degree(problem: Problem, layout: Layout, directions: Sequence[Direction]) -> int:
+def least_volume_degree(
+    problem: Problem, layout: Layout, directions: Sequence[Direction], *, may_keep: bool = False
+) -> int:
     """The Ulysses degree whose busiest rank receives the fewest bytes over these passes, each with its best tile; ties
-    go to the smaller degree."""
-    degrees = [degree for degree in divisors(problem.ranks) if problem.kv_heads % degree == 0]
-    return min(degrees, key=lambda u: sum(min(received_by_tile(problem, layout, d, u).values()) for d in directions))
+    go to the smaller degree. If inputs may be kept, Ulysses alone keeps all of them for backward."""
+
+    def received(degree: int) -> float:
+        has_inputs = may_keep and degree == problem.ranks
+        have = {"forward": (), "backward": INPUTS["forward"] if has_inputs else ()}
+        return sum(min(received_by_tile(problem, layout, d, degree, have=have[d]).values()) for d in directions)
+
+    return min((degree for degree in divisors(problem.ranks) if problem.kv_heads % degree == 0), key=received)
 
 
-def received_by_tile(problem: Problem, layout: Layout, direction: Direction, ulysses_degree: int) -> dict[Tile, float]:
-    """Tensor bytes that reach the busiest rank in one pass, with any planner, for every tile of a Ulysses degree."""
+def received_by_tile(
+    problem: Problem, layout: Layout, direction: Direction, ulysses_degree: int, *, have: Collection[Kind] = ()
+) -> dict[Tile, float]:
+    """Tensor bytes that reach the busiest rank in one pass, with any planner, for every tile of a Ulysses degree; with
+    only one tile, a rank may `have` some inputs already."""
     places = _sample(problem.ranks // ulysses_degree)
     grids = [Assignment(tile, ulysses_degree) for tile in tiles_of(problem.ranks // ulysses_degree)]
     matrix = BlockMatrix(problem, layout, grids[0])
-    kinds = (*INPUTS[direction], *OUTPUTS[direction])
+    kinds = [kind for kind in (*INPUTS[direction], *OUTPUTS[direction]) if kind not in have]
     largest = {kind: max(matrix.nbytes(Item(kind, place)).payload for place in places) for kind in kinds}
     exchanged = sum(largest.values()) * (1 - 1 / ulysses_degree)
     if matrix.is_uniform:

@@ -1,0 +1,113 @@
+"""Rehearsals: a pass without transfers, before its first run on NCCL, so that every kernel is on the device by then.
+
+The first launch of a kernel loads it, and that may wait until the device is idle. In a pass, the device may be waiting
+for another rank by then, whose host waits in a first launch of its own: all would wait for each other for ever. So a
+rank first walks the same steps with a transport that carries nothing. Each kind of kernel call and merge is really made
+once, on whatever is in memory; those made before, in this or another rehearsal, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention.comm.base import Parcel, Sharing, Work
+from mesh_attention.kernels.bands import windows
+from mesh_attention.kernels.base import Demand, Gradients, Kernel, RowGradient, Scores
+from mesh_attention.kernels.merge import Merging
+
+_MADE: set[Hashable] = set()
+"""Calls made so far, by thread and form: some of what a first call sets up belongs to its thread."""
+MOST_MADE = 65536
+
+
+class Nowhere:
+    """A transport that carries nothing; nobody waits."""
+
+    is_capturable = False
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        return _Done()
+
+    def share(self, text: str) -> Sharing:
+        raise AssertionError("there is nobody to share with")
+
+
+class _Done:
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class RehearsedKernel:
+    """Makes each call of another form once."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.name = kernel, kernel.name
+
+    def supports(self, demand: Demand) -> str | None:
+        return self.kernel.supports(demand)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        if _is_new(self.name, "forward", scores, q, k, v):
+            return self.kernel.forward(q, k, v, scores)
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        return out, q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
+        if _is_new(self.name, "backward", scores, q, k, v, row.do):
+            return self.kernel.backward(q, k, v, row, scores)
+        return Gradients(*map(torch.empty_like, (q, k, v)))
+
+
+class RehearsedMerging:
+    """Makes each operation on another form of tensors once."""
+
+    def __init__(self, merging: Merging) -> None:
+        self.merging, self.name = merging, merging.name
+
+    def supports(self, device: torch.device) -> str | None:
+        return self.merging.supports(device)
+
+    def start_output(self, *tensors: Tensor) -> None:
+        self._once(self.merging.start_output, *tensors)
+
+    def merge_output(self, *tensors: Tensor) -> None:
+        self._once(self.merging.merge_output, *tensors)
+
+    def copy(self, *tensors: Tensor) -> None:
+        self._once(self.merging.copy, *tensors)
+
+    def add(self, *tensors: Tensor) -> None:
+        self._once(self.merging.add, *tensors)
+
+    def _once(self, operation: Callable[..., None], *tensors: Tensor) -> None:
+        if _is_new(self.name, operation.__name__, None, *tensors):
+            operation(*tensors)
+
+
+def _form_of(scores: Scores) -> Hashable:
+    """What kernels distinguish in masks and scores; lengths are those of the tensors."""
+    cuts = windows(scores.mask) if scores.mask.form == "positions" else None
+    sizes = None if cuts is None else tuple((len(cut.q), len(cut.kv), cut.left, cut.right) for cut in cuts)
+    return scores.mask.form, sizes, scores.softcap
+
+
+def _is_new(name: str, what: str, scores: Scores | None, *tensors: Tensor) -> bool:
+    forms: list[Any] = [(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16) for tensor in tensors]
+    key = (get_ident(), tensors[0].device, name, what, scores and _form_of(scores), *forms)
+    if key in _MADE:
+        return False
+    if len(_MADE) >= MOST_MADE:
+        _MADE.clear()
+    _MADE.add(key)
+    return True
