@@ -32,14 +32,13 @@ from mesh_attention import Problem, causal
 from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import MemoryLimitError
 from mesh_attention.execution.compiled import compile_program
+from mesh_attention.machine.choosing import Tuner, tuned
 from mesh_attention.masks import Mask, documents, full, window
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.planning.choice import default_layout
-from mesh_attention.planning.registry import Planner
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.planner import tuned_planner
 from mesh_attention.tuning.tune import tune
 
 TIMED_RANKS = (8, 64, 256)
@@ -91,6 +90,7 @@ def _mask(name: str, tokens: int, seed: int) -> Mask:
 def _nothing_remembered() -> Iterator[None]:
     with TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
+        tuned.cache_clear()
         yield
 
 
@@ -99,12 +99,12 @@ def _nothing_remembered() -> Iterator[None]:
 
 @_nothing_remembered()
 def _waits(ranks: int, mask: str) -> dict[str, object]:
-    planner, base = tuned_planner(cluster_named(f"h100x{ranks}")), 4096 * ranks
-    seconds = {}
+    base, seconds = 4096 * ranks, {}
+    tuner = _tuner(cluster_named(f"h100x{ranks}"), _problem(ranks, base, mask, 8, seed=0))
     for name, tokens, seed in (("first", base, 0), ("new length", base + 37, 0), ("new batch", base, 1)):
         asked = _problem(ranks, tokens, mask, 8, seed=seed)
         start = time.process_time()
-        plans = _plans(planner, asked)
+        plans = _plans(tuner, asked)
         seconds[name] = time.process_time() - start
     start = time.process_time()
     for plan in plans:
@@ -113,8 +113,13 @@ def _waits(ranks: int, mask: str) -> dict[str, object]:
     return {"ranks": ranks, "mask": mask, **{name: round(value, 4) for name, value in seconds.items()}}
 
 
-def _plans(planner: Planner, asked: Problem) -> list[Plan]:
-    return [planner(asked, direction=direction, layout=default_layout(asked)) for direction in DIRECTIONS]
+def _tuner(cluster: Topology, asked: Problem) -> Tuner:
+    return Tuner(cluster, default_layout(asked), memory_nbytes=None)
+
+
+def _plans(tuner: Tuner, asked: Problem) -> list[Plan]:
+    chosen, _ = tuner.choose(asked, needs_gradient=True)
+    return list(chosen.plans(asked).values())
 
 
 def _print_waits(waits: Sequence[dict[str, object]]) -> None:
@@ -146,7 +151,7 @@ def _compared(preset: str, ranks: int, kv_heads: int, tokens: int, mask: str, se
     asked = _problem(ranks, tokens * ranks, mask, kv_heads, seed=seed, dtype=dtype)
     try:
         thorough = tune(asked, cluster, directions=DIRECTIONS)
-        plans = _plans(tuned_planner(cluster), asked)
+        plans = _plans(_tuner(cluster, asked), asked)
     except MemoryLimitError:
         return None
     best_s = min(trial.time_s for trial in thorough.trials if not trial.is_bound)

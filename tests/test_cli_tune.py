@@ -276,7 +276,7 @@ def planned(code: str, problem: Problem) -> dict[str, str]:
     """The digests of the plans that a `MeshAttention` makes which the code makes."""
     names: dict[str, Any] = {"group": LocalGroup(problem.ranks), "MeshAttention": MeshAttention}
     exec(code, names)
-    plans = names["attention"].engines.planning.plans(problem, on_gpu=False, needs_gradient=True)
+    plans = names["attention"].engines.planning.plans(problem, on_gpu=False, needs_gradient=True, may_keep=False)
     return {direction: plan.digest for direction, plan in plans.items()}
 
 

@@ -14,18 +14,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, verify
+from mesh_attention.machine import choosing
+from mesh_attention.machine.choosing import Tuner
 from mesh_attention.masks import Mask, documents, full, window
 from mesh_attention.plan.assignment import Assignment, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import LAYOUTS, Contiguous, Zigzag
-from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS
-from mesh_attention.planning.choice import as_choice, default_layout
+from mesh_attention.planning.choice import as_choice
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.testing import strategies
 from mesh_attention.tuning import planner as planner_module
 from mesh_attention.tuning.coarse import LONGER, can_be_widened, coarse, part_of, plan_like, widened
-from mesh_attention.tuning.planner import tuned_planner
+from mesh_attention.tuning.planner import tuned_choices
 from mesh_attention.tuning.result import NEAR_TIE
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.tuning.tune import tune
@@ -46,14 +47,11 @@ def batch_of_documents(tokens: int, seed: int) -> Mask:
 
 @contextmanager
 def no_history() -> Iterator[None]:
-    """Nothing is remembered on disk from before."""
+    """Nothing is remembered from before."""
+    choosing.tuned.cache_clear()
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
         yield
-
-
-def plans(planner: object, asked: Problem) -> list[Plan]:
-    return [planner(asked, direction=d, layout=default_layout(asked)) for d in DIRECTIONS]  # type: ignore[operator]
 
 
 @given(data=st.data(), cluster=st.sampled_from(["h100", "paper", "laptop"]))
@@ -61,26 +59,12 @@ def plans(planner: object, asked: Problem) -> list[Plan]:
 def test_the_plans_of_a_quick_choice_are_right_for_the_problem_itself(data: st.DataObject, cluster: str) -> None:
     asked, layout = data.draw(strategies.problems(max_ranks=9)), data.draw(strategies.layouts())
     with no_history():
-        planner = tuned_planner(cluster_named(cluster).with_ranks(asked.ranks))
-        for direction in DIRECTIONS:
-            plan = planner(asked, direction=direction, layout=layout)
+        chosen, _ = Tuner(cluster_named(cluster).with_ranks(asked.ranks), layout, None).choose(
+            asked, needs_gradient=True
+        )
+        for direction, plan in chosen.plans(asked).items():
             assert (plan.problem, plan.layout, plan.direction) == (asked, layout, direction)
             verify(plan)
-
-
-@given(order=st.permutations(range(6)))
-@settings(max_examples=4, deadline=None)
-def test_answers_do_not_depend_on_what_was_asked_before(order: list[int]) -> None:
-    lengths = (8000, 8192, 9000, 11_000, 16_000, 16_400)
-    cluster = cluster_named("h100x4")
-    asked = [problem(4, tokens=length, mask=m) for length in lengths for m in (causal(), batch_of_documents(length, 1))]
-    with no_history():
-        planner = tuned_planner(cluster)
-        alone = [plans(tuned_planner(cluster), one) for one in asked]
-    with no_history():
-        for at in order:
-            for one in (2 * at, 2 * at + 1):
-                assert plans(planner, asked[one]) == alone[one]
 
 
 def test_new_lengths_and_new_batches_of_documents_need_no_new_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,13 +76,13 @@ def test_new_lengths_and_new_batches_of_documents_need_no_new_choice(monkeypatch
 
     cached = planner_module.cached_tune
     monkeypatch.setattr(planner_module, "cached_tune", counted)
-    planner = tuned_planner(cluster_named("h100x4"))
     with no_history():
+        tuner = Tuner(cluster_named("h100x4"), Zigzag(), None)
         for tokens in range(8000, 8400, 37):
-            plans(planner, problem(4, tokens=tokens))
+            tuner.choose(problem(4, tokens=tokens), needs_gradient=True)
         assert len(tuned) == 1
         for seed in range(30):
-            plans(planner, problem(4, tokens=8192, mask=batch_of_documents(8192, seed)))
+            tuner.choose(problem(4, tokens=8192, mask=batch_of_documents(8192, seed)), needs_gradient=True)
         assert len(tuned) <= 3
 
 
@@ -125,6 +109,17 @@ def test_typical_documents_leave_about_as_many_pairs(seed: int) -> None:
     assert found.mask.documents is not None
     assert found.mask.right == 0
     assert 1 / 4 < found.pairs / asked.pairs < 4
+
+
+@given(seq_q=st.integers(1, 5000), seq_kv=st.integers(1, 5000), cuts=st.lists(st.floats(0, 1), max_size=9))
+def test_documents_of_another_length_for_keys_stay_pairs_of_documents(
+    seq_q: int, seq_kv: int, cuts: list[float]
+) -> None:
+    shares = [0, *sorted(cuts), 1]
+    mask = documents(*([round(share * tokens) for share in shares] for tokens in (seq_q, seq_kv)))
+    found = coarse(replace(problem(4), seq_q=seq_q, seq_kv=seq_kv, mask=mask))
+    assert found.mask.documents is not None
+    assert len(found.mask.documents.q) == len(found.mask.documents.kv)
 
 
 def test_documents_that_fit_into_a_rank_are_not_counted_one_by_one() -> None:
@@ -160,14 +155,15 @@ def test_a_local_mask_takes_as_long_on_a_part_of_the_cluster(text: str) -> None:
 
 
 def test_a_choice_with_rows_is_not_widened() -> None:
-    """The planner takes another one, which was about as good on the part."""
+    """Another one is taken, which was about as good on the part."""
     assert not can_be_widened(as_choice("mesh 2x8"))
     asked, cluster = problem(64, tokens=64 * 4096, mask=window(4096, 0)), cluster_named("h100x64")
     with no_history(), pytest.MonkeyPatch.context() as patch:
         found = tune(*part_of(asked, cluster), directions=DIRECTIONS)
         mesh, ring = (next(t for t in found.trials if t.family == family) for family in ("mesh", "ring"))
         patch.setattr(planner_module, "cached_tune", lambda *_, **__: (replace(found, trials=(mesh, ring)), False))
-        assert {str(plan.assignment) for plan in plans(tuned_planner(cluster), asked)} == {"1x64"}
+        choices, _ = tuned_choices(asked, cluster, "contiguous", needs_gradient=True, is_quick=True)
+        assert {str(choice.assignment) for choice in choices.values()} == {"1x64"}
 
 
 @pytest.mark.parametrize("mask", [full(), causal(), window(100_000, 0), causal() & documents([0, 1 << 17, 1 << 18])])

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mesh_attention import LocalGroup, MeshAttention, Problem, Zigzag, causal, full, make_plan, rank_costs, verify
 from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import MemoryLimitError, TopologyError, UsageError
+from mesh_attention.machine.choosing import Tuner
 from mesh_attention.masks import Mask, documents, window
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.blocks import elements_per_token
@@ -28,7 +29,6 @@ from mesh_attention.testing.strategies import plans
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cache_folder, cached_tune
 from mesh_attention.tuning.candidates import placements, shapes
-from mesh_attention.tuning.planner import tuned_planner
 from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning, tuning_from_json, tuning_to_json
 from mesh_attention.tuning.rivals import startrail_degrees, startrail_units
 from mesh_attention.tuning.search import groupings
@@ -405,11 +405,12 @@ def test_calls_without_gradients_are_tuned_for_forward_alone(tmp_path: Path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked, cluster = problem(8, seq=1024), cluster_named("h100x8")
     forward = tune(asked, cluster, directions=["forward"], layout="zigzag").chosen
-    planner = tuned_planner(cluster, memory_nbytes=forward.peak_nbytes)
-    plan = planner(asked, direction="forward", layout=Zigzag(), needs_gradient=False)
+    tuner = Tuner(cluster, Zigzag(), forward.peak_nbytes)
+    chosen, _ = tuner.choose(asked, needs_gradient=False)
+    plan = chosen.plans(asked)["forward"]
     assert max(rank_costs(plan, rank).peak_nbytes for rank in range(8)) <= forward.peak_nbytes
     with pytest.raises(MemoryLimitError):
-        planner(asked, direction="forward", layout=Zigzag(), needs_gradient=True)
+        tuner.choose(asked, needs_gradient=True)
 
 
 def test_without_a_home_tunings_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,11 +93,11 @@ class Tuner:
             known = self.known[needs_gradient]
             alike = find_alike(coarse(problem), known, most_nbytes=self.topology.device.memory_gib * GIB)
             try:
-                chosen, known[alike] = _tuned(alike, self.topology, self.layout, needs_gradient, None, is_coarse=True)
+                chosen, known[alike] = tuned(alike, self.topology, self.layout, needs_gradient, None, is_coarse=True)
                 return chosen, known[alike]
             except MemoryLimitError:
                 pass  # the coarse form may be a little longer than the problem
-        return _tuned(problem, self.topology, self.layout, needs_gradient, self.memory_nbytes, is_coarse=False)
+        return tuned(problem, self.topology, self.layout, needs_gradient, self.memory_nbytes, is_coarse=False)
 
 
 def find_alike(own: Problem, known: Mapping[Problem, Tuning], *, most_nbytes: float) -> Problem:
@@ -125,7 +125,7 @@ def _ratio(a: Problem, b: Problem) -> float:
 
 
 @lru_cache(maxsize=MOST_KEPT)
-def _tuned(
+def tuned(
     problem: Problem,
     topology: Topology,
     layout: Layout,
@@ -134,6 +134,7 @@ def _tuned(
     *,
     is_coarse: bool,
 ) -> tuple[Chosen, Tuning]:
+    """The choice for a problem, and the tuning it is from."""
     found, tuning = tuned_choices(
         problem, topology, layout.name, needs_gradient, memory_nbytes=memory_nbytes, is_quick=is_coarse
     )

@@ -61,20 +61,18 @@ def make_plan(
 class Planning:
     """Makes the plans of both passes of a problem, by a choice that has a layout, or by a planner.
 
-    A planner that `is_tuned` is also told whether there will be a backward pass. `prove` raises for a plan that breaks
-    a rule; it is given the plans of a planner that is not the library's, if they will run.
+    `prove` raises for a plan that breaks a rule; it is given the plans of a planner, if they will run.
     """
 
     choice: Choice
     costs: Costs | None = None
     planner: Planner | None = None
-    is_tuned: bool = False
     prove: Callable[[Plan], None] | None = None
 
     def plans(
         self, problem: Problem, *, on_gpu: bool, needs_gradient: bool, may_keep: bool = True
     ) -> dict[Direction, Plan]:
-        plans = {direction: self._plan(problem, direction, on_gpu, needs_gradient) for direction in DIRECTIONS}
+        plans = {direction: self._plan(problem, direction, on_gpu) for direction in DIRECTIONS}
         for direction, plan in plans.items():
             assert self.choice.layout is not None
             _check_fit(plan, problem, self.choice.layout, direction)
@@ -89,10 +87,9 @@ class Planning:
     def together(self, comm: object, device: object) -> None:
         """Every rank makes the same plans, so each plans alone."""
 
-    def _plan(self, problem: Problem, direction: Direction, on_gpu: bool, needs_gradient: bool) -> Plan:
+    def _plan(self, problem: Problem, direction: Direction, on_gpu: bool) -> Plan:
         if self.planner is not None:
-            more = {"needs_gradient": needs_gradient} if self.is_tuned else {}
-            return self.planner(problem, direction=direction, layout=self.choice.layout, **more)
+            return self.planner(problem, direction=direction, layout=self.choice.layout)
         if on_gpu and self.costs is None and self.choice.blocks_per_call is None:
             return make_priced_plan(problem, self.choice, direction, gpu_price)  # one block a call is too small
         return make_plan(problem, self.choice, direction=direction, costs=self.costs)

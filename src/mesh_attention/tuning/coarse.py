@@ -1,9 +1,8 @@
 """Problems that differ only in detail, as one: the choice for a problem is made for its coarse form.
 
-So a new length, or another batch of packed documents, needs no new choice, and the choice does not depend on what was
-asked before: it is a function of the coarse problem. Lengths and windows are rounded to powers of √2 (times the number
-of ranks). Documents, which differ from batch to batch, become typical ones: uneven, and with about as many pairs, to a
-power of 4.
+So a new length, or another batch of packed documents, needs no new choice. Lengths and windows are rounded to powers of
+√2 (times the number of ranks). Documents, which differ from batch to batch, become typical ones: uneven, and with about
+as many pairs, to a power of 4.
 
 A plan of the coarse problem is a plan of the problem after its problem is replaced: a schedule names offsets, never
 tokens, and lowering leaves out what a mask makes unnecessary. Only a ring of inner rings needs every shard everywhere;
@@ -47,7 +46,8 @@ def coarse(problem: Problem) -> Problem:
     rounded = Mask(left=left, right=right)
     if mask.documents is not None:
         seen = problem.pairs / problem.seq_q * (1 if mask.right is None else 2)
-        rounded &= documents(*(_typical(seen, tokens, problem.ranks) for tokens in (seq_q, seq_kv)))
+        kv = _typical(seen, seq_kv, problem.ranks)
+        rounded &= documents([cut * seq_q // seq_kv for cut in kv], kv)
     return replace(problem, seq_q=seq_q, seq_kv=seq_kv, mask=rounded.within(seq_q, seq_kv))
 
 

@@ -1,65 +1,19 @@
-"""Plans for a cluster: a planner that tunes, for `MeshAttention(cluster=…)`, and plans of a given choice."""
+"""Choices for a cluster, by a tuning that is cached; and plans of a given choice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
-from mesh_attention.errors import MemoryLimitError
-from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
-from mesh_attention.tuning.coarse import can_be_widened, coarse, part_of, plan_like, widened
+from mesh_attention.tuning.coarse import can_be_widened, part_of, widened
 from mesh_attention.tuning.result import Tuning
 from mesh_attention.tuning.traffic import plan_on
-
-
-def tuned_planner(topology: Topology, *, memory_nbytes: float | None = None) -> Callable[..., Plan]:
-    """``planner(problem, direction=…, layout=…, needs_gradient=…)``: the choice of a quick tuning, made once for all
-    problems that are alike (see `coarse`). With a memory limit, each problem is tuned by itself, and thoroughly.
-
-    Both passes are tuned together. Without gradients only forward is tuned, and backward, which never runs, copies it.
-    """
-
-    @lru_cache(maxsize=128)
-    def plans_of(coarse_problem: Problem, layout: str, needs_gradient: bool) -> dict[Direction, Plan] | None:
-        """Plans of a problem that stands for others; None if one of those might not fit into memory."""
-        try:
-            return _plans(coarse_problem, topology, layout, needs_gradient, is_quick=True)
-        except MemoryLimitError:
-            return None
-
-    @lru_cache(maxsize=128)
-    def own_plans(problem: Problem, layout: str, needs_gradient: bool) -> dict[Direction, Plan]:
-        return _plans(problem, topology, layout, needs_gradient, memory_nbytes=memory_nbytes, is_quick=False)
-
-    def planner(problem: Problem, *, direction: Direction, layout: Layout, needs_gradient: bool = True) -> Plan:
-        alike = plans_of(coarse(problem), layout.name, needs_gradient) if memory_nbytes is None else None
-        if alike is None:
-            return own_plans(problem, layout.name, needs_gradient)[direction]
-        return plan_like(alike[direction], problem)
-
-    return planner
-
-
-def _plans(
-    problem: Problem,
-    topology: Topology,
-    layout: str,
-    needs_gradient: bool,
-    *,
-    memory_nbytes: float | None = None,
-    is_quick: bool,
-) -> dict[Direction, Plan]:
-    options: dict[str, Any] = {"memory_nbytes": memory_nbytes, "is_quick": is_quick}
-    choices, _ = tuned_choices(problem, topology, layout, needs_gradient, **options)
-    return {direction: plan_on(topology, problem, choice, direction) for direction, choice in choices.items()}
 
 
 def tuned_choices(
