@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pool import shared_pool
+from torch.utils.flop_counter import FlopCounterMode
 
 from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
@@ -314,3 +316,35 @@ def test_ulysses_keeps_its_inputs_unless_nobody_could_hand_them_over(cluster: st
         assert eager[0] == ["q", "kv"]
         assert compiled[0] == without_gradient[0] == []
         assert max(eager[1], compiled[1]) < 1e-12
+
+
+class OwnLayout(Zigzag):
+    """The shards of zigzag, handed out in another order."""
+
+    def segments(self, rank: int, *, tokens: int, ranks: int) -> Any:
+        return super().segments(ranks - 1 - rank, tokens=tokens, ranks=ranks)
+
+
+def test_the_tuner_refuses_a_layout_that_it_could_not_name() -> None:
+    assert attend(MeshAttention(LocalGroup(2), layout=OwnLayout())) < 1e-12
+    with pytest.raises(UsageError, match=r"the tuner knows only .*zigzag"):
+        MeshAttention(LocalGroup(2), layout=OwnLayout(), cluster="h100x8")
+
+
+def _one_in_a_mode(group: Any, folder: str) -> list[str]:
+    """Rank 0 counts FLOPs in the first call, and cannot keep anything then."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        attention = MeshAttention(group, cluster="h100x8")
+        for counts in (TorchComm(group).rank == 0, False):
+            leaves = [attention.shard(x).requires_grad_() for x in whole()]
+            with FlopCounterMode(display=False) if counts else nullcontext():
+                found.append(said(lambda given=leaves: attention(*given, causal=True)))
+    return found
+
+
+def test_a_rank_that_can_keep_nothing_is_told_apart(tmp_path: Path) -> None:
+    for first, second in shared_pool().run(2, _one_in_a_mode, str(tmp_path)):
+        assert "keeping inputs for backward is impossible (compiled, or in a dispatch mode) on rank(s) 0" in first
+        assert second == "nothing"

@@ -186,6 +186,7 @@ class Watch:
                 break
         self.exchange.is_over.wait(SILENT_S)  # so that the others hear why
         self.exchange.is_over.set()
+        atexit.unregister(self.stop)  # or it would keep all this until the process ends
 
     def _look(self, now: float) -> None:
         over = self.passes_over()

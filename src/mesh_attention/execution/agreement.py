@@ -92,6 +92,7 @@ def _asked(found: Configuration, tensors: Sequence[Tensor], ranks: int) -> dict[
         "deterministic": str(found.options.deterministic),
         "cuda_graphs": str(found.cuda_graphs),
         "gradient": "needed" if found.gradient else "not needed",
+        "keeping inputs for backward": "possible" if found.may_keep else "impossible (compiled, or in a dispatch mode)",
         **{f"{direction} plan": f"{plan!r}" for direction, plan in found.plans.items()},
     }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +24,7 @@ from mesh_attention.execution.compiled import Compiled, compile_program, describ
 from mesh_attention.execution.driving import Ledger, PlayedRanks
 from mesh_attention.execution.executor import Executor, Fields
 from mesh_attention.execution.graphs import CapturedPasses, GraphMemory, Tensors
-from mesh_attention.execution.rehearsal import Nowhere, RehearsedKernel, RehearsedMerging
+from mesh_attention.execution.rehearsal import Nowhere, RehearsedKernel, RehearsedMerging, this_thread
 from mesh_attention.execution.together import PlanningTogether, plan_together
 from mesh_attention.kernels.base import Demand, Kernel, Scores
 from mesh_attention.kernels.merge import Merging
@@ -311,7 +310,7 @@ class Engine:
                 )
             ]
 
-        part = direction, kernel.name, get_ident()
+        part = direction, kernel.name, this_thread()
         if self.marked is not None and self.marked.is_capturable and part not in self.rehearsed:
             self.rehearsed.add(part)
             nowhere = [Nowhere(comm.rank, comm.size) for comm in self.comms]

@@ -6,11 +6,12 @@ A graph reads and writes the same memory at every launch, so inputs are copied i
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from threading import get_ident
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from mesh_attention.execution.rehearsal import this_thread
 
 Result = TypeVar("Result")
 Tensors = Sequence[Mapping[str, Mapping[str, Tensor]]]
@@ -68,8 +69,8 @@ class CapturedPasses:
     def run(self, key: Hashable, inputs: Tensors, run_pass: Callable[[Tensors], Tensors]) -> Tensors:
         """The results for these inputs, copied out of the graph's memory."""
         if key not in self._passes:
-            if (key, get_ident()) not in self._seen:
-                self._seen.add((key, get_ident()))
+            if (key, this_thread()) not in self._seen:
+                self._seen.add((key, this_thread()))
                 return run_pass(_canonical_copies(inputs))
             with torch.inference_mode(False), torch.no_grad():  # later calls need not be in inference mode
                 own = _canonical_copies(inputs)

@@ -9,7 +9,7 @@ once, on whatever is in memory; those made before, in this or another rehearsal,
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from threading import get_ident
+from threading import local
 from typing import Any
 
 import torch
@@ -18,11 +18,21 @@ from torch import Tensor
 from mesh_attention.comm.base import Parcel, Sharing, Work
 from mesh_attention.kernels.bands import windows
 from mesh_attention.kernels.base import Demand, Gradients, Kernel, RowGradient, Scores
+from mesh_attention.kernels.intervals import is_ascending
 from mesh_attention.kernels.merge import Merging
 
+_LOCAL = local()
 _MADE: set[Hashable] = set()
 """Calls made so far, by thread and form: some of what a first call sets up belongs to its thread."""
 MOST_MADE = 65536
+
+
+def this_thread() -> Hashable:
+    """A value of its own for each thread. (Numbers of threads are used again.)"""
+    if not hasattr(_LOCAL, "token"):
+        _LOCAL.token = object()
+    token: Hashable = _LOCAL.token
+    return token
 
 
 class Nowhere:
@@ -99,12 +109,12 @@ def _form_of(scores: Scores) -> Hashable:
     """What kernels distinguish in masks and scores; lengths are those of the tensors."""
     cuts = windows(scores.mask) if scores.mask.form == "positions" else None
     sizes = None if cuts is None else tuple((len(cut.q), len(cut.kv), cut.left, cut.right) for cut in cuts)
-    return scores.mask.form, sizes, scores.softcap
+    return scores.mask.form, sizes, is_ascending(scores.mask), scores.scale < 0, scores.softcap
 
 
 def _is_new(name: str, what: str, scores: Scores | None, *tensors: Tensor) -> bool:
     forms: list[Any] = [(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16) for tensor in tensors]
-    key = (get_ident(), tensors[0].device, name, what, scores and _form_of(scores), *forms)
+    key = (this_thread(), tensors[0].device, name, what, scores and _form_of(scores), *forms)
     if key in _MADE:
         return False
     if len(_MADE) >= MOST_MADE:

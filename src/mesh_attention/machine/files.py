@@ -85,10 +85,11 @@ def keep_measured(path: Path | None, topology: Topology, note: str) -> None:
 
 
 def _read(path: Path) -> Topology | None:
-    if not path.exists():
-        return None
     try:
-        return read_cluster(path)
+        return read_cluster(path) if path.exists() else None
+    except OSError as error:
+        log.warning("%s: %s; it is not used", path, (error.strerror or str(error)).lower())
+        return None
     except UsageError as error:
         log.warning("%s; it is not used", error)
         return None

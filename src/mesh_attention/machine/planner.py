@@ -16,13 +16,13 @@ import torch
 from mesh_attention.clusters import PRESETS
 from mesh_attention.comm.base import Comm
 from mesh_attention.comm.marked import innermost
-from mesh_attention.errors import TopologyError
+from mesh_attention.errors import TopologyError, UsageError
 from mesh_attention.machine.choosing import Chosen, Tuner, by_bytes
 from mesh_attention.machine.facts import facts_of
 from mesh_attention.machine.files import calibrated, calibrated_file, keep_measured, measured, measured_file
 from mesh_attention.machine.probe import fitted, probe
 from mesh_attention.machine.shape import Facts, Machine, likeness_of, placed, preset_machine, ranks_per_node, sharers
-from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.layout import LAYOUTS, Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice, least_volume_choice
@@ -52,6 +52,17 @@ class MachinePlanning:
     _tuners: dict[Topology, Tuner] = field(default_factory=dict)
     _said: set[Hashable] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        if self.cluster is not None and not self._has_known_layout:
+            raise UsageError(
+                f"layout {self.layout!r}: the tuner knows only {', '.join(LAYOUTS)}; leave out cluster=, or use one of them"
+            )
+
+    @property
+    def _has_known_layout(self) -> bool:
+        """False for a layout of the caller's own, which choices, known by their texts, cannot name."""
+        return type(LAYOUTS.get(self.layout.name)) is type(self.layout)
+
     @property
     def decides_what_to_keep(self) -> bool:
         return True
@@ -71,7 +82,7 @@ class MachinePlanning:
 
     def together(self, comm: Comm, device: torch.device) -> MachinePlanning | None:
         has_prices = self.cluster is not None or (device.type == "cuda" and comm.is_capturable)
-        return self if has_prices and comm.size > 1 else None
+        return self if has_prices and comm.size > 1 and self._has_known_layout else None
 
     @property
     def measures(self) -> bool:
