@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Another torch brings its own triton.
 UNPINNED := ^torch==$(if $(filter command line,$(origin TORCH)),|^triton==)
 
-.PHONY: demo test quick fuzz plans files families faults nccl-faults soak test-gpu check check-schemas format bench docs dist clean
+.PHONY: demo test quick fuzz plans files families faults nccl-faults soak test-gpu test-gpu-kernels test-gpu-attention test-nccl check check-schemas format bench docs dist clean
 
 # Tests start many interpreters; let them share compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -45,9 +45,21 @@ files: COUNT ?= 3000
 files: $(VENV)/ready
 	$(BIN)/python tests/campaign/files.py $(COUNT) $(ARGS)
 
-# Uses your own Python, which needs torch for CUDA, pytest and hypothesis; installs nothing.
+# Uses your own Python, which needs torch for CUDA, pytest and hypothesis; installs nothing. Three processes side by
+# side: some compile kernels while ranks wait for each other. ARGS may leave one of them without tests, which is 5.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider tests/gpu tests/nccl -rs $(ARGS)
+	$(MAKE) --jobs 3 --keep-going test-nccl test-gpu-kernels test-gpu-attention
+
+ON_GPU = PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -rs
+KERNEL_TESTS := tests/gpu/test_kernels.py tests/gpu/test_fused.py
+test-nccl:
+	$(ON_GPU) tests/nccl $(ARGS) || [ $$? = 5 ]
+
+test-gpu-kernels:
+	$(ON_GPU) $(KERNEL_TESTS) $(ARGS) || [ $$? = 5 ]
+
+test-gpu-attention:
+	$(ON_GPU) tests/gpu $(KERNEL_TESTS:%=--ignore=%) $(ARGS) || [ $$? = 5 ]
 
 # Tries every model class of transformers on 4 ranks, and writes docs/transformers-families.md; takes about 6 minutes.
 families: $(VENV)/ready

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import json
 import pstats
 import tempfile
@@ -140,34 +141,37 @@ def _follow_backward(out: Tensor, inputs: Sequence[Tensor], profile: cProfile.Pr
 
 def measure(rank: int, address: str, file: Path, job: Job) -> None:
     device = join_group(rank, job.ranks, address, job.kind)
-    found: dict[str, Any] = {}
-    for choice in job.choices:
-        timed = Timed(choice, device, job)
-        for _ in range(WARM_UP):
-            timed.run()
-        timed.forget()
-        for _ in range(job.rounds):
-            timed.run()
-        found[choice] = {
-            name: {
-                "returned": median(timed.returned[name]),
-                "in a row": median(timed.in_a_row[name]),
-                "done": median(timed.done[name]),
-            }
-            for name in PASSES
-        }
-        if job.profile is not None:
-            profiles = {name: cProfile.Profile() for name in PASSES} if rank == 0 else {}
-            for _ in range(job.rounds):
-                timed.profile(profiles)
-            for name, profile in profiles.items():
-                _show(f"{choice}, {name}", profile, job)
+    found = {choice: _measured(choice, rank, device, job) for choice in job.choices}
     everybody: list[Any] = [None] * job.ranks
     dist.all_gather_object(everybody, found)
     if rank == 0:
         file.write_text(json.dumps({"device": device_name(device), "ranks": everybody}))
     dist.barrier()
+    gc.collect()  # NCCL waits for graphs with its transfers
     dist.destroy_process_group()
+
+
+def _measured(choice: str, rank: int, device: torch.device, job: Job) -> dict[str, dict[str, float]]:
+    timed = Timed(choice, device, job)
+    for _ in range(WARM_UP):
+        timed.run()
+    timed.forget()
+    for _ in range(job.rounds):
+        timed.run()
+    if job.profile is not None:
+        profiles = {name: cProfile.Profile() for name in PASSES} if rank == 0 else {}
+        for _ in range(job.rounds):
+            timed.profile(profiles)
+        for name, profile in profiles.items():
+            _show(f"{choice}, {name}", profile, job)
+    return {
+        name: {
+            "returned": median(timed.returned[name]),
+            "in a row": median(timed.in_a_row[name]),
+            "done": median(timed.done[name]),
+        }
+        for name in PASSES
+    }
 
 
 def _show(title: str, profile: cProfile.Profile, job: Job) -> None:

@@ -73,7 +73,8 @@ class MeshAttention:
     With `cuda_graphs`, repeated calls are launched as a CUDA graph, so that the host need not keep up with the device.
     The graph holds its memory between calls, and inputs and results are copied. On one rank, where a call is one
     kernel, it changes nothing. Over NCCL, every rank must make the same calls, because all of them record at the same
-    one; the tests do so with up to eight ranks that share one GPU.
+    one; the tests do so with up to eight ranks that share one GPU. Drop the MeshAttention before
+    `destroy_process_group`, because NCCL waits there until graphs with its transfers are gone.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ def run_checks(group: Any) -> None:
     assert [device.type for device in comm._stages] == [DEVICE]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_staging_is_held_to_the_checks_of_every_transport(pool: RankPool, ranks: int) -> None:
     pool.run(ranks, run_checks)
 
@@ -57,17 +57,15 @@ def errors_of(group: Any, options: dict[str, Any], dtype: torch.dtype) -> list[f
     return [*errors, relative_error(attention.unshard(out).cpu(), truth.out)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "options",
+    ("options", "dtype"),
     [
-        {"method": "ring", "route": "ring"},
-        {"method": "mesh", "tile": (2, 2)},
-        {"method": "mesh", "tile": (2, 2), "blocks_per_call": 2, "keep": ("kv",)},
-        {"method": "attention2d", "tile": (2, 2)},
-        {"method": "mesh", "tile": (1, 2), "ulysses_degree": 2},
+        ({"method": "ring", "route": "ring"}, torch.bfloat16),
+        ({"method": "mesh", "tile": (2, 2)}, torch.float64),
+        ({"method": "mesh", "tile": (2, 2), "blocks_per_call": 2, "keep": ("kv",)}, torch.float64),
+        ({"method": "mesh", "tile": (1, 2), "ulysses_degree": 2}, torch.bfloat16),
     ],
-    ids=lambda options: "-".join(str(value) for value in options.values()),
+    ids=["ring", "mesh", "kept", "ulysses"],
 )
 def test_attention_of_four_processes_is_exact(pool: RankPool, options: dict[str, Any], dtype: torch.dtype) -> None:
     tolerance = 1e-12 if dtype is torch.float64 else 16 * torch.finfo(dtype).eps

@@ -19,7 +19,7 @@ from nccl.rig import DEVICE, SIZES
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 INNER = {4: (2, 1), 6: (1, 3), 8: (2, 2)}
 ALWAYS = ("causal-documents-window", "shorter-than-the-ranks")
-"""Cases for every planner: all features of a mask at once, and ranks without tokens."""
+"""Cases for every planner on 8 ranks: all features of a mask at once, and ranks without tokens."""
 
 
 def planners(ranks: int) -> dict[str, dict[str, Any]]:
@@ -49,14 +49,14 @@ def planners(ranks: int) -> dict[str, dict[str, Any]]:
 def cases_of(ranks: int, planner: str) -> list[tuple[str, torch.dtype]]:
     """Some masks, each in one dtype.
 
-    Most of a case's time is planning, so a planner gets every third or fourth mask, others with each number of ranks.
-    So every mask meets every planner, every number of ranks and every dtype, but not all of them at once.
+    Most of a case's time is planning, so a planner gets half of the masks, others with each number of ranks. So every
+    mask meets every number of ranks and every dtype, but not all of them at once.
     """
     sizes = [size for size in SIZES if planner in planners(size)]
     turn = list(planners(ranks)).index(planner) + sizes.index(ranks)
-    stride = min(4, len(sizes))
-    chosen = [i for i, case in enumerate(CASES) if (i - turn) % stride == 0 or case.name in ALWAYS]
-    return [(CASES[i].name, DTYPES[(i // 4 + turn // 4 + ranks) % len(DTYPES)]) for i in chosen]
+    stride, always = 2 * len(sizes), ALWAYS if ranks == max(SIZES) else ()
+    chosen = [i for i, case in enumerate(CASES) if (i - turn) % stride == 0 or case.name in always]
+    return [(CASES[i].name, DTYPES[(i // 4 + SIZES.index(ranks)) % len(DTYPES)]) for i in chosen]
 
 
 def widened(case: Case, degree: int) -> Case:

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from nccl.rig import IS_TRIED_ON_CPU, SIZES, Rig, versions
 
 RIG = pytest.StashKey[Rig]()
-FIRST = ("default", "graphs", "memory", "marked", "calls", "refusals", "models", "faults")
-LAST = "attention"
-"""Short files that tell much come before those of other folders, and the longest comes after them."""
+ORDER = ("default", "graphs", "memory", "marked", "calls", "refusals", "models", "attention", "faults")
+"""Short files that tell much come first. Faults come last: they keep the GPU busy, and are timed."""
 
 
 def _place(item: pytest.Item) -> int:
-    name = item.path.stem.removeprefix("test_") if Path(__file__).parent in item.path.parents else ""
-    return FIRST.index(name) if name in FIRST else len(FIRST) + (name == LAST)
+    name = item.path.stem.removeprefix("test_")
+    return ORDER.index(name) if name in ORDER and Path(__file__).parent in item.path.parents else -1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

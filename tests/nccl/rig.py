@@ -19,8 +19,9 @@ SIZES = (2, 3, 4, 6, 8)
 IS_TRIED_ON_CPU = os.environ.get("NCCL_TESTS_ON") == "gloo"
 BACKEND = "gloo" if IS_TRIED_ON_CPU else "nccl"
 DEVICE = torch.device("cpu") if IS_TRIED_ON_CPU else torch.device("cuda", 0)
-MOST_POOLS = 4
+MOST_POOLS = 3
 """Pools that may be lost before the remaining tests fail at once."""
+GROUP_TIMEOUT_S = 60.0 if IS_TRIED_ON_CPU else 40.0
 
 
 class Mps:
@@ -119,6 +120,7 @@ def new_pool(ranks: int, mps: Mps | None = None, *, sizes: Sequence[int] = SIZES
         ranks,
         backend=BACKEND,
         sizes=[size for size in sizes if size <= ranks],
+        group_timeout_s=GROUP_TIMEOUT_S,
         environment=compiling | (mps.environment if mps else {}),
         **options,
     )

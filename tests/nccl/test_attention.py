@@ -20,7 +20,7 @@ def test_every_planner_and_every_mask(rig: Rig, ranks: int, planner: str) -> Non
     assert_all_close(rig.run(ranks, errors_of_cases, planners(ranks)[planner], cases_of(ranks, planner), {}))
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(3, "contiguous"), (4, "chunks"), (6, "striped"), (8, "contiguous")])
+@pytest.mark.parametrize(("ranks", "layout"), [(3, "contiguous"), (4, "chunks"), (6, "striped")])
 def test_every_layout(rig: Rig, ranks: int, layout: str) -> None:
     names = ("causal", "window", "cross-causal", "shorter-than-the-ranks")
     cases = list(zip(names, DTYPES, strict=True))
@@ -94,6 +94,5 @@ def differing(group: Any, ranks: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [3, 8])
-def test_deterministic_calls_give_the_same_bits(rig: Rig, ranks: int) -> None:
-    assert rig.run(ranks, differing, ranks) == [[]] * ranks
+def test_deterministic_calls_give_the_same_bits(rig: Rig) -> None:
+    assert rig.run(8, differing, 8) == [[]] * 8

@@ -15,7 +15,7 @@ from mesh_attention import MeshAttention
 from mesh_attention.comm.torch_dist import backends
 from mesh_attention.integrations.checkpointing import saved_attention
 from nccl.attending import Attended, assert_all_close, errors_of_cases, planners, worst
-from nccl.rig import DEVICE, IS_TRIED_ON_CPU, SIZES, Rig
+from nccl.rig import DEVICE, IS_TRIED_ON_CPU, Rig
 
 NAMES = ("causal", "documents", "cross-causal", "batch", "lse-gradient", "window")
 F32 = torch.float32
@@ -30,7 +30,7 @@ def errors_of_many(group: Any, options: dict[str, Any]) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", [3, 8])
 def test_many_forward_passes_before_their_backward_passes(rig: Rig, ranks: int) -> None:
     for name in ("ring, routed", "mesh, kept"):
         assert_all_close(rig.run(ranks, errors_of_many, planners(ranks)[name]))
@@ -52,7 +52,7 @@ def errors_of_two(group: Any, one: dict[str, Any], other: dict[str, Any]) -> dic
     return errors
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", [2, 6])
 def test_two_attentions_take_turns_on_one_group(rig: Rig, ranks: int) -> None:
     assert_all_close(rig.run(ranks, errors_of_two, planners(ranks)["ring"], planners(ranks)["attention2d"]))
 
@@ -70,9 +70,8 @@ def errors_on_a_mesh(group: Any, shape: tuple[int, int]) -> dict[str, float]:
     return {where: made[where].error() for where in reversed(made)}
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (4, 2)])
-def test_the_axes_of_a_device_mesh_attend_at_once(rig: Rig, shape: tuple[int, int]) -> None:
-    assert_all_close(rig.run(8, errors_on_a_mesh, shape))
+def test_the_axes_of_a_device_mesh_attend_at_once(rig: Rig) -> None:
+    assert_all_close(rig.run(8, errors_on_a_mesh, (2, 4)))
 
 
 def errors_beside_gloo(group: Any) -> dict[str, float]:
@@ -104,9 +103,8 @@ def errors_between_collectives(group: Any) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_the_callers_own_collectives_and_streams(rig: Rig, ranks: int) -> None:
-    assert_all_close(rig.run(ranks, errors_between_collectives))
+def test_the_callers_own_collectives_and_streams(rig: Rig) -> None:
+    assert_all_close(rig.run(8, errors_between_collectives))
 
 
 def errors_without_gradients(group: Any, options: dict[str, Any]) -> dict[str, float]:
@@ -125,10 +123,8 @@ def errors_without_gradients(group: Any, options: dict[str, Any]) -> dict[str, f
     return errors
 
 
-@pytest.mark.parametrize("ranks", [3, 8])
-def test_inference_and_autocast_beside_training(rig: Rig, ranks: int) -> None:
-    for name in ("ring", "mesh"):
-        assert_all_close(rig.run(ranks, errors_without_gradients, planners(ranks)[name]))
+def test_inference_and_autocast_beside_training(rig: Rig) -> None:
+    assert_all_close(rig.run(6, errors_without_gradients, planners(6)["mesh"]))
 
 
 def errors_of_recomputing(group: Any, options: dict[str, Any]) -> float:
@@ -151,7 +147,5 @@ def errors_of_recomputing(group: Any, options: dict[str, Any]) -> float:
     return worst(float((one - found[0]).abs().max()) for one in found[1:])
 
 
-@pytest.mark.parametrize("ranks", [4, 6])
-def test_activation_checkpointing_changes_nothing(rig: Rig, ranks: int) -> None:
-    for name in ("ring", "mesh, routed"):
-        assert worst(rig.run(ranks, errors_of_recomputing, planners(ranks)[name])) <= 1e-4
+def test_activation_checkpointing_changes_nothing(rig: Rig) -> None:
+    assert worst(rig.run(4, errors_of_recomputing, planners(4)["mesh, routed"])) <= 1e-4

@@ -10,7 +10,7 @@ import torch
 from mesh_attention import MeshAttention
 from mesh_attention.plan.steps import DIRECTIONS
 from nccl.attending import Attended, assert_all_close
-from nccl.rig import SIZES, Rig
+from nccl.rig import Rig
 
 CASES = {
     "causal": torch.bfloat16,
@@ -33,7 +33,7 @@ def default_calls(group: Any) -> tuple[dict[str, float], list[str]]:
     return errors, chosen
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", [3, 4, 8])
 def test_the_default_is_right_and_the_same_on_all_ranks(rig: Rig, ranks: int) -> None:
     errors, chosen = zip(*rig.run(ranks, default_calls), strict=True)
     assert_all_close(list(errors))

@@ -12,7 +12,7 @@ import pytest
 from campaign.nccl_faults import RANKS, TESTED, Found
 
 SCRIPT = Path(__file__).parents[1] / "campaign" / "nccl_faults.py"
-MOST_S = 120.0
+MOST_S = 90.0
 
 
 @pytest.fixture(scope="module")

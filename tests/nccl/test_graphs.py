@@ -17,7 +17,7 @@ from nccl.rig import DEVICE, Rig
 
 pytestmark = pytest.mark.usefixtures("needs_cuda")
 PLANNERS = ("ring, routed", "mesh, grouped", "attention2d", "ulysses")
-LENGTHS = (64, 96, 64, 64, 96, 128, 96, 64)
+LENGTHS = (64, 96, 64, 64, 96, 96)
 """Tokens of each rank in the calls of a test, one after the other: a pass is recorded when its shape comes again."""
 
 
@@ -50,20 +50,19 @@ def differences(group: Any, options: dict[str, Any]) -> list[tuple[bool, float]]
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_a_replayed_graph_gives_what_steps_give(rig: Rig, ranks: int) -> None:
-    for name in PLANNERS:
+@pytest.mark.parametrize(("ranks", "names"), [(3, ("mesh, grouped",)), (8, PLANNERS)])
+def test_a_replayed_graph_gives_what_steps_give(rig: Rig, ranks: int, names: tuple[str, ...]) -> None:
+    for name in names:
         for found in rig.run(ranks, differences, planners(ranks)[name]):
             assert all(same for same, _ in found), (name, found)
             assert worst(apart for _, apart in found) <= 2.0**-5, (name, found)  # dQ is added in no fixed order
 
 
-@pytest.mark.parametrize("ranks", [3, 8])
-def test_any_mask_can_be_recorded(rig: Rig, ranks: int) -> None:
+def test_any_mask_can_be_recorded(rig: Rig) -> None:
     """Three times each: step by step, recorded, replayed. Ranks with unequal numbers of tokens, and with none."""
-    names = ("causal", "softcap", "documents", "not-contiguous", "batch", "cross-causal", "shorter-than-the-ranks")
+    names = ("softcap", "documents", "not-contiguous", "cross-causal", "shorter-than-the-ranks")
     cases = [(name, DTYPES[i % len(DTYPES)]) for i, name in enumerate(names) for _ in range(3)]
-    assert_all_close(rig.run(ranks, errors_of_cases, planners(ranks)["mesh"] | {"cuda_graphs": True}, cases, {}))
+    assert_all_close(rig.run(8, errors_of_cases, planners(8)["mesh"] | {"cuda_graphs": True}, cases, {}))
 
 
 def layers_in_turn(group: Any, options: dict[str, Any]) -> float:
@@ -72,11 +71,11 @@ def layers_in_turn(group: Any, options: dict[str, Any]) -> float:
     *inputs, d_out = shards(group, 64, 0)
     results = []
     for attention in (graphed, stepped):
-        for _ in range(4):
+        for _ in range(3):
             leaves = [t.detach().clone().requires_grad_() for t in inputs]
             x = leaves[0]
             outs = []
-            for _ in range(4):
+            for _ in range(3):
                 x = attention(x, leaves[1], leaves[2], causal=True)
                 outs.append(x)
             grads = torch.autograd.grad(x, leaves, d_out)
@@ -84,18 +83,17 @@ def layers_in_turn(group: Any, options: dict[str, Any]) -> float:
     return worst(relative_error(a.detach(), b.detach()) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("ranks", [4, 6])
-def test_layers_share_graphs(rig: Rig, ranks: int) -> None:
-    for name in PLANNERS:
-        assert worst(rig.run(ranks, layers_in_turn, planners(ranks)[name])) <= 2.0**-5, name
+def test_layers_share_graphs(rig: Rig) -> None:
+    for name in ("ring, routed", "ulysses x mesh"):
+        assert worst(rig.run(4, layers_in_turn, planners(4)[name])) <= 2.0**-5, name
 
 
 def memory_after(group: Any, options: dict[str, Any], rounds: int) -> list[int]:
-    """Bytes allocated after each round of: an attention with graphs of three shapes, used and deleted."""
+    """Bytes allocated after each round of: an attention with graphs of two shapes, used and deleted."""
     held = []
     for _ in range(rounds):
         attention = MeshAttention(group, cuda_graphs=True, **options)
-        for tokens in (64, 256, 512):
+        for tokens in (64, 512):
             for seed in range(3):
                 both_passes(attention, shards(group, tokens, seed))
         torch.cuda.synchronize()
@@ -108,7 +106,6 @@ def memory_after(group: Any, options: dict[str, Any], rounds: int) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_memory_of_graphs_is_given_back(rig: Rig, ranks: int) -> None:
-    for held in rig.run(ranks, memory_after, planners(ranks)["mesh, grouped"], 3):
+def test_memory_of_graphs_is_given_back(rig: Rig) -> None:
+    for held in rig.run(4, memory_after, planners(4)["mesh, grouped"], 3):
         assert len(set(held[1:])) == 1, held  # the first round sets up what this process keeps, such as workspaces

@@ -62,10 +62,6 @@ def make_calls_in_a_tile(group: Any) -> dict[str, Any]:
     return make_calls(group, {"method": "mesh", "tile": (2, 2)})
 
 
-def make_calls_on_a_ring(group: Any) -> dict[str, Any]:
-    return make_calls(group, {"method": "ring"})
-
-
 def make_calls_by_ulysses(group: Any) -> dict[str, Any]:
     return make_calls(group, {"method": "ulysses"})
 
@@ -75,9 +71,7 @@ def make_calls_in_graphs(group: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("needs_cuda")  # over Gloo, a rank raises before it returns a result
-@pytest.mark.parametrize(
-    "calls", [make_calls_in_a_tile, make_calls_on_a_ring, make_calls_by_ulysses, make_calls_in_graphs]
-)
+@pytest.mark.parametrize("calls", [make_calls_in_a_tile, make_calls_by_ulysses, make_calls_in_graphs])
 def test_ranks_in_different_calls_get_nan_and_then_an_error(rig: Rig, calls: Callable[[Any], Any]) -> None:
     for answer in rig.run(8, on_a_new_group, calls)[:RANKS]:
         assert max(answer["errors"]) < 1e-2

@@ -16,8 +16,10 @@ TOKENS = 2048
 """Of each rank."""
 PLANNERS = ("ring, routed", "pass-q", "mesh", "mesh, grouped", "mesh, kept", "attention2d", "ulysses", "ulysses x mesh")
 HOSTS = {"the host waits for each pass": True, "the host runs ahead": False}
-SLACK = 2.0
-"""How many times the stated bytes a pass may hold."""
+ROOM = 1.01
+"""How many times the stated bytes a pass may allocate."""
+WAITING = 3.0
+"""How many times the stated bytes it may hold, with what NCCL still reads while the host runs ahead of the device."""
 
 
 class Taken(NamedTuple):
@@ -75,10 +77,9 @@ def _since(before: dict[str, int], waits: bool) -> tuple[int, int]:
 
 
 @pytest.mark.usefixtures("needs_cuda")
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_memory_over_nccl_beside_the_plans_statement(rig: Rig, ranks: int) -> None:
+def test_memory_over_nccl_beside_the_plans_statement(rig: Rig) -> None:
+    ranks, wrong = 8, []
     by_planner = {name: rig.run(ranks, passes_of, planners(ranks)[name]) for name in PLANNERS}
-    largest = 0.0
     for how in HOSTS:
         rig.notes.append(f"memory of a pass on {ranks} ranks in MiB, {how}; held beside stated:")
         for name, by_rank in by_planner.items():
@@ -87,5 +88,6 @@ def test_memory_over_nccl_beside_the_plans_statement(rig: Rig, ranks: int) -> No
                 ratio = worst.held / worst.stated
                 mib = ", ".join(f"{field} {nbytes / 2**20:6.1f}" for field, nbytes in worst._asdict().items())
                 rig.notes.append(f"  {name:14}, {direction:8}: {mib}; {ratio:.2f}")
-                largest = max(largest, ratio)
-    assert largest <= SLACK, f"a pass held {largest:.2f} times what its plan states"
+                if any(one.allocated > ROOM * one.stated or one.held > WAITING * one.stated for one in taken):
+                    wrong.append((how, name, direction, taken))
+    assert not wrong

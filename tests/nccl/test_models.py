@@ -22,9 +22,11 @@ from nccl.attending import worst
 from nccl.rig import DEVICE, IS_TRIED_ON_CPU, Rig
 
 COMPILER = "aot_eager" if IS_TRIED_ON_CPU else "inductor"
+LEFT_OUT = ("FSDP2 over dp × cp", "FSDP2, four context ranks")
+"""A Llama is trained so."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in LEFT_OUT])
 def test_parameters_after_training_are_those_of_a_single_process(rig: Rig, case: str) -> None:
     for errors in rig.run(8, train, *CASES[case], DEVICE.type):
         for name, error in errors:
@@ -32,17 +34,13 @@ def test_parameters_after_training_are_those_of_a_single_process(rig: Rig, case:
 
 
 def test_a_script_for_torchs_context_parallel_equals_one_process(rig: Rig) -> None:
-    cases = [(32, 4, 4, True), (30, 4, 2, True), (37, 6, 2, False), (3, 2, 2, True)]
-    for ranks in (3, 8):
-        for errors in rig.run(ranks, step_errors, cases, DEVICE.type):
-            assert worst(errors) <= 1e-11
+    for errors in rig.run(4, step_errors, [(37, 6, 2, False), (3, 2, 2, True)], DEVICE.type):
+        assert worst(errors) <= 1e-11
 
 
 def test_dtensors_go_in_and_come_out_with_their_gradients(rig: Rig) -> None:
-    cases = [(16, 16, True), (14, 14, True), (5, 5, True), (14, 5, False)]
-    for ranks in (4, 6):
-        for errors in rig.run(ranks, one_axis_errors, cases, DEVICE.type):
-            assert worst(errors) <= 1e-11
+    for errors in rig.run(6, one_axis_errors, [(16, 16, True), (5, 5, True), (14, 5, False)], DEVICE.type):
+        assert worst(errors) <= 1e-11
 
 
 # Compiled models
@@ -74,9 +72,8 @@ def compiled_errors(group: Any, options: dict[str, Any]) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(3, {"method": "mesh"}), (8, {})], ids=["mesh", "default"])
-def test_compiled_models_give_what_one_process_gives(rig: Rig, ranks: int, options: dict[str, Any]) -> None:
-    for errors in rig.run(ranks, compiled_errors, options, timeout_s=200.0):
+def test_compiled_models_give_what_one_process_gives(rig: Rig) -> None:
+    for errors in rig.run(3, compiled_errors, {}, timeout_s=200.0):
         assert worst(errors) <= 1e-4
 
 
@@ -86,10 +83,8 @@ def test_compiled_models_give_what_one_process_gives(rig: Rig, ranks: int, optio
 @pytest.mark.parametrize(
     ("ranks", "model_name", "batch_name"),
     [
-        (2, "llama", "uneven"),
         (3, "mistral", "packed by boundaries"),
         (4, "gemma2", "padded both"),
-        (6, "qwen2", "packed by positions"),
         (8, "gpt_oss", "padded left"),
     ],
 )
@@ -105,7 +100,7 @@ def test_transformers_have_the_logits_and_gradients_of_one_process(
         assert worst(found) <= 1e-9
 
 
-STEPS, ROWS, LENGTH = 4, 4, 96
+STEPS, ROWS, LENGTH = 3, 4, 96
 
 
 def llama(implementation: str) -> Any:

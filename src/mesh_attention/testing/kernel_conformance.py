@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import permutations, product
 from math import prod
 from typing import Any, NamedTuple
@@ -405,14 +406,18 @@ def _supports(kernel: Kernel, setting: Setting, **asked: Any) -> bool:
 
 
 def _scored(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
-    mask = scores.mask
-    q_at, kv_at = ([x for segment in side for x in segment] for side in (mask.q, mask.kv))
-    seen = [[mask.form == "full" or is_unmasked(mask.mask, x, y, mask.seq_q, mask.seq_kv) for y in kv_at] for x in q_at]
     found = q @ k.repeat_interleave(HEADS // k.shape[1], 1).mT * scores.scale
     if scores.softcap:
         found = scores.softcap * torch.tanh(found / scores.softcap)
-    is_seen = torch.tensor(seen, dtype=torch.bool, device=q.device).view(len(q_at), len(kv_at))
-    return found.masked_fill(~is_seen, -torch.inf)
+    return found.masked_fill(~_seen(scores.mask).to(q.device), -torch.inf)
+
+
+@lru_cache(maxsize=16)
+def _seen(mask: CallMask) -> Tensor:
+    """(queries, keys), True where the query sees the key; from the definition, pair by pair."""
+    q_at, kv_at = ([x for segment in side for x in segment] for side in (mask.q, mask.kv))
+    seen = [[mask.form == "full" or is_unmasked(mask.mask, x, y, mask.seq_q, mask.seq_kv) for y in kv_at] for x in q_at]
+    return torch.tensor(seen, dtype=torch.bool).view(len(q_at), len(kv_at))
 
 
 def _truth(call: Call) -> tuple[Tensor, Tensor, Gradients]:
