@@ -310,14 +310,15 @@ class Engine:
                 )
             ]
 
-        part = direction, kernel.name, this_thread()
-        if self.marked is not None and self.marked.is_capturable and part not in self.rehearsed:
-            self.rehearsed.add(part)
-            nowhere = [Nowhere(comm.rank, comm.size) for comm in self.comms]
-            rehearsals = executors_over(nowhere, RehearsedKernel(kernel), RehearsedMerging(merging))
-            self.drive([rehearsal.run() for rehearsal in rehearsals])
-            del rehearsals  # and their memory
-            self.marked.reach(*peers_of(self.programs(direction)[0]))
+        if self.marked is not None and self.marked.is_capturable:
+            part = direction, kernel.name, this_thread()
+            if part not in self.rehearsed:
+                self.rehearsed.add(part)
+                nowhere = [Nowhere(comm.rank, comm.size) for comm in self.comms]
+                rehearsals = executors_over(nowhere, RehearsedKernel(kernel), RehearsedMerging(merging))
+                self.drive([rehearsal.run() for rehearsal in rehearsals])
+                del rehearsals  # and their memory
+                self.marked.reach(*peers_of(self.programs(direction)[0]))
         executors = executors_over(self.comms, kernel, merging)
         if self.marked is not None:
             self.marked.open(inputs[0]["mark"]["mark"], self.ledger.history)

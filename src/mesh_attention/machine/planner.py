@@ -54,8 +54,9 @@ class MachinePlanning:
 
     def __post_init__(self) -> None:
         if self.cluster is not None and not self._has_known_layout:
+            known = ", ".join(LAYOUTS)
             raise UsageError(
-                f"layout {self.layout!r}: the tuner knows only {', '.join(LAYOUTS)}; leave out cluster=, or use one of them"
+                f"layout {self.layout!r}: the tuner knows only {known}; use one of them, or leave out cluster="
             )
 
     @property
