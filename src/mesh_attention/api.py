@@ -67,8 +67,8 @@ class MeshAttention:
 
     With a `cluster` (``"h100x256"``, a .toml file or a Topology) the tuner chooses for that one, within `memory_limit`
     bytes a call. Only the cluster's machines count, not its number of ranks: the ranks of the group fill its nodes one
-    after the other. With ``cluster="measure"`` the ranks measure their links and kernels at the first call, in less
-    than two seconds; the result is kept on disk.
+    after the other. With ``cluster="measure"`` the ranks measure their links and kernels at the first call, in about
+    two seconds; the result is kept on disk.
 
     With `cuda_graphs`, repeated calls are launched as a CUDA graph, so that the host need not keep up with the device.
     The graph holds its memory between calls, and inputs and results are copied. On one rank, where a call is one

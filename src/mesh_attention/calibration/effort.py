@@ -50,4 +50,4 @@ BRIEF = Effort(
     longest_message_s=0.005,
     messages_s=0.0,
 )
-"""Less than two seconds, and little memory."""
+"""About two seconds, and little memory."""

@@ -1,4 +1,4 @@
-"""A short measurement by all ranks of a group at once: links, kernels and merging, in less than two seconds.
+"""A short measurement by all ranks of a group at once: links, kernels and merging, in about two seconds.
 
 It measures what `calibration` does, with fewer sizes and samples, and in little memory: a model may be there already.
 """
