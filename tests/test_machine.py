@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -159,6 +160,12 @@ def test_a_file_that_cannot_be_read_is_not_used(caplog: pytest.LogCaptureFixture
     assert "it is not used" in caplog.text
 
 
+def measured_file_with(setting: str, facts: Sequence[Facts]) -> Path | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(setting, "1")
+        return measured_file(problem_of(2), facts, "nccl")
+
+
 def test_a_measurement_is_kept_for_the_same_ranks_only() -> None:
     facts, topology = ranks_on("a boot1", "a boot1"), cluster_named("h200x2")
     path = measured_file(problem_of(2), facts, "nccl")
@@ -169,6 +176,7 @@ def test_a_measurement_is_kept_for_the_same_ranks_only() -> None:
     others = [
         measured_file(problem_of(2), ranks_on("b", "b"), "nccl"),
         measured_file(problem_of(2), facts, "gloo"),
+        measured_file_with("NCCL_P2P_DISABLE", facts),
         measured_file(replace(problem_of(2), dtype="float32"), facts, "nccl"),
     ]
     assert path not in others

@@ -50,7 +50,7 @@ def keep_calibrated(device: str, text: str) -> Path:
         raise UsageError("--keep: this user has no home directory; set XDG_CONFIG_HOME")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        _write(path, text)
     except OSError as error:
         raise UsageError(f"--keep: {path}: {(error.strerror or str(error)).lower()}; set XDG_CONFIG_HOME") from error
     return path
@@ -60,12 +60,15 @@ def keep_calibrated(device: str, text: str) -> Path:
 
 
 def measured_file(problem: Problem, facts: Sequence[Facts], transport: str) -> Path | None:
-    """Where the measurement of such a group is kept: by hosts, devices, transport, dtype and head sizes."""
+    """Where the measurement of such a group is kept: by hosts, devices, transport and NCCL's settings, dtype and head
+    sizes."""
     folder = own_folder(cache_folder())
     if folder is None:
         return None
     names = [(one.host.split()[0], one.device, one.uuid) for one in facts]
-    asked = (names, transport, problem.dtype, problem.head_dim_qk, problem.head_dim_v)
+    # Every rank of a test may claim a host of its own; rank 0 alone asks.
+    settings = sorted(item for item in os.environ.items() if item[0].startswith("NCCL_") and item[0] != "NCCL_HOSTID")
+    asked = (names, transport, settings, problem.dtype, problem.head_dim_qk, problem.head_dim_v)
     return folder / f"measured-{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.toml"
 
 
@@ -77,11 +80,16 @@ def keep_measured(path: Path | None, topology: Topology, note: str) -> None:
     if path is None:
         return
     try:
-        with NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8", suffix=".part") as part:
-            part.write(cluster_to_toml(topology, note=note))
-        os.replace(part.name, path)
+        _write(path, cluster_to_toml(topology, note=note))
     except OSError as error:
         log.warning("could not keep the measured cluster: %s", error)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file at once: another job may be reading it."""
+    with NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8", suffix=".part") as part:
+        part.write(text)
+    os.replace(part.name, path)
 
 
 def _read(path: Path) -> Topology | None:

@@ -127,7 +127,7 @@ class MachinePlanning:
         machine = self._machine(problem, _read(facts))
         if machine.topology is None:
             choice = self._by_bytes(problem, needs_gradient, may_keep)
-            return by_bytes(problem, choice, price=gpu_price if facts[0]["uuid"] else None).to_json()
+            return by_bytes(problem, choice, price=gpu_price if facts[0]["memory_gib"] else None).to_json()
         return self._by_price(problem, machine, needs_gradient, may_keep).to_json()
 
     def plans_of(self, problem: Problem, chosen: Any) -> Mapping[Direction, Plan]:
