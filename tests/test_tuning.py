@@ -137,7 +137,7 @@ def test_more_bandwidth_never_makes_the_forecast_slower(kv_heads: int, direction
     asked, cluster = problem(16, kv_heads=kv_heads), cluster_named("h100x16")
     times_s = [
         tune(asked, with_nic(cluster, rate), directions=[direction]).chosen.time_s
-        for rate in (0.5, 3.0, 17.0, 90.0, 400.0)
+        for rate in (0.5, 17.0, 400.0)
     ]
     # Schedules are made for the cluster they are for, so times may differ by what the tuner calls near.
     for slow_s, fast_s in pairwise(times_s):
@@ -156,7 +156,7 @@ def test_a_long_sequence_on_two_ranks_chooses_ring() -> None:
 
 
 def test_a_slow_network_chooses_to_send_less() -> None:
-    asked, cluster = problem(64, kv_heads=1), cluster_named("h100x64")
+    asked, cluster = problem(32, kv_heads=1), cluster_named("h100x32")
     fast, slow = (tune(asked, with_nic(cluster, rate)) for rate in (400.0, 2.0))
     sent = slow.chosen.between_nbytes
     assert sent < fast.chosen.between_nbytes or slow.chosen.family == fast.chosen.family
@@ -168,7 +168,7 @@ def test_more_kv_heads_never_raise_the_volume_of_the_choice(direction: Direction
     """In units, with as many query heads a KV head: every tile stays possible, and larger Ulysses degrees come up."""
     cluster = with_nic(cluster_named("h100x32"), 0.5)
     units = []
-    for kv_heads in (1, 2, 8, 32):
+    for kv_heads in (1, 8, 32):
         asked = problem(32, heads=4 * kv_heads, kv_heads=kv_heads, seq=1 << 16)
         chosen = tune(asked, cluster, directions=[direction]).chosen
         units.append(chosen.between_nbytes / asked.heads)
