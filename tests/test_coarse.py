@@ -183,8 +183,10 @@ def test_documents_are_cut_where_the_part_ends() -> None:
 # Quick against thorough
 
 
-@pytest.mark.parametrize("mask", [causal(), full(), window(2048, 0)])
-@pytest.mark.parametrize("cluster", ["h100x4", "a100x12", "laptopx4"])
+@pytest.mark.parametrize(
+    ("cluster", "mask"),
+    [("h100x4", full()), ("h100x4", window(2048, 0)), ("a100x12", causal()), ("laptopx4", causal())],
+)
 def test_a_quick_choice_is_about_as_fast_as_a_thorough_one(mask: Mask, cluster: str) -> None:
     topology = cluster_named(cluster)
     asked = problem(topology.ranks, tokens=topology.ranks * 2048, mask=mask)

@@ -33,9 +33,7 @@ CHECKS: tuple[Check, ...] = (
     conformance.bands_are_exact,
     conformance.tokens_in_several_segments_are_exact,
     conformance.rows_that_see_nothing_have_output_0_and_lse_minus_infinity,
-    conformance.two_head_sizes_are_exact,
     conformance.a_gradient_into_the_lse_is_exact_where_do_is_zero,
-    conformance.calls_without_queries_or_keys_are_exact,
 )
 """Those that take the interpreter a few seconds at most, and see another part of the kernels than the others."""
 
@@ -131,7 +129,7 @@ def test_conformance(check: Check) -> None:
 
 @interpreted
 @given(mask=masks(), groups=st.sampled_from((1, 3)), softcap=st.sampled_from((0.0, 1.5)), seed=st.integers(0, 99))
-@settings(max_examples=8, phases=[Phase.generate])  # shrinking takes the interpreter minutes
+@settings(max_examples=5, phases=[Phase.generate])  # shrinking takes the interpreter minutes
 def test_every_mask_is_exact(mask: CallMask, groups: int, softcap: float, seed: int) -> None:
     """Also where dO is zero and delta is not, and in rows that see nothing."""
     torch.manual_seed(seed)

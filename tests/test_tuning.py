@@ -75,7 +75,7 @@ def test_no_rival_is_faster_than_the_choice(cluster: str, directions: tuple[Dire
 
 
 @pytest.mark.parametrize(
-    ("ranks", "seq", "kv_heads", "direction"), [(16, 1 << 16, 8, "forward"), (24, 1 << 17, 4, "backward")]
+    ("ranks", "seq", "kv_heads", "direction"), [(16, 1 << 16, 8, "forward"), (12, 1 << 16, 4, "backward")]
 )
 def test_the_choice_is_near_the_best_of_all_candidates(
     ranks: int, seq: int, kv_heads: int, direction: Direction
@@ -136,8 +136,7 @@ def test_tuning_twice_gives_the_same() -> None:
 def test_more_bandwidth_never_makes_the_forecast_slower(kv_heads: int, direction: Direction) -> None:
     asked, cluster = problem(16, kv_heads=kv_heads), cluster_named("h100x16")
     times_s = [
-        tune(asked, with_nic(cluster, rate), directions=[direction]).chosen.time_s
-        for rate in (0.5, 17.0, 400.0)
+        tune(asked, with_nic(cluster, rate), directions=[direction]).chosen.time_s for rate in (0.5, 17.0, 400.0)
     ]
     # Schedules are made for the cluster they are for, so times may differ by what the tuner calls near.
     for slow_s, fast_s in pairwise(times_s):
@@ -331,8 +330,8 @@ def test_losers_say_why() -> None:
     assert "times the bytes between nodes" in reasons["ring"]
     assert found.left_out["ulysses"] == "32 KV heads cannot be spread over 64 ranks"
     limited = tune(
-        problem(64, kv_heads=32, seq=1 << 20),
-        cluster_named("h100x64"),
+        problem(32, kv_heads=32, seq=1 << 19),
+        cluster_named("h100x32"),
         memory_nbytes=2 * min(t.peak_nbytes for t in found.trials),
     )
     assert "iB allowed" in limited.left_out["all-gather"]
