@@ -17,7 +17,7 @@ from mesh_attention.comm.base import Parcel
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution import engine, rehearsal
 from mesh_attention.execution.compiled import compile_program, peers_of
-from mesh_attention.kernels.base import Gradients, Kernel, RowGradient, Scores
+from mesh_attention.kernels.base import CallMask, Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.merge import TorchMerging
 from mesh_attention.kernels.select import choose_kernel
 from mesh_attention.plan.steps import DIRECTIONS
@@ -56,14 +56,19 @@ class Noted:
 
     def __init__(self, kernel: Kernel, log: list[Any]) -> None:
         self.kernel, self.log = kernel, log
+        self.masks: list[CallMask] = []
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         self.log.append(("forward", scores.mask.form, q.shape, k.shape))
+        self.masks.append(scores.mask)
         return self.kernel.forward(q, k, v, scores)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
         self.log.append(("backward", scores.mask.form, q.shape, k.shape))
         return self.kernel.backward(q, k, v, row, scores)
+
+    def prepare(self, q: Tensor, v: Tensor, mask: CallMask) -> None:
+        self.log.append(("prepared", mask))
 
 
 class NotedMerging(TorchMerging):
@@ -93,7 +98,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def split(log: list[Any]) -> tuple[list[Any], list[Any]]:
     """What was made before the first post, and after it."""
     at = log.index("post")
-    return log[:at], [entry for entry in log[at:] if entry != "post"]
+    before = [entry for entry in log[:at] if entry[0] != "prepared"]
+    return before, [entry for entry in log[at:] if entry != "post"]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +132,18 @@ def test_what_was_made_once_is_not_made_again(log: list[Any]) -> None:
     attention(*[torch.randn(1, 64, 4, 8)] * 3, causal=True)
     before, after = split(log)
     assert set(before) == set(after)
+
+
+def test_every_mask_is_prepared_even_where_a_call_like_it_was_made_before(log: list[Any]) -> None:
+    attention = MeshAttention(Alone(log), method="ring")
+    attention(*[torch.randn(1, 32, 4, 8)] * 3, causal=True)
+    (one,) = attention.engines.known.values()
+    (kernel,) = one.kernels.values()
+    before = log[: log.index("post")]
+    made, prepared = kernel.masks, [entry[1] for entry in before if entry[0] == "prepared"]  # type: ignore[attr-defined]
+    rehearsed = made[: sum(entry[0] == "forward" for entry in before)]
+    assert prepared
+    assert {*rehearsed, *prepared} == {*made}
 
 
 # Connecting

@@ -201,7 +201,7 @@ Describe = Callable[[int], tuple[str, Sequence[int]]]
 
 
 def watch_group(comm: Comm, device: torch.device, alarm: Alarm, calls: Calls) -> Watch | None:
-    """A watch on the group of a transport; None if there is no group, or no store to ask the other ranks by."""
+    """Watches the group beneath a transport. None if it has no group, or no store in which ranks can ask each other."""
     group = torch_group(comm)
     store = None if group is None else store_of(group)
     if store is None:

@@ -70,13 +70,21 @@ class RehearsedKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         if _is_new(self.name, "forward", scores, q, k, v):
             return self.kernel.forward(q, k, v, scores)
+        self._prepare(q, v, scores)
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         return out, q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
         if _is_new(self.name, "backward", scores, q, k, v, row.do):
             return self.kernel.backward(q, k, v, row, scores)
+        self._prepare(q, v, scores)
         return Gradients(*map(torch.empty_like, (q, k, v)))
+
+    def _prepare(self, q: Tensor, v: Tensor, scores: Scores) -> None:
+        """What kernels keep for a mask is made for each: it is copied from the host, and copies wait for the device."""
+        scores.mask.load(q.device)
+        if hasattr(self.kernel, "prepare"):
+            self.kernel.prepare(q, v, scores.mask)
 
 
 class RehearsedMerging:

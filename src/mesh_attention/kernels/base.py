@@ -33,6 +33,12 @@ class CallMask(_Weak):
     seq_q: int
     seq_kv: int
 
+    def load(self, device: torch.device) -> None:
+        """Copy to the device what `dense` needs there."""
+        if self.mask.documents is not None:
+            _cuts(self.mask.documents.q, device)
+            _cuts(self.mask.documents.kv, device)
+
     def dense(self, device: torch.device) -> Tensor:
         """(queries, keys), True where the query sees the key."""
         q, kv = _positions(self.q, device)[:, None], _positions(self.kv, device)[None, :]

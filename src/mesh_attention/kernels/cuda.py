@@ -18,12 +18,13 @@ from torch import Tensor
 
 from mesh_attention.kernels.alignment import aligned, all_aligned, tokens_first
 from mesh_attention.kernels.bands import Window
-from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores, dense_strides
+from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores, dense_strides
 from mesh_attention.kernels.windowed import (
     FlashRow,
     WindowOp,
     backward_by_windows,
     forward_by_windows,
+    prepare_by_windows,
     unfit,
     without_infinity,
 )
@@ -133,6 +134,9 @@ class TorchFlashKernel:
             return NOT_DETERMINISTIC
         return _refusal(torch.backends.cuda.can_use_flash_attention, demand)
 
+    def prepare(self, q: Tensor, v: Tensor, mask: CallMask) -> None:
+        prepare_by_windows(self._op, q, v, mask)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         return forward_by_windows(self._op, q, k, v, scores)
 
@@ -162,6 +166,9 @@ class CudnnKernel:
         if demand.deterministic and demand.head_dim_qk != demand.head_dim_v:
             return f"needs one head size to be deterministic, not {demand.head_dim_qk} and {demand.head_dim_v}"
         return _refusal(torch.backends.cuda.can_use_cudnn_attention, demand)
+
+    def prepare(self, q: Tensor, v: Tensor, mask: CallMask) -> None:
+        prepare_by_windows(self._forward, q, v, mask)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         return forward_by_windows(self._forward, q, k, v, scores)

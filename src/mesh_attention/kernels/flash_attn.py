@@ -18,13 +18,14 @@ from torch import Tensor
 
 from mesh_attention.kernels.alignment import aligned
 from mesh_attention.kernels.bands import Window
-from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores
+from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores
 from mesh_attention.kernels.cuda import NOT_DETERMINISTIC, TorchFlashOp
 from mesh_attention.kernels.windowed import (
     FlashRow,
     WindowOp,
     backward_by_windows,
     forward_by_windows,
+    prepare_by_windows,
     unfit,
     without_infinity,
 )
@@ -191,6 +192,9 @@ class FlashAttnKernel:
             return f"runs on compute capability {_spell(self._release.capabilities)}, not on {major}.{minor}"
         functions = find_functions(self._release)
         return functions if isinstance(functions, str) else None
+
+    def prepare(self, q: Tensor, v: Tensor, mask: CallMask) -> None:
+        prepare_by_windows(self._op(), q, v, mask)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         return forward_by_windows(self._op(), q, k, v, scores)

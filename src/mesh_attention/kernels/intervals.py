@@ -115,6 +115,11 @@ class IntervalKernel:
         self._launch("backward_queries", (*given, dq, at.key_start, at.key_stop), scores)
         return Gradients(_signed(dq, scores), dk, dv)
 
+    def prepare(self, q: Tensor, v: Tensor, mask: CallMask) -> None:
+        """Make the intervals of a mask: a copy from the host, which waits for what is queued before it."""
+        if is_ascending(mask):
+            intervals(mask, q.device)
+
     def _launch(self, name: str, tensors: tuple[Tensor, ...], scores: Scores) -> None:
         """Launch a kernel over tensors that begin with Q, K and V and end with the intervals."""
         key = (self, name, tensors[0].shape, tensors[2].shape, scores.scale, scores.softcap)

@@ -122,7 +122,7 @@ class Tuning:
 
     @property
     def tie_words(self) -> str:
-        """How many methods are about as fast as the chosen one, in a sentence; empty if there is no other."""
+        """A sentence that says how many methods are about as fast as the chosen one; empty if no other is."""
         number = len(self.near_ties)
         if number < 2:
             return ""
