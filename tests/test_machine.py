@@ -243,6 +243,13 @@ def test_a_tie_by_bytes_goes_to_the_simpler() -> None:
     assert least_volume_choice(four, Zigzag(), DIRECTIONS) == Choice(method="ulysses", layout=Zigzag())
 
 
+def test_what_ulysses_keeps_is_not_counted_again() -> None:
+    asked = Problem.self_attention(seq=4096, heads=16, kv_heads=4, head_dim=8, ranks=4, mask=causal())
+    kept = Choice(method="ulysses", layout=Zigzag(), keep=("q", "kv"))
+    assert least_volume_choice(asked, Zigzag(), DIRECTIONS) == Choice(ulysses_degree=1, layout=Zigzag())
+    assert least_volume_choice(asked, Zigzag(), DIRECTIONS, may_keep=True) == kept
+
+
 def test_a_choice_reads_back_and_makes_the_same_plans() -> None:
     problem, tuner = problem_of(8), Tuner(cluster_named("h200x8"), Zigzag(), None)
     for chosen in (
