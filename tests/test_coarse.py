@@ -62,7 +62,7 @@ def test_the_plans_of_a_quick_choice_are_right_for_the_problem_itself(data: st.D
         chosen, _ = Tuner(cluster_named(cluster).with_ranks(asked.ranks), layout, None).choose(
             asked, needs_gradient=True
         )
-        for direction, plan in chosen.plans(asked).items():
+        for direction, plan in chosen.plans(asked, layout).items():
             assert (plan.problem, plan.layout, plan.direction) == (asked, layout, direction)
             verify(plan)
 
@@ -132,8 +132,8 @@ def test_where_shards_are_left_out_a_ring_of_inner_rings_becomes_direct() -> Non
     asked = problem(8, tokens=4096, mask=full())
     plan = make_plan(asked, "ring 1x8, contiguous, inner 1x4, route ring, 1 block per call")
     short = replace(asked, seq_q=5, seq_kv=5)  # three ranks have no tokens
-    assert plan_like(plan, replace(asked, seq_q=4000, seq_kv=4000)).schedule.route == "ring"
-    found = plan_like(plan, short)
+    assert plan_like(plan, replace(asked, seq_q=4000, seq_kv=4000), plan.layout).schedule.route == "ring"
+    found = plan_like(plan, short, plan.layout)
     assert found.schedule.route == "direct"
     verify(found)
 

@@ -72,7 +72,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "execution",
         "machine",
     ),
-    "integrations": (*VALUES, "plan", "kernels", "comm", "execution", "arguments", "api"),
+    "serving": (*VALUES, "plan", "kernels", "comm", "execution", "arguments", "api"),
+    "integrations": (*VALUES, "plan", "kernels", "comm", "execution", "arguments", "api", "serving"),
     "testing": (*VALUES, "plan", "planning", "verification", "kernels", "comm"),
     "scenes": (*VALUES, "plan", "planning", "simulation", "tuning", "topology", "timeline", "drawing"),
     "cli": (
@@ -98,7 +99,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 }
 WITH_TORCH = (
     *("kernels", "comm", "execution", "calibration", "machine", "replay"),
-    *("arguments", "api", "integrations", "testing"),
+    *("arguments", "api", "serving", "integrations", "testing"),
 )
 
 

@@ -258,8 +258,8 @@ def test_a_choice_reads_back_and_makes_the_same_plans() -> None:
     ):
         read = Chosen.from_json(json.loads(json.dumps(chosen.to_json())))
         assert read == chosen
-        assert read.plans(problem) == chosen.plans(problem)
-        assert all(plan.problem == problem for plan in read.plans(problem).values())
+        assert read.plans(problem, tuner.layout) == chosen.plans(problem, tuner.layout)
+        assert all(plan.problem == problem for plan in read.plans(problem, tuner.layout).values())
 
 
 def test_a_new_length_of_a_model_is_not_tuned_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ def test_a_new_length_of_a_model_is_not_tuned_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("mesh_attention.machine.choosing.tuned_choices", None)
     for seq in (2**15, 2**16 + 1000, 2**17):
         chosen, _ = tuner.choose(problem_of(8, seq=seq), needs_gradient=True)
-        assert {plan.problem.seq_q for plan in chosen.plans(problem_of(8, seq=seq)).values()} == {seq}
+        assert {plan.problem.seq_q for plan in chosen.plans(problem_of(8, seq=seq), tuner.layout).values()} == {seq}
     for other in (problem_of(8, seq=2**19), problem_of(8, seq=2**16, kv_heads=4)):
         with pytest.raises(TypeError):  # it would be tuned
             tuner.choose(other, needs_gradient=True)

@@ -406,7 +406,7 @@ def test_calls_without_gradients_are_tuned_for_forward_alone(tmp_path: Path, mon
     forward = tune(asked, cluster, directions=["forward"], layout="zigzag").chosen
     tuner = Tuner(cluster, Zigzag(), forward.peak_nbytes)
     chosen, _ = tuner.choose(asked, needs_gradient=False)
-    plan = chosen.plans(asked)["forward"]
+    plan = chosen.plans(asked, tuner.layout)["forward"]
     assert max(rank_costs(plan, rank).peak_nbytes for rank in range(8)) <= forward.peak_nbytes
     with pytest.raises(MemoryLimitError):
         tuner.choose(asked, needs_gradient=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from inspect import signature
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -39,7 +38,7 @@ from mesh_attention.execution.driving import PlayedRanks
 from mesh_attention.execution.engine import MOST_ENGINES, Engine, Engines
 from mesh_attention.execution.operators import Operands, number_of, refused, untraced
 from mesh_attention.machine.planner import MachinePlanning
-from mesh_attention.plan.layout import Zigzag
+from mesh_attention.plan.layout import Cached, Turn, Zigzag
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import Choice, ChoiceOptions, as_choice
 from mesh_attention.planning.costs import Costs
@@ -103,6 +102,8 @@ class MeshAttention:
             raise UsageError(f"costs {costs!r}: expected a Costs")
         choice = as_choice(choice, **options)
         self.layout = choice.layout or Zigzag()
+        if isinstance(self.layout, Turn | Cached):
+            raise UsageError(f"layout {self.layout.name} is of a cache, not of inputs; use ShardedCache, or zigzag")
         decided = [name for name in given if name != "layout" and options.get(name) != "auto"]
         if planner is not None and decided:
             raise UsageError(f"{', '.join(decided)} cannot be combined with planner=; give it to the planner instead")
@@ -118,7 +119,6 @@ class MeshAttention:
             check_memory(memory_limit)
         planning: Planning | MachinePlanning
         if decided:
-            choice = replace(choice, layout=self.layout)
             planning = Planning(choice, costs=costs, planner=planner, prove=prove)
         else:
             known = _find_cluster(cluster, played)

@@ -8,6 +8,7 @@ MeshAttentionError
 │   ├── ScheduleError                 schedule options that contradict each other
 │   ├── TopologyError                 an impossible cluster, or one that does not fit the plan
 │   ├── MemoryLimitError              no plan stays below the memory limit
+│   ├── CacheFullError                more tokens than a cache has room for
 │   └── ParseError                    text or JSON that is not a plan, a step or a size
 ├── PlanError                         a plan that breaks a rule (see verification/)
 ├── WorkerError                       a process that was started here and failed (comm/launch)
@@ -53,6 +54,10 @@ class TopologyError(UsageError):
 
 class MemoryLimitError(UsageError):
     """No plan stays below the memory limit; the message says how much the smallest plan needs."""
+
+
+class CacheFullError(UsageError):
+    """A cache has no room for these tokens; nothing was changed."""
 
 
 class ParseError(UsageError):

@@ -19,6 +19,7 @@ from torch import Tensor
 from mesh_attention.arguments import CallOptions, Softmax
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.errors import DisagreementError, TransportError, UsageError
+from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
@@ -54,11 +55,12 @@ def agree_on_call(
 
     `tensors` are this rank's q, k and v.
     """
-    layout, ranks = found.layout, comm.size
-    totals = {"q": found.problem.seq_q, "kv": found.problem.seq_kv}
+    problem, ranks = found.problem, comm.size
+    sides: tuple[tuple[str, Axis, int], ...] = (("q", "row", problem.seq_q), ("kv", "col", problem.seq_kv))
+    layouts = [(name, found.layout.along(axis, problem), tokens) for name, axis, tokens in sides]
 
     def shard_sizes(rank: int) -> dict[str, int]:
-        return {n: sum(map(len, layout.segments(rank, tokens=t, ranks=ranks))) for n, t in totals.items()}
+        return {name: sum(map(len, one.segments(rank, tokens=n, ranks=ranks))) for name, one, n in layouts}
 
     holds = {"q": tensors[0].shape[1], "kv": tensors[1].shape[1]}
     return agree(comm, asked=_asked(found, tensors, ranks), holds=holds, expected=shard_sizes)

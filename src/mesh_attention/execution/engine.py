@@ -47,7 +47,7 @@ class Planning(Protocol):
         """True if plans depend on `may_keep`."""
 
     def plans(
-        self, problem: Problem, *, on_gpu: bool, needs_gradient: bool, may_keep: bool
+        self, problem: Problem, layout: Layout, *, on_gpu: bool, needs_gradient: bool, may_keep: bool
     ) -> Mapping[Direction, Plan]:
         """The plans as each rank makes them alone."""
 
@@ -82,10 +82,11 @@ class Engines:
         tensors: Sequence[Sequence[Tensor]],
         options: CallOptions,
         *,
+        layout: Layout | None = None,
         gradient: bool | None = None,
         may_keep: bool = True,
     ) -> Engine:
-        """The engine for inputs like these, q, k and v of each rank played here.
+        """The engine for inputs like these, q, k and v of each rank played here, on this layout or the usual one.
 
         `gradient` says whether there will be a backward pass, where tensors and grad mode do not; `may_keep`, whether
         forward can hand anything but its results to it.
@@ -96,14 +97,16 @@ class Engines:
             flat = [tensor for rank in tensors for tensor in rank]
             gradient = needs_gradient(flat) if gradient is None else gradient
             may_keep = may_keep and gradient and not self.cuda_graphs and self.planning.decides_what_to_keep
-            spelling = (options, gradient, may_keep, *((tensor.shape, tensor.dtype, tensor.device) for tensor in flat))
+            layout = layout or self.layout
+            kinds = ((tensor.shape, tensor.dtype, tensor.device) for tensor in flat)
+            spelling = (options, layout, gradient, may_keep, *kinds)
             if spelling not in self._meanings:
                 if len(self._meanings) >= 4 * MOST_ENGINES:
                     self._meanings.clear()
                 self._meanings[spelling] = self._meaning(spelling, tensors)
             key = self._meanings[spelling]
             engine = self.known.pop(key, None)
-        engine = engine or self._new(tensors, options, gradient, may_keep)
+        engine = engine or self._new(tensors, options, layout, gradient, may_keep)
         self.known[key] = engine  # the most recently used comes last
         if len(self.known) > MOST_ENGINES:
             del self.known[next(iter(self.known))]
@@ -123,10 +126,17 @@ class Engines:
         except UsageError:
             return spelling  # refused later, on every rank
 
-    def _new(self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool, may_keep: bool) -> Engine:
+    def _new(
+        self,
+        tensors: Sequence[Sequence[Tensor]],
+        options: CallOptions,
+        layout: Layout,
+        gradient: bool,
+        may_keep: bool,
+    ) -> Engine:
         with self.played.telling:
             device = tensors[0][0].device
-            found = self._configuration(tensors, options, gradient, may_keep)
+            found = self._configuration(tensors, options, layout, gradient, may_keep)
             comms = self.played.comms_on(device)
         found = replace(found, plans=self._plans(found, comms[0], tensors[0]))
         with self.played.telling:
@@ -139,7 +149,12 @@ class Engines:
         return engine
 
     def _configuration(
-        self, tensors: Sequence[Sequence[Tensor]], options: CallOptions, gradient: bool, may_keep: bool
+        self,
+        tensors: Sequence[Sequence[Tensor]],
+        options: CallOptions,
+        layout: Layout,
+        gradient: bool,
+        may_keep: bool,
     ) -> Configuration:
         """The call, still without plans."""
         for rank in tensors:
@@ -150,7 +165,7 @@ class Engines:
         return Configuration(
             options=options,
             problem=problem,
-            layout=self.layout,
+            layout=layout,
             softmax=options.softmax(problem),
             gradient=gradient,
             may_keep=may_keep,
@@ -164,7 +179,7 @@ class Engines:
             return plan_together(together, self.played, found, tensors)
         with self.played.telling:
             passes = {"needs_gradient": found.gradient, "may_keep": found.may_keep}
-            return self.planning.plans(found.problem, on_gpu=device.type == "cuda", **passes)
+            return self.planning.plans(found.problem, found.layout, on_gpu=device.type == "cuda", **passes)
 
     def _check_graphs(self, device: torch.device) -> None:
         if not self.cuda_graphs:

@@ -16,6 +16,7 @@ from mesh_attention.comm.base import Comm
 from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.execution.agreement import Configuration, meet_on_call
 from mesh_attention.execution.driving import PlayedRanks, drive
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Direction
 from mesh_attention.problem import Problem
@@ -37,10 +38,12 @@ class PlanningTogether(Protocol):
     def probe(self, problem: Problem, facts: Sequence[Any], comm: Comm, device: torch.device) -> None:
         """Measure; on all ranks at once."""
 
-    def choose(self, problem: Problem, facts: Sequence[Any], *, needs_gradient: bool, may_keep: bool) -> Any:
+    def choose(
+        self, problem: Problem, layout: Layout, facts: Sequence[Any], *, needs_gradient: bool, may_keep: bool
+    ) -> Any:
         """How to plan; asked on rank 0."""
 
-    def plans_of(self, problem: Problem, chosen: Any) -> Mapping[Direction, Plan]:
+    def plans_of(self, problem: Problem, layout: Layout, chosen: Any) -> Mapping[Direction, Plan]:
         """The plans that rank 0 chose; made on all ranks."""
 
 
@@ -66,7 +69,7 @@ def plan_together(
                 planning.probe(problem, facts, comm, device)
     with played.telling:
         passes = {"needs_gradient": found.gradient, "may_keep": found.may_keep}
-        chosen = planning.choose(problem, facts, **passes) if comm.rank == 0 else None
+        chosen = planning.choose(problem, found.layout, facts, **passes) if comm.rank == 0 else None
     chosen = share("read from rank 0", chosen)[0]
     with played.telling:
-        return planning.plans_of(problem, chosen)
+        return planning.plans_of(problem, found.layout, chosen)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -25,7 +25,15 @@ from mesh_attention.kernels.windowed import INTERVALS
 
 logger = logging.getLogger(__name__)
 
-Backend = TypeVar("Backend", Kernel, Merging)
+
+
+class _Backend(Protocol):
+    name: str
+
+    def supports(self, asked: Any, /) -> str | None: ...
+
+
+Backend = TypeVar("Backend", bound=_Backend)
 
 KERNELS: tuple[Kernel, ...] = (
     CpuFlashKernel(),
@@ -54,15 +62,15 @@ MERGINGS: tuple[Merging, ...] = (FusedMerging(), TorchMerging())
 
 @lru_cache(maxsize=128)
 def choose_kernel(demand: Demand) -> Kernel:
-    return _first("attention kernel", KERNELS, demand)
+    return first_that_supports("attention kernel", KERNELS, demand)
 
 
 @lru_cache(maxsize=128)
 def choose_merging(device: torch.device) -> Merging:
-    return _first("merging", MERGINGS, device)
+    return first_that_supports("merging", MERGINGS, device)
 
 
-def _first(what: str, ordered: Sequence[Backend], asked: Any) -> Backend:
+def first_that_supports(what: str, ordered: Sequence[Backend], asked: Any) -> Backend:
     for one in ordered:
         reason = one.supports(asked)
         if reason is None:

@@ -46,10 +46,10 @@ class Chosen:
     lengths: tuple[int, int] | None
     passes: dict[Direction, PassChoice]
 
-    def plans(self, problem: Problem) -> Mapping[Direction, Plan]:
+    def plans(self, problem: Problem, layout: Layout) -> Mapping[Direction, Plan]:
         alike = problem if self.lengths is None else with_lengths(coarse(problem), *self.lengths)
         plans = {direction: _plan(alike, direction, *one) for direction, one in self.passes.items()}
-        return {direction: plan_like(plan, problem) for direction, plan in plans.items()}
+        return {direction: plan_like(plan, problem, layout) for direction, plan in plans.items()}
 
     def keeping(self) -> Chosen:
         """The same, where forward keeps its inputs if all they do is change hands once, as with Ulysses alone.
@@ -136,7 +136,7 @@ def tuned(
 ) -> tuple[Chosen, Tuning]:
     """The choice for a problem, and the tuning it is from."""
     found, tuning = tuned_choices(
-        problem, topology, layout.name, needs_gradient, memory_nbytes=memory_nbytes, is_quick=is_coarse
+        problem, topology, layout.text, needs_gradient, memory_nbytes=memory_nbytes, is_quick=is_coarse
     )
     passes = {}
     for direction, open_choice in found.items():

@@ -22,7 +22,7 @@ from mesh_attention.machine.facts import facts_of
 from mesh_attention.machine.files import calibrated, calibrated_file, keep_measured, measured, measured_file
 from mesh_attention.machine.probe import fitted, probe
 from mesh_attention.machine.shape import Facts, Machine, likeness_of, placed, preset_machine, ranks_per_node, sharers
-from mesh_attention.plan.layout import LAYOUTS, Layout
+from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Turn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice, least_volume_choice
@@ -49,7 +49,7 @@ class MachinePlanning:
     memory_nbytes: float | None
     rank: int
     _measured: dict[Hashable, Machine] = field(default_factory=dict)
-    _tuners: dict[Topology, Tuner] = field(default_factory=dict)
+    _tuners: dict[tuple[Topology, Layout], Tuner] = field(default_factory=dict)
     _said: set[Hashable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -64,6 +64,11 @@ class MachinePlanning:
         """False for a layout of the caller's own, which choices, known by their texts, cannot name."""
         return type(LAYOUTS.get(self.layout.name)) is type(self.layout)
 
+    @staticmethod
+    def _typical(layout: Layout) -> Layout:
+        """The layout that prices are worked out for: a cache's own differs from turn to turn, but hardly in price."""
+        return Turn() if isinstance(layout, Cached) else layout
+
     @property
     def decides_what_to_keep(self) -> bool:
         return True
@@ -71,13 +76,13 @@ class MachinePlanning:
     # Alone: in one process, or by bytes
 
     def plans(
-        self, problem: Problem, *, on_gpu: bool, needs_gradient: bool, may_keep: bool
+        self, problem: Problem, layout: Layout, *, on_gpu: bool, needs_gradient: bool, may_keep: bool
     ) -> Mapping[Direction, Plan]:
         if isinstance(self.cluster, Topology):
             machine = Machine(topology=self.cluster, source="given")
-            return self._by_price(problem, machine, needs_gradient, may_keep).plans(problem)
-        choice = self._by_bytes(problem, needs_gradient, may_keep)
-        return Planning(choice).plans(problem, on_gpu=on_gpu, needs_gradient=needs_gradient)
+            return self._by_price(problem, layout, machine, needs_gradient, may_keep).plans(problem, layout)
+        choice = self._by_bytes(problem, layout, needs_gradient, may_keep)
+        return Planning(choice).plans(problem, layout, on_gpu=on_gpu, needs_gradient=needs_gradient)
 
     # Together
 
@@ -123,31 +128,36 @@ class MachinePlanning:
         )
         self._measured[_key(problem)] = Machine(topology=topology, source="measured")
 
-    def choose(self, problem: Problem, facts: Sequence[Any], *, needs_gradient: bool, may_keep: bool) -> Any:
+    def choose(
+        self, problem: Problem, layout: Layout, facts: Sequence[Any], *, needs_gradient: bool, may_keep: bool
+    ) -> Any:
         machine = self._machine(problem, _read(facts))
         if machine.topology is None:
-            choice = self._by_bytes(problem, needs_gradient, may_keep)
+            choice = self._by_bytes(problem, layout, needs_gradient, may_keep)
+            choice = replace(choice, layout=self._typical(layout))
             return by_bytes(problem, choice, price=gpu_price if facts[0]["memory_gib"] else None).to_json()
-        return self._by_price(problem, machine, needs_gradient, may_keep).to_json()
+        return self._by_price(problem, layout, machine, needs_gradient, may_keep).to_json()
 
-    def plans_of(self, problem: Problem, chosen: Any) -> Mapping[Direction, Plan]:
-        return Chosen.from_json(chosen).plans(problem)
+    def plans_of(self, problem: Problem, layout: Layout, chosen: Any) -> Mapping[Direction, Plan]:
+        return Chosen.from_json(chosen).plans(problem, layout)
 
     # Choosing
 
-    def _by_price(self, problem: Problem, machine: Machine, needs_gradient: bool, may_keep: bool) -> Chosen:
+    def _by_price(
+        self, problem: Problem, layout: Layout, machine: Machine, needs_gradient: bool, may_keep: bool
+    ) -> Chosen:
         assert machine.topology is not None
-        topology = machine.topology
-        tuner = self._tuners.setdefault(topology, Tuner(topology, self.layout, self.memory_nbytes))
+        topology, layout = machine.topology, self._typical(layout)
+        tuner = self._tuners.setdefault((topology, layout), Tuner(topology, layout, self.memory_nbytes))
         chosen, tuning = tuner.choose(problem, needs_gradient=needs_gradient)
         chosen = chosen.keeping() if needs_gradient and may_keep else chosen
         choices = {direction: chosen.passes[direction].choice for direction in tuning.chosen.choices}
         self._say((*choices.values(), machine), describe_choice(problem, machine, choices, tuning))
         return chosen
 
-    def _by_bytes(self, problem: Problem, needs_gradient: bool, may_keep: bool) -> Choice:
+    def _by_bytes(self, problem: Problem, layout: Layout, needs_gradient: bool, may_keep: bool) -> Choice:
         passes = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
-        choice = least_volume_choice(problem, self.layout, passes, may_keep=needs_gradient and may_keep)
+        choice = least_volume_choice(problem, layout, passes, may_keep=needs_gradient and may_keep)
         if problem.ranks > 1:
             self._say(choice, f"{choice} for {_describe(problem)}: it moves the fewest bytes; {OVERRIDE}")
         return choice
@@ -191,7 +201,8 @@ def describe_choice(problem: Problem, machine: Machine, choices: Mapping[Directi
 
 
 def _describe(problem: Problem) -> str:
-    return f"{problem.seq_q:,} tokens on {problem.ranks} ranks"
+    cached = f" after {problem.seq_kv - problem.seq_q:,} cached" if problem.seq_kv > problem.seq_q else ""
+    return f"{problem.seq_q:,} tokens{cached} on {problem.ranks} ranks"
 
 
 def _read(facts: Sequence[Any]) -> list[Facts]:

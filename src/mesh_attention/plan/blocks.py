@@ -54,7 +54,8 @@ class BlockMatrix:
         found = self._homes.get((axis, rank))
         if found is None:
             tokens = self.problem.seq_q if axis == "row" else self.problem.seq_kv
-            found = self._homes[axis, rank] = self.layout.segments(rank, tokens=tokens, ranks=self.problem.ranks)
+            layout = self.layout.along(axis, self.problem)
+            found = self._homes[axis, rank] = layout.segments(rank, tokens=tokens, ranks=self.problem.ranks)
         return found
 
     def is_live(self, row: int, col: int) -> bool:
@@ -103,7 +104,8 @@ class BlockMatrix:
         problem, mask = self.problem, self.problem.mask
         if mask.documents is not None or mask.left is not None:
             return False
-        if any(leaves_ranks_empty(self.layout, tokens, problem.ranks) for tokens in (problem.seq_q, problem.seq_kv)):
+        sides: tuple[tuple[Axis, int], ...] = (("row", problem.seq_q), ("col", problem.seq_kv))
+        if any(leaves_ranks_empty(self.layout.along(axis, problem), n, problem.ranks) for axis, n in sides):
             return False
         if mask.right is None:
             return True

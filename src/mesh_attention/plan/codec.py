@@ -9,7 +9,7 @@ from typing import Any
 
 from mesh_attention.errors import ParseError
 from mesh_attention.plan.assignment import Assignment, Tile
-from mesh_attention.plan.layout import layout_named
+from mesh_attention.plan.layout import parse_layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule import KEEPABLE, Schedule
@@ -65,7 +65,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "method": plan.method,
         "direction": plan.direction,
         "problem": problem,
-        "layout": plan.layout.name,
+        "layout": plan.layout.text,
         "tile": str(plan.assignment.tile),
         "ulysses": plan.assignment.ulysses,
         "route": plan.schedule.route,
@@ -155,7 +155,7 @@ def _build(entries: dict[str, Any]) -> Plan:
         method=_text("method", entries["method"]),
         direction=_direction(entries["direction"]),
         problem=_problem(entries["problem"]),
-        layout=layout_named(_text("layout", entries["layout"])),
+        layout=parse_layout(_text("layout", entries["layout"])),
         assignment=Assignment(
             Tile.parse(_text("tile", entries["tile"])),
             _whole("ulysses", entries["ulysses"]),

@@ -1,21 +1,24 @@
 """Layouts: which rank is home to which token positions. Any length, any number of ranks.
 
-Shards differ by at most one token, except with `Chunks`, whose cuts are torch's. A layout does not depend on tiles
-or degrees: data is sharded once, and every plan for it reads the same shards.
+Shards differ by at most one token, except with `Chunks`, whose cuts are torch's, and with `Listed`, which states every
+shard. A layout does not depend on tiles or degrees: data is sharded once, and every plan for it reads the same shards.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from typing import ClassVar, final
 
 from mesh_attention.errors import ParseError, ProblemError
 from mesh_attention.masks import Segment
-from mesh_attention.units import brief
+from mesh_attention.plan.assignment import Axis
+from mesh_attention.problem import Problem
+from mesh_attention.units import brief, count
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,15 @@ class Layout(ABC):
         if not 0 <= rank < ranks or tokens < 0:
             raise ProblemError(f"rank {rank} of {ranks}, {tokens} tokens: expected a rank from 0 to ranks - 1")
         return join(self._runs(rank, tokens, ranks))
+
+    def along(self, axis: Axis, problem: Problem) -> Layout:
+        """The layout of a problem's queries (row), or of its keys and values (col)."""
+        return self
+
+    @property
+    def text(self) -> str:
+        """Text that `parse_layout` reads back."""
+        return self.name
 
     @abstractmethod
     def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
@@ -90,13 +102,131 @@ class Chunks(Layout):
         return (range(min(rank * size, tokens), min((rank + 1) * size, tokens)),)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Listed(Layout):
+    """Each rank's shard as a list of segments, in rising order: what a cache has become by appending to it."""
+
+    shards: tuple[tuple[Segment, ...], ...]
+    tokens: int = field(init=False, compare=False, repr=False)
+    _hash: int = field(init=False, compare=False, repr=False)
+    name: ClassVar[str] = "listed"
+
+    def __post_init__(self) -> None:
+        segments = [segment for shard in self.shards for segment in shard]
+        tokens = sum(map(len, segments))
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "_hash", hash(self.shards))  # asked for often, and slow to work out
+        seen = bytearray(tokens) if tokens <= MOST_LISTED else bytearray()
+        for segment in segments:
+            if not segment or segment.step < 1 or segment[0] < 0 or segment[-1] >= len(seen):
+                raise ProblemError(
+                    f"segment {segment} of a listed layout of {count(tokens, 'token')}: expected rising positions from "
+                    f"0 to {tokens - 1}, of at most {MOST_LISTED:,} tokens"
+                )
+            seen[segment.start : segment[-1] + 1 : segment.step] = b"\1" * len(segment)
+        if not all(seen):
+            raise ProblemError(
+                f"position {seen.index(0)} is in no shard of a listed layout of {count(tokens, 'token')}; expected "
+                "every position once"
+            )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def text(self) -> str:
+        return f"listed({'|'.join('+'.join(map(_segment_text, shard)) for shard in self.shards)})"
+
+    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
+        if (tokens, ranks) != (self.tokens, len(self.shards)):
+            raise ProblemError(
+                f"{count(tokens, 'token')} on {count(ranks, 'rank')}: this listed layout is of "
+                f"{count(self.tokens, 'token')} on {count(len(self.shards), 'rank')}"
+            )
+        return self.shards[rank]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cached(Layout):
+    """New queries on one layout, and on another the keys and values of a cache, of which the new ones are the last."""
+
+    q: Layout
+    kv: Layout
+    name: ClassVar[str] = "cached"
+
+    def along(self, axis: Axis, problem: Problem) -> Layout:
+        return self.q if axis == "row" else self.kv
+
+    @property
+    def text(self) -> str:
+        return f"cached({self.q.text}/{self.kv.text})"
+
+    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
+        raise ProblemError("a cached layout has two sides; ask layout.along(axis, problem) for segments")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Turn(Layout):
+    """A typical turn of a conversation: new tokens in zigzag, and before their keys and values, those of an earlier
+    prompt in zigzag. For plans and forecasts; a cache states its own shards (`Cached`)."""
+
+    name: ClassVar[str] = "turn"
+
+    def along(self, axis: Axis, problem: Problem) -> Layout:
+        return Zigzag() if axis == "row" else _After(max(0, problem.seq_kv - problem.seq_q))
+
+    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
+        raise ProblemError("layout turn has two sides; ask layout.along(axis, problem) for segments")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _After(Layout):
+    """Cached tokens in zigzag, then the rest in zigzag."""
+
+    cached: int
+    name: ClassVar[str] = "turn"
+
+    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
+        early = Zigzag().segments(rank, tokens=self.cached, ranks=ranks)
+        late = Zigzag().segments(rank, tokens=tokens - self.cached, ranks=ranks)
+        return *early, *shifted(late, self.cached)
+
+
+MOST_LISTED = 1 << 30
+"""The most tokens of a listed layout: it is checked position by position."""
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Striped(), Chunks())}
+"""Layouts that data can be sharded by."""
+PLANNED_LAYOUTS: dict[str, Layout] = {**LAYOUTS, Turn.name: Turn()}
 
 
 def layout_named(name: str) -> Layout:
-    if name not in LAYOUTS:
-        raise ParseError(f"layout {brief(name)}: expected one of {', '.join(LAYOUTS)}")
-    return LAYOUTS[name]
+    if name not in PLANNED_LAYOUTS:
+        raise ParseError(f"layout {brief(name)}: expected one of {', '.join(PLANNED_LAYOUTS)}")
+    return PLANNED_LAYOUTS[name]
+
+
+def parse_layout(text: str) -> Layout:
+    """A layout from its `text`."""
+    if found := re.fullmatch(r"cached\(([^/]*)/([^/]*)\)", text):
+        return Cached(parse_layout(found[1]), parse_layout(found[2]))
+    if found := re.fullmatch(r"listed\(([^()]*)\)", text):
+        return Listed(tuple(tuple(map(_parse_segment, filter(None, s.split("+")))) for s in found[1].split("|")))
+    return layout_named(text)
+
+
+def _segment_text(segment: Segment) -> str:
+    return f"{segment.start}:{segment[-1] + 1}" + (f":{segment.step}" if segment.step != 1 else "")
+
+
+def _parse_segment(text: str) -> Segment:
+    found = re.fullmatch(r"(\d{1,12}):(\d{1,12})(?::([1-9]\d{0,11}))?", text)
+    if found is None:
+        raise ParseError(f"segment {brief(text)}: expected START:STOP or START:STOP:STEP")
+    return range(int(found[1]), int(found[2]), int(found[3] or 1))
 
 
 @lru_cache(maxsize=256)
@@ -135,3 +265,8 @@ def join(segments: Iterable[Segment]) -> tuple[Segment, ...]:
         else:
             joined.append(segment)
     return tuple(joined)
+
+
+def shifted(segments: Iterable[Segment], by: int) -> tuple[Segment, ...]:
+    """The segments with every position moved by so many tokens."""
+    return tuple(range(s.start + by, s.stop + by, s.step) for s in segments)

@@ -256,7 +256,7 @@ def format_plan(plan: Plan) -> str:
         f"direction {plan.direction}",
         f"problem {problem}",
         f"mask {plan.problem.mask}",
-        f"layout {plan.layout.name}",
+        f"layout {plan.layout.text}",
         f"tile {plan.assignment.tile}",
         f"ulysses {plan.assignment.ulysses}",
         f"route {plan.schedule.route}",

@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from mesh_attention.errors import ParseError, ScheduleError, TileError, UsageError
 from mesh_attention.plan.assignment import Assignment, Tile, as_tile, check_assignment, check_degree
-from mesh_attention.plan.layout import LAYOUTS, Contiguous, Layout, Zigzag, layout_named
+from mesh_attention.plan.layout import LAYOUTS, Contiguous, Layout, Zigzag, parse_layout
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.plan.steps import Direction, Kind
 from mesh_attention.planning.costs import least_volume_degree, least_volume_tile
@@ -118,7 +118,7 @@ class Choice:
             if name in given:
                 given[name] = as_tile(given[name])
         if isinstance(given.get("layout"), str):
-            given["layout"] = layout_named(given["layout"])
+            given["layout"] = parse_layout(given["layout"])
         if isinstance(given.get("keep"), list):
             given["keep"] = tuple(given["keep"])
         return cls(**given)
@@ -128,7 +128,7 @@ class Choice:
         """The fields as plain values, for JSON; `Choice.of` reads them back."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         texts = {name: None if found[name] is None else str(found[name]) for name in ("tile", "inner")}
-        return found | texts | {"layout": None if self.layout is None else self.layout.name}
+        return found | texts | {"layout": None if self.layout is None else self.layout.text}
 
     # The grid
 

@@ -59,7 +59,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class Planning:
-    """Makes the plans of both passes of a problem, by a choice that has a layout, or by a planner.
+    """Makes the plans of both passes of a problem, by a choice or by a planner.
 
     `prove` raises for a plan that breaks a rule; it is given the plans of a planner, if they will run.
     """
@@ -70,12 +70,11 @@ class Planning:
     prove: Callable[[Plan], None] | None = None
 
     def plans(
-        self, problem: Problem, *, on_gpu: bool, needs_gradient: bool, may_keep: bool = True
+        self, problem: Problem, layout: Layout, *, on_gpu: bool, needs_gradient: bool, may_keep: bool = True
     ) -> dict[Direction, Plan]:
-        plans = {direction: self._plan(problem, direction, on_gpu) for direction in DIRECTIONS}
+        plans = {direction: self._plan(problem, layout, direction, on_gpu) for direction in DIRECTIONS}
         for direction, plan in plans.items():
-            assert self.choice.layout is not None
-            _check_fit(plan, problem, self.choice.layout, direction)
+            _check_fit(plan, problem, layout, direction)
             if self.prove is not None and (direction == "forward" or needs_gradient):
                 self.prove(plan)
         return plans
@@ -87,12 +86,13 @@ class Planning:
     def together(self, comm: object, device: object) -> None:
         """Every rank makes the same plans, so each plans alone."""
 
-    def _plan(self, problem: Problem, direction: Direction, on_gpu: bool) -> Plan:
+    def _plan(self, problem: Problem, layout: Layout, direction: Direction, on_gpu: bool) -> Plan:
         if self.planner is not None:
-            return self.planner(problem, direction=direction, layout=self.choice.layout)
-        if on_gpu and self.costs is None and self.choice.blocks_per_call is None:
-            return make_priced_plan(problem, self.choice, direction, gpu_price)  # one block a call is too small
-        return make_plan(problem, self.choice, direction=direction, costs=self.costs)
+            return self.planner(problem, direction=direction, layout=layout)
+        choice = replace(self.choice, layout=layout)
+        if on_gpu and self.costs is None and choice.blocks_per_call is None:
+            return make_priced_plan(problem, choice, direction, gpu_price)  # one block a call is too small
+        return make_plan(problem, choice, direction=direction, costs=self.costs)
 
 
 def _check_fit(plan: Plan, problem: Problem, layout: Layout, direction: Direction) -> None:
@@ -101,10 +101,12 @@ def _check_fit(plan: Plan, problem: Problem, layout: Layout, direction: Directio
         raise ScheduleError(f"the planner returned {type(plan).__name__} for {direction}; expected a Plan")
     pairs: dict[str, tuple[object, object]] = {
         "direction": (plan.direction, direction),
-        "layout": (plan.layout.name, layout.name),
         **{f.name: (getattr(plan.problem, f.name), getattr(problem, f.name)) for f in fields(problem)},
     }
     wrong = [f"{name} {theirs} instead of {due}" for name, (theirs, due) in pairs.items() if theirs != due]
+    if plan.layout != layout:
+        name = "name" if plan.layout.name != layout.name else "text"
+        wrong.append(f"layout {getattr(plan.layout, name)[:60]} instead of {getattr(layout, name)[:60]}")
     if wrong:
         raise ScheduleError(
             f"the {direction} plan is for another call, with {', '.join(wrong)}; make it from the problem, direction "

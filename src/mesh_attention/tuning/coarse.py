@@ -22,6 +22,7 @@ from math import inf, log, log2
 from mesh_attention.masks import Mask, documents
 from mesh_attention.plan.assignment import Tile, divisors
 from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.mesh import has_inner_rings
@@ -111,10 +112,10 @@ def widened(choice: Choice, ranks: int) -> Choice:
     return choice if cols == assignment.tile.cols else replace(choice, tile=Tile(assignment.tile.rows, cols))
 
 
-def plan_like(plan: Plan, problem: Problem) -> Plan:
+def plan_like(plan: Plan, problem: Problem, layout: Layout) -> Plan:
     """The plan for another problem of as many ranks and heads, with direct routes if that one has no use for rings."""
     schedule = plan.schedule
     has_rings = "ring" in (schedule.route, schedule.partials) and has_inner_rings(plan.assignment)
-    if has_rings and not BlockMatrix(problem, plan.layout, plan.assignment).is_uniform:
+    if has_rings and not BlockMatrix(problem, layout, plan.assignment).is_uniform:
         schedule = replace(schedule, route="direct", partials="direct")
-    return replace(plan, problem=problem, schedule=schedule)
+    return replace(plan, problem=problem, layout=layout, schedule=schedule)

@@ -1,0 +1,139 @@
+"""Decoding as data: what each rank does for one layer when a few new queries meet a cache that all ranks share.
+
+No schedule is worth its price here, so the program is fixed. Each rank attends the queries to its own tokens, which
+gives a partial result for every *row* (a head of a query). Then partials meet. Two ways to hold the queries:
+
+    same      every rank runs the same tokens, has all queries, and wants all results
+    spread    each rank runs some of the sequences: queries, keys and values go to all, partials back to their ranks
+
+and for `same`, two ways for partials to meet:
+
+    gather    every rank sends all its partials to all others, and merges all rows: one exchange
+    slices    every rank merges a slice of the rows, and sends it to all others: two exchanges of fewer bytes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, get_args
+
+from mesh_attention.errors import ScheduleError
+from mesh_attention.problem import ITEMSIZE
+from mesh_attention.units import brief
+
+Way = Literal["same", "spread"]
+Meeting = Literal["gather", "slices"]
+WAYS: tuple[Way, ...] = get_args(Way)
+MEETINGS: tuple[Meeting, ...] = get_args(Meeting)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodePlan:
+    """One decoded step of one layer: `queries` new tokens of each of `sequences`, on `ranks`."""
+
+    ranks: int
+    sequences: int
+    queries: int
+    heads: int
+    kv_heads: int
+    head_dim_qk: int
+    head_dim_v: int
+    dtype: str
+    way: Way = "same"
+    meeting: Meeting = "slices"
+
+    def __post_init__(self) -> None:
+        if self.way not in WAYS:
+            raise ScheduleError(f"way {brief(self.way)}: expected one of {', '.join(WAYS)}")
+        if self.meeting not in MEETINGS or (self.way == "spread" and self.meeting != "slices"):
+            raise ScheduleError(f"meeting {brief(self.meeting)}: expected slices, or with way same also gather")
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.queries * self.heads
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a partial that travels: an output, and its LSE, aligned."""
+        itemsize = ITEMSIZE[self.dtype]
+        wide = max(4, itemsize)
+        payload = self.head_dim_v * itemsize
+        return payload + -payload % wide + wide
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of q, k and v of one new token, over all heads."""
+        elements = self.heads * self.head_dim_qk + self.kv_heads * (self.head_dim_qk + self.head_dim_v)
+        return elements * ITEMSIZE[self.dtype]
+
+    @cached_property
+    def slices(self) -> tuple[range, ...]:
+        """The rows that each rank merges. If sequences are spread, those of its own sequences."""
+        unit = self.rows // self.sequences if self.way == "spread" else 1
+        return tuple(range(r.start * unit, r.stop * unit) for r in even(self.rows // unit, self.ranks))
+
+    @cached_property
+    def own(self) -> tuple[range, ...]:
+        """The sequences that each rank runs."""
+        everything = (range(self.sequences),) * self.ranks
+        return even(self.sequences, self.ranks) if self.way == "spread" else everything
+
+    @property
+    def exchanges(self) -> int:
+        """Exchanges between all ranks, one after the other."""
+        return 0 if self.ranks == 1 else 1 if self.meeting == "gather" else 2
+
+    def sent_nbytes(self, rank: int) -> int:
+        """Bytes that a rank sends in all."""
+        others = self.ranks - 1
+        if self.meeting == "gather":
+            return others * self.rows * self.row_nbytes
+        slices = (self.rows - len(self.slices[rank])) * self.row_nbytes
+        if self.way == "spread":
+            return others * len(self.own[rank]) * self.queries * self.token_nbytes + slices
+        return slices + others * len(self.slices[rank]) * self.row_nbytes
+
+    def received_nbytes(self, rank: int) -> int:
+        """Bytes that a rank receives in all."""
+        others = self.ranks - 1
+        if self.meeting == "gather":
+            return others * self.rows * self.row_nbytes
+        slices = others * len(self.slices[rank]) * self.row_nbytes
+        if self.way == "spread":
+            return (self.sequences - len(self.own[rank])) * self.queries * self.token_nbytes + slices
+        return slices + (self.rows - len(self.slices[rank])) * self.row_nbytes
+
+    def with_meeting(self, meeting: Meeting) -> DecodePlan:
+        return replace(self, meeting=meeting)
+
+    def __str__(self) -> str:
+        partials = "send all partials to all ranks, merge all rows"
+        if self.meeting == "slices":
+            partials = "send each rank the partials of its slice, merge the own slice"
+        steps = {
+            "same": ["attend all queries to the own tokens", partials],
+            "spread": ["send q, k, v to all ranks", "attend all queries to the own tokens", partials],
+        }[self.way]
+        if self.way == "same" and self.meeting == "slices":
+            steps.append("send the merged slice to all ranks")
+        return "; ".join(steps if self.ranks > 1 else steps[:1])
+
+
+def even(total: int, parts: int) -> tuple[range, ...]:
+    """A range cut into parts that differ by at most one."""
+    size, extra = divmod(total, parts)
+    starts = [part * size + min(part, extra) for part in range(parts + 1)]
+    return tuple(range(a, b) for a, b in pairwise(starts))
+
+
+GATHER_MOST_NBYTES = 256 * 1024
+"""Without prices, partials are gathered up to so many received bytes: about what a link moves in one exchange's
+latency."""
+
+
+def choose_meeting(plan: DecodePlan) -> Meeting:
+    """The meeting for a plan on a machine whose prices are not known."""
+    gathered = (plan.ranks - 1) * plan.rows * plan.row_nbytes
+    return "gather" if plan.way == "same" and gathered <= GATHER_MOST_NBYTES else "slices"

@@ -1,0 +1,329 @@
+"""`ShardedCache`: the keys and values of sequences, spread over the ranks of a `MeshAttention`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mesh_attention.api import MeshAttention
+from mesh_attention.arguments import CallOptions, Softmax, check_plain, describe
+from mesh_attention.errors import ProblemError, UsageError
+from mesh_attention.execution.buffers import DTYPES
+from mesh_attention.execution.graphs import GraphMemory
+from mesh_attention.plan.decoding import WAYS, DecodePlan, Meeting, Way, choose_meeting
+from mesh_attention.problem import Problem
+from mesh_attention.serving.blocks import BlockPool
+from mesh_attention.serving.book import Book, Window
+from mesh_attention.serving.decode import Step, Steps
+from mesh_attention.serving.memory import CachedLayer, Memory, cache_nbytes
+from mesh_attention.serving.prefill import Grown, Turn, new_tokens
+from mesh_attention.units import brief, format_nbytes
+
+BLOCK_TOKENS = 64
+MOST_DECODED = 16
+"""The most new tokens of a sequence in one decoded step."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class ShardedCache:
+    """Each rank holds its own tokens' keys and values of every layer, and nothing else.
+
+    There is room for `tokens` tokens of up to `sequences` sequences, in blocks of `block_tokens`; `nbytes` says how
+    many bytes of each rank that takes, and `ShardedCache.needs` says so beforehand. All ranks make the same calls.
+
+        cache = ShardedCache(attention, [CachedLayer(kv_heads=8, head_dim=128)] * 32, tokens=1 << 20)
+        chat = cache.new()
+        turn = cache.prefill({chat: 4000})                       # each rank runs its share of the new tokens
+        hidden = embed(turn.shard(ids), turn.position_ids)
+        out = turn.attend(0, q, k, v)                            # for every layer
+        step = cache.decode({chat: 1})                           # every rank runs the same token
+        out = step.attend(0, q, k, v)
+
+    With windows, a sequence can be cut back by `slack` tokens.
+    """
+
+    def __init__(
+        self,
+        attention: MeshAttention,
+        layers: Sequence[CachedLayer],
+        *,
+        tokens: int,
+        sequences: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        block_tokens: int = BLOCK_TOKENS,
+        slack: int = 0,
+    ) -> None:
+        if not isinstance(attention, MeshAttention):
+            raise UsageError(f"attention is a {type(attention).__name__}; expected a MeshAttention")
+        with attention.engines.played.telling:
+            blocks = _blocks(layers, attention.ranks, tokens, sequences, block_tokens, slack)
+            _check_dtype(dtype)
+        self.attention, self.layers, self.dtype = attention, tuple(layers), dtype
+        self.device = torch.device(device if device is not None else _usual_device())
+        self.block_tokens, self.tokens, self.most_sequences, self.slack = block_tokens, tokens, sequences, slack
+        self.memories = [Memory(self.layers, blocks, block_tokens, dtype, self.device) for _ in attention.comms]
+        pools = {window: BlockPool(number) for window, number in blocks.items()}
+        self.book = Book(attention.ranks, attention.layout, block_tokens, pools, slack)
+        self._last: Turn | Step | None = None
+        self._steps: dict[DecodePlan, Steps] = {}
+        self._graph_memory: GraphMemory | None = None
+
+    # Memory
+
+    @staticmethod
+    def needs(
+        layers: Sequence[CachedLayer],
+        *,
+        ranks: int,
+        tokens: int,
+        sequences: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        block_tokens: int = BLOCK_TOKENS,
+        slack: int = 0,
+    ) -> int:
+        """Bytes that a cache would take on each rank."""
+        _check_dtype(dtype)
+        blocks = _blocks(layers, ranks, tokens, sequences, block_tokens, slack)
+        return cache_nbytes(layers, blocks, block_tokens, dtype.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on this rank (in a local group: on one rank)."""
+        return self.memories[0].nbytes
+
+    def reserve(self, tokens: int, sequences: int | None = None) -> None:
+        """Make room for so many tokens in all, if there is less. Moves the cache, a layer at a time."""
+        sequences = max(self.most_sequences, sequences or 0)
+        tokens = max(tokens, self.tokens)
+        blocks = _blocks(self.layers, self.ranks, tokens, sequences, self.block_tokens, self.slack)
+        if all(number <= self.book.pools[window].size for window, number in blocks.items()):
+            return
+        blocks = {window: max(number, self.book.pools[window].size) for window, number in blocks.items()}
+        self._steps.clear()  # their tables and graphs refer to the old memory
+        for memory in self.memories:
+            memory.grow(blocks)
+        for window, number in blocks.items():
+            self.book.pools[window].grow(number)
+        self.tokens, self.most_sequences = tokens, sequences
+
+    def __repr__(self) -> str:
+        held = sum(self.length(number) for number in self.book.entries)
+        return (
+            f"<ShardedCache of {held:,} tokens in {len(self.book.entries)} sequences, room for {self.tokens:,}; "
+            f"{len(self.layers)} layers on {self.ranks} ranks, {format_nbytes(self.nbytes)} each>"
+        )
+
+    # Sequences
+
+    @property
+    def ranks(self) -> int:
+        return self.attention.ranks
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return tuple(self.book.entries)
+
+    def new(self) -> int:
+        """A new, empty sequence, as the number by which other calls know it."""
+        if len(self.book.entries) >= self.most_sequences:
+            raise UsageError(
+                f"the cache has {len(self.book.entries)} sequences, the most it was made for; remove one, or make room "
+                "with cache.reserve(tokens, sequences)"
+            )
+        return self.book.new()
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence, over all ranks."""
+        return self.book.entry(sequence).shares.length
+
+    def remove(self, sequence: int) -> None:
+        """Forget a sequence."""
+        self.book.remove(sequence)
+
+    def cut(self, sequence: int, length: int) -> None:
+        """Forget all but the first `length` tokens of a sequence, as when guessed tokens are rejected."""
+        if type(length) is not int or length < 0:
+            raise UsageError(f"length={length!r}: expected a whole number of at least 0")
+        self.book.cut(sequence, length)
+
+    def fork(self, sequence: int) -> int:
+        """A copy of a sequence. It shares the memory of all tokens up to now."""
+        self.book.entry(sequence)
+        if len(self.book.entries) >= self.most_sequences:
+            raise UsageError(f"the cache has room for {self.most_sequences} sequences; make room with cache.reserve")
+        return self.book.fork(sequence)
+
+    # Attention
+
+    def prefill(self, new: Mapping[int, int]) -> Turn:
+        """Append new tokens to sequences, so many for each, spread over the ranks by the attention's layout.
+
+        For a prompt, a chunk of one, or the next turn of a conversation.
+        """
+        turn = Turn(self, self._extended(new, is_decoded=False))
+        self._last = turn
+        return turn
+
+    def decode(self, new: Mapping[int, int], *, way: Way = "same", meeting: Meeting | None = None) -> Step:
+        """Append one or a few new tokens to sequences, as many to each; each token goes to the next rank.
+
+        In the way ``same``, every rank runs the same tokens; in the way ``spread``, each rank runs some of the
+        sequences. `meeting` is how partial results meet, by default what suits their size (`plan.decoding`).
+        """
+        if way not in WAYS:
+            raise UsageError(f"way={way!r}: expected {' or '.join(WAYS)}")
+        numbers = {tokens for _, tokens in new_tokens(new)}
+        if len(numbers) > 1 or max(numbers) > MOST_DECODED:
+            raise UsageError(
+                f"a step got {', '.join(map(str, sorted(numbers)))} new tokens; expected the same number for each "
+                f"sequence, at most {MOST_DECODED}; use cache.prefill for more"
+            )
+        step = Step(self, self._extended(new, is_decoded=True), way, meeting)
+        self._last = step
+        return step
+
+    def _extended(self, new: Mapping[int, int], *, is_decoded: bool) -> dict[int, Grown]:
+        checked = dict(new_tokens(new))
+        last = self._last
+        if last is not None and 0 < len(last.attended) < len(self.layers):
+            missing = min(set(range(len(self.layers))) - last.attended)
+            raise UsageError(
+                f"layer {missing} did not attend in the last turn, so it has no keys and values for its tokens; call "
+                "attend for every layer, or cut these tokens off first"
+            )
+        before = {number: self.book.entry(number) for number in checked}
+        self.book.extend(checked, is_decoded=is_decoded)
+        for memory in self.memories:
+            memory.copy(self.book.copied)
+        self.book.copied.clear()
+        return {number: Grown(before[number], self.book.entries[number]) for number in checked}
+
+    # For turns and steps
+
+    def begin(self, turn: Turn | Step, layer: object) -> None:
+        """Check that a layer may attend now, and note that it does."""
+        if turn is not self._last:
+            raise UsageError("this turn is over, because the cache has a later one; use the last turn or step")
+        if type(layer) is not int or not 0 <= layer < len(self.layers):
+            raise UsageError(f"layer {layer!r}: expected 0 to {len(self.layers) - 1}")
+        if layer in turn.attended:
+            raise UsageError(f"layer {layer} has attended in this turn already; each layer attends once")
+        turn.attended.add(layer)
+
+    def by_rank(self, q: Any, k: Any, v: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+        if not self.attention.is_local:
+            return [(q, k, v)]
+        if not all(isinstance(x, list | tuple) and len(x) == self.ranks for x in (q, k, v)):
+            raise UsageError(f"q, k and v must each be a list of {self.ranks} tensors, one per rank of the local group")
+        return list(zip(q, k, v, strict=True))
+
+    def check_tensors(self, layer: int, tensors: Sequence[Tensor], tokens: tuple[int, int]) -> None:
+        """Refuse tensors that are not of these (sequences, tokens) and of this layer's heads and sizes."""
+        known = self.layers[layer]
+        sizes = (None, known.head_dim), (known.kv_heads, known.head_dim), (known.kv_heads, known.value_dim)
+        for name, tensor, (heads, dim) in zip("qkv", tensors, sizes, strict=True):
+            shape = (*tokens, "heads" if heads is None else heads, dim)
+            fits = isinstance(tensor, Tensor) and tensor.dim() == 4
+            fits = fits and all(a == b for a, b in zip(tensor.shape, shape, strict=True) if b != "heads")
+            if not fits:
+                raise ProblemError(f"{name} of layer {layer} is {describe(tensor)}: expected {_shape(shape)}")
+            if tensor.dtype != self.dtype or tensor.device != self.device:
+                raise ProblemError(
+                    f"{name} is {tensor.dtype} on {tensor.device}: the cache is {self.dtype} on {self.device}"
+                )
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                raise UsageError(f"{name} requires a gradient, and a cache keeps none; use torch.no_grad()")
+        check_plain(tensors)
+
+    def softmax(self, layer: int, scale: float | None, softcap: float) -> Softmax:
+        """Scale and softcap of a layer's scores, checked."""
+        known = self.layers[layer]
+        problem = Problem(
+            seq_q=1,
+            seq_kv=1,
+            heads=1,
+            kv_heads=1,
+            head_dim_qk=known.head_dim,
+            head_dim_v=known.value_dim,
+            ranks=self.ranks,
+        )
+        return CallOptions(softmax_scale=scale, softcap=softcap).checked().softmax(problem)
+
+    def decode_plan(self, step: Step, layer: int, *, heads: int) -> DecodePlan:
+        known = self.layers[layer]
+        if heads % known.kv_heads:
+            raise ProblemError(f"{heads} heads cannot share {known.kv_heads} KV heads evenly")
+        plan = DecodePlan(
+            ranks=self.ranks,
+            sequences=len(step.sequences),
+            queries=step.queries,
+            heads=heads,
+            kv_heads=known.kv_heads,
+            head_dim_qk=known.head_dim,
+            head_dim_v=known.value_dim,
+            dtype=DTYPE_NAMES[self.dtype],
+            way=step.way,
+        )
+        return plan.with_meeting(step.meeting or choose_meeting(plan))
+
+    def steps(self, plan: DecodePlan) -> Steps:
+        """What runs steps like this; made once."""
+        if plan not in self._steps:
+            if len(self._steps) >= MOST_STEPS:
+                del self._steps[next(iter(self._steps))]
+            self._steps[plan] = Steps(self, plan)
+        return self._steps[plan]
+
+    def graph_memory(self) -> GraphMemory:
+        if self._graph_memory is None:
+            self._graph_memory = GraphMemory(self.device)
+        return self._graph_memory
+
+
+MOST_STEPS = 16
+"""Shapes of steps whose buffers are kept."""
+
+
+def _blocks(
+    layers: Sequence[CachedLayer], ranks: int, tokens: int, sequences: int, block_tokens: int, slack: int
+) -> dict[Window, int]:
+    """Blocks of a rank for each window.
+
+    A sequence may leave one block partly empty. The tokens of a window may all be on one rank, and while a turn runs,
+    those before and after it are kept.
+    """
+    for name, value, least in (
+        ("tokens", tokens, 1),
+        ("sequences", sequences, 1),
+        ("block_tokens", block_tokens, 1),
+        ("slack", slack, 0),
+    ):
+        if type(value) is not int or value < least:
+            raise ProblemError(f"{name}={brief(value)}: expected a whole number of at least {least}")
+    if not layers or not all(isinstance(layer, CachedLayer) for layer in layers):
+        raise ProblemError(f"layers={brief(layers)}: expected a CachedLayer for each layer of the model")
+    full = -(-tokens // (ranks * block_tokens)) + sequences
+    found: dict[Window, int] = {}
+    for window in dict.fromkeys(layer.window for layer in layers):
+        found[window] = full
+        if window is not None:
+            seen = -(-(window + slack + MOST_DECODED) // block_tokens) + 2
+            found[window] = min(2 * full, 2 * sequences * seen)
+    return found
+
+
+def _check_dtype(dtype: object) -> None:
+    if dtype not in DTYPE_NAMES:
+        raise ProblemError(f"dtype={dtype}: expected one of {', '.join(map(str, DTYPE_NAMES))}")
+
+
+def _usual_device() -> Literal["cuda", "cpu"]:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _shape(sizes: Sequence[object]) -> str:
+    return f"({', '.join(map(str, sizes))})"
