@@ -70,6 +70,8 @@ class ShardedCache:
         self.book = Book(attention.ranks, attention.layout, block_tokens, pools, slack)
         self._last: Turn | Step | None = None
         self._steps: dict[DecodePlan, Steps] = {}
+        self.ready: dict[object, tuple[Steps, Softmax]] = {}
+        """What runs a layer of a step like an earlier one, without checking it again."""
         self._graph_memory: GraphMemory | None = None
 
     # Memory
@@ -103,7 +105,7 @@ class ShardedCache:
         if all(number <= self.book.pools[window].size for window, number in blocks.items()):
             return
         blocks = {window: max(number, self.book.pools[window].size) for window, number in blocks.items()}
-        self._steps.clear()  # their tables and graphs refer to the old memory
+        self._forget_steps()  # their tables and graphs refer to the old memory
         for memory in self.memories:
             memory.grow(blocks)
         for window, number in blocks.items():
@@ -204,15 +206,14 @@ class ShardedCache:
 
     # For turns and steps
 
-    def begin(self, turn: Turn | Step, layer: object) -> None:
-        """Check that a layer may attend now, and note that it does."""
+    def check_turn(self, turn: Turn | Step, layer: object) -> None:
+        """Refuse a layer that cannot attend now."""
         if turn is not self._last:
             raise UsageError("this turn is over, because the cache has a later one; use the last turn or step")
         if type(layer) is not int or not 0 <= layer < len(self.layers):
             raise UsageError(f"layer {layer!r}: expected 0 to {len(self.layers) - 1}")
         if layer in turn.attended:
             raise UsageError(f"layer {layer} has attended in this turn already; each layer attends once")
-        turn.attended.add(layer)
 
     def by_rank(self, q: Any, k: Any, v: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
         if not self.attention.is_local:
@@ -239,7 +240,7 @@ class ShardedCache:
                 raise UsageError(f"{name} requires a gradient, and a cache keeps none; use torch.no_grad()")
         check_plain(tensors)
 
-    def softmax(self, layer: int, scale: float | None, softcap: float) -> Softmax:
+    def softmax(self, layer: int, options: CallOptions) -> Softmax:
         """Scale and softcap of a layer's scores, checked."""
         known = self.layers[layer]
         problem = Problem(
@@ -251,7 +252,7 @@ class ShardedCache:
             head_dim_v=known.value_dim,
             ranks=self.ranks,
         )
-        return CallOptions(softmax_scale=scale, softcap=softcap).checked().softmax(problem)
+        return options.checked().softmax(problem)
 
     def decode_plan(self, step: Step, layer: int, *, heads: int) -> DecodePlan:
         known = self.layers[layer]
@@ -274,9 +275,13 @@ class ShardedCache:
         """What runs steps like this; made once."""
         if plan not in self._steps:
             if len(self._steps) >= MOST_STEPS:
-                del self._steps[next(iter(self._steps))]
+                self._forget_steps()
             self._steps[plan] = Steps(self, plan)
         return self._steps[plan]
+
+    def _forget_steps(self) -> None:
+        self._steps.clear()
+        self.ready.clear()
 
     def graph_memory(self) -> GraphMemory:
         if self._graph_memory is None:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mesh_attention.arguments import CallOptions, Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work
 from mesh_attention.comm.marked import Marked
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.buffers import DTYPES
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.kernels.base import Demand
-from mesh_attention.kernels.decode import DecodeKernel, Reach, choose_decode
+from mesh_attention.kernels.decode import DecodeKernel, Reach, TorchDecode, choose_decode
 from mesh_attention.plan.decoding import DecodePlan, Meeting, Way
 from mesh_attention.serving.book import Window
 from mesh_attention.serving.memory import Memory
@@ -36,7 +37,8 @@ class Rows:
         dtype = DTYPES[plan.dtype]
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         self.raw = torch.empty((*count, plan.row_nbytes), dtype=torch.uint8, device=device)
-        self.out = self.raw.view(dtype)[..., : plan.head_dim_v]
+        self.typed = self.raw.view(dtype)
+        self.out = self.typed[..., : plan.head_dim_v]
         self.lse = self.raw.view(wide)[..., -1]
 
     def part(self, at: range) -> Tensor:
@@ -89,6 +91,10 @@ class StepEngine:
             device=device,
         )
 
+    @property
+    def results(self) -> Rows:
+        return self.merged if self.plan.ranks > 1 else self.partials
+
     def kernel_for(self, softcap: float) -> DecodeKernel:
         if softcap not in self.kernel:
             plan = self.plan
@@ -109,8 +115,7 @@ class StepEngine:
         layer: int,
         state: StepState,
         tensors: Sequence[Tensor],
-        scale: float,
-        softcap: float,
+        softmax: Softmax,
     ) -> Generator[Work, None, tuple[Tensor, Tensor]]:
         """Output (sequences, queries, heads, dim) and LSE (sequences, queries, heads), of the own sequences if they are
         spread. The next step overwrites them."""
@@ -120,20 +125,19 @@ class StepEngine:
             q, k, v = yield from self._gather_tokens(q, k, v)
         memory.write(layer, state.slots, k.flatten(0, 1), v.flatten(0, 1))
         shape = (plan.sequences, plan.queries, plan.heads)
-        kernel, partials = self.kernel_for(softcap), self.partials
+        kernel, partials = self.kernel_for(softmax.softcap), self.partials
         kernel.attend(
             q,
             memory.stored[layer],
             state.reach,
-            scale=scale,
-            softcap=softcap,
+            scale=softmax.scale,
+            softcap=softmax.softcap,
             out=partials.out.view(*shape, plan.head_dim_v),
             lse=partials.lse.view(shape),
         )
-        found = partials
         if plan.ranks > 1:
             yield from self._meet(kernel)
-            found = self.merged
+        found = self.results
         if plan.way == "spread":
             mine = self.own if plan.ranks > 1 else range(plan.rows)
             shape = (len(plan.own[self.comm.rank]), *shape[1:])
@@ -202,7 +206,9 @@ class Steps:
         self.tables: dict[Window, list[tuple[int, ...]]] = {}
         self.marked = self.comms[0] if isinstance(self.comms[0], Marked) else None
         self.is_new = True
-        self._inputs: list[list[Tensor]] | None = None
+        self._inputs: list[list[Tensor]] = []
+        """What graphs read, and the mark among them."""
+        self._own_mark: Tensor
         self._seen: set[object] = set()
         self._graphs: dict[object, CapturedGraph[list[tuple[Tensor, Tensor]]]] = {}
 
@@ -223,58 +229,54 @@ class Steps:
         self,
         layer: int,
         tensors: Sequence[Sequence[Tensor]],
-        scale: float,
-        softcap: float,
+        softmax: Softmax,
         mark: Tensor | None,
     ) -> list[tuple[Tensor, Tensor]]:
         if self.is_new and self.marked is not None:
             self.is_new = False
             others = [rank for rank in range(self.plan.ranks) if rank != self.marked.rank]
             self.marked.reach(others, others)
-        if not self.cache.attention.engines.cuda_graphs:
-            return self._run(layer, tensors, scale, softcap, mark)
-        key = layer, scale, softcap, mark is not None
+        if not self._may_capture(softmax):
+            return self._run(layer, tensors, softmax, mark)
+        key = layer, softmax, mark is not None
         if key not in self._seen:  # the first time sets up what a graph cannot capture
             self._seen.add(key)
-            return self._run(layer, tensors, scale, softcap, mark)
-        return self._launch(key, layer, tensors, scale, softcap, mark)
+            return self._run(layer, tensors, softmax, mark)
+        return self._launch(key, layer, tensors, softmax, mark)
+
+    def _may_capture(self, softmax: Softmax) -> bool:
+        kernel = self.engines[0].kernel_for(softmax.softcap)
+        return self.cache.attention.engines.cuda_graphs and kernel.name != TorchDecode.name  # it reads on the host
 
     def _launch(
         self,
         key: object,
         layer: int,
         tensors: Sequence[Sequence[Tensor]],
-        scale: float,
-        softcap: float,
+        softmax: Softmax,
         mark: Tensor | None,
     ) -> list[tuple[Tensor, Tensor]]:
         """Run a layer's graph, which reads copies of the inputs."""
-        if self._inputs is None:
+        if not self._inputs:
             with torch.inference_mode(False), torch.no_grad():  # later steps need not be in inference mode
                 self._inputs = [[tensor.contiguous().clone() for tensor in rank] for rank in tensors]
-                self._mark = None if mark is None else torch.empty_like(mark)
-        own = self._inputs
-        if mark is not None and self._mark is None:
-            self._mark = torch.empty_like(mark)
+                self._own_mark = torch.zeros((1, 1, 2), dtype=torch.int64, device=self.cache.device)
+        own, own_mark = self._inputs, None if mark is None else self._own_mark
         if key not in self._graphs:
-            own_mark = None if mark is None else self._mark
-
-            def work() -> list[tuple[Tensor, Tensor]]:
-                return self._run(layer, own, scale, softcap, own_mark)
-
-            self._graphs[key] = CapturedGraph(work, self.cache.device, pool=self.cache.graph_memory().pool)
-        dest, source = [t for rank in own for t in rank], [t for rank in tensors for t in rank]
-        torch._foreach_copy_(dest, source)
-        if mark is not None and self._mark is not None:
-            self._mark.copy_(mark)
+            pool = self.cache.graph_memory().pool
+            self._graphs[key] = CapturedGraph(
+                lambda: self._run(layer, own, softmax, own_mark), self.cache.device, pool=pool
+            )
+        torch._foreach_copy_([t for rank in own for t in rank], [t for rank in tensors for t in rank])
+        if mark is not None:
+            self._own_mark.copy_(mark)
         return self._graphs[key].launch()
 
     def _run(
         self,
         layer: int,
         tensors: Sequence[Sequence[Tensor]],
-        scale: float,
-        softcap: float,
+        softmax: Softmax,
         mark: Tensor | None,
     ) -> list[tuple[Tensor, Tensor]]:
         cache = self.cache
@@ -284,12 +286,12 @@ class Steps:
             self.marked.open(mark, played.ledger.history)
         results = played.drive(
             [
-                engine.run(memory, layer, state, rank, scale, softcap)
+                engine.run(memory, layer, state, rank, softmax)
                 for engine, memory, state, rank in zip(self.engines, cache.memories, states, tensors, strict=True)
             ]
         )
         if mark is not None and self.marked is not None:
-            self.marked.close([results[0][0]])
+            self.marked.close([self.engines[0].results.typed])
         return results
 
 
@@ -305,7 +307,7 @@ class Step:
         self.cache, self.sequences, self.way, self.meeting = cache, sequences, way, meeting
         self.attended: set[int] = set()
         self.queries = next(iter(sequences.values())).tokens
-        self._steps: Steps | None = None
+        self._prepared: list[Steps] = []
         self.fingerprint: int | Tensor = 0
 
     @property
@@ -336,35 +338,46 @@ class Step:
         """
         cache, played = self.cache, self.cache.attention.engines.played
         with played.telling:
-            cache.begin(self, layer)
+            cache.check_turn(self, layer)
             ranks = cache.by_rank(q, k, v)
+            steps, softmax = self._found(layer, ranks, softmax_scale, softcap)
+        with played.ledger.talking(), torch.no_grad():
+            if steps not in self._prepared:
+                steps.prepare(self)
+                self._prepared.append(steps)
+            # On NCCL, comparing marks takes a collective: one layer of a step does it for all.
+            is_marked = steps.marked is not None and not (self.attended and steps.marked.is_capturable)
+            mark = self._mark(steps) if is_marked else None
+            results = steps.run(layer, ranks, softmax, mark)
+            self.attended.add(layer)
+            outs = [out.clone() for out, _ in results]  # the next layer uses the same buffers
+            if not return_lse:
+                return outs if cache.attention.is_local else outs[0]
+            lses = [lse.transpose(1, 2).clone() for _, lse in results]
+        return (outs, lses) if cache.attention.is_local else (outs[0], lses[0])
+
+    def _found(
+        self, layer: int, ranks: Sequence[Sequence[Any]], scale: float | None, softcap: float
+    ) -> tuple[Steps, Softmax]:
+        """What runs this layer, and its scores. Kept, because a decoded token waits for every line of the host's."""
+        kinds = tuple(_kind(tensor) for rank in ranks for tensor in rank)
+        key = layer, len(self.sequences), self.queries, self.way, self.meeting, type(scale), scale, softcap, kinds
+        found = self.cache.ready.get(key)
+        if found is None:
+            cache = self.cache
             plan = cache.decode_plan(self, layer, heads=_heads(ranks))
             for rank, comm in zip(ranks, cache.attention.comms, strict=True):
                 cache.check_tensors(layer, rank, (len(plan.own[comm.rank]), self.queries))
-            options = cache.softmax(layer, softmax_scale, softcap)
-            steps = cache.steps(plan)
-        with played.ledger.talking():
-            if self._steps is not steps:
-                steps.prepare(self)
-                self._steps = steps
-            # On NCCL, comparing marks takes a collective: one layer of a step does it for all.
-            is_first = len(self.attended) == 1
-            marked = steps.marked is not None and (is_first or not steps.marked.is_capturable)
-            with torch.no_grad():
-                mark = self._mark(plan) if marked else None
-                results = steps.run(layer, ranks, options.scale, options.softcap, mark)
-        # Buffers are used again by the next layer.
-        outs, lses = [out.clone() for out, _ in results], [lse.transpose(1, 2).clone() for _, lse in results]
-        if not cache.attention.is_local:
-            return (outs[0], lses[0]) if return_lse else outs[0]
-        return (outs, lses) if return_lse else outs
+            softmax = cache.softmax(layer, CallOptions(softmax_scale=scale, softcap=softcap))
+            found = cache.ready[key] = cache.steps(plan), softmax
+        return found
 
-    def _mark(self, plan: DecodePlan) -> Tensor:
-        ledger, comm = self.cache.attention.engines.played.ledger, self.cache.attention.engines.played
-        marked = comm.comms_on(self.cache.device)[0]
+    def _mark(self, steps: Steps) -> Tensor:
+        plan, ledger = steps.plan, self.cache.attention.engines.played.ledger
         lengths = tuple((number, grown.after.shares.length) for number, grown in self.sequences.items())
         number = hash((plan.sequences, plan.queries, plan.heads, self.way == "same", *lengths)) & 0xFFFFFFFFFFFF
-        return ledger.mark(number, self.cache.device if marked.is_capturable else None, self.fingerprint)
+        device = self.cache.device if steps.comms[0].is_capturable else None
+        return ledger.mark(number, device, self.fingerprint)
 
     def reach(self, rank: int, window: Window) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """For each sequence and query, the first token of this rank that it sees, and the one behind the last; then the
@@ -390,6 +403,13 @@ class Step:
             first.append(firsts)
             stop.append(stops)
         return first, stop, slots
+
+
+def _kind(tensor: Any) -> Any:
+    """What decides whether a tensor fits; a tensor that may not is never equal to another."""
+    if type(tensor) is not Tensor or (tensor.requires_grad and torch.is_grad_enabled()):
+        return object()
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _heads(ranks: Sequence[Sequence[Any]]) -> int:
