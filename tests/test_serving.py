@@ -177,7 +177,7 @@ def test_a_step_sends_the_bytes_of_its_plan(ranks: int, queries: int, way: str, 
     sequences = [model.new() for _ in range(5)]
     model.decode(sequences, queries, way=way, meeting=meeting)
     assert model.error < 1e-12
-    (plan,) = cache._steps
+    (plan,) = cache.kept.by_plan
     assert [comm.sent_nbytes.total() for comm in counting] == [plan.sent_nbytes(rank) for rank in range(ranks)]
     assert sum(map(plan.sent_nbytes, range(ranks))) == sum(map(plan.received_nbytes, range(ranks)))
 

@@ -23,6 +23,7 @@ from mesh_attention.execution.engine import Engine
 from mesh_attention.masks import Segment
 from mesh_attention.plan.layout import Cached, Listed, join, shifted
 from mesh_attention.serving.book import Entry, Window
+from mesh_attention.serving.checks import by_rank, check_tensors, check_turn, softmax_of
 from mesh_attention.serving.memory import slots_of
 from mesh_attention.serving.shares import clip
 
@@ -138,12 +139,12 @@ class Turn:
         """
         cache = self.cache
         with cache.attention.engines.played.telling:
-            cache.check_turn(self, layer)
-            ranks = cache.by_rank(q, k, v)
+            check_turn(cache, self, layer)
+            ranks = by_rank(cache, q, k, v)
             for (_, tokens, _), rank in zip(self._sizes(layer), ranks, strict=True):
-                cache.check_tensors(layer, rank, (1, tokens))
+                check_tensors(cache, layer, rank, (1, tokens))
             options = CallOptions(softmax_scale=softmax_scale, softcap=softcap)
-            cache.softmax(layer, options)
+            softmax_of(cache.layers[layer], options)
         window = cache.layers[layer].window
         tensors = [
             (rank_q, *self._keys(number, layer, window, rank_k[0], rank_v[0]))
