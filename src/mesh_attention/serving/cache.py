@@ -17,7 +17,7 @@ from mesh_attention.serving.decode import Step
 from mesh_attention.serving.memory import CachedLayer, Memory, cache_nbytes
 from mesh_attention.serving.prefill import Grown, Turn, new_tokens
 from mesh_attention.serving.running import KeptSteps
-from mesh_attention.units import brief, format_nbytes
+from mesh_attention.units import brief, count, format_nbytes
 
 BLOCK_TOKENS = 64
 MOST_DECODED = 16
@@ -108,7 +108,7 @@ class ShardedCache:
     def __repr__(self) -> str:
         held = sum(self.length(number) for number in self.book.entries)
         return (
-            f"<ShardedCache of {held:,} tokens in {len(self.book.entries)} sequences, room for {self.tokens:,}; "
+            f"<ShardedCache of {held:,} tokens in {count(len(self.book.entries), 'sequence')}, room for {self.tokens:,}; "
             f"{len(self.layers)} layers on {self.ranks} ranks, {format_nbytes(self.nbytes)} each>"
         )
 
