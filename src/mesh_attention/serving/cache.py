@@ -107,8 +107,9 @@ class ShardedCache:
 
     def __repr__(self) -> str:
         held = sum(self.length(number) for number in self.book.entries)
+        sequences = count(len(self.book.entries), "sequence")
         return (
-            f"<ShardedCache of {held:,} tokens in {count(len(self.book.entries), 'sequence')}, room for {self.tokens:,}; "
+            f"<ShardedCache of {held:,} tokens in {sequences}, room for {self.tokens:,}; "
             f"{len(self.layers)} layers on {self.ranks} ranks, {format_nbytes(self.nbytes)} each>"
         )
 
