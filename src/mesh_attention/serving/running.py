@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,15 +18,15 @@ from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work
 from mesh_attention.comm.marked import Marked
 from mesh_attention.execution.buffers import DTYPES
+from mesh_attention.execution.engine import Engines
 from mesh_attention.execution.graphs import CapturedGraph, GraphMemory
 from mesh_attention.kernels.base import Demand
 from mesh_attention.kernels.decode import DecodeKernel, Reach, TorchDecode, choose_decode
 from mesh_attention.plan.decoding import DecodePlan
 from mesh_attention.serving.book import Window
-from mesh_attention.serving.memory import Memory
+from mesh_attention.serving.memory import CachedLayer, Memory
 
 if TYPE_CHECKING:
-    from mesh_attention.serving.cache import ShardedCache
     from mesh_attention.serving.decode import Step
 
 MOST_STEPS = 16
@@ -196,14 +197,32 @@ class StepEngine:
         return found
 
 
+@dataclass(frozen=True)
+class Ground:
+    """What steps run on.
+
+    It does not refer to the cache, so that a cache and its graphs are released with the last reference to it: left to
+    the garbage collector, they may go while another graph is captured, which spoils that one.
+    """
+
+    engines: Engines
+    layers: Sequence[CachedLayer]
+    memories: Sequence[Memory]
+    device: torch.device
+
+    @cached_property
+    def graph_pool(self) -> object:
+        """The memory that all graphs share."""
+        return GraphMemory(self.device).pool
+
+
 class Steps:
     """Runs steps of one shape for the ranks played here: their engines, states and graphs."""
 
-    def __init__(self, cache: ShardedCache, plan: DecodePlan) -> None:
-        self.cache, self.plan = cache, plan
-        played = cache.attention.engines.played
-        self.comms = played.comms_on(cache.device)
-        self.engines = [StepEngine(plan, comm, cache.device) for comm in self.comms]
+    def __init__(self, ground: Ground, plan: DecodePlan) -> None:
+        self.ground, self.plan = ground, plan
+        self.comms = ground.engines.played.comms_on(ground.device)
+        self.engines = [StepEngine(plan, comm, ground.device) for comm in self.comms]
         self.states: dict[Window, list[StepState]] = {}
         self.tables: dict[Window, list[tuple[int, ...]]] = {}
         self.marked = self.comms[0] if isinstance(self.comms[0], Marked) else None
@@ -217,10 +236,9 @@ class Steps:
     def prepare(self, step: Step) -> None:
         """Bring the lengths and tables of a step to the device."""
         shape = (self.plan.sequences, self.plan.queries)
-        for window, pool in self.cache.book.pools.items():
+        for window, pool in step.cache.book.pools.items():
             if window not in self.states:
-                device = self.cache.device
-                self.states[window] = [StepState.empty(shape, pool.size, device) for _ in self.comms]
+                self.states[window] = [StepState.empty(shape, pool.size, self.ground.device) for _ in self.comms]
             tables = [grown.after.tables[window].blocks for grown in step.sequences.values()]
             is_same = tables == self.tables.get(window)
             self.tables[window] = tables
@@ -248,7 +266,7 @@ class Steps:
 
     def _may_capture(self, softmax: Softmax) -> bool:
         kernel = self.engines[0].kernel_for(softmax.softcap)
-        return self.cache.attention.engines.cuda_graphs and kernel.name != TorchDecode.name  # it reads on the host
+        return self.ground.engines.cuda_graphs and kernel.name != TorchDecode.name  # which reads on the host
 
     def _launch(
         self,
@@ -262,12 +280,11 @@ class Steps:
         if not self._inputs:
             with torch.inference_mode(False), torch.no_grad():  # later steps need not be in inference mode
                 self._inputs = [[tensor.contiguous().clone() for tensor in rank] for rank in tensors]
-                self._own_mark = torch.zeros((1, 1, 2), dtype=torch.int64, device=self.cache.device)
+                self._own_mark = torch.zeros((1, 1, 2), dtype=torch.int64, device=self.ground.device)
         own, own_mark = self._inputs, None if mark is None else self._own_mark
         if key not in self._graphs:
-            pool = self.cache.kept.graph_pool
             self._graphs[key] = CapturedGraph(
-                lambda: self._run(layer, own, softmax, own_mark), self.cache.device, pool=pool
+                lambda: self._run(layer, own, softmax, own_mark), self.ground.device, pool=self.ground.graph_pool
             )
         torch._foreach_copy_([t for rank in own for t in rank], [t for rank in tensors for t in rank])
         if mark is not None:
@@ -281,15 +298,14 @@ class Steps:
         softmax: Softmax,
         mark: Tensor | None,
     ) -> list[tuple[Tensor, Tensor]]:
-        cache = self.cache
-        states = self.states[cache.layers[layer].window]
-        played = cache.attention.engines.played
+        ground = self.ground
+        states, played = self.states[ground.layers[layer].window], ground.engines.played
         if mark is not None and self.marked is not None:
             self.marked.open(mark, played.ledger.history)
         results = played.drive(
             [
                 engine.run(memory, layer, state, rank, softmax)
-                for engine, memory, state, rank in zip(self.engines, cache.memories, states, tensors, strict=True)
+                for engine, memory, state, rank in zip(self.engines, ground.memories, states, tensors, strict=True)
             ]
         )
         if mark is not None and self.marked is not None:
@@ -300,27 +316,19 @@ class Steps:
 class KeptSteps:
     """What a cache keeps between its steps. Dropped when its memory moves."""
 
-    def __init__(self, cache: ShardedCache) -> None:
-        self.cache = cache
+    def __init__(self, ground: Ground) -> None:
+        self.ground = ground
         self.by_plan: dict[DecodePlan, Steps] = {}
         self.ready: dict[object, tuple[Steps, Softmax]] = {}
         """What runs a layer of a step like an earlier one, without checking it again."""
-        self._graph_memory: GraphMemory | None = None
 
     def of(self, plan: DecodePlan) -> Steps:
         if plan not in self.by_plan:
             if len(self.by_plan) >= MOST_STEPS:
                 self.drop()
-            self.by_plan[plan] = Steps(self.cache, plan)
+            self.by_plan[plan] = Steps(self.ground, plan)
         return self.by_plan[plan]
 
     def drop(self) -> None:
         self.by_plan.clear()
         self.ready.clear()
-
-    @property
-    def graph_pool(self) -> object:
-        """The memory that all graphs share."""
-        if self._graph_memory is None:
-            self._graph_memory = GraphMemory(self.cache.device)
-        return self._graph_memory.pool
