@@ -322,3 +322,13 @@ def test_a_window_that_was_dropped_cannot_be_cut_back_to() -> None:
         model.prefill({chat: 11})
         model.decode([chat])
         assert model.error < 1e-12
+
+
+def test_steps_may_be_in_and_out_of_inference_mode() -> None:
+    model = Model(cache_of(3))
+    chat = model.new()
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            model.prefill({chat: 5})
+            model.decode([chat])
+    assert model.error < 1e-12
