@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from mesh_attention import LocalGroup
 from mesh_attention.api import MeshAttention
-from mesh_attention.errors import DisagreementError, UsageError
+from mesh_attention.errors import DisagreementError, MaskError, UsageError
 from mesh_attention.integrations.transformers import GenerationCache, register, unregister
 from mesh_attention.testing.run_ranks import RankPool
 
@@ -153,9 +155,7 @@ def called(model: Any, rank: int) -> Result:
 CACHES: dict[str, Callable[[], Any]] = {"eager": DynamicCache}
 CASES = {
     case.__name__: case
-    for case in (
-        *(greedy, unequal, short, sampled, chunks, turns, stopped, beams, looked_up, embedded, called),
-    )
+    for case in (*(greedy, unequal, short, sampled, chunks, turns, stopped, beams, looked_up, embedded, called),)
 }
 SOME = ("greedy", "unequal", "sampled", "turns", "beams")
 OPTIONS: dict[int, dict[str, Any]] = {
@@ -216,3 +216,330 @@ def test_tokens_and_logits_are_those_of_one_process(
         wrong = {case: said for case, said in found.items() if not said[0] or said[1] > 1e-10}
         assert not wrong
         assert list(found) == cases
+
+
+# What is not sharded
+
+
+def tokens_run(group: Any, tokens: int) -> list[int]:
+    """The numbers of tokens that the first MLP of this rank's model runs, call by call."""
+    with registered(group) as attention, torch.no_grad():
+        model = make_model("llama", "mesh_attention").eval()
+        generated(model, ids(1, 9))  # tries the model first
+        seen: list[int] = []
+        hook = model.model.layers[0].mlp.register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
+        rows: list[int] = []
+        head = model.lm_head.register_forward_hook(lambda *call: rows.append(call[1][0].shape[1]))
+        out = generated(model, ids(1, tokens), max_new_tokens=3)
+        hook.remove()
+        head.remove()
+        assert rows == [1, 1, 1]  # logits of one token, whoever has it
+        store = out.past_key_values.store
+        held = sum(map(len, store.book.entry(out.past_key_values.sequences[0]).shares.segments(group.rank())))
+        assert store.attention is attention
+        return [*seen, held]
+
+
+def test_a_rank_runs_and_holds_its_share_of_the_prompt(pool: RankPool) -> None:
+    assert pool.run(4, tokens_run, 40) == [[10, 1, 1, 11], [10, 1, 1, 11], [10, 1, 1, 10], [10, 1, 1, 10]]
+
+
+# Streaming
+
+
+class Heard(BaseStreamer):
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[list[int]] = []
+
+    def put(self, value: Tensor) -> None:
+        self.heard.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.heard.append([])
+
+
+def streamed(group: Any) -> tuple[list[list[int]], list[list[int]]]:
+    with registered(group):
+        model = make_model("llama", "mesh_attention").eval()
+        heard = Heard() if group.rank() == 0 else None
+        out = generated(model, ids(1, 20), streamer=heard)
+    return heard.heard if heard is not None else [], out.sequences.tolist()
+
+
+def test_a_streamer_on_one_rank_hears_the_tokens(pool: RankPool) -> None:
+    (heard, sequences), (nothing, same) = pool.run(2, streamed)
+    assert heard == [sequences[0][:20], *([token] for token in sequences[0][20:]), []]
+    assert nothing == []
+    assert same == sequences
+
+
+# Random numbers
+
+
+def seeded(group: Any, is_shared: bool) -> tuple[list[Any], float]:
+    """Tokens sampled with another seed on each rank, and the next random number of this rank."""
+    from mesh_attention.integrations.transformers import generation
+
+    kept = generation._set_random_states
+    if not is_shared:
+        generation._set_random_states = lambda *_: None
+    try:
+        with registered(group):
+            model = make_model("llama", "mesh_attention").eval()
+            torch.manual_seed(group.rank())
+            given = {"do_sample": True, "temperature": 3.0, "max_new_tokens": 1, "num_return_sequences": 4}
+            tokens = generated(model, ids(1, 20), **given).sequences[:, -1].tolist()
+            return tokens, float(torch.rand(1))
+    finally:
+        generation._set_random_states = kept
+
+
+def test_ranks_with_other_seeds_take_the_random_numbers_of_rank_0(pool: RankPool) -> None:
+    first, *others = pool.run(3, seeded, True)
+    assert all(other == first for other in others)
+    first, *others = pool.run(3, seeded, False)
+    assert all(other[0] != first[0] for other in others)
+
+
+def undisturbed(group: Any) -> tuple[float, float]:
+    with registered(group):
+        model = make_model("llama", "mesh_attention").eval()
+        torch.manual_seed(group.rank())
+        generated(model, ids(1, 20))
+        return float(torch.rand(1)), float(torch.rand(1, generator=torch.Generator().manual_seed(group.rank())))
+
+
+def test_greedy_generation_leaves_random_numbers_alone(pool: RankPool) -> None:
+    assert all(found == due for found, due in pool.run(2, undisturbed))
+
+
+# Disagreement
+
+
+def disagreement(group: Any, how: str) -> str:
+    rank = group.rank()
+    with registered(group):
+        model = make_model("llama", "mesh_attention").eval()
+        given: dict[str, Any] = {"max_new_tokens": 4}
+        prompt = ids(1, 20)
+        if how == "prompts":
+            prompt = ids(1, 20, seed=rank)
+        elif how == "lengths":
+            prompt = ids(1, 20 if rank else 3)
+        elif how == "rows":
+            prompt = ids(1 + rank, 20)
+        elif how == "settings":
+            given["max_new_tokens"] = 4 + rank
+        elif how == "arguments":
+            given |= {"cache_implementation": "static"} if rank else {}
+        elif how == "streamer":
+            given |= {"num_beams": 2} | ({} if rank else {"streamer": Heard()})
+        elif how == "tokens":
+            given["prefix_allowed_tokens_fn"] = lambda *_: [3 + rank]
+        try:
+            generated(model, prompt, **given)
+        except (DisagreementError, UsageError, ValueError) as said:
+            return f"{type(said).__name__}: {said}"
+    return "ran"
+
+
+DISAGREEMENTS = {
+    "prompts": ("DisagreementError", "must make the same call, with the same whole prompt"),
+    "lengths": ("DisagreementError", "max_length is 7 on rank(s) 0, but 24 on rank(s) 1"),
+    "rows": ("DisagreementError", "new tokens is (1, 20) torch.int64"),
+    "settings": ("DisagreementError", "max_length is 24 on rank(s) 0, but 25 on rank(s) 1"),
+    "arguments": ("DisagreementError", "rank 1 refused the call: cache_implementation='static' is not supported"),
+    "streamer": (
+        "DisagreementError",
+        "rank 0 refused the call: ValueError: `streamer` cannot be used with beam search",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DISAGREEMENTS)
+def test_ranks_that_differ_are_refused_together(pool: RankPool, how: str) -> None:
+    found = pool.run(2, disagreement, how)
+    kind, text = DISAGREEMENTS[how]
+    assert all(said != "ran" for said in found), found
+    assert any(said.startswith(kind) and text in said for said in found), found
+
+
+def test_ranks_that_choose_different_tokens_are_refused_together() -> None:
+    with RankPool(2) as own:  # what is noticed while transfers are under way ends a group
+        for said in own.run(2, disagreement, "tokens"):
+            assert re.match("DisagreementError: ranks . and . made different calls on this group", said), said
+
+
+# Refusals
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    """A tiny Llama with mesh attention over one rank."""
+    with registered(LocalGroup(1).comm(0)):
+        yield make_model("llama", "mesh_attention").eval()
+
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"use_cache": False}, "use_cache=False is not supported with mesh attention; leave it out, or generate with"),
+    ({"cache_implementation": "static"}, "cache_implementation='static' is not supported: mesh attention has its own"),
+    ({"cache_implementation": "paged"}, 'cache_implementation="paged" is not supported'),
+    ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache, which would be whole on every rank"),
+    ({"max_time": 3.0}, "max_time=3.0 is not supported: the ranks' clocks differ"),
+    ({"guidance_scale": 2.0}, "guidance_scale=2.0 is not supported with mesh attention: it runs a second prompt"),
+    ({"output_hidden_states": True}, "output_hidden_states is not supported with mesh attention: each rank has its"),
+    ({"output_attentions": True}, "output_attentions is not supported with mesh attention"),
+    ({"custom_generate": lambda *_: None}, "custom_generate is not supported with mesh attention"),
+    ({"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}, "custom_generate is not supported"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), SETTINGS)
+def test_settings_that_ranks_cannot_follow_are_refused(model: Any, given: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError) as said:
+        generated(model, ids(1, 8), **given)
+    assert text in str(said.value)
+
+
+def test_an_assistant_model_is_refused(model: Any) -> None:
+    with pytest.raises(UsageError, match="assistant_model is not supported with mesh attention; use prompt_lookup_num"):
+        generated(model, ids(1, 8), assistant_model=make_model("llama", "sdpa"))
+
+
+def test_other_implementations_generate_as_before(model: Any) -> None:
+    due = generated(make_model("llama", "eager").eval(), ids(1, 8), use_cache=False).sequences
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(generated(model, ids(1, 8), use_cache=False).sequences, due)
+    assert isinstance(generated(model, ids(1, 8)).past_key_values, DynamicCache)
+
+
+CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"attention_mask": torch.tensor([[1, 1, 0, 1]] * 2)}, MaskError, "row 0 of attention_mask has padding after real"),
+    ({"attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])}, MaskError, "row 1 of attention_mask has padding"),
+    ({"attention_mask": torch.ones(2, 5)}, MaskError, "expected (2, 4), the tokens in the cache and the new ones"),
+    ({"position_ids": torch.tensor([[0, 1, 2, 4]])}, UsageError, "position_ids of row 0 are not those of its new tok"),
+    ({"position_ids": torch.tensor([[0, 1, 2]])}, UsageError, "expected (rows or 1, 4), one for each token"),
+    ({"output_hidden_states": True}, UsageError, "output_hidden_states is not supported with a GenerationCache"),
+    (
+        {"labels": ids(2, 4)},
+        UsageError,
+        "the model got labels and a GenerationCache; expected input_ids, inputs_embeds",
+    ),
+    ({"use_cache": False}, UsageError, "use_cache=False contradicts the GenerationCache"),
+    ({"logits_to_keep": torch.ones(2, 4, dtype=torch.bool)}, UsageError, "expected a number of tokens, or columns as"),
+    ({"inputs_embeds": torch.zeros(2, 4, 16)}, UsageError, "the model got input_ids and inputs_embeds: expected input"),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "text"), CALLS)
+@torch.no_grad()
+def test_calls_that_cannot_be_honoured_are_refused(
+    model: Any, given: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    cache = CACHES["mesh_attention"]()
+    with pytest.raises(kind) as said:
+        model(ids(2, 4), past_key_values=cache, **given)
+    assert text in str(said.value)
+    assert model(ids(2, 4), past_key_values=cache).logits.shape[:2] == (2, 4)  # nothing has happened to the cache
+
+
+def padded_cache(model: Any) -> Any:
+    cache = CACHES["mesh_attention"]()
+    model(ids(2, 4), attention_mask=mask([4, 2], 4), past_key_values=cache)
+    return cache
+
+
+LATER: list[tuple[Callable[[Any, Any], Any], str]] = [
+    (lambda model, cache: model(ids(2, 1), past_key_values=cache), "the cache has padded rows, but the model got no"),
+    (lambda model, cache: model(ids(3, 1), past_key_values=cache, attention_mask=torch.ones(3, 5)), "has 2 rows, but"),
+    (lambda model, cache: model(ids(2, 1), past_key_values=cache, attention_mask=torch.ones(2, 5)), "4 real tokens of"),
+    (
+        lambda model, cache: make_model("qwen2", "mesh_attention").eval()(**later(cache)),
+        "the cache is of another model",
+    ),
+    (lambda model, cache: model.float()(**later(cache)), "the cache is of another model, dtype or device"),
+    (lambda model, cache: model.train()(**later(cache)), "a model in training mode cannot fill a GenerationCache"),
+    (lambda model, cache: make_model("llama", "sdpa").eval()(**later(cache)), "does not run with its mesh attention"),
+    (lambda model, cache: cache.crop(2), "expected minus the number of tokens to forget"),
+    (lambda model, cache: cache.crop(-3), "the shortest row has 2 tokens"),
+    (lambda model, cache: copy.deepcopy(cache), "a GenerationCache cannot be copied"),
+    (lambda model, cache: pickle.dumps(cache), "a GenerationCache cannot be pickled"),
+    (
+        lambda model, cache: cache.update_conv_state(torch.zeros(1), 0),
+        "convolutions, recurrent states and indexers are",
+    ),
+    (
+        lambda model, cache: generated(model, ids(3, 9), past_key_values=cache),
+        "the cache has 2 rows, but the model got",
+    ),
+]
+
+
+def later(cache: Any) -> dict[str, Any]:
+    real = torch.cat([mask([4, 2], 4), torch.ones(2, 1, dtype=torch.long)], 1)
+    return {"input_ids": ids(2, 1), "attention_mask": real, "past_key_values": cache}
+
+
+@pytest.mark.parametrize(("use", "text"), LATER)
+@torch.no_grad()
+def test_a_filled_cache_refuses_what_it_cannot_do(model: Any, use: Callable[[Any, Any], Any], text: str) -> None:
+    cache = padded_cache(model)
+    with pytest.raises((UsageError, MaskError)) as said:
+        use(model, cache)
+    assert text in str(said.value)
+
+
+class Skipped(torch.nn.Module):
+    """A layer that does nothing."""
+
+    def forward(self, hidden: Tensor, **_: Any) -> Tensor:
+        return hidden
+
+
+@torch.no_grad()
+def test_a_cache_is_empty_after_a_reset_and_of_no_use_after_a_failure(model: Any) -> None:
+    cache = padded_cache(model)
+    cache.reset()
+    assert (cache.get_seq_length(), cache.batch_size, cache.store.sequences) == (0, -1, ())
+    due = make_model("llama", "eager").eval()(ids(1, 6)).logits
+    with Exact():
+        torch.testing.assert_close(model(ids(1, 6), past_key_values=cache).logits, due, rtol=1e-5, atol=1e-5)
+    layer, model.model.layers[1] = model.model.layers[1], Skipped()
+    with pytest.raises(UsageError, match="1 of 2 layers of LlamaForCausalLM called mesh attention"):
+        model(ids(1, 1), past_key_values=cache)
+    model.model.layers[1] = layer
+    with pytest.raises(UsageError, match="an earlier call with this cache failed"):
+        model(ids(1, 1), past_key_values=cache)
+
+
+def test_an_encoder_cannot_generate(model: Any) -> None:
+    encoder = make_model("encoder", "mesh_attention").eval()
+    with pytest.raises(MaskError, match="generation needs causal attention"):
+        generated(encoder, ids(1, 20))
+
+
+@torch.no_grad()
+def test_autocast_decides_the_dtype_of_the_cache(model: Any) -> None:
+    model.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = generated(model, ids(1, 20))
+    assert out.past_key_values.store.dtype == torch.bfloat16
+
+
+def test_frequencies_that_depend_on_the_largest_position_are_refused_where_ranks_differ(pool: RankPool) -> None:
+    assert pool.run(2, rotary_outcomes) == [("ran", "refused")] * 2
+
+
+def rotary_outcomes(group: Any) -> tuple[str, ...]:
+    found = []
+    with registered(group):
+        model = make_model("dynamic rotary", "mesh_attention").eval()
+        for tokens in (14, 20):  # the limit is 16
+            try:
+                generated(model, ids(1, tokens), max_new_tokens=6)
+                found.append("ran")
+            except UsageError as said:
+                found.append("refused" if "depend on the largest position beyond 16" in str(said) else str(said))
+    return tuple(found)

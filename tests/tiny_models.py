@@ -125,7 +125,7 @@ class Exact(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.float and args[0].dtype in (torch.float64, torch.int64) and _asked_there():
             return args[0].double()
-        if func in (Tensor.to, functional.softmax) and args[0].dtype == torch.float64 and _asked_there():
+        if func in (Tensor.to, Tensor.type, functional.softmax) and args[0].dtype == torch.float64 and _asked_there():
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
         return func(*args, **kwargs)

@@ -72,14 +72,9 @@ class GenerationCache(Cache):
         """Real tokens of each row."""
         return [self._stored().length(number) for number in self.sequences]
 
-    def check_batch(self, rows: int) -> None:
+    def check_usable(self) -> None:
         if self.failure is not None:
             raise UsageError(f"an earlier call with this cache failed ({self.failure}); start with a new cache")
-        if self.sequences and len(self.sequences) != rows:
-            raise UsageError(
-                f"the cache has {len(self.sequences)} rows, but the model got {rows}; give as many as in the last turn "
-                "(num_beams and num_return_sequences multiply them)"
-            )
 
     def prepare(self, observed: Observed, *, rows: int, tokens: int) -> None:
         """Make room for so many new tokens in all, of a model with these layers."""

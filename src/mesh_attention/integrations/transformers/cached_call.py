@@ -65,10 +65,8 @@ def _checked(model: Any, cache: GenerationCache, given: Given, layers: LayerAtte
         raise UsageError("the GenerationCache is of another MeshAttention than the model's; use a new cache")
     if model.training:
         raise UsageError("a model in training mode cannot fill a GenerationCache; call model.eval() first")
-    lengths = cache.lengths if cache.sequences else []
-    new = read_new_tokens(given, columns=cache.columns, lengths=lengths)
-    cache.check_batch(len(new.counts))
-    return new
+    cache.check_usable()
+    return read_new_tokens(given, columns=cache.columns, lengths=cache.lengths if cache.sequences else [])
 
 
 def _compare(cache: GenerationCache, new: NewTokens) -> None:

@@ -68,6 +68,11 @@ def read_new_tokens(given: Mapping[str, Any], *, columns: int, lengths: Sequence
         raise UsageError(f"{names[0]} is {describe(tokens)}: expected tokens, (rows, tokens, …)")
     rows, new = tokens.shape[:2]
     lengths = lengths or [0] * rows
+    if len(lengths) != rows:
+        raise UsageError(
+            f"the cache has {len(lengths)} rows, but the model got {rows}; give as many as in the last turn (num_beams "
+            "and num_return_sequences multiply them)"
+        )
     counts = _counts(given.get("attention_mask"), rows, new, columns, lengths)
     _check_positions(given.get("position_ids"), counts, lengths, new)
     return NewTokens(name=names[0], tokens=tokens, counts=counts, wanted=_wanted(given.get("logits_to_keep"), new))
