@@ -1,0 +1,328 @@
+"""What runs decoded steps: buffers, tables of blocks on the device, and with CUDA graphs one graph for each layer.
+
+All of it lives as long as the shapes of steps recur, so a step plans nothing and allocates little. `serving.decode` has
+the steps themselves, `plan.decoding` what a rank does in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mesh_attention.arguments import Softmax
+from mesh_attention.comm.base import Comm, Parcel, Work
+from mesh_attention.comm.marked import Marked
+from mesh_attention.execution.buffers import DTYPES
+from mesh_attention.execution.engine import Engines
+from mesh_attention.execution.graphs import CapturedGraph, GraphMemory
+from mesh_attention.kernels.base import Demand
+from mesh_attention.kernels.decode import DecodeKernel, Reach, TorchDecode, choose_decode
+from mesh_attention.plan.decoding import DecodePlan
+from mesh_attention.serving.book import Window
+from mesh_attention.serving.memory import CachedLayer, Memory
+
+if TYPE_CHECKING:
+    from mesh_attention.serving.decode import Step
+
+MOST_STEPS = 16
+"""Shapes of steps whose buffers are kept."""
+
+
+class Rows:
+    """Partial results of all rows as they travel: each an output and its LSE, in one buffer of bytes."""
+
+    def __init__(self, plan: DecodePlan, count: tuple[int, ...], device: torch.device) -> None:
+        dtype = DTYPES[plan.dtype]
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        self.raw = torch.empty((*count, plan.row_nbytes), dtype=torch.uint8, device=device)
+        self.typed = self.raw.view(dtype)
+        self.out = self.typed[..., : plan.head_dim_v]
+        self.lse = self.raw.view(wide)[..., -1]
+
+    def part(self, at: range) -> Tensor:
+        return self.raw[at.start : at.stop].view(-1)
+
+
+@dataclass
+class StepState:
+    """The part of a step that depends on lengths, on the device of one rank, for layers of one window."""
+
+    reach: Reach
+    slots: Tensor
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int], most_blocks: int, device: torch.device) -> StepState:
+        def zeros(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=device)
+
+        reach = Reach(zeros(shape[0], most_blocks), zeros(*shape), zeros(*shape))
+        return cls(reach, zeros(shape[0] * shape[1], dtype=torch.int64))
+
+    def update(self, table: list[list[int]], first: list[list[int]], stop: list[list[int]], slots: list[int]) -> None:
+        """Copy in place: graphs read these tensors."""
+        width = max(map(len, table), default=0)
+        padded = [blocks + [0] * (width - len(blocks)) for blocks in table]
+        for dest, values in (
+            (self.reach.table[:, :width], padded),
+            (self.reach.first, first),
+            (self.reach.stop, stop),
+            (self.slots, slots),
+        ):
+            dest.copy_(torch.tensor(values, dtype=dest.dtype).view(dest.shape), non_blocking=True)
+
+
+class StepEngine:
+    """Runs steps of one shape for one rank."""
+
+    def __init__(self, plan: DecodePlan, comm: Comm, device: torch.device) -> None:
+        self.plan, self.comm, self.device = plan, comm, device
+        self.kernel: dict[float, DecodeKernel] = {}
+        rank, ranks = comm.rank, plan.ranks
+        self.partials = Rows(plan, (plan.rows,), device)
+        own = plan.slices[rank] if plan.meeting == "slices" else range(plan.rows)
+        self.own = own
+        self.arrived = Rows(plan, (ranks, len(own)), device)
+        self.merged = Rows(plan, (plan.rows,), device)
+        self.tokens = torch.empty(
+            (plan.sequences if plan.way == "spread" else 0, plan.queries * plan.token_nbytes),
+            dtype=torch.uint8,
+            device=device,
+        )
+
+    @property
+    def results(self) -> Rows:
+        return self.merged if self.plan.ranks > 1 else self.partials
+
+    def kernel_for(self, softcap: float) -> DecodeKernel:
+        if softcap not in self.kernel:
+            plan = self.plan
+            demand = Demand(
+                device=self.device.type,
+                dtype=DTYPES[plan.dtype],
+                head_dim_qk=plan.head_dim_qk,
+                head_dim_v=plan.head_dim_v,
+                softcap=softcap,
+                lse_gradient=False,
+            )
+            self.kernel[softcap] = choose_decode(demand)
+        return self.kernel[softcap]
+
+    def run(
+        self,
+        memory: Memory,
+        layer: int,
+        state: StepState,
+        tensors: Sequence[Tensor],
+        softmax: Softmax,
+    ) -> Generator[Work, None, tuple[Tensor, Tensor]]:
+        """Output (sequences, queries, heads, dim) and LSE (sequences, queries, heads), of the own sequences if they are
+        spread. The next step overwrites them."""
+        plan = self.plan
+        q, k, v = tensors
+        if plan.way == "spread":
+            q, k, v = yield from self._gather_tokens(q, k, v)
+        memory.write(layer, state.slots, k.flatten(0, 1), v.flatten(0, 1))
+        shape = (plan.sequences, plan.queries, plan.heads)
+        kernel, partials = self.kernel_for(softmax.softcap), self.partials
+        kernel.attend(
+            q,
+            memory.stored[layer],
+            state.reach,
+            scale=softmax.scale,
+            softcap=softmax.softcap,
+            out=partials.out.view(*shape, plan.head_dim_v),
+            lse=partials.lse.view(shape),
+        )
+        if plan.ranks > 1:
+            yield from self._meet(kernel)
+        found = self.results
+        if plan.way == "spread":
+            mine = self.own if plan.ranks > 1 else range(plan.rows)
+            shape = (len(plan.own[self.comm.rank]), *shape[1:])
+            rows = slice(mine.start, mine.stop)
+            return found.out[rows].view(*shape, plan.head_dim_v), found.lse[rows].view(shape)
+        return found.out.view(*shape, plan.head_dim_v), found.lse.view(shape)
+
+    def _meet(self, kernel: DecodeKernel) -> Generator[Work, None, None]:
+        """Partials of all ranks, merged: the own rows, and in the way `same` then those of the others."""
+        plan, rank, own = self.plan, self.comm.rank, self.own
+        others = [other for other in range(plan.ranks) if other != rank]
+        to = {other: plan.slices[other] if plan.meeting == "slices" else range(plan.rows) for other in others}
+        self.arrived.raw[rank].copy_(self.partials.raw[own.start : own.stop])
+        yield self.comm.post(
+            [Parcel([self.partials.part(to[other])], other, "o") for other in others if to[other]],
+            [Parcel([self.arrived.raw[other].view(-1)], other, "o") for other in others if own],
+        )
+        if own:
+            at = slice(own.start, own.stop)
+            kernel.merge(self.arrived.out, self.arrived.lse, self.merged.out[at], self.merged.lse[at])
+        if plan.meeting == "slices" and plan.way == "same":
+            yield self.comm.post(
+                [Parcel([self.merged.part(own)], other, "o") for other in others if own],
+                [Parcel([self.merged.part(to[other])], other, "o") for other in others if to[other]],
+            )
+
+    def _gather_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> Generator[Work, None, list[Tensor]]:
+        """q, k and v of all sequences, from the ranks that run them."""
+        plan, rank = self.plan, self.comm.rank
+        own = plan.own[rank]
+        packed = torch.cat([tensor.flatten(1) for tensor in (q, k, v)], 1)
+        self.tokens[own.start : own.stop].copy_(packed.view(torch.uint8))
+        others = [other for other in range(plan.ranks) if other != rank]
+        if others:
+            mine = self.tokens[own.start : own.stop].view(-1)
+            yield self.comm.post(
+                [Parcel([mine], other, "q") for other in others if own],
+                [
+                    Parcel([self.tokens[at.start : at.stop].view(-1)], other, "q")
+                    for other in others
+                    if (at := plan.own[other])
+                ],
+            )
+        sizes = [
+            (plan.heads, plan.head_dim_qk),
+            (plan.kv_heads, plan.head_dim_qk),
+            (plan.kv_heads, plan.head_dim_v),
+        ]
+        typed, found, first = self.tokens.view(q.dtype), [], 0
+        for heads, dim in sizes:
+            width = plan.queries * heads * dim
+            found.append(typed[:, first : first + width].view(plan.sequences, plan.queries, heads, dim))
+            first += width
+        return found
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What steps run on.
+
+    It does not refer to the cache, so that a cache and its graphs are released with the last reference to it: left to
+    the garbage collector, they may go while another graph is captured, which spoils that one.
+    """
+
+    engines: Engines
+    layers: Sequence[CachedLayer]
+    memories: Sequence[Memory]
+    device: torch.device
+
+    @cached_property
+    def graph_pool(self) -> object:
+        """The memory that all graphs share."""
+        return GraphMemory(self.device).pool
+
+
+class Steps:
+    """Steps of one shape, for the ranks played here: their engines and states, and what their graphs read."""
+
+    def __init__(self, ground: Ground, plan: DecodePlan) -> None:
+        self.ground, self.plan = ground, plan
+        self.comms = ground.engines.played.comms_on(ground.device)
+        self.marked = self.comms[0] if isinstance(self.comms[0], Marked) else None
+        self.states: dict[Window, list[StepState]] = {}
+        self.tables: dict[Window, list[tuple[int, ...]]] = {}
+        self.is_new = True
+        with torch.inference_mode(False):  # later steps need not be in inference mode
+            self.engines = [StepEngine(plan, comm, ground.device) for comm in self.comms]
+            self.mark = torch.zeros((1, 1, 2), dtype=torch.int64, device=ground.device)
+        self.inputs: list[list[Tensor]] = []
+
+    def prepare(self, step: Step) -> None:
+        """Bring the lengths and tables of a step to the device."""
+        shape = (self.plan.sequences, self.plan.queries)
+        for window, pool in step.cache.book.pools.items():
+            if window not in self.states:
+                with torch.inference_mode(False):
+                    self.states[window] = [StepState.empty(shape, pool.size, self.ground.device) for _ in self.comms]
+            tables = [grown.after.tables[window].blocks for grown in step.sequences.values()]
+            is_same = tables == self.tables.get(window)
+            self.tables[window] = tables
+            for comm, state in zip(self.comms, self.states[window], strict=True):
+                state.update([] if is_same else [list(blocks) for blocks in tables], *step.reach(comm.rank, window))
+
+    def reach_others(self) -> None:
+        """Connect with all ranks before the first step, where a transport has to."""
+        if self.is_new and self.marked is not None:
+            self.is_new = False
+            others = [rank for rank in range(self.plan.ranks) if rank != self.marked.rank]
+            self.marked.reach(others, others)
+
+    def copy_in(self, tensors: Sequence[Sequence[Tensor]], mark: Tensor | None) -> None:
+        """Copy what graphs read."""
+        if not self.inputs:
+            with torch.inference_mode(False), torch.no_grad():
+                self.inputs = [[tensor.contiguous().clone() for tensor in rank] for rank in tensors]
+        torch._foreach_copy_([t for rank in self.inputs for t in rank], [t for rank in tensors for t in rank])
+        if mark is not None:
+            self.mark.copy_(mark)
+
+
+class LayerSteps:
+    """One layer in steps of one shape: run the first time, captured the second, and launched from then on."""
+
+    def __init__(self, steps: Steps, layer: int, softmax: Softmax) -> None:
+        self.steps, self.layer, self.softmax = steps, layer, softmax
+        kernel, ground = steps.engines[0].kernel_for(softmax.softcap), steps.ground
+        self.window = ground.layers[layer].window
+        self.is_captured = ground.engines.cuda_graphs and kernel.name != TorchDecode.name  # which reads on the host
+        self.seen: set[bool] = set()
+        self.graphs: dict[bool, CapturedGraph[list[tuple[Tensor, Tensor]]]] = {}
+        """With a mark, and without one."""
+
+    def run(self, tensors: Sequence[Sequence[Tensor]], mark: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Output and LSE of each rank played here. The next layer overwrites them."""
+        is_marked = mark is not None
+        if not self.is_captured or is_marked not in self.seen:
+            self.seen.add(is_marked)
+            self.steps.reach_others()
+            return self._run(tensors, mark)
+        steps = self.steps
+        steps.copy_in(tensors, mark)
+        if is_marked not in self.graphs:
+            ground, own_mark = steps.ground, steps.mark if is_marked else None
+            self.graphs[is_marked] = CapturedGraph(
+                lambda: self._run(steps.inputs, own_mark), ground.device, pool=ground.graph_pool
+            )
+        return self.graphs[is_marked].launch()
+
+    def _run(self, tensors: Sequence[Sequence[Tensor]], mark: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        steps, ground, marked = self.steps, self.steps.ground, self.steps.marked
+        played = ground.engines.played
+        if mark is not None and marked is not None:
+            marked.open(mark, played.ledger.history)
+        results = played.drive(
+            [
+                engine.run(memory, self.layer, state, rank, self.softmax)
+                for engine, memory, state, rank in zip(
+                    steps.engines, ground.memories, steps.states[self.window], tensors, strict=True
+                )
+            ]
+        )
+        if mark is not None and marked is not None:
+            marked.close([steps.engines[0].results.typed])
+        return results
+
+
+class KeptSteps:
+    """What a cache keeps between its steps. Dropped when its memory moves."""
+
+    def __init__(self, ground: Ground) -> None:
+        self.ground = ground
+        self.by_plan: dict[DecodePlan, Steps] = {}
+        self.ready: dict[object, LayerSteps] = {}
+        """What runs a layer of a step like an earlier one, without checking it again."""
+
+    def of(self, plan: DecodePlan) -> Steps:
+        if plan not in self.by_plan:
+            if len(self.by_plan) >= MOST_STEPS:
+                self.drop()
+            self.by_plan[plan] = Steps(self.ground, plan)
+        return self.by_plan[plan]
+
+    def drop(self) -> None:
+        self.by_plan.clear()
+        self.ready.clear()
