@@ -206,12 +206,9 @@ class GenerationCache(Cache):
         return False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of every row: ``crop(-3)`` forgets three."""
-        count = -int(tokens_to_remove)
-        if count < 0:
-            raise UsageError(
-                f"crop({tokens_to_remove}): expected minus the number of tokens to forget, as in transformers 5"
-            )
+        """Forget the last tokens of every row: ``crop(-3)`` forgets three. As in older versions of transformers,
+        ``crop(30)`` keeps the first thirty columns."""
+        count = -int(tokens_to_remove) if tokens_to_remove <= 0 else max(0, self.columns - int(tokens_to_remove))
         if not count or self.store is None:
             return
         if count > min(self.lengths):
