@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,8 @@ from mesh_attention.testing.run_ranks import RankPool
 
 Result = tuple[list[Any], list[Tensor]]
 """Tokens, and the logits that they were chosen from."""
+PLACE = {"device": "cpu"}
+"""Where prompts are."""
 WINDOWS = ("mistral", "gemma3", "gpt_oss", "gemma2")
 
 
@@ -34,11 +36,15 @@ def pool() -> RankPool:
 
 
 def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, 29, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, 29, (rows, tokens), generator=torch.Generator().manual_seed(seed)).to(PLACE["device"])
 
 
 def mask(lengths: list[int], tokens: int) -> Tensor:
-    return torch.stack([(torch.arange(tokens) >= tokens - n).long() for n in lengths])
+    return torch.stack([(torch.arange(tokens) >= tokens - n).long() for n in lengths]).to(PLACE["device"])
+
+
+def ones(rows: int, tokens: int) -> Tensor:
+    return mask([tokens] * rows, tokens)
 
 
 def generated(model: Any, inputs: Tensor | None, **given: Any) -> Any:
@@ -85,13 +91,13 @@ def turns(model: Any, rank: int) -> Result:
     lengths = [17, 6]
     first = generated(model, ids(2, 17), attention_mask=mask(lengths, 17))
     asked = torch.cat([first.sequences, ids(2, 21, seed=1)], 1)
-    seen = torch.cat([mask(lengths, 17), torch.ones(2, asked.shape[1] - 17, dtype=torch.long)], 1)
+    seen = torch.cat([mask(lengths, 17), ones(2, asked.shape[1] - 17)], 1)
     second = generated(model, asked, attention_mask=seen, past_key_values=first.past_key_values)
     new = torch.cat([second.sequences[:, -1:], ids(2, 20, seed=2)], 1)
-    seen = torch.cat([seen, torch.ones(2, 25, dtype=torch.long)], 1)
+    seen = torch.cat([seen, ones(2, 25)], 1)
     third = generated(model, new, attention_mask=seen, past_key_values=second.past_key_values)
     new = torch.cat([third.sequences[:, -1:], ids(2, 2, seed=3)], 1)
-    seen = torch.cat([seen, torch.ones(2, 7, dtype=torch.long)], 1)
+    seen = torch.cat([seen, ones(2, 7)], 1)
     fourth = generated(model, new, attention_mask=seen, past_key_values=third.past_key_values)
     turns = (first, second, third, fourth)
     return [turn.sequences.tolist() for turn in turns], [logits for turn in turns for logits in turn.logits]
@@ -104,7 +110,7 @@ class StopsAfter(StoppingCriteria):
         self.tokens = tokens
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return torch.arange(input_ids.shape[0]) * (input_ids.shape[1] >= self.tokens) == 1
+        return torch.arange(input_ids.shape[0], device=input_ids.device) * (input_ids.shape[1] >= self.tokens) == 1
 
 
 def stopped(model: Any, rank: int) -> Result:
@@ -139,7 +145,7 @@ def called(model: Any, rank: int) -> Result:
     whole = model(ids(3, 22), attention_mask=real, past_key_values=cache).logits
     found = [whole[real == 1]]
     for number, (new, kept) in enumerate([(3, 2), (18, 0), (19, torch.tensor([1, -1, 4])), (1, 1)]):
-        real = torch.cat([real, torch.ones(3, new, dtype=torch.long)], 1)
+        real = torch.cat([real, ones(3, new)], 1)
         given = {"attention_mask": real, "past_key_values": cache, "logits_to_keep": kept}
         found.append(model(ids(3, new, seed=number), **given).logits)
     if model.config.model_type in WINDOWS:  # transformers' sliding caches keep too little to be cropped
@@ -148,7 +154,7 @@ def called(model: Any, rank: int) -> Result:
     cache.crop(cache.get_seq_length() - 1 if isinstance(cache, GenerationCache) else -1)
     cache.batch_select_indices(torch.tensor([0, 2]))
     cache.batch_repeat_interleave(2)
-    real = torch.cat([real[:, :-4][[0, 0, 2, 2]], torch.ones(4, 17, dtype=torch.long)], 1)
+    real = torch.cat([real[:, :-4][[0, 0, 2, 2]], ones(4, 17)], 1)
     found.append(model(ids(4, 17), attention_mask=real, past_key_values=cache).logits)
     return [cache.get_seq_length()], found
 
@@ -178,11 +184,12 @@ def registered(group: Any, **options: Any) -> Iterator[MeshAttention]:
         unregister()
 
 
-def outcomes(group: Any, model_name: str, cases: list[str]) -> dict[str, tuple[bool, float]]:
+def outcomes(group: Any, model_name: str, cases: Sequence[str], device: str = "cpu") -> dict[str, tuple[bool, float]]:
     """For each case, whether the tokens are those of one process, and the largest difference in logits."""
     found = {}
+    PLACE["device"] = device
     with registered(group, **OPTIONS[group.size()]), Exact(), torch.no_grad():
-        one, ours = (make_model(model_name, kind).eval() for kind in ("eager", "mesh_attention"))
+        one, ours = (make_model(model_name, kind).eval().to(device) for kind in ("eager", "mesh_attention"))
         for case in cases:
             due, got = CASES[case](one, 0), CASES[case](ours, group.rank())
             assert len(due[1]) == len(got[1])
@@ -478,7 +485,7 @@ LATER: list[tuple[Callable[[Any, Any], Any], str]] = [
 
 
 def later(cache: Any) -> dict[str, Any]:
-    real = torch.cat([mask([4, 2], 4), torch.ones(2, 1, dtype=torch.long)], 1)
+    real = torch.cat([mask([4, 2], 4), ones(2, 1)], 1)
     return {"input_ids": ids(2, 1), "attention_mask": real, "past_key_values": cache}
 
 
