@@ -7,6 +7,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from mesh_attention import LocalGroup
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import DisagreementError, MaskError, UsageError
 from mesh_attention.integrations.transformers import GenerationCache, register, unregister
+from mesh_attention.integrations.transformers import cache as cache_module
+from mesh_attention.serving import ShardedCache
 from mesh_attention.testing.run_ranks import RankPool
 
 Result = tuple[list[Any], list[Tensor]]
@@ -168,14 +171,16 @@ SOME = ("greedy", "unequal", "sampled", "turns", "beams")
 OPTIONS: dict[int, dict[str, Any]] = {
     1: {},
     2: {},
-    3: {"layout": "striped"},
+    3: {"layout": "striped", "block_tokens": 2},
     4: {"method": "mesh", "tile": (2, 2), "ulysses_degree": 1},
 }
 
 
 @contextmanager
-def registered(group: Any, **options: Any) -> Iterator[MeshAttention]:
+def registered(group: Any, *, block_tokens: int = 64, **options: Any) -> Iterator[MeshAttention]:
+    """With mesh attention registered, and caches of such blocks; windows drop small ones after a few tokens."""
     attention = MeshAttention(group, **options)
+    cache_module.ShardedCache = partial(ShardedCache, block_tokens=block_tokens)  # type: ignore[misc, assignment]
     register(attention)
     CACHES["mesh_attention"] = lambda: GenerationCache(attention)
     try:
@@ -409,6 +414,14 @@ def test_settings_that_ranks_cannot_follow_are_refused(model: Any, given: dict[s
     with pytest.raises(UsageError) as said:
         generated(model, ids(1, 8), **given)
     assert text in str(said.value)
+
+
+def test_tokens_are_not_guessed_on_a_cache_that_cannot_be_cropped(model: Any) -> None:
+    windowed = make_model("mistral", "mesh_attention").eval()
+    first = generated(windowed, ids(1, 8))
+    given = {"past_key_values": first.past_key_values, "prompt_lookup_num_tokens": 3}
+    with pytest.raises(UsageError, match=r"begin the first turn with GenerationCache\(attention, slack=3\)"):
+        generated(windowed, torch.cat([first.sequences, ids(1, 4)], 1), **given)
 
 
 def test_an_assistant_model_is_refused(model: Any) -> None:

@@ -109,6 +109,11 @@ class GenerationCache(Cache):
 
     def expect(self, *, tokens: int, rows: int, slack: int = 0) -> None:
         """Note what the next calls need, in all, so that there is room at once."""
+        if self.store is not None and slack > self.store.slack and any(x.window is not None for x in self.store.layers):
+            raise UsageError(
+                f"the cache can be cropped by {self.store.slack} tokens, but guessing tokens needs {slack}, and its "
+                f"windows have dropped the others; begin the first turn with GenerationCache(attention, slack={slack})"
+            )
         self._room = max(tokens, self._room[0]), max(rows, self._room[1])
         self._slack = max(slack, self._slack)
         self.is_to_meet = True
