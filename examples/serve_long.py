@@ -139,7 +139,7 @@ def main(given: argparse.Namespace) -> None:
     if is_first:
         print(f"a prompt of {given.prompt} tokens on {ranks} ranks, by the model of step {step}; answers:")
     rows = {f"{ranks} ranks": serve(model, given, is_shown=is_first)}
-    if is_first and not given.alone_not:
+    if is_first and not given.only_ranks:
         model.set_attn_implementation("sdpa")
         rows["one process"] = serve(model, given, is_shown=False)
     dist.barrier()
@@ -157,8 +157,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=8, help="questions in a turn (%(default)s)")
     parser.add_argument("--chunk", type=int, help="prefill in chunks of so many tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the prompt (%(default)s)")
-    parser.add_argument("--alone-not", action="store_true", help="do not compare with one process")
-    return parser.parse_args()
+    parser.add_argument("--only-ranks", action="store_true", help="do not compare with one process")
+    given = parser.parse_args()
+    if given.prompt < 2 or given.prompt % 2:
+        parser.error(f"argument --prompt: {given.prompt} tokens; expected an even number, because it consists of pairs")
+    return given
 
 
 if __name__ == "__main__":

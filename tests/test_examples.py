@@ -57,10 +57,22 @@ def test_a_longer_example_runs(name: str) -> None:
     assert said in run(name, *flags)
 
 
+def test_a_trained_model_is_served_on_ranks(tmp_path: Path) -> None:
+    checkpoint = str(tmp_path / "model")
+    run("train_recall.py", "--steps", "2", "--seq", "64", "--checkpoint", checkpoint)
+    flags = ("--checkpoint", checkpoint, "--prompt", "200", "--turns", "2", "--questions", "3")
+    for more in ((), ("--chunk", "64")):
+        said = run("serve_long.py", *flags, *more, ranks=3)
+        figures = {line[:32].strip(): line[32:].split() for line in said.splitlines()[-5:]}
+        assert figures["answers right, %"][0] == figures["answers right, %"][1]
+        cached, whole = map(float, figures["cache of a rank, MiB"])
+        assert whole / 3 <= cached
+
+
 def test_every_example_is_run_and_numbered() -> None:
     every = {path.name for path in EXAMPLES.glob("*.py")}
     assert LONGER.keys() <= every
-    names = sorted(every - LONGER.keys())
+    names = sorted(every - {*LONGER, "serve_long.py"})
     assert names == sorted({*ALONE, "03_run_under_torchrun.py"})
     assert [name[:3] for name in names] == [f"{number:02}_" for number in range(1, len(names) + 1)]
 
