@@ -93,7 +93,7 @@ def replay_command(
     if not given.methods and not given.plan:
         raise UsageError("nothing to replay: give --methods, or a --plan")
     with progress("starting") as report:
-        played = _play(problem.problem(over.ranks), given, shlex.join(["mesh-attention", *context.obj]), report)
+        played = _play(problem, over.ranks, given, shlex.join(["mesh-attention", *context.obj]), report)
         if given.chart is not None:
             report(f"drawing {given.chart.name}", 1.0)
             save_chart(chart_of(played), given.chart)
@@ -105,13 +105,14 @@ def replay_command(
         typer.echo(f"\nwrote {given.chart}")
 
 
-def _play(problem: Problem, given: ReplayOptions, command: str, report: Report) -> Played:
+def _play(asked: opt.ProblemOptions, ranks: int, given: ReplayOptions, command: str, report: Report) -> Played:
     from mesh_attention.replay.actor import BaselineKernel
     from mesh_attention.replay.cluster import measure_cluster
     from mesh_attention.replay.device import check_memory, environment_of, find_device
     from mesh_attention.replay.replay import replay
 
-    directions, device = opt.passes(both=given.backward), find_device(given.device)
+    problem, directions, wanted = asked.problem(ranks), asked.passes(both=given.backward), asked.layout(given.layout)
+    device = find_device(given.device)
     rank = problem.ranks // 2 if given.rank is None else opt.check_rank(given.rank, problem.ranks)
     from_files = [_part_of(file, problem, directions, report) for file in given.plan or ()]
     if given.cluster is None:
@@ -120,7 +121,7 @@ def _play(problem: Problem, given: ReplayOptions, command: str, report: Report) 
         topology = find_cluster(given.cluster).with_ranks(problem.ranks)
     parts: list[Part] = []
     if given.methods:
-        layout = None if given.layout is None else given.layout.name
+        layout = None if wanted is None else wanted.name
         parts = tuned_parts(problem, topology, given.methods, directions=directions, layout=layout, on_progress=report)
     parts += from_files
     is_cuda = device.type == "cuda"

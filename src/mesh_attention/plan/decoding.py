@@ -25,6 +25,8 @@ from mesh_attention.units import brief
 
 Way = Literal["same", "spread"]
 Meeting = Literal["gather", "slices"]
+MOST_DECODED = 16
+"""The most new tokens of a sequence in one decoded step."""
 WAYS: tuple[Way, ...] = get_args(Way)
 MEETINGS: tuple[Meeting, ...] = get_args(Meeting)
 
@@ -84,6 +86,15 @@ class DecodePlan:
     def exchanges(self) -> int:
         """Exchanges between all ranks, one after the other."""
         return 0 if self.ranks == 1 else 1 if self.meeting == "gather" else 2
+
+    def exchanged_nbytes(self, exchange: int, source: int, dest: int) -> int:
+        """Bytes that one rank sends to another in one of the exchanges."""
+        if self.meeting == "gather":
+            return self.rows * self.row_nbytes
+        if self.way == "spread" and exchange == 0:
+            return len(self.own[source]) * self.queries * self.token_nbytes
+        is_merged = self.way == "same" and exchange == 1
+        return len(self.slices[source if is_merged else dest]) * self.row_nbytes
 
     def sent_nbytes(self, rank: int) -> int:
         """Bytes that a rank sends in all."""

@@ -13,7 +13,8 @@ from mesh_attention.arguments import CallOptions, Softmax, check_plain, describe
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.execution.buffers import DTYPES
 from mesh_attention.execution.graphs import GraphMemory
-from mesh_attention.plan.decoding import WAYS, DecodePlan, Meeting, Way, choose_meeting
+from mesh_attention.plan.caching import BLOCK_TOKENS, blocks_of_rank
+from mesh_attention.plan.decoding import MOST_DECODED, WAYS, DecodePlan, Meeting, Way, choose_meeting
 from mesh_attention.problem import Problem
 from mesh_attention.serving.blocks import BlockPool
 from mesh_attention.serving.book import Book, Window
@@ -22,9 +23,6 @@ from mesh_attention.serving.memory import CachedLayer, Memory, cache_nbytes
 from mesh_attention.serving.prefill import Grown, Turn, new_tokens
 from mesh_attention.units import brief, format_nbytes
 
-BLOCK_TOKENS = 64
-MOST_DECODED = 16
-"""The most new tokens of a sequence in one decoded step."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -293,8 +291,7 @@ def _blocks(
 ) -> dict[Window, int]:
     """Blocks of a rank for each window.
 
-    A sequence may leave one block partly empty. The tokens of a window may all be on one rank, and while a turn runs,
-    those before and after it are kept.
+    The tokens of a window may all be on one rank, and while a turn runs, those before and after it are kept.
     """
     for name, value, least in (
         ("tokens", tokens, 1),
@@ -306,7 +303,7 @@ def _blocks(
             raise ProblemError(f"{name}={brief(value)}: expected a whole number of at least {least}")
     if not layers or not all(isinstance(layer, CachedLayer) for layer in layers):
         raise ProblemError(f"layers={brief(layers)}: expected a CachedLayer for each layer of the model")
-    full = -(-tokens // (ranks * block_tokens)) + sequences
+    full = blocks_of_rank(tokens, sequences=sequences, ranks=ranks, block_tokens=block_tokens)
     found: dict[Window, int] = {}
     for window in dict.fromkeys(layer.window for layer in layers):
         found[window] = full
