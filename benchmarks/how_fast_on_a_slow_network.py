@@ -6,6 +6,7 @@ methods one after the other. Needs Linux, root and iproute2; without them, the s
     python benchmarks/how_fast_on_a_slow_network.py
     python benchmarks/how_fast_on_a_slow_network.py --nodes 4 --ranks-per-node 4 --backward
     python benchmarks/how_fast_on_a_slow_network.py --methods ring mesh 'grouped={"blocks_per_call": 4}'
+    python benchmarks/how_fast_on_a_slow_network.py --seq 512 --cached 16384        # a turn of a conversation
 
 Prints a table and a JSON line, which also contains the calibration: links, kernels and merging, measured by the same
 processes with all ranks at once. The simulator forecasts each method from it. Exits with 1 if a rank fails or a result
@@ -138,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks-per-node", type=int, default=1, help="with unlimited links between them")
     parser.add_argument("--rate", default="50mbit", help="rate of a node, each way: 50mbit, 1gbit; 0 for no limit")
     parser.add_argument("--seq", type=int, default=8192, help="tokens in the whole sequence")
+    parser.add_argument("--cached", type=int, default=0, help="tokens before these that the ranks have cached")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, help="by default as many as heads")
     parser.add_argument("--head-dim", type=int, default=64)
@@ -150,8 +152,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _job(given: argparse.Namespace) -> Job:
+    if given.cached and given.backward:
+        raise ValueError("--cached cannot be combined with --backward: a cache is for serving")
     job = Job(
         seq=given.seq,
+        cached=given.cached,
         heads=given.heads,
         kv_heads=given.kv_heads or given.heads,
         head_dim=given.head_dim,
@@ -235,7 +240,9 @@ def _slowest(by_rank: Sequence[Sequence[float]]) -> tuple[float, ...]:
 def _print(given: argparse.Namespace, rows: Sequence[Row], result: RunResult) -> None:
     passes = "forward and backward" if given.backward else "forward"
     where = f"{given.nodes} nodes × {given.ranks_per_node} ranks, {given.rate}"
-    what = f"{given.seq} tokens, {given.heads} heads ({given.kv_heads or given.heads} KV) of {given.head_dim}, causal"
+    cached = f" after {given.cached} cached" if given.cached else ""
+    heads = f"{given.heads} heads ({given.kv_heads or given.heads} KV) of {given.head_dim}"
+    what = f"{given.seq} tokens{cached}, {heads}, causal"
     shown = columns(baseline_of({row.method: row.options for row in rows}))
     table = Table(
         *(heading for heading, _ in shown), title=f"{where}; {what}, float32, {passes}; {given.rounds} rounds"

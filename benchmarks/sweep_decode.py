@@ -1,15 +1,9 @@
 """Temporary: correctness, then a sweep of tiles and splits."""
 import os, sys, time, json, itertools
 import torch
-import sweep_swapped
 from mesh_attention.kernels import launching
 from mesh_attention.kernels.decode import Blocks, Reach, TorchDecode
 from mesh_attention.kernels.decode_triton import Tile, TritonDecode
-SWAPPED = False
-plain = launching.kernel
-def pick(file, name):
-    return sweep_swapped.attend_split_b if SWAPPED and name == "attend_split" else plain(file, name)
-launching.kernel = pick
 D = torch.device("cuda", 0)
 def say(*a): print(*a, flush=True)
 t00 = time.time()
@@ -37,41 +31,6 @@ def case(S, tokens, H=32, HK=8, dqk=128, dv=128, bt=64, Q=1, dtype=torch.bfloat1
     lse = packed.view(torch.float32)[..., -1] if dv % word == 0 else torch.empty(S, Q, H, device=D)
     return q, blocks, Reach(table, first, stop.contiguous()), out, lse
 
-def check():
-    for n, (kw, tile, cap, swap) in enumerate([
-        (dict(S=3, tokens=1000, Q=1), Tile(64, 4, 3, 2), 0., False),
-        (dict(S=3, tokens=1000, Q=4, bt=16), Tile(64, 4, 3, 2), 0., False),
-        (dict(S=2, tokens=700, Q=33, bt=128, dtype=torch.float16), Tile(64, 4, 3, 2), 5., False),
-        (dict(S=2, tokens=700, Q=2, dqk=192, dv=128), Tile(64, 4, 2, 1), 0., False),
-        (dict(S=2, tokens=700, Q=2, dqk=80, dv=60, bt=48, dtype=torch.float16), Tile(64, 4, 3, 1), 0., False),
-        (dict(S=2, tokens=500, Q=2, dqk=256, dv=256, order="htd"), Tile(64, 4, 2, 1), 0., False),
-        (dict(S=2, tokens=500, Q=2, dtype=torch.float32), Tile(32, 4, 2, 1), 0., False),
-        (dict(S=3, tokens=1000, Q=4), Tile(64, 4, 3, 2), 0., True),
-    ]):
-        global SWAPPED
-        SWAPPED = swap; launching._PREPARED.clear()
-        q, (b,), r, out, lse = case(**kw, seed=n)
-        r.first[0] += 37
-        r.stop[1] = r.stop[1] // 3 * (torch.arange(r.stop.shape[1], device=D) % 2 == 0)
-        due, due_lse = torch.empty(out.shape, dtype=torch.float64, device=D), torch.empty(lse.shape, dtype=torch.float64, device=D)
-        TorchDecode().attend(q.double(), Blocks(b.k.double(), b.v.double()), r, scale=0.09, softcap=cap, out=due, lse=due_lse)
-        t0 = time.time()
-        try:
-            k = TritonDecode(tile=tile, splits=5)
-            for _ in range(2):
-                k.attend(q, b, r, scale=0.09, softcap=cap, out=out, lse=lse)
-            ok = torch.equal(lse == -torch.inf, due_lse == -torch.inf)
-            fin = due_lse.isfinite()
-            say("check", n, ok, "out %.1e" % (out.double() - due).abs().max(), "lse %.1e" % (lse.double() - due_lse)[fin].abs().max(), "%.1fs" % (time.time() - t0))
-        except Exception as e:
-            say("check", n, "FAIL", str(e)[:300])
-    SWAPPED = False; launching._PREPARED.clear()
-    parts = torch.randn(5, 70, 130, device=D, dtype=torch.bfloat16)[..., :128]; lses = torch.randn(5, 70, device=D) * 5; lses[:, 3] = -torch.inf
-    a = torch.empty(70, 128, device=D, dtype=torch.bfloat16), torch.empty(70, device=D); b = tuple(map(torch.empty_like, a))
-    TorchDecode().merge(parts, lses, *a); TritonDecode().merge(parts, lses, *b)
-    fin = a[1].isfinite()
-    say("merge", (a[0].float() - b[0].float()).abs().max().item(), (a[1] - b[1])[fin].abs().max().item(), b[1][3].item())
-
 def timed(act, calls=8, reps=5):
     """Seconds of act(i), from replays of a graph of several."""
     for i in range(2): act(i)
@@ -90,51 +49,57 @@ def rates():
     s = timed(lambda i: torch.sum(x), 2); m = timed(lambda i: torch.amax(x), 2); c = timed(lambda i: y.copy_(x), 2)
     say("read sum %.2f amax %.2f copy %.2f TB/s" % (2**32 / s / 1e12, 2**32 / m / 1e12, 2**33 / c / 1e12))
 
-SHAPES = {
-    "a": (dict(S=8, tokens=16384, layers=2), (2, 4, 6, 8, 12)),
-    "b": (dict(S=1, tokens=131072, layers=2), (16, 33, 49, 66, 99)),
-    "c": (dict(S=1, tokens=16384, layers=6), (16, 33, 49)),
-    "u": (dict(S=8, tokens=65536, lens=[65536, 16384, 16384, 8192, 8192, 8192, 4096, 4096], layers=2), (4, 8, 16, 33)),
-}
-ROWS = []
-def sweep(tiles, shapes, title, **kw):
-    """One line for each tile: for each shape TB/s at its best splits."""
-    global SWAPPED
-    made = {}
-    for name in shapes:
-        given, splits = SHAPES[name]
-        made[name] = (case(**{**given, **kw}), splits)
-    for swap, tile in tiles:
-        SWAPPED = swap; launching._PREPARED.clear()
-        cells = []
-        for name, ((q, blocks, r, out, lse), splits) in made.items():
-            nbytes = int((r.stop.amax(1) - r.first.amin(1)).sum()) * 8 * 256 * 2
-            got = []
-            for n in splits:
-                k = TritonDecode(tile=tile, splits=n)
-                try:
-                    t = timed(lambda i: k.attend(q, blocks[i % len(blocks)], r, scale=0.09, softcap=0., out=out, lse=lse))
-                    got.append((t, n))
-                except Exception as e:
-                    if not got: cells.append(str(e)[:40])
-                    break
-            ROWS.append([title, "B" if swap else "A", list(tile), name, [(n, round(t * 1e6, 1)) for t, n in got]])
-            if got:
-                cells.append(f"{name}: " + " ".join(f"{n}:{nbytes / t / 1e12:.2f}" for t, n in got))
-        say(title, "B" if swap else "A", *tile[:3], "|", " | ".join(cells), "| %.0fs" % (time.time() - t00))
-    json.dump(ROWS, open(os.environ.get("OUT", "/tmp") + "/rows.json", "w"))
+
+from mesh_attention.kernels import decode_triton as DT
+def one(title, tiles, rows=None, on_sm=6, **kw):
+    q, blocks, r, out, lse = case(**kw)
+    b = blocks[0]
+    nbytes = int((r.stop.amax(1) - r.first.amin(1)).sum()) * b.k.shape[2] * (b.k.shape[3] + b.v.shape[3]) * b.k.itemsize
+    cells = []
+    for t in tiles:
+        DT._work.cache_clear(); launching._PREPARED.clear()
+        DT.MOST_ON_SM = on_sm
+        old = dict(DT.MOST_ROWS)
+        if rows: DT.MOST_ROWS[q.itemsize] = rows
+        try:
+            k = TritonDecode(tile=Tile(*t) if t else None)
+            s = timed(lambda i: k.attend(q, blocks[i % len(blocks)], r, scale=0.09, softcap=0., out=out, lse=lse))
+            w = DT._work(q.shape, b.v.shape, q.dtype, q.device, k._tile)
+            sc = next(iter(k._scratches.values()))[:w.scratch_size][-2 * w.sequences:].view(-1, 2)[:, 1].int().tolist()
+            cells.append(f"{t}: {s * 1e6:.1f}us {nbytes / s / 1e12:.2f} n={sum(sc)}/{w.splits}" + (f" max {max(sc)}" if len(set(sc)) > 1 else ""))
+        except Exception as e:
+            cells.append(f"{t}: {type(e).__name__} {str(e)[:60]}")
+        DT.MOST_ROWS.update(old)
+    say(title, "|", " | ".join(cells), "| %.0fs" % (time.time() - t00))
 
 if __name__ == "__main__":
     say(torch.cuda.get_device_name(), torch.__version__)
-    rates(); check(); say("%.0fs" % (time.time() - t00))
-    T = lambda *a: Tile(*a, 1)
-    A = [T(64, 4, 3), T(64, 4, 2), T(64, 4, 4), T(64, 4, 5), T(64, 8, 3), T(64, 8, 4), T(32, 4, 4), T(32, 4, 6), T(32, 2, 4), T(128, 8, 3), T(128, 4, 2)]
-    B = [T(64, 4, 2), T(64, 4, 3), T(64, 4, 4), T(128, 4, 2), T(128, 8, 3)]
-    sweep([(False, t) for t in A] + [(True, t) for t in B], ("a", "b", "c", "u"), "bt64")
-    few = [(False, T(64, 4, 3)), (False, T(64, 4, 4)), (True, T(64, 4, 2))]
-    sweep(few, ("a", "b"), "bt64htd", order="htd")
-    sweep([*few, (False, T(128, 8, 3))], ("a", "b"), "bt128", bt=128)
-    sweep(few, ("a",), "bt16", bt=16)
-    sweep(few[:1], ("a",), "bt256", bt=256)
-    sweep(few, ("a", "b"), "bt64 Q4", Q=4)
-    sweep(few[:1], ("a",), "bt128htd", order="htd", bt=128)
+    rates()
+    std = [(64, 4, 3, 3), (64, 4, 3, 2), (64, 4, 3, 1), (64, 4, 4, 2), (32, 2, 4, 3), (32, 4, 4, 3)]
+    one("a", std, S=8, tokens=16384, layers=2)
+    one("b", std, S=1, tokens=131072, layers=2)
+    one("c", std, S=1, tokens=16384, layers=6)
+    one("a on_sm 3", std[:1], on_sm=3, S=8, tokens=16384, layers=2)
+    one("c on_sm 3", std[:1], on_sm=3, S=1, tokens=16384, layers=6)
+    one("u", std, S=8, tokens=65536, lens=[65536, 16384, 16384, 8192, 8192, 8192, 4096, 4096], layers=2)
+    one("20x8192", std[:3], S=20, tokens=8192, layers=2)
+    one("34x4096", std[:3], S=34, tokens=4096, layers=2)
+    one("64x2048", std[:3], S=64, tokens=2048, layers=2)
+    one("256x1024", std[:3], S=256, tokens=1024, layers=2)
+    wide = [(64, 4, 3, 3), (64, 4, 2, 2), (32, 4, 3, 2), (64, 8, 2, 2), (64, 8, 3, 1)]
+    one("Q16 rows64", wide, S=8, tokens=16384, Q=16)
+    one("Q16 rows32", wide[:3], rows=32, S=8, tokens=16384, Q=16)
+    one("Q16 rows16", wide[:1], rows=16, S=8, tokens=16384, Q=16)
+    one("Q8 (rows 32)", wide[:3], S=8, tokens=16384, Q=8)
+    one("d64", [(128, 4, 3, 3), (64, 4, 3, 3), (64, 4, 5, 3)], S=8, tokens=16384, dqk=64, dv=64)
+    one("d64 bt128", [(128, 4, 3, 3), (64, 4, 3, 3)], S=8, tokens=16384, dqk=64, dv=64, bt=128)
+    one("d192/128", [(32, 4, 3, 3), (64, 4, 2, 2), (32, 4, 4, 2), (64, 8, 3, 2)], S=8, tokens=16384, dqk=192)
+    one("d256", [(32, 4, 3, 2), (64, 4, 2, 2), (32, 8, 3, 2), (32, 4, 4, 2)], S=8, tokens=16384, dqk=256, dv=256)
+    one("f32", [(32, 4, 3, 2), (16, 4, 3, 2), (32, 8, 3, 2)], S=8, tokens=8192, dtype=torch.float32)
+    plain_launch = DT.launch
+    DT.launch = lambda key, *rest: plain_launch(key, *rest) if key[0] != "merge_splits" else None
+    one("c without merge", std[:2], S=1, tokens=16384, layers=6)
+    one("a without merge", std[:2], S=8, tokens=16384, layers=2)
+    one("c, 64 tokens", std[:1], S=1, tokens=64, layers=2)
+    DT.launch = plain_launch
+    one("c, 64 tokens, merged", std[:1], S=1, tokens=64, layers=2)

@@ -31,6 +31,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 BENCHMARK = BENCHMARKS / "how_fast_on_a_slow_network.py"
 JOB = Job(
     seq=4096,
+    cached=0,
     heads=2,
     kv_heads=2,
     head_dim=16,

@@ -13,12 +13,18 @@ from typing import Any
 import pytest
 
 import mesh_attention
-from mesh_attention import MeshAttention
+from mesh_attention import MeshAttention, ShardedCache
+from mesh_attention.serving import Step, Turn
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "public-names.txt"
 REFERENCE = ROOT / "docs" / "reference"
-METHODS = ("__call__", "shard", "unshard", "position_ids")
+METHODS = {
+    MeshAttention: ("__call__", "shard", "unshard", "position_ids"),
+    ShardedCache: ("needs", "reserve", "new", "length", "remove", "cut", "fork", "prefill", "decode"),
+    Turn: ("shard", "attend", "peak_nbytes", "layout"),
+    Step: ("attend", "rows"),
+}
 INTEGRATIONS = {
     "batches": ("LocalBatch", "batch_loss", "count_items", "reduce_loss", "shard_batch"),
     "checkpointing": ("saved_attention",),
@@ -62,8 +68,9 @@ def is_in_errors(name: str) -> bool:
 def public_lines() -> Iterator[str]:
     for name in mesh_attention.__all__:
         yield f"mesh_attention.{name}{describe(getattr(mesh_attention, name))}"
-    for method in METHODS:
-        yield f"mesh_attention.MeshAttention.{method}{describe(getattr(MeshAttention, method))}"
+    for owner, methods in METHODS.items():
+        for method in methods:
+            yield f"mesh_attention.{owner.__name__}.{method}{describe(getattr(owner, method))}"
     for module, members in INTEGRATIONS.items():
         path = f"mesh_attention.integrations.{module}"
         for member in members:
@@ -72,7 +79,7 @@ def public_lines() -> Iterator[str]:
 
 def describe(value: Any) -> str:
     """The signature of a function or a value's constructor; other classes by their bases, constants by their type."""
-    if inspect.isfunction(value) or dataclasses.is_dataclass(value) or value is MeshAttention:
+    if inspect.isfunction(value) or dataclasses.is_dataclass(value) or value in METHODS:
         return str(unquoted(inspect.signature(value)))
     if isinstance(value, type):
         return f": class of {', '.join(base.__name__ for base in value.__bases__)}"

@@ -1,111 +1,26 @@
-"""Prompts in chunks and turns, and decoding, over a cache that is spread over ranks: equal to one process's attention."""
+"""Prompts in chunks and turns, and decoding, over a cache spread over ranks: equal to one process's attention."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from pool import shared_pool
+from serving_cases import Model, layers_of
 
-from mesh_attention import LocalGroup, MeshAttention
+from mesh_attention import DisagreementError, LocalGroup, MeshAttention
+from mesh_attention.comm.wrappers import Counting
+from mesh_attention.errors import CacheFullError
 from mesh_attention.plan.decoding import MEETINGS
-from mesh_attention.serving import CachedLayer, ShardedCache
-
-SIZES = {"kv_heads": 2, "head_dim": 4, "head_dim_v": 3}
-HEADS = 4
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, softcap: float) -> tuple[Tensor, Tensor]:
-    """Attention of the last queries of one sequence, (tokens, heads, dim), and the LSE (heads, tokens)."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    distance = torch.arange(k.shape[0])[None] - (torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0])
-    seen = distance <= 0 if window is None else (distance <= 0) & (distance >= -window)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
-
-
-@dataclass
-class Model:
-    """Keys and values of all sequences of a cache, whole, beside the cache itself."""
-
-    cache: ShardedCache
-    softcap: float
-    generator: torch.Generator
-    known: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    error: float = 0.0
-
-    def new(self) -> int:
-        number = self.cache.new()
-        self.known[number] = [
-            (torch.zeros(0, layer.kv_heads, layer.head_dim).double(), torch.zeros(0, layer.kv_heads, 3).double())
-            for layer in self.cache.layers
-        ]
-        return number
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
-
-    def grow(self, layer: int, new: dict[int, int]) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]:
-        """New queries, keys and values of each sequence; keys and values are noted."""
-        found: tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]] = {}, {}, {}
-        for number, tokens in new.items():
-            found[0][number] = self.random(tokens, HEADS, 4)
-            found[1][number], found[2][number] = self.random(tokens, 2, 4), self.random(tokens, 2, 3)
-            k, v = self.known[number][layer]
-            self.known[number][layer] = torch.cat([k, found[1][number]]), torch.cat([v, found[2][number]])
-        return found
-
-    def due(self, layer: int, q: dict[int, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
-        window = self.cache.layers[layer].window
-        return {n: dense(q[n], *self.known[n][layer], window=window, softcap=self.softcap) for n in q}
-
-    def prefill(self, new: dict[int, int]) -> None:
-        turn = self.cache.prefill(new)
-        for layer in range(len(self.cache.layers)):
-            q, k, v = self.grow(layer, new)
-            local = [turn.shard(torch.cat(list(whole.values()))[None]) for whole in (q, k, v)]
-            outs, lses = turn.attend(layer, *local, softcap=self.softcap, return_lse=True)
-            due = self.due(layer, q)
-            for rank, out in enumerate(outs):
-                own = turn.shard(torch.cat([out for out, _ in due.values()])[None])[rank]
-                own_lse = turn.shard(torch.cat([lse for _, lse in due.values()], 1)[None], dim=2)[rank]
-                self.compare(out, own)
-                self.compare(lses[rank], own_lse)
-
-    def decode(self, sequences: list[int], tokens: int, *, way: str, meeting: str | None) -> None:
-        new = dict.fromkeys(sequences, tokens)
-        step = self.cache.decode(new, way=way, meeting=meeting)  # type: ignore[arg-type]
-        rows = [step.rows(rank) for rank in range(self.cache.ranks)]
-        for layer in range(len(self.cache.layers)):
-            grown = self.grow(layer, new)
-            q, k, v = (torch.stack(list(whole.values())) for whole in grown)
-            local = [[whole[at.start : at.stop] for at in rows] for whole in (q, k, v)]
-            outs, lses = step.attend(layer, *local, softcap=self.softcap, return_lse=True)
-            due = self.due(layer, grown[0])
-            for at, out, lse in zip(rows, outs, lses, strict=True):
-                for place, number in enumerate(sequences[at.start : at.stop]):
-                    self.compare(out[place], due[number][0])
-                    self.compare(lse[place], due[number][1])
-
-    def cut(self, number: int, length: int) -> None:
-        self.cache.cut(number, length)
-        self.known[number] = [(k[:length], v[:length]) for k, v in self.known[number]]
-
-    def fork(self, number: int) -> int:
-        copy = self.cache.fork(number)
-        self.known[copy] = list(self.known[number])
-        return copy
-
-    def compare(self, found: Tensor, due: Tensor) -> None:
-        assert found.shape == due.shape
-        if due.numel():
-            self.error = max(self.error, float((found - due).abs().max()))
+from mesh_attention.plan.layout import Zigzag
+from mesh_attention.serving import ShardedCache
+from mesh_attention.serving.shares import Shares, clip
 
 
 @settings(deadline=None, max_examples=60)
@@ -117,7 +32,7 @@ def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObj
     model = Model(
         ShardedCache(
             MeshAttention(LocalGroup(ranks), layout=layout),
-            [CachedLayer(**SIZES, window=window) for window in windows],
+            layers_of(windows),
             tokens=400,
             sequences=6,
             dtype=torch.float64,
@@ -126,7 +41,7 @@ def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObj
             slack=data.draw(st.sampled_from([0, 4])),
         ),
         data.draw(st.sampled_from([0.0, 2.0])),
-        torch.Generator().manual_seed(data.draw(st.integers(0, 100))),
+        data.draw(st.integers(0, 100)),
     )
     alive = [model.new()]
     for _ in range(data.draw(st.integers(2, 7))):
@@ -150,4 +65,158 @@ def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObj
             length = model.cache.length(some[0])
             least = model.cache.book.entry(some[0]).most_cut
             model.cut(some[0], data.draw(st.integers(least, length)))
+    assert model.error < 1e-12
+
+
+# Processes
+
+
+def serve(group: Any, seed: int, windows: Sequence[int | None], layout: str) -> float:
+    """A conversation of two sequences on real ranks; this rank's largest error."""
+    attention = MeshAttention(group, layout=layout)  # type: ignore[arg-type]
+    cache = ShardedCache(
+        attention, layers_of(windows), tokens=200, sequences=3, dtype=torch.float64, device="cpu", block_tokens=4
+    )
+    model = Model(cache, softcap=1.5, seed=seed)
+    first, second = model.new(), model.new()
+    model.prefill({first: 37, second: 3})
+    model.decode([first, second], way="same", meeting="slices")
+    model.decode([first, second], 3, way="spread")
+    model.prefill({second: 20})
+    copy = model.fork(first)
+    model.decode([copy, second], 2, way="same", meeting="gather")
+    model.cut(copy, cache.length(copy) - 1 if windows == (None,) else cache.length(copy))
+    model.decode([first, second, copy], 1)
+    model.prefill({first: 9, copy: 1})
+    return model.error
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "windows"), [(2, "zigzag", (None,)), (3, "striped", (None, 6)), (4, "zigzag", (4, None))]
+)
+def test_real_ranks_give_the_same(ranks: int, layout: str, windows: tuple[int | None, ...]) -> None:
+    assert max(shared_pool().run(ranks, serve, ranks, windows, layout)) < 1e-12
+
+
+def decode_something_else(group: Any) -> str:
+    cache = ShardedCache(MeshAttention(group), layers_of([None]), tokens=64, dtype=torch.float64, device="cpu")
+    model = Model(cache)
+    chat = model.new()
+    model.prefill({chat: 12})
+    step = cache.decode({chat: 1})
+    step.fingerprint = 7 + (dist.get_rank(group) == 1)
+    q, k, v = (torch.zeros(1, 1, heads, dim).double() for heads, dim in ((4, 4), (2, 4), (2, 3)))
+    try:
+        step.attend(0, q, k, v)
+    except DisagreementError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_decode_different_tokens_raise() -> None:
+    for said in shared_pool().run(3, decode_something_else):
+        assert "made different calls on this group" in said
+
+
+# Bytes
+
+
+def cache_of(ranks: int, *, tokens: int = 256, sequences: int = 4, **options: Any) -> ShardedCache:
+    windows = options.pop("windows", [None])
+    return ShardedCache(
+        MeshAttention(LocalGroup(ranks)),
+        layers_of(windows),
+        tokens=tokens,
+        sequences=sequences,
+        dtype=torch.float64,
+        device="cpu",
+        **options,
+    )
+
+
+@given(st.integers(1, 12), st.integers(1, 2000), st.integers(1, 5), st.integers(1, 4), st.sampled_from([1, 16, 64]))
+def test_a_rank_holds_its_share_of_the_tokens_and_a_block_a_sequence(
+    ranks: int, tokens: int, sequences: int, layers: int, block: int
+) -> None:
+    cache = cache_of(ranks, tokens=tokens, sequences=sequences, windows=[None] * layers, block_tokens=block)
+    a_token = layers * 2 * (4 + 3) * 8
+    share = -(-tokens // ranks)
+    # Besides the share: a block a sequence, one that is not full, and one for what other ranks hold.
+    assert share * a_token <= cache.nbytes <= (share + (sequences + 2) * block) * a_token
+    assert cache.nbytes == sum(t.nbytes for stored in cache.memories[0].stored for t in stored)
+    sizes = {"tokens": tokens, "sequences": sequences, "dtype": torch.float64, "block_tokens": block}
+    assert cache.nbytes == ShardedCache.needs(cache.layers, ranks=ranks, **sizes)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9), st.lists(st.tuples(st.booleans(), st.integers(1, 40)), min_size=1, max_size=8))
+def test_ranks_differ_by_at_most_a_token_and_every_position_has_a_home(
+    ranks: int, runs: list[tuple[bool, int]]
+) -> None:
+    shares = Shares(ranks)
+    for is_decoded, tokens in runs:
+        shares = shares.decoded(tokens) if is_decoded else shares.appended(tokens, Zigzag())
+    counts = shares.counts()
+    assert max(counts) - min(counts) <= 1
+    segments = [shares.segments(rank) for rank in range(ranks)]
+    assert sorted(p for shard in segments for s in shard for p in s) == list(range(shares.length))
+    assert all(list(chain.from_iterable(shard)) == sorted(chain.from_iterable(shard)) for shard in segments)
+    half = shares.cut(shares.length // 2)
+    assert [half.segments(rank) for rank in range(ranks)] == [clip(shard, 0, half.length) for shard in segments]
+
+
+@pytest.mark.parametrize(("way", "meeting"), [("same", "gather"), ("same", "slices"), ("spread", "slices")])
+@pytest.mark.parametrize(("ranks", "queries"), [(1, 1), (3, 2), (8, 1)])
+def test_a_step_sends_the_bytes_of_its_plan(ranks: int, queries: int, way: str, meeting: str) -> None:
+    group = LocalGroup(ranks)
+    counting = [Counting(group.comm(rank)) for rank in range(ranks)]
+    cache = ShardedCache(
+        MeshAttention(counting), layers_of([None]), tokens=99, sequences=5, dtype=torch.float64, device="cpu"
+    )
+    model = Model(cache)
+    sequences = [model.new() for _ in range(5)]
+    model.decode(sequences, queries, way=way, meeting=meeting)
+    assert model.error < 1e-12
+    (plan,) = cache.kept.by_plan
+    assert [comm.sent_nbytes.total() for comm in counting] == [plan.sent_nbytes(rank) for rank in range(ranks)]
+    assert sum(map(plan.sent_nbytes, range(ranks))) == sum(map(plan.received_nbytes, range(ranks)))
+
+
+def test_windows_drop_what_no_query_can_see() -> None:
+    cache = cache_of(2, tokens=1000, windows=[None, 8], block_tokens=4, sequences=1)
+    model = Model(cache)
+    chat = model.new()
+    for tokens in (100, 200, 100):
+        model.prefill({chat: tokens})
+    for _ in range(20):
+        model.decode([chat])
+    tables = cache.book.entry(chat).tables
+    assert len(tables[None].blocks) == 420 // 2 // 4 + 1
+    assert len(tables[8].blocks) <= 4
+    assert model.error < 1e-12
+
+
+def test_removed_sequences_give_all_blocks_back() -> None:
+    cache = cache_of(3, windows=[None, 5], block_tokens=2)
+    model = Model(cache)
+    chats = [model.new(), model.new()]
+    model.prefill({chats[0]: 31, chats[1]: 8})
+    chats.append(model.fork(chats[0]))
+    model.decode(chats)
+    model.cut(chats[1], 9)
+    for chat in chats:
+        cache.remove(chat)
+    assert all(pool.free == pool.size for pool in cache.book.pools.values())
+
+
+def test_a_cache_that_grows_keeps_what_it_holds() -> None:
+    cache = cache_of(3, tokens=40, sequences=1, block_tokens=4, windows=[None, 5])
+    model = Model(cache)
+    chat = model.new()
+    model.prefill({chat: 38})
+    with pytest.raises(CacheFullError, match=r"make room with cache\.reserve"):
+        cache.prefill({chat: 60})
+    cache.reserve(200, 2)
+    model.prefill({chat: 60})
+    model.decode([chat, model.new()], 2)
     assert model.error < 1e-12

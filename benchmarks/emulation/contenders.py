@@ -10,9 +10,9 @@ from typing import Any
 
 from mesh_attention import Plan, Problem, Tile, causal, make_plan, rank_costs
 from mesh_attention.plan.assignment import tiles_of
+from mesh_attention.plan.layout import Layout, Turn, Zigzag
 from mesh_attention.plan.steps import DIRECTIONS, Direction, transfers
 
-LAYOUT = "zigzag"
 Options = Mapping[str, Any]
 """Arguments of `MeshAttention` and of `make_plan`, such as {"method": "mesh", "tile": "4x4"}."""
 
@@ -22,6 +22,8 @@ class Job:
     """What every rank is told. Goes through JSON."""
 
     seq: int
+    cached: int
+    """Tokens before these whose keys and values the ranks hold already."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -33,11 +35,13 @@ class Job:
     methods: Mapping[str, Options]
 
     def problem(self, ranks: int) -> Problem:
-        return Problem.self_attention(
-            seq=self.seq,
+        return Problem(
+            seq_q=self.seq,
+            seq_kv=self.cached + self.seq,
             heads=self.heads,
             kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
+            head_dim_qk=self.head_dim,
+            head_dim_v=self.head_dim,
             ranks=ranks,
             mask=causal(),
             dtype="float32",
@@ -48,6 +52,10 @@ class Job:
         return DIRECTIONS if self.backward else DIRECTIONS[:1]
 
 
+def layout_of(problem: Problem) -> Layout:
+    return Turn() if problem.seq_kv > problem.seq_q else Zigzag()
+
+
 def default_methods(problem: Problem, directions: Sequence[Direction]) -> dict[str, Options]:
     """Ring first. Tiles and Ulysses degrees are those that move the least; without KV heads to share, no Ulysses.
 
@@ -56,9 +64,12 @@ def default_methods(problem: Problem, directions: Sequence[Direction]) -> dict[s
     """
     methods: dict[str, Options] = {
         "ring": {"method": "ring", "route": "ring", "partials": "ring"},
+        "pass-q": {"method": "pass-q", "route": "ring", "partials": "ring"},
         "mesh": {"method": "mesh"},
         "attention2d": {"method": "attention2d"},
     }
+    if problem.seq_kv == problem.seq_q:
+        del methods["pass-q"]  # always slower than ring, then
     shared = gcd(problem.ranks, problem.kv_heads)
     degrees = [degree for degree in range(2, shared + 1) if shared % degree == 0]
 
@@ -92,7 +103,8 @@ def choose_methods(words: Sequence[str], known: Mapping[str, Options]) -> dict[s
 
 def plans_of(problem: Problem, options: Options, directions: Sequence[Direction]) -> list[Plan]:
     """Those that `MeshAttention` makes of the same options."""
-    return [make_plan(problem, direction=direction, layout=LAYOUT, **options) for direction in directions]
+    layout = layout_of(problem)
+    return [make_plan(problem, direction=direction, layout=layout, **options) for direction in directions]
 
 
 def sent_nbytes(plans: Sequence[Plan], *, ranks_per_node: int) -> list[int]:

@@ -26,12 +26,17 @@ from rich.progress import Progress
 from torch import Tensor
 
 from emulation.calibration import calibrate
-from emulation.contenders import LAYOUT, Job, Options
+from emulation.contenders import Job, Options, layout_of
 from mesh_attention import MeshAttention
+from mesh_attention.arguments import CallOptions
 from mesh_attention.cli.demo import LARGEST_ERROR
 from mesh_attention.cli.demo_worker import make_inputs, single_process_attention
 from mesh_attention.comm.base import Comm, Parcel, Sharing, Work
 from mesh_attention.comm.torch_dist import TorchComm
+from mesh_attention.execution import sharding
+from mesh_attention.execution.autograd import run_forward
+from mesh_attention.plan.assignment import Axis
+from mesh_attention.plan.layout import Turn
 
 CALIBRATION_NOTES = 6
 
@@ -126,7 +131,7 @@ def measure(job: Job, folder: Path, note: Callable[[str], None]) -> dict[str, An
 def _attention(comm: Comm, options: Options) -> MeshAttention:
     # JSON has lists where `keep` and `tile` are tuples.
     given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    return MeshAttention(comm, layout=LAYOUT, **given)
+    return MeshAttention(comm, layout="zigzag", **given)
 
 
 def own_tensors(job: Job, folder: Path, attention: MeshAttention) -> tuple[list[Tensor], list[Tensor]]:
@@ -142,13 +147,23 @@ def own_tensors(job: Job, folder: Path, attention: MeshAttention) -> tuple[list[
         torch.set_num_threads(1)
     dist.barrier()
     wholes = torch.load(path, mmap=True)
-    (q, k, v, d_out), truth = ([attention.shard(whole).clone() for whole in tensors] for tensors in wholes)
+
+    def own(whole: Tensor) -> Tensor:
+        axis: Axis = "row" if whole.shape[1] == problem.seq_q else "col"
+        layout, rank = layout_of(problem).along(axis, problem), attention.comms[0].rank
+        return sharding.shard(whole, layout, rank, ranks=attention.ranks).clone()
+
+    (q, k, v, d_out), truth = ([own(whole) for whole in tensors] for tensors in wholes)
     return [*(tensor.requires_grad_(job.backward) for tensor in (q, k, v)), d_out], truth
 
 
 def attend(attention: MeshAttention, given: Sequence[Tensor], job: Job) -> list[Tensor]:
     """O; and with backward dQ, dK and dV."""
     q, k, v, d_out = given
+    if job.cached:
+        options = CallOptions(causal=True, seq_len=job.seq, seq_len_k=job.cached + job.seq)
+        engine = attention.engines.find([(q, k, v)], options, layout=Turn(), gradient=False)
+        return [run_forward(engine, [q, k, v])[0][0]]
     out = attention(q, k, v, causal=True, seq_len=job.seq)
     return [out.detach(), *(torch.autograd.grad(out, (q, k, v), d_out) if job.backward else ())]
 

@@ -1,13 +1,14 @@
 """Exact attention over long sequences, spread over many ranks: state a problem, plan it, prove it, forecast it, run it.
 
-Importing this package does not import torch; asking it for `MeshAttention`, `mesh_attention`, `LocalGroup` or `record`
-does.
+Importing this package does not import torch; asking it for `MeshAttention`, `mesh_attention`, `LocalGroup`, `record`,
+`ShardedCache` or `CachedLayer` does.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from mesh_attention.clusters import cluster_named, find_cluster, read_cluster
 from mesh_attention.errors import (
+    CacheFullError,
     DisagreementError,
     MaskError,
     MemoryLimitError,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from mesh_attention.api import MeshAttention, mesh_attention
     from mesh_attention.comm.local import LocalGroup
     from mesh_attention.execution.recorder import record
+    from mesh_attention.serving import CachedLayer, ShardedCache
 
 __version__ = "0.1.0"
 
@@ -64,6 +66,8 @@ __all__ = [
     "BlockKind",
     "Breach",
     "BrokenPlanError",
+    "CacheFullError",
+    "CachedLayer",
     "Choice",
     "Chunks",
     "Contiguous",
@@ -89,6 +93,7 @@ __all__ = [
     "RankCosts",
     "Schedule",
     "ScheduleError",
+    "ShardedCache",
     "Span",
     "Striped",
     "Tile",
@@ -141,6 +146,10 @@ def __getattr__(name: str) -> Any:
         from mesh_attention.comm.local import LocalGroup
 
         return LocalGroup
+    if name in ("CachedLayer", "ShardedCache"):
+        from mesh_attention import serving
+
+        return getattr(serving, name)
     if name == "record":
         from mesh_attention.execution.recorder import record
 

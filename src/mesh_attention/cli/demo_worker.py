@@ -213,7 +213,9 @@ def single_process_attention(problem: Problem, inputs: Sequence[Tensor]) -> list
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     group_size = problem.heads // problem.kv_heads
     keys, values = (tensor.repeat_interleave(group_size, dim=2).transpose(1, 2) for tensor in (k, v))
-    out = scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=True).transpose(1, 2)
+    seen = torch.ones(problem.seq_q, problem.seq_kv, dtype=torch.bool).tril(problem.seq_kv - problem.seq_q)
+    mask = {"is_causal": True} if problem.seq_q == problem.seq_kv else {"attn_mask": seen}
+    out = scaled_dot_product_attention(q.transpose(1, 2), keys, values, **mask).transpose(1, 2)
     gradients = torch.autograd.grad(out, leaves, d_out)
     return [tensor.detach().float().contiguous() for tensor in (out, *gradients)]
 

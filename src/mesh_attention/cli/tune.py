@@ -113,9 +113,7 @@ def tune_command(
             tuning=tuning,
             is_from_cache=is_from_cache,
             plans=tuned_plans(asked, topology, tuning.chosen),
-            served=Served(layers=layers, rivals=turn_rivals(asked, topology, report=report))
-            if problem.is_turn
-            else None,
+            served=Served(layers=layers, rivals=rivals) if problem.is_turn else None,
         )
         if given.trace is not None:
             _write_trace(answer, given.trace, report)

@@ -29,7 +29,7 @@ from mesh_attention.execution.together import PlanningTogether, plan_together
 from mesh_attention.kernels.base import Demand, Kernel, Scores
 from mesh_attention.kernels.merge import Merging
 from mesh_attention.kernels.select import choose_kernel, choose_merging
-from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.layout import Cached, Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import INPUTS, Direction, Item
 from mesh_attention.problem import Problem
@@ -142,7 +142,8 @@ class Engines:
         with self.played.telling:
             _check_keep(found.plans, cuda_graphs=self.cuda_graphs)
             number = number_of_call(found, tensors[0])
-            engine = Engine.of(found, self.played, comms, number, self._captured(device))
+            is_once = isinstance(layout, Cached)  # the next turn of a cache has another layout
+            engine = Engine.of(found, self.played, comms, number, None if is_once else self._captured(device))
             engine.prepare(device)
         with self.played.ledger.talking(UsageError, DisagreementError):
             self.played.drive([agree_on_call(comm, found, rank) for comm, rank in zip(comms, tensors, strict=True)])

@@ -1,10 +1,11 @@
 """The Triton kernels behind `decode_triton`. Importing this imports triton; only `launching` does, when it first
 launches one.
 
-A *row* is a query and one of the heads that share a KV head. A program of `attend_split` takes a tile of the rows of
-one sequence and one KV head, and walks over its share of the tokens that these rows see. Tiles of tokens start at
-multiples of `cols`. Lengths are read here, on the device, so a captured launch stays right when they change. Scores are
-in units of log 2, because the hardware has 2^x.
+A *row* is a query and one of the heads that share a KV head. The tokens that a sequence's queries see are cut into
+*splits*. A program of `attend_split` takes one split of one sequence, and of its rows a tile of those of one KV head.
+Every program reads the lengths of all sequences and works out which split is its own. So sequences of any lengths
+share the device evenly, and a captured launch stays right when they change. Tiles of tokens start at multiples of
+`cols`. Scores are in units of log 2, because the hardware has 2^x.
 
 Strides of Q, K and V are in units of `unit` elements, so that the compiler knows that tokens are aligned and loads 16
 bytes at once. Sizes and strides are not specialised on.
@@ -21,8 +22,8 @@ _PLAIN = [  # arguments whose values do not select a compilation
     *(f"{name}_{axis}" for name in ("q", "out", "lse") for axis in ("sequence", "query", "head")),
     *(f"{name}_{axis}" for name in ("k", "v") for axis in ("block", "head")),
     *(f"{name}_{axis}" for name in ("first", "stop") for axis in ("sequence", "query")),
-    *("table_sequence", "queries", "kv_heads", "splits", "count", "row_tiles", "scale", "bend", "cap"),
-    *("parts_part", "parts_row", "lses_part", "lses_row", "out_row", "lse_row"),
+    *("table_sequence", "sequences", "queries", "kv_heads", "row_tiles", "splits", "sms", "scale", "bend", "cap"),
+    *("parts_part", "parts_row", "lses_part", "lses_row", "out_row", "lse_row", "number"),
 ]
 _UNALIGNED = ["out", "lse", "parts", "lses", "first", "stop", "table"]
 
@@ -55,6 +56,48 @@ def _load_tokens(base, ids, tile, here, per_block, per_token: tl.constexpr, bloc
     return tl.load(at, mask=here, other=0.0)
 
 
+@triton.jit
+def _spans(first, first_sequence, first_query, stop, stop_sequence, stop_query, sequences, queries,
+           most: tl.constexpr, some: tl.constexpr, steps: tl.constexpr):  # fmt: skip
+    """For each of `most` sequences, the lowest token that a query sees and the end of the highest; 0 and 0 if none."""
+    sequence = tl.arange(0, most).to(tl.int64)[:, None]
+    start = tl.full((most,), 2147483647, dtype=tl.int32)
+    end = tl.zeros((most,), dtype=tl.int32)
+    for step in tl.static_range(steps):  # another loop here would hinder the pipelining of the one over tokens
+        query = step * some + tl.arange(0, some)[None, :]
+        here = (sequence < sequences) & (query < queries)
+        low = tl.load(first + sequence * first_sequence + query * first_query, mask=here, other=0)
+        high = tl.load(stop + sequence * stop_sequence + query * stop_query, mask=here, other=0)
+        start = tl.minimum(start, tl.min(tl.where(low < high, low, 2147483647), axis=1))
+        end = tl.maximum(end, tl.max(tl.where(low < high, high, 0), axis=1))
+    return tl.minimum(start, end), end
+
+
+@triton.jit
+def _split_sizes(tiles, is_sequence, lanes, splits, sms, tries: tl.constexpr, resident: tl.constexpr):
+    """The number of splits of each sequence: one at least, and not more than `splits` in all.
+
+    The sizes considered cut the longest sequence into 1, 2, … `tries` splits. The cost of a size is the number of
+    splits on the busiest SM (`sms` is the number of SMs) times the time of one, as fitted to an H200: a program takes
+    the time of 2 tiles to start and end, and one that is alone on its SM does not load at the full rate.
+    """
+    size = tl.maximum(tl.cdiv(tl.max(tiles, axis=0), 1 + tl.arange(0, tries)), 1)
+    number = tl.where(is_sequence[:, None], tl.maximum(tl.cdiv(tiles[:, None], size[None, :]), 1), 0)
+    number = tl.sum(number, axis=0)
+    busiest = tl.cdiv(number * lanes, sms)
+    cost = busiest.to(tl.float32)
+    if resident > 1:
+        cost += tl.where(busiest % resident == 1, 0.4, 0.0)
+    cost = tl.where(number <= splits, cost * (size + 2), float("inf"))
+    size = tl.max(tl.where(cost == tl.min(cost, axis=0), size, 1), axis=0)
+    return tl.where(is_sequence, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+
+
+@triton.jit
+def _pick(values, here):
+    return tl.sum(tl.where(here, values, 0), axis=0)
+
+
 @triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_UNALIGNED)
 def attend_split(
     q, q_sequence: tl.int64, q_query: tl.int64, q_head: tl.int64,
@@ -63,34 +106,45 @@ def attend_split(
     table, table_sequence: tl.int64,
     first, first_sequence: tl.int64, first_query: tl.int64,
     stop, stop_sequence: tl.int64, stop_query: tl.int64,
-    scratch, count: tl.int64,
-    queries: tl.int32, kv_heads: tl.int32, splits: tl.int32, row_tiles: tl.int32,
-    scale: tl.float32, bend: tl.float32, cap: tl.float32,
+    scratch,
+    sequences: tl.int32, queries: tl.int32, kv_heads: tl.int32, row_tiles: tl.int32, splits: tl.int32,
+    sms: tl.int32, scale: tl.float32, bend: tl.float32, cap: tl.float32,
     group: tl.constexpr, dim: tl.constexpr, dim_v: tl.constexpr, block: tl.constexpr, block_v: tl.constexpr,
     unit: tl.constexpr, block_tokens: tl.constexpr, has_cap: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr,
+    most: tl.constexpr, some: tl.constexpr, steps: tl.constexpr, tries: tl.constexpr, resident: tl.constexpr,
 ):  # fmt: skip
-    """Partial outputs, largest scores and sums of weights, into a scratch of `count` rows × splits of each.
+    """Partial outputs, largest scores and sums of weights of up to `splits` splits, then each sequence's splits.
 
     Programs of all KV heads of the same tokens are neighbours, because their tokens are neighbours in memory.
     """
     program = tl.program_id(0)
     kv_head, program = program % kv_heads, program // kv_heads
-    row_tile, program = program % row_tiles, program // row_tiles
-    split, sequence = program % splits, (program // splits).to(tl.int64)
-    row = row_tile * rows + tl.arange(0, rows)
-    is_row = row < queries * group
-    query, head = row // group, kv_head * group + row % group
+    row_tile, split = program % row_tiles, program // row_tiles
+    heads = kv_heads * group
+    count = splits.to(tl.int64) * queries * heads
 
+    starts, ends = _spans(
+        first, first_sequence, first_query, stop, stop_sequence, stop_query, sequences, queries, most, some, steps
+    )
+    tiles = tl.cdiv(ends, cols) - starts // cols
+    is_sequence = tl.arange(0, most) < sequences
+    numbers = _split_sizes(tiles, is_sequence, kv_heads * row_tiles, splits, sms, tries, resident)
+    until = tl.cumsum(numbers, axis=0)
+    mine = tl.sum((is_sequence & (until <= split)).to(tl.int32), axis=0)
+    here = tl.arange(0, most) == mine  # of no sequence if there are fewer splits; a return would hinder the pipelining
+    start, end = _pick(starts, here), _pick(ends, here)
+    tile, tiles = start // cols, _pick(tiles, here).to(tl.int64)
+    number = tl.maximum(_pick(numbers, here), 1)
+    leading = _pick(until, here) - number
+    begin = tile + (tiles * (split - leading) // number).to(tl.int32)
+    until = tile + (tiles * (split - leading + 1) // number).to(tl.int32)
+
+    sequence = mine.to(tl.int64)
+    row = row_tile * rows + tl.arange(0, rows)
+    is_row = (row < queries * group) & (mine < sequences)
+    query, head = row // group, kv_head * group + row % group
     low = tl.load(first + sequence * first_sequence + query * first_query, mask=is_row, other=0)
     high = tl.load(stop + sequence * stop_sequence + query * stop_query, mask=is_row, other=0)
-    sees = low < high
-    start = tl.min(tl.where(sees, low, 2147483647), axis=0)
-    end = tl.max(tl.where(sees, high, 0), axis=0)
-    tile = start // cols
-    tiles = tl.maximum((end + cols - 1) // cols - tile, 0).to(tl.int64)
-    begin = tile + (tiles * split // splits).to(tl.int32)
-    until = tile + (tiles * (split + 1) // splits).to(tl.int32)
-
     col = tl.arange(0, block)
     q_at = q + (sequence * q_sequence + query * q_query + head * q_head)[:, None] * unit + col[None, :]
     vectors = tl.load(q_at, mask=is_row[:, None] & (col < dim)[None, :], other=0.0)
@@ -105,9 +159,9 @@ def attend_split(
         # One tile ahead, so that addresses are there when the loads of K and V are issued.
         next_ids = _block_ids(table, tile + 1, end, block_tokens, cols)
         token = tile * cols + tl.arange(0, cols)
-        here = (token >= start) & (token < end)
-        key = _load_tokens(k, ids, tile, here, k_block, k_token, block_tokens, cols, dim, block, unit)
-        value = _load_tokens(v, ids, tile, here, v_block, v_token, block_tokens, cols, dim_v, block_v, unit)
+        is_token = (token >= start) & (token < end)
+        key = _load_tokens(k, ids, tile, is_token, k_block, k_token, block_tokens, cols, dim, block, unit)
+        value = _load_tokens(v, ids, tile, is_token, v_block, v_token, block_tokens, cols, dim_v, block_v, unit)
         scores = tl.dot(vectors, tl.trans(key), input_precision="ieee")
         if has_cap:
             scores, _ = _bent(scores, bend, cap)
@@ -124,74 +178,75 @@ def attend_split(
         top = highest
         ids = next_ids
 
-    heads = kv_heads * group
-    place = ((sequence * queries + query) * heads + head) * splits + split
+    place = (split.to(tl.int64) * queries + query) * heads + head
     col_v = tl.arange(0, block_v)
     tl.store(scratch + place[:, None] * dim_v + col_v[None, :], acc, mask=is_row[:, None] & (col_v < dim_v)[None, :])
     tl.store(scratch + count * dim_v + place, top, mask=is_row)
     tl.store(scratch + count * (dim_v + 1) + place, total, mask=is_row)
+    if (split == leading) & (kv_head == 0) & (row_tile == 0):  # not if there is no such split: leading is -1
+        tl.store(scratch + count * (dim_v + 2) + 2 * mine, leading.to(tl.float32))
+        tl.store(scratch + count * (dim_v + 2) + 2 * mine + 1, number.to(tl.float32))
 
 
 @triton.jit
 def _power(x, is_of_two: tl.constexpr):
-    if is_of_two:
-        found = tl.exp2(x)
-    else:
-        found = tl.exp(x)
-    return found
+    return tl.exp2(x) if is_of_two else tl.exp(x)
 
 
 @triton.jit
-def _merge_row(parts, parts_part, tops, tops_part, totals, number, dim: tl.constexpr, block: tl.constexpr,
+def _merge_row(parts, parts_part, tops, totals, tops_part, number, dim: tl.constexpr, block: tl.constexpr,
                chunk: tl.constexpr, has_totals: tl.constexpr):  # fmt: skip
-    """One row of `number` parts: their mean by weight, the largest of their tops, and the sum of the weights.
+    """One row of `number` parts: their mean by weight, the largest of their tops (0 for -inf), and the sum of weights.
 
     With totals, parts are sums by weight, and tops are in units of log 2; without, parts are means and tops are LSEs.
-    Adds up in a fixed order.
+    Weights are divided by their own sum, so they add up to 1. Adds up in a fixed order.
     """
-    index, col = tl.arange(0, chunk), tl.arange(0, block)
-    top = tl.full((chunk,), float("-inf"), dtype=tl.float32)
-    for start in range(0, number, chunk):
-        at = start + index
-        top = tl.maximum(top, tl.load(tops + at * tops_part, mask=at < number, other=float("-inf")))
-    top = tl.max(top, axis=0)
-    base = tl.where(top == float("-inf"), 0.0, top)
+    col = tl.arange(0, block)
     acc = tl.zeros((block,), dtype=tl.float32)
-    total = 0.0
-    for start in range(0, number, chunk):
-        at = start + index
-        weights = _power(tl.load(tops + at * tops_part, mask=at < number, other=float("-inf")) - base, has_totals)
-        here = (at < number)[:, None] & (col < dim)[None, :]
-        part = tl.load(parts + (at * parts_part)[:, None] + col[None, :], mask=here, other=0.0).to(tl.float32)
-        acc += tl.sum(part * weights[:, None], axis=0)
+    total, top = 0.0, float("-inf")
+    for start in range(0, number, chunk):  # once, unless there are many
+        at = start + tl.arange(0, chunk)
+        is_part = at < number
+        part_at = parts + (at * parts_part)[:, None] + col[None, :]
+        part = tl.load(part_at, mask=is_part[:, None] & (col < dim)[None, :], other=0.0).to(tl.float32)
+        levels = tl.load(tops + at * tops_part, mask=is_part, other=float("-inf"))
+        highest = tl.maximum(top, tl.max(levels, axis=0))
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        fade, weights = _power(top - base, has_totals), _power(levels - base, has_totals)
+        acc = acc * fade + tl.sum(part * weights[:, None], axis=0)
         if has_totals:
-            weights = weights * tl.load(totals + at, mask=at < number, other=0.0)
-        total += tl.sum(weights, axis=0)
-    return acc / tl.where(total == 0.0, 1.0, total), base, total
+            weights = weights * tl.load(totals + at * tops_part, mask=is_part, other=0.0)
+        total = total * fade + tl.sum(weights, axis=0)
+        top = highest
+    return acc / tl.where(total == 0.0, 1.0, total), tl.where(top == float("-inf"), 0.0, top), total
 
 
 @triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_UNALIGNED)
 def merge_splits(
-    scratch, count: tl.int64,
+    scratch,
     out, out_sequence: tl.int64, out_query: tl.int64, out_head: tl.int64,
     lse, lse_sequence: tl.int64, lse_query: tl.int64, lse_head: tl.int64,
     queries: tl.int32, splits: tl.int32,
     heads: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE of one query and head, from the partials of `attend_split`."""
-    row = tl.program_id(0).to(tl.int64)
-    place = row * splits
+    row = tl.program_id(0)
+    per_split = (queries * heads).to(tl.int64)
+    sequence, row = row // (queries * heads), row % (queries * heads)
+    count = splits * per_split
+    leading = tl.load(scratch + count * (dim + 2) + 2 * sequence).to(tl.int32)
+    number = tl.load(scratch + count * (dim + 2) + 2 * sequence + 1).to(tl.int32)
+    place = leading * per_split + row
     tops = scratch + count * dim + place
     acc, top, total = _merge_row(
-        scratch + place * dim, dim, tops, 1, tops + count, splits, dim, block, chunk, True
-    )  # fmt: skip
-    head, token = row % heads, row // heads
-    query, sequence = token % queries, token // queries
+        scratch + place * dim, per_split * dim, tops, tops + count, per_split, number, dim, block, chunk, True
+    )
+    query, head = row // heads, row % heads
     col = tl.arange(0, block)
-    at = out + sequence * out_sequence + query * out_query + head * out_head + col
-    tl.store(at, acc.to(out.dtype.element_ty), mask=col < dim)
-    found = tl.where(total == 0.0, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
-    tl.store(lse + sequence * lse_sequence + query * lse_query + head * lse_head, found)
+    out += sequence * out_sequence + query * out_query + head * out_head
+    tl.store(out + col, acc.to(out.dtype.element_ty), mask=col < dim)
+    lse += sequence * lse_sequence + query * lse_query + head * lse_head
+    tl.store(lse, tl.where(total == 0.0, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453))
 
 
 @triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_UNALIGNED)
@@ -200,15 +255,15 @@ def merge_parts(
     lses, lses_part: tl.int64, lses_row: tl.int64,
     out, out_row: tl.int64,
     lse, lse_row: tl.int64,
-    count: tl.int32,
+    number: tl.int32,
     dim: tl.constexpr, block: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """One row of `DecodeKernel.merge`."""
     row = tl.program_id(0).to(tl.int64)
     tops = lses + row * lses_row
     acc, top, total = _merge_row(
-        parts + row * parts_row, parts_part, tops, lses_part, tops, count, dim, block, chunk, False
-    )  # fmt: skip
+        parts + row * parts_row, parts_part, tops, tops, lses_part, number, dim, block, chunk, False
+    )
     col = tl.arange(0, block)
     tl.store(out + row * out_row + col, acc.to(out.dtype.element_ty), mask=col < dim)
     tl.store(lse + row * lse_row, tl.where(total == 0.0, float("-inf"), top + tl.log(total)))

@@ -14,14 +14,20 @@ from torch import Tensor
 
 from mesh_attention.kernels.base import Demand
 from mesh_attention.kernels.intervals import LARGEST_HEAD, _block, _factors
-from mesh_attention.kernels.launching import Launch, lacks, launch
+from mesh_attention.kernels.launching import Arguments, Launch, lacks, launch
 
 if TYPE_CHECKING:
     from mesh_attention.kernels.decode import Blocks, Reach
 
 FILE = "decode_kernels"
-MOST_ROWS = 64
-"""Queries × heads of a group in one program; further ones go to other programs, which read K and V again."""
+MOST_ROWS = {2: 64, 4: 16}
+"""Queries × heads of a group in one program, by the bytes of an element; further ones go to other programs, which read
+K and V again. Float32 has no tensor cores that are exact, and more rows do not fit into registers."""
+MOST_ON_SM = 6
+"""Programs for each SM, at most, beyond one for each sequence and KV head."""
+_TILE_NBYTES = 32768
+"""Bytes of K and V that a program loads at a time, of which it has two on their way: enough for the full rate, with
+two programs on an SM of an H200."""
 
 
 class Tile(NamedTuple):
@@ -30,19 +36,18 @@ class Tile(NamedTuple):
     cols: int
     warps: int
     stages: int
-    programs: int
+    resident: int
 
 
 class TritonDecode:
-    """Triton kernels. `device_type` differs from "cuda" only under Triton's interpreter; `tile` and `splits` replace
-    those that suit the call."""
+    """Triton kernels. `device_type` differs from "cuda" only under Triton's interpreter; `tile` replaces the one that
+    suits the call."""
 
     name = "triton"
 
-    def __init__(self, device_type: str = "cuda", *, tile: Tile | None = None, splits: int | None = None) -> None:
+    def __init__(self, device_type: str = "cuda", *, tile: Tile | None = None) -> None:
         self.device_type = device_type
         self._tile = tile
-        self._splits = splits
         self._scratches: dict[tuple[torch.device, int], Tensor] = {}
 
     def supports(self, demand: Demand) -> str | None:
@@ -58,13 +63,13 @@ class TritonDecode:
     def attend(
         self, q: Tensor, blocks: Blocks, reach: Reach, *, scale: float, softcap: float, out: Tensor, lse: Tensor
     ) -> None:
+        _check(q, blocks, reach, out, lse)
         if not lse.numel():
             return
         if q.stride(-1) != 1:
             q = q.contiguous()
-        work = _work(q.shape, blocks.v.shape, reach.table.shape[1], q.dtype, q.device, self._tile, self._splits)
-        _check(q, blocks, reach, out, lse)
-        scratch = self._scratch(q.device, work.count * (work.dim_v + 2))
+        work = _work(q.shape, blocks.v.shape, q.dtype, q.device, self._tile)
+        scratch = self._scratch(q.device, work.scratch_size)
         tensors = (q, *blocks, *reach, scratch)
         launch(("attend_split", work, scale, softcap), tensors, lambda: _attend_launch(work, tensors, scale, softcap))
         merged = (scratch, out, lse)
@@ -88,7 +93,10 @@ class TritonDecode:
 
 
 class _Work(NamedTuple):
-    """How a call is spread over programs; the same for every call with these shapes."""
+    """How a call is spread over programs; the same for every call with these shapes.
+
+    `rows` of one KV head go to one program. `splits` are the most that all sequences together are cut into.
+    """
 
     sequences: int
     queries: int
@@ -98,62 +106,49 @@ class _Work(NamedTuple):
     dim_v: int
     block_tokens: int
     rows: int
+    row_tiles: int
     splits: int
+    sms: int
     tile: Tile
 
     @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    @property
-    def row_tiles(self) -> int:
-        return -(-self.queries * self.group // self.rows)
-
-    @property
-    def count(self) -> int:
-        return self.sequences * self.queries * self.heads * self.splits
+    def scratch_size(self) -> int:
+        """For each split a part, its largest scores and its sums of weights; for each sequence its splits."""
+        return self.splits * self.queries * self.heads * (self.dim_v + 2) + 2 * self.sequences
 
 
 @lru_cache(maxsize=1024)
-def _work(
-    q: tuple[int, ...],
-    v: tuple[int, ...],
-    most_blocks: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    tile: Tile | None,
-    splits: int | None,
-) -> _Work:
+def _work(q: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype, device: torch.device, tile: Tile | None) -> _Work:
     sequences, queries, heads, dim = q
     _, block_tokens, kv_heads, dim_v = v
-    group = heads // kv_heads
-    rows = min(MOST_ROWS, max(16, 1 << (queries * group - 1).bit_length()))
-    tile = tile or _tile(_block(dim) + _block(dim_v), dtype.itemsize, device)
-    programs = sequences * kv_heads * -(-queries * group // rows)
-    splits = splits or _splits(programs, _sms(device) * tile.programs, -(-most_blocks * block_tokens // tile.cols))
-    return _Work(sequences, queries, heads, kv_heads, dim, dim_v, block_tokens, rows, splits, tile)
+    all_rows = queries * (heads // kv_heads)
+    rows = min(MOST_ROWS[dtype.itemsize], max(16, 1 << (all_rows - 1).bit_length()))
+    row_tiles = -(-all_rows // rows)
+    sms, tile = _sms(device), tile or _tile((_block(dim) + _block(dim_v)) * dtype.itemsize, rows, device)
+    splits = sequences + MOST_ON_SM * sms // (kv_heads * row_tiles)
+    return _Work(
+        sequences, queries, heads, kv_heads, dim, dim_v, block_tokens, rows, row_tiles, splits, sms, tile
+    )  # fmt: skip
 
 
-def _tile(width: int, itemsize: int, device: torch.device) -> Tile:
-    """For K and V of `width` elements a token together."""
-    return Tile(64, 4, 3, 2)
-
-
-def _splits(programs: int, places: int, tiles: int) -> int:
-    """Splits of each sequence, so that programs fill whole waves over the device's places."""
-    most = max(1, min(tiles, 4 * places // programs))
-
-    def filled(splits: int) -> float:
-        waves = programs * splits / places
-        return waves / -(-programs * splits // places)
-
-    best = max(map(filled, range(1, most + 1)))
-    return next(splits for splits in range(1, most + 1) if filled(splits) >= 0.95 * best)
+def _tile(token_nbytes: int, rows: int, device: torch.device) -> Tile:
+    """A tile for K and V that take `token_nbytes` a token together."""
+    cols = max(16, min(128, 1 << (_TILE_NBYTES // token_nbytes).bit_length() - 1))
+    return Tile(cols, 4, 3, _resident(device))
 
 
 @lru_cache(maxsize=64)
 def _sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@lru_cache(maxsize=64)
+def _resident(device: torch.device) -> int:
+    """Programs that fit on an SM: two of the three stages of loading are in shared memory."""
+    if device.type != "cuda":
+        return 3
+    properties: Any = torch.cuda.get_device_properties(device)
+    return max(1, min(3, properties.shared_memory_per_multiprocessor // (2 * _TILE_NBYTES + 10 * 2**10)))
 
 
 # Arguments
@@ -164,33 +159,33 @@ def _attend_launch(work: _Work, tensors: Sequence[Tensor], scale: float, softcap
     unit = _unit((q, k, v))
     steps = [
         *(tuple(stride // unit for stride in x.stride()[:-1]) for x in (q, k, v)),
-        *(table.stride()[:1], first.stride(), stop.stride(), (work.count,)),
+        *(table.stride()[:1], first.stride(), stop.stride(), ()),
     ]
-    factors = _factors(scale, softcap)
+    most = 1 << (work.sequences - 1).bit_length()
+    some = min(1 << (work.queries - 1).bit_length(), max(1, _PLANNED // most))
+    tries = max(8, min(128, _PLANNED // most))
     rest = (
-        *(work.queries, work.kv_heads, work.splits, work.row_tiles, *factors),
-        *(work.group, work.dim, work.dim_v, _block(work.dim), _block(work.dim_v), unit, work.block_tokens),
-        *(bool(softcap), work.rows, work.tile.cols),
+        *(work.sequences, work.queries, work.kv_heads, work.row_tiles, work.splits, work.sms),
+        *(*_factors(scale, softcap), work.heads // work.kv_heads),
+        *(work.dim, work.dim_v, _block(work.dim), _block(work.dim_v), unit, work.block_tokens, bool(softcap)),
+        *(work.rows, work.tile.cols, most, some, -(-work.queries // some), tries, work.tile.resident),
     )
+    grid = (work.splits * work.row_tiles * work.kv_heads, 1, 1)
+    options = {"num_warps": work.tile.warps, "num_stages": work.tile.stages}
+    return Launch(FILE, "attend_split", grid, _arguments(steps, rest), options)
 
-    def arguments(given: Sequence[Any]) -> list[Any]:
-        return [*(x for each, own in zip(given, steps, strict=True) for x in (each, *own)), *rest]
 
-    grid = (work.sequences * work.splits * work.row_tiles * work.kv_heads, 1, 1)
-    return Launch(FILE, "attend_split", grid, arguments, {"num_warps": work.tile.warps, "num_stages": work.tile.stages})
+_PLANNED = 4096
+"""Numbers that a program works with at once to find its split."""
 
 
 def _merge_launch(work: _Work, tensors: Sequence[Tensor]) -> Launch:
     _, out, lse = tensors
-    steps = ((work.count,), out.stride()[:-1], lse.stride())
+    steps = ((), out.stride()[:-1], lse.stride())
     block, chunk, warps = _merge_tile(work.dim_v, work.splits)
     rest = (work.queries, work.splits, work.heads, work.dim_v, block, chunk)
-
-    def arguments(given: Sequence[Any]) -> list[Any]:
-        return [*(x for each, own in zip(given, steps, strict=True) for x in (each, *own)), *rest]
-
     grid = (work.sequences * work.queries * work.heads, 1, 1)
-    return Launch(FILE, "merge_splits", grid, arguments, {"num_warps": warps})
+    return Launch(FILE, "merge_splits", grid, _arguments(steps, rest), {"num_warps": warps})
 
 
 def _parts_launch(tensors: Sequence[Tensor]) -> Launch:
@@ -199,11 +194,16 @@ def _parts_launch(tensors: Sequence[Tensor]) -> Launch:
     steps = (parts.stride()[:-1], lses.stride(), out.stride()[:-1], lse.stride())
     block, chunk, warps = _merge_tile(dim, number)
     rest = (number, dim, block, chunk)
+    return Launch(FILE, "merge_parts", (rows, 1, 1), _arguments(steps, rest), {"num_warps": warps})
+
+
+def _arguments(steps: Sequence[tuple[int, ...]], rest: tuple[Any, ...]) -> Arguments:
+    """Each tensor and its strides, then the rest."""
 
     def arguments(given: Sequence[Any]) -> list[Any]:
         return [*(x for each, own in zip(given, steps, strict=True) for x in (each, *own)), *rest]
 
-    return Launch(FILE, "merge_parts", (rows, 1, 1), arguments, {"num_warps": warps})
+    return arguments
 
 
 def _merge_tile(dim: int, number: int) -> tuple[int, int, int]:
@@ -231,5 +231,6 @@ def _check(q: Tensor, blocks: Blocks, reach: Reach, out: Tensor, lse: Tensor) ->
     assert lse.shape == (sequences, queries, heads)
     assert reach.first.shape == reach.stop.shape == (sequences, queries)
     assert reach.table.shape[0] == sequences
+    assert all(each.dtype == torch.int32 for each in reach)
     assert blocks.k.stride(-1) == blocks.v.stride(-1) == out.stride(-1) == 1
     assert reach.table.stride(-1) == 1

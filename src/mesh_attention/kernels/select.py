@@ -26,7 +26,6 @@ from mesh_attention.kernels.windowed import INTERVALS
 logger = logging.getLogger(__name__)
 
 
-
 class _Backend(Protocol):
     name: str
 

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from mesh_attention.api import MeshAttention
-from mesh_attention.arguments import CallOptions, Softmax, check_plain, describe
 from mesh_attention.errors import ProblemError, UsageError
-from mesh_attention.execution.buffers import DTYPES
-from mesh_attention.execution.graphs import GraphMemory
 from mesh_attention.plan.caching import BLOCK_TOKENS, blocks_of_rank
-from mesh_attention.plan.decoding import MOST_DECODED, WAYS, DecodePlan, Meeting, Way, choose_meeting
-from mesh_attention.problem import Problem
+from mesh_attention.plan.decoding import MOST_DECODED, WAYS, Meeting, Way
 from mesh_attention.serving.blocks import BlockPool
 from mesh_attention.serving.book import Book, Window
-from mesh_attention.serving.decode import Step, Steps
+from mesh_attention.serving.checks import DTYPE_NAMES
+from mesh_attention.serving.decode import Step
 from mesh_attention.serving.memory import CachedLayer, Memory, cache_nbytes
 from mesh_attention.serving.prefill import Grown, Turn, new_tokens
-from mesh_attention.units import brief, format_nbytes
-
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from mesh_attention.serving.running import KeptSteps
+from mesh_attention.units import brief, count, format_nbytes
 
 
 class ShardedCache:
@@ -66,9 +61,8 @@ class ShardedCache:
         self.memories = [Memory(self.layers, blocks, block_tokens, dtype, self.device) for _ in attention.comms]
         pools = {window: BlockPool(number) for window, number in blocks.items()}
         self.book = Book(attention.ranks, attention.layout, block_tokens, pools, slack)
-        self._last: Turn | Step | None = None
-        self._steps: dict[DecodePlan, Steps] = {}
-        self._graph_memory: GraphMemory | None = None
+        self.last: Turn | Step | None = None
+        self.kept = KeptSteps(self)
 
     # Memory
 
@@ -101,7 +95,7 @@ class ShardedCache:
         if all(number <= self.book.pools[window].size for window, number in blocks.items()):
             return
         blocks = {window: max(number, self.book.pools[window].size) for window, number in blocks.items()}
-        self._steps.clear()  # their tables and graphs refer to the old memory
+        self.kept.drop()  # their tables and graphs refer to the old memory
         for memory in self.memories:
             memory.grow(blocks)
         for window, number in blocks.items():
@@ -110,8 +104,9 @@ class ShardedCache:
 
     def __repr__(self) -> str:
         held = sum(self.length(number) for number in self.book.entries)
+        sequences = count(len(self.book.entries), "sequence")
         return (
-            f"<ShardedCache of {held:,} tokens in {len(self.book.entries)} sequences, room for {self.tokens:,}; "
+            f"<ShardedCache of {held:,} tokens in {sequences}, room for {self.tokens:,}; "
             f"{len(self.layers)} layers on {self.ranks} ranks, {format_nbytes(self.nbytes)} each>"
         )
 
@@ -163,7 +158,7 @@ class ShardedCache:
         For a prompt, a chunk of one, or the next turn of a conversation.
         """
         turn = Turn(self, self._extended(new, is_decoded=False))
-        self._last = turn
+        self.last = turn
         return turn
 
     def decode(self, new: Mapping[int, int], *, way: Way = "same", meeting: Meeting | None = None) -> Step:
@@ -181,12 +176,12 @@ class ShardedCache:
                 f"sequence, at most {MOST_DECODED}; use cache.prefill for more"
             )
         step = Step(self, self._extended(new, is_decoded=True), way, meeting)
-        self._last = step
+        self.last = step
         return step
 
     def _extended(self, new: Mapping[int, int], *, is_decoded: bool) -> dict[int, Grown]:
         checked = dict(new_tokens(new))
-        last = self._last
+        last = self.last
         if last is not None and 0 < len(last.attended) < len(self.layers):
             missing = min(set(range(len(self.layers))) - last.attended)
             raise UsageError(
@@ -199,91 +194,6 @@ class ShardedCache:
             memory.copy(self.book.copied)
         self.book.copied.clear()
         return {number: Grown(before[number], self.book.entries[number]) for number in checked}
-
-    # For turns and steps
-
-    def begin(self, turn: Turn | Step, layer: object) -> None:
-        """Check that a layer may attend now, and note that it does."""
-        if turn is not self._last:
-            raise UsageError("this turn is over, because the cache has a later one; use the last turn or step")
-        if type(layer) is not int or not 0 <= layer < len(self.layers):
-            raise UsageError(f"layer {layer!r}: expected 0 to {len(self.layers) - 1}")
-        if layer in turn.attended:
-            raise UsageError(f"layer {layer} has attended in this turn already; each layer attends once")
-        turn.attended.add(layer)
-
-    def by_rank(self, q: Any, k: Any, v: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
-        if not self.attention.is_local:
-            return [(q, k, v)]
-        if not all(isinstance(x, list | tuple) and len(x) == self.ranks for x in (q, k, v)):
-            raise UsageError(f"q, k and v must each be a list of {self.ranks} tensors, one per rank of the local group")
-        return list(zip(q, k, v, strict=True))
-
-    def check_tensors(self, layer: int, tensors: Sequence[Tensor], tokens: tuple[int, int]) -> None:
-        """Refuse tensors that are not of these (sequences, tokens) and of this layer's heads and sizes."""
-        known = self.layers[layer]
-        sizes = (None, known.head_dim), (known.kv_heads, known.head_dim), (known.kv_heads, known.value_dim)
-        for name, tensor, (heads, dim) in zip("qkv", tensors, sizes, strict=True):
-            shape = (*tokens, "heads" if heads is None else heads, dim)
-            fits = isinstance(tensor, Tensor) and tensor.dim() == 4
-            fits = fits and all(a == b for a, b in zip(tensor.shape, shape, strict=True) if b != "heads")
-            if not fits:
-                raise ProblemError(f"{name} of layer {layer} is {describe(tensor)}: expected {_shape(shape)}")
-            if tensor.dtype != self.dtype or tensor.device != self.device:
-                raise ProblemError(
-                    f"{name} is {tensor.dtype} on {tensor.device}: the cache is {self.dtype} on {self.device}"
-                )
-            if torch.is_grad_enabled() and tensor.requires_grad:
-                raise UsageError(f"{name} requires a gradient, and a cache keeps none; use torch.no_grad()")
-        check_plain(tensors)
-
-    def softmax(self, layer: int, scale: float | None, softcap: float) -> Softmax:
-        """Scale and softcap of a layer's scores, checked."""
-        known = self.layers[layer]
-        problem = Problem(
-            seq_q=1,
-            seq_kv=1,
-            heads=1,
-            kv_heads=1,
-            head_dim_qk=known.head_dim,
-            head_dim_v=known.value_dim,
-            ranks=self.ranks,
-        )
-        return CallOptions(softmax_scale=scale, softcap=softcap).checked().softmax(problem)
-
-    def decode_plan(self, step: Step, layer: int, *, heads: int) -> DecodePlan:
-        known = self.layers[layer]
-        if heads % known.kv_heads:
-            raise ProblemError(f"{heads} heads cannot share {known.kv_heads} KV heads evenly")
-        plan = DecodePlan(
-            ranks=self.ranks,
-            sequences=len(step.sequences),
-            queries=step.queries,
-            heads=heads,
-            kv_heads=known.kv_heads,
-            head_dim_qk=known.head_dim,
-            head_dim_v=known.value_dim,
-            dtype=DTYPE_NAMES[self.dtype],
-            way=step.way,
-        )
-        return plan.with_meeting(step.meeting or choose_meeting(plan))
-
-    def steps(self, plan: DecodePlan) -> Steps:
-        """What runs steps like this; made once."""
-        if plan not in self._steps:
-            if len(self._steps) >= MOST_STEPS:
-                del self._steps[next(iter(self._steps))]
-            self._steps[plan] = Steps(self, plan)
-        return self._steps[plan]
-
-    def graph_memory(self) -> GraphMemory:
-        if self._graph_memory is None:
-            self._graph_memory = GraphMemory(self.device)
-        return self._graph_memory
-
-
-MOST_STEPS = 16
-"""Shapes of steps whose buffers are kept."""
 
 
 def _blocks(
@@ -320,7 +230,3 @@ def _check_dtype(dtype: object) -> None:
 
 def _usual_device() -> Literal["cuda", "cpu"]:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _shape(sizes: Sequence[object]) -> str:
-    return f"({', '.join(map(str, sizes))})"

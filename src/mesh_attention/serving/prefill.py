@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,11 @@ from torch import Tensor
 from mesh_attention.arguments import CallOptions
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.autograd import run_forward
+from mesh_attention.execution.engine import Engine
 from mesh_attention.masks import Segment
 from mesh_attention.plan.layout import Cached, Listed, join, shifted
 from mesh_attention.serving.book import Entry, Window
+from mesh_attention.serving.checks import by_rank, check_tensors, check_turn, softmax_of
 from mesh_attention.serving.memory import slots_of
 from mesh_attention.serving.shares import clip
 
@@ -50,6 +52,19 @@ class Grown:
         return 0 if window is None else max(0, self.before.shares.length - window)
 
 
+Places = tuple[list[Tensor | slice], Tensor, Tensor]
+"""Slots to read for each sequence; slots to write, and which of a rank's new tokens go there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A turn as layers of one window see it: an attention call on a layout, and where each rank's tokens are."""
+
+    keys: Listed
+    options: CallOptions
+    places: dict[int, Places]
+
+
 class Turn:
     """New tokens of some sequences. Each rank has its own share of them, in the order of `position_ids`.
 
@@ -59,6 +74,7 @@ class Turn:
     def __init__(self, cache: ShardedCache, sequences: Mapping[int, Grown]) -> None:
         self.cache, self.sequences = cache, sequences
         self.attended: set[int] = set()
+        self._known: dict[Window, Seen] = {}
 
     @property
     def tokens(self) -> int:
@@ -123,34 +139,73 @@ class Turn:
         """
         cache = self.cache
         with cache.attention.engines.played.telling:
-            cache.begin(self, layer)
-            ranks = cache.by_rank(q, k, v)
-            shards = [sum(map(len, self._packed_queries(comm.rank))) for comm in cache.attention.comms]
-            for rank, tokens in zip(ranks, shards, strict=True):
-                cache.check_tensors(layer, rank, (1, tokens))
+            check_turn(cache, self, layer)
+            ranks = by_rank(cache, q, k, v)
+            for (_, tokens, _), rank in zip(self._sizes(layer), ranks, strict=True):
+                check_tensors(cache, layer, rank, (1, tokens))
+            options = CallOptions(softmax_scale=softmax_scale, softcap=softcap)
+            softmax_of(cache.layers[layer], options)
         window = cache.layers[layer].window
         tensors = [
             (rank_q, *self._keys(number, layer, window, rank_k[0], rank_v[0]))
             for number, (rank_q, rank_k, rank_v) in enumerate(ranks)
         ]
-        options = self._options(window)._replace(softmax_scale=softmax_scale, softcap=softcap)
-        engines = cache.attention.engines
-        engine = engines.find(tensors, options, layout=self.layout(window), gradient=False, may_keep=False)
+        engine = self._engine(tensors, window, options)
         with torch.no_grad():
             results, _ = run_forward(engine, [tensor for rank in tensors for tensor in rank])
+        self.attended.add(layer)
         outs, lses = list(results[0::2]), list(results[1::2])
         if not cache.attention.is_local:
             return (outs[0], lses[0]) if return_lse else outs[0]
         return (outs, lses) if return_lse else outs
 
-    def layout(self, window: Window) -> Cached:
-        """Where the queries are, and the keys that they see."""
-        return self._layouts(window)
+    def peak_nbytes(self, layer: int, *, heads: int) -> int:
+        """The most bytes that `attend` of a layer will hold at once on a rank, besides its inputs and the cache.
 
-    @lru_cache(maxsize=8)  # noqa: B019 - a turn is short-lived
-    def _layouts(self, window: Window) -> Cached:
-        kv = Listed(tuple(self._packed_keys(rank, window) for rank in range(self.cache.ranks)))
-        return Cached(self.queries, kv)
+        All ranks call it, because they plan together. In a local group, the most of any rank.
+        """
+        known, window = self.cache.layers[layer], self.cache.layers[layer].window
+        sizes = self._sizes(layer)
+        one = torch.empty((), dtype=self.cache.dtype, device=self.cache.device)  # tensors in shape only
+        tensors = [
+            (
+                one.expand(1, queries, heads, known.head_dim),
+                one.expand(1, keys, known.kv_heads, known.head_dim),
+                one.expand(1, keys, known.kv_heads, known.value_dim),
+            )
+            for _, queries, keys in sizes
+        ]
+        programs = self._engine(tensors, window, CallOptions()).programs("forward")
+        copied = [self._copied_nbytes(rank, layer, keys) for rank, _, keys in sizes]
+        return max(program.device_nbytes + nbytes for program, nbytes in zip(programs, copied, strict=True))
+
+    def _engine(self, tensors: Sequence[Sequence[Tensor]], window: Window, options: CallOptions) -> Engine:
+        options = self._seen(window).options._replace(softmax_scale=options.softmax_scale, softcap=options.softcap)
+        engines = self.cache.attention.engines
+        return engines.find(tensors, options, layout=self.layout(window), gradient=False, may_keep=False)
+
+    def _sizes(self, layer: int) -> list[tuple[int, int, int]]:
+        """For each rank played here: its number, its new tokens, and the keys that it has for the turn."""
+        keys = self._seen(self.cache.layers[layer].window).keys
+        ranks = [comm.rank for comm in self.cache.attention.comms]
+        return [(r, sum(map(len, self.queries.shards[r])), sum(map(len, keys.shards[r]))) for r in ranks]
+
+    def _copied_nbytes(self, rank: int, layer: int, keys: int) -> int:
+        """Bytes of keys and values that are not used where they are stored."""
+        known = self.cache.layers[layer]
+        reads, _, _ = self._places(rank, known.window)
+        is_view = known.window is None and len(reads) == 1 and isinstance(reads[0], slice)
+        return 0 if is_view else keys * known.elements * self.cache.dtype.itemsize
+
+    def layout(self, window: Window = None) -> Cached:
+        """Where the new queries are, and the keys that they see in layers with this window."""
+        return Cached(self.queries, self._seen(window).keys)
+
+    def _seen(self, window: Window) -> Seen:
+        if window not in self._known:
+            kv = Listed(tuple(self._packed_keys(rank, window) for rank in range(self.cache.ranks)))
+            self._known[window] = Seen(kv, self._options(window), {})
+        return self._known[window]
 
     def _packed_keys(self, rank: int, window: Window) -> tuple[Segment, ...]:
         found: list[Segment] = []
@@ -192,11 +247,14 @@ class Turn:
         memory.write(layer, slots, k.index_select(0, kept), v.index_select(0, kept))
         return found
 
-    @lru_cache(maxsize=64)  # noqa: B019 - a turn is short-lived
-    def _places(self, rank: int, window: Window) -> tuple[list[Tensor | slice], Tensor, Tensor]:
-        """Slots to read for each sequence; slots to write, and which of the rank's new tokens go there.
+    def _places(self, rank: int, window: Window) -> Places:
+        places = self._seen(window).places
+        if rank not in places:
+            places[rank] = self._find_places(rank, window)
+        return places[rank]
 
-        Without a window, new tokens are written before they are read. With one, only old tokens are read: new ones
+    def _find_places(self, rank: int, window: Window) -> Places:
+        """Without a window, new tokens are written before they are read. With one, only old tokens are read: new ones
         that no later query sees are not written.
         """
         size, device = self.cache.block_tokens, self.cache.device

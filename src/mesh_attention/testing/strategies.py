@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from mesh_attention.masks import Mask, causal, documents, full, window
+from mesh_attention.masks import Mask, Segment, causal, documents, full, window
 from mesh_attention.plan.assignment import Tile, divisors, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.layout import LAYOUTS, Layout
+from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Listed, Turn, shifted
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.plan.steps import KINDS, Direction
@@ -68,6 +69,29 @@ def layouts() -> st.SearchStrategy[Layout]:
     return st.sampled_from(tuple(LAYOUTS.values()))
 
 
+@st.composite
+def planned_layouts(draw: st.DrawFn, problem: Problem) -> Layout:
+    """Any layout that a plan of the problem may have: also those of a cache that has grown by runs."""
+    plain = draw(st.sampled_from((*LAYOUTS.values(), Turn(), None)))
+    if plain is not None:
+        return plain
+    q, kv = (draw(listed(tokens, problem.ranks)) for tokens in (problem.seq_q, problem.seq_kv))
+    return Cached(q, kv)
+
+
+@st.composite
+def listed(draw: st.DrawFn, tokens: int, ranks: int) -> Listed:
+    """Runs of tokens, each on a layout of its own that begins with any rank."""
+    cuts = sorted({0, tokens, *draw(st.lists(st.integers(0, tokens), max_size=2))})
+    shards: list[tuple[Segment, ...]] = [()] * ranks
+    for start, stop in pairwise(cuts):
+        layout, first = draw(layouts()), draw(st.integers(0, ranks - 1))
+        for rank in range(ranks):
+            shard = layout.segments((rank - first) % ranks, tokens=stop - start, ranks=ranks)
+            shards[rank] += shifted(shard, start)
+    return Listed(tuple(shards))
+
+
 def directions() -> st.SearchStrategy[Direction]:
     return st.sampled_from(("forward", "backward"))
 
@@ -80,7 +104,7 @@ def plans(draw: st.DrawFn, *, max_ranks: int = 12) -> Plan:
     degree = draw(st.sampled_from(degrees))
     tile = draw(st.sampled_from(tiles_of(problem.ranks // degree)))
     inner = Tile(*(draw(st.sampled_from(divisors(side))) for side in (tile.rows, tile.cols)))
-    layout, direction, keep = draw(layouts()), draw(directions()), draw(st.sampled_from(KEEPABLE))
+    layout, direction, keep = draw(planned_layouts(problem)), draw(directions()), draw(st.sampled_from(KEEPABLE))
     choice = Choice(tile=tile, ulysses_degree=degree, inner=inner, layout=layout, keep=keep)
     if draw(st.booleans()):
         return make_plan(problem, replace(choice, method="attention2d"), direction=direction)

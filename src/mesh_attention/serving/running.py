@@ -1,0 +1,326 @@
+"""What runs decoded steps: buffers, tables of blocks on the device, and with CUDA graphs one graph for each layer.
+
+All of it lives as long as the shapes of steps recur, so a step plans nothing and allocates little. `serving.decode` has
+the steps themselves, `plan.decoding` what a rank does in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mesh_attention.arguments import Softmax
+from mesh_attention.comm.base import Comm, Parcel, Work
+from mesh_attention.comm.marked import Marked
+from mesh_attention.execution.buffers import DTYPES
+from mesh_attention.execution.graphs import CapturedGraph, GraphMemory
+from mesh_attention.kernels.base import Demand
+from mesh_attention.kernels.decode import DecodeKernel, Reach, TorchDecode, choose_decode
+from mesh_attention.plan.decoding import DecodePlan
+from mesh_attention.serving.book import Window
+from mesh_attention.serving.memory import Memory
+
+if TYPE_CHECKING:
+    from mesh_attention.serving.cache import ShardedCache
+    from mesh_attention.serving.decode import Step
+
+MOST_STEPS = 16
+"""Shapes of steps whose buffers are kept."""
+
+
+class Rows:
+    """Partial results of all rows as they travel: each an output and its LSE, in one buffer of bytes."""
+
+    def __init__(self, plan: DecodePlan, count: tuple[int, ...], device: torch.device) -> None:
+        dtype = DTYPES[plan.dtype]
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        self.raw = torch.empty((*count, plan.row_nbytes), dtype=torch.uint8, device=device)
+        self.typed = self.raw.view(dtype)
+        self.out = self.typed[..., : plan.head_dim_v]
+        self.lse = self.raw.view(wide)[..., -1]
+
+    def part(self, at: range) -> Tensor:
+        return self.raw[at.start : at.stop].view(-1)
+
+
+@dataclass
+class StepState:
+    """The part of a step that depends on lengths, on the device of one rank, for layers of one window."""
+
+    reach: Reach
+    slots: Tensor
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int], most_blocks: int, device: torch.device) -> StepState:
+        def zeros(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=device)
+
+        reach = Reach(zeros(shape[0], most_blocks), zeros(*shape), zeros(*shape))
+        return cls(reach, zeros(shape[0] * shape[1], dtype=torch.int64))
+
+    def update(self, table: list[list[int]], first: list[list[int]], stop: list[list[int]], slots: list[int]) -> None:
+        """Copy in place: graphs read these tensors."""
+        width = max(map(len, table), default=0)
+        padded = [blocks + [0] * (width - len(blocks)) for blocks in table]
+        for dest, values in (
+            (self.reach.table[:, :width], padded),
+            (self.reach.first, first),
+            (self.reach.stop, stop),
+            (self.slots, slots),
+        ):
+            dest.copy_(torch.tensor(values, dtype=dest.dtype).view(dest.shape), non_blocking=True)
+
+
+class StepEngine:
+    """Runs steps of one shape for one rank."""
+
+    def __init__(self, plan: DecodePlan, comm: Comm, device: torch.device) -> None:
+        self.plan, self.comm, self.device = plan, comm, device
+        self.kernel: dict[float, DecodeKernel] = {}
+        rank, ranks = comm.rank, plan.ranks
+        self.partials = Rows(plan, (plan.rows,), device)
+        own = plan.slices[rank] if plan.meeting == "slices" else range(plan.rows)
+        self.own = own
+        self.arrived = Rows(plan, (ranks, len(own)), device)
+        self.merged = Rows(plan, (plan.rows,), device)
+        self.tokens = torch.empty(
+            (plan.sequences if plan.way == "spread" else 0, plan.queries * plan.token_nbytes),
+            dtype=torch.uint8,
+            device=device,
+        )
+
+    @property
+    def results(self) -> Rows:
+        return self.merged if self.plan.ranks > 1 else self.partials
+
+    def kernel_for(self, softcap: float) -> DecodeKernel:
+        if softcap not in self.kernel:
+            plan = self.plan
+            demand = Demand(
+                device=self.device.type,
+                dtype=DTYPES[plan.dtype],
+                head_dim_qk=plan.head_dim_qk,
+                head_dim_v=plan.head_dim_v,
+                softcap=softcap,
+                lse_gradient=False,
+            )
+            self.kernel[softcap] = choose_decode(demand)
+        return self.kernel[softcap]
+
+    def run(
+        self,
+        memory: Memory,
+        layer: int,
+        state: StepState,
+        tensors: Sequence[Tensor],
+        softmax: Softmax,
+    ) -> Generator[Work, None, tuple[Tensor, Tensor]]:
+        """Output (sequences, queries, heads, dim) and LSE (sequences, queries, heads), of the own sequences if they are
+        spread. The next step overwrites them."""
+        plan = self.plan
+        q, k, v = tensors
+        if plan.way == "spread":
+            q, k, v = yield from self._gather_tokens(q, k, v)
+        memory.write(layer, state.slots, k.flatten(0, 1), v.flatten(0, 1))
+        shape = (plan.sequences, plan.queries, plan.heads)
+        kernel, partials = self.kernel_for(softmax.softcap), self.partials
+        kernel.attend(
+            q,
+            memory.stored[layer],
+            state.reach,
+            scale=softmax.scale,
+            softcap=softmax.softcap,
+            out=partials.out.view(*shape, plan.head_dim_v),
+            lse=partials.lse.view(shape),
+        )
+        if plan.ranks > 1:
+            yield from self._meet(kernel)
+        found = self.results
+        if plan.way == "spread":
+            mine = self.own if plan.ranks > 1 else range(plan.rows)
+            shape = (len(plan.own[self.comm.rank]), *shape[1:])
+            rows = slice(mine.start, mine.stop)
+            return found.out[rows].view(*shape, plan.head_dim_v), found.lse[rows].view(shape)
+        return found.out.view(*shape, plan.head_dim_v), found.lse.view(shape)
+
+    def _meet(self, kernel: DecodeKernel) -> Generator[Work, None, None]:
+        """Partials of all ranks, merged: the own rows, and in the way `same` then those of the others."""
+        plan, rank, own = self.plan, self.comm.rank, self.own
+        others = [other for other in range(plan.ranks) if other != rank]
+        to = {other: plan.slices[other] if plan.meeting == "slices" else range(plan.rows) for other in others}
+        self.arrived.raw[rank].copy_(self.partials.raw[own.start : own.stop])
+        yield self.comm.post(
+            [Parcel([self.partials.part(to[other])], other, "o") for other in others if to[other]],
+            [Parcel([self.arrived.raw[other].view(-1)], other, "o") for other in others if own],
+        )
+        if own:
+            at = slice(own.start, own.stop)
+            kernel.merge(self.arrived.out, self.arrived.lse, self.merged.out[at], self.merged.lse[at])
+        if plan.meeting == "slices" and plan.way == "same":
+            yield self.comm.post(
+                [Parcel([self.merged.part(own)], other, "o") for other in others if own],
+                [Parcel([self.merged.part(to[other])], other, "o") for other in others if to[other]],
+            )
+
+    def _gather_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> Generator[Work, None, list[Tensor]]:
+        """q, k and v of all sequences, from the ranks that run them."""
+        plan, rank = self.plan, self.comm.rank
+        own = plan.own[rank]
+        packed = torch.cat([tensor.flatten(1) for tensor in (q, k, v)], 1)
+        self.tokens[own.start : own.stop].copy_(packed.view(torch.uint8))
+        others = [other for other in range(plan.ranks) if other != rank]
+        if others:
+            mine = self.tokens[own.start : own.stop].view(-1)
+            yield self.comm.post(
+                [Parcel([mine], other, "q") for other in others if own],
+                [
+                    Parcel([self.tokens[at.start : at.stop].view(-1)], other, "q")
+                    for other in others
+                    if (at := plan.own[other])
+                ],
+            )
+        sizes = [
+            (plan.heads, plan.head_dim_qk),
+            (plan.kv_heads, plan.head_dim_qk),
+            (plan.kv_heads, plan.head_dim_v),
+        ]
+        typed, found, first = self.tokens.view(q.dtype), [], 0
+        for heads, dim in sizes:
+            width = plan.queries * heads * dim
+            found.append(typed[:, first : first + width].view(plan.sequences, plan.queries, heads, dim))
+            first += width
+        return found
+
+
+class Steps:
+    """Runs steps of one shape for the ranks played here: their engines, states and graphs."""
+
+    def __init__(self, cache: ShardedCache, plan: DecodePlan) -> None:
+        self.cache, self.plan = cache, plan
+        played = cache.attention.engines.played
+        self.comms = played.comms_on(cache.device)
+        self.engines = [StepEngine(plan, comm, cache.device) for comm in self.comms]
+        self.states: dict[Window, list[StepState]] = {}
+        self.tables: dict[Window, list[tuple[int, ...]]] = {}
+        self.marked = self.comms[0] if isinstance(self.comms[0], Marked) else None
+        self.is_new = True
+        self._inputs: list[list[Tensor]] = []
+        """What graphs read, and the mark among them."""
+        self._own_mark: Tensor
+        self._seen: set[object] = set()
+        self._graphs: dict[object, CapturedGraph[list[tuple[Tensor, Tensor]]]] = {}
+
+    def prepare(self, step: Step) -> None:
+        """Bring the lengths and tables of a step to the device."""
+        shape = (self.plan.sequences, self.plan.queries)
+        for window, pool in self.cache.book.pools.items():
+            if window not in self.states:
+                device = self.cache.device
+                self.states[window] = [StepState.empty(shape, pool.size, device) for _ in self.comms]
+            tables = [grown.after.tables[window].blocks for grown in step.sequences.values()]
+            is_same = tables == self.tables.get(window)
+            self.tables[window] = tables
+            for comm, state in zip(self.comms, self.states[window], strict=True):
+                state.update([] if is_same else [list(blocks) for blocks in tables], *step.reach(comm.rank, window))
+
+    def run(
+        self,
+        layer: int,
+        tensors: Sequence[Sequence[Tensor]],
+        softmax: Softmax,
+        mark: Tensor | None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        if self.is_new and self.marked is not None:
+            self.is_new = False
+            others = [rank for rank in range(self.plan.ranks) if rank != self.marked.rank]
+            self.marked.reach(others, others)
+        if not self._may_capture(softmax):
+            return self._run(layer, tensors, softmax, mark)
+        key = layer, softmax, mark is not None
+        if key not in self._seen:  # the first time sets up what a graph cannot capture
+            self._seen.add(key)
+            return self._run(layer, tensors, softmax, mark)
+        return self._launch(key, layer, tensors, softmax, mark)
+
+    def _may_capture(self, softmax: Softmax) -> bool:
+        kernel = self.engines[0].kernel_for(softmax.softcap)
+        return self.cache.attention.engines.cuda_graphs and kernel.name != TorchDecode.name  # it reads on the host
+
+    def _launch(
+        self,
+        key: object,
+        layer: int,
+        tensors: Sequence[Sequence[Tensor]],
+        softmax: Softmax,
+        mark: Tensor | None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Run a layer's graph, which reads copies of the inputs."""
+        if not self._inputs:
+            with torch.inference_mode(False), torch.no_grad():  # later steps need not be in inference mode
+                self._inputs = [[tensor.contiguous().clone() for tensor in rank] for rank in tensors]
+                self._own_mark = torch.zeros((1, 1, 2), dtype=torch.int64, device=self.cache.device)
+        own, own_mark = self._inputs, None if mark is None else self._own_mark
+        if key not in self._graphs:
+            pool = self.cache.kept.graph_pool
+            self._graphs[key] = CapturedGraph(
+                lambda: self._run(layer, own, softmax, own_mark), self.cache.device, pool=pool
+            )
+        torch._foreach_copy_([t for rank in own for t in rank], [t for rank in tensors for t in rank])
+        if mark is not None:
+            self._own_mark.copy_(mark)
+        return self._graphs[key].launch()
+
+    def _run(
+        self,
+        layer: int,
+        tensors: Sequence[Sequence[Tensor]],
+        softmax: Softmax,
+        mark: Tensor | None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        cache = self.cache
+        states = self.states[cache.layers[layer].window]
+        played = cache.attention.engines.played
+        if mark is not None and self.marked is not None:
+            self.marked.open(mark, played.ledger.history)
+        results = played.drive(
+            [
+                engine.run(memory, layer, state, rank, softmax)
+                for engine, memory, state, rank in zip(self.engines, cache.memories, states, tensors, strict=True)
+            ]
+        )
+        if mark is not None and self.marked is not None:
+            self.marked.close([self.engines[0].results.typed])
+        return results
+
+
+class KeptSteps:
+    """What a cache keeps between its steps. Dropped when its memory moves."""
+
+    def __init__(self, cache: ShardedCache) -> None:
+        self.cache = cache
+        self.by_plan: dict[DecodePlan, Steps] = {}
+        self.ready: dict[object, tuple[Steps, Softmax]] = {}
+        """What runs a layer of a step like an earlier one, without checking it again."""
+        self._graph_memory: GraphMemory | None = None
+
+    def of(self, plan: DecodePlan) -> Steps:
+        if plan not in self.by_plan:
+            if len(self.by_plan) >= MOST_STEPS:
+                self.drop()
+            self.by_plan[plan] = Steps(self.cache, plan)
+        return self.by_plan[plan]
+
+    def drop(self) -> None:
+        self.by_plan.clear()
+        self.ready.clear()
+
+    @property
+    def graph_pool(self) -> object:
+        """The memory that all graphs share."""
+        if self._graph_memory is None:
+            self._graph_memory = GraphMemory(self.cache.device)
+        return self._graph_memory.pool

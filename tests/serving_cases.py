@@ -1,0 +1,129 @@
+"""A cache beside the whole keys and values of its sequences: whatever is appended is compared with dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention.serving import CachedLayer, ShardedCache, Step, Turn
+
+KV_HEADS, HEAD_DIM, VALUE_DIM, HEADS = 2, 4, 3, 4
+
+
+def layers_of(windows: Sequence[int | None], scale: int = 1) -> list[CachedLayer]:
+    """Small layers, one for each window; with `scale`, head sizes are that many times larger."""
+    return [
+        CachedLayer(kv_heads=KV_HEADS, head_dim=scale * HEAD_DIM, head_dim_v=scale * VALUE_DIM, window=window)
+        for window in windows
+    ]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, softcap: float) -> tuple[Tensor, Tensor]:
+    """Attention of the last queries of one sequence, (tokens, heads, dim), and the LSE (heads, tokens)."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(k.shape[0])[None] - (torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0])
+    seen = distance <= 0 if window is None else (distance <= 0) & (distance >= -window)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+@dataclass
+class Model:
+    """The cache, and all that was appended to it. `error` is the largest so far, relative to the largest number."""
+
+    cache: ShardedCache
+    softcap: float = 0.0
+    seed: int = 0
+    known: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    error: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.ranks = [comm.rank for comm in self.cache.attention.comms]
+
+    def new(self) -> int:
+        number = self.cache.new()
+        self.known[number] = [
+            (torch.zeros(0, layer.kv_heads, layer.head_dim), torch.zeros(0, layer.kv_heads, layer.value_dim))
+            for layer in self.cache.layers
+        ]
+        return number
+
+    def prefill(self, new: dict[int, int]) -> None:
+        turn = self.cache.prefill(new)
+        for layer in range(len(self.cache.layers)):
+            q, k, v = self._grow(layer, new)
+            local = [turn.shard(self._given(torch.cat(list(whole.values()))[None])) for whole in (q, k, v)]
+            outs, lses = self._attend(turn, layer, local)
+            due = self._due(layer, q)
+            due_out = self._by_rank(turn.shard(torch.cat([out for out, _ in due.values()])[None]))
+            due_lse = self._by_rank(turn.shard(torch.cat([lse for _, lse in due.values()], 1)[None], dim=2))
+            for found, expected in zip((*outs, *lses), (*due_out, *due_lse), strict=True):
+                self._compare(found, expected)
+
+    def decode(self, sequences: list[int], tokens: int = 1, *, way: Any = "same", meeting: Any = None) -> None:
+        new = dict.fromkeys(sequences, tokens)
+        step = self.cache.decode(new, way=way, meeting=meeting)
+        rows = [step.rows(rank) for rank in self.ranks]
+        for layer in range(len(self.cache.layers)):
+            grown = self._grow(layer, new)
+            wholes = [self._given(torch.stack(list(whole.values()))) for whole in grown]
+            parts: list[Any] = [[whole[at.start : at.stop] for at in rows] for whole in wholes]
+            local = parts if self.cache.attention.is_local else [part[0] for part in parts]
+            outs, lses = self._attend(step, layer, local)
+            due = self._due(layer, grown[0])
+            for at, out, lse in zip(rows, outs, lses, strict=True):
+                for place, number in enumerate(sequences[at.start : at.stop]):
+                    self._compare(out[place], due[number][0])
+                    self._compare(lse[place], due[number][1])
+
+    def cut(self, number: int, length: int) -> None:
+        self.cache.cut(number, length)
+        self.known[number] = [(k[:length], v[:length]) for k, v in self.known[number]]
+
+    def fork(self, number: int) -> int:
+        copy = self.cache.fork(number)
+        self.known[copy] = list(self.known[number])
+        return copy
+
+    # Numbers
+
+    def _grow(self, layer: int, new: dict[int, int]) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]:
+        """New queries, keys and values of each sequence, in float64; keys and values are noted."""
+        known = self.cache.layers[layer]
+        found: tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]] = {}, {}, {}
+        sizes = ((HEADS, known.head_dim), (known.kv_heads, known.head_dim), (known.kv_heads, known.value_dim))
+        for number, tokens in new.items():
+            for side, (heads, dim) in zip(found, sizes, strict=True):
+                random = torch.randn((tokens, heads, dim), generator=self.generator, dtype=torch.float64)
+                side[number] = random.to(self.cache.dtype).double()
+            k, v = self.known[number][layer]
+            self.known[number][layer] = torch.cat([k, found[1][number]]), torch.cat([v, found[2][number]])
+        return found
+
+    def _given(self, whole: Tensor) -> Tensor:
+        return whole.to(self.cache.device, self.cache.dtype)
+
+    def _due(self, layer: int, q: dict[int, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+        window = self.cache.layers[layer].window
+        return {n: dense(q[n], *self.known[n][layer], window=window, softcap=self.softcap) for n in q}
+
+    def _attend(self, turn: Turn | Step, layer: int, local: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        outs, lses = turn.attend(layer, *local, softcap=self.softcap, return_lse=True)
+        return self._by_rank(outs), self._by_rank(lses)
+
+    def _by_rank(self, found: Any) -> list[Tensor]:
+        return list(found) if self.cache.attention.is_local else [found]
+
+    def _compare(self, found: Tensor, due: Tensor) -> None:
+        assert found.shape == due.shape
+        if due.numel():
+            self.error = max(self.error, float((found.double().cpu() - due).abs().max() / due.abs().max().clamp(min=1)))
