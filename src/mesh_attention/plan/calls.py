@@ -25,7 +25,6 @@ from mesh_attention.plan.buffers import held_nbytes, shared_buffers
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Attend, Direction, Effects, Item, Step
 
-
 MOST_KEYS = 8
 """Keys that all queries see are attended by themselves if they are so many times the others."""
 

@@ -53,6 +53,10 @@ class DecodePlan:
             raise ScheduleError(f"meeting {brief(self.meeting)}: expected slices, or with way same also gather")
 
     @property
+    def name(self) -> str:
+        return self.way if self.way == "spread" else f"{self.way}, {self.meeting}"
+
+    @property
     def rows(self) -> int:
         return self.sequences * self.queries * self.heads
 

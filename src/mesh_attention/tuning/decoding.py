@@ -43,9 +43,7 @@ class DecodeForecast:
 
     @property
     def name(self) -> str:
-        if self.plan is None:
-            return PASS_KV
-        return self.plan.way if self.plan.way == "spread" else f"{self.plan.way}, {self.plan.meeting}"
+        return PASS_KV if self.plan is None else self.plan.name
 
     @property
     def exchanges(self) -> int:
