@@ -16,7 +16,7 @@ from mesh_attention.comm.replay import JoinedComm
 from mesh_attention.errors import MemoryLimitError, ProblemError, TopologyError
 from mesh_attention.masks import BlockKind
 from mesh_attention.plan.assignment import Tile, tiles_of
-from mesh_attention.plan.caching import cache_nbytes
+from mesh_attention.plan.caching import cache_nbytes, layer_nbytes
 from mesh_attention.plan.calls import kernel_calls
 from mesh_attention.plan.decoding import MOST_DECODED
 from mesh_attention.plan.layout import Turn
@@ -108,12 +108,15 @@ def test_a_first_prompt_chooses_keys_and_values_that_travel() -> None:
 
 def test_rivals_are_the_three_of_other_systems_with_their_routes() -> None:
     problem = problem_of(512, 2**16, ranks=8, heads=8, kv_heads=2)
-    found = turn_rivals(problem, cluster_named("h100x8"), report=lambda doing, fraction: None)
+    topology = cluster_named("h100x8")
+    found = turn_rivals(problem, topology, report=lambda doing, fraction: None)
     assert [rival.name for rival in found] == ["pass-KV ring", "pass-Q ring", "all-gather"]
     ring, pass_q, gather = (rival.choice for rival in found)
     assert (ring.tile, ring.route, pass_q.tile, pass_q.route) == (Tile(1, 8), "ring", Tile(8, 1), "ring")
     assert (gather.family, gather.is_collective) == ("all-gather", True)
     assert {rival.choice.layout for rival in found} == {Turn()}
+    alone = simulate(plan_on(topology, problem, replace(pass_q, blocks_per_call=1), "forward"), topology)
+    assert found[1].forecast.time_s <= alone.time_s
     # Pass-KV moves all keys and values, pass-Q queries and their results.
     assert found[0].forecast.sent_nbytes > 10 * found[1].forecast.sent_nbytes
 
@@ -151,11 +154,12 @@ def test_cached_keys_are_attended_by_all_queries_in_one_call() -> None:
 
 
 def test_short_rows_meet_in_calls_that_fill_the_device() -> None:
-    problem = problem_of(1024, 2**20)
+    problem, topology = problem_of(4096, 2**20, ranks=64), cluster_named("h100x64")
     by_price = Choice.of(method="pass-q", layout="turn").settled(problem, "forward")
-    one_block = replace(by_price, blocks_per_call=1)
-    times = [simulate(plan_on(NODES, problem, choice, "forward"), NODES).time_s for choice in (by_price, one_block)]
-    assert times[0] < 0.6 * times[1]
+    choices = [replace(by_price, blocks_per_call=blocks) for blocks in (None, 1, 8, 16)]
+    plans = [plan_on(topology, problem, choice, "forward") for choice in choices]
+    priced, *counted = (simulate(plan, topology, priced_ranks=2).time_s for plan in plans)
+    assert priced < 0.4 * min(counted)
 
 
 # Decoded steps
@@ -325,6 +329,7 @@ def test_a_played_step_reads_every_token_of_the_rank() -> None:
     stage = replayed.Stage(tiny(queries=2), device=CPU)
     assert stage.tokens == 151
     assert stage.state.reach.stop.tolist() == [[151, 151]] * 3
+    assert stage.memory.nbytes == stage.layers * layer_nbytes(9, token_nbytes=2 * (16 + 8) * 4)
     used = stage.state.reach.table.flatten().tolist()
     assert len(set(used)) == len(used) == 3 * 3
     assert stage.state.slots.tolist() == [3 * 192, 150, 3 * 192, 192 + 150, 3 * 192, 384 + 150]
