@@ -116,7 +116,7 @@ def test_rivals_are_the_three_of_other_systems_with_their_routes() -> None:
     assert (gather.family, gather.is_collective) == ("all-gather", True)
     assert {rival.choice.layout for rival in found} == {Turn()}
     alone = simulate(plan_on(topology, problem, replace(pass_q, blocks_per_call=1), "forward"), topology)
-    assert found[1].forecast.time_s <= alone.time_s
+    assert found[1].forecast.time_s < alone.time_s
     # Pass-KV moves all keys and values, pass-Q queries and their results.
     assert found[0].forecast.sent_nbytes > 10 * found[1].forecast.sent_nbytes
 
