@@ -51,7 +51,7 @@ test-gpu:
 	$(MAKE) --jobs 3 --keep-going test-nccl test-gpu-kernels test-gpu-attention
 
 ON_GPU = PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -rs
-KERNEL_TESTS := tests/gpu/test_kernels.py tests/gpu/test_fused.py
+KERNEL_TESTS := tests/gpu/test_kernels.py tests/gpu/test_fused.py tests/gpu/test_decode.py
 test-nccl:
 	$(ON_GPU) tests/nccl $(ARGS) || [ $$? = 5 ]
 

@@ -28,10 +28,10 @@ from mesh_attention.kernels.decode_triton import Tile, TritonDecode
 
 CPU = torch.device("cpu")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-KERNEL: DecodeKernel = TritonDecode("cpu", tile=Tile(16, 4, 3, 3)) if IS_INTERPRETED else TorchDecode()
+KERNEL: DecodeKernel = TritonDecode("cpu", tile=Tile(16, 4, 3, 1)) if IS_INTERPRETED else TorchDecode()
 WIDE = torch.float32 if IS_INTERPRETED else torch.float64
 EXACT = {torch.float64: 1e-13, torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}
-EXAMPLES = 4 if IS_INTERPRETED else 60
+EXAMPLES = 3 if IS_INTERPRETED else 60
 PHASES = [Phase.explicit, Phase.generate] if IS_INTERPRETED else list(Phase)  # the interpreter is slow at shrinking
 
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
@@ -74,8 +74,8 @@ def assert_exact(case: Case, dtype: torch.dtype) -> None:
 
 
 def test_neighbours_of_the_results_stay_what_they_are() -> None:
-    call = make_call(TYPICAL, WIDE, CPU)
-    heads, dim = 6, TYPICAL.dims[1]
+    heads, dim = 6, 5
+    call = make_call(replace(TYPICAL, dims=(24, dim)), WIDE, CPU)
     raw = torch.full((3, 2, heads + 1, dim + 3), 7.0, dtype=WIDE)
     out, lse = raw[:, :, :heads, 1 : 1 + dim], raw[:, :, :heads, dim + 2]
     KERNEL.attend(call.q, call.blocks, call.reach, scale=call.scale, softcap=0.0, out=out, lse=lse)
@@ -124,37 +124,52 @@ def test_equal_lses_of_any_size_give_the_mean(size: float, number: int) -> None:
     torch.testing.assert_close(lse, due_lse, rtol=1e-6, atol=1e-6)
 
 
+def test_many_parts_merge_by_their_weights() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(100, 4, 200, dtype=torch.float64, generator=generator)
+    lses = torch.randn(100, 4, dtype=torch.float64, generator=generator) * 5
+    out, lse = torch.empty(4, 200, dtype=WIDE), torch.empty(4, dtype=WIDE)
+    KERNEL.merge(parts.to(WIDE), lses.to(WIDE), out, lse)
+    due = (lses.softmax(0)[..., None] * parts).sum(0)
+    torch.testing.assert_close(out.double(), due, rtol=0, atol=EXACT[WIDE])
+    torch.testing.assert_close(lse.double(), lses.logsumexp(0), rtol=0, atol=5 * EXACT[WIDE])
+
+
 def test_nan_stays_nan_when_merged() -> None:
-    out, lse = torch.zeros(2, 8, dtype=WIDE), torch.zeros(2, dtype=WIDE)
-    parts, lses = torch.ones(3, 2, 8, dtype=WIDE), torch.zeros(3, 2, dtype=WIDE)
-    parts[1, 1], lses[1, 1] = torch.nan, torch.nan
+    out, lse = torch.zeros(3, 8, dtype=WIDE), torch.zeros(3, dtype=WIDE)
+    parts, lses = torch.ones(3, 3, 8, dtype=WIDE), torch.zeros(3, 3, dtype=WIDE)
+    parts[1, 1], lses[1, 2] = torch.nan, torch.nan
     KERNEL.merge(parts, lses, out, lse)
-    assert torch.equal(out[0], torch.ones(8, dtype=WIDE))
-    assert out[1].isnan().all()
-    assert lse[1].isnan()
+    torch.testing.assert_close(out[0], torch.ones(8, dtype=WIDE))
+    assert out[1:].isnan().all()
+    assert lse.isnan().tolist() == [False, False, True]
 
 
 @interpreted
-def test_a_long_sequence_has_more_splits() -> None:
+def test_a_long_sequence_has_more_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sequence has one at least, also the one that sees nothing, and all have room in the scratch."""
-    kernel, call = TritonDecode("cpu", tile=Tile(16, 4, 3, 3)), make_call(UNEVEN, WIDE, CPU)
+    kernel, call, launched = TritonDecode("cpu", tile=Tile(16, 4, 3, 1)), make_call(UNEVEN, WIDE, CPU), []
+    monkeypatch.setattr(
+        decode_triton, "launch", lambda key, *rest: (launched.append(key), launching.launch(key, *rest))
+    )
     attend(kernel, call)
-    work = decode_triton._work(call.q.shape, call.blocks.v.shape, WIDE, CPU, Tile(16, 4, 3, 3))
     (scratch,) = kernel._scratches.values()
+    (work,) = {key[1] for key in launched}
     leading, numbers = scratch[work.scratch_size - 8 : work.scratch_size].view(4, 2).int().T.tolist()
     assert leading == [sum(numbers[:at]) for at in range(4)]
-    assert numbers[0] > 1
-    assert numbers[1:] == [1, 1, 1]
+    assert numbers[0] > numbers[3]
+    assert numbers[1:3] == [1, 1]
     assert sum(numbers) <= work.splits
 
 
 @interpreted
 def test_the_scratch_is_kept() -> None:
-    kernel, call = TritonDecode("cpu", tile=Tile(16, 4, 3, 3)), make_call(TYPICAL, WIDE, CPU)
+    call = make_call(replace(TYPICAL, reaches=TYPICAL.reaches[:1]), WIDE, CPU)
+    kernel = TritonDecode("cpu", tile=Tile(16, 4, 3, 1))
     attend(kernel, call)
-    before = {key: scratch.data_ptr() for key, scratch in kernel._scratches.items()}
+    (before,) = kernel._scratches.values()
     attend(kernel, call)
-    assert {key: scratch.data_ptr() for key, scratch in kernel._scratches.items()} == before
+    assert [scratch is before for scratch in kernel._scratches.values()] == [True]
 
 
 def demand(**changes: Any) -> Demand:
@@ -194,6 +209,7 @@ def test_tensors_that_do_not_fit_together_are_refused(monkeypatch: pytest.Monkey
         (0, q[:, :, :5]),
         (0, q[..., :8]),
         (1, Blocks(k[:1], v)),
+        (1, Blocks(k, v.half())),
         (1, Blocks(k, v[:, :, :1])),
         (2, reach._replace(table=reach.table[:1])),
         (2, reach._replace(stop=reach.stop[:, :1])),
@@ -229,6 +245,21 @@ def test_a_tile_of_tokens_takes_32_kib(token_nbytes: int, cols: int) -> None:
 
 
 @in_plain_python
+def test_stages_of_loading_suit_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of compute capability 8.9, 8.0 and 9.0; 64 rows need more of it."""
+    for program, sm, stages, resident in ((101376, 102400, 3, 1), (166912, 167936, 4, 1), (232448, 233472, 4, 2)):
+        monkeypatch.setattr(decode_triton, "_shared_nbytes", lambda device, both=(program, sm): both)
+        assert decode_triton._tile(512, 16, CPU) == Tile(64, 4, stages, resident)
+    assert decode_triton._tile(512, 64, CPU) == Tile(64, 4, 3, 2)
+
+
+@in_plain_python
+@pytest.mark.parametrize(("sequences", "splits", "aim"), [(1, 33, 33), (16, 33, 33), (17, 116, 99), (256, 355, 99)])
+def test_many_sequences_take_several_waves(sequences: int, splits: int, aim: int) -> None:
+    assert decode_triton._most_splits(sequences, 33) == (splits, aim)
+
+
+@in_plain_python
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_triton_kernel_conforms_when_interpreted() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
@@ -241,4 +272,4 @@ def test_the_triton_kernel_conforms_when_interpreted() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     passed = sum(map(int, re.findall(r"(\d+) passed", done.stdout)))
-    assert passed == 23, done.stdout
+    assert passed == 24, done.stdout

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from serving_cases import Model, layers_of
 
 from mesh_attention import DisagreementError, LocalGroup, MeshAttention
 from mesh_attention.comm.wrappers import Counting
-from mesh_attention.errors import CacheFullError
+from mesh_attention.errors import CacheFullError, UsageError
 from mesh_attention.plan.decoding import MEETINGS
 from mesh_attention.plan.layout import Zigzag
 from mesh_attention.serving import ShardedCache
@@ -219,4 +221,114 @@ def test_a_cache_that_grows_keeps_what_it_holds() -> None:
     cache.reserve(200, 2)
     model.prefill({chat: 60})
     model.decode([chat, model.new()], 2)
+    assert model.error < 1e-12
+
+
+def test_a_cache_is_released_with_the_last_reference() -> None:
+    """Left to the garbage collector, its graphs might go while another one is captured."""
+    cache = cache_of(2)
+    model = Model(cache)
+    chat = model.new()
+    model.prefill({chat: 9})
+    model.decode([chat])
+    gone = ref(cache)
+    gc.disable()
+    try:
+        del model, cache
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_turn_in_which_a_layer_did_not_attend_is_noticed() -> None:
+    cache = cache_of(2, windows=[None, None])
+    chat = cache.new()
+    turn = cache.prefill({chat: 4})
+    q, k, v = (turn.shard(torch.zeros(1, 4, heads, dim).double()) for heads, dim in ((4, 4), (2, 4), (2, 3)))
+    turn.attend(0, q, k, v)
+    with pytest.raises(UsageError, match="layer 0 has attended in this turn already"):
+        turn.attend(0, q, k, v)
+    with pytest.raises(UsageError, match="layer 1 did not attend in the last turn"):
+        cache.decode({chat: 1})
+    turn.attend(1, q, k, v)
+    cache.decode({chat: 1})
+    with pytest.raises(UsageError, match="this turn is over"):
+        turn.attend(1, q, k, v)
+
+
+REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], str]] = {
+    "unknown sequence": (lambda cache: cache.prefill({7: 1}), "sequence 7 is not in the cache; sequences: 0"),
+    "no tokens": (lambda cache: cache.prefill({0: 0}), "sequence 0 got 0 new tokens"),
+    "no sequences": (lambda cache: cache.prefill({}), "expected a number of new tokens for each"),
+    "unequal steps": (lambda cache: cache.decode({0: 1, cache.new(): 2}), "expected the same number for each sequence"),
+    "long steps": (lambda cache: cache.decode({0: 17}), "at most 16; use cache.prefill for more"),
+    "unknown way": (lambda cache: cache.decode({0: 1}, way="ring"), "way='ring': expected same or spread"),  # type: ignore[arg-type]
+    "cut to more": (lambda cache: cache.cut(0, 1), "cannot be cut to 1 tokens: expected 0 to 0"),
+    "too many": (lambda cache: [cache.new() for _ in range(9)], "the most it was made for"),
+    "no layer": (lambda cache: cache.prefill({0: 1}).attend(3, [], [], []), "layer 3: expected 0 to 0"),
+    "not lists": (lambda cache: cache.prefill({0: 1}).attend(0, 1, 2, 3), "a list of 2 tensors, one per rank"),
+    "other sizes": (
+        lambda cache: cache.decode({0: 1}).attend(0, *[[torch.zeros(1, 1, 4, 5).double()] * 2] * 3),
+        r"q of layer 0 is a tensor of shape \(1, 1, 4, 5\): expected \(1, 1, heads, 4\)",
+    ),
+    "other dtype": (
+        lambda cache: cache.decode({0: 1}).attend(0, *([torch.zeros(1, 1, n, d)] * 2 for n, d in SHAPES)),
+        "q is torch.float32 on cpu: the cache is torch.float64 on cpu",
+    ),
+    "uneven heads": (
+        lambda cache: cache.decode({0: 1}).attend(0, *[[torch.zeros(1, 1, 3, 4).double()] * 2] * 3),
+        "3 heads cannot share 2 KV heads evenly",
+    ),
+    "bad scale": (
+        lambda cache: cache.decode({0: 1}).attend(
+            0, *([torch.zeros(1, 1, n, d).double()] * 2 for n, d in SHAPES), softmax_scale=-1.0
+        ),
+        "softmax_scale=-1.0",
+    ),
+    "a gradient": (
+        lambda cache: cache.decode({0: 1}).attend(
+            0, *([torch.zeros(1, 1, n, d).double().requires_grad_()] * 2 for n, d in SHAPES)
+        ),
+        r"q requires a gradient, and a cache keeps none; use torch\.no_grad\(\)",
+    ),
+    "no layers": (lambda cache: ShardedCache(cache.attention, [], tokens=4), "expected a CachedLayer for each layer"),
+    "no room": (lambda cache: ShardedCache(cache.attention, cache.layers, tokens=0), "tokens=0: expected"),
+    "integers": (
+        lambda cache: ShardedCache(cache.attention, cache.layers, tokens=4, dtype=torch.int8),
+        "dtype=torch.int8: expected one of",
+    ),
+}
+SHAPES = ((4, 4), (2, 4), (2, 3))
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_done_is_refused(name: str) -> None:
+    cache = cache_of(2)
+    cache.new()
+    call, complaint = REFUSALS[name]
+    with pytest.raises(UsageError, match=complaint):
+        call(cache)
+
+
+def test_a_window_that_was_dropped_cannot_be_cut_back_to() -> None:
+    for slack, least in ((0, 40), (7, 33)):
+        cache = cache_of(2, windows=[4], block_tokens=2, slack=slack)
+        model = Model(cache)
+        chat = model.new()
+        model.prefill({chat: 40})
+        with pytest.raises(UsageError, match=rf"expected {least} to 40; its windows have dropped tokens before"):
+            cache.cut(chat, least - 1)
+        model.cut(chat, least)
+        model.prefill({chat: 11})
+        model.decode([chat])
+        assert model.error < 1e-12
+
+
+def test_steps_may_be_in_and_out_of_inference_mode() -> None:
+    model = Model(cache_of(3))
+    chat = model.new()
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            model.prefill({chat: 5})
+            model.decode([chat])
     assert model.error < 1e-12

@@ -5,7 +5,9 @@ A graph reads and writes the same memory at every launch, so inputs are copied i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -26,7 +28,7 @@ class CapturedGraph(Generic[Result]):
         self.graph = torch.cuda.CUDAGraph()
         # On a stream of this device: torch's default capture stream belongs to the device that was captured first.
         # Other threads may go on using the device; a data loader's copies are not part of the graph.
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), _no_garbage():
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self.result = work()
@@ -35,6 +37,18 @@ class CapturedGraph(Generic[Result]):
         """Queue the graph on the current stream. The next launch overwrites the result."""
         self.graph.replay()
         return self.result
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Keep the garbage collector from releasing another graph, which would spoil the one that is captured."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class GraphMemory:

@@ -22,7 +22,19 @@ _PLAIN = [  # arguments whose values do not select a compilation
     *(f"{name}_{axis}" for name in ("q", "out", "lse") for axis in ("sequence", "query", "head")),
     *(f"{name}_{axis}" for name in ("k", "v") for axis in ("block", "head")),
     *(f"{name}_{axis}" for name in ("first", "stop") for axis in ("sequence", "query")),
-    *("table_sequence", "sequences", "queries", "kv_heads", "row_tiles", "splits", "sms", "scale", "bend", "cap"),
+    *(
+        "table_sequence",
+        "sequences",
+        "queries",
+        "kv_heads",
+        "row_tiles",
+        "splits",
+        "aim",
+        "wave",
+        "scale",
+        "bend",
+        "cap",
+    ),
     *("parts_part", "parts_row", "lses_part", "lses_row", "out_row", "lse_row", "number"),
 ]
 _UNALIGNED = ["out", "lse", "parts", "lses", "first", "stop", "table"]
@@ -74,21 +86,17 @@ def _spans(first, first_sequence, first_query, stop, stop_sequence, stop_query, 
 
 
 @triton.jit
-def _split_sizes(tiles, is_sequence, lanes, splits, sms, tries: tl.constexpr, resident: tl.constexpr):
+def _split_numbers(tiles, is_sequence, splits, aim, wave, tries: tl.constexpr):
     """The number of splits of each sequence: one at least, and not more than `splits` in all.
 
-    The sizes considered cut the longest sequence into 1, 2, … `tries` splits. The cost of a size is the number of
-    splits on the busiest SM (`sms` is the number of SMs) times the time of one, as fitted to an H200: a program takes
-    the time of 2 tiles to start and end, and one that is alone on its SM does not load at the full rate.
+    Tries sizes from that of `aim` splits to 5 times it, and takes the one that is over first, if `wave` splits run at
+    once. A program takes the time of 2 tiles to start and end.
     """
-    size = tl.maximum(tl.cdiv(tl.max(tiles, axis=0), 1 + tl.arange(0, tries)), 1)
+    smallest = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), aim), 1)
+    size = smallest + (smallest * tl.arange(0, tries).to(tl.int64) * 4 // tries).to(tl.int32)
     number = tl.where(is_sequence[:, None], tl.maximum(tl.cdiv(tiles[:, None], size[None, :]), 1), 0)
     number = tl.sum(number, axis=0)
-    busiest = tl.cdiv(number * lanes, sms)
-    cost = busiest.to(tl.float32)
-    if resident > 1:
-        cost += tl.where(busiest % resident == 1, 0.4, 0.0)
-    cost = tl.where(number <= splits, cost * (size + 2), float("inf"))
+    cost = tl.where(number <= splits, tl.cdiv(number, wave).to(tl.float32) * (size + 2), float("inf"))
     size = tl.max(tl.where(cost == tl.min(cost, axis=0), size, 1), axis=0)
     return tl.where(is_sequence, tl.maximum(tl.cdiv(tiles, size), 1), 0)
 
@@ -108,10 +116,10 @@ def attend_split(
     stop, stop_sequence: tl.int64, stop_query: tl.int64,
     scratch,
     sequences: tl.int32, queries: tl.int32, kv_heads: tl.int32, row_tiles: tl.int32, splits: tl.int32,
-    sms: tl.int32, scale: tl.float32, bend: tl.float32, cap: tl.float32,
+    aim: tl.int32, wave: tl.int32, scale: tl.float32, bend: tl.float32, cap: tl.float32,
     group: tl.constexpr, dim: tl.constexpr, dim_v: tl.constexpr, block: tl.constexpr, block_v: tl.constexpr,
     unit: tl.constexpr, block_tokens: tl.constexpr, has_cap: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr,
-    most: tl.constexpr, some: tl.constexpr, steps: tl.constexpr, tries: tl.constexpr, resident: tl.constexpr,
+    most: tl.constexpr, some: tl.constexpr, steps: tl.constexpr, tries: tl.constexpr,
 ):  # fmt: skip
     """Partial outputs, largest scores and sums of weights of up to `splits` splits, then each sequence's splits.
 
@@ -128,7 +136,7 @@ def attend_split(
     )
     tiles = tl.cdiv(ends, cols) - starts // cols
     is_sequence = tl.arange(0, most) < sequences
-    numbers = _split_sizes(tiles, is_sequence, kv_heads * row_tiles, splits, sms, tries, resident)
+    numbers = _split_numbers(tiles, is_sequence, splits, aim, wave, tries)
     until = tl.cumsum(numbers, axis=0)
     mine = tl.sum((is_sequence & (until <= split)).to(tl.int32), axis=0)
     here = tl.arange(0, most) == mine  # of no sequence if there are fewer splits; a return would hinder the pipelining

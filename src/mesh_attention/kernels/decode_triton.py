@@ -23,11 +23,8 @@ FILE = "decode_kernels"
 MOST_ROWS = {2: 64, 4: 16}
 """Queries × heads of a group in one program, by the bytes of an element; further ones go to other programs, which read
 K and V again. Float32 has no tensor cores that are exact, and more rows do not fit into registers."""
-MOST_ON_SM = 6
-"""Programs for each SM, at most, beyond one for each sequence and KV head."""
 _TILE_NBYTES = 32768
-"""Bytes of K and V that a program loads at a time, of which it has two on their way: enough for the full rate, with
-two programs on an SM of an H200."""
+"""Bytes of K and V that a program loads at a time. It has up to three such tiles on their way."""
 
 
 class Tile(NamedTuple):
@@ -63,12 +60,13 @@ class TritonDecode:
     def attend(
         self, q: Tensor, blocks: Blocks, reach: Reach, *, scale: float, softcap: float, out: Tensor, lse: Tensor
     ) -> None:
-        _check(q, blocks, reach, out, lse)
-        if not lse.numel():
-            return
+        assert out.stride(-1) == 1
         if q.stride(-1) != 1:
             q = q.contiguous()
-        work = _work(q.shape, blocks.v.shape, q.dtype, q.device, self._tile)
+        shapes = (q.shape, blocks.k.shape, blocks.v.shape, *(each.shape for each in reach), out.shape, lse.shape)
+        work = _work(shapes, q.dtype, q.device, self._tile)
+        if not work.sequences * work.queries:
+            return
         scratch = self._scratch(q.device, work.scratch_size)
         tensors = (q, *blocks, *reach, scratch)
         launch(("attend_split", work, scale, softcap), tensors, lambda: _attend_launch(work, tensors, scale, softcap))
@@ -95,7 +93,8 @@ class TritonDecode:
 class _Work(NamedTuple):
     """How a call is spread over programs; the same for every call with these shapes.
 
-    `rows` of one KV head go to one program. `splits` are the most that all sequences together are cut into.
+    `rows` of one KV head go to one program. `splits` are the most that all sequences together are cut into, `aim` is
+    the number for the smallest size of a split, and `wave` splits run at once.
     """
 
     sequences: int
@@ -108,7 +107,8 @@ class _Work(NamedTuple):
     rows: int
     row_tiles: int
     splits: int
-    sms: int
+    aim: int
+    wave: int
     tile: Tile
 
     @property
@@ -118,23 +118,36 @@ class _Work(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _work(q: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype, device: torch.device, tile: Tile | None) -> _Work:
-    sequences, queries, heads, dim = q
-    _, block_tokens, kv_heads, dim_v = v
+def _work(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device, tile: Tile | None) -> _Work:
+    _check(*shapes)
+    sequences, queries, heads, dim = shapes[0]
+    _, block_tokens, kv_heads, dim_v = shapes[2]
     all_rows = queries * (heads // kv_heads)
     rows = min(MOST_ROWS[dtype.itemsize], max(16, 1 << (all_rows - 1).bit_length()))
     row_tiles = -(-all_rows // rows)
-    sms, tile = _sms(device), tile or _tile((_block(dim) + _block(dim_v)) * dtype.itemsize, rows, device)
-    splits = sequences + MOST_ON_SM * sms // (kv_heads * row_tiles)
+    tile = tile or _tile((_block(dim) + _block(dim_v)) * dtype.itemsize, rows, device)
+    wave = max(1, _sms(device) * tile.resident // (kv_heads * max(1, row_tiles)))
+    splits, aim = _most_splits(sequences, wave)
     return _Work(
-        sequences, queries, heads, kv_heads, dim, dim_v, block_tokens, rows, row_tiles, splits, sms, tile
+        sequences, queries, heads, kv_heads, dim, dim_v, block_tokens, rows, row_tiles, splits, aim, wave, tile
     )  # fmt: skip
+
+
+def _most_splits(sequences: int, wave: int) -> tuple[int, int]:
+    """The most splits of all sequences together, and the number to aim at.
+
+    A few sequences are cut into at most one wave: programs without a split would keep others from being spread evenly
+    over SMs. Many need some waves, so that the last one is not long.
+    """
+    return (wave, wave) if 2 * sequences <= wave else (sequences + 3 * wave, 3 * wave)
 
 
 def _tile(token_nbytes: int, rows: int, device: torch.device) -> Tile:
     """A tile for K and V that take `token_nbytes` a token together."""
     cols = max(16, min(128, 1 << (_TILE_NBYTES // token_nbytes).bit_length() - 1))
-    return Tile(cols, 4, 3, _resident(device))
+    stages = 4 if rows < 64 and _shared_nbytes(device)[0] >= 4 * _TILE_NBYTES else 3
+    needed = (stages - 1) * _TILE_NBYTES + 8192
+    return Tile(cols, 4, stages, max(1, min(2, _shared_nbytes(device)[1] // needed)))
 
 
 @lru_cache(maxsize=64)
@@ -143,12 +156,12 @@ def _sms(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=64)
-def _resident(device: torch.device) -> int:
-    """Programs that fit on an SM: two of the three stages of loading are in shared memory."""
+def _shared_nbytes(device: torch.device) -> tuple[int, int]:
+    """Bytes of shared memory that a program may have, and an SM; on a CPU those of an H200."""
     if device.type != "cuda":
-        return 3
+        return 232448, 233472
     properties: Any = torch.cuda.get_device_properties(device)
-    return max(1, min(3, properties.shared_memory_per_multiprocessor // (2 * _TILE_NBYTES + 10 * 2**10)))
+    return properties.shared_memory_per_block_optin, properties.shared_memory_per_multiprocessor
 
 
 # Arguments
@@ -156,6 +169,9 @@ def _resident(device: torch.device) -> int:
 
 def _attend_launch(work: _Work, tensors: Sequence[Tensor], scale: float, softcap: float) -> Launch:
     q, k, v, table, first, stop, _ = tensors
+    assert k.stride(-1) == v.stride(-1) == table.stride(-1) == 1
+    assert table.dtype == first.dtype == stop.dtype == torch.int32
+    assert q.dtype == k.dtype == v.dtype
     unit = _unit((q, k, v))
     steps = [
         *(tuple(stride // unit for stride in x.stride()[:-1]) for x in (q, k, v)),
@@ -163,19 +179,19 @@ def _attend_launch(work: _Work, tensors: Sequence[Tensor], scale: float, softcap
     ]
     most = 1 << (work.sequences - 1).bit_length()
     some = min(1 << (work.queries - 1).bit_length(), max(1, _PLANNED // most))
-    tries = max(8, min(128, _PLANNED // most))
+    tries = max(16, min(64, _PLANNED // most))
     rest = (
-        *(work.sequences, work.queries, work.kv_heads, work.row_tiles, work.splits, work.sms),
+        *(work.sequences, work.queries, work.kv_heads, work.row_tiles, work.splits, work.aim, work.wave),
         *(*_factors(scale, softcap), work.heads // work.kv_heads),
         *(work.dim, work.dim_v, _block(work.dim), _block(work.dim_v), unit, work.block_tokens, bool(softcap)),
-        *(work.rows, work.tile.cols, most, some, -(-work.queries // some), tries, work.tile.resident),
+        *(work.rows, work.tile.cols, most, some, -(-work.queries // some), tries),
     )
     grid = (work.splits * work.row_tiles * work.kv_heads, 1, 1)
     options = {"num_warps": work.tile.warps, "num_stages": work.tile.stages}
     return Launch(FILE, "attend_split", grid, _arguments(steps, rest), options)
 
 
-_PLANNED = 4096
+_PLANNED = 1024
 """Numbers that a program works with at once to find its split."""
 
 
@@ -221,16 +237,20 @@ def _unit(tensors: Sequence[Tensor]) -> int:
     return unit
 
 
-def _check(q: Tensor, blocks: Blocks, reach: Reach, out: Tensor, lse: Tensor) -> None:
-    """A kernel would read or write past the end of tensors that do not fit together."""
-    sequences, queries, heads, dim = q.shape
-    kv_heads, dim_v = blocks.v.shape[2:]
-    assert blocks.k.shape == (*blocks.v.shape[:3], dim)
-    assert heads % kv_heads == 0
-    assert out.shape == (sequences, queries, heads, dim_v)
-    assert lse.shape == (sequences, queries, heads)
-    assert reach.first.shape == reach.stop.shape == (sequences, queries)
-    assert reach.table.shape[0] == sequences
-    assert all(each.dtype == torch.int32 for each in reach)
-    assert blocks.k.stride(-1) == blocks.v.stride(-1) == out.stride(-1) == 1
-    assert reach.table.stride(-1) == 1
+def _check(
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    table: tuple[int, ...],
+    first: tuple[int, ...],
+    stop: tuple[int, ...],
+    out: tuple[int, ...],
+    lse: tuple[int, ...],
+) -> None:
+    """A kernel would read or write past the end of tensors whose shapes do not fit together."""
+    assert k == (*v[:3], q[3])
+    assert q[2] % v[2] == 0
+    assert out == (*q[:3], v[3])
+    assert lse == q[:3]
+    assert first == stop == q[:2]
+    assert table[0] == q[0]

@@ -17,7 +17,7 @@ from mesh_attention.serving.checks import DTYPE_NAMES
 from mesh_attention.serving.decode import Step
 from mesh_attention.serving.memory import CachedLayer, Memory, cache_nbytes
 from mesh_attention.serving.prefill import Grown, Turn, new_tokens
-from mesh_attention.serving.running import KeptSteps
+from mesh_attention.serving.running import Ground, KeptSteps
 from mesh_attention.units import brief, count, format_nbytes
 
 
@@ -61,8 +61,9 @@ class ShardedCache:
         self.memories = [Memory(self.layers, blocks, block_tokens, dtype, self.device) for _ in attention.comms]
         pools = {window: BlockPool(number) for window, number in blocks.items()}
         self.book = Book(attention.ranks, attention.layout, block_tokens, pools, slack)
-        self.last: Turn | Step | None = None
-        self.kept = KeptSteps(self)
+        self.last: set[int] | None = None
+        """The layers that attended in the last turn or step. Not the turn itself, which refers to its cache."""
+        self.kept = KeptSteps(Ground(attention.engines, self.layers, self.memories, self.device))
 
     # Memory
 
@@ -158,7 +159,7 @@ class ShardedCache:
         For a prompt, a chunk of one, or the next turn of a conversation.
         """
         turn = Turn(self, self._extended(new, is_decoded=False))
-        self.last = turn
+        self.last = turn.attended
         return turn
 
     def decode(self, new: Mapping[int, int], *, way: Way = "same", meeting: Meeting | None = None) -> Step:
@@ -176,14 +177,14 @@ class ShardedCache:
                 f"sequence, at most {MOST_DECODED}; use cache.prefill for more"
             )
         step = Step(self, self._extended(new, is_decoded=True), way, meeting)
-        self.last = step
+        self.last = step.attended
         return step
 
     def _extended(self, new: Mapping[int, int], *, is_decoded: bool) -> dict[int, Grown]:
         checked = dict(new_tokens(new))
         last = self.last
-        if last is not None and 0 < len(last.attended) < len(self.layers):
-            missing = min(set(range(len(self.layers))) - last.attended)
+        if last is not None and 0 < len(last) < len(self.layers):
+            missing = min(set(range(len(self.layers))) - last)
             raise UsageError(
                 f"layer {missing} did not attend in the last turn, so it has no keys and values for its tokens; call "
                 "attend for every layer, or cut these tokens off first"

@@ -24,7 +24,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def check_turn(cache: ShardedCache, turn: Turn | Step, layer: object) -> None:
     """Refuse a layer that cannot attend now."""
-    if turn is not cache.last:
+    if turn.attended is not cache.last:
         raise UsageError("this turn is over, because the cache has a later one; use the last turn or step")
     if type(layer) is not int or not 0 <= layer < len(cache.layers):
         raise UsageError(f"layer {layer!r}: expected 0 to {len(cache.layers) - 1}")

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mesh_attention.arguments import CallOptions, Softmax
+from mesh_attention.arguments import CallOptions
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.plan.decoding import DecodePlan, Meeting, Way, choose_meeting
 from mesh_attention.serving.book import Window
 from mesh_attention.serving.checks import DTYPE_NAMES, by_rank, check_tensors, check_turn, softmax_of
 from mesh_attention.serving.prefill import Grown
-from mesh_attention.serving.running import Steps
+from mesh_attention.serving.running import LayerSteps, Steps
 
 if TYPE_CHECKING:
     from mesh_attention.serving.cache import ShardedCache
@@ -83,15 +83,15 @@ class Step:
         with played.telling:
             check_turn(cache, self, layer)
             ranks = by_rank(cache, q, k, v)
-            steps, softmax = self._found(layer, ranks, softmax_scale, softcap)
-        with played.ledger.talking(), torch.no_grad():
+            running = self._running(layer, ranks, softmax_scale, softcap)
+        steps = running.steps
+        with played.ledger.talking():
             if steps not in self._prepared:
                 steps.prepare(self)
                 self._prepared.append(steps)
             # On NCCL, comparing marks takes a collective: one layer of a step does it for all.
             is_marked = steps.marked is not None and not (self.attended and steps.marked.is_capturable)
-            mark = self._mark(steps) if is_marked else None
-            results = steps.run(layer, ranks, softmax, mark)
+            results = running.run(ranks, self._mark(steps) if is_marked else None)
             self.attended.add(layer)
             outs = [out.clone() for out, _ in results]  # the next layer uses the same buffers
             if not return_lse:
@@ -99,20 +99,20 @@ class Step:
             lses = [lse.transpose(1, 2).clone() for _, lse in results]
         return (outs, lses) if cache.attention.is_local else (outs[0], lses[0])
 
-    def _found(
-        self, layer: int, ranks: Sequence[Sequence[Any]], scale: float | None, softcap: float
-    ) -> tuple[Steps, Softmax]:
-        """What runs this layer, and its scores. Kept, because a decoded token waits for every line of the host's."""
-        kinds = tuple(_kind(tensor) for rank in ranks for tensor in rank)
+    def _running(self, layer: int, ranks: Sequence[Sequence[Any]], scale: float | None, softcap: float) -> LayerSteps:
+        """What runs this layer. Kept, because a decoded token waits for every line of the host's."""
+        kinds = tuple([_kind(tensor) for rank in ranks for tensor in rank])
         key = layer, len(self.sequences), self.queries, self.way, self.meeting, type(scale), scale, softcap, kinds
-        found = self.cache.kept.ready.get(key)
+        cache = self.cache
+        found = None if None in kinds else cache.kept.ready.get(key)
         if found is None:
-            cache = self.cache
             plan = self.plan(layer, heads=_heads(ranks))
             for rank, comm in zip(ranks, cache.attention.comms, strict=True):
                 check_tensors(cache, layer, rank, (len(plan.own[comm.rank]), self.queries))
             softmax = softmax_of(cache.layers[layer], CallOptions(softmax_scale=scale, softcap=softcap))
-            found = cache.kept.ready[key] = cache.kept.of(plan), softmax
+            found = LayerSteps(cache.kept.of(plan), layer, softmax)
+            if None not in kinds:
+                cache.kept.ready[key] = found
         return found
 
     def _mark(self, steps: Steps) -> Tensor:
@@ -149,9 +149,9 @@ class Step:
 
 
 def _kind(tensor: Any) -> Any:
-    """What decides whether a tensor fits; a tensor that may not is never equal to another."""
+    """What decides whether a tensor fits; None for one that has to be checked every time."""
     if type(tensor) is not Tensor or (tensor.requires_grad and torch.is_grad_enabled()):
-        return object()
+        return None
     return tensor.shape, tensor.dtype, tensor.device
 
 

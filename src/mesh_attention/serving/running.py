@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,15 +18,15 @@ from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work
 from mesh_attention.comm.marked import Marked
 from mesh_attention.execution.buffers import DTYPES
+from mesh_attention.execution.engine import Engines
 from mesh_attention.execution.graphs import CapturedGraph, GraphMemory
 from mesh_attention.kernels.base import Demand
 from mesh_attention.kernels.decode import DecodeKernel, Reach, TorchDecode, choose_decode
 from mesh_attention.plan.decoding import DecodePlan
 from mesh_attention.serving.book import Window
-from mesh_attention.serving.memory import Memory
+from mesh_attention.serving.memory import CachedLayer, Memory
 
 if TYPE_CHECKING:
-    from mesh_attention.serving.cache import ShardedCache
     from mesh_attention.serving.decode import Step
 
 MOST_STEPS = 16
@@ -196,131 +197,132 @@ class StepEngine:
         return found
 
 
-class Steps:
-    """Runs steps of one shape for the ranks played here: their engines, states and graphs."""
+@dataclass(frozen=True)
+class Ground:
+    """What steps run on.
 
-    def __init__(self, cache: ShardedCache, plan: DecodePlan) -> None:
-        self.cache, self.plan = cache, plan
-        played = cache.attention.engines.played
-        self.comms = played.comms_on(cache.device)
-        self.engines = [StepEngine(plan, comm, cache.device) for comm in self.comms]
+    It does not refer to the cache, so that a cache and its graphs are released with the last reference to it: left to
+    the garbage collector, they may go while another graph is captured, which spoils that one.
+    """
+
+    engines: Engines
+    layers: Sequence[CachedLayer]
+    memories: Sequence[Memory]
+    device: torch.device
+
+    @cached_property
+    def graph_pool(self) -> object:
+        """The memory that all graphs share."""
+        return GraphMemory(self.device).pool
+
+
+class Steps:
+    """Steps of one shape, for the ranks played here: their engines and states, and what their graphs read."""
+
+    def __init__(self, ground: Ground, plan: DecodePlan) -> None:
+        self.ground, self.plan = ground, plan
+        self.comms = ground.engines.played.comms_on(ground.device)
+        self.marked = self.comms[0] if isinstance(self.comms[0], Marked) else None
         self.states: dict[Window, list[StepState]] = {}
         self.tables: dict[Window, list[tuple[int, ...]]] = {}
-        self.marked = self.comms[0] if isinstance(self.comms[0], Marked) else None
         self.is_new = True
-        self._inputs: list[list[Tensor]] = []
-        """What graphs read, and the mark among them."""
-        self._own_mark: Tensor
-        self._seen: set[object] = set()
-        self._graphs: dict[object, CapturedGraph[list[tuple[Tensor, Tensor]]]] = {}
+        with torch.inference_mode(False):  # later steps need not be in inference mode
+            self.engines = [StepEngine(plan, comm, ground.device) for comm in self.comms]
+            self.mark = torch.zeros((1, 1, 2), dtype=torch.int64, device=ground.device)
+        self.inputs: list[list[Tensor]] = []
 
     def prepare(self, step: Step) -> None:
         """Bring the lengths and tables of a step to the device."""
         shape = (self.plan.sequences, self.plan.queries)
-        for window, pool in self.cache.book.pools.items():
+        for window, pool in step.cache.book.pools.items():
             if window not in self.states:
-                device = self.cache.device
-                self.states[window] = [StepState.empty(shape, pool.size, device) for _ in self.comms]
+                with torch.inference_mode(False):
+                    self.states[window] = [StepState.empty(shape, pool.size, self.ground.device) for _ in self.comms]
             tables = [grown.after.tables[window].blocks for grown in step.sequences.values()]
             is_same = tables == self.tables.get(window)
             self.tables[window] = tables
             for comm, state in zip(self.comms, self.states[window], strict=True):
                 state.update([] if is_same else [list(blocks) for blocks in tables], *step.reach(comm.rank, window))
 
-    def run(
-        self,
-        layer: int,
-        tensors: Sequence[Sequence[Tensor]],
-        softmax: Softmax,
-        mark: Tensor | None,
-    ) -> list[tuple[Tensor, Tensor]]:
+    def reach_others(self) -> None:
+        """Connect with all ranks before the first step, where a transport has to."""
         if self.is_new and self.marked is not None:
             self.is_new = False
             others = [rank for rank in range(self.plan.ranks) if rank != self.marked.rank]
             self.marked.reach(others, others)
-        if not self._may_capture(softmax):
-            return self._run(layer, tensors, softmax, mark)
-        key = layer, softmax, mark is not None
-        if key not in self._seen:  # the first time sets up what a graph cannot capture
-            self._seen.add(key)
-            return self._run(layer, tensors, softmax, mark)
-        return self._launch(key, layer, tensors, softmax, mark)
 
-    def _may_capture(self, softmax: Softmax) -> bool:
-        kernel = self.engines[0].kernel_for(softmax.softcap)
-        return self.cache.attention.engines.cuda_graphs and kernel.name != TorchDecode.name  # it reads on the host
-
-    def _launch(
-        self,
-        key: object,
-        layer: int,
-        tensors: Sequence[Sequence[Tensor]],
-        softmax: Softmax,
-        mark: Tensor | None,
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Run a layer's graph, which reads copies of the inputs."""
-        if not self._inputs:
-            with torch.inference_mode(False), torch.no_grad():  # later steps need not be in inference mode
-                self._inputs = [[tensor.contiguous().clone() for tensor in rank] for rank in tensors]
-                self._own_mark = torch.zeros((1, 1, 2), dtype=torch.int64, device=self.cache.device)
-        own, own_mark = self._inputs, None if mark is None else self._own_mark
-        if key not in self._graphs:
-            pool = self.cache.kept.graph_pool
-            self._graphs[key] = CapturedGraph(
-                lambda: self._run(layer, own, softmax, own_mark), self.cache.device, pool=pool
-            )
-        torch._foreach_copy_([t for rank in own for t in rank], [t for rank in tensors for t in rank])
+    def copy_in(self, tensors: Sequence[Sequence[Tensor]], mark: Tensor | None) -> None:
+        """Copy what graphs read."""
+        if not self.inputs:
+            with torch.inference_mode(False), torch.no_grad():
+                self.inputs = [[tensor.contiguous().clone() for tensor in rank] for rank in tensors]
+        torch._foreach_copy_([t for rank in self.inputs for t in rank], [t for rank in tensors for t in rank])
         if mark is not None:
-            self._own_mark.copy_(mark)
-        return self._graphs[key].launch()
+            self.mark.copy_(mark)
 
-    def _run(
-        self,
-        layer: int,
-        tensors: Sequence[Sequence[Tensor]],
-        softmax: Softmax,
-        mark: Tensor | None,
-    ) -> list[tuple[Tensor, Tensor]]:
-        cache = self.cache
-        states = self.states[cache.layers[layer].window]
-        played = cache.attention.engines.played
-        if mark is not None and self.marked is not None:
-            self.marked.open(mark, played.ledger.history)
+
+class LayerSteps:
+    """One layer in steps of one shape: run the first time, captured the second, and launched from then on."""
+
+    def __init__(self, steps: Steps, layer: int, softmax: Softmax) -> None:
+        self.steps, self.layer, self.softmax = steps, layer, softmax
+        kernel, ground = steps.engines[0].kernel_for(softmax.softcap), steps.ground
+        self.window = ground.layers[layer].window
+        self.is_captured = ground.engines.cuda_graphs and kernel.name != TorchDecode.name  # which reads on the host
+        self.seen: set[bool] = set()
+        self.graphs: dict[bool, CapturedGraph[list[tuple[Tensor, Tensor]]]] = {}
+        """With a mark, and without one."""
+
+    def run(self, tensors: Sequence[Sequence[Tensor]], mark: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Output and LSE of each rank played here. The next layer overwrites them."""
+        is_marked = mark is not None
+        if not self.is_captured or is_marked not in self.seen:
+            self.seen.add(is_marked)
+            self.steps.reach_others()
+            return self._run(tensors, mark)
+        steps = self.steps
+        steps.copy_in(tensors, mark)
+        if is_marked not in self.graphs:
+            ground, own_mark = steps.ground, steps.mark if is_marked else None
+            self.graphs[is_marked] = CapturedGraph(
+                lambda: self._run(steps.inputs, own_mark), ground.device, pool=ground.graph_pool
+            )
+        return self.graphs[is_marked].launch()
+
+    def _run(self, tensors: Sequence[Sequence[Tensor]], mark: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        steps, ground, marked = self.steps, self.steps.ground, self.steps.marked
+        played = ground.engines.played
+        if mark is not None and marked is not None:
+            marked.open(mark, played.ledger.history)
         results = played.drive(
             [
-                engine.run(memory, layer, state, rank, softmax)
-                for engine, memory, state, rank in zip(self.engines, cache.memories, states, tensors, strict=True)
+                engine.run(memory, self.layer, state, rank, self.softmax)
+                for engine, memory, state, rank in zip(
+                    steps.engines, ground.memories, steps.states[self.window], tensors, strict=True
+                )
             ]
         )
-        if mark is not None and self.marked is not None:
-            self.marked.close([self.engines[0].results.typed])
+        if mark is not None and marked is not None:
+            marked.close([steps.engines[0].results.typed])
         return results
 
 
 class KeptSteps:
     """What a cache keeps between its steps. Dropped when its memory moves."""
 
-    def __init__(self, cache: ShardedCache) -> None:
-        self.cache = cache
+    def __init__(self, ground: Ground) -> None:
+        self.ground = ground
         self.by_plan: dict[DecodePlan, Steps] = {}
-        self.ready: dict[object, tuple[Steps, Softmax]] = {}
+        self.ready: dict[object, LayerSteps] = {}
         """What runs a layer of a step like an earlier one, without checking it again."""
-        self._graph_memory: GraphMemory | None = None
 
     def of(self, plan: DecodePlan) -> Steps:
         if plan not in self.by_plan:
             if len(self.by_plan) >= MOST_STEPS:
                 self.drop()
-            self.by_plan[plan] = Steps(self.cache, plan)
+            self.by_plan[plan] = Steps(self.ground, plan)
         return self.by_plan[plan]
 
     def drop(self) -> None:
         self.by_plan.clear()
         self.ready.clear()
-
-    @property
-    def graph_pool(self) -> object:
-        """The memory that all graphs share."""
-        if self._graph_memory is None:
-            self._graph_memory = GraphMemory(self.cache.device)
-        return self._graph_memory.pool
