@@ -22,13 +22,12 @@ import torch.distributed as dist
 from recall.checkpoints import find_checkpoint, load_checkpoint, refuse_used, save_checkpoint
 from recall.display import Display
 from recall.flags import Flags, read_flags
-from recall.task import IGNORED, VOCABULARY, lesson_seq, make_batch
-from torch import Tensor, nn
+from recall.model import make_model
+from recall.task import IGNORED, lesson_seq, make_batch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from mesh_attention import MeshAttention
 from mesh_attention.errors import MeshAttentionError, UsageError
@@ -40,39 +39,13 @@ TEST_SEQUENCES = 8
 INTERRUPTED = 130
 
 
-def make_model(flags: Flags) -> LlamaForCausalLM:
-    """A small model with random weights, the same on every rank."""
-    torch.manual_seed(flags.seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=flags.seq,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
-        initializer_range=0.05,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        attn_implementation="mesh_attention",
-    )
-    model = LlamaForCausalLM(config)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LlamaRMSNorm):  # it computes in float32 for every dtype; torch's does not
-            model.set_submodule(name, nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
-    return model.to(getattr(torch, flags.dtype))
-
-
 class Trainer:
     def __init__(self, flags: Flags, interruption: Event) -> None:
         self.flags, self.interruption = flags, interruption
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
         self.attention = MeshAttention(self.mesh, method=flags.method, tile=flags.tile or "auto")
         register(self.attention)
-        self.model = make_model(flags)
+        self.model = make_model(seed=flags.seed, seq=flags.seq, dtype=flags.dtype)
         for part in (*self.model.model.layers, self.model):
             fully_shard(part, mesh=self.mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)

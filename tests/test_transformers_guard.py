@@ -403,16 +403,7 @@ def test_an_encoder_with_a_decoder_is_refused(attention: MeshAttention) -> None:
         model(**shard_batch(attention, tokens(1, 9)))
 
 
-# Generation
-
-
-@pytest.mark.parametrize("options", [{"max_new_tokens": 1}, {"max_new_tokens": 3, "use_cache": False}])
-def test_generation_is_refused_with_the_right_advice(attention: MeshAttention, options: dict[str, Any]) -> None:
-    model, ids = make_model("llama", "mesh_attention").eval(), tokens(1, 8)["input_ids"]
-    with pytest.raises(UsageError, match=r"generate\(\) is not supported: mesh attention runs whole sequences only"):
-        model.generate(ids, do_sample=False, **options)
-    model.set_attn_implementation("sdpa")
-    assert model.generate(ids, do_sample=False, **options).shape[1] > 8
+# Ranks
 
 
 def refusal_on_one_rank(group: Any) -> str:

@@ -162,9 +162,9 @@ one_of_four = partial(MeshAttention, LocalGroup(4).comm(1))
         ),
         (lambda: ask_mask(mask_function=lambda b, h, q, k: k <= q), "an unknown mask"),
         (lambda: ask_mask(use_vmap=True), "adds a custom mask function"),
-        (lambda: ask_mask(q_offset=3), "generate with another implementation"),
+        (lambda: ask_mask(q_offset=3), "generates with its own cache only"),
         (lambda: ask_mask(q_offset=torch.tensor(0)), "a StaticCache"),
-        (lambda: ask_mask(kv_offset=3), "generate with another implementation"),
+        (lambda: ask_mask(kv_offset=3), "generates with its own cache only"),
         (lambda: ask_mask(kv_length=11), "of different tokens"),
         (lambda: ask_mask(attention_mask=torch.ones(2, 8), kv_length=11), "of different tokens"),
         (lambda: ask_mask(attention_mask=torch.ones(3, 8)), "with 2 rows"),
@@ -221,7 +221,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"is_causal": False}, "is_causal=False contradicts the mask causal"),
     ({"is_causal": True, "mask": BatchMask(band=full())}, "is_causal=True contradicts the mask full"),
     ({"sliding_window": 4}, "sliding_window=4 contradicts the mask causal, which has another window"),
-    ({"keys": 9}, "generate with another implementation"),
+    ({"keys": 9}, "generates with its own cache only"),
     ({"s_aux": torch.zeros(3)}, r"s_aux is a tensor of shape \(3,\): expected attention sinks, one per head \(4\)"),
     ({"position_ids": None}, "the layer passed no position_ids"),
     ({"position_ids": torch.arange(7)[None]}, r"expected \(batch or 1, 8\)"),
@@ -298,14 +298,14 @@ def test_sinks_take_their_share_of_every_row() -> None:
 # Models
 
 
-def test_a_model_that_decodes_is_told_to_use_another_implementation(attention: MeshAttention) -> None:
+def test_a_model_that_decodes_with_another_cache_is_refused(attention: MeshAttention) -> None:
     model = make_model("llama", "mesh_attention").eval()
     ids = tokens(1, 8)["input_ids"]
     prefill = model(ids, use_cache=True)  # whole, so it can be run
-    with pytest.raises(UsageError, match="generate with another implementation"):
+    with pytest.raises(UsageError, match="generates with its own cache only"):
         model(ids[:, :1], past_key_values=prefill.past_key_values)
-    with pytest.raises(UsageError, match="generate with another implementation"):
-        model.generate(ids, max_new_tokens=2, do_sample=False)
+    with pytest.raises(UsageError, match="past_key_values is a DynamicCache, which would be whole on every rank"):
+        model.generate(ids, max_new_tokens=2, do_sample=False, past_key_values=prefill.past_key_values)
     with pytest.raises(UsageError, match="a StaticCache"):
         model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=16))
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
@@ -64,6 +65,22 @@ CONFIGS: dict[str, Any] = {
         experts_implementation="eager",
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
+    # Keys and values of different sizes, expanded from what a cache would keep.
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **SIZES | {"head_dim": 4, "num_key_value_heads": 4},
+        q_lora_rank=6,
+        kv_lora_rank=5,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=6,
+        v_head_dim=7,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=12,
+        first_k_dense_replace=1,
+        experts_implementation="eager",
+    ),
     # Frequencies that depend on whether there is a position beyond 16.
     "dynamic rotary": lambda: LlamaConfig(
         **SIZES | {"max_position_embeddings": 16},
@@ -108,7 +125,7 @@ class Exact(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.float and args[0].dtype in (torch.float64, torch.int64) and _asked_there():
             return args[0].double()
-        if func in (Tensor.to, functional.softmax) and args[0].dtype == torch.float64 and _asked_there():
+        if func in (Tensor.to, Tensor.type, functional.softmax) and args[0].dtype == torch.float64 and _asked_there():
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
         return func(*args, **kwargs)

@@ -83,3 +83,14 @@ def refuse_used(folder: Path) -> None:
 def _whole(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted(path for path in folder.glob("step-*") if (path / SETTINGS).is_file())
+
+
+def load_weights(folder: Path, model: nn.Module) -> int:
+    """Load the weights of the newest complete checkpoint into a model that is not sharded; returns its step."""
+    found = _whole(folder)
+    if not found:
+        raise UsageError(f"there is no checkpoint in {folder}; make one with train_recall.py --checkpoint {folder}")
+    weights = {"model": model.state_dict()}
+    dcp.load(weights, checkpoint_id=found[-1])
+    model.load_state_dict(weights["model"])
+    return int(found[-1].name.removeprefix("step-"))

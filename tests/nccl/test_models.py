@@ -100,6 +100,16 @@ def test_transformers_have_the_logits_and_gradients_of_one_process(
         assert worst(found) <= 1e-9
 
 
+@pytest.mark.parametrize(("ranks", "model_name"), [(2, "llama"), (3, "gpt_oss"), (4, "gemma2"), (4, "deepseek_v3")])
+def test_transformers_generate_what_one_process_gives(rig: Rig, ranks: int, model_name: str) -> None:
+    pytest.importorskip("transformers")
+    from test_generate import outcomes
+
+    cases = ("greedy", "unequal", "short", "sampled", "chunks", "turns", "stopped", "beams")
+    for found in rig.run(ranks, outcomes, model_name, cases, DEVICE.type):
+        assert all(is_same and error <= 1e-9 for is_same, error in found.values()), found
+
+
 STEPS, ROWS, LENGTH = 3, 4, 96
 
 

@@ -74,6 +74,11 @@ def meet_on_call(
     What ranks hold is compared when they agree on the call.
     """
     asked = _asked(found, tensors, comm.size) | {f"{direction} plan": step for direction in DIRECTIONS}
+    return (yield from exchange(comm, asked=asked, says=says))
+
+
+def exchange(comm: Comm, *, asked: Mapping[str, str], says: Any) -> Generator[Work, None, list[Any]]:
+    """Raise on every rank unless all were asked for the same. Returns what each rank says, any JSON."""
     answers = yield from _answers(comm, asked, {}, None, says)
     return [answer["says"] for answer in answers]
 

@@ -24,7 +24,7 @@ from mesh_attention.comm.marked import NEW_GROUP, Marked, innermost, make_mark
 from mesh_attention.comm.staged import comm_for
 from mesh_attention.comm.torch_dist import START_AGAIN, Group, TorchComm
 from mesh_attention.errors import DisagreementError, StalledError, TransportError, UsageError
-from mesh_attention.execution.agreement import agree, tell
+from mesh_attention.execution.agreement import exchange, tell
 from mesh_attention.execution.alarm import Alarm
 
 Result = TypeVar("Result")
@@ -125,11 +125,15 @@ def ledger_of(comm: Comm, *, forgives: bool) -> Ledger:
         return made
 
 
+IS_TOLD = "_mesh_attention_told"
+"""An attribute of errors that the other ranks know of."""
+
+
 class Telling:
     """Tells the other ranks about an error inside its block, so that they do not wait; then the error is raised here.
 
     For whatever a rank does between the beginning of a call and the agreement on it. `comm` is None if all ranks are
-    played in this process.
+    played in this process. An error is told once, however many blocks it passes through.
     """
 
     def __init__(self, comm: Comm | None, ledger: Ledger) -> None:
@@ -141,7 +145,10 @@ class Telling:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and self.comm is not None and self.comm.size > 1 and not _is_faked():
+        if not isinstance(error, Exception) or getattr(error, IS_TOLD, False):
+            return
+        if self.comm is not None and self.comm.size > 1 and not _is_faked():
+            setattr(error, IS_TOLD, True)
             # If they cannot be told, the error itself is still what matters here.
             with suppress(Exception), self.ledger.talking(), _disable_current_modes():
                 tell(self.comm, error)
@@ -189,10 +196,13 @@ class PlayedRanks:
             self.telling = Telling(self._on[device][0], self.ledger)
         return self._on[device]
 
-    def meet(self, asked: Mapping[str, str]) -> None:
-        """Raise on every rank unless all ask for the same; outside a call, where each process plays one rank."""
+    def meet(self, asked: Mapping[str, str], says: Any = None) -> list[Any]:
+        """Raise on every rank unless all ask for the same; outside a call, where each process plays one rank.
+
+        Returns what each rank says, any JSON.
+        """
         with self.ledger.talking(UsageError, DisagreementError):
-            drive(agree(self.comms[0], asked=asked))
+            return drive(exchange(self.comms[0], asked=asked, says=says))
 
     def drive(self, ranks: Sequence[Generator[Work, None, Result]]) -> list[Result]:
         """Advance one generator for each rank played here until all have returned."""

@@ -162,6 +162,15 @@ class ShardedCache:
         self.last = turn.attended
         return turn
 
+    def spread(self, new: Mapping[int, int]) -> list[int]:
+        """How many new tokens each rank would get from `prefill`; some ranks may get none of a few tokens."""
+        found = [0] * self.ranks
+        for number, tokens in new_tokens(new):
+            before = self.book.entry(number)
+            after = before.shares.appended(tokens, self.attention.layout).counts()
+            found = [a + b - c for a, b, c in zip(found, after, before.counts, strict=True)]
+        return found
+
     def decode(self, new: Mapping[int, int], *, way: Way = "same", meeting: Meeting | None = None) -> Step:
         """Append one or a few new tokens to sequences, as many to each; each token goes to the next rank.
 

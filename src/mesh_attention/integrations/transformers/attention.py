@@ -23,6 +23,8 @@ from mesh_attention.integrations.transformers.masks import (
     CALL,
     DECODING,
     BatchMask,
+    CachedMask,
+    make_cached_mask,
     make_mask,
     refuse_padding,
     shard_length,
@@ -97,6 +99,9 @@ class LayerAttention:
             return self._trial.make_mask(**asked)
         self._is_to_meet = True
         given = getattr(CALL, "given", None) or {}
+        call = getattr(CALL, "cached", None)
+        if call is not None:
+            return make_cached_mask(call, **asked)
         if given and given.get("attention_mask") is None and asked.get("attention_mask") is not None:
             refuse_padding(asked.pop("attention_mask"))
         return replace(make_mask(self.attention, **asked), given={name: given.get(name) for name in PASSED_ON})
@@ -117,8 +122,10 @@ class LayerAttention:
         """This rank's output, (batch, tokens, heads, dim), and None for the attention weights."""
         if self._trial is not None:
             refuse_arguments(module, arguments)
-            check_mask(attention_mask, arguments)
-            return self._trial.attend(query, key, value, arguments.get("scaling")), None
+            mask = check_mask(attention_mask, arguments)
+            return self._trial.attend(query, key, value, arguments.get("scaling"), mask), None
+        if isinstance(attention_mask, CachedMask):
+            return self._attend_cached(module, (query, key, value), attention_mask, arguments), None
         request = self._agreed(module, (query, key, value), attention_mask, arguments)
         tensors = as_autocast(query, key, value)
         groups = request.groups()
@@ -153,6 +160,25 @@ class LayerAttention:
         out, lse = given if request.sinks is not None else (given, None)
         out = out if is_bshd else out.transpose(1, 2)
         return out if request.sinks is None or lse is None else with_sinks(out, lse, request.sinks)
+
+    def _attend_cached(
+        self, module: nn.Module, tensors: Sequence[Tensor], mask: CachedMask, arguments: Mapping[str, Any]
+    ) -> Tensor:
+        """Attention of new tokens to a cache and themselves, (rows, tokens, heads, dim)."""
+        with self.attention.engines.played.telling:
+            refuse_arguments(module, arguments)
+            check_mask(mask, arguments)
+            sinks = check_sinks(arguments.get("s_aux"), heads=tensors[0].shape[1])
+            layer = mask.call.cache.number_of_layer(mask.band.left)
+        given: Any = mask.call.part.attend(
+            layer,
+            *(tensor.transpose(1, 2) for tensor in as_autocast(*tensors)),
+            softmax_scale=arguments.get("scaling"),
+            softcap=arguments.get("softcap") or 0.0,
+            return_lse=sinks is not None,
+        )
+        out: Tensor = given if sinks is None else with_sinks(given[0], given[1], sinks)
+        return out
 
     # Checks
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from inspect import getsource, signature
 from typing import Any
@@ -17,13 +17,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, GenerationMixin, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.engine import Engines
 from mesh_attention.integrations.batches import NEVER_RAN, count_passes, engines_of, is_sharded
 from mesh_attention.integrations.sequences import CUTS
 from mesh_attention.integrations.transformers.attention import LayerAttention
+from mesh_attention.integrations.transformers.cache import GenerationCache
+from mesh_attention.integrations.transformers.cached_call import call_with_cache
+from mesh_attention.integrations.transformers.finding import find_layers
+from mesh_attention.integrations.transformers.generation import watch_generation
 from mesh_attention.integrations.transformers.masks import CALL
 from mesh_attention.integrations.transformers.models import refuse_layerdrop, refuse_mixing, refuse_two_sequences
 from mesh_attention.integrations.transformers.probe import try_model
@@ -42,24 +46,7 @@ def watch() -> None:
     changed: Any = PreTrainedModel
     changed.__call__ = _call
     changed.get_correct_attn_implementation = _refuse_classes(changed.get_correct_attn_implementation)
-    changed = GenerationMixin
-    changed.generate = _refuse_generation(changed.generate)
-
-
-def find_layers(model: Any) -> LayerAttention | None:
-    """The attention function of a model or of a part of it, if it is mesh attention."""
-    for config in _configs(model.config):
-        found = AttentionInterface._global_mapping.get(str(getattr(config, "_attn_implementation", "")))
-        if isinstance(found, LayerAttention):
-            return found
-    return None
-
-
-def _configs(config: Any) -> Iterator[Any]:
-    yield config
-    for name in getattr(config, "sub_configs", ()):
-        if getattr(config, name, None) is not None:
-            yield from _configs(getattr(config, name))
+    watch_generation()
 
 
 def _call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -75,6 +62,9 @@ def _call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 def _watched(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if getattr(CALL, "given", None) is not None:  # a part of a model that is being called
         return nn.Module.__call__(model, *args, **kwargs)
+    given, layers = _bind(model, args, kwargs), find_layers(model)
+    if layers is not None and isinstance(given.get("past_key_values"), GenerationCache):
+        return _call_with_cache(model, given, layers)
     try:
         engines, passes = _enter(model, args, kwargs)
         out = nn.Module.__call__(model, *args, **kwargs)
@@ -83,6 +73,14 @@ def _watched(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if passes is not None and passes == count_passes(engines):
         raise UsageError(NEVER_RAN.format(what=type(model).__name__))
     return out
+
+
+def _call_with_cache(model: Any, given: dict[str, Any], layers: LayerAttention) -> Any:
+    CALL.given = given
+    try:
+        return call_with_cache(model, given, layers, lambda inputs: _try_once(model, inputs, layers))
+    finally:
+        CALL.given = None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -195,17 +193,3 @@ def _takes_functions(model_class: type[Any]) -> bool:
     except (OSError, TypeError, KeyError):
         return True
     return not re.search(r"_CLASSES\[(self\.)?config\._attn_implementation\]", source)
-
-
-def _refuse_generation(generate: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(generate)
-    def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(model, PreTrainedModel) and find_layers(model) is not None:
-            raise UsageError(
-                "generate() is not supported: mesh attention runs whole sequences only (training, scoring, prefill), "
-                "and each rank would choose a next token for its own tokens; generate with another implementation: "
-                'model.set_attn_implementation("sdpa")'
-            )
-        return generate(model, *args, **kwargs)
-
-    return checked

@@ -24,7 +24,8 @@ from mesh_attention.masks import Mask, causal, full, window
 
 MaskFunction = Callable[..., Any]
 CALL = local()
-"""The arguments of the model call that this thread is in, as `given`; layers need some that not all models pass on."""
+"""The model call that this thread is in: its arguments as `given`, because layers need some that not all models pass
+on; and with a `GenerationCache`, as `cached`, a `CachedCall`."""
 WITHOUT_EFFECT = ("allow_is_causal_skip", "allow_is_bidirectional_skip", "local_size", "dtype", "device", "config")
 """Arguments of mask functions that say how a dense mask is made, or repeat what the mask function says."""
 
@@ -56,6 +57,21 @@ class BatchMask:
         raise MaskError(f"{MASK_USE} (it called {getattr(function, '__name__', function)})")
 
 
+@dataclass(frozen=True, slots=True)
+class CachedCall:
+    """A call with a `GenerationCache`, and the turn or step of its tokens."""
+
+    cache: Any
+    part: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedMask(BatchMask):
+    """The mask of a layer that attends to a cache. Its tokens and their padding are known to the call."""
+
+    call: CachedCall = field(compare=False, repr=False)
+
+
 MASK_USE = (
     "the model's own code uses the attention mask, as indexed and sparse attention do, but with mesh attention the "
     "mask is not a tensor; use another attn_implementation on whole sequences, or another model"
@@ -79,6 +95,26 @@ def make_mask(
         return BatchMask(band=band)
     _check_padding(attention, attention_mask, batch_size, q_length, kv_length)
     return BatchMask(band=band, seq_len=attention_mask.shape[1], real=real_tokens(attention_mask))
+
+
+def make_cached_mask(
+    call: CachedCall,
+    *,
+    attention_mask: Tensor | None = None,
+    q_offset: object = 0,
+    kv_offset: object = 0,
+    **asked: Any,
+) -> CachedMask:
+    """Makes the mask of layers that attend to a cache, which knows the positions of its tokens."""
+    if attention_mask is not None:
+        refuse_padding(attention_mask)
+    band = read_band(**{name: value for name, value in asked.items() if name not in SIZES})
+    if band.right != 0:
+        raise MaskError(f"generation needs causal attention, but the model asks for the mask {band}")
+    return CachedMask(band=band, call=call)
+
+
+SIZES = ("batch_size", "q_length", "kv_length")
 
 
 def refuse_padding(attention_mask: Tensor) -> None:
@@ -111,9 +147,9 @@ def read_band(
 
 
 DECODING = (
-    "queries and keys are of different tokens (a filled KV cache, a StaticCache, or cross attention), but mesh "
-    "attention runs whole sequences only (training, scoring, prefill); generate with another implementation, such as "
-    'model.set_attn_implementation("sdpa")'
+    "queries and keys are of different tokens (a filled KV cache, a StaticCache, or cross attention); mesh attention "
+    "runs whole sequences, and generates with its own cache only: call model.generate without a cache, or give the "
+    "model a GenerationCache"
 )
 
 

@@ -109,6 +109,23 @@ def refuse_rotary(config: object, attention: MeshAttention, rows: Sequence[Row],
         raise UsageError(_depends(config, kind, limit, seq_len))
 
 
+def refuse_rotary_ends(config: Any, ends: Sequence[int]) -> None:
+    """Refuse rotary frequencies that depend on the largest position, if ranks differ in it; `ends` are those behind."""
+    if len(set(ends)) == 1:
+        return
+    for one in (config, getattr(config, "text_config", None)):
+        for rotary in _rotaries(getattr(one, "rope_parameters", None)):
+            kind = str(rotary.get("rope_type", rotary.get("type", "default")))
+            limit = getattr(one, "max_position_embeddings", None)
+            if kind == "longrope":
+                limit = rotary.get("original_max_position_embeddings", limit)
+            elif "dynamic" not in kind:
+                continue
+            if limit is None or max(ends) < limit or (kind == "longrope" and min(ends) > limit):
+                continue
+            raise UsageError(_depends(one, kind, limit, max(ends)))
+
+
 def _depends(config: object, kind: str, limit: int, seq_len: int) -> str:
     instead = (
         f"or enough that every rank has a token beyond position {limit}, without padding or documents "

@@ -51,7 +51,7 @@ class Trial:
         asked.pop("attention_mask", None)  # padding is of no importance here: attention sees all tokens
         return BatchMask(band=read_band(**asked))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, mask: BatchMask) -> Tensor:
         if query.shape[2] != key.shape[2]:
             raise UsageError(DECODING)
         if self.own is None:
@@ -79,7 +79,7 @@ def try_model(
 
     `call` are the arguments of its first call; `trials` installs a trial in the attention function, or removes it.
     """
-    with _undisturbed(model):
+    with undisturbed(model):
         _Attempt(model, call, trials, PADDING if is_padded_left else 0).check()
 
 
@@ -147,7 +147,7 @@ class _Attempt:
                 continue
             value: Any = given
             if name == "input_ids":
-                value = _usual_ids(self.model, self.tokens)[:, places].repeat(ROWS, 1)
+                value = usual_ids(self.model, self.tokens)[:, places].repeat(ROWS, 1)
             elif name == "inputs_embeds":
                 value = _random(WHOLE, value.shape[-1]).to(value)[places].repeat(ROWS, 1, 1)
             elif name == "attention_mask" and isinstance(value, Tensor):
@@ -243,7 +243,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:200]
 
 
-def _usual_ids(model: Any, like: Tensor) -> Tensor:
+def usual_ids(model: Any, like: Tensor) -> Tensor:
     """Different ids that have no special meaning to the model."""
     config = model.config.get_text_config()
     special: set[int] = set()
@@ -304,7 +304,7 @@ def _tensors(out: Any, name: str = "its output") -> Iterator[tuple[str, Tensor]]
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Without gradients, dropout, compilation, or a trace in the random numbers."""
     training = [module for module in model.modules() if module.training]
     devices = sorted(

@@ -1,0 +1,277 @@
+"""Runs a model's call with a `GenerationCache`: the whole call is given on every rank, and each rank runs its own part.
+
+    many new tokens    each rank runs its tokens of all rows, packed into one; the logits that are wanted are then sent
+                       to all ranks
+    a few              every rank runs the same tokens, and has all logits
+
+Where so few tokens are given that some rank would get none, and rows have different numbers of them, they are run in
+several steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import ModelOutput
+
+from mesh_attention.comm.base import Parcel
+from mesh_attention.errors import DisagreementError, TransportError, UsageError
+from mesh_attention.integrations.transformers.attention import LayerAttention
+from mesh_attention.integrations.transformers.cache import GenerationCache
+from mesh_attention.integrations.transformers.masks import CALL, CachedCall
+from mesh_attention.integrations.transformers.models import refuse_rotary_ends
+from mesh_attention.integrations.transformers.new_tokens import NewTokens, read_new_tokens
+from mesh_attention.integrations.transformers.observing import observe
+from mesh_attention.serving import Step, Turn
+from mesh_attention.serving.cache import MOST_DECODED
+
+Given = Mapping[str, Any]
+
+
+def call_with_cache(model: Any, given: Given, layers: LayerAttention, try_model: Callable[[Given], None]) -> Any:
+    """The model's output for a whole call, on every rank. `try_model` refuses models that ranks cannot run."""
+    cache: GenerationCache = given["past_key_values"]
+    played = layers.attention.engines.played
+    with played.telling:
+        new = _checked(model, cache, given, layers)
+    try_model({new.name: new.tokens, "position_ids": new.tokens})  # makes positions of its own
+    with played.telling:
+        cache.prepare(observe(model, layers, new.tokens.device), rows=len(new.counts), tokens=sum(new.counts))
+        cache.fill_rows(len(new.counts))
+        call = _Call(model, cache, new)
+        parts = call.parts()
+    if cache.is_to_meet or parts is None or len(parts) > 1:
+        _compare(cache, new)
+    try:
+        out = call.run(parts)
+    except BaseException as error:
+        cache.failure = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        cache.close()
+    cache.columns += new.columns
+    cache.is_to_meet = False
+    return out.to_tuple() if given.get("return_dict") is False else out
+
+
+def _checked(model: Any, cache: GenerationCache, given: Given, layers: LayerAttention) -> NewTokens:
+    if cache.attention is not layers.attention:
+        raise UsageError("the GenerationCache is of another MeshAttention than the model's; use a new cache")
+    if model.training:
+        raise UsageError("a model in training mode cannot fill a GenerationCache; call model.eval() first")
+    cache.check_usable()
+    return read_new_tokens(given, columns=cache.columns, lengths=cache.lengths if cache.sequences else [])
+
+
+def _compare(cache: GenerationCache, new: NewTokens) -> None:
+    """Raise on every rank unless all were given the same tokens."""
+    asked = {
+        "operation": "a model's call with a cache",
+        "new tokens": f"{tuple(new.tokens.shape)} {new.tokens.dtype} #{int(new.fingerprint()):010x}",
+        "tokens of rows": str(new.counts),
+        "cached tokens": str(cache.lengths),
+        "logits_to_keep": str(len(new.wanted)),
+    }
+    try:
+        cache.attention.engines.played.meet(asked)
+    except DisagreementError as error:
+        raise DisagreementError(
+            f"{error}. Every rank of the attention's group must make the same call, with the same whole prompt"
+        ) from None
+
+
+class _Call:
+    """One call: its parts, and the logits that come of them."""
+
+    def __init__(self, model: Any, cache: GenerationCache, new: NewTokens) -> None:
+        assert cache.store is not None
+        self.model, self.cache, self.store, self.new = model, cache, cache.store, new
+        self.keeps = "logits_to_keep" in signature(model.forward).parameters
+        self.logits: Tensor | None = None
+
+    def parts(self) -> list[tuple[list[int], int, int]] | None:
+        """Steps to decode, each as rows, the first of their new tokens, and how many; None for a prefill."""
+        counts = {row: count for row, count in enumerate(self.new.counts) if count}
+        numbers = set(counts.values())
+        if not counts or (len(numbers) == 1 and max(numbers) <= MOST_DECODED):
+            return [(list(counts), 0, max(numbers, default=0))] if counts else []
+        spread = self.store.spread({self.cache.sequences[row]: count for row, count in counts.items()})
+        if min(spread):
+            refuse_rotary_ends(self.model.config, self._ends())
+            return None
+        found, done = [], 0
+        while counts:
+            left = {row: min(count - done, MOST_DECODED) for row, count in counts.items() if count > done}
+            size = min(left.values(), default=0)
+            if not size:
+                break
+            found.append((list(left), done, size))
+            done += size
+        return found
+
+    def _ends(self) -> list[int]:
+        """For each rank, the position behind the last of its new tokens."""
+        ends = [0] * self.store.ranks
+        for sequence, count in zip(self.cache.sequences, self.new.counts, strict=True):
+            shares = self.store.book.entry(sequence).shares
+            if count:
+                after = shares.appended(count, self.store.attention.layout)
+                for rank in range(self.store.ranks):
+                    segments = [s for s in after.segments(rank) if s and s[-1] >= shares.length]
+                    ends[rank] = max([ends[rank], *(s[-1] + 1 for s in segments)])
+        return ends
+
+    def run(self, parts: Sequence[tuple[list[int], int, int]] | None) -> Any:
+        if parts is None:
+            return self._prefill()
+        if len(parts) == 1 and parts[0] == ([*range(len(self.new.counts))], 0, self.new.columns):
+            return self._decode(*parts[0], wanted=self.new.wanted)
+        out = None
+        for rows, start, count in parts:
+            places = [(row, number, self.new.place(row, c)) for row in rows for number, c in enumerate(self.new.wanted)]
+            here = [(row, number, at - start) for row, number, at in places if at is not None]
+            here = [(row, number, at) for row, number, at in here if 0 <= at < count]
+            out = self._decode(rows, start, count, wanted=sorted({at for *_, at in here}) or [0])
+            kept = {at: place for place, at in enumerate(sorted({at for *_, at in here}))}
+            for row, number, at in here:
+                self._all_logits(out.logits)[row, number] = out.logits[rows.index(row), kept[at]]
+        if out is None:  # padding alone, as in the first chunks of prompts that are all short
+            config = self.model.config.get_text_config()
+            nothing = torch.zeros(1, 1, config.vocab_size, dtype=self.model.dtype, device=self.new.tokens.device)
+            return _output({}, self._all_logits(nothing), self.cache)
+        return _output(out, self._all_logits(out.logits), self.cache)
+
+    def _all_logits(self, like: Tensor) -> Tensor:
+        """Room for the wanted logits of all rows; zeros for padding."""
+        if self.logits is None:
+            self.logits = like.new_zeros((len(self.new.counts), len(self.new.wanted), like.shape[-1]))
+        return self.logits
+
+    # A few tokens
+
+    def _decode(self, rows: list[int], start: int, count: int, *, wanted: Sequence[int]) -> Any:
+        """Run the same tokens on every rank. Returns the logits of these columns."""
+        new, tokens = self.new, self.new.tokens
+        step = self.store.decode({self.cache.sequences[row]: count for row in rows})
+        step.fingerprint = new.fingerprint() if tokens.device.type == "cuda" else int(new.fingerprint())
+        if len(rows) < len(new.counts) or count < new.columns:
+            tokens = torch.stack([new.of_row(row, start, count) for row in rows])
+        return self._run(step, tokens, step.position_ids, wanted, of=count)
+
+    # Many tokens
+
+    def _prefill(self) -> Any:
+        new, cache, store = self.new, self.cache, self.store
+        rows = [row for row, count in enumerate(new.counts) if count]
+        turn = store.prefill({cache.sequences[row]: new.counts[row] for row in rows})
+        packed = torch.cat([new.of_row(row, 0, new.counts[row]) for row in rows])[None]
+        wanted = self._wanted_by_rank(turn, rows)
+        rank = cache.attention.comms[0].rank
+        own = [place for place, _ in wanted[rank]]
+        local, positions = turn.shard(packed), turn.position_ids
+        out = self._run(turn, local, positions, own or [0], of=local.shape[1])
+        ours = out.logits[0, : len(own)].contiguous()
+        logits = self._all_logits(ours).flatten(0, 1)
+        for found, places in zip(self._exchanged(ours, wanted), wanted, strict=True):
+            if places:
+                logits[torch.tensor([slot for _, slot in places], device=logits.device)] = found
+        return _output(out, logits.view(len(new.counts), len(new.wanted), -1), cache)
+
+    def _wanted_by_rank(self, turn: Turn, rows: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """For each rank, which of its tokens' logits are wanted: their number among its tokens, and their slot in the
+        logits of all rows."""
+        new, ranks = self.new, self.store.ranks
+        found: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        starts, at = {}, 0
+        for row in rows:
+            starts[row], at = at, at + new.counts[row]
+        shards = [turn.queries.segments(rank, tokens=turn.tokens, ranks=ranks) for rank in range(ranks)]
+        for row in rows:
+            for number, column in enumerate(new.wanted):
+                place = new.place(row, column)
+                if place is not None:
+                    rank, local = _find(shards, starts[row] + place)
+                    found[rank].append((local, row * len(new.wanted) + number))
+        return found
+
+    def _exchanged(self, ours: Tensor, wanted: Sequence[Sequence[object]]) -> list[Tensor]:
+        """The wanted logits of every rank's tokens, from their ranks."""
+        played = self.cache.attention.engines.played
+        comm = played.comms_on(ours.device)[0]
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        sizes = [len(places) for places in wanted]
+        found = [ours if rank == comm.rank else ours.new_empty((n, ours.shape[1])) for rank, n in enumerate(sizes)]
+        if not others:
+            return found
+        with played.ledger.talking():
+            try:
+                comm.post(
+                    [Parcel([ours.view(-1)], rank, "logits") for rank in others if ours.numel()],
+                    [Parcel([found[rank].view(-1)], rank, "logits") for rank in others if sizes[rank]],
+                ).wait()
+            except Exception as error:
+                raise TransportError(f"rank {comm.rank}: waited for the other ranks' logits: {error}") from error
+        return found
+
+    # The model
+
+    def _run(self, part: Turn | Step, tokens: Tensor, positions: Tensor, wanted: Sequence[int], *, of: int) -> Any:
+        """Run the model on these tokens; its logits are those of the wanted columns."""
+        given: dict[str, Any] = {self.new.name: tokens, "position_ids": positions.to(tokens.device)}
+        given |= {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        is_cut = list(wanted) != list(range(of))
+        columns = torch.tensor(wanted, device=tokens.device)
+        if self.keeps and is_cut:
+            given["logits_to_keep"] = columns
+        with _in_call(given, CachedCall(self.cache, part)):
+            out = nn.Module.__call__(self.model, **given)
+        name = type(self.model).__name__
+        self.cache.check_all_attended(part, name)
+        logits = out.get("logits") if isinstance(out, ModelOutput) else None
+        if type(logits) is not Tensor or logits.dim() != 3:
+            raise UsageError(f"{name} returns no logits as a plain tensor; a GenerationCache needs a causal LM")
+        if is_cut and not self.keeps:
+            out["logits"] = logits.index_select(1, columns)
+        return out
+
+
+def _find(shards: Sequence[Sequence[range]], position: int) -> tuple[int, int]:
+    """The rank that has a position, and its number among the rank's."""
+    for rank, segments in enumerate(shards):
+        before = 0
+        for segment in segments:
+            if position in segment:
+                return rank, before + segment.index(position)
+            before += len(segment)
+    raise AssertionError(f"position {position} is on no rank")
+
+
+def _output(out: Mapping[str, Any], logits: Any, cache: GenerationCache) -> Any:
+    """A model's output with the logits of all ranks, and nothing that is of this rank's tokens alone."""
+    others = [name for name, value in out.items() if name not in ("logits", "past_key_values") and value is not None]
+    if others:
+        raise UsageError(
+            f"the model returns {', '.join(others)}, which each rank has for its own tokens only; leave out the "
+            "argument that asks for it"
+        )
+    return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+
+@contextmanager
+def _in_call(given: Given, call: CachedCall) -> Iterator[None]:
+    """Let the layers see the call. Compiled layers run uncompiled: shapes and tables change with every call."""
+    before = getattr(CALL, "given", None)
+    CALL.given, CALL.cached = given, call
+    call.cache.open()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        CALL.given, CALL.cached = before, None
+        call.cache.close()

@@ -1,0 +1,179 @@
+"""`generate` on ranks: refuses what cannot work, makes the cache, and lets all ranks draw the same random numbers.
+
+Every rank calls `generate` with the same arguments, except for a streamer, which may be given on one rank only. What
+`generate` then does is transformers' own: it calls the model with a `GenerationCache`.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import signature
+from threading import local
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedModel
+
+from mesh_attention.errors import DisagreementError, UsageError
+from mesh_attention.integrations.transformers.attention import LayerAttention
+from mesh_attention.integrations.transformers.cache import GenerationCache
+from mesh_attention.integrations.transformers.finding import find_layers
+from mesh_attention.serving.cache import BLOCK_TOKENS
+
+INSTEAD = 'or generate with another implementation: model.set_attn_implementation("sdpa")'
+MODES = ("greedy_search", "sample", "beam_search", "beam_sample", "assisted_generation")
+NOT_COMPARED = ("transformers_version", "compile_config")
+"""Settings that ranks may differ in."""
+_STATE = local()
+"""The cache that this thread's `generate` made or got, as `cache`; None until then."""
+
+
+def watch_generation() -> None:
+    """Let `generate` work for models with mesh attention. Other models are not affected."""
+    changed: Any = GenerationMixin
+    changed.generate = _generating(changed.generate)
+    changed._prepare_cache_for_generation = _preparing(changed._prepare_cache_for_generation)
+
+
+def _layers_of(model: object) -> LayerAttention | None:
+    return find_layers(model) if isinstance(model, PreTrainedModel) else None
+
+
+def _generating(generate: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(generate)
+    def generates(model: Any, *args: Any, **kwargs: Any) -> Any:
+        layers = _layers_of(model)
+        if layers is None:
+            return generate(model, *args, **kwargs)
+        outer, _STATE.cache = getattr(_STATE, "cache", None), None
+        try:
+            refuse_arguments(signature(generate).bind_partial(model, *args, **kwargs).arguments)
+            return generate(model, *args, **kwargs)
+        except DisagreementError:
+            raise
+        except Exception as error:
+            if _STATE.cache is None or _STATE.cache.is_to_meet:  # the other ranks wait for this one
+                layers.attention.engines.played.telling.__exit__(type(error), error, error.__traceback__)
+            raise
+        finally:
+            _STATE.cache = outer
+
+    return generates
+
+
+def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(prepare)
+    def prepares(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        layers = _layers_of(model)
+        if layers is None:
+            return prepare(model, generation_config, model_kwargs, *args, **kwargs)
+        asked = signature(prepare).bind(model, generation_config, model_kwargs, *args, **kwargs).arguments
+        mode = asked["generation_mode"]
+        refuse_settings(generation_config, str(getattr(mode, "value", mode)))
+        rows = asked["batch_size"] * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        cache = _cache_for(layers, generation_config, model_kwargs.get("past_key_values"))
+        tokens = rows * asked["max_cache_length"]
+        if (generation_config.num_beams or 1) > 1:
+            tokens += rows * layers.attention.ranks * BLOCK_TOKENS  # a beam that is copied needs a block at once
+        cache.expect(tokens=tokens, rows=rows, slack=generation_config.prompt_lookup_num_tokens or 0)
+        share_settings(layers, generation_config, model.device)
+        model_kwargs["past_key_values"] = _STATE.cache = cache
+        return None
+
+    return prepares
+
+
+def _cache_for(layers: LayerAttention, generation_config: Any, given: object) -> GenerationCache:
+    if given is None:
+        return GenerationCache(layers.attention)
+    if not isinstance(given, GenerationCache):
+        raise UsageError(
+            f"past_key_values is a {type(given).__name__}, which would be whole on every rank; leave it out, give the "
+            f"past_key_values that generate returned, {INSTEAD}"
+        )
+    return given
+
+
+# Refusals
+
+
+def refuse_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of `generate` that lead away from its usual path."""
+    others = given.get("kwargs", {})
+    config = given.get("generation_config")
+    if given.get("custom_generate") is not None:
+        raise UsageError(
+            "custom_generate is not supported with mesh attention, nor are the modes that transformers loads in this "
+            f"way (contrastive search, DoLa, group beams, constraints); leave these arguments out, {INSTEAD}"
+        )
+    if given.get("assistant_model") is not None:
+        raise UsageError(
+            f"assistant_model is not supported with mesh attention; use prompt_lookup_num_tokens, {INSTEAD}"
+        )
+    if "paged" in (others.get("cache_implementation"), getattr(config, "cache_implementation", None)):
+        raise UsageError(f'cache_implementation="paged" is not supported with mesh attention; leave it out, {INSTEAD}')
+
+
+def refuse_settings(settings: Any, mode: str) -> None:
+    """Refuse settings of generation that ranks cannot follow, or not together."""
+    if mode not in MODES or (mode == "assisted_generation" and settings.prompt_lookup_num_tokens is None):
+        raise UsageError(f"{mode} is not supported with mesh attention; expected one of {', '.join(MODES)}, {INSTEAD}")
+    if settings.cache_implementation is not None:
+        raise UsageError(
+            f"cache_implementation={settings.cache_implementation!r} is not supported: mesh attention has its own "
+            f"cache, spread over the ranks; leave it out, {INSTEAD}"
+        )
+    if settings.use_cache is False:
+        raise UsageError(f"use_cache=False is not supported with mesh attention; leave it out, {INSTEAD}")
+    if settings.max_time is not None:
+        raise UsageError(
+            f"max_time={settings.max_time} is not supported: the ranks' clocks differ, and so would their texts; use "
+            "max_new_tokens"
+        )
+    if settings.guidance_scale not in (None, 1):
+        raise UsageError(
+            f"guidance_scale={settings.guidance_scale} is not supported with mesh attention: it runs a second prompt "
+            f"with a cache of its own; leave it out, {INSTEAD}"
+        )
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(settings, name, False):
+            raise UsageError(
+                f"{name} is not supported with mesh attention: each rank has its own tokens only; leave it out, "
+                f"{INSTEAD}"
+            )
+
+
+# What all ranks share
+
+
+def share_settings(layers: LayerAttention, settings: Any, device: torch.device) -> None:
+    """Compare settings with the other ranks. If tokens are sampled, all take the state of rank 0's generators."""
+    played = layers.attention.engines.played
+    asked = {"operation": "generate"}
+    asked |= {name: str(value) for name, value in sorted(vars(settings).items()) if _is_compared(name, value)}
+    is_first = layers.attention.comms[0].rank == 0
+    says = played.meet(asked, _random_states(device) if settings.do_sample and is_first else None)
+    if settings.do_sample and not is_first:
+        _set_random_states(says[0], device)
+
+
+def _is_compared(name: str, value: object) -> bool:
+    is_plain = isinstance(value, bool | int | float | str | list | tuple | dict)
+    return is_plain and not name.startswith("_") and name not in NOT_COMPARED
+
+
+def _random_states(device: torch.device) -> list[str]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return [b64encode(bytes(state.tolist())).decode() for state in states]
+
+
+def _set_random_states(states: list[str], device: torch.device) -> None:
+    found: list[Tensor] = [torch.tensor(list(b64decode(state)), dtype=torch.uint8) for state in states]
+    torch.set_rng_state(found[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(found[1], device)

@@ -1,0 +1,565 @@
+"""`generate` on ranks: token for token what one process gives, or a refusal on every rank."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from pool import shared_pool
+from tiny_models import Exact, make_model
+from torch import Tensor
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from mesh_attention import LocalGroup
+from mesh_attention.api import MeshAttention
+from mesh_attention.errors import DisagreementError, MaskError, UsageError
+from mesh_attention.integrations.transformers import GenerationCache, register, unregister
+from mesh_attention.integrations.transformers import cache as cache_module
+from mesh_attention.serving import ShardedCache
+from mesh_attention.testing.run_ranks import RankPool
+
+Result = tuple[list[Any], list[Tensor]]
+"""Tokens, and the logits that they were chosen from."""
+PLACE = {"device": "cpu"}
+"""Where prompts are."""
+WINDOWS = ("mistral", "gemma3", "gpt_oss", "gemma2")
+
+
+@pytest.fixture(scope="module")
+def pool() -> RankPool:
+    return shared_pool()
+
+
+def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 29, (rows, tokens), generator=torch.Generator().manual_seed(seed)).to(PLACE["device"])
+
+
+def mask(lengths: list[int], tokens: int) -> Tensor:
+    return torch.stack([(torch.arange(tokens) >= tokens - n).long() for n in lengths]).to(PLACE["device"])
+
+
+def ones(rows: int, tokens: int) -> Tensor:
+    return mask([tokens] * rows, tokens)
+
+
+def generated(model: Any, inputs: Tensor | None, **given: Any) -> Any:
+    given = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None} | given
+    return model.generate(inputs, output_logits=True, return_dict_in_generate=True, **given)
+
+
+def of(out: Any) -> Result:
+    return out.sequences.tolist(), list(out.logits)
+
+
+# Cases: what a model generates
+
+
+def greedy(model: Any, rank: int) -> Result:
+    return of(generated(model, ids(2, 23)))
+
+
+def unequal(model: Any, rank: int) -> Result:
+    return of(generated(model, ids(4, 19), attention_mask=mask([19, 3, 12, 1], 19)))
+
+
+def short(model: Any, rank: int) -> Result:
+    """So few tokens, and different numbers of them, that some ranks get none."""
+    return of(generated(model, ids(2, 4), attention_mask=mask([4, 1], 4)))
+
+
+def sampled(model: Any, rank: int) -> Result:
+    torch.manual_seed(5 + rank)  # rank 0's counts
+    out = generated(model, ids(2, 18), do_sample=True, temperature=1.5, top_k=20, num_return_sequences=2)
+    again = generated(model, ids(1, 9), do_sample=True)
+    return out.sequences.tolist() + again.sequences.tolist(), list(out.logits)
+
+
+def chunks(model: Any, rank: int) -> Result:
+    """The first chunks of some rows are padding, and the first of all is padding alone."""
+    given = {"attention_mask": mask([40, 3, 38, 17], 45), "max_new_tokens": 4}
+    outs = [generated(model, ids(4, 45), prefill_chunk_size=size, **given) for size in (18, 4)]
+    return [out.sequences.tolist() for out in outs], [logits for out in outs for logits in out.logits]
+
+
+def turns(model: Any, rank: int) -> Result:
+    """Four turns: whole texts, then only what is new, then a turn of few tokens, then one without a new token."""
+    lengths = [17, 6]
+    first = generated(model, ids(2, 17), attention_mask=mask(lengths, 17))
+    asked = torch.cat([first.sequences, ids(2, 21, seed=1)], 1)
+    seen = torch.cat([mask(lengths, 17), ones(2, asked.shape[1] - 17)], 1)
+    second = generated(model, asked, attention_mask=seen, past_key_values=first.past_key_values)
+    new = torch.cat([second.sequences[:, -1:], ids(2, 20, seed=2)], 1)
+    seen = torch.cat([seen, ones(2, 25)], 1)
+    third = generated(model, new, attention_mask=seen, past_key_values=second.past_key_values)
+    new = torch.cat([third.sequences[:, -1:], ids(2, 2, seed=3)], 1)
+    seen = torch.cat([seen, ones(2, 7)], 1)
+    fourth = generated(model, new, attention_mask=seen, past_key_values=third.past_key_values)
+    turns = (first, second, third, fourth)
+    return [turn.sequences.tolist() for turn in turns], [logits for turn in turns for logits in turn.logits]
+
+
+class StopsAfter(StoppingCriteria):
+    """Stops row 1 after so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.arange(input_ids.shape[0], device=input_ids.device) * (input_ids.shape[1] >= self.tokens) == 1
+
+
+def stopped(model: Any, rank: int) -> Result:
+    """Rows end at different times; the others go on, and then the text of those is padding."""
+    free = generated(model, ids(3, 17), max_new_tokens=7)
+    end = int(free.sequences[0, 17 + 2])
+    given = {"eos_token_id": end, "pad_token_id": 0, "max_new_tokens": 7}
+    out = generated(model, ids(3, 17), stopping_criteria=StoppingCriteriaList([StopsAfter(21)]), **given)
+    return out.sequences.tolist(), list(out.logits)
+
+
+def beams(model: Any, rank: int) -> Result:
+    given = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
+    outs = [generated(model, ids(2, 21), **given), generated(model, ids(2, 8), attention_mask=mask([8, 5], 8), **given)]
+    return [out.sequences.tolist() for out in outs], [logits for out in outs for logits in out.logits]
+
+
+def looked_up(model: Any, rank: int) -> Result:
+    """Tokens guessed from the prompt, of which most are cut off again."""
+    repeated = ids(1, 6).repeat(1, 4)
+    return of(generated(model, repeated, prompt_lookup_num_tokens=3, max_new_tokens=12))
+
+
+def embedded(model: Any, rank: int) -> Result:
+    return of(generated(model, None, inputs_embeds=model.get_input_embeddings()(ids(1, 20))))
+
+
+def called(model: Any, rank: int) -> Result:
+    """The model itself, without `generate`: all logits, then some, of rows that are padded; crop, repeat and select."""
+    cache = CACHES[model.config._attn_implementation]()
+    real = mask([22, 5, 13], 22)
+    whole = model(ids(3, 22), attention_mask=real, past_key_values=cache).logits
+    found = [whole[real == 1]]
+    for number, (new, kept) in enumerate([(3, 2), (18, 0), (19, torch.tensor([1, -1, 4])), (1, 1)]):
+        real = torch.cat([real, ones(3, new)], 1)
+        given = {"attention_mask": real, "past_key_values": cache, "logits_to_keep": kept}
+        found.append(model(ids(3, new, seed=number), **given).logits)
+    if model.config.model_type in WINDOWS:  # transformers' sliding caches keep too little to be cropped
+        return [], found
+    cache.crop(-3)
+    cache.crop(cache.get_seq_length() - 1 if isinstance(cache, GenerationCache) else -1)
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    cache.batch_repeat_interleave(2)
+    real = torch.cat([real[:, :-4][[0, 0, 2, 2]], ones(4, 17)], 1)
+    found.append(model(ids(4, 17), attention_mask=real, past_key_values=cache).logits)
+    return [cache.get_seq_length()], found
+
+
+CACHES: dict[str, Callable[[], Any]] = {"eager": DynamicCache}
+CASES = {
+    case.__name__: case
+    for case in (*(greedy, unequal, short, sampled, chunks, turns, stopped, beams, looked_up, embedded, called),)
+}
+SOME = ("greedy", "unequal", "sampled", "turns", "beams")
+OPTIONS: dict[int, dict[str, Any]] = {
+    1: {},
+    2: {},
+    3: {"layout": "striped", "block_tokens": 2},
+    4: {"method": "mesh", "tile": (2, 2), "ulysses_degree": 1},
+}
+
+
+@contextmanager
+def registered(group: Any, *, block_tokens: int = 64, **options: Any) -> Iterator[MeshAttention]:
+    """With mesh attention registered, and caches of such blocks; windows drop small ones after a few tokens."""
+    attention = MeshAttention(group, **options)
+    cache_module.ShardedCache = partial(ShardedCache, block_tokens=block_tokens)  # type: ignore[misc, assignment]
+    register(attention)
+    CACHES["mesh_attention"] = lambda: GenerationCache(attention)
+    try:
+        yield attention
+    finally:
+        unregister()
+
+
+def outcomes(group: Any, model_name: str, cases: Sequence[str], device: str = "cpu") -> dict[str, tuple[bool, float]]:
+    """For each case, whether the tokens are those of one process, and the largest difference in logits."""
+    found = {}
+    PLACE["device"] = device
+    with registered(group, **OPTIONS[group.size()]), Exact(), torch.no_grad():
+        one, ours = (make_model(model_name, kind).eval().to(device) for kind in ("eager", "mesh_attention"))
+        for case in cases:
+            due, got = CASES[case](one, 0), CASES[case](ours, group.rank())
+            assert len(due[1]) == len(got[1])
+            found[case] = due[0] == got[0], max(error(*pair) for pair in zip(due[1], got[1], strict=True))
+    return found
+
+
+def error(due: Tensor, got: Tensor) -> float:
+    assert due.shape == got.shape, (due.shape, got.shape)
+    return float((torch.nan_to_num(due) - torch.nan_to_num(got)).abs().max())
+
+
+MODELS = [
+    ("llama", 2, list(CASES)),
+    ("llama", 3, list(CASES)),
+    ("llama", 4, list(CASES)),
+    ("llama", 1, ["greedy", "called", "chunks"]),
+    ("mistral", 3, list(CASES)),
+    ("gemma3", 4, list(CASES)),
+    ("qwen3", 2, list(SOME)),
+    ("gpt_oss", 3, list(SOME)),
+    ("deepseek_v3", 2, list(SOME)),
+    ("gemma2", 4, list(SOME)),
+]
+
+
+@pytest.mark.parametrize(("model_name", "ranks", "cases"), MODELS)
+def test_tokens_and_logits_are_those_of_one_process(
+    pool: RankPool, model_name: str, ranks: int, cases: list[str]
+) -> None:
+    for found in pool.run(ranks, outcomes, model_name, cases):
+        wrong = {case: said for case, said in found.items() if not said[0] or said[1] > 1e-10}
+        assert not wrong
+        assert list(found) == cases
+
+
+# What is not sharded
+
+
+def tokens_run(group: Any, tokens: int) -> list[int]:
+    """The numbers of tokens that the first MLP of this rank's model runs, call by call."""
+    with registered(group) as attention, torch.no_grad():
+        model = make_model("llama", "mesh_attention").eval()
+        generated(model, ids(1, 9))  # tries the model first
+        seen: list[int] = []
+        hook = model.model.layers[0].mlp.register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
+        rows: list[int] = []
+        head = model.lm_head.register_forward_hook(lambda *call: rows.append(call[1][0].shape[1]))
+        out = generated(model, ids(1, tokens), max_new_tokens=3)
+        hook.remove()
+        head.remove()
+        assert rows == [1, 1, 1]  # logits of one token, whoever has it
+        store = out.past_key_values.store
+        held = sum(map(len, store.book.entry(out.past_key_values.sequences[0]).shares.segments(group.rank())))
+        assert store.attention is attention
+        return [*seen, held]
+
+
+def test_a_rank_runs_and_holds_its_share_of_the_prompt(pool: RankPool) -> None:
+    assert pool.run(4, tokens_run, 40) == [[10, 1, 1, 11], [10, 1, 1, 11], [10, 1, 1, 10], [10, 1, 1, 10]]
+
+
+# Streaming
+
+
+class Heard(BaseStreamer):
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[list[int]] = []
+
+    def put(self, value: Tensor) -> None:
+        self.heard.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.heard.append([])
+
+
+def streamed(group: Any) -> tuple[list[list[int]], list[list[int]]]:
+    with registered(group):
+        model = make_model("llama", "mesh_attention").eval()
+        heard = Heard() if group.rank() == 0 else None
+        out = generated(model, ids(1, 20), streamer=heard)
+    return heard.heard if heard is not None else [], out.sequences.tolist()
+
+
+def test_a_streamer_on_one_rank_hears_the_tokens(pool: RankPool) -> None:
+    (heard, sequences), (nothing, same) = pool.run(2, streamed)
+    assert heard == [sequences[0][:20], *([token] for token in sequences[0][20:]), []]
+    assert nothing == []
+    assert same == sequences
+
+
+# Random numbers
+
+
+def seeded(group: Any, is_shared: bool) -> tuple[list[Any], float]:
+    """Tokens sampled with another seed on each rank, and the next random number of this rank."""
+    from mesh_attention.integrations.transformers import generation
+
+    kept = generation._set_random_states
+    if not is_shared:
+        generation._set_random_states = lambda *_: None
+    try:
+        with registered(group):
+            model = make_model("llama", "mesh_attention").eval()
+            torch.manual_seed(group.rank())
+            given = {"do_sample": True, "temperature": 3.0, "max_new_tokens": 1, "num_return_sequences": 4}
+            tokens = generated(model, ids(1, 20), **given).sequences[:, -1].tolist()
+            return tokens, float(torch.rand(1))
+    finally:
+        generation._set_random_states = kept
+
+
+def test_ranks_with_other_seeds_take_the_random_numbers_of_rank_0(pool: RankPool) -> None:
+    first, *others = pool.run(3, seeded, True)
+    assert all(other == first for other in others)
+    first, *others = pool.run(3, seeded, False)
+    assert all(other[0] != first[0] for other in others)
+
+
+def undisturbed(group: Any) -> tuple[float, float]:
+    with registered(group):
+        model = make_model("llama", "mesh_attention").eval()
+        torch.manual_seed(group.rank())
+        generated(model, ids(1, 20))
+        return float(torch.rand(1)), float(torch.rand(1, generator=torch.Generator().manual_seed(group.rank())))
+
+
+def test_greedy_generation_leaves_random_numbers_alone(pool: RankPool) -> None:
+    assert all(found == due for found, due in pool.run(2, undisturbed))
+
+
+# Disagreement
+
+
+def disagreement(group: Any, how: str) -> str:
+    rank = group.rank()
+    with registered(group):
+        model = make_model("llama", "mesh_attention").eval()
+        given: dict[str, Any] = {"max_new_tokens": 4}
+        prompt = ids(1, 20)
+        if how == "prompts":
+            prompt = ids(1, 20, seed=rank)
+        elif how == "lengths":
+            prompt = ids(1, 20 if rank else 3)
+        elif how == "rows":
+            prompt = ids(1 + rank, 20)
+        elif how == "settings":
+            given["max_new_tokens"] = 4 + rank
+        elif how == "arguments":
+            given |= {"cache_implementation": "static"} if rank else {}
+        elif how == "streamer":
+            given |= {"num_beams": 2} | ({} if rank else {"streamer": Heard()})
+        elif how == "tokens":
+            given["prefix_allowed_tokens_fn"] = lambda *_: [3 + rank]
+        try:
+            generated(model, prompt, **given)
+        except (DisagreementError, UsageError, ValueError) as said:
+            return f"{type(said).__name__}: {said}"
+    return "ran"
+
+
+DISAGREEMENTS = {
+    "prompts": ("DisagreementError", "must make the same call, with the same whole prompt"),
+    "lengths": ("DisagreementError", "max_length is 7 on rank(s) 0, but 24 on rank(s) 1"),
+    "rows": ("DisagreementError", "new tokens is (1, 20) torch.int64"),
+    "settings": ("DisagreementError", "max_length is 24 on rank(s) 0, but 25 on rank(s) 1"),
+    "arguments": ("DisagreementError", "rank 1 refused the call: cache_implementation='static' is not supported"),
+    "streamer": (
+        "DisagreementError",
+        "rank 0 refused the call: ValueError: `streamer` cannot be used with beam search",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DISAGREEMENTS)
+def test_ranks_that_differ_are_refused_together(pool: RankPool, how: str) -> None:
+    found = pool.run(2, disagreement, how)
+    kind, text = DISAGREEMENTS[how]
+    assert all(said != "ran" for said in found), found
+    assert any(said.startswith(kind) and text in said for said in found), found
+
+
+def test_ranks_that_choose_different_tokens_are_refused_together() -> None:
+    with RankPool(2) as own:  # what is noticed while transfers are under way ends a group
+        for said in own.run(2, disagreement, "tokens"):
+            assert re.match("DisagreementError: ranks . and . made different calls on this group", said), said
+
+
+# Refusals
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    """A tiny Llama with mesh attention over one rank."""
+    with registered(LocalGroup(1).comm(0)):
+        yield make_model("llama", "mesh_attention").eval()
+
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"use_cache": False}, "use_cache=False is not supported with mesh attention; leave it out, or generate with"),
+    ({"cache_implementation": "static"}, "cache_implementation='static' is not supported: mesh attention has its own"),
+    ({"cache_implementation": "paged"}, 'cache_implementation="paged" is not supported'),
+    ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache, which would be whole on every rank"),
+    ({"max_time": 3.0}, "max_time=3.0 is not supported: the ranks' clocks differ"),
+    ({"guidance_scale": 2.0}, "guidance_scale=2.0 is not supported with mesh attention: it runs a second prompt"),
+    ({"output_hidden_states": True}, "output_hidden_states is not supported with mesh attention: each rank has its"),
+    ({"output_attentions": True}, "output_attentions is not supported with mesh attention"),
+    ({"custom_generate": lambda *_: None}, "custom_generate is not supported with mesh attention"),
+    ({"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}, "custom_generate is not supported"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), SETTINGS)
+def test_settings_that_ranks_cannot_follow_are_refused(model: Any, given: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError) as said:
+        generated(model, ids(1, 8), **given)
+    assert text in str(said.value)
+
+
+def test_tokens_are_not_guessed_on_a_cache_that_cannot_be_cropped(model: Any) -> None:
+    windowed = make_model("mistral", "mesh_attention").eval()
+    first = generated(windowed, ids(1, 8))
+    given = {"past_key_values": first.past_key_values, "prompt_lookup_num_tokens": 3}
+    with pytest.raises(UsageError, match=r"begin the first turn with GenerationCache\(attention, slack=3\)"):
+        generated(windowed, torch.cat([first.sequences, ids(1, 4)], 1), **given)
+
+
+def test_an_assistant_model_is_refused(model: Any) -> None:
+    with pytest.raises(UsageError, match="assistant_model is not supported with mesh attention; use prompt_lookup_num"):
+        generated(model, ids(1, 8), assistant_model=make_model("llama", "sdpa"))
+
+
+def test_other_implementations_generate_as_before(model: Any) -> None:
+    due = generated(make_model("llama", "eager").eval(), ids(1, 8), use_cache=False).sequences
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(generated(model, ids(1, 8), use_cache=False).sequences, due)
+    assert isinstance(generated(model, ids(1, 8)).past_key_values, DynamicCache)
+
+
+CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"attention_mask": torch.tensor([[1, 1, 0, 1]] * 2)}, MaskError, "row 0 of attention_mask has padding after real"),
+    ({"attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])}, MaskError, "row 1 of attention_mask has padding"),
+    ({"attention_mask": torch.ones(2, 5)}, MaskError, "expected (2, 4), the tokens in the cache and the new ones"),
+    ({"position_ids": torch.tensor([[0, 1, 2, 4]])}, UsageError, "position_ids of row 0 are not those of its new tok"),
+    ({"position_ids": torch.tensor([[0, 1, 2]])}, UsageError, "expected (rows or 1, 4), one for each token"),
+    ({"output_hidden_states": True}, UsageError, "output_hidden_states is not supported with a GenerationCache"),
+    (
+        {"labels": ids(2, 4)},
+        UsageError,
+        "the model got labels and a GenerationCache; expected input_ids, inputs_embeds",
+    ),
+    ({"use_cache": False}, UsageError, "use_cache=False contradicts the GenerationCache"),
+    ({"logits_to_keep": torch.ones(2, 4, dtype=torch.bool)}, UsageError, "expected a number of tokens, or columns as"),
+    ({"inputs_embeds": torch.zeros(2, 4, 16)}, UsageError, "the model got input_ids and inputs_embeds: expected input"),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "text"), CALLS)
+@torch.no_grad()
+def test_calls_that_cannot_be_honoured_are_refused(
+    model: Any, given: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    cache = CACHES["mesh_attention"]()
+    with pytest.raises(kind) as said:
+        model(ids(2, 4), past_key_values=cache, **given)
+    assert text in str(said.value)
+    assert model(ids(2, 4), past_key_values=cache).logits.shape[:2] == (2, 4)  # nothing has happened to the cache
+
+
+def padded_cache(model: Any) -> Any:
+    cache = CACHES["mesh_attention"]()
+    model(ids(2, 4), attention_mask=mask([4, 2], 4), past_key_values=cache)
+    return cache
+
+
+LATER: list[tuple[Callable[[Any, Any], Any], str]] = [
+    (lambda model, cache: model(ids(2, 1), past_key_values=cache), "the cache has padded rows, but the model got no"),
+    (lambda model, cache: model(ids(3, 1), past_key_values=cache, attention_mask=torch.ones(3, 5)), "has 2 rows, but"),
+    (lambda model, cache: model(ids(2, 1), past_key_values=cache, attention_mask=torch.ones(2, 5)), "4 real tokens of"),
+    (
+        lambda model, cache: make_model("qwen2", "mesh_attention").eval()(**later(cache)),
+        "the cache is of another model",
+    ),
+    (lambda model, cache: model.float()(**later(cache)), "the cache is of another model, dtype or device"),
+    (lambda model, cache: model.train()(**later(cache)), "a model in training mode cannot fill a GenerationCache"),
+    (lambda model, cache: make_model("llama", "sdpa").eval()(**later(cache)), "does not run with its mesh attention"),
+    (lambda model, cache: cache.crop(-3), "the shortest row has 2 tokens"),
+    (lambda model, cache: copy.deepcopy(cache), "a GenerationCache cannot be copied"),
+    (lambda model, cache: pickle.dumps(cache), "a GenerationCache cannot be pickled"),
+    (
+        lambda model, cache: cache.update_conv_state(torch.zeros(1), 0),
+        "convolutions, recurrent states and indexers are",
+    ),
+    (
+        lambda model, cache: generated(model, ids(3, 9), past_key_values=cache),
+        "the cache has 2 rows, but the model got",
+    ),
+]
+
+
+def later(cache: Any) -> dict[str, Any]:
+    real = torch.cat([mask([4, 2], 4), ones(2, 1)], 1)
+    return {"input_ids": ids(2, 1), "attention_mask": real, "past_key_values": cache}
+
+
+@pytest.mark.parametrize(("use", "text"), LATER)
+@torch.no_grad()
+def test_a_filled_cache_refuses_what_it_cannot_do(model: Any, use: Callable[[Any, Any], Any], text: str) -> None:
+    cache = padded_cache(model)
+    with pytest.raises((UsageError, MaskError)) as said:
+        use(model, cache)
+    assert text in str(said.value)
+
+
+class Skipped(torch.nn.Module):
+    """A layer that does nothing."""
+
+    def forward(self, hidden: Tensor, **_: Any) -> Tensor:
+        return hidden
+
+
+@torch.no_grad()
+def test_a_cache_is_empty_after_a_reset_and_of_no_use_after_a_failure(model: Any) -> None:
+    cache = padded_cache(model)
+    cache.reset()
+    assert (cache.get_seq_length(), cache.batch_size, cache.store.sequences) == (0, -1, ())
+    due = make_model("llama", "eager").eval()(ids(1, 6)).logits
+    with Exact():
+        torch.testing.assert_close(model(ids(1, 6), past_key_values=cache).logits, due, rtol=1e-5, atol=1e-5)
+    layer, model.model.layers[1] = model.model.layers[1], Skipped()
+    with pytest.raises(UsageError, match="1 of 2 layers of LlamaForCausalLM called mesh attention"):
+        model(ids(1, 1), past_key_values=cache)
+    model.model.layers[1] = layer
+    with pytest.raises(UsageError, match="an earlier call with this cache failed"):
+        model(ids(1, 1), past_key_values=cache)
+
+
+def test_an_encoder_cannot_generate(model: Any) -> None:
+    encoder = make_model("encoder", "mesh_attention").eval()
+    with pytest.raises(MaskError, match="generation needs causal attention"):
+        generated(encoder, ids(1, 20))
+
+
+@torch.no_grad()
+def test_autocast_decides_the_dtype_of_the_cache(model: Any) -> None:
+    model.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = generated(model, ids(1, 20))
+    assert out.past_key_values.store.dtype == torch.bfloat16
+
+
+def test_frequencies_that_depend_on_the_largest_position_are_refused_where_ranks_differ(pool: RankPool) -> None:
+    assert pool.run(2, rotary_outcomes) == [("ran", "refused")] * 2
+
+
+def rotary_outcomes(group: Any) -> tuple[str, ...]:
+    found = []
+    with registered(group):
+        model = make_model("dynamic rotary", "mesh_attention").eval()
+        for tokens in (14, 20):  # the limit is 16
+            try:
+                generated(model, ids(1, tokens), max_new_tokens=6)
+                found.append("ran")
+            except UsageError as said:
+                found.append("refused" if "depend on the largest position beyond 16" in str(said) else str(said))
+    return tuple(found)
