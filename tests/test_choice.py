@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mesh_attention import Choice, LocalGroup, MeshAttention, Problem, Tile, Zigzag, causal, make_plan
 from mesh_attention.errors import MeshAttentionError, ParseError, ScheduleError, TileError, UsageError
-from mesh_attention.plan.layout import LAYOUTS
+from mesh_attention.plan.layout import LAYOUTS, PLANNED_LAYOUTS
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.planning.choice import COLLECTIVE_METHODS, METHODS
 from mesh_attention.planning.costs import Costs
@@ -29,7 +29,7 @@ def choices(draw: st.DrawFn) -> Choice:
         method=method,
         tile=None if method == "ulysses" else tile,
         ulysses_degree=draw(st.sampled_from((None, 2, 8))),
-        layout=draw(st.sampled_from((None, *LAYOUTS.values()))),
+        layout=draw(st.sampled_from((None, *PLANNED_LAYOUTS.values()))),
         keep=draw(st.sampled_from(KEEPABLE)),
     )
     if method in COLLECTIVE_METHODS:

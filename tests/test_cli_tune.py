@@ -19,7 +19,6 @@ from mesh_attention.cli.tune_report import explicit_code, filled
 from mesh_attention.clusters import cluster_to_toml, find_cluster
 from mesh_attention.drawing.times import ChartPoint
 from mesh_attention.plan.assignment import tiles_of
-from mesh_attention.plan.layout import Zigzag
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice
@@ -277,8 +276,10 @@ def planned(code: str, problem: Problem) -> dict[str, str]:
     """The digests of the plans that a `MeshAttention` makes which the code makes."""
     names: dict[str, Any] = {"group": LocalGroup(problem.ranks), "MeshAttention": MeshAttention}
     exec(code, names)
-    planning = names["attention"].engines.planning
-    plans = planning.plans(problem, Zigzag(), on_gpu=False, needs_gradient=True, may_keep=False)
+    attention = names["attention"]
+    plans = attention.engines.planning.plans(
+        problem, attention.layout, on_gpu=False, needs_gradient=True, may_keep=False
+    )
     return {direction: plan.digest for direction, plan in plans.items()}
 
 

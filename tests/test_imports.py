@@ -56,6 +56,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "arguments",
         "execution",
         "calibration",
+        "serving",
     ),
     "arguments": VALUES,
     "api": (

@@ -10,7 +10,7 @@ from pathlib import Path
 from mesh_attention.drawing.page import Scene, write_page
 from mesh_attention.drawing.trace import write_trace
 from mesh_attention.plan.assignment import Tile, divisors, tiles_of
-from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.layout import Layout, Turn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import sampled_ranks
 from mesh_attention.plan.steps import Direction
@@ -61,7 +61,8 @@ def rival_scenes(
     report: Report,
     tiles: int = 3,
 ) -> Iterator[Scene]:
-    """Ring, attention2d, mesh on up to `tiles` tiles, and ulysses × mesh, as far as they fit the problem."""
+    """Ring, attention2d, mesh on up to `tiles` tiles, and ulysses × mesh, as far as they fit the problem; of a turn
+    also pass-q."""
     choices = list(_choices(problem, layout or default_layout(problem), tiles=tiles))
     for number, choice in enumerate(choices):
 
@@ -80,6 +81,8 @@ def _plan(problem: Problem, topology: Topology, direction: Direction, choice: Ch
 def _choices(problem: Problem, layout: Layout, *, tiles: int) -> Iterator[Choice]:
     """One tile for both passes: the one that moves the fewest bytes forward, and its neighbours."""
     yield Choice(method="ring", layout=layout)
+    if layout == Turn():
+        yield Choice(method="pass-q", layout=layout)
     found = _tiles(problem, layout, degree=1)[:tiles]
     if found:
         yield Choice(method="attention2d", tile=found[0], layout=layout)

@@ -26,11 +26,14 @@ def option(
     read: Read | None = None,
     default: Any = MISSING,
     *,
+    also: str | None = None,
     panel: str | None = None,
     show_default: bool | str = True,
 ) -> Any:
-    """A field that is an option. Without `read`, typer reads it as the type of the field."""
-    info = typer.Option(name, help=help_text, metavar=metavar, rich_help_panel=panel, show_default=show_default)
+    """A field that is an option, with another name if `also` states one. Without `read`, typer reads it as the type of
+    the field."""
+    names = [name] if also is None else [name, also]
+    info = typer.Option(*names, help=help_text, metavar=metavar, rich_help_panel=panel, show_default=show_default)
     return field(default=default, metadata={"name": name, "info": info, "read": read})
 
 

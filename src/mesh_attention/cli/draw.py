@@ -13,7 +13,7 @@ from mesh_attention.cli.files import checked_plan_for, make_folder, progress
 from mesh_attention.cli.tables import cluster_name, cluster_words
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.plan.steps import Direction
 from mesh_attention.scenes import explorer_scenes, scene_of, write_explorer
 from mesh_attention.tuning.planner import block_plan_on
 from mesh_attention.units import count
@@ -63,7 +63,8 @@ def draw_command(
             plans: dict[Direction, Plan] = {plan.direction: plan}
         else:
             asked = problem.problem(topology.ranks)
-            plans = {d: block_plan_on(topology, asked, choice.choice, d) for d in DIRECTIONS}
+            wanted, directions = problem.choice(choice.choice), problem.passes(both=not problem.is_turn)
+            plans = {d: block_plan_on(topology, asked, wanted, d) for d in directions}
         make_folder("--out", given.out)
         subject = scene_of(plans, topology, report=report)
         scenes = explorer_scenes([subject], topology, report=report)

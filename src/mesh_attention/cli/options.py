@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
 
@@ -16,7 +16,8 @@ from mesh_attention.clusters import PRESETS, find_cluster
 from mesh_attention.errors import ParseError, UsageError
 from mesh_attention.masks import Mask, causal, documents, full, window
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.layout import LAYOUTS, Layout, layout_named
+from mesh_attention.plan.decoding import MOST_DECODED, WAYS, Way
+from mesh_attention.plan.layout import LAYOUTS, Layout, Turn, layout_named
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
 from mesh_attention.planning.choice import METHODS, Choice
@@ -96,7 +97,13 @@ def _heads(**settings: Any) -> Any:
 
 @group
 class PlannedProblemOptions:
-    """A problem, which is left out if a plan file states it."""
+    """A problem, which is left out if a plan file states it.
+
+    A problem of serving has new tokens and cached ones instead of a sequence. It is causal from the right, has the
+    layout `Turn`, and no backward pass.
+    """
+
+    otherwise: ClassVar[str] = "describe the problem, or give a plan file instead"
 
     seq: int | None = _seq(default=None)
     heads: int | None = _heads(default=None)
@@ -117,17 +124,57 @@ class PlannedProblemOptions:
         _read_documents,
         None,
     )
+    new: int | None = of_problem(
+        "--new",
+        "Serving: new tokens of a prompt or a turn, instead of --seq. Both names are the same option.",
+        "SIZE",
+        parse_size,
+        None,
+        also="--prefill",
+    )
+    cached: int | None = of_problem(
+        "--cached", "Serving: tokens before the new ones whose keys and values are cached; 0.", "SIZE", parse_size, None
+    )
+
+    @property
+    def is_turn(self) -> bool:
+        return self.new is not None
 
     def problem(self, ranks: int) -> Problem:
-        if self.seq is None or self.heads is None:
-            missing = "--heads" if self.heads is None and self.seq is not None else "--seq"
-            raise UsageError(f"Missing option '{missing}'; describe the problem, or give a plan file instead")
+        if self.new is not None:
+            return self._served(ranks, "--new", new=self.new, cached=self.cached or 0)
+        if self.cached is not None:
+            raise UsageError("--cached needs --new TOKENS (or --prefill), the tokens that follow the cached ones")
+        if self.seq is None:
+            raise UsageError(f"Missing option '--seq'; {self.otherwise}")
         mask = causal() if self.causal else full()
         for more in (self.window, self.documents):
             mask = mask if more is None else mask & more
+        return self._problem(ranks, self.seq, self.seq if self.seq_kv is None else self.seq_kv, mask)
+
+    def decoded(self, ranks: int) -> Problem:
+        """The problem of one decoded step: every sequence of the batch has a few new tokens."""
+        if self.cached is None:
+            raise UsageError("--decode needs --cached TOKENS, the tokens that each sequence has cached")
+        new = 1 if self.new is None else self.new
+        if new > MOST_DECODED:
+            raise UsageError(
+                f"--new {new:,} with --decode: expected at most {MOST_DECODED} new tokens of each sequence; leave out "
+                "--decode for a prompt or a turn"
+            )
+        return self._served(ranks, "--decode", new=new, cached=self.cached)
+
+    def _served(self, ranks: int, what: str, *, new: int, cached: int) -> Problem:
+        given = {"--seq": self.seq, "--seq-kv": self.seq_kv, "--window": self.window, "--documents": self.documents}
+        refuse_with(what, given)
+        return self._problem(ranks, new, new + cached, causal())
+
+    def _problem(self, ranks: int, seq_q: int, seq_kv: int, mask: Mask) -> Problem:
+        if self.heads is None:
+            raise UsageError(f"Missing option '--heads'; {self.otherwise}")
         return Problem(
-            seq_q=self.seq,
-            seq_kv=self.seq if self.seq_kv is None else self.seq_kv,
+            seq_q=seq_q,
+            seq_kv=seq_kv,
             heads=self.heads,
             kv_heads=self.kv_heads or self.heads,
             head_dim_qk=self.head_dim,
@@ -138,13 +185,71 @@ class PlannedProblemOptions:
             mask=mask,
         )
 
+    def layout(self, given: Layout | None) -> Layout | None:
+        """The layout to plan with; None is the one that suits the mask."""
+        if not self.is_turn:
+            return given
+        refuse_with("--new", {"--layout": None if given == Turn() else given})
+        return Turn()
+
+    def choice(self, given: Choice) -> Choice:
+        """The choice on the layout to plan with."""
+        return replace(given, layout=self.layout(given.layout))
+
+    def passes(self, *, both: bool) -> tuple[Direction, ...]:
+        if self.is_turn:
+            refuse_with("--new", {"--backward": both})
+        return DIRECTIONS if both else DIRECTIONS[:1]
+
 
 @group
 class ProblemOptions(PlannedProblemOptions):
     """A problem that must be given."""
 
-    seq: int = _seq()
+    otherwise: ClassVar[str] = "give the length of the sequence, or for serving --new and --cached"
+
     heads: int = _heads()
+
+
+@group
+class LayersOption:
+    layers: int = of_problem(
+        "--layers", "Serving: layers of the model, which times and cache are multiplied by.", "N", parse_whole, 1
+    )
+
+    def check(self, *, is_served: bool) -> int:
+        if self.layers > 1 and not is_served:
+            raise UsageError("--layers needs --new or --decode; other problems are of one layer")
+        return self.layers
+
+
+@group
+class DecodeOptions:
+    decode: bool = of_problem(
+        "--decode",
+        "Serving: one decoded step; --batch sequences of --cached tokens, with --new tokens each (1 if left out).",
+        default=False,
+    )
+    way: Way | None = of_problem(
+        "--way",
+        "With --decode: every rank runs the same tokens, or sequences are spread over ranks; any if left out.",
+        "|".join(WAYS),
+        one_of(WAYS),
+        None,
+    )
+
+    def check(self) -> bool:
+        if self.way is not None and not self.decode:
+            raise UsageError("--way needs --decode")
+        return self.decode
+
+
+def refuse_with(what: str, given: Mapping[str, object]) -> None:
+    """Raise if any of these options is given together with `what`."""
+    found = [name for name, value in given.items() if value not in (None, False)]
+    if found:
+        it = "it" if len(found) == 1 else "them"
+        raise UsageError(f"{', '.join(found)} cannot be combined with {what}; leave {it} out")
 
 
 @group
@@ -181,10 +286,6 @@ def layout_option() -> Any:
 
 def both_passes_option() -> Any:
     return of_plan("--backward", "Forward and backward together.", default=False)
-
-
-def passes(*, both: bool) -> tuple[Direction, ...]:
-    return DIRECTIONS if both else DIRECTIONS[:1]
 
 
 @group

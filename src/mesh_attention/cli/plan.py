@@ -57,9 +57,11 @@ def plan_command(
     """Make a plan, show it, and compare it with the plans of the other methods."""
     asked = problem.problem(over.ranks)
     with progress("planning") as report:
-        plan = make_plan(asked, choice.choice, direction="backward" if given.backward else "forward")
+        direction = problem.passes(both=given.backward)[-1]
+        wanted = problem.choice(choice.choice)
+        plan = make_plan(asked, wanted, direction=direction)
         steps = _step_rows(plan, given.rank)  # first: it refuses a rank that does not exist
-        comparison = compare(plan, choice.choice, report=report)
+        comparison = compare(plan, wanted, report=report)
         saved = "" if given.save is None else _save(plan, given.save, report)
     if given.json:
         program = {"rank": given.rank, "steps": [asdict(row) for row in steps]}

@@ -16,8 +16,9 @@ from pathlib import Path
 import typer
 
 from mesh_attention.cli import options as opt
-from mesh_attention.cli.command import group, option
+from mesh_attention.cli.command import group, option, options_given
 from mesh_attention.cli.files import Report, checked_plan, progress
+from mesh_attention.cli.replay_decoding_report import DecodingPlayed, decoding_as_json, print_decoding
 from mesh_attention.cli.replay_report import Played, as_json, chart_of, print_replay
 from mesh_attention.clusters import find_cluster
 from mesh_attention.drawing.canvas import save_chart
@@ -27,6 +28,7 @@ from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import FAMILIES
 from mesh_attention.problem import Problem
 from mesh_attention.replay.parts import BEST, Part, tuned_parts
+from mesh_attention.tuning.decoding import CANDIDATES, decode_plan
 from mesh_attention.units import parse_whole
 
 
@@ -65,7 +67,9 @@ class ReplayOptions:
     )
     backward: bool = opt.both_passes_option()
     layout: Layout | None = opt.layout_option()
-    rank: int | None = _of_replay("--rank", "The rank to play; the middle one if left out.", "N", opt.read_rank, None)
+    rank: int | None = _of_replay(
+        "--rank", "The rank to play; the middle one, or with --decode the first, if left out.", "N", opt.read_rank, None
+    )
     rounds: int = _of_replay("--rounds", "How often each method runs.", "N", parse_whole, 5)
     device: str | None = _of_replay(
         "--device", "cpu, cuda or cuda:1; if left out, a GPU if there is one.", "NAME", default=None
@@ -82,7 +86,11 @@ class ReplayOptions:
 
 
 def replay_command(
-    context: typer.Context, over: opt.RanksOption, problem: opt.ProblemOptions, given: ReplayOptions
+    context: typer.Context,
+    over: opt.RanksOption,
+    problem: opt.ProblemOptions,
+    step: opt.DecodeOptions,
+    given: ReplayOptions,
 ) -> None:
     """Play one rank of a plan on this device, at real sizes, and compare it with one kernel and with ring.
 
@@ -90,10 +98,16 @@ def replay_command(
 
     Exit code 0: done. 1: a plan file breaks a rule. 2: invalid input, or a plan does not fit into memory.
     """
+    command = shlex.join(["mesh-attention", *context.obj])
+    if step.check():
+        stated = {name: name in OF_PLANS for name in options_given(context, ReplayOptions)}
+        opt.refuse_with("--decode", stated)
+        _replay_decoding(problem.decoded(over.ranks), step, given, command)
+        return
     if not given.methods and not given.plan:
         raise UsageError("nothing to replay: give --methods, or a --plan")
     with progress("starting") as report:
-        played = _play(problem.problem(over.ranks), given, shlex.join(["mesh-attention", *context.obj]), report)
+        played = _play(problem, over.ranks, given, command, report)
         if given.chart is not None:
             report(f"drawing {given.chart.name}", 1.0)
             save_chart(chart_of(played), given.chart)
@@ -105,13 +119,49 @@ def replay_command(
         typer.echo(f"\nwrote {given.chart}")
 
 
-def _play(problem: Problem, given: ReplayOptions, command: str, report: Report) -> Played:
+OF_PLANS = ("--methods", "--plan", "--backward", "--layout", "--chart")
+"""Options that a decoded step, whose program is fixed, has no use for."""
+
+
+def _replay_decoding(problem: Problem, step: opt.DecodeOptions, given: ReplayOptions, command: str) -> None:
+    from mesh_attention.replay.decoding import replay_decoding
+    from mesh_attention.replay.device import environment_with, find_device
+
+    device = find_device(given.device)
+    rank = opt.check_rank(given.rank or 0, problem.ranks)  # the first has the largest slice
+    plans = [decode_plan(problem, *candidate) for candidate in CANDIDATES if step.way in (None, candidate[0])]
+    with progress("starting") as report:
+        decoding = replay_decoding(
+            problem,
+            plans,
+            rank=rank,
+            device=device,
+            rounds=given.rounds,
+            cuda_graphs=not given.no_graphs,
+            topology=None if given.cluster is None else find_cluster(given.cluster).with_ranks(problem.ranks),
+            on_progress=report,
+        )
+    played = DecodingPlayed(
+        command=command,
+        problem=problem,
+        is_measured=given.cluster is None,
+        environment=environment_with(device, kernel=decoding.kernel, merging=decoding.kernel),
+        decoding=decoding,
+    )
+    if given.json:
+        typer.echo(json.dumps(decoding_as_json(played)))
+    else:
+        print_decoding(played)
+
+
+def _play(asked: opt.ProblemOptions, ranks: int, given: ReplayOptions, command: str, report: Report) -> Played:
     from mesh_attention.replay.actor import BaselineKernel
     from mesh_attention.replay.cluster import measure_cluster
     from mesh_attention.replay.device import check_memory, environment_of, find_device
     from mesh_attention.replay.replay import replay
 
-    directions, device = opt.passes(both=given.backward), find_device(given.device)
+    problem, directions, wanted = asked.problem(ranks), asked.passes(both=given.backward), asked.layout(given.layout)
+    device = find_device(given.device)
     rank = problem.ranks // 2 if given.rank is None else opt.check_rank(given.rank, problem.ranks)
     from_files = [_part_of(file, problem, directions, report) for file in given.plan or ()]
     if given.cluster is None:
@@ -120,12 +170,13 @@ def _play(problem: Problem, given: ReplayOptions, command: str, report: Report) 
         topology = find_cluster(given.cluster).with_ranks(problem.ranks)
     parts: list[Part] = []
     if given.methods:
-        layout = None if given.layout is None else given.layout.name
+        layout = None if wanted is None else wanted.name
         parts = tuned_parts(problem, topology, given.methods, directions=directions, layout=layout, on_progress=report)
     parts += from_files
     is_cuda = device.type == "cuda"
     is_captured = is_cuda and not given.no_graphs
     check_memory(parts, rank=rank, device=device, is_captured=is_captured)
+    kernel = BaselineKernel(problem, device=device)
     return Played(
         command=command,
         problem=problem,
@@ -136,7 +187,8 @@ def _play(problem: Problem, given: ReplayOptions, command: str, report: Report) 
         is_cuda=is_cuda,
         rounds=given.rounds,
         environment=environment_of(problem, device),
-        kernel_tokens=BaselineKernel(problem, device=device).tokens,
+        kernel_tokens=(kernel.tokens, kernel.kv_tokens),
+        kernel_words=kernel.words,
         replayed=replay(
             parts,
             topology,

@@ -11,10 +11,9 @@ from mesh_attention.cli.tables import (
     NO_NUMBER,
     Column,
     cluster_words,
-    mask_words,
     plain_console,
     print_table,
-    size_words,
+    problem_words,
     times,
 )
 from mesh_attention.drawing.rates import Bar, BarGroup, rate_chart
@@ -51,7 +50,8 @@ class Played:
     is_cuda: bool
     rounds: int
     environment: Environment
-    kernel_tokens: int
+    kernel_tokens: tuple[int, int]
+    kernel_words: str
     replayed: Replayed
 
 
@@ -63,7 +63,7 @@ def print_replay(played: Played) -> None:
     directions = " and ".join(one.direction for one in replayed.kernel)
     console.print(
         f"replay of rank {replayed.rank} of {played.problem.ranks:,} on {played.environment.device}: {directions}; "
-        f"{size_words(played.problem)}, {mask_words(played.problem)}, {played.layout}",
+        f"{problem_words(played.problem, played.layout)}",
         style="bold",
     )
     console.print(_setting_words(played))
@@ -77,7 +77,7 @@ def print_replay(played: Played) -> None:
         console, replay_columns(lines, is_cuda=played.is_cuda), bold=[isinstance(line, str) for line in lines]
     )
     rates = " and ".join(f"{three_digits(one.tflops)} TFLOP/s {one.direction}" for one in replayed.kernel)
-    console.print(f"one kernel with as much work, a call of {played.kernel_tokens:,} tokens: {rates}")
+    console.print(f"one kernel with as much work, {played.kernel_words}: {rates}")
     console.print(_caption(played, rows, left_out), style="dim")
 
 
@@ -156,7 +156,10 @@ def as_json(played: Played) -> dict[str, Any]:
         "rank": played.replayed.rank,
         "rounds": played.rounds,
         "rows": [row_as_json(row) for row in rows_of(played.replayed)],
-        "one_kernel": [kernel_as_json(one) | {"tokens": played.kernel_tokens} for one in played.replayed.kernel],
+        "one_kernel": [
+            kernel_as_json(one) | dict(zip(("tokens", "kv_tokens"), played.kernel_tokens, strict=True))
+            for one in played.replayed.kernel
+        ],
     }
 
 
@@ -167,7 +170,7 @@ def chart_of(played: Played) -> Figure:
         expected="forecast",
         line="one kernel",
         title=f"One rank of {played.problem.ranks:,}, replayed on {played.environment.device}",
-        below=f"{size_words(played.problem)}, {mask_words(played.problem)}, {played.layout}",
+        below=problem_words(played.problem, played.layout),
     )
 
 

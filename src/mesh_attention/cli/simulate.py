@@ -13,12 +13,14 @@ import typer
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import argument, group
 from mesh_attention.cli.files import Report, checked_plan_for, progress
-from mesh_attention.cli.tables import Column, cluster_words, mask_words, plain_console, print_table, size_words, times
+from mesh_attention.cli.serving_report import print_times
+from mesh_attention.cli.tables import Column, cluster_words, plain_console, print_table, problem_words, times
 from mesh_attention.cli.terminal import SHADES, draw_lanes
 from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.gantt import gantt
 from mesh_attention.drawing.trace import write_trace
 from mesh_attention.plan.codec import plan_to_json
+from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import sampled_ranks
 from mesh_attention.plan.steps import Direction
@@ -48,6 +50,7 @@ def simulate_command(
     context: typer.Context,
     on: opt.ClusterOptions,
     problem: opt.PlannedProblemOptions,
+    model: opt.LayersOption,
     choice: opt.ChoiceOptions,
     which: Passes,
     given: SimulateOptions,
@@ -65,7 +68,10 @@ def simulate_command(
             plans: dict[Direction, Plan] = {plan.direction: plan}
         else:
             asked = problem.problem(topology.ranks)
-            plans = {d: block_plan_on(topology, asked, choice.choice, d) for d in opt.passes(both=which.backward)}
+            wanted, directions = problem.choice(choice.choice), problem.passes(both=which.backward)
+            plans = {d: block_plan_on(topology, asked, wanted, d) for d in directions}
+        is_turn = next(iter(plans.values())).layout == Turn()
+        layers = model.check(is_served=is_turn)
         spans_of = {*shown_ranks, *(sampled_ranks(topology.ranks) if given.trace else ())}
         forecasts = [_forecast(plans, topology, spans_of, report)]
         ring = {direction: ring_like(plan, topology) for direction, plan in plans.items()}
@@ -82,9 +88,9 @@ def simulate_command(
         files = {
             name: None if path is None else str(path) for name, path in (("trace", given.trace), ("chart", given.chart))
         }
-        typer.echo(json.dumps(_as_json(forecasts, topology) | files))
+        typer.echo(json.dumps(_as_json(forecasts, topology) | files | {"layers": layers}))
         return
-    _print(forecasts, topology, shown_ranks)
+    _print(forecasts, topology, shown_ranks, layers=layers if is_turn else None)
     for path in (given.trace, given.chart):
         if path is not None:
             typer.echo(f"wrote {path}")
@@ -168,13 +174,18 @@ def _as_json(forecasts: Sequence[Forecasts], topology: Topology) -> dict[str, An
 # For people
 
 
-def _print(forecasts: Sequence[Forecasts], topology: Topology, shown_ranks: Sequence[int]) -> None:
+def _print(
+    forecasts: Sequence[Forecasts], topology: Topology, shown_ranks: Sequence[int], *, layers: int | None
+) -> None:
+    """With `layers`, the plan is that of a turn."""
     console, this = plain_console(), forecasts[0]
     plan = next(iter(this.plans.values()))
-    words = f"{size_words(plan.problem)}, {mask_words(plan.problem)}, {plan.layout.name}"
-    console.print(f"{this.whole.name}; {words}", style="bold")
+    console.print(f"{this.whole.name}; {problem_words(plan.problem, plan.layout.name)}", style="bold")
     console.print(f"on {cluster_words(topology)}")
     console.print()
+    if layers is not None:
+        print_times(console, "time to first token's attention", plan.problem, this.whole.time_s, layers)
+        console.print()
     columns = _columns(forecasts, topology)
     print_table(console, columns, bold=[label == "time" for label in columns[0].cells], gaps=(3, 2, 1))
     console.print(_caption(forecasts, topology), style="dim")

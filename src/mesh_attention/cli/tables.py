@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mesh_attention.plan.assignment import Assignment
+from mesh_attention.plan.layout import Turn
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import count, format_size
@@ -116,6 +117,21 @@ LONGEST_MASK = 40
 def mask_words(problem: Problem) -> str:
     mask = str(problem.mask)
     return mask if len(mask) <= LONGEST_MASK else mask[:LONGEST_MASK] + "…"
+
+
+def problem_words(problem: Problem, layout: str) -> str:
+    """Everything about a problem on a layout. Turns are all masked alike."""
+    if layout == Turn.name:
+        return f"{new_words(problem)}, {head_words(problem)}"
+    return f"{size_words(problem)}, {mask_words(problem)}, {layout}"
+
+
+def new_words(problem: Problem) -> str:
+    """New and cached tokens of each sequence."""
+    sequences = f"{count(problem.batch, 'sequence')}, each " if problem.batch > 1 else ""
+    new = f"{format_size(problem.seq_q)} new token" + ("" if problem.seq_q == 1 else "s")
+    cached = problem.seq_kv - problem.seq_q
+    return f"{sequences}{new} on {format_size(cached)} cached" if cached else f"{sequences}{new}"
 
 
 def size_words(problem: Problem) -> str:

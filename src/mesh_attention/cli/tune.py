@@ -13,7 +13,8 @@ import typer
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import group
 from mesh_attention.cli.files import Report, progress
-from mesh_attention.cli.tables import cluster_name, head_words, mask_words, token_words
+from mesh_attention.cli.serving_report import Served, decoding_as_json, print_decoding, turn_as_json
+from mesh_attention.cli.tables import cluster_name, head_words, mask_words, new_words, token_words
 from mesh_attention.cli.tune_report import Answer, cluster_code, explicit_code, print_tuning
 from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.times import ChartPoint, ChartX, time_chart
@@ -27,9 +28,11 @@ from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import joined
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
+from mesh_attention.tuning.decoding import forecast_decoding
 from mesh_attention.tuning.result import Tuning, tuning_to_json
 from mesh_attention.tuning.sweep import AXES, Axis, Sweep, Sweeper, check_axis
 from mesh_attention.tuning.tune import tune, tuned_plans
+from mesh_attention.tuning.turns import turn_rivals
 from mesh_attention.units import GIB, parse_nbytes
 
 CODE_WIDTH = 100
@@ -65,13 +68,25 @@ class TuneOptions:
     json: bool = opt.json_option()
 
 
-def tune_command(on: opt.ClusterOptions, problem: opt.ProblemOptions, given: TuneOptions) -> None:
+def tune_command(
+    on: opt.ClusterOptions,
+    problem: opt.ProblemOptions,
+    step: opt.DecodeOptions,
+    model: opt.LayersOption,
+    given: TuneOptions,
+) -> None:
     """Choose the plan for a problem on a cluster, and explain why the others were not chosen.
 
     Exit code 0: done. 2: invalid input, or no plan fits into memory.
     """
     topology = on.topology
-    asked = problem.problem(topology.ranks)
+    if step.check():
+        _tune_decoding(problem, topology, step, model.layers, given)
+        return
+    asked, directions = problem.problem(topology.ranks), problem.passes(both=given.backward)
+    layers, layout = model.check(is_served=problem.is_turn), problem.layout(given.layout)
+    if problem.is_turn and given.against == "seq":
+        raise UsageError("--against seq cannot be combined with --new; use --against ranks or tile")
     if given.against is not None and given.chart is None:
         raise UsageError("--against needs --chart FILE")
     if given.chart is not None and given.against is None:
@@ -80,14 +95,15 @@ def tune_command(on: opt.ClusterOptions, problem: opt.ProblemOptions, given: Tun
         check_axis(given.against, asked)
 
     def tune_at(problem: Problem, topology: Topology, report: Report) -> tuple[Tuning, bool]:
-        options: dict[str, Any] = {"directions": opt.passes(both=given.backward), "memory_nbytes": given.memory}
-        options |= {"layout": None if given.layout is None else given.layout.name, "on_progress": report}
+        options: dict[str, Any] = {"directions": directions, "memory_nbytes": given.memory}
+        options |= {"layout": None if layout is None else layout.name, "on_progress": report}
         return (
             (tune(problem, topology, **options), False) if given.no_cache else cached_tune(problem, topology, **options)
         )
 
     with progress("tuning") as report:
         tuning, is_from_cache = tune_at(asked, topology, report)
+        rivals = turn_rivals(asked, topology, report=report) if problem.is_turn else ()
         answer = Answer(
             problem=asked,
             topology=topology,
@@ -97,6 +113,7 @@ def tune_command(on: opt.ClusterOptions, problem: opt.ProblemOptions, given: Tun
             tuning=tuning,
             is_from_cache=is_from_cache,
             plans=tuned_plans(asked, topology, tuning.chosen),
+            served=Served(layers=layers, rivals=rivals) if problem.is_turn else None,
         )
         if given.trace is not None:
             _write_trace(answer, given.trace, report)
@@ -113,6 +130,20 @@ def tune_command(on: opt.ClusterOptions, problem: opt.ProblemOptions, given: Tun
             typer.echo(f"\nwrote {written}")
     if chart is not None and chart["left_out"]:
         typer.echo(f"not in the chart, because no plan fits into the memory: {', '.join(chart['left_out'])}")
+
+
+def _tune_decoding(
+    problem: opt.ProblemOptions, topology: Topology, step: opt.DecodeOptions, layers: int, given: TuneOptions
+) -> None:
+    """A decoded step has a fixed program, so only its way and meeting are chosen."""
+    unused = {"--backward": given.backward, "--layout": given.layout, "--memory": given.memory}
+    opt.refuse_with("--decode", {**unused, "--chart": given.chart, "--against": given.against, "--trace": given.trace})
+    asked = problem.decoded(topology.ranks)
+    forecasts = forecast_decoding(asked, topology, way=step.way)
+    if given.json:
+        typer.echo(json.dumps(decoding_as_json(asked, topology, forecasts, layers)))
+        return
+    print_decoding(asked, topology, forecasts, layers)
 
 
 def _write_trace(answer: Answer, path: Path, report: Report) -> None:
@@ -143,7 +174,7 @@ def _title(answer: Answer, axis: Axis) -> str:
     problem, chosen = answer.problem, answer.tuning.chosen.choices
     words = [head_words(problem), mask_words(problem), " and ".join(chosen)]
     if axis != "seq":
-        words.insert(0, token_words(problem))
+        words.insert(0, token_words(problem) if answer.served is None else new_words(problem))
     words.append(f"on {answer.topology.name if axis == 'ranks' else cluster_name(answer.topology)}")
     degree = next(iter(chosen.values())).assignment.ulysses
     if axis == "tile" and degree > 1:
@@ -160,6 +191,7 @@ def _as_json(answer: Answer) -> dict[str, Any]:
         "memory_nbytes": answer.memory_nbytes,
         "tuning": tuning_to_json(answer.tuning),
         "is_from_cache": answer.is_from_cache,
+        "serving": None if answer.served is None else turn_as_json(answer.problem, *answer.turn, answer.served),
         "digests": {direction: plan.digest for direction, plan in plans.items()},
         "options": {
             direction: {name: value for name, value in choice.options.items() if value is not None}

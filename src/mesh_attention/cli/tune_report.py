@@ -8,15 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mesh_attention.cli.serving_report import Served, print_turn
 from mesh_attention.cli.tables import (
     NO_NUMBER,
     Column,
     cluster_words,
-    mask_words,
     plain_console,
     print_table,
-    size_words,
+    problem_words,
 )
+from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Direction
 from mesh_attention.planning.choice import Choice
@@ -45,19 +46,29 @@ class Answer:
     tuning: Tuning
     is_from_cache: bool
     plans: Mapping[Direction, Plan]
+    served: Served | None = None
 
     @property
     def layout(self) -> str:
         return next(iter(self.plans.values())).layout.name
 
+    @property
+    def turn(self) -> tuple[Choice, float]:
+        """The choice of a turn, and its time."""
+        chosen = self.tuning.chosen
+        return chosen.choices["forward"], chosen.time_s
+
 
 def print_tuning(answer: Answer) -> None:
     console, tuning, chosen = plain_console(), answer.tuning, answer.tuning.chosen
     limit = "" if answer.memory_nbytes is None else f", within {format_nbytes(answer.memory_nbytes)} per rank"
-    words = f"{size_words(answer.problem)}, {mask_words(answer.problem)}, {answer.layout}{limit}"
+    words = f"{problem_words(answer.problem, answer.layout)}{limit}"
     console.print(f"{' and '.join(answer.plans)}; {words}", style="bold")
     console.print(f"on {cluster_words(answer.topology)}")
     console.print()
+    if answer.served is not None:
+        print_turn(console, answer.problem, answer.topology, *answer.turn, answer.served)
+        console.print()
     columns = _columns(tuning, has_nodes=answer.topology.nodes > 1)
     no_room = print_table(console, columns, bold=[trial is chosen for trial in tuning.trials])
     console.print(_caption(answer, no_room), style="dim")
@@ -78,7 +89,7 @@ def print_tuning(answer: Answer) -> None:
         cluster_code(answer.cluster, layout=answer.layout, memory_nbytes=limit_nbytes, width=console.width),
         soft_wrap=True,
     )
-    if len(answer.plans) < len(DIRECTIONS):
+    if len(answer.plans) < len(DIRECTIONS) and answer.served is None:
         console.print("MeshAttention tunes forward and backward together, as --backward does here.", style="dim")
 
 
@@ -181,7 +192,7 @@ DEFAULT_LAYOUT = "zigzag"
 def cluster_code(cluster: str, *, layout: str, memory_nbytes: int | None, width: int) -> str:
     """Code that lets every rank tune."""
     arguments = [f"cluster={json.dumps(cluster)}"]
-    if layout != DEFAULT_LAYOUT:
+    if layout not in (DEFAULT_LAYOUT, Turn.name):
         arguments.append(f'layout="{layout}"')
     if memory_nbytes is not None:
         power = next(power for power in (30, 20, 10, 0) if memory_nbytes % 2**power == 0)
@@ -225,6 +236,8 @@ def filled(statement: str, *, width: int) -> str:
 
 def _arguments(choice: Choice, plan: Plan, topology: Topology) -> str:
     costs = _least_costs(choice, plan, topology)
+    if choice.layout == Turn():
+        choice = replace(choice, layout=None)  # a cache states where its tokens are
     written = ", ".join(f"{kind}={cost!r}" for kind, cost in costs.items())
     return f'choice="{choice}"' + (f", costs=Costs({written})" if costs else "")
 

@@ -3,7 +3,8 @@
 A buffer holds its shards' segments sorted by position. A call covers queries that are adjacent in their buffer and keys
 that are adjacent in theirs, and is either unmasked or masked as a whole. Unmasked neighbours are joined; segments that
 the mask cuts through get one call for each pair. The exception is a causal mask over the same positions on both sides,
-such as a zigzag shard's own block: one masked call covers all of it.
+such as a zigzag shard's own block: one masked call covers all of it. Cached keys, which all queries see, are attended
+apart from new ones: otherwise queries that see different new keys would be different calls over the whole cache.
 
 A program states only the buffers. A call's output, its gradients and a fused kernel's scratch live until they are added
 to the sums; they are counted for cuDNN and flash. The interval kernel, which takes softcap, gradients into the LSE and
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from mesh_attention.masks import BlockKind, Segment, causal
@@ -23,6 +24,9 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffers import held_nbytes, shared_buffers
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Attend, Direction, Effects, Item, Step
+
+MOST_KEYS = 8
+"""Keys that all queries see are attended by themselves if they are so many times the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +77,24 @@ def _calls(rows: list[_Slot], cols: list[_Slot], matrix: BlockMatrix) -> tuple[K
         return (KernelCall(q, kv, BlockKind.PARTIAL, is_plain_causal=True),)
     calls = []
     rows_of: dict[tuple[_Slot, ...], list[_Slot]] = {}  # for each unmasked run of keys, the queries that see all of it
-    for row in rows:
-        kinds = {col: _kind(row, col, matrix) for col in cols}
+    kinds_of = [{col: _kind(row, col, matrix) for col in cols} for row in rows]
+    seen = _seen_by_all(kinds_of, cols)
+    for row, kinds in zip(rows, kinds_of, strict=True):
         calls += [_call([row], [col], kind) for col, kind in kinds.items() if kind is BlockKind.PARTIAL]
-        for run in _runs(col for col, kind in kinds.items() if kind is BlockKind.FULL):
-            rows_of.setdefault(run, []).append(row)
+        whole = [col for col, kind in kinds.items() if kind is BlockKind.FULL]
+        for part in (whole[: len(seen)], whole[len(seen) :]):
+            for run in _runs(part):
+                rows_of.setdefault(run, []).append(row)
     calls += [_call(queries, run, BlockKind.FULL) for run in rows_of for queries in _runs(rows_of[run])]
     return tuple(calls)
+
+
+def _seen_by_all(kinds_of: Sequence[Mapping[_Slot, BlockKind]], cols: list[_Slot]) -> list[_Slot]:
+    """The first keys, which all queries see, if they are most of the keys: cached ones. They get calls of their own, of
+    all queries. If they are fewer, or all, it is better to attend them together with the rest."""
+    first = list(takewhile(lambda col: all(kinds[col] is BlockKind.FULL for kinds in kinds_of), cols))
+    tokens, rest = (sum(len(slot.segment) for slot in part) for part in (first, cols[len(first) :]))
+    return first if tokens >= MOST_KEYS * rest > 0 else []
 
 
 def _is_plain_causal(rows: list[_Slot], cols: list[_Slot], matrix: BlockMatrix) -> bool:

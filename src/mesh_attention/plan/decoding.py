@@ -25,6 +25,8 @@ from mesh_attention.units import brief
 
 Way = Literal["same", "spread"]
 Meeting = Literal["gather", "slices"]
+MOST_DECODED = 16
+"""The most new tokens of a sequence in one decoded step."""
 WAYS: tuple[Way, ...] = get_args(Way)
 MEETINGS: tuple[Meeting, ...] = get_args(Meeting)
 
@@ -49,6 +51,10 @@ class DecodePlan:
             raise ScheduleError(f"way {brief(self.way)}: expected one of {', '.join(WAYS)}")
         if self.meeting not in MEETINGS or (self.way == "spread" and self.meeting != "slices"):
             raise ScheduleError(f"meeting {brief(self.meeting)}: expected slices, or with way same also gather")
+
+    @property
+    def name(self) -> str:
+        return self.way if self.way == "spread" else f"{self.way}, {self.meeting}"
 
     @property
     def rows(self) -> int:
@@ -84,6 +90,15 @@ class DecodePlan:
     def exchanges(self) -> int:
         """Exchanges between all ranks, one after the other."""
         return 0 if self.ranks == 1 else 1 if self.meeting == "gather" else 2
+
+    def exchanged_nbytes(self, exchange: int, source: int, dest: int) -> int:
+        """Bytes that one rank sends to another in one of the exchanges."""
+        if self.meeting == "gather":
+            return self.rows * self.row_nbytes
+        if self.way == "spread" and exchange == 0:
+            return len(self.own[source]) * self.queries * self.token_nbytes
+        is_merged = self.way == "same" and exchange == 1
+        return len(self.slices[source if is_merged else dest]) * self.row_nbytes
 
     def sent_nbytes(self, rank: int) -> int:
         """Bytes that a rank sends in all."""

@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from mesh_attention.errors import ParseError, ScheduleError, TileError, UsageError
 from mesh_attention.plan.assignment import Assignment, Tile, as_tile, check_assignment, check_degree
-from mesh_attention.plan.layout import LAYOUTS, Contiguous, Layout, Zigzag, parse_layout
+from mesh_attention.plan.layout import LAYOUTS, PLANNED_LAYOUTS, Contiguous, Layout, Zigzag, parse_layout
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.plan.steps import Direction, Kind
 from mesh_attention.planning.costs import least_volume_degree, least_volume_tile
@@ -255,7 +255,7 @@ def as_choice(choice: Choice | str | None, **options: Unpack[ChoiceOptions]) -> 
 
 
 def _detail(detail: str, text: str) -> Mapping[str, Any]:
-    if detail in LAYOUTS:
+    if detail in PLANNED_LAYOUTS:
         return {"layout": detail}
     name, _, value = detail.partition(" ")
     if name in ("inner", "route", "partials") and value:

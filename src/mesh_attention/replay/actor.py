@@ -114,19 +114,33 @@ class Actor:
 
 
 class BaselineKernel:
-    """One kernel call with as much work as a rank has: the rate of the device without communication."""
+    """One kernel call with as much work as a rank has: the rate of the device without communication.
+
+    It is square, and causal if the mask is. If there are more keys than queries, as in a turn against a cache, it has
+    no mask, and at most as many queries as the problem; few queries have many keys.
+    """
 
     def __init__(self, problem: Problem, *, device: torch.device) -> None:
         self.problem, self.kernel = problem, kernel_for(problem, device)
         pairs = problem.pairs // problem.ranks
-        is_causal = problem.mask.right is not None
+        is_causal = problem.mask.right is not None and problem.seq_q == problem.seq_kv
         self.tokens = max(1, isqrt(2 * pairs if is_causal else pairs))
-        self.pairs = self.tokens * (self.tokens + 1) // 2 if is_causal else self.tokens**2
-        span = (range(self.tokens),)
+        self.kv_tokens = self.tokens
+        if problem.seq_q < problem.seq_kv:
+            self.tokens = min(self.tokens, problem.seq_q)
+            self.kv_tokens = max(1, pairs // self.tokens)
+        self.pairs = self.tokens * (self.tokens + 1) // 2 if is_causal else self.tokens * self.kv_tokens
+        spans = (range(self.tokens),), (range(self.kv_tokens),)
         mask = causal() if is_causal else full()
-        form = CallMask("causal" if is_causal else "full", mask, span, span, self.tokens, self.tokens)
+        form = CallMask("causal" if is_causal else "full", mask, *spans, self.tokens, self.kv_tokens)
         self.scores = Scores(form, problem.head_dim_qk**-0.5)
         self.device = device
+
+    @property
+    def words(self) -> str:
+        """The shape of the call."""
+        keys = "" if self.tokens == self.kv_tokens else f" on {self.kv_tokens:,}"
+        return f"a call of {self.tokens:,}{keys} tokens"
 
     def flops(self, direction: Direction) -> int:
         return self.problem.flops(direction, pairs=self.pairs)
@@ -135,15 +149,14 @@ class BaselineKernel:
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         problem = self.problem
         sizes = (
-            (problem.heads, problem.head_dim_qk),
-            (problem.kv_heads, problem.head_dim_qk),
-            (problem.kv_heads, problem.head_dim_v),
-            (problem.heads, problem.head_dim_v),
+            (self.tokens, problem.heads, problem.head_dim_qk),
+            (self.kv_tokens, problem.kv_heads, problem.head_dim_qk),
+            (self.kv_tokens, problem.kv_heads, problem.head_dim_v),
+            (self.tokens, problem.heads, problem.head_dim_v),
         )
         dtype = DTYPES[problem.dtype]
         q, k, v, do = (
-            torch.randn((problem.batch, self.tokens, *size), device=self.device, dtype=dtype).transpose(1, 2)
-            for size in sizes
+            torch.randn((problem.batch, *size), device=self.device, dtype=dtype).transpose(1, 2) for size in sizes
         )
         return q, k, v, do
 

@@ -56,11 +56,15 @@ def find_device(text: str | None) -> torch.device:
 
 def environment_of(problem: Problem, device: torch.device) -> Environment:
     actor = Actor(make_plan(problem, method="ring"), 0, device=device)  # kernels depend on the problem, not on the plan
+    return environment_with(device, kernel=actor.kernel.name, merging=actor.merging.name)
+
+
+def environment_with(device: torch.device, *, kernel: str, merging: str) -> Environment:
     is_cuda = device.type == "cuda"
     return Environment(
         device=torch.cuda.get_device_name(device) if is_cuda else f"cpu, {count(torch.get_num_threads(), 'thread')}",
-        kernel=actor.kernel.name,
-        merging=actor.merging.name,
+        kernel=kernel,
+        merging=merging,
         versions=_versions(),
         machine=f"{platform.system()} {platform.machine()}, {count(os.cpu_count() or 1, 'core')}",
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -125,7 +129,8 @@ def _need(part: Part, rank: int, device: torch.device, *, is_captured: bool) -> 
 
 def _kernel_need(problem: Problem, device: torch.device) -> Need:
     """The tensors of the one kernel, and about as much again for its results."""
-    tensors = _token_nbytes(problem) * BaselineKernel(problem, device=device).tokens
+    kernel = BaselineKernel(problem, device=device)
+    tensors = _token_nbytes(problem) * max(kernel.tokens, kernel.kv_tokens)
     return Need("the one kernel", 2 * tensors, tensors)
 
 

@@ -9,7 +9,8 @@ import torch
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import ProblemError, UsageError
-from mesh_attention.plan.decoding import WAYS, Meeting, Way
+from mesh_attention.plan.caching import BLOCK_TOKENS, blocks_of_rank
+from mesh_attention.plan.decoding import MOST_DECODED, WAYS, Meeting, Way
 from mesh_attention.serving.blocks import BlockPool
 from mesh_attention.serving.book import Book, Window
 from mesh_attention.serving.checks import DTYPE_NAMES
@@ -18,10 +19,6 @@ from mesh_attention.serving.memory import CachedLayer, Memory, cache_nbytes
 from mesh_attention.serving.prefill import Grown, Turn, new_tokens
 from mesh_attention.serving.running import Ground, KeptSteps
 from mesh_attention.units import brief, count, format_nbytes
-
-BLOCK_TOKENS = 64
-MOST_DECODED = 16
-"""The most new tokens of a sequence in one decoded step."""
 
 
 class ShardedCache:
@@ -214,8 +211,7 @@ def _blocks(
 ) -> dict[Window, int]:
     """Blocks of a rank for each window.
 
-    A sequence may leave one block partly empty. The tokens of a window may all be on one rank, and while a turn runs,
-    those before and after it are kept.
+    The tokens of a window may all be on one rank, and while a turn runs, those before and after it are kept.
     """
     for name, value, least in (
         ("tokens", tokens, 1),
@@ -227,7 +223,7 @@ def _blocks(
             raise ProblemError(f"{name}={brief(value)}: expected a whole number of at least {least}")
     if not layers or not all(isinstance(layer, CachedLayer) for layer in layers):
         raise ProblemError(f"layers={brief(layers)}: expected a CachedLayer for each layer of the model")
-    full = -(-tokens // (ranks * block_tokens)) + sequences
+    full = blocks_of_rank(tokens, sequences=sequences, ranks=ranks, block_tokens=block_tokens)
     found: dict[Window, int] = {}
     for window in dict.fromkeys(layer.window for layer in layers):
         found[window] = full

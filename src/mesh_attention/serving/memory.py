@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mesh_attention.errors import ProblemError
 from mesh_attention.kernels.decode import Blocks
+from mesh_attention.plan.caching import layer_nbytes
 from mesh_attention.serving.book import Window
 from mesh_attention.units import brief
 
@@ -46,8 +47,11 @@ class CachedLayer:
 
 
 def cache_nbytes(layers: Iterable[CachedLayer], blocks: dict[Window, int], block_tokens: int, itemsize: int) -> int:
-    """Bytes of a cache on one rank. Each layer has one block more, for what a rank does not keep."""
-    return sum((blocks[layer.window] + 1) * block_tokens * layer.elements * itemsize for layer in layers)
+    """Bytes of a cache on one rank."""
+    return sum(
+        layer_nbytes(blocks[layer.window], token_nbytes=layer.elements * itemsize, block_tokens=block_tokens)
+        for layer in layers
+    )
 
 
 class Memory:

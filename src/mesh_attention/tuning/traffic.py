@@ -24,7 +24,7 @@ from mesh_attention.planning.choice import Choice, default_layout
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import make_priced_plan
 from mesh_attention.problem import Problem
-from mesh_attention.topology import Topology
+from mesh_attention.topology import RUN, Topology
 from mesh_attention.tuning.work import Needs, needs
 
 Counts = NDArray[np.float64]
@@ -248,7 +248,21 @@ def _call_prices(problem: Problem, topology: Topology, direction: Direction, blo
     call_s = CALLS_PER_MEET * (rate.call_us + device.launch_us) * 1e-6
     memory_s = 1 / (device.memory_gb_per_s * 1e9)
     row_nbytes, col_nbytes = _touched_nbytes(problem, direction)
-    return {"call": call_s / block_s, "row": row_nbytes * memory_s / block_s, "col": col_nbytes * memory_s / block_s}
+    return {
+        "call": call_s / block_s,
+        "row": row_nbytes * memory_s / block_s,
+        "col": col_nbytes * memory_s / block_s + _unfilled(problem, topology, direction),
+    }
+
+
+def _unfilled(problem: Problem, topology: Topology, direction: Direction) -> float:
+    """Rows of a forward call, for each of its columns, that would fit into the last round of the device: half a round
+    on average, if a row alone does not fill one. 0 where rows are long."""
+    if topology.device.width == 1 or direction == "backward":
+        return 0.0
+    # A row of a place with a Ulysses degree has as many more tokens as it has fewer heads.
+    row = problem.batch * problem.heads * problem.seq_q / problem.ranks / RUN
+    return topology.device.width / row / 2 if row < topology.device.width else 0.0
 
 
 def _touched_nbytes(problem: Problem, direction: Direction) -> tuple[float, float]:
@@ -283,7 +297,7 @@ def _calls_s(choice: Choice, problem: Problem, topology: Topology, direction: Di
     device = topology.device
     rate = device.forward if direction == "forward" else device.backward
     is_whole = choice.is_collective
-    meetings = 1.0 if is_whole else extent.blocks / min(choice.blocks_per_call or 1, extent.cols)
+    meetings = 1.0 if is_whole else extent.blocks / min(choice.blocks_per_call or 1, max(extent.rows, extent.cols))
     rows, cols = (extent.rows, extent.cols) if is_whole else (meetings, extent.blocks)
     row_nbytes, col_nbytes = _touched_nbytes(problem, direction)
     touched = rows * row_nbytes + cols * col_nbytes

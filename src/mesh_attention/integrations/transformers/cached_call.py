@@ -28,8 +28,8 @@ from mesh_attention.integrations.transformers.masks import CALL, CachedCall
 from mesh_attention.integrations.transformers.models import refuse_rotary_ends
 from mesh_attention.integrations.transformers.new_tokens import NewTokens, read_new_tokens
 from mesh_attention.integrations.transformers.observing import observe
+from mesh_attention.plan.decoding import MOST_DECODED
 from mesh_attention.serving import Step, Turn
-from mesh_attention.serving.cache import MOST_DECODED
 
 Given = Mapping[str, Any]
 

@@ -21,7 +21,7 @@ from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.integrations.transformers.attention import LayerAttention
 from mesh_attention.integrations.transformers.cache import GenerationCache
 from mesh_attention.integrations.transformers.finding import find_layers
-from mesh_attention.serving.cache import BLOCK_TOKENS
+from mesh_attention.plan.caching import BLOCK_TOKENS
 
 INSTEAD = 'or generate with another implementation: model.set_attn_implementation("sdpa")'
 MODES = ("greedy_search", "sample", "beam_search", "beam_sample", "assisted_generation")

@@ -1,0 +1,208 @@
+"""Serving on the command line: prompts, turns and decoded steps; what is printed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import test_cli
+from test_cli import Run, as_json, assert_refused
+
+from mesh_attention import Problem, causal, cluster_named, make_plan, read_plan
+from mesh_attention.plan.caching import cache_nbytes
+from mesh_attention.planning.choice import Choice
+from mesh_attention.tuning.decoding import forecast_decoding
+from mesh_attention.tuning.result import tuning_from_json
+
+run = test_cli.run
+"""The fixture."""
+
+SIZES = "--heads 8 --kv-heads 2 --head-dim 64"
+TURN = f"--new 512 --cached 64k {SIZES}"
+TUNE = f"tune --cluster h100x8 {TURN} --no-cache"
+DECODE = f"tune --cluster h100x16 --decode --batch 8 --cached 1m {SIZES}"
+PROBLEM = Problem(
+    seq_q=512, seq_kv=512 + 65536, heads=8, kv_heads=2, head_dim_qk=64, head_dim_v=64, ranks=8, mask=causal()
+)
+RIVALS = ["pass-KV ring", "pass-Q ring", "all-gather"]
+
+
+# Turns
+
+
+def test_a_turn_is_told_with_its_time_cache_tile_reason_and_rivals(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = run(f"{TUNE} --layers 4")
+    assert (code, err) == (0, "")
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert lines[0] == "forward; 512 new tokens on 64k cached, 8 heads (2 KV) of 64, bfloat16"
+    assert max(map(len, lines)) <= 80
+    start = next(i for i, line in enumerate(lines) if line.startswith("time to first token's attention: "))
+    assert lines[start].endswith("for 4 layers")
+    assert [lines[start + 1].split()[0], lines[start + 2].split()[0], lines[start + 3].split()[0]] == [
+        "cache",
+        "tile",
+        "why",
+    ]
+    words = " ".join(out.split())
+    assert "512 new queries are 512 KiB, keys and values 32.2 MiB, 4.03 MiB a rank: " in words
+    at = [words.index(f"{name} ") for name in RIVALS]
+    assert at == sorted(at)
+    assert words.count("times as long") >= 3
+    # A cache states its own layout, so code that uses the choice states none.
+    assert "turn" not in words[words.index("to use it") :]
+
+
+def test_a_turn_as_json_can_be_read_back(run: Run) -> None:
+    answer = as_json(run(f"{TUNE} --layers 4 --json"))
+    tuning, serving = tuning_from_json(answer["tuning"]), answer["serving"]
+    assert (serving["new"], serving["cached"], serving["layers"]) == (512, 65536, 4)
+    assert serving["time_s"] == pytest.approx(4 * tuning.chosen.time_s)
+    assert serving["cache_nbytes"] == cache_nbytes(PROBLEM, layers=4) == 4 * cache_nbytes(PROBLEM)
+    assert [rival["name"] for rival in serving["rivals"]] == RIVALS
+    for rival in serving["rivals"]:
+        assert Choice.of(**rival["choice"]).settled(PROBLEM, "forward").layout is not None
+        assert rival["time_s"] > 0
+    assert answer["directions"] == ["forward"]
+    assert tuning.chosen.choices["forward"].options["layout"] == "turn"
+    assert as_json(run("tune --cluster h100x2 --seq 1k --heads 2 --no-cache --json"))["serving"] is None
+
+
+def test_prefill_is_another_name_of_new(run: Run) -> None:
+    plans = [
+        as_json(run(f"plan --ranks 4 {how} {SIZES} --json"))["plan"]["problem"]
+        for how in ("--prefill 1k", "--new 1k", "--new 1k --cached 0", "--seq 1k --causal")
+    ]
+    assert all(plan == plans[0] for plan in plans)
+
+
+def test_plan_simulate_and_draw_take_a_turn(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "turn.json"
+    turn = f"--ranks 8 {TURN} --tile 4x2"
+    assert run(f"plan {turn} --save", file).code == 0
+    saved = read_plan(file.read_text(encoding="utf-8"))
+    planned = make_plan(PROBLEM, tile=(4, 2), layout="turn")
+    assert (saved.digest, saved.layout.name) == (planned.unrolled().digest, "turn")
+    out = run(f"simulate --cluster h100 {turn} --layers 3").out
+    assert out.startswith("mesh 4x2 forward; 512 new tokens on 64k cached, 8 heads (2 KV) of 64, bfloat16")
+    assert "time to first token's attention: " in out
+    assert "for 3 layers, on each rank" in out
+    assert as_json(run(f"simulate --cluster h100x8 --layers 3 --json {file}"))["layers"] == 3
+    drawn = as_json(run(f"draw --ranks 4 --new 8 --cached 256 {SIZES} --json --out", tmp_path / "pictures"))
+    assert list(drawn["digests"]) == ["forward"]
+    assert {"pass-q", "ring", "mesh"} <= {scene["method"] for scene in drawn["scenes"]}
+
+
+# Decoded steps
+
+
+def test_a_step_is_told_with_its_time_cache_way_and_rivals(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = run(f"{DECODE} --layers 32")
+    assert (code, err) == (0, "")
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
+    words = " ".join(out.split())
+    assert words.startswith("decode; 8 sequences, each 1 new token on 1m cached, 8 heads (2 KV) of 64, bfloat16")
+    for part in ("time a token: ", "for 32 layers", "cache ", "way same, ", "sent ", "a layer, by the busiest rank"):
+        assert part in words
+    for name in ("same, gather", "same, slices", "spread", "pass-KV"):
+        assert f"\n{name} " in out
+    assert 'step = cache.decode({chat: 1}, way="same", meeting="' in out
+
+
+def test_a_step_as_json_is_the_forecast(run: Run) -> None:
+    answer = as_json(run(f"{DECODE} --new 2 --layers 32 --way same --json"))
+    problem = Problem(
+        seq_q=2,
+        seq_kv=2**20 + 2,
+        heads=8,
+        kv_heads=2,
+        head_dim_qk=64,
+        head_dim_v=64,
+        ranks=16,
+        batch=8,
+        mask=causal(),
+    )
+    meant = forecast_decoding(problem, cluster_named("h100x16"), way="same")
+    assert [one["name"] for one in answer["forecasts"]] == [one.name for one in meant]
+    assert [one["time_s"] for one in answer["forecasts"]] == [one.time_s for one in meant]
+    assert answer["time_s"] == pytest.approx(32 * meant[0].time_s)
+    assert answer["cache_nbytes"] == cache_nbytes(problem, layers=32)
+    assert answer["forecasts"][0]["plan"]["sequences"] == 8
+
+
+# Replay
+
+
+REPLAY = "replay --ranks 4 --heads 4 --kv-heads 2 --head-dim 8 --dtype float32 --device cpu --rounds 1 --cluster h200"
+
+
+def test_a_turn_is_replayed_next_to_one_kernel_of_its_shape(run: Run) -> None:
+    answer = as_json(run(f"{REPLAY} --new 32 --cached 992 --methods ring,pass-q --json"))
+    assert [row["method"] for row in answer["rows"]] == ["ring", "pass-q"]
+    assert (answer["layout"], answer["problem"]["seq_kv"]) == ("turn", 1024)
+    assert (answer["one_kernel"][0]["tokens"], answer["one_kernel"][0]["kv_tokens"]) == (32, 252)
+    out = " ".join(run(f"{REPLAY} --new 32 --cached 992 --methods ring").out.split())
+    assert "forward; 32 new tokens on 992 cached" in out
+    assert "one kernel with as much work, a call of 32 on 252 tokens" in out
+
+
+def test_a_decoded_step_is_replayed(run: Run) -> None:
+    line = f"{REPLAY} --decode --batch 2 --cached 500"
+    code, out, err = run(line)
+    words = " ".join(out.split())
+    assert (code, err) == (0, "")
+    assert words.startswith("replay of rank 0 of 4 on cpu, ")
+    assert "decode; 2 sequences, each 1 new token on 500 cached" in words
+    for part in ("the latency of many peers", "read ", "attend ", "of that rate", "forecasts for h200"):
+        assert part in words
+    answer = as_json(run(f"{line} --way same --json"))
+    assert [step["name"] for step in answer["steps"]] == ["same, gather", "same, slices"]
+    assert answer["command"].startswith("mesh-attention replay --ranks 4")
+    for step in answer["steps"]:
+        assert step["against_read"] == pytest.approx(step["time_s"] / answer["read_s"])
+        assert step["forecast_error"] == pytest.approx(step["forecast_s"] / step["time_s"] - 1)
+    json.dumps(answer)
+
+
+def test_without_a_cluster_the_device_and_its_link_are_measured(run: Run) -> None:
+    line = REPLAY.removesuffix(" --cluster h200")
+    answer = as_json(run(f"{line} --decode --batch 1 --cached 64 --way spread --json"))
+    assert answer["is_measured"]
+    assert answer["cluster"]["device"]["forward"]["call_us"] > 0
+    assert answer["cluster"]["between"]["gb_per_s"] > 0
+
+
+# Refusals
+
+
+BAD_LINES = [
+    (f"{TUNE} --seq 64k", "--seq cannot be combined with --new; leave it out"),
+    (f"{TUNE} --seq-kv 64k --window 4,0", "--seq-kv, --window cannot be combined with --new; leave them out"),
+    (f"{TUNE} --documents 0,512", "--documents cannot be combined with --new"),
+    (f"{TUNE} --backward", "--backward cannot be combined with --new"),
+    (f"{TUNE} --layout zigzag", "--layout cannot be combined with --new"),
+    (f"{TUNE} --way same", "--way needs --decode"),
+    (f"{TUNE} --decode", "--new 512 with --decode: expected at most 16 new tokens of each sequence"),
+    (f"{TUNE} --against seq --chart x.svg", "--against seq cannot be combined with --new; use --against ranks or tile"),
+    (f"{TUNE} --layers 0", "--layers '0': expected a whole number, 1 or more"),
+    ("tune --cluster h100x8 --heads 8", "Missing option '--seq'; give the length of the sequence, or for serving"),
+    ("tune --cluster h100x8 --heads 8 --cached 4k", "--cached needs --new TOKENS (or --prefill)"),
+    ("tune --cluster h100x8 --heads 8 --seq 4k --layers 2", "--layers needs --new or --decode"),
+    ("tune --cluster h100x8 --heads 8 --decode", "--decode needs --cached TOKENS"),
+    (f"{DECODE} --seq 4k", "--seq cannot be combined with --decode"),
+    (f"{DECODE} --way all", "--way 'all': expected one of same, spread"),
+    (f"{DECODE} --memory 4GiB --layout zigzag", "--layout, --memory cannot be combined with --decode"),
+    (f"plan --ranks 4 {TURN} --backward", "--backward cannot be combined with --new"),
+    (f"simulate --cluster h100x4 {TURN} --backward", "--backward cannot be combined with --new"),
+    (f"draw --ranks 4 {TURN} --layout zigzag", "--layout cannot be combined with --new"),
+    (f"{REPLAY} --new 32 --backward", "--backward cannot be combined with --new"),
+    (f"{REPLAY} --decode --cached 64 --methods ring", "--methods cannot be combined with --decode"),
+    (f"{REPLAY} --decode --cached 64 --rank 4", "--rank 4: expected a rank from 0 to 3"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
+def test_contradictions_are_one_line(run: Run, line: str, message: str) -> None:
+    assert_refused(run(line), message)

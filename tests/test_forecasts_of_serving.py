@@ -1,0 +1,343 @@
+"""Forecasts of turns and of decoded steps: bytes, bounds, what is chosen and why, the size of a cache, and replays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mesh_attention import Problem, ShardedCache, causal, cluster_named, make_plan, rank_costs
+from mesh_attention.comm.base import Parcel
+from mesh_attention.comm.replay import JoinedComm
+from mesh_attention.errors import MemoryLimitError, ProblemError, TopologyError
+from mesh_attention.masks import BlockKind
+from mesh_attention.plan.assignment import Tile, tiles_of
+from mesh_attention.plan.caching import cache_nbytes, layer_nbytes
+from mesh_attention.plan.calls import kernel_calls
+from mesh_attention.plan.decoding import MOST_DECODED
+from mesh_attention.plan.layout import Turn
+from mesh_attention.planning.choice import Choice
+from mesh_attention.planning.limits import limits
+from mesh_attention.replay import decoding as replayed
+from mesh_attention.replay.actor import Actor, BaselineKernel
+from mesh_attention.serving import CachedLayer
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.topology import Link, Topology
+from mesh_attention.tuning.decoding import (
+    CANDIDATES,
+    PASS_KV,
+    decode_plan,
+    forecast_decoding,
+    forecast_plan,
+    kv_nbytes,
+    read_s,
+)
+from mesh_attention.tuning.decoding import travel_words as decode_travel_words
+from mesh_attention.tuning.traffic import plan_on
+from mesh_attention.tuning.tune import tune
+from mesh_attention.tuning.turns import travel_words, turn_rivals
+
+CPU = torch.device("cpu")
+NODES = cluster_named("h100x16")
+
+
+def problem_of(
+    new: int, cached: int, *, ranks: int = 16, batch: int = 1, heads: int = 32, kv_heads: int = 8
+) -> Problem:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim_qk": 128, "head_dim_v": 128}
+    return Problem(seq_q=new, seq_kv=new + cached, ranks=ranks, batch=batch, mask=causal(), **sizes)
+
+
+# The size of a cache
+
+
+@given(
+    new=st.integers(1, 3000),
+    cached=st.integers(0, 10**6),
+    ranks=st.integers(1, 65),
+    batch=st.integers(1, 9),
+    layers=st.integers(1, 3),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_cache_needs_as_many_bytes_as_forecasts_say(
+    new: int, cached: int, ranks: int, batch: int, layers: int
+) -> None:
+    problem = problem_of(new, cached, ranks=ranks, batch=batch, kv_heads=4)
+    layer = CachedLayer(kv_heads=4, head_dim=128)
+    needed = ShardedCache.needs([layer] * layers, ranks=ranks, tokens=batch * (new + cached), sequences=batch)
+    assert cache_nbytes(problem, layers=layers) == needed
+    assert needed >= layers * kv_nbytes(problem)
+
+
+# Turns
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_no_plan_of_a_turn_receives_less_than_the_bound(data: st.DataObject) -> None:
+    ranks = data.draw(st.sampled_from((2, 4, 6, 8)))
+    new, cached = data.draw(st.integers(ranks, 400)), data.draw(st.sampled_from((0, 7, 300, 5000)))
+    problem = problem_of(new, cached, ranks=ranks, heads=8, kv_heads=data.draw(st.sampled_from((2, 8))))
+    plan = make_plan(problem, layout="turn", tile=data.draw(st.sampled_from(tiles_of(ranks))))
+    received = [sum(n.payload for n in rank_costs(plan, rank).received.values()) for rank in range(ranks)]
+    assert sum(received) / ranks >= 0.999 * limits(problem, "forward").received_nbytes
+
+
+def test_few_new_tokens_on_a_long_cache_choose_a_tall_tile() -> None:
+    problem = problem_of(1024, 2**20)
+    tuning = tune(problem, NODES, layout="turn")
+    chosen = tuning.chosen.choices["forward"]
+    assert chosen.assignment.tile.rows > chosen.assignment.tile.cols
+    assert "queries travel" in travel_words(problem, chosen)
+    assert "1,024 new queries are 8.00 MiB, keys and values 4.00 GiB, 256 MiB a rank" in travel_words(problem, chosen)
+    for rival in turn_rivals(problem, NODES, report=lambda doing, fraction: None):
+        assert rival.forecast.time_s > tuning.chosen.time_s
+
+
+def test_a_first_prompt_chooses_keys_and_values_that_travel() -> None:
+    problem = problem_of(2**18, 0, ranks=8)
+    chosen = tune(problem, cluster_named("h100x8"), layout="turn").chosen.choices["forward"]
+    tile, ulysses = chosen.assignment.tile, chosen.assignment.ulysses
+    assert tile.cols >= tile.rows
+    assert ulysses == 8 or "keys and values" in travel_words(problem, chosen).split(": ")[1]
+
+
+def test_rivals_are_the_three_of_other_systems_with_their_routes() -> None:
+    problem = problem_of(512, 2**16, ranks=8, heads=8, kv_heads=2)
+    topology = cluster_named("h100x8")
+    found = turn_rivals(problem, topology, report=lambda doing, fraction: None)
+    assert [rival.name for rival in found] == ["pass-KV ring", "pass-Q ring", "all-gather"]
+    ring, pass_q, gather = (rival.choice for rival in found)
+    assert (ring.tile, ring.route, pass_q.tile, pass_q.route) == (Tile(1, 8), "ring", Tile(8, 1), "ring")
+    assert (gather.family, gather.is_collective) == ("all-gather", True)
+    assert {rival.choice.layout for rival in found} == {Turn()}
+    alone = simulate(plan_on(topology, problem, replace(pass_q, blocks_per_call=1), "forward"), topology)
+    assert found[1].forecast.time_s < alone.time_s
+    # Pass-KV moves all keys and values, pass-Q queries and their results.
+    assert found[0].forecast.sent_nbytes > 10 * found[1].forecast.sent_nbytes
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ("pass-q 16x1", "a rank: queries travel."),
+        ("ring 1x16", "a rank: keys and values travel."),
+        ("mesh 8x2", "both travel, 8 shards of queries and 2 of keys and values to a rank."),
+        ("ulysses 4 × pass-q 4x1", "4 ranks trade heads for tokens, then queries travel."),
+        ("ulysses 16", "16 ranks trade heads for tokens, then nothing else travels."),
+    ],
+)
+def test_what_travels_is_told_in_words(choice: str, words: str) -> None:
+    problem = problem_of(1024, 2**16, kv_heads=32)
+    assert travel_words(problem, Choice.parse(choice).settled(problem, "forward")).endswith(words)
+
+
+def test_cached_keys_are_attended_by_all_queries_in_one_call() -> None:
+    problem = problem_of(1024, 2**16)
+    plan = make_plan(problem, method="attention2d", tile=(16, 1), layout="turn")
+    for rank in (1, 7, 15):  # the new tokens of rank 0 follow its last cached ones, and are one segment with them
+        program = plan.program(rank)
+        (calls,) = kernel_calls(program.steps, plan.matrix).values()
+        pairs = sum(plan.matrix.pairs(row, rank) for row in range(16))
+        counted = 0
+        for call in calls:
+            q, kv = (sum(map(len, side)) for side in (call.q, call.kv))
+            masked = sum(problem.mask.pairs(a, b, seq_q=1024, seq_kv=problem.seq_kv) for a in call.q for b in call.kv)
+            counted += q * kv if call.kind is BlockKind.FULL else masked
+        assert counted == pairs
+        largest = max(calls, key=lambda call: sum(map(len, call.kv)))
+        assert (sum(map(len, largest.q)), sum(map(len, largest.kv))) == (1024, 2**16 // 16)
+
+
+def test_short_rows_meet_in_calls_that_fill_the_device() -> None:
+    problem, topology = problem_of(4096, 2**20, ranks=64), cluster_named("h100x64")
+    by_price = Choice.of(method="pass-q", layout="turn").settled(problem, "forward")
+    choices = [replace(by_price, blocks_per_call=blocks) for blocks in (None, 1, 8, 16)]
+    plans = [plan_on(topology, problem, choice, "forward") for choice in choices]
+    priced, *counted = (simulate(plan, topology, priced_ranks=2).time_s for plan in plans)
+    assert priced < 0.4 * min(counted)
+
+
+# Decoded steps
+
+
+DECODED = problem_of(1, 2**20, batch=8)
+
+
+def steps(problem: Problem = DECODED, topology: Topology = NODES) -> dict[str, float]:
+    return {one.name: one.time_s for one in forecast_decoding(problem, topology)}
+
+
+@given(
+    ranks=st.integers(1, 20),
+    sequences=st.integers(1, 9),
+    queries=st.integers(1, 3),
+    candidate=st.sampled_from(CANDIDATES),
+)
+@settings(max_examples=60, deadline=None)
+def test_messages_add_up_to_what_a_plan_sends_and_receives(
+    ranks: int, sequences: int, queries: int, candidate: tuple[str, str]
+) -> None:
+    plan = decode_plan(problem_of(queries, 100, ranks=ranks, batch=sequences, heads=6, kv_heads=2), *candidate)  # type: ignore[arg-type]
+    for rank in range(ranks):
+        others = [other for other in range(ranks) if other != rank]
+        sent, received = (
+            sum(
+                plan.exchanged_nbytes(e, *((rank, other) if is_sent else (other, rank)))
+                for e in range(plan.exchanges)
+                for other in others
+            )
+            for is_sent in (True, False)
+        )
+        assert (sent, received) == (plan.sent_nbytes(rank), plan.received_nbytes(rank))
+
+
+def test_a_decoded_step_takes_longer_with_more_of_anything() -> None:
+    base = steps()
+    for more in (
+        problem_of(1, 2**21, batch=8),
+        problem_of(1, 2**20, batch=16),
+        problem_of(4, 2**20, batch=8),
+        problem_of(1, 2**20, batch=8, heads=64),
+    ):
+        found = steps(more)
+        assert all(found[name] >= base[name] if name == PASS_KV else found[name] > base[name] for name in base)
+    slower = replace(NODES, between=Link(gb_per_s=10, latency_us=20))
+    later = replace(NODES, between=Link(gb_per_s=45, latency_us=80))
+    for topology in (slower, later):
+        found = steps(topology=topology)
+        assert all(found[name] > base[name] for name in found)
+
+
+def test_reading_keys_and_values_bounds_every_step() -> None:
+    bound = read_s(DECODED, NODES.device.memory_gb_per_s)
+    assert kv_nbytes(DECODED) == 8 * (2**20 // 16 + 1) * 8 * 256 * 2
+    for one in forecast_decoding(DECODED, NODES):
+        assert one.time_s > one.attend_s > bound
+        assert one.time_s == pytest.approx(one.attend_s + one.exchange_s + one.merge_s)
+
+
+def test_small_partials_are_gathered_and_large_ones_meet_in_slices() -> None:
+    for batch, way in ((1, "same, gather"), (256, "same, slices")):
+        found = forecast_decoding(replace(DECODED, batch=batch), NODES, way="same")
+        assert found[0].name == way
+    times = [one.time_s for one in found[:-1]]
+    assert all(a <= b for a, b in pairwise(times))
+
+
+def test_pass_kv_comes_last_and_is_never_chosen() -> None:
+    for topology in (NODES, cluster_named("h100x1"), cluster_named("laptopx2")):
+        found = forecast_decoding(replace(DECODED, ranks=topology.ranks), topology)
+        assert [one.name for one in found].index(PASS_KV) == len(found) - 1
+        assert found[0].plan is not None
+        assert not found[0].reason
+        assert all(one.reason for one in found[1:])
+    assert decode_travel_words(DECODED) == (
+        "Partial results are 65.0 KiB a rank, keys and values 2.00 GiB: partial results travel."
+    )
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    found = forecast_decoding(replace(DECODED, ranks=1), cluster_named("h100x1"))
+    assert {(one.exchange_s, one.merge_s, one.sent_nbytes) for one in found} == {(0.0, 0.0, 0)}
+
+
+def test_the_way_may_be_stated() -> None:
+    assert [one.name for one in forecast_decoding(DECODED, NODES, way="spread")] == ["spread", PASS_KV]
+
+
+def test_ranks_that_share_a_nic_wait_for_each_other() -> None:
+    plan = decode_plan(DECODED, "same", "slices")
+    alone, shared = (forecast_plan(plan, DECODED, replace(NODES, nics_per_node=nics)).exchange_s for nics in (8, 1))
+    latencies_s = plan.exchanges * NODES.between.latency_us * 1e-6
+    assert shared - latencies_s == pytest.approx(8 * (alone - latencies_s))
+
+
+def test_steps_that_are_none_are_refused() -> None:
+    with pytest.raises(ProblemError, match="at most 16 new tokens of each sequence, got 17"):
+        forecast_decoding(problem_of(MOST_DECODED + 1, 100), NODES)
+    with pytest.raises(TopologyError, match="the problem has 4 ranks and h100 has 16"):
+        forecast_decoding(replace(DECODED, ranks=4), NODES)
+
+
+# Replays
+
+
+def test_the_one_kernel_of_a_turn_has_its_queries_and_a_ranks_keys() -> None:
+    kernel = BaselineKernel(problem_of(4096, 2**20, ranks=64), device=CPU)
+    assert (kernel.tokens, kernel.kv_tokens, kernel.scores.mask.form) == (4096, 16416, "full")
+    assert kernel.words == "a call of 4,096 on 16,416 tokens"
+    square = BaselineKernel(problem_of(2**20, 0, ranks=64), device=CPU)
+    assert (square.tokens, square.scores.mask.form) == (square.kv_tokens, "causal")
+    long = BaselineKernel(problem_of(2**19, 2**19, ranks=64), device=CPU)
+    assert long.tokens == pytest.approx(long.kv_tokens, rel=0.01)
+
+
+def test_a_rank_of_a_turn_is_played_at_its_own_sizes() -> None:
+    problem = replace(problem_of(64, 960, ranks=4, heads=4, kv_heads=2), head_dim_qk=8, head_dim_v=8, dtype="float32")
+    actor = Actor(make_plan(problem, method="pass-q", layout="turn"), 1, device=CPU)
+    assert actor.tokens == {"q": 16, "kv": 256}
+    assert actor.inputs["kv"]["k"].shape == (1, 2, 256, 8)
+    assert actor.run(JoinedComm(1, 4, device=CPU))["o"]["o"].shape == (1, 4, 16, 8)
+
+
+def tiny(*, batch: int = 3, queries: int = 1) -> Problem:
+    problem = problem_of(queries, 600, ranks=4, batch=batch, heads=4, kv_heads=2)
+    return replace(problem, head_dim_qk=16, head_dim_v=8, dtype="float32")
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_every_plan_of_a_step_is_played(queries: int) -> None:
+    problem = tiny(queries=queries)
+    plans = [decode_plan(problem, *candidate) for candidate in CANDIDATES]
+    topology = cluster_named("h200x4")
+    found = replayed.replay_decoding(problem, plans, rank=0, device=CPU, rounds=2, topology=topology)
+    assert [step.plan for step in found.steps] == plans
+    assert (found.kernel, found.is_captured, found.layers) == ("torch", False, 2)
+    assert found.nbytes == kv_nbytes(problem)
+    for step in found.steps:
+        assert len(step.times_s) == len(step.silent_times_s) == 2
+        assert step.time_s > 0
+        assert step.forecast_s == forecast_plan(step.plan, problem, topology).time_s
+    assert found.attend_gb_per_s == pytest.approx(found.nbytes / found.attend_s / 1e9)
+
+
+def test_exchanges_of_a_played_step_are_one_copy_each_way_of_the_plans_bytes() -> None:
+    problem = tiny()
+    for candidate in CANDIDATES:
+        plan, copied = decode_plan(problem, *candidate), list[tuple[int, int]]()
+
+        class Counted(JoinedComm):
+            def _joined(self, way: str, parcels: object) -> list[Parcel]:
+                found = super()._joined(way, parcels)  # type: ignore[arg-type]
+                copied.append((way == "out", sum(parcel.chunks[0].numel() for parcel in found)))  # noqa: B023
+                assert len(found) <= 1
+                return found
+
+        stage = replayed.Stage(problem, device=CPU)
+        replayed.Actor(plan, stage, Counted(0, 4, device=CPU)).run()
+        assert len(copied) == 2 * plan.exchanges * stage.layers
+        for is_sent, nbytes in ((True, plan.sent_nbytes(0)), (False, plan.received_nbytes(0))):
+            assert sum(n for sent, n in copied if sent == is_sent) == stage.layers * nbytes
+
+
+def test_a_played_step_reads_every_token_of_the_rank() -> None:
+    stage = replayed.Stage(tiny(queries=2), device=CPU)
+    assert stage.tokens == 151
+    assert stage.state.reach.stop.tolist() == [[151, 151]] * 3
+    assert stage.memory.nbytes == stage.layers * layer_nbytes(9, token_nbytes=2 * (16 + 8) * 4)
+    used = stage.state.reach.table.flatten().tolist()
+    assert len(set(used)) == len(used) == 3 * 3
+    assert stage.state.slots.tolist() == [3 * 192, 150, 3 * 192, 192 + 150, 3 * 192, 384 + 150]
+
+
+def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replayed, "free_nbytes", lambda device: 1000)
+    with pytest.raises(
+        MemoryLimitError, match=r"K and V of 2 layers need \S+ KiB, but cpu has 0.98 KiB free; use more"
+    ):
+        replayed.Stage(tiny(), device=CPU)
