@@ -96,7 +96,7 @@ def test_sixteen_ranks_are_exact(layout: str) -> None:
 
 
 @pytest.mark.slow
-@given(plans(max_ranks=16), st.sampled_from([0.0, 2.0]))
+@given(plans(max_ranks=16, of_inputs=True), st.sampled_from([0.0, 2.0]))
 @settings(max_examples=80)
 def test_any_plan_computes_attention(plan: Plan, softcap: float) -> None:
     """Whatever problem, planner and options: the forward and backward plans of one draw, executed."""

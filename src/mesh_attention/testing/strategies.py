@@ -97,14 +97,18 @@ def directions() -> st.SearchStrategy[Direction]:
 
 
 @st.composite
-def plans(draw: st.DrawFn, *, max_ranks: int = 12) -> Plan:
-    """A plan for any problem, by any planner with any options."""
+def plans(draw: st.DrawFn, *, max_ranks: int = 12, of_inputs: bool = False) -> Plan:
+    """A plan for any problem, by any planner with any options; if `of_inputs`, on a layout that data is sharded by."""
     problem = draw(problems(max_ranks=max_ranks))
     degrees = [u for u in range(1, problem.ranks + 1) if problem.ranks % u == 0 and problem.kv_heads % u == 0]
     degree = draw(st.sampled_from(degrees))
     tile = draw(st.sampled_from(tiles_of(problem.ranks // degree)))
     inner = Tile(*(draw(st.sampled_from(divisors(side))) for side in (tile.rows, tile.cols)))
-    layout, direction, keep = draw(planned_layouts(problem)), draw(directions()), draw(st.sampled_from(KEEPABLE))
+    layout, direction, keep = (
+        draw(layouts() if of_inputs else planned_layouts(problem)),
+        draw(directions()),
+        draw(st.sampled_from(KEEPABLE)),
+    )
     choice = Choice(tile=tile, ulysses_degree=degree, inner=inner, layout=layout, keep=keep)
     if draw(st.booleans()):
         return make_plan(problem, replace(choice, method="attention2d"), direction=direction)
