@@ -100,7 +100,10 @@ def test_real_ranks_give_the_same(ranks: int, layout: str, windows: tuple[int | 
     assert max(shared_pool().run(ranks, serve, ranks, windows, layout)) < 1e-12
 
 
-def decode_something_else(group: Any) -> str:
+def decode_something_else(_: Any) -> str | None:
+    group = dist.new_group([0, 1, 2])  # of no use afterwards
+    if dist.get_rank() > 2:
+        return None
     cache = ShardedCache(MeshAttention(group), layers_of([None]), tokens=64, dtype=torch.float64, device="cpu")
     model = Model(cache)
     chat = model.new()
@@ -116,7 +119,7 @@ def decode_something_else(group: Any) -> str:
 
 
 def test_ranks_that_decode_different_tokens_raise() -> None:
-    for said in shared_pool().run(3, decode_something_else):
+    for said in shared_pool().run(8, decode_something_else)[:3]:
         assert "made different calls on this group" in said
 
 

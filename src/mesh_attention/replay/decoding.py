@@ -117,12 +117,14 @@ def replay_decoding(
     read_gb_per_s = measure_read(device)
     report("filling the cache", 0.1)
     stage = Stage(problem, device=device)
-    comm, silence = (kind(rank, problem.ranks, device=device) for kind in (JoinedComm, SilentComm))
+    silence = SilentComm(rank, problem.ranks, device=device)
     first = Actor(plans[0], stage, silence)
     is_captured = cuda_graphs and device.type == "cuda" and first.kernel.name != TorchDecode.name
     on = topology or _measured(problem, first, read_gb_per_s, device=device, is_captured=is_captured)
     runs: list[Callable[[], object]] = [first.attend]
     for plan in plans:
+        # A transport for each plan: graphs refer to its memory, which it replaces for larger messages.
+        comm = JoinedComm(rank, problem.ranks, device=device)
         runs += [Actor(plan, stage, comm).run, Actor(plan, stage, silence).run]
     timers = []
     for number, run in enumerate(runs):
