@@ -234,11 +234,12 @@ def test_a_cache_is_released_with_the_last_reference() -> None:
     chat = model.new()
     model.prefill({chat: 9})
     model.decode([chat])
-    gone = ref(cache)
+    (steps,) = cache.kept.by_plan.values()
+    gone = [ref(cache), ref(steps), ref(next(iter(cache.kept.layers.values())))]
     gc.disable()
     try:
-        del model, cache
-        assert gone() is None
+        del model, cache, steps
+        assert [one() for one in gone] == [None] * 3
     finally:
         gc.enable()
 

@@ -33,6 +33,7 @@ class Step:
         self.attended: set[int] = set()
         self.queries = next(iter(sequences.values())).tokens
         self._prepared: list[Steps] = []
+        self._key = len(sequences), self.queries, way, meeting
         self.fingerprint: int | Tensor = 0
 
     @property
@@ -80,12 +81,30 @@ class Step:
         (sequences, heads, queries).
         """
         cache, played = self.cache, self.cache.attention.engines.played
-        with played.telling:
-            check_turn(cache, self, layer)
-            ranks = by_rank(cache, q, k, v)
-            running = self._running(layer, ranks, softmax_scale, softcap)
-        steps = running.steps
-        with played.ledger.talking():
+        ranks = [(q, k, v)] if not cache.attention.is_local else None
+        kinds = _kinds(q, k, v) if ranks else ()
+        key = (
+            layer,
+            *self._key,
+            type(softmax_scale),
+            softmax_scale,
+            type(softcap),
+            softcap,
+            *(_kinds(q, k, v) if ranks else ()),
+        )
+        running = cache.kept.ready.get(key) if self.attended is cache.last and layer not in self.attended else None
+        if running is None or ranks is None:
+            with played.telling:
+                check_turn(cache, self, layer)
+                ranks = by_rank(cache, q, k, v)
+                running = self._running(layer, ranks, softmax_scale, softcap)
+                if key[-1] is not None and not cache.attention.is_local:
+                    cache.kept.ready[key] = running
+        return self._run(layer, running, ranks, return_lse=return_lse)
+
+    def _run(self, layer: int, running: LayerSteps, ranks: Sequence[Sequence[Tensor]], *, return_lse: bool) -> Any:
+        steps, is_local = running.steps, self.cache.attention.is_local
+        with self.cache.attention.engines.played.ledger.talking():
             if steps not in self._prepared:
                 steps.prepare(self)
                 self._prepared.append(steps)
@@ -95,25 +114,17 @@ class Step:
             self.attended.add(layer)
             outs = [out.clone() for out, _ in results]  # the next layer uses the same buffers
             if not return_lse:
-                return outs if cache.attention.is_local else outs[0]
+                return outs if is_local else outs[0]
             lses = [lse.transpose(1, 2).clone() for _, lse in results]
-        return (outs, lses) if cache.attention.is_local else (outs[0], lses[0])
+        return (outs, lses) if is_local else (outs[0], lses[0])
 
     def _running(self, layer: int, ranks: Sequence[Sequence[Any]], scale: float | None, softcap: float) -> LayerSteps:
-        """What runs this layer. Kept, because a decoded token waits for every line of the host's."""
-        kinds = tuple([_kind(tensor) for rank in ranks for tensor in rank])
-        key = layer, len(self.sequences), self.queries, self.way, self.meeting, type(scale), scale, softcap, kinds
-        cache = self.cache
-        found = None if None in kinds else cache.kept.ready.get(key)
-        if found is None:
-            plan = self.plan(layer, heads=_heads(ranks))
-            for rank, comm in zip(ranks, cache.attention.comms, strict=True):
-                check_tensors(cache, layer, rank, (len(plan.own[comm.rank]), self.queries))
-            softmax = softmax_of(cache.layers[layer], CallOptions(softmax_scale=scale, softcap=softcap))
-            found = LayerSteps(cache.kept.of(plan), layer, softmax)
-            if None not in kinds:
-                cache.kept.ready[key] = found
-        return found
+        """What runs this layer."""
+        cache, plan = self.cache, self.plan(layer, heads=_heads(ranks))
+        for rank, comm in zip(ranks, cache.attention.comms, strict=True):
+            check_tensors(cache, layer, rank, (len(plan.own[comm.rank]), self.queries))
+        softmax = softmax_of(cache.layers[layer], CallOptions(softmax_scale=scale, softcap=softcap))
+        return cache.kept.layer(plan, layer, softmax)
 
     def _mark(self, steps: Steps) -> Tensor:
         plan, ledger = steps.plan, self.cache.attention.engines.played.ledger
@@ -148,11 +159,16 @@ class Step:
         return first, stop, slots
 
 
-def _kind(tensor: Any) -> Any:
-    """What decides whether a tensor fits; None for one that has to be checked every time."""
-    if type(tensor) is not Tensor or (tensor.requires_grad and torch.is_grad_enabled()):
-        return None
-    return tensor.shape, tensor.dtype, tensor.device
+def _kinds(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+    """What decides whether tensors fit; it ends with None if they have to be checked every time.
+
+    Written out in full, because a decoded token waits for it in every layer.
+    """
+    if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
+        return (None,)
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        return (None,)
+    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
 
 
 def _heads(ranks: Sequence[Sequence[Any]]) -> int:

@@ -36,13 +36,17 @@ MOST_STEPS = 16
 class Rows:
     """Partial results of all rows as they travel: each an output and its LSE, in one buffer of bytes."""
 
-    def __init__(self, plan: DecodePlan, count: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, plan: DecodePlan, raw: Tensor) -> None:
         dtype = DTYPES[plan.dtype]
         wide = torch.float64 if dtype is torch.float64 else torch.float32
-        self.raw = torch.empty((*count, plan.row_nbytes), dtype=torch.uint8, device=device)
+        self.raw = raw
         self.typed = self.raw.view(dtype)
         self.out = self.typed[..., : plan.head_dim_v]
         self.lse = self.raw.view(wide)[..., -1]
+
+    @classmethod
+    def empty(cls, plan: DecodePlan, *count: int, device: torch.device) -> Rows:
+        return cls(plan, torch.empty((*count, plan.row_nbytes), dtype=torch.uint8, device=device))
 
     def part(self, at: range) -> Tensor:
         return self.raw[at.start : at.stop].view(-1)
@@ -83,11 +87,14 @@ class StepEngine:
         self.plan, self.comm, self.device = plan, comm, device
         self.kernel: dict[float, DecodeKernel] = {}
         rank, ranks = comm.rank, plan.ranks
-        self.partials = Rows(plan, (plan.rows,), device)
-        own = plan.slices[rank] if plan.meeting == "slices" else range(plan.rows)
-        self.own = own
-        self.arrived = Rows(plan, (ranks, len(own)), device)
-        self.merged = Rows(plan, (plan.rows,), device)
+        is_gathered = plan.meeting == "gather"
+        self.own = range(plan.rows) if is_gathered else plan.slices[rank]
+        self.arrived = Rows.empty(plan, ranks, len(self.own), device=device)
+        # What is gathered by all need not be copied to its own place there.
+        self.partials = (
+            Rows(plan, self.arrived.raw[rank]) if is_gathered else Rows.empty(plan, plan.rows, device=device)
+        )
+        self.merged = Rows.empty(plan, plan.rows, device=device)
         self.tokens = torch.empty(
             (plan.sequences if plan.way == "spread" else 0, plan.queries * plan.token_nbytes),
             dtype=torch.uint8,
@@ -153,7 +160,8 @@ class StepEngine:
         plan, rank, own = self.plan, self.comm.rank, self.own
         others = [other for other in range(plan.ranks) if other != rank]
         to = {other: plan.slices[other] if plan.meeting == "slices" else range(plan.rows) for other in others}
-        self.arrived.raw[rank].copy_(self.partials.raw[own.start : own.stop])
+        if plan.meeting == "slices":
+            self.arrived.raw[rank].copy_(self.partials.raw[own.start : own.stop])
         yield self.comm.post(
             [Parcel([self.partials.part(to[other])], other, "o") for other in others if to[other]],
             [Parcel([self.arrived.raw[other].view(-1)], other, "o") for other in others if own],
@@ -313,16 +321,21 @@ class KeptSteps:
     def __init__(self, ground: Ground) -> None:
         self.ground = ground
         self.by_plan: dict[DecodePlan, Steps] = {}
+        self.layers: dict[tuple[DecodePlan, int, Softmax], LayerSteps] = {}
         self.ready: dict[object, LayerSteps] = {}
         """What runs a layer of a step like an earlier one, without checking it again."""
 
-    def of(self, plan: DecodePlan) -> Steps:
+    def layer(self, plan: DecodePlan, layer: int, softmax: Softmax) -> LayerSteps:
+        """What runs a layer in steps of this plan."""
         if plan not in self.by_plan:
             if len(self.by_plan) >= MOST_STEPS:
                 self.drop()
             self.by_plan[plan] = Steps(self.ground, plan)
-        return self.by_plan[plan]
+        key = plan, layer, softmax
+        if key not in self.layers:
+            self.layers[key] = LayerSteps(self.by_plan[plan], layer, softmax)
+        return self.layers[key]
 
     def drop(self) -> None:
-        self.by_plan.clear()
-        self.ready.clear()
+        for kept in (self.by_plan, self.layers, self.ready):
+            kept.clear()
