@@ -33,7 +33,7 @@ class Step:
         self.attended: set[int] = set()
         self.queries = next(iter(sequences.values())).tokens
         self._prepared: list[Steps] = []
-        self._key = len(sequences), self.queries, way, meeting
+        self._shape = len(sequences), self.queries, way, meeting
         self.fingerprint: int | Tensor = 0
 
     @property
@@ -81,25 +81,17 @@ class Step:
         (sequences, heads, queries).
         """
         cache, played = self.cache, self.cache.attention.engines.played
-        ranks = [(q, k, v)] if not cache.attention.is_local else None
-        kinds = _kinds(q, k, v) if ranks else ()
-        key = (
-            layer,
-            *self._key,
-            type(softmax_scale),
-            softmax_scale,
-            type(softcap),
-            softcap,
-            *(_kinds(q, k, v) if ranks else ()),
-        )
-        running = cache.kept.ready.get(key) if self.attended is cache.last and layer not in self.attended else None
-        if running is None or ranks is None:
-            with played.telling:
-                check_turn(cache, self, layer)
-                ranks = by_rank(cache, q, k, v)
-                running = self._running(layer, ranks, softmax_scale, softcap)
-                if key[-1] is not None and not cache.attention.is_local:
-                    cache.kept.ready[key] = running
+        key = None if cache.attention.is_local else self._key(layer, q, k, v, softmax_scale, softcap)
+        is_due = self.attended is cache.last and layer not in self.attended
+        running = cache.kept.ready.get(key) if is_due else None
+        if running is not None:  # a decoded token waits for every line of this, in every layer
+            return self._run(layer, running, [(q, k, v)], return_lse=return_lse)
+        with played.telling:
+            check_turn(cache, self, layer)
+            ranks = by_rank(cache, q, k, v)
+            running = self._running(layer, ranks, softmax_scale, softcap)
+        if key is not None:
+            cache.kept.ready[key] = running
         return self._run(layer, running, ranks, return_lse=return_lse)
 
     def _run(self, layer: int, running: LayerSteps, ranks: Sequence[Sequence[Tensor]], *, return_lse: bool) -> Any:
@@ -117,6 +109,15 @@ class Step:
                 return outs if is_local else outs[0]
             lses = [lse.transpose(1, 2).clone() for _, lse in results]
         return (outs, lses) if is_local else (outs[0], lses[0])
+
+    def _key(self, layer: int, q: Any, k: Any, v: Any, scale: Any, softcap: Any) -> tuple[Any, ...] | None:
+        """What decides whether a call is like an earlier one; None if it has to be checked every time."""
+        if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
+            return None
+        if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+            return None
+        tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        return layer, *self._shape, type(scale), scale, type(softcap), softcap, *tensors
 
     def _running(self, layer: int, ranks: Sequence[Sequence[Any]], scale: float | None, softcap: float) -> LayerSteps:
         """What runs this layer."""
@@ -157,18 +158,6 @@ class Step:
             first.append(firsts)
             stop.append(stops)
         return first, stop, slots
-
-
-def _kinds(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
-    """What decides whether tensors fit; it ends with None if they have to be checked every time.
-
-    Written out in full, because a decoded token waits for it in every layer.
-    """
-    if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
-        return (None,)
-    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-        return (None,)
-    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
 
 
 def _heads(ranks: Sequence[Sequence[Any]]) -> int:
