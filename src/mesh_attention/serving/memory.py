@@ -86,7 +86,7 @@ class Memory:
         with torch.inference_mode(False), torch.no_grad():
             for index, layer in enumerate(self.layers):
                 old = self.stored[index]
-                if old.k.shape[0] == blocks[layer.window] + 1:
+                if old.k.shape[0] > blocks[layer.window]:
                     continue
                 new = self._empty(layer, blocks[layer.window])
                 for before, after in zip(old, new, strict=True):

@@ -329,12 +329,18 @@ class KeptSteps:
         """What runs a layer in steps of this plan."""
         if plan not in self.by_plan:
             if len(self.by_plan) >= MOST_STEPS:
-                self.drop()
+                self._drop_oldest()
             self.by_plan[plan] = Steps(self.ground, plan)
         key = plan, layer, softmax
         if key not in self.layers:
             self.layers[key] = LayerSteps(self.by_plan[plan], layer, softmax)
         return self.layers[key]
+
+    def _drop_oldest(self) -> None:
+        oldest = next(iter(self.by_plan))
+        del self.by_plan[oldest]
+        self.layers = {key: layer for key, layer in self.layers.items() if key[0] != oldest}
+        self.ready.clear()  # those that are left are found again by their plan
 
     def drop(self) -> None:
         for kept in (self.by_plan, self.layers, self.ready):
