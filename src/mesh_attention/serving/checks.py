@@ -1,4 +1,4 @@
-"""What turns and steps refuse: layers that cannot attend now, and tensors that do not fit the cache."""
+"""Checks of turns and steps: refuses layers that cannot attend now, and tensors that do not fit the cache."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Step:
         return self.plan(0, heads=self.cache.layers[0].kv_heads).own[rank]
 
     def plan(self, layer: int, *, heads: int) -> DecodePlan:
-        """What each rank does in a layer with so many query heads."""
+        """The plan of a layer with `heads` query heads."""
         cache, known = self.cache, self.cache.layers[layer]
         if heads % known.kv_heads:
             raise ProblemError(f"{heads} heads cannot share {known.kv_heads} KV heads evenly")
@@ -111,7 +111,7 @@ class Step:
         return (outs, lses) if is_local else (outs[0], lses[0])
 
     def _key(self, layer: int, q: Any, k: Any, v: Any, scale: Any, softcap: Any) -> tuple[Any, ...] | None:
-        """What decides whether a call is like an earlier one; None if it has to be checked every time."""
+        """Key of a call: equal for calls that need no further check; None if this one has to be checked."""
         if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
             return None
         if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
@@ -122,7 +122,7 @@ class Step:
         return layer, *self._shape, scale, softcap, *tensors
 
     def _running(self, layer: int, ranks: Sequence[Sequence[Any]], scale: float | None, softcap: float) -> LayerSteps:
-        """What runs this layer."""
+        """The runner of this layer."""
         cache, plan = self.cache, self.plan(layer, heads=_heads(ranks))
         for rank, comm in zip(ranks, cache.attention.comms, strict=True):
             check_tensors(cache, layer, rank, (len(plan.own[comm.rank]), self.queries))

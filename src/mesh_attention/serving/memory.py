@@ -18,7 +18,7 @@ from mesh_attention.units import brief
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedLayer:
-    """What a layer keeps of a token: its KV heads and head sizes.
+    """The KV heads and head sizes of a layer.
 
     With a `window`, a query sees that many tokens before its own, and older ones are dropped.
     """
