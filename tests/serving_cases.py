@@ -125,5 +125,6 @@ class Model:
 
     def _compare(self, found: Tensor, due: Tensor) -> None:
         assert found.shape == due.shape
+        assert found.isfinite().all()  # every query sees itself
         if due.numel():
             self.error = max(self.error, float((found.double().cpu() - due).abs().max() / due.abs().max().clamp(min=1)))

@@ -15,21 +15,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import shared_pool
 from serving_cases import Model, layers_of
+from torch import Tensor
 
 from mesh_attention import DisagreementError, LocalGroup, MeshAttention
 from mesh_attention.comm.wrappers import Counting
 from mesh_attention.errors import CacheFullError, UsageError
 from mesh_attention.plan.decoding import MEETINGS
 from mesh_attention.plan.layout import Zigzag
-from mesh_attention.serving import ShardedCache
+from mesh_attention.serving import ShardedCache, Turn
+from mesh_attention.serving.running import MOST_STEPS
 from mesh_attention.serving.shares import Shares, clip
+
+
+def spoil(cache: ShardedCache) -> None:
+    """Fill memory with NaN, so that reading what was never written is noticed."""
+    for memory in cache.memories:
+        for tensor in (tensor for stored in memory.stored for tensor in stored):
+            tensor.fill_(torch.nan)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, 12))
-    layout = data.draw(st.sampled_from(["zigzag", "striped", "contiguous"]))
+    layout = data.draw(st.sampled_from(["zigzag", "striped", "contiguous", "chunks"]))
     windows = data.draw(st.sampled_from([(None,), (None, 5), (0, None, 9)]))
     model = Model(
         ShardedCache(
@@ -45,9 +54,10 @@ def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObj
         data.draw(st.sampled_from([0.0, 2.0])),
         data.draw(st.integers(0, 100)),
     )
+    spoil(model.cache)
     alive = [model.new()]
     for _ in range(data.draw(st.integers(2, 7))):
-        kinds = ["prefill", "decode", "decode"] + ["new", "remove", "cut", "fork"] * (len(alive) < 5)
+        kinds = ["prefill", "decode", "decode", "reserve"] + ["new", "remove", "cut", "fork"] * (len(alive) < 5)
         kind = data.draw(st.sampled_from(kinds))
         some = data.draw(st.lists(st.sampled_from(alive), min_size=1, unique=True))
         if kind == "prefill":
@@ -55,7 +65,9 @@ def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObj
         elif kind == "decode":
             way = data.draw(st.sampled_from(["same", "spread"]))
             meeting = data.draw(st.sampled_from(MEETINGS)) if way == "same" else None
-            model.decode(some, data.draw(st.integers(1, 3)), way=way, meeting=meeting)
+            model.decode(some, data.draw(st.integers(1, 5)), way=way, meeting=meeting)
+        elif kind == "reserve":
+            model.cache.reserve(data.draw(st.integers(1, 1000)))
         elif kind == "new":
             alive.append(model.new())
         elif kind == "fork":
@@ -100,27 +112,41 @@ def test_real_ranks_give_the_same(ranks: int, layout: str, windows: tuple[int | 
     assert max(shared_pool().run(ranks, serve, ranks, windows, layout)) < 1e-12
 
 
-def decode_something_else(_: Any) -> str | None:
-    group = dist.new_group([0, 1, 2])  # of no use afterwards
-    if dist.get_rank() > 2:
+DIFFERENCES = ("tokens", "layer", "softcap", "scale", "order of a step", "order of a turn")
+
+
+def do_something_else(_: Any, what: str) -> str | None:
+    """Two ranks whose steps or turns differ in one thing, with transfers of the same sizes."""
+    group = dist.new_group([0, 1])  # of no use afterwards
+    if dist.get_rank() > 1:
         return None
-    cache = ShardedCache(MeshAttention(group), layers_of([None]), tokens=64, dtype=torch.float64, device="cpu")
+    is_other = dist.get_rank(group) == 1
+    layers = layers_of([None, None])
+    cache = ShardedCache(MeshAttention(group), layers, tokens=64, sequences=2, dtype=torch.float64, device="cpu")
     model = Model(cache)
-    chat = model.new()
-    model.prefill({chat: 12})
-    step = cache.decode({chat: 1})
-    step.fingerprint = 7 + (dist.get_rank(group) == 1)
-    q, k, v = (torch.zeros(1, 1, heads, dim).double() for heads, dim in ((4, 4), (2, 4), (2, 3)))
+    chats = [model.new(), model.new()]
+    model.prefill(dict.fromkeys(chats, 12))
+    order = chats[::-1] if is_other and "order" in what else chats
     try:
-        step.attend(0, q, k, v)
+        if what == "order of a turn":
+            turn = cache.prefill(dict.fromkeys(order, 4))
+            turn.attend(0, *(turn.shard(torch.zeros(1, 8, heads, dim).double()) for heads, dim in SHAPES))
+        else:
+            step = cache.decode(dict.fromkeys(order, 1))
+            step.fingerprint = 7 + (is_other and what == "tokens")
+            tensors = (torch.zeros(2, 1, heads, dim).double() for heads, dim in SHAPES)
+            scores = {"softcap": 1.0 + (is_other and what == "softcap")}
+            scores["softmax_scale"] = 1.0 + (is_other and what == "scale")
+            step.attend(int(is_other and what == "layer"), *tensors, **scores)
     except DisagreementError as error:
         return str(error)
     return "no error"
 
 
-def test_ranks_that_decode_different_tokens_raise() -> None:
-    for said in shared_pool().run(8, decode_something_else)[:3]:
-        assert "made different calls on this group" in said
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_ranks_whose_steps_or_turns_differ_raise(what: str) -> None:
+    for said in shared_pool().run(8, do_something_else, what)[:2]:
+        assert "different" in str(said), said
 
 
 # Bytes
@@ -244,6 +270,63 @@ def test_a_cache_is_released_with_the_last_reference() -> None:
         gc.enable()
 
 
+def zeros(turn: Turn, tokens: int) -> list[list[Tensor]]:
+    return [turn.shard(torch.zeros(1, tokens, heads, dim).double()) for heads, dim in SHAPES]
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+@pytest.mark.parametrize("give_up", ["cut", "remove"])
+def test_tokens_of_an_abandoned_turn_can_be_given_up(layers: int, give_up: str) -> None:
+    model = Model(cache_of(2, windows=[None, None]))
+    cache, chat, other = model.cache, model.new(), model.new()
+    model.prefill({chat: 6, other: 3})
+    turn = cache.prefill({chat: 4})
+    for layer in range(layers):
+        turn.attend(layer, *zeros(turn, 4))
+    for call in (lambda: cache.decode({other: 1}), lambda: cache.prefill({chat: 1}), lambda: cache.fork(chat)):
+        with pytest.raises(UsageError, match=rf"layer {layers} did not attend in the last turn.*cache\.cut\(0, 6\)"):
+            call()
+    if give_up == "cut":
+        cache.cut(chat, 6)
+        model.decode([chat])
+    else:
+        cache.remove(chat)
+    with pytest.raises(UsageError, match="this turn is over"):
+        turn.attend(1, *zeros(turn, 4))
+    model.decode([other])
+    assert model.error < 1e-12
+
+
+def test_more_shapes_than_are_kept() -> None:
+    model = Model(cache_of(2, tokens=600, sequences=20))
+    chats = [model.new() for _ in range(20)]
+    for number in [*range(1, 21), 3, 20, 1]:
+        model.decode(chats[:number])
+    assert model.error < 1e-12
+    assert len(model.cache.kept.by_plan) == MOST_STEPS
+
+
+def test_a_failed_reserve_can_be_repeated_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(cache_of(2, windows=[None, 5, None]))
+    chat = model.new()
+    model.prefill({chat: 30})
+    memory, real, calls = model.cache.memories[0], model.cache.memories[0]._empty, []
+
+    def fails_later(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return real(*given)
+
+    monkeypatch.setattr(memory, "_empty", fails_later)
+    with pytest.raises(torch.OutOfMemoryError):
+        model.cache.reserve(100_000)
+    model.cache.reserve(2000)
+    model.prefill({chat: 300})
+    model.decode([chat])
+    assert model.error < 1e-12
+
+
 def test_a_turn_in_which_a_layer_did_not_attend_is_noticed() -> None:
     cache = cache_of(2, windows=[None, None])
     chat = cache.new()
@@ -295,6 +378,20 @@ REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], str]] = {
         ),
         r"q requires a gradient, and a cache keeps none; use torch\.no_grad\(\)",
     ),
+    "unknown meeting": (lambda cache: cache.decode({0: 1}, meeting=""), "meeting='': expected slices"),  # type: ignore[arg-type]
+    "spread and gathered": (
+        lambda cache: cache.decode({0: 1}, way="spread", meeting="gather"),
+        "meeting='gather': expected slices",
+    ),
+    "no room for less than nothing": (lambda cache: cache.reserve(-5), "tokens=-5: expected"),
+    "no ranks": (lambda cache: ShardedCache.needs(cache.layers, ranks=0, tokens=4), "ranks=0: expected"),
+    "peak of no layer": (lambda cache: cache.prefill({0: 1}).peak_nbytes(-1, heads=4), "layer -1: expected 0 to 0"),
+    "no number": (
+        lambda cache: cache.decode({0: 1}).attend(
+            0, *([torch.zeros(1, 1, n, d).double()] * 2 for n, d in SHAPES), softmax_scale=[1.0]
+        ),
+        r"softmax_scale=\[1.0\]: expected a number",
+    ),
     "no layers": (lambda cache: ShardedCache(cache.attention, [], tokens=4), "expected a CachedLayer for each layer"),
     "no room": (lambda cache: ShardedCache(cache.attention, cache.layers, tokens=0), "tokens=0: expected"),
     "integers": (
@@ -320,7 +417,7 @@ def test_a_window_that_was_dropped_cannot_be_cut_back_to() -> None:
         model = Model(cache)
         chat = model.new()
         model.prefill({chat: 40})
-        with pytest.raises(UsageError, match=rf"expected {least} to 40; its windows have dropped tokens before"):
+        with pytest.raises(UsageError, match=rf"expected {least} to 40; its windows have dropped what"):
             cache.cut(chat, least - 1)
         model.cut(chat, least)
         model.prefill({chat: 11})

@@ -107,7 +107,8 @@ class Engines:
             key = self._meanings[spelling]
             engine = self.known.pop(key, None)
         engine = engine or self._new(tensors, options, layout, gradient, may_keep)
-        self.known[key] = engine  # the most recently used comes last
+        if not isinstance(layout, Cached):  # the next turn of a cache has another layout
+            self.known[key] = engine  # the most recently used comes last
         if len(self.known) > MOST_ENGINES:
             del self.known[next(iter(self.known))]
         for watch in self.watchers:
@@ -142,8 +143,8 @@ class Engines:
         with self.played.telling:
             _check_keep(found.plans, cuda_graphs=self.cuda_graphs)
             number = number_of_call(found, tensors[0])
-            is_once = isinstance(layout, Cached)  # the next turn of a cache has another layout
-            engine = Engine.of(found, self.played, comms, number, None if is_once else self._captured(device))
+            captured = None if isinstance(layout, Cached) else self._captured(device)
+            engine = Engine.of(found, self.played, comms, number, captured)
             engine.prepare(device)
         with self.played.ledger.talking(UsageError, DisagreementError):
             self.played.drive([agree_on_call(comm, found, rank) for comm, rank in zip(comms, tensors, strict=True)])

@@ -144,7 +144,7 @@ def even(total: int, parts: int) -> tuple[range, ...]:
 
 
 GATHER_MOST_NBYTES = 256 * 1024
-"""Without prices, partials are gathered up to so many received bytes: about what a link moves in one exchange's
+"""Without prices, partials are gathered up to this many received bytes: about what a link moves in one exchange's
 latency."""
 
 

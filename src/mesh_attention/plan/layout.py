@@ -268,5 +268,5 @@ def join(segments: Iterable[Segment]) -> tuple[Segment, ...]:
 
 
 def shifted(segments: Iterable[Segment], by: int) -> tuple[Segment, ...]:
-    """The segments with every position moved by so many tokens."""
+    """The segments with `by` added to every position."""
     return tuple(range(s.start + by, s.stop + by, s.step) for s in segments)

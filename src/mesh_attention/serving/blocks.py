@@ -6,6 +6,8 @@ memory at the same call.
 
 from __future__ import annotations
 
+from itertools import chain
+
 from mesh_attention.errors import CacheFullError
 from mesh_attention.units import count
 
@@ -20,6 +22,8 @@ class BlockPool:
 
     def take(self, number: int, *, after: int | None = None) -> list[int]:
         """Free blocks, in a row if possible: behind block `after`, or else in the first gap that is large enough."""
+        if not number:
+            return []
         if number > self.free:
             raise CacheFullError(
                 f"the cache has {count(self.free, 'free block')} of {self.size:,} and needs {number:,} more; remove a "
@@ -47,10 +51,8 @@ class BlockPool:
         self.size = size
 
     def _row(self, number: int, after: int | None) -> list[int]:
-        starts = ([after + 1] if after is not None else []) + [
-            block for block in range(self.size) if not self.users[block] and (block == 0 or self.users[block - 1])
-        ]
-        for start in starts:
+        gaps = (b for b in range(self.size) if not self.users[b] and (b == 0 or self.users[b - 1]))
+        for start in chain([] if after is None else [after + 1], gaps):
             if start + number <= self.size and not any(self.users[start : start + number]):
                 return list(range(start, start + number))
         return []

@@ -99,10 +99,10 @@ class Book:
     def cut(self, number: int, length: int) -> None:
         entry = self.entry(number)
         if not entry.most_cut <= length <= entry.shares.length:
-            why = f"; its windows have dropped tokens before {entry.most_cut}" if entry.most_cut else ""
+            why = "; its windows have dropped what fewer tokens would need: make the cache with a larger slack="
             raise UsageError(
                 f"sequence {number} cannot be cut to {length} tokens: expected {entry.most_cut} to "
-                f"{entry.shares.length}{why}; to cut back further, make the cache with a larger slack="
+                f"{entry.shares.length}{why if entry.most_cut else ''}"
             )
         shares = entry.shares.cut(length)
         counts = tuple(shares.counts())
@@ -127,7 +127,10 @@ class Book:
         copied: list[tuple[Window, int, int]],
     ) -> Entry:
         before = entry.shares
-        after = before.decoded(tokens) if is_decoded else before.appended(tokens, self.layout)
+        if is_decoded:
+            after = before.decoded(tokens, entry.counts)
+        else:
+            after = before.appended(tokens, self.layout, entry.counts)
         counts = self._counts(entry, after, tokens, is_decoded)
         tables, most_cut = {}, entry.most_cut
         for window, table in entry.tables.items():
@@ -139,9 +142,10 @@ class Book:
         return Entry(after, counts, tables, most_cut)
 
     def _counts(self, entry: Entry, after: Shares, tokens: int, is_decoded: bool) -> tuple[int, ...]:
-        if not is_decoded:
-            return tuple(after.counts())
         counts, run = list(entry.counts), after.runs[-1]
+        if not is_decoded:
+            new = (sum(map(len, run.segments(rank, self.ranks))) for rank in range(self.ranks))
+            return tuple(held + more for held, more in zip(counts, new, strict=True))
         for position in range(after.length - tokens, after.length):
             counts[(run.first + position - run.start) % self.ranks] += 1
         return tuple(counts)

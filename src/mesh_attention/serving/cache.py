@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.plan.caching import BLOCK_TOKENS, blocks_of_rank
-from mesh_attention.plan.decoding import MOST_DECODED, WAYS, Meeting, Way
+from mesh_attention.plan.decoding import MEETINGS, MOST_DECODED, WAYS, Meeting, Way
 from mesh_attention.serving.blocks import BlockPool
 from mesh_attention.serving.book import Book, Window
 from mesh_attention.serving.checks import DTYPE_NAMES
@@ -19,6 +19,14 @@ from mesh_attention.serving.memory import CachedLayer, Memory, cache_nbytes
 from mesh_attention.serving.prefill import Grown, Turn, new_tokens
 from mesh_attention.serving.running import Ground, KeptSteps
 from mesh_attention.units import brief, count, format_nbytes
+
+
+@dataclass(frozen=True)
+class Open:
+    """The last turn or step: the layers that attended in it, and how long its sequences were before."""
+
+    attended: set[int]
+    lengths: Mapping[int, int]
 
 
 class ShardedCache:
@@ -52,17 +60,18 @@ class ShardedCache:
     ) -> None:
         if not isinstance(attention, MeshAttention):
             raise UsageError(f"attention is a {type(attention).__name__}; expected a MeshAttention")
+        self.attention, self.dtype = attention, dtype
+        self.block_tokens, self.tokens, self.most_sequences, self.slack = block_tokens, tokens, sequences, slack
         with attention.engines.played.telling:
             blocks = _blocks(layers, attention.ranks, tokens, sequences, block_tokens, slack)
             _check_dtype(dtype)
-        self.attention, self.layers, self.dtype = attention, tuple(layers), dtype
-        self.device = torch.device(device if device is not None else _usual_device())
-        self.block_tokens, self.tokens, self.most_sequences, self.slack = block_tokens, tokens, sequences, slack
-        self.memories = [Memory(self.layers, blocks, block_tokens, dtype, self.device) for _ in attention.comms]
+            self.layers, self.device = tuple(layers), _device(device)
+            self.memories = [Memory(self.layers, blocks, block_tokens, dtype, self.device) for _ in attention.comms]
         pools = {window: BlockPool(number) for window, number in blocks.items()}
         self.book = Book(attention.ranks, attention.layout, block_tokens, pools, slack)
         self.last: set[int] | None = None
         """The layers that attended in the last turn or step. Not the turn itself, which refers to its cache."""
+        self._open = Open(set(range(len(self.layers))), {})
         self.kept = KeptSteps(Ground(attention.engines, self.layers, self.memories, self.device))
 
     # Memory
@@ -89,16 +98,18 @@ class ShardedCache:
         return self.memories[0].nbytes
 
     def reserve(self, tokens: int, sequences: int | None = None) -> None:
-        """Make room for so many tokens in all, if there is less. Moves the cache, a layer at a time."""
-        sequences = max(self.most_sequences, sequences or 0)
-        tokens = max(tokens, self.tokens)
-        blocks = _blocks(self.layers, self.ranks, tokens, sequences, self.block_tokens, self.slack)
-        if all(number <= self.book.pools[window].size for window, number in blocks.items()):
-            return
-        blocks = {window: max(number, self.book.pools[window].size) for window, number in blocks.items()}
-        self.kept.drop()  # their tables and graphs refer to the old memory
-        for memory in self.memories:
-            memory.grow(blocks)
+        """Make room for `tokens` tokens in total, if there is less. Moves the cache, one layer at a time."""
+        sequences = self.most_sequences if sequences is None else sequences
+        sizes = {"block_tokens": self.block_tokens, "slack": self.slack}
+        with self.attention.engines.played.telling:
+            _blocks(self.layers, self.ranks, tokens, sequences, **sizes)  # refuses what is not a number
+            tokens, sequences = max(tokens, self.tokens), max(sequences, self.most_sequences)
+            blocks = _blocks(self.layers, self.ranks, tokens, sequences, **sizes)
+            blocks = {window: max(number, self.book.pools[window].size) for window, number in blocks.items()}
+            if any(number > self.book.pools[window].size for window, number in blocks.items()):
+                self.kept.drop()  # their tables and graphs refer to the old memory
+                for memory in self.memories:
+                    memory.grow(blocks)
         for window, number in blocks.items():
             self.book.pools[window].grow(number)
         self.tokens, self.most_sequences = tokens, sequences
@@ -123,11 +134,7 @@ class ShardedCache:
 
     def new(self) -> int:
         """A new, empty sequence, as the number by which other calls know it."""
-        if len(self.book.entries) >= self.most_sequences:
-            raise UsageError(
-                f"the cache has {len(self.book.entries)} sequences, the most it was made for; remove one, or make room "
-                "with cache.reserve(tokens, sequences)"
-            )
+        self._refuse_one_more()
         return self.book.new()
 
     def length(self, sequence: int) -> int:
@@ -137,29 +144,41 @@ class ShardedCache:
     def remove(self, sequence: int) -> None:
         """Forget a sequence."""
         self.book.remove(sequence)
+        self._end_turn_of(sequence)
 
     def cut(self, sequence: int, length: int) -> None:
-        """Forget all but the first `length` tokens of a sequence, as when guessed tokens are rejected."""
+        """Forget all but the first `length` tokens of a sequence, as when guessed tokens are rejected.
+
+        After a large cut, ranks may hold unequal numbers of tokens, and later ones then have less room.
+        """
         if type(length) is not int or length < 0:
             raise UsageError(f"length={length!r}: expected a whole number of at least 0")
         self.book.cut(sequence, length)
+        self._end_turn_of(sequence)
 
     def fork(self, sequence: int) -> int:
         """A copy of a sequence. It shares the memory of all tokens up to now."""
         self.book.entry(sequence)
-        if len(self.book.entries) >= self.most_sequences:
-            raise UsageError(f"the cache has room for {self.most_sequences} sequences; make room with cache.reserve")
+        self._refuse_one_more()
+        self._refuse_unfinished()
         return self.book.fork(sequence)
+
+    def _refuse_one_more(self) -> None:
+        if len(self.book.entries) >= self.most_sequences:
+            raise UsageError(
+                f"the cache has {len(self.book.entries)} sequences, the most it was made for; remove one, or make room "
+                "with cache.reserve(tokens, sequences)"
+            )
 
     # Attention
 
     def prefill(self, new: Mapping[int, int]) -> Turn:
-        """Append new tokens to sequences, so many for each, spread over the ranks by the attention's layout.
+        """Append `new[s]` tokens to each sequence s, spread over the ranks by the attention's layout.
 
         For a prompt, a chunk of one, or the next turn of a conversation.
         """
         turn = Turn(self, self._extended(new, is_decoded=False))
-        self.last = turn.attended
+        self._begin(turn)
         return turn
 
     def spread(self, new: Mapping[int, int]) -> list[int]:
@@ -167,18 +186,20 @@ class ShardedCache:
         found = [0] * self.ranks
         for number, tokens in new_tokens(new):
             before = self.book.entry(number)
-            after = before.shares.appended(tokens, self.attention.layout).counts()
+            after = before.shares.appended(tokens, self.attention.layout, before.counts).counts()
             found = [a + b - c for a, b, c in zip(found, after, before.counts, strict=True)]
         return found
 
     def decode(self, new: Mapping[int, int], *, way: Way = "same", meeting: Meeting | None = None) -> Step:
-        """Append one or a few new tokens to sequences, as many to each; each token goes to the next rank.
+        """Append one or a few new tokens to each of some sequences; each token goes to the next rank.
 
         In the way ``same``, every rank runs the same tokens; in the way ``spread``, each rank runs some of the
         sequences. `meeting` is how partial results meet, by default what suits their size (`plan.decoding`).
         """
         if way not in WAYS:
             raise UsageError(f"way={way!r}: expected {' or '.join(WAYS)}")
+        if meeting is not None and (meeting not in MEETINGS or (way == "spread" and meeting != "slices")):
+            raise UsageError(f"meeting={meeting!r}: expected slices, or with way='same' also gather")
         numbers = {tokens for _, tokens in new_tokens(new)}
         if len(numbers) > 1 or max(numbers) > MOST_DECODED:
             raise UsageError(
@@ -186,18 +207,34 @@ class ShardedCache:
                 f"sequence, at most {MOST_DECODED}; use cache.prefill for more"
             )
         step = Step(self, self._extended(new, is_decoded=True), way, meeting)
-        self.last = step.attended
+        self._begin(step)
         return step
+
+    def _begin(self, turn: Turn | Step) -> None:
+        self.last = turn.attended
+        lengths = {number: grown.before.shares.length for number, grown in turn.sequences.items()}
+        self._open = Open(turn.attended, lengths)
+
+    def _end_turn_of(self, sequence: int) -> None:
+        """A turn or step of this sequence can no longer attend: its tokens may be gone."""
+        if sequence in self._open.lengths:
+            self.last = None
+
+    def _refuse_unfinished(self) -> None:
+        """Refuse to go on while a sequence has tokens that some layer has no keys and values of."""
+        missing = set(range(len(self.layers))) - self._open.attended
+        for number, length in self._open.lengths.items():
+            entry = self.book.entries.get(number)
+            if missing and entry is not None and entry.shares.length > length:
+                raise UsageError(
+                    f"layer {min(missing)} did not attend in the last turn, so it has no keys and values for the new "
+                    f"tokens of sequence {number}; call attend for every layer, or give these tokens up with "
+                    f"cache.cut({number}, {length}) or cache.remove({number})"
+                )
 
     def _extended(self, new: Mapping[int, int], *, is_decoded: bool) -> dict[int, Grown]:
         checked = dict(new_tokens(new))
-        last = self.last
-        if last is not None and 0 < len(last) < len(self.layers):
-            missing = min(set(range(len(self.layers))) - last)
-            raise UsageError(
-                f"layer {missing} did not attend in the last turn, so it has no keys and values for its tokens; call "
-                "attend for every layer, or cut these tokens off first"
-            )
+        self._refuse_unfinished()
         before = {number: self.book.entry(number) for number in checked}
         self.book.extend(checked, is_decoded=is_decoded)
         for memory in self.memories:
@@ -214,6 +251,7 @@ def _blocks(
     The tokens of a window may all be on one rank, and while a turn runs, those before and after it are kept.
     """
     for name, value, least in (
+        ("ranks", ranks, 1),
         ("tokens", tokens, 1),
         ("sequences", sequences, 1),
         ("block_tokens", block_tokens, 1),
@@ -238,5 +276,9 @@ def _check_dtype(dtype: object) -> None:
         raise ProblemError(f"dtype={dtype}: expected one of {', '.join(map(str, DTYPE_NAMES))}")
 
 
-def _usual_device() -> Literal["cuda", "cpu"]:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _device(given: torch.device | str | None) -> torch.device:
+    """The device of a cache, with its number: tensors have one."""
+    device = torch.device(given if given is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,4 +1,4 @@
-"""What turns and steps refuse: layers that cannot attend now, and tensors that do not fit the cache."""
+"""Checks of turns and steps: refuses layers that cannot attend now, and tensors that do not fit the cache."""
 
 from __future__ import annotations
 
@@ -25,11 +25,18 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def check_turn(cache: ShardedCache, turn: Turn | Step, layer: object) -> None:
     """Refuse a layer that cannot attend now."""
     if turn.attended is not cache.last:
-        raise UsageError("this turn is over, because the cache has a later one; use the last turn or step")
-    if type(layer) is not int or not 0 <= layer < len(cache.layers):
-        raise UsageError(f"layer {layer!r}: expected 0 to {len(cache.layers) - 1}")
+        raise UsageError(
+            "this turn is over: the cache has a later one, or a sequence of this one was cut or removed; use the last "
+            "turn or step"
+        )
+    check_layer(cache, layer)
     if layer in turn.attended:
         raise UsageError(f"layer {layer} has attended in this turn already; each layer attends once")
+
+
+def check_layer(cache: ShardedCache, layer: object) -> None:
+    if type(layer) is not int or not 0 <= layer < len(cache.layers):
+        raise UsageError(f"layer {layer!r}: expected 0 to {len(cache.layers) - 1}")
 
 
 def by_rank(cache: ShardedCache, q: Any, k: Any, v: Any) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mesh_attention.arguments import CallOptions
 from mesh_attention.errors import ProblemError, UsageError
-from mesh_attention.plan.decoding import DecodePlan, Meeting, Way, choose_meeting
+from mesh_attention.plan.decoding import MEETINGS, WAYS, DecodePlan, Meeting, Way, choose_meeting
 from mesh_attention.serving.book import Window
 from mesh_attention.serving.checks import DTYPE_NAMES, by_rank, check_tensors, check_turn, softmax_of
 from mesh_attention.serving.prefill import Grown
@@ -47,7 +47,7 @@ class Step:
         return self.plan(0, heads=self.cache.layers[0].kv_heads).own[rank]
 
     def plan(self, layer: int, *, heads: int) -> DecodePlan:
-        """What each rank does in a layer with so many query heads."""
+        """The plan of a layer with `heads` query heads."""
         cache, known = self.cache, self.cache.layers[layer]
         if heads % known.kv_heads:
             raise ProblemError(f"{heads} heads cannot share {known.kv_heads} KV heads evenly")
@@ -62,7 +62,7 @@ class Step:
             dtype=DTYPE_NAMES[cache.dtype],
             way=self.way,
         )
-        return plan.with_meeting(self.meeting or choose_meeting(plan))
+        return plan.with_meeting(choose_meeting(plan) if self.meeting is None else self.meeting)
 
     def attend(
         self,
@@ -102,7 +102,7 @@ class Step:
                 self._prepared.append(steps)
             # On NCCL, comparing marks takes a collective: one layer of a step does it for all.
             is_marked = steps.marked is not None and not (self.attended and steps.marked.is_capturable)
-            results = running.run(ranks, self._mark(steps) if is_marked else None)
+            results = running.run(ranks, self._mark(running) if is_marked else None)
             self.attended.add(layer)
             outs = [out.clone() for out, _ in results]  # the next layer uses the same buffers
             if not return_lse:
@@ -111,28 +111,33 @@ class Step:
         return (outs, lses) if is_local else (outs[0], lses[0])
 
     def _key(self, layer: int, q: Any, k: Any, v: Any, scale: Any, softcap: Any) -> tuple[Any, ...] | None:
-        """What decides whether a call is like an earlier one; None if it has to be checked every time."""
+        """Key of a call: equal for calls that need no further check; None if this one has to be checked."""
         if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
             return None
         if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
             return None
+        if type(softcap) is not float or not (scale is None or type(scale) is float):
+            return None
         tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-        return layer, *self._shape, type(scale), scale, type(softcap), softcap, *tensors
+        return layer, *self._shape, scale, softcap, *tensors
 
     def _running(self, layer: int, ranks: Sequence[Sequence[Any]], scale: float | None, softcap: float) -> LayerSteps:
-        """What runs this layer."""
+        """The runner of this layer."""
         cache, plan = self.cache, self.plan(layer, heads=_heads(ranks))
         for rank, comm in zip(ranks, cache.attention.comms, strict=True):
             check_tensors(cache, layer, rank, (len(plan.own[comm.rank]), self.queries))
         softmax = softmax_of(cache.layers[layer], CallOptions(softmax_scale=scale, softcap=softcap))
         return cache.kept.layer(plan, layer, softmax)
 
-    def _mark(self, steps: Steps) -> Tensor:
+    def _mark(self, running: LayerSteps) -> Tensor:
+        """The mark of this layer's pass: which tokens, of which sequences, in which layer, attended and merged how."""
+        steps, softmax = running.steps, running.softmax
         plan, ledger = steps.plan, self.cache.attention.engines.played.ledger
         lengths = tuple((number, grown.after.shares.length) for number, grown in self.sequences.items())
-        number = hash((plan.sequences, plan.queries, plan.heads, self.way == "same", *lengths)) & 0xFFFFFFFFFFFF
+        how = plan.heads, self.queries, WAYS.index(plan.way), MEETINGS.index(plan.meeting)
+        number = hash((running.layer, softmax.scale, softmax.softcap, *how, *lengths))  # of numbers: as on other ranks
         device = self.cache.device if steps.comms[0].is_capturable else None
-        return ledger.mark(number, device, self.fingerprint)
+        return ledger.mark(number & 0xFFFFFFFFFFFF, device, self.fingerprint)
 
     def reach(self, rank: int, window: Window) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """For each sequence and query, the first token of this rank that it sees, and the one behind the last; then the

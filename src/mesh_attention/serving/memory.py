@@ -18,7 +18,7 @@ from mesh_attention.units import brief
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedLayer:
-    """What a layer keeps of a token: its KV heads and head sizes.
+    """The KV heads and head sizes of a layer.
 
     With a `window`, a query sees that many tokens before its own, and older ones are dropped.
     """
@@ -86,7 +86,7 @@ class Memory:
         with torch.inference_mode(False), torch.no_grad():
             for index, layer in enumerate(self.layers):
                 old = self.stored[index]
-                if old.k.shape[0] == blocks[layer.window] + 1:
+                if old.k.shape[0] > blocks[layer.window]:
                     continue
                 new = self._empty(layer, blocks[layer.window])
                 for before, after in zip(old, new, strict=True):

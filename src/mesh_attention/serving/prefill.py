@@ -8,7 +8,7 @@ and values, and is planned, agreed on and run as one. Layers with the same windo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from mesh_attention.execution.engine import Engine
 from mesh_attention.masks import Segment
 from mesh_attention.plan.layout import Cached, Listed, join, shifted
 from mesh_attention.serving.book import Entry, Window
-from mesh_attention.serving.checks import by_rank, check_tensors, check_turn, softmax_of
+from mesh_attention.serving.checks import by_rank, check_layer, check_tensors, check_turn, softmax_of
 from mesh_attention.serving.memory import slots_of
 from mesh_attention.serving.shares import clip
 
@@ -62,7 +62,9 @@ class Seen:
 
     keys: Listed
     options: CallOptions
-    places: dict[int, Places]
+    places: dict[int, Places] = field(default_factory=dict)
+    engines: dict[object, Engine] = field(default_factory=dict)
+    """By scores and heads. Kept here, because no other turn has this layout."""
 
 
 class Turn:
@@ -75,6 +77,7 @@ class Turn:
         self.cache, self.sequences = cache, sequences
         self.attended: set[int] = set()
         self._known: dict[Window, Seen] = {}
+        self._has_met = False
 
     @property
     def tokens(self) -> int:
@@ -145,6 +148,7 @@ class Turn:
                 check_tensors(cache, layer, rank, (1, tokens))
             options = CallOptions(softmax_scale=softmax_scale, softcap=softcap)
             softmax_of(cache.layers[layer], options)
+        self._meet()
         window = cache.layers[layer].window
         tensors = [
             (rank_q, *self._keys(number, layer, window, rank_k[0], rank_v[0]))
@@ -164,6 +168,7 @@ class Turn:
 
         All ranks call it, because they plan together. In a local group, the most of any rank.
         """
+        check_layer(self.cache, layer)
         known, window = self.cache.layers[layer], self.cache.layers[layer].window
         sizes = self._sizes(layer)
         one = torch.empty((), dtype=self.cache.dtype, device=self.cache.device)  # tensors in shape only
@@ -180,9 +185,24 @@ class Turn:
         return max(program.device_nbytes + nbytes for program, nbytes in zip(programs, copied, strict=True))
 
     def _engine(self, tensors: Sequence[Sequence[Tensor]], window: Window, options: CallOptions) -> Engine:
-        options = self._seen(window).options._replace(softmax_scale=options.softmax_scale, softcap=options.softcap)
+        seen = self._seen(window)
+        key = options, tensors[0][0].shape
+        if key in seen.engines:
+            return seen.engines[key]
+        options = seen.options._replace(softmax_scale=options.softmax_scale, softcap=options.softcap)
         engines = self.cache.attention.engines
-        return engines.find(tensors, options, layout=self.layout(window), gradient=False, may_keep=False)
+        found = engines.find(tensors, options, layout=self.layout(window), gradient=False, may_keep=False)
+        seen.engines[key] = found
+        return found
+
+    def _meet(self) -> None:
+        """Raise on every rank unless all have these sequences; once in a turn."""
+        played = self.cache.attention.engines.played
+        if self._has_met or played.is_local or self.cache.ranks == 1:
+            return
+        sequences = ", ".join(f"{number} from {g.before.shares.length}" for number, g in self.sequences.items())
+        played.meet({"operation": "a turn of a cache", "sequences": sequences})
+        self._has_met = True
 
     def _sizes(self, layer: int) -> list[tuple[int, int, int]]:
         """For each rank played here: its number, its new tokens, and the keys that it has for the turn."""
@@ -204,7 +224,7 @@ class Turn:
     def _seen(self, window: Window) -> Seen:
         if window not in self._known:
             kv = Listed(tuple(self._packed_keys(rank, window) for rank in range(self.cache.ranks)))
-            self._known[window] = Seen(kv, self._options(window), {})
+            self._known[window] = Seen(kv, self._options(window))
         return self._known[window]
 
     def _packed_keys(self, rank: int, window: Window) -> tuple[Segment, ...]:

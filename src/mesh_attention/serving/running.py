@@ -1,4 +1,4 @@
-"""What runs decoded steps: buffers, tables of blocks on the device, and with CUDA graphs one graph for each layer.
+"""Runs decoded steps: buffers, tables of blocks on the device, and with CUDA graphs one graph for each layer.
 
 All of it lives as long as the shapes of steps recur, so a step plans nothing and allocates little. `serving.decode` has
 the steps themselves, `plan.decoding` what a rank does in one.
@@ -207,7 +207,7 @@ class StepEngine:
 
 @dataclass(frozen=True)
 class Ground:
-    """What steps run on.
+    """The engines, layers, memories and device that steps share.
 
     It does not refer to the cache, so that a cache and its graphs are released with the last reference to it: left to
     the garbage collector, they may go while another graph is captured, which spoils that one.
@@ -316,25 +316,31 @@ class LayerSteps:
 
 
 class KeptSteps:
-    """What a cache keeps between its steps. Dropped when its memory moves."""
+    """Buffers and graphs that a cache keeps between its steps. Dropped when its memory moves."""
 
     def __init__(self, ground: Ground) -> None:
         self.ground = ground
         self.by_plan: dict[DecodePlan, Steps] = {}
         self.layers: dict[tuple[DecodePlan, int, Softmax], LayerSteps] = {}
         self.ready: dict[object, LayerSteps] = {}
-        """What runs a layer of a step like an earlier one, without checking it again."""
+        """Runners of layers by call, so that a call like an earlier one is not checked again."""
 
     def layer(self, plan: DecodePlan, layer: int, softmax: Softmax) -> LayerSteps:
-        """What runs a layer in steps of this plan."""
+        """The runner of a layer in steps of this plan."""
         if plan not in self.by_plan:
             if len(self.by_plan) >= MOST_STEPS:
-                self.drop()
+                self._drop_oldest()
             self.by_plan[plan] = Steps(self.ground, plan)
         key = plan, layer, softmax
         if key not in self.layers:
             self.layers[key] = LayerSteps(self.by_plan[plan], layer, softmax)
         return self.layers[key]
+
+    def _drop_oldest(self) -> None:
+        oldest = next(iter(self.by_plan))
+        del self.by_plan[oldest]
+        self.layers = {key: layer for key, layer in self.layers.items() if key[0] != oldest}
+        self.ready.clear()  # those that are left are found again by their plan
 
     def drop(self) -> None:
         for kept in (self.by_plan, self.layers, self.ready):

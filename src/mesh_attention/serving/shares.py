@@ -8,6 +8,7 @@ more than a token unless the sequence is cut. A rank stores its tokens in rising
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mesh_attention.masks import Segment
@@ -57,30 +58,28 @@ class Shares:
         """The number of a rank's tokens before a position."""
         return sum(map(len, clip(self.segments(rank), 0, position)))
 
-    def appended(self, tokens: int, layout: Layout) -> Shares:
-        """The shares after a chunk or a turn."""
-        return replace(self, runs=(*self.runs, self._run(tokens, layout)))
+    def appended(self, tokens: int, layout: Layout, counts: Sequence[int] | None = None) -> Shares:
+        """The shares after a chunk or a turn, which begins with the rank that has the fewest tokens.
 
-    def decoded(self, tokens: int) -> Shares:
+        `counts` are those of the ranks, if they are known.
+        """
+        counts = self.counts() if counts is None else counts
+        first = min(range(self.ranks), key=lambda rank: counts[rank])
+        run = Run(start=self.length, tokens=tokens, kept=tokens, layout=layout, first=first)
+        return replace(self, runs=(*self.runs, run))
+
+    def decoded(self, tokens: int, counts: Sequence[int] | None = None) -> Shares:
         """The shares after tokens that go round the ranks, where the last ones left off."""
         last = self.runs[-1] if self.runs else None
-        if last is None or last.layout != Striped() or last.kept < last.tokens:
-            return self.appended(tokens, Striped())
-        more = last.tokens + tokens
+        if last is None or last.layout != Striped():
+            return self.appended(tokens, Striped(), counts)
+        more = last.kept + tokens  # who gets a token does not depend on how many follow
         return replace(self, runs=(*self.runs[:-1], replace(last, tokens=more, kept=more)))
 
     def cut(self, length: int) -> Shares:
         """The shares of the first `length` tokens."""
         runs = [replace(run, kept=min(run.kept, length - run.start)) for run in self.runs if run.start < length]
         return replace(self, runs=tuple(runs))
-
-    def home(self, position: int) -> int:
-        """The rank that holds a position."""
-        return next(r for r in range(self.ranks) if any(position in segment for segment in self.segments(r)))
-
-    def _run(self, tokens: int, layout: Layout) -> Run:
-        counts = self.counts()
-        return Run(start=self.length, tokens=tokens, kept=tokens, layout=layout, first=counts.index(min(counts)))
 
 
 def clip(segments: tuple[Segment, ...], low: int, high: int) -> tuple[Segment, ...]:
