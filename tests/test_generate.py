@@ -15,7 +15,7 @@ import torch
 from pool import shared_pool
 from tiny_models import Exact, make_model
 from torch import Tensor
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from mesh_attention import LocalGroup
@@ -107,7 +107,7 @@ def turns(model: Any, rank: int) -> Result:
 
 
 class StopsAfter(StoppingCriteria):
-    """Stops row 1 after so many tokens."""
+    """Stops row 1 when the text has a number of tokens."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -180,12 +180,13 @@ OPTIONS: dict[int, dict[str, Any]] = {
 def registered(group: Any, *, block_tokens: int = 64, **options: Any) -> Iterator[MeshAttention]:
     """With mesh attention registered, and caches of such blocks; windows drop small ones after a few tokens."""
     attention = MeshAttention(group, **options)
-    cache_module.ShardedCache = partial(ShardedCache, block_tokens=block_tokens)  # type: ignore[misc, assignment]
     register(attention)
     CACHES["mesh_attention"] = lambda: GenerationCache(attention)
     try:
+        cache_module.ShardedCache = partial(ShardedCache, block_tokens=block_tokens)  # type: ignore[misc, assignment]
         yield attention
     finally:
+        cache_module.ShardedCache = ShardedCache  # type: ignore[misc]
         unregister()
 
 
@@ -379,6 +380,34 @@ def test_ranks_that_differ_are_refused_together(pool: RankPool, how: str) -> Non
     assert any(said.startswith(kind) and text in said for said in found), found
 
 
+def other_calls(group: Any) -> list[str]:
+    """Calls that differ between ranks in the bits of embeddings, in the order of tokens, or in the wanted logits."""
+    rank, said = group.rank(), []
+    with registered(group), torch.no_grad():
+        model = make_model("llama", "mesh_attention").eval()
+        embeds = model.get_input_embeddings()(ids(1, 20))
+        kept = torch.tensor([1, 5] if rank else [1, 6])
+        pairs = torch.tensor([[[5, 7], [7, 6]][rank] * 6]), torch.tensor([[[5, 7], [15, 2]][rank] + [3] * 10])
+        calls: list[Callable[[], object]] = [
+            lambda: generated(model, None, inputs_embeds=embeds + rank),
+            *(partial(model, tokens, past_key_values=CACHES["mesh_attention"]()) for tokens in pairs),
+            lambda: model(ids(1, 20), past_key_values=CACHES["mesh_attention"](), logits_to_keep=kept),
+        ]
+        for call in calls:
+            try:
+                call()
+                said.append("ran")
+            except DisagreementError as error:
+                said.append(str(error))
+    return said
+
+
+def test_embeddings_orders_of_tokens_and_wanted_logits_are_compared(pool: RankPool) -> None:
+    for *tokens, kept in pool.run(2, other_calls):
+        assert all("new tokens is " in said for said in tokens), tokens
+        assert "logits_to_keep is 2 columns #" in kept
+
+
 def test_ranks_that_choose_different_tokens_are_refused_together() -> None:
     with RankPool(2) as own:  # what is noticed while transfers are under way ends a group
         for said in own.run(2, disagreement, "tokens"):
@@ -400,6 +429,11 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"cache_implementation": "static"}, "cache_implementation='static' is not supported: mesh attention has its own"),
     ({"cache_implementation": "paged"}, 'cache_implementation="paged" is not supported'),
     ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache, which would be whole on every rank"),
+    (
+        {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(3.0)])},
+        "MaxTimeCriteria is not supported: the ranks' clocks differ",
+    ),
+    ({"attention_mask": torch.tensor([[0] * 8])}, "row 0 of attention_mask has no real token"),
     ({"max_time": 3.0}, "max_time=3.0 is not supported: the ranks' clocks differ"),
     ({"guidance_scale": 2.0}, "guidance_scale=2.0 is not supported with mesh attention: it runs a second prompt"),
     ({"output_hidden_states": True}, "output_hidden_states is not supported with mesh attention: each rank has its"),
@@ -421,7 +455,7 @@ def test_tokens_are_not_guessed_on_a_cache_that_cannot_be_cropped(model: Any) ->
     first = generated(windowed, ids(1, 8))
     given = {"past_key_values": first.past_key_values, "prompt_lookup_num_tokens": 3}
     with pytest.raises(UsageError, match=r"begin the first turn with GenerationCache\(attention, slack=3\)"):
-        generated(windowed, torch.cat([first.sequences, ids(1, 4)], 1), **given)
+        generated(windowed, ids(1, 5), attention_mask=ones(1, first.past_key_values.columns + 5), **given)
 
 
 def test_an_assistant_model_is_refused(model: Any) -> None:
@@ -450,6 +484,13 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"use_cache": False}, UsageError, "use_cache=False contradicts the GenerationCache"),
     ({"logits_to_keep": torch.ones(2, 4, dtype=torch.bool)}, UsageError, "expected a number of tokens, or columns as"),
+    (
+        {"logits_to_keep": torch.tensor([0, 4])},
+        UsageError,
+        "logits_to_keep names column 4 of 4 new tokens: expected -4",
+    ),
+    ({"logits_to_keep": torch.tensor([1.0])}, UsageError, "expected a number of tokens, or columns as"),
+    ({"logits_to_keep": torch.tensor([], dtype=torch.long)}, UsageError, "logits_to_keep names no column"),
     ({"inputs_embeds": torch.zeros(2, 4, 16)}, UsageError, "the model got input_ids and inputs_embeds: expected input"),
 ]
 
@@ -481,8 +522,18 @@ LATER: list[tuple[Callable[[Any, Any], Any], str]] = [
         "the cache is of another model",
     ),
     (lambda model, cache: model.float()(**later(cache)), "the cache is of another model, dtype or device"),
+    (
+        lambda model, cache: model(
+            ids(2, 2), past_key_values=cache, attention_mask=torch.cat([mask([4, 2], 4), mask([2, 1], 2)], 1)
+        ),
+        "row 1 has padding between its cached and its new tokens; give every row the same number of new tokens in a",
+    ),
+    (
+        lambda model, cache: generated(model, ids(2, 3), past_key_values=cache),
+        "attention_mask has 3 columns, and the cache 4 already",
+    ),
     (lambda model, cache: model.train()(**later(cache)), "a model in training mode cannot fill a GenerationCache"),
-    (lambda model, cache: make_model("llama", "sdpa").eval()(**later(cache)), "does not run with its mesh attention"),
+    (lambda model, cache: make_model("llama", "sdpa").eval()(**later(cache)), "whose attention is not mesh attention"),
     (lambda model, cache: cache.crop(-3), "the shortest row has 2 tokens"),
     (lambda model, cache: copy.deepcopy(cache), "a GenerationCache cannot be copied"),
     (lambda model, cache: pickle.dumps(cache), "a GenerationCache cannot be pickled"),
@@ -509,6 +560,38 @@ def test_a_filled_cache_refuses_what_it_cannot_do(model: Any, use: Callable[[Any
     with pytest.raises((UsageError, MaskError)) as said:
         use(model, cache)
     assert text in str(said.value)
+
+
+def test_tokens_are_guessed_in_a_later_turn_from_its_new_tokens_only(model: Any) -> None:
+    first = generated(model, ids(1, 8))
+    whole = torch.cat([first.sequences, ids(1, 4)], 1)
+    given = {"past_key_values": first.past_key_values, "prompt_lookup_num_tokens": 3}
+    with pytest.raises(UsageError, match="prompt_lookup_num_tokens on a filled cache needs the new tokens only, with"):
+        generated(model, whole, **given)
+    new = whole[:, first.past_key_values.columns :]
+    generated(model, new, attention_mask=torch.ones_like(whole), **given)
+
+
+@torch.no_grad()
+def test_nothing_grows_where_gradients_are_asked_for(model: Any) -> None:
+    cache = padded_cache(model)
+    with torch.enable_grad(), pytest.raises(UsageError, match=r"use torch.no_grad\(\)"):
+        model(**later(cache))
+    model(**later(cache))
+
+
+@pytest.mark.parametrize("given", [{"tokens": "5"}, {"tokens": -5}, {"rows": 1.0}, {"slack": True}])
+def test_room_is_given_in_whole_numbers(model: Any, given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(given))}=.*: expected a whole number of at least 0"):
+        GenerationCache(CACHES["mesh_attention"]().attention, **given)
+
+
+@torch.no_grad()
+def test_a_cache_says_what_it_holds(model: Any) -> None:
+    cache = CACHES["mesh_attention"]()
+    assert repr(cache).startswith("<GenerationCache of 0 columns in 0 rows: ")
+    model(ids(1, 1), past_key_values=cache)
+    assert repr(cache).startswith("<GenerationCache of 1 column in 1 row: ")
 
 
 class Skipped(torch.nn.Module):

@@ -145,7 +145,12 @@ class Telling:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, Exception) or getattr(error, IS_TOLD, False):
+        if isinstance(error, Exception):
+            self.tell(error)
+
+    def tell(self, error: Exception) -> None:
+        """Tell the other ranks about an error, unless they know of it."""
+        if getattr(error, IS_TOLD, False):
             return
         if self.comm is not None and self.comm.size > 1 and not _is_faked():
             setattr(error, IS_TOLD, True)

@@ -31,6 +31,7 @@ from mesh_attention.arguments import describe
 from mesh_attention.comm.torch_dist import Group, process_group
 from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.execution.engine import Engines
+from mesh_attention.integrations.fingerprints import fingerprint
 from mesh_attention.integrations.sequences import (
     CUTS,
     LENGTHS,
@@ -368,7 +369,7 @@ def _local(attention: MeshAttention, whole: _Whole) -> dict[str, Any]:
 
 
 def _compare(attention: MeshAttention, batch: Mapping[str, Any]) -> None:
-    asked = {"operation": "shard_batch", **{name: _fingerprint(value) for name, value in sorted(batch.items())}}
+    asked = {"operation": "shard_batch", **{name: _summary(value) for name, value in sorted(batch.items())}}
     try:
         attention.engines.played.meet(asked)
     except DisagreementError as error:
@@ -378,13 +379,11 @@ def _compare(attention: MeshAttention, batch: Mapping[str, Any]) -> None:
         ) from None
 
 
-def _fingerprint(value: object) -> str:
+def _summary(value: object) -> str:
     """A short text that differs for different tensors of whole numbers; the shape for other tensors."""
     if not isinstance(value, Tensor):
         return str(value)
     text = f"{tuple(value.shape)} {value.dtype}"
     if value.is_floating_point():
         return text
-    numbers = value.flatten().long()
-    weights = torch.arange(1, numbers.numel() + 1, device=numbers.device) * 0x9E3779B1  # overflow is fine: it is a hash
-    return f"{text} #{int(((numbers + 1) * weights).sum()) & 0xFFFFFFFF:08x}"
+    return f"{text} #{int(fingerprint(value)):010x}"

@@ -18,16 +18,21 @@ from transformers import Cache
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.serving import CachedLayer, ShardedCache, Step, Turn
+from mesh_attention.units import brief, count
 
 NO_CALL = (
-    "a GenerationCache was given to a model that does not run with its mesh attention; use "
+    "a GenerationCache was given to a model whose attention is not mesh attention; use "
     'model.set_attn_implementation("mesh_attention"), or another cache for this model'
+)
+OTHERS_KEYS = (
+    "a layer attends to keys and values that it did not put into the cache (of another layer, perhaps); "
+    'generate with another implementation: model.set_attn_implementation("sdpa")'
 )
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What a model puts into a cache: its layers by their index, and the dtype and device of their keys."""
+    """The layers that a model puts into a cache, by their index, and the dtype and device of their keys."""
 
     layers: Mapping[int, CachedLayer]
     dtype: torch.dtype
@@ -38,8 +43,8 @@ class GenerationCache(Cache):
     """The keys and values of a batch, spread over the ranks of a `MeshAttention`.
 
     `generate` makes one where none is given, and returns it; a later turn continues it
-    (``past_key_values=out.past_key_values``). All ranks use it in the same calls. `tokens` in `rows` rows have room at
-    first, and more when they are needed. With sliding windows, it can be cropped by `slack` tokens.
+    (``past_key_values=out.past_key_values``). All ranks use it in the same calls. Reserves room for `tokens` tokens in
+    `rows` rows; grows when needed. With sliding windows, it can be cropped by `slack` tokens.
     """
 
     def __init__(self, attention: MeshAttention, *, tokens: int = 0, rows: int = 0, slack: int = 0) -> None:
@@ -49,12 +54,15 @@ class GenerationCache(Cache):
                 f"GenerationCache got a {type(attention).__name__}; expected a MeshAttention over a torch.distributed "
                 "group"
             )
+        for name, value in (("tokens", tokens), ("rows", rows), ("slack", slack)):
+            if type(value) is not int or value < 0:
+                raise UsageError(f"{name}={brief(value)}: expected a whole number of at least 0")
         self.attention = attention
         self.columns = 0
         """Tokens of each row as transformers counts them: with padding."""
         self.sequences: list[int] = []
         self.is_to_meet = True
-        """True if ranks compare the next call in any case."""
+        """True if ranks must compare the next call."""
         self.failure: str | None = None
         self.store: ShardedCache | None = None
         self._room, self._slack = (tokens, rows), slack
@@ -63,7 +71,8 @@ class GenerationCache(Cache):
         self._updated: int | None = None
 
     def __repr__(self) -> str:
-        return f"<GenerationCache of {self.columns:,} columns in {len(self.sequences)} rows: {self.store!r}>"
+        columns, rows = count(self.columns, "column"), count(len(self.sequences), "row")
+        return f"<GenerationCache of {columns} in {rows}: {self.store!r}>"
 
     # Calls of a model
 
@@ -77,7 +86,7 @@ class GenerationCache(Cache):
             raise UsageError(f"an earlier call with this cache failed ({self.failure}); start with a new cache")
 
     def prepare(self, observed: Observed, *, rows: int, tokens: int) -> None:
-        """Make room for so many new tokens in all, of a model with these layers."""
+        """Make room for new tokens of a model with these layers: `tokens` in all rows together."""
         if self._observed is None:
             self._observed = observed
         elif self._observed != observed:
@@ -139,10 +148,7 @@ class GenerationCache(Cache):
         observed = self._observed
         assert observed is not None
         if index is None or index not in observed.layers:
-            raise UsageError(
-                "a layer attends to keys and values that it did not put into the cache (of another layer, perhaps); "
-                'generate with another implementation: model.set_attn_implementation("sdpa")'
-            )
+            raise UsageError(OTHERS_KEYS)
         if observed.layers[index].window != window:
             raise MaskError(
                 f"layer {index} has a window of {window} tokens before its own, but the cache keeps "
@@ -213,14 +219,14 @@ class GenerationCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of every row: ``crop(-3)`` forgets three. As in older versions of transformers,
         ``crop(30)`` keeps the first thirty columns."""
-        count = -int(tokens_to_remove) if tokens_to_remove <= 0 else max(0, self.columns - int(tokens_to_remove))
-        if not count or self.store is None:
+        last = -int(tokens_to_remove) if tokens_to_remove <= 0 else max(0, self.columns - int(tokens_to_remove))
+        if not last or self.store is None:
             return
-        if count > min(self.lengths):
+        if last > min(self.lengths):
             raise UsageError(f"crop({tokens_to_remove}): the shortest row has {min(self.lengths)} tokens")
         for number in self.sequences:
-            self.store.cut(number, self.store.length(number) - count)
-        self.columns -= count
+            self.store.cut(number, self.store.length(number) - last)
+        self.columns -= last
 
     def reset(self) -> None:
         """Forget all rows. The memory is kept."""

@@ -30,6 +30,7 @@ from mesh_attention.integrations.transformers.new_tokens import NewTokens, read_
 from mesh_attention.integrations.transformers.observing import observe
 from mesh_attention.plan.decoding import MOST_DECODED
 from mesh_attention.serving import Step, Turn
+from mesh_attention.units import count
 
 Given = Mapping[str, Any]
 
@@ -65,8 +66,17 @@ def _checked(model: Any, cache: GenerationCache, given: Given, layers: LayerAtte
         raise UsageError("the GenerationCache is of another MeshAttention than the model's; use a new cache")
     if model.training:
         raise UsageError("a model in training mode cannot fill a GenerationCache; call model.eval() first")
+    if torch.is_grad_enabled() and any(one.requires_grad for one in (*_embeddings(given), *model.parameters())):
+        raise UsageError(
+            "a GenerationCache keeps no gradients, but the model's parameters or inputs_embeds require them; use "
+            "torch.no_grad()"
+        )
     cache.check_usable()
     return read_new_tokens(given, columns=cache.columns, lengths=cache.lengths if cache.sequences else [])
+
+
+def _embeddings(given: Given) -> list[Tensor]:
+    return [given["inputs_embeds"]] if isinstance(given.get("inputs_embeds"), Tensor) else []
 
 
 def _compare(cache: GenerationCache, new: NewTokens) -> None:
@@ -76,7 +86,7 @@ def _compare(cache: GenerationCache, new: NewTokens) -> None:
         "new tokens": f"{tuple(new.tokens.shape)} {new.tokens.dtype} #{int(new.fingerprint()):010x}",
         "tokens of rows": str(new.counts),
         "cached tokens": str(cache.lengths),
-        "logits_to_keep": str(len(new.wanted)),
+        "logits_to_keep": f"{count(len(new.wanted), 'column')} #{hash(new.wanted) & 0xFFFFFFFFFF:010x}",
     }
     try:
         cache.attention.engines.played.meet(asked)
@@ -97,20 +107,18 @@ class _Call:
 
     def parts(self) -> list[tuple[list[int], int, int]] | None:
         """Steps to decode, each as rows, the first of their new tokens, and how many; None for a prefill."""
-        counts = {row: count for row, count in enumerate(self.new.counts) if count}
+        counts = {row: number for row, number in enumerate(self.new.counts) if number}
         numbers = set(counts.values())
         if not counts or (len(numbers) == 1 and max(numbers) <= MOST_DECODED):
             return [(list(counts), 0, max(numbers, default=0))] if counts else []
-        spread = self.store.spread({self.cache.sequences[row]: count for row, count in counts.items()})
+        spread = self.store.spread({self.cache.sequences[row]: number for row, number in counts.items()})
         if min(spread):
             refuse_rotary_ends(self.model.config, self._ends())
             return None
         found, done = [], 0
-        while counts:
-            left = {row: min(count - done, MOST_DECODED) for row, count in counts.items() if count > done}
-            size = min(left.values(), default=0)
-            if not size:
-                break
+        while done < max(numbers):
+            left = {row: number - done for row, number in counts.items() if number > done}
+            size = min(MOST_DECODED, *left.values())
             found.append((list(left), done, size))
             done += size
         return found
@@ -118,10 +126,10 @@ class _Call:
     def _ends(self) -> list[int]:
         """For each rank, the position behind the last of its new tokens."""
         ends = [0] * self.store.ranks
-        for sequence, count in zip(self.cache.sequences, self.new.counts, strict=True):
+        for sequence, number in zip(self.cache.sequences, self.new.counts, strict=True):
             shares = self.store.book.entry(sequence).shares
-            if count:
-                after = shares.appended(count, self.store.attention.layout)
+            if number:
+                after = shares.appended(number, self.store.attention.layout)
                 for rank in range(self.store.ranks):
                     segments = [s for s in after.segments(rank) if s and s[-1] >= shares.length]
                     ends[rank] = max([ends[rank], *(s[-1] + 1 for s in segments)])
@@ -133,14 +141,17 @@ class _Call:
         if len(parts) == 1 and parts[0] == ([*range(len(self.new.counts))], 0, self.new.columns):
             return self._decode(*parts[0], wanted=self.new.wanted)
         out = None
-        for rows, start, count in parts:
-            places = [(row, number, self.new.place(row, c)) for row in rows for number, c in enumerate(self.new.wanted)]
-            here = [(row, number, at - start) for row, number, at in places if at is not None]
-            here = [(row, number, at) for row, number, at in here if 0 <= at < count]
-            out = self._decode(rows, start, count, wanted=sorted({at for *_, at in here}) or [0])
-            kept = {at: place for place, at in enumerate(sorted({at for *_, at in here}))}
-            for row, number, at in here:
-                self._all_logits(out.logits)[row, number] = out.logits[rows.index(row), kept[at]]
+        for rows, start, size in parts:
+            here = {}
+            for row in rows:
+                for slot, column in enumerate(self.new.wanted):
+                    place = self.new.place(row, column)
+                    if place is not None and start <= place < start + size:
+                        here[row, slot] = place - start
+            kept = sorted(set(here.values())) or [0]
+            out = self._decode(rows, start, size, wanted=kept)
+            for (row, slot), place in here.items():
+                self._all_logits(out.logits)[row, slot] = out.logits[rows.index(row), kept.index(place)]
         if out is None:  # padding alone, as in the first chunks of prompts that are all short
             config = self.model.config.get_text_config()
             nothing = torch.zeros(1, 1, config.vocab_size, dtype=self.model.dtype, device=self.new.tokens.device)
@@ -155,20 +166,20 @@ class _Call:
 
     # A few tokens
 
-    def _decode(self, rows: list[int], start: int, count: int, *, wanted: Sequence[int]) -> Any:
+    def _decode(self, rows: list[int], start: int, size: int, *, wanted: Sequence[int]) -> Any:
         """Run the same tokens on every rank. Returns the logits of these columns."""
         new, tokens = self.new, self.new.tokens
-        step = self.store.decode({self.cache.sequences[row]: count for row in rows})
+        step = self.store.decode({self.cache.sequences[row]: size for row in rows})
         step.fingerprint = new.fingerprint() if tokens.device.type == "cuda" else int(new.fingerprint())
-        if len(rows) < len(new.counts) or count < new.columns:
-            tokens = torch.stack([new.of_row(row, start, count) for row in rows])
-        return self._run(step, tokens, step.position_ids, wanted, of=count)
+        if len(rows) < len(new.counts) or size < new.columns:
+            tokens = torch.stack([new.of_row(row, start, size) for row in rows])
+        return self._run(step, tokens, step.position_ids, wanted, of=size)
 
     # Many tokens
 
     def _prefill(self) -> Any:
         new, cache, store = self.new, self.cache, self.store
-        rows = [row for row, count in enumerate(new.counts) if count]
+        rows = [row for row, number in enumerate(new.counts) if number]
         turn = store.prefill({cache.sequences[row]: new.counts[row] for row in rows})
         packed = torch.cat([new.of_row(row, 0, new.counts[row]) for row in rows])[None]
         wanted = self._wanted_by_rank(turn, rows)
@@ -216,7 +227,9 @@ class _Call:
                     [Parcel([found[rank].view(-1)], rank, "logits") for rank in others if sizes[rank]],
                 ).wait()
             except Exception as error:
-                raise TransportError(f"rank {comm.rank}: waited for the other ranks' logits: {error}") from error
+                raise TransportError(
+                    f"rank {comm.rank}: failed while receiving logits from the other ranks: {error}"
+                ) from error
         return found
 
     # The model

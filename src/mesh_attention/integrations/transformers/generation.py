@@ -15,20 +15,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, MaxTimeCriteria, PreTrainedModel
 
 from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.integrations.transformers.attention import LayerAttention
 from mesh_attention.integrations.transformers.cache import GenerationCache
 from mesh_attention.integrations.transformers.finding import find_layers
 from mesh_attention.plan.caching import BLOCK_TOKENS
+from mesh_attention.units import count
 
 INSTEAD = 'or generate with another implementation: model.set_attn_implementation("sdpa")'
 MODES = ("greedy_search", "sample", "beam_search", "beam_sample", "assisted_generation")
 NOT_COMPARED = ("transformers_version", "compile_config")
 """Settings that ranks may differ in."""
 _STATE = local()
-"""The cache that this thread's `generate` made or got, as `cache`; None until then."""
+"""Of this thread's `generate`: the cache that it made or got, as `cache` (None until then), and the columns of the
+tokens that it was given, as `tokens`."""
 
 
 def watch_generation() -> None:
@@ -48,18 +50,21 @@ def _generating(generate: Callable[..., Any]) -> Callable[..., Any]:
         layers = _layers_of(model)
         if layers is None:
             return generate(model, *args, **kwargs)
-        outer, _STATE.cache = getattr(_STATE, "cache", None), None
+        outer = getattr(_STATE, "cache", None), getattr(_STATE, "tokens", None)
+        _STATE.cache = None
         try:
-            refuse_arguments(signature(generate).bind_partial(model, *args, **kwargs).arguments)
+            given = signature(generate).bind_partial(model, *args, **kwargs).arguments
+            refuse_arguments(given)
+            _STATE.tokens = _columns_of(given)
             return generate(model, *args, **kwargs)
         except DisagreementError:
             raise
         except Exception as error:
             if _STATE.cache is None or _STATE.cache.is_to_meet:  # the other ranks wait for this one
-                layers.attention.engines.played.telling.__exit__(type(error), error, error.__traceback__)
+                layers.attention.engines.played.telling.tell(error)
             raise
         finally:
-            _STATE.cache = outer
+            _STATE.cache, _STATE.tokens = outer
 
     return generates
 
@@ -74,7 +79,11 @@ def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
         mode = asked["generation_mode"]
         refuse_settings(generation_config, str(getattr(mode, "value", mode)))
         rows = asked["batch_size"] * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        cache = _cache_for(layers, generation_config, model_kwargs.get("past_key_values"))
+        cache = _cache_for(layers, model_kwargs.get("past_key_values"))
+        mask = model_kwargs.get("attention_mask")
+        refuse_mask(
+            cache, generation_config, mask, repeats=mask.shape[0] // asked["batch_size"] if mask is not None else 1
+        )
         tokens = rows * asked["max_cache_length"]
         if (generation_config.num_beams or 1) > 1:
             tokens += rows * layers.attention.ranks * BLOCK_TOKENS  # a beam that is copied needs a block at once
@@ -86,7 +95,7 @@ def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
     return prepares
 
 
-def _cache_for(layers: LayerAttention, generation_config: Any, given: object) -> GenerationCache:
+def _cache_for(layers: LayerAttention, given: object) -> GenerationCache:
     if given is None:
         return GenerationCache(layers.attention)
     if not isinstance(given, GenerationCache):
@@ -95,6 +104,15 @@ def _cache_for(layers: LayerAttention, generation_config: Any, given: object) ->
             f"past_key_values that generate returned, {INSTEAD}"
         )
     return given
+
+
+def _columns_of(given: Mapping[str, Any]) -> int | None:
+    """The columns of the tokens that `generate` was given; None if there are none."""
+    others = given.get("kwargs", {})
+    for tokens in (others.get("inputs_embeds"), others.get("input_ids"), given.get("inputs")):
+        if isinstance(tokens, Tensor) and tokens.dim() > 1:
+            return tokens.shape[1]
+    return None
 
 
 # Refusals
@@ -112,6 +130,10 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
     if given.get("assistant_model") is not None:
         raise UsageError(
             f"assistant_model is not supported with mesh attention; use prompt_lookup_num_tokens, {INSTEAD}"
+        )
+    if any(isinstance(criterion, MaxTimeCriteria) for criterion in given.get("stopping_criteria") or ()):
+        raise UsageError(
+            "MaxTimeCriteria is not supported: the ranks' clocks differ, and so would their texts; use max_new_tokens"
         )
     if "paged" in (others.get("cache_implementation"), getattr(config, "cache_implementation", None)):
         raise UsageError(f'cache_implementation="paged" is not supported with mesh attention; leave it out, {INSTEAD}')
@@ -143,6 +165,28 @@ def refuse_settings(settings: Any, mode: str) -> None:
             raise UsageError(
                 f"{name} is not supported with mesh attention: each rank has its own tokens only; leave it out, "
                 f"{INSTEAD}"
+            )
+
+
+def refuse_mask(cache: GenerationCache, settings: Any, mask: Tensor | None, *, repeats: int) -> None:
+    """Refuse a mask that cannot be of the whole text, and one without real tokens. transformers drops masks of ones."""
+    columns = mask.shape[1] if mask is not None else getattr(settings, "_mask_length", None)
+    if cache.columns and columns is not None:
+        if columns <= cache.columns:
+            raise UsageError(
+                f"attention_mask has {count(columns, 'column')}, and the cache {cache.columns:,} already; give the "
+                "whole text, or the new tokens with the attention_mask of the whole text"
+            )
+        if settings.prompt_lookup_num_tokens is not None and _STATE.tokens == columns:
+            raise UsageError(
+                "prompt_lookup_num_tokens on a filled cache needs the new tokens only, with the attention_mask of the "
+                "whole text"
+            )
+    if mask is not None and mask.dim() == 2:
+        has_tokens = (mask != 0).any(1).tolist()
+        if not all(has_tokens):
+            raise UsageError(
+                f"row {has_tokens.index(False) // repeats} of attention_mask has no real token; leave the row out"
             )
 
 

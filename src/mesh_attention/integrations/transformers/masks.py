@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import local
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from mesh_attention.arguments import refuse_unknown
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.integrations.sequences import real_tokens
 from mesh_attention.masks import Mask, causal, full, window
+
+if TYPE_CHECKING:
+    from mesh_attention.integrations.transformers.cache import GenerationCache
+    from mesh_attention.serving import Step, Turn
 
 MaskFunction = Callable[..., Any]
 CALL = local()
@@ -61,8 +65,8 @@ class BatchMask:
 class CachedCall:
     """A call with a `GenerationCache`, and the turn or step of its tokens."""
 
-    cache: Any
-    part: Any
+    cache: GenerationCache
+    part: Turn | Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

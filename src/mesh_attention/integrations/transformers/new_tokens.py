@@ -16,9 +16,12 @@ from torch import Tensor
 
 from mesh_attention.arguments import describe
 from mesh_attention.errors import MaskError, UsageError
+from mesh_attention.integrations.fingerprints import fingerprint
+from mesh_attention.units import count
 
 INPUTS = ("input_ids", "inputs_embeds")
 KNOWN = (*INPUTS, "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict")
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -49,16 +52,12 @@ class NewTokens:
         return found if found >= 0 else None
 
     def fingerprint(self) -> Tensor:
-        """A hash of the token ids, of at most 40 bits, on their device."""
-        if self.tokens.is_floating_point():
-            return torch.zeros((), dtype=torch.long, device=self.tokens.device)
-        numbers = self.tokens.flatten().long()
-        weights = torch.arange(1, numbers.numel() + 1, device=numbers.device) * 0x9E3779B1  # overflow is fine
-        return ((numbers + 1) * weights).sum() & 0xFFFFFFFFFF
+        """A hash of the token ids or embeddings, of at most 40 bits, on their device."""
+        return fingerprint(self.tokens)
 
 
 def read_new_tokens(given: Mapping[str, Any], *, columns: int, lengths: Sequence[int]) -> NewTokens:
-    """The new tokens of a call to a model whose cache has so many columns, and rows of these lengths (none: empty)."""
+    """The new tokens of a call. The cache has `columns`, with padding, and rows of these `lengths` (none: empty)."""
     _refuse_unknown(given)
     names = [name for name in INPUTS if given.get(name) is not None]
     if len(names) != 1:
@@ -109,18 +108,23 @@ def _counts(mask: object, rows: int, new: int, columns: int, lengths: Sequence[i
     old, own = real[:, :columns].sum(1), real[:, columns:]
     at_end = own.flip(1).int().cumprod(1).sum(1)
     found = torch.stack([old, own.sum(1), at_end], 1).tolist()  # waits for the device once
-    for row, (held, count, last) in enumerate(found):
+    for row, (held, own_count, last) in enumerate(found):
         if held != lengths[row]:
             raise MaskError(
                 f"row {row} of attention_mask has {held} real tokens of {columns} that are cached, but the cache has "
                 f"{lengths[row]}; give the mask of the earlier turns again, with 1 for every token that was generated"
             )
-        if count != last or (held and count < new):
+        if own_count == last and held and own_count < new:
+            raise MaskError(
+                f"row {row} has padding between its cached and its new tokens; give every row the same number of new "
+                "tokens in a later turn"
+            )
+        if own_count != last:
             raise MaskError(
                 f"row {row} of attention_mask has padding after real tokens; pad on the left only "
                 '(tokenizer.padding_side = "left")'
             )
-    return tuple(count for _, count, _ in found)
+    return tuple(own_count for _, own_count, _ in found)
 
 
 def _check_positions(position_ids: Any, counts: Sequence[int], lengths: Sequence[int], new: int) -> None:
@@ -148,8 +152,16 @@ def _wanted(kept: object, new: int) -> tuple[int, ...]:
     """The columns that `logits_to_keep` asks for."""
     if kept is None:
         kept = 0
-    if isinstance(kept, Tensor) and kept.dim() == 1 and kept.dtype != torch.bool:
-        return tuple(range(new)[column] for column in kept.tolist())
+    if isinstance(kept, Tensor) and kept.dim() == 1 and kept.dtype in WHOLE:
+        columns = kept.tolist()
+        if not columns:
+            raise UsageError("logits_to_keep names no column; name at least one, or give 0 for all of them")
+        for column in columns:
+            if not -new <= column < new:
+                raise UsageError(
+                    f"logits_to_keep names column {column} of {count(new, 'new token')}: expected {-new} to {new - 1}"
+                )
+        return tuple(range(new)[column] for column in columns)
     if type(kept) is not int or kept < 0:
         raise UsageError(f"logits_to_keep is {describe(kept)}: expected a number of tokens, or columns as a 1D tensor")
     return tuple(range(new)[-kept:] if kept else range(new))

@@ -1,4 +1,4 @@
-"""Observes what a model puts into a cache, by running it on a few tokens of one process: no config is asked."""
+"""Observes what a model puts into a cache, by running it on a few tokens, instead of reading its config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import Cache
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.integrations.autocast import as_autocast
 from mesh_attention.integrations.transformers.attention import LayerAttention
-from mesh_attention.integrations.transformers.cache import Observed
+from mesh_attention.integrations.transformers.cache import OTHERS_KEYS, Observed
 from mesh_attention.integrations.transformers.masks import BatchMask
 from mesh_attention.integrations.transformers.probe import ERRORS, ROWS, WHOLE, Trial, undisturbed, usual_ids
 from mesh_attention.serving import CachedLayer
@@ -79,10 +79,7 @@ class _Look(Trial):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, mask: BatchMask) -> Tensor:
         index, self.noted.last = self.noted.last, None
         if index is None:
-            raise UsageError(
-                "a layer attends to keys and values that it did not put into the cache (of another layer, perhaps); "
-                'generate with another implementation: model.set_attn_implementation("sdpa")'
-            )
+            raise UsageError(OTHERS_KEYS)
         if not mask.is_causal:
             raise MaskError(f"generation needs causal attention, but layer {index} has the mask {mask.band}")
         self.layers[index] = CachedLayer(
