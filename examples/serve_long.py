@@ -5,7 +5,7 @@ torchrun --nproc-per-node 4 examples/serve_long.py --checkpoint recall-model
 
 The prompt tells the model the values of keys, over and over, in tens of thousands of tokens. Then come turns of
 questions: each is a key, and the answer streams in. `ask` contains everything about generating; nothing in it knows of
-ranks. In the end one process serves the same prompt alone, for comparison.
+ranks. At the end, one process serves the same prompt alone, for comparison.
 """
 
 from __future__ import annotations
@@ -159,6 +159,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the prompt (%(default)s)")
     parser.add_argument("--only-ranks", action="store_true", help="do not compare with one process")
     given = parser.parse_args()
+    if given.turns < 1 or given.questions < 2:
+        parser.error(f"{given.turns} turns of {given.questions} questions; expected at least 1 turn of 2 questions")
     if given.prompt < 2 or given.prompt % 2:
         parser.error(f"argument --prompt: {given.prompt} tokens; expected an even number, because it consists of pairs")
     return given
