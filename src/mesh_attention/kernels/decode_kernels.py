@@ -191,7 +191,7 @@ def attend_split(
     tl.store(scratch + place[:, None] * dim_v + col_v[None, :], acc, mask=is_row[:, None] & (col_v < dim_v)[None, :])
     tl.store(scratch + count * dim_v + place, top, mask=is_row)
     tl.store(scratch + count * (dim_v + 1) + place, total, mask=is_row)
-    if (split == leading) & (kv_head == 0) & (row_tile == 0):  # not if there is no such split: leading is -1
+    if (split == leading) & (kv_head == 0) & (row_tile == 0):  # skipped without such a split: leading is -1
         tl.store(scratch + count * (dim_v + 2) + 2 * mine, leading.to(tl.float32))
         tl.store(scratch + count * (dim_v + 2) + 2 * mine + 1, number.to(tl.float32))
 
