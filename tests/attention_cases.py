@@ -155,6 +155,8 @@ def methods(ranks: int, kv_heads: int) -> list[dict[str, Any]]:
     if ranks % 2 == 0 and kv_heads % 2 == 0:
         found.append({"method": "mesh", "ulysses_degree": 2})
         found.append({"method": "mesh", "ulysses_degree": 2, "keep": ("q", "kv")})
+        found.append({"method": "mesh", "ulysses_degree": 2, "keep": ("own",), "waves": 2, "cut": "rows"})
+        found.append({"method": "mesh", "tile": squarest, "waves": 2})
     return found
 
 

@@ -29,7 +29,7 @@ from mesh_attention.comm.wrappers import Counting
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import rank_costs
-from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
+from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
 from mesh_attention.testing.strategies import plans
 
 TOLERANCE = 1e-12
@@ -120,7 +120,7 @@ def test_any_plan_computes_attention(plan: Plan, softcap: float) -> None:
 def _options_of(plan: Plan) -> dict[str, Any]:
     tile = (plan.assignment.tile.rows, plan.assignment.tile.cols)
     options: dict[str, Any] = {"method": plan.method, "tile": tile, "ulysses_degree": plan.assignment.ulysses}
-    options["keep"] = plan.schedule.keep
+    options |= {"keep": plan.schedule.keep, "waves": plan.assignment.waves, "cut": plan.assignment.cut}
     if plan.method == "mesh":
         options |= {"route": plan.schedule.route, "partials": plan.schedule.partials, "blocks_per_call": 2}
     return options
@@ -326,15 +326,15 @@ def _linear_of_transposed(outs: list[torch.Tensor], weight: torch.Tensor, axis: 
     return torch.stack([torch.nn.functional.linear(x, weight[:, : x.shape[3]]).square().sum() for x in turned]).sum()
 
 
-@pytest.mark.parametrize("keep", [(), ("kv",), ("q", "kv")])
-def test_inputs_that_are_kept_in_another_form_are_not_saved_as_well(keep: tuple[Kind, ...]) -> None:
+@pytest.mark.parametrize("keep", [(), ("kv",), ("q", "kv"), ("own",)])
+def test_inputs_that_are_kept_in_another_form_are_not_saved_as_well(keep: tuple[Keep, ...]) -> None:
     attention = MeshAttention(LocalGroup(4), method="ulysses", keep=keep)
     leaves = [torch.randn(1, 32, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     shards = [attention.shard(leaf * 1.0) for leaf in leaves]
     memory = [StorageWeakRef(shard.untyped_storage()) for side in shards for shard in side]
     out = attention.unshard(attention(*shards, causal=True))
     del shards
-    assert all(one.expired() for one in memory) == (keep == ("q", "kv"))
+    assert all(one.expired() for one in memory) == (keep in (("q", "kv"), ("own",)))
     gradients = torch.autograd.grad(out.square().sum(), leaves)
     alone = MeshAttention(LocalGroup(1))
     (whole,) = alone(*([leaf] for leaf in leaves), causal=True)

@@ -24,7 +24,7 @@ def test_calls_cover_each_attended_pair_once(plan: Plan) -> None:
         assert isinstance(attend, Attend)
         covered = Counter((x, y) for call in calls for x in chain(*call.q) for y in chain(*call.kv))
         assert max(covered.values()) == 1
-        wanted = sum(plan.matrix.pairs(row.shard, col.shard) for row in attend.rows for col in attend.cols)
+        wanted = sum(plan.matrix.pairs(row.shard, col.shard, row.part) for row in attend.rows for col in attend.cols)
         assert sum(plan.problem.mask.pairs(q, kv, **seq) for c in calls for q in c.q for kv in c.kv) == wanted
         for call in calls:
             if call.is_plain_causal:

@@ -494,7 +494,7 @@ BAD_LINES = [
     (f"{SMALL} --ulysses-degree 3", "Ulysses degree 3", "1 2 4"),
     (f"{SMALL} --tile 2x2 --inner 3x1", "inner tile 3x1", "must divide 2"),
     (f"{SMALL} --inner 3", "--inner", "ROWSxCOLS"),
-    (f"{SMALL} --keep o", "--keep 'o'", "q kv q,kv"),
+    (f"{SMALL} --keep o", "--keep 'o'", "own q kv own,q own,kv q,kv"),
     (f"{SMALL} --layout spiral", "'spiral'", "contiguous, zigzag, striped"),
     (f"{SMALL} --route scenic", "--route 'scenic'", "ring, direct"),
     (f"{SMALL} --partials scenic", "--partials 'scenic'", "ring, direct"),
@@ -540,7 +540,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     # what a file holds, and what is said of it
     "empty": (b"", "first line ''"),
     "other text": (b"Dear reader,\n", "first line 'Dear reader,'"),
-    "not UTF-8": (b"mesh-attention plan 1\n\xff", "byte 22 is not UTF-8"),
+    "not UTF-8": (b"mesh-attention plan 2\n\xff", "byte 22 is not UTF-8"),
     "a list": (b"[1, 2]", "first line '[1, 2]'"),
     "half an object": (json.dumps(PLAN)[:100].encode(), "not JSON"),
     "another object": (b'{"a": 1}', "format None"),

@@ -224,7 +224,7 @@ def _logged(group: Any, folder: str, cluster: str | None) -> list[str]:
 @pytest.mark.parametrize(
     ("cluster", "parts"),
     [
-        (None, ("ulysses, zigzag for 64 tokens on 4 ranks", "fewest bytes")),
+        (None, ("ulysses 4, zigzag, 2 waves of rows for 64 tokens on 4 ranks", "fewest bytes")),
         ("h100", ("zigzag", "for 64 tokens on 4 ranks (h100, 1 node, given): forecast", "µs forward")),
     ],
 )
@@ -307,13 +307,14 @@ def _trained(group: Any, folder: str, cluster: str | None) -> list[tuple[list[st
 
 def _ulysses(problem: Any, *given: Any, **named: Any) -> Any:
     choices, tuning = tuning_planner.tuned_choices(problem, *given, **named)
-    return dict.fromkeys(choices, Choice(method="ulysses", layout=Zigzag())), tuning
+    keep: Any = ("own",) if given[2] else ()
+    return dict.fromkeys(choices, Choice(method="ulysses", layout=Zigzag(), keep=keep)), tuning
 
 
 @pytest.mark.parametrize("cluster", [None, "h100"])
 def test_ulysses_keeps_its_inputs_unless_nobody_could_hand_them_over(cluster: str | None, tmp_path: Path) -> None:
     for eager, compiled, without_gradient in shared_pool().run(4, _trained, str(tmp_path), cluster):
-        assert eager[0] == ["q", "kv"]
+        assert eager[0] == ["own"]
         assert compiled[0] == without_gradient[0] == []
         assert max(eager[1], compiled[1]) < 1e-12
 

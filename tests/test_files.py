@@ -57,7 +57,7 @@ BAD_TUNINGS: dict[str, tuple[Callable[[str], str], str]] = {
     "no passes": (lambda text: change(*TRIAL, "choices", to={})(change(*TRIAL, "forecasts", to={})(text)), "passes []"),
     "other passes": (change(*TRIAL, "choices", to={}), "expected the same passes"),
     "numbers": (change(*TRIAL, "forecasts", "forward", "time_s", to="1"), "time_s '1': expected a number"),
-    "keep": (change(*TRIAL, "choices", "forward", "keep", to=7), "keep 7: expected some of q and kv"),
+    "keep": (change(*TRIAL, "choices", "forward", "keep", to=7), "keep 7: expected some of own, q and kv"),
     "tile type": (change(*TRIAL, "choices", "forward", "tile", to=[]), "tile []: expected"),
     "foreign tile": (change(*TRIAL, "choices", "forward", to=lambda c: c | {"method": "mesh", "tile": "3x3"}), "tile"),
     "open tile": (change(*TRIAL, "choices", "forward", to=lambda c: c | {"tile": None}), "are for another problem"),

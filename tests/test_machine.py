@@ -240,12 +240,12 @@ def _payload(plan: object, rank: int) -> int:
 def test_a_tie_by_bytes_goes_to_the_simpler() -> None:
     two, four = (Problem.self_attention(seq=64, heads=4, head_dim=8, ranks=ranks) for ranks in (2, 4))
     assert least_volume_choice(two, Zigzag(), DIRECTIONS[:1]) == Choice(ulysses_degree=1, layout=Zigzag())
-    assert least_volume_choice(four, Zigzag(), DIRECTIONS) == Choice(method="ulysses", layout=Zigzag())
+    assert least_volume_choice(four, Zigzag(), DIRECTIONS) == Choice.parse("ulysses 4, zigzag, 2 waves of rows")
 
 
 def test_what_ulysses_keeps_is_not_counted_again() -> None:
     asked = Problem.self_attention(seq=4096, heads=16, kv_heads=4, head_dim=8, ranks=4, mask=causal())
-    kept = Choice(method="ulysses", layout=Zigzag(), keep=("q", "kv"))
+    kept = Choice.parse("ulysses 4, zigzag, keep own, 2 waves of rows")
     assert least_volume_choice(asked, Zigzag(), DIRECTIONS) == Choice(ulysses_degree=1, layout=Zigzag())
     assert least_volume_choice(asked, Zigzag(), DIRECTIONS, may_keep=True) == kept
 

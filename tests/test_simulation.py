@@ -263,7 +263,8 @@ def test_any_mask_can_be_forecast(mask: object, method: str) -> None:
 def test_a_plan_with_its_steps_written_out_takes_as_long() -> None:
     plan = make_plan(problem(6, mask=causal()), layout="zigzag")
     cluster = topology(6, ranks_per_node=3)
-    assert simulate(plan.unrolled(), cluster).time_s == pytest.approx(simulate(plan, cluster).time_s)
+    written_out, whole = simulate(plan.unrolled(), cluster), simulate(plan, cluster)
+    assert written_out.time_s == pytest.approx(whole.time_s, rel=0.01)  # a NIC that is shared serves in another order
 
 
 def test_a_plan_that_cannot_end_is_refused() -> None:

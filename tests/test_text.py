@@ -109,13 +109,13 @@ def test_golden_plans_are_what_they_were(name: str, request: pytest.FixtureReque
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "first line '': expected 'mesh-attention plan 1'"),
-        ("mesh-attention plan 9\n", "expected 'mesh-attention plan 1'"),
-        ("mesh-attention plan 1\n  fetch kv 1\n", "line 2: 'fetch kv 1' is outside"),
-        ("mesh-attention plan 1\nmethod mesh\n", "missing fields: direction, "),
+        ("", "first line '': expected 'mesh-attention plan 2'"),
+        ("mesh-attention plan 9\n", "expected 'mesh-attention plan 2'"),
+        ("mesh-attention plan 2\n  fetch kv 1\n", "line 2: 'fetch kv 1' is outside"),
+        ("mesh-attention plan 2\nmethod mesh\n", "missing fields: direction, "),
         ("{}", "format None: expected 'mesh-attention plan'"),
         ("{", "not JSON"),
-        ('{"format": "mesh-attention plan", "version": 2}', "version 2: this library reads version 1"),
+        ('{"format": "mesh-attention plan", "version": 1}', "version 1: this library reads version 2"),
     ],
 )
 def test_a_file_that_is_no_plan_says_why(text: str, message: str) -> None:

@@ -28,7 +28,7 @@ from strict import WrongPlanError, execute
 
 from mesh_attention.errors import UsageError
 from mesh_attention.masks import Mask, causal, documents, full, window
-from mesh_attention.plan.assignment import Tile, divisors, tiles_of
+from mesh_attention.plan.assignment import CUTS, Tile, divisors, tiles_of
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
@@ -80,11 +80,14 @@ def drawn_plan(rng: Random) -> Plan:
     problem = drawn_problem(rng)
     degree = rng.choice([u for u in divisors(problem.ranks) if problem.kv_heads % u == 0])
     tile = rng.choice(tiles_of(problem.ranks // degree))
+    cut = rng.choice(CUTS)
     choice = Choice(
         tile=tile,
         ulysses_degree=degree,
         layout=rng.choice(tuple(LAYOUTS.values())),
-        keep=rng.choice(KEEPABLE) if rng.random() < 0.5 else (),
+        keep=rng.choice([keep for keep in KEEPABLE if degree > 1 or "own" not in keep]) if rng.random() < 0.5 else (),
+        waves=rng.choice(divisors(problem.kv_heads // degree if cut == "heads" else degree)),
+        cut=cut,
     )
     if rng.random() < 0.3:
         choice = replace(choice, method="attention2d")

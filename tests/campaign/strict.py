@@ -27,7 +27,7 @@ from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.masks import Mask
 from mesh_attention.plan.layout import position_ids
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import AXIS_OF, Item
+from mesh_attention.plan.steps import Item
 from mesh_attention.problem import Problem
 
 TOLERANCE = 1e-10
@@ -335,11 +335,10 @@ def _kept_groups(
     for group in matrix.kept(plan.schedule.keep, rank):
         if not group:
             continue
-        segments = sorted(
-            (s for item in group for s in matrix.segments(AXIS_OF[item.kind], item.shard)), key=lambda s: s.start
-        )
-        heads = (plan.problem.heads if group[0].kind == "q" else plan.problem.kv_heads) // assignment.ulysses
-        first = assignment.head_slice(rank) * heads
+        segments = sorted((s for item in group for s in matrix.positions(item)), key=lambda s: s.start)
+        heads = (plan.problem.heads if group[0].kind == "q" else plan.problem.kv_heads) // assignment.head_shares
+        first = assignment.head_slice(rank) * (assignment.head_shares // assignment.ulysses)
+        first = (first + (group[0].part if assignment.cut == "heads" else 0)) * heads
         positions = [position for segment in segments for position in segment]
         found.append((group, _fields(truth, group[0].kind, positions, slice(first, first + heads))))
     return found
@@ -349,7 +348,7 @@ def _kept_buffers(plan: Plan, rank: int, truth: Mapping[str, Tensor]) -> dict[It
     kept: dict[Item, Buffer] = {}
     for group, fields in _kept_groups(plan, rank, truth):
         allocation = lay_out(group, plan.matrix)
-        fmt = token_format(group[0].kind, plan.problem, plan.assignment.ulysses, False)
+        fmt = token_format(group[0].kind, plan.problem, plan.assignment.head_shares, False)
         buffer = Buffer.empty(fmt, tokens=allocation.tokens, batch=plan.problem.batch, device=CPU)
         for name, tensor in fields.items():
             buffer.fields[name].copy_(tensor)

@@ -42,6 +42,9 @@ def planners(ranks: int) -> dict[str, dict[str, Any]]:
         found["mesh, inner"] = {"method": "mesh", "tile": tile, "inner": INNER[ranks]}
         found["ulysses x mesh"] = {"method": "mesh", "ulysses_degree": degree}
         found["ulysses x mesh, kept"] = {"method": "mesh", "ulysses_degree": degree, "keep": ("q", "kv")}
+        waves = {"keep": ("own",), "cut": "rows"}
+        found["ulysses x mesh, waves"] = {"method": "mesh", "ulysses_degree": degree, "waves": degree, **waves}
+        found["ulysses, waves"] = {"method": "ulysses", "ulysses_degree": ranks, "waves": 2, **waves}
         found["usp"] = {"method": "ring", "ulysses_degree": degree}
     return found
 

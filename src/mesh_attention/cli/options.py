@@ -15,17 +15,17 @@ from mesh_attention.cli.files import chart_file, output_file
 from mesh_attention.clusters import PRESETS, find_cluster
 from mesh_attention.errors import ParseError, UsageError
 from mesh_attention.masks import Mask, causal, documents, full, window
-from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.assignment import CUTS, Cut, Tile
 from mesh_attention.plan.decoding import MOST_DECODED, WAYS, Way
 from mesh_attention.plan.layout import LAYOUTS, Layout, Turn, layout_named
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
-from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
+from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
 from mesh_attention.planning.choice import METHODS, Choice
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import parse_size, parse_whole
 
-KEEPS: dict[str, tuple[Kind, ...]] = {",".join(keep): keep for keep in KEEPABLE if keep}
+KEEPS: dict[str, tuple[Keep, ...]] = {",".join(keep): keep for keep in KEEPABLE if keep}
 
 
 # Readers
@@ -73,7 +73,7 @@ def _read_layout(name: str, text: str) -> Layout:
     return layout_named(text)
 
 
-def _read_keep(name: str, text: str) -> tuple[Kind, ...]:
+def _read_keep(name: str, text: str) -> tuple[Keep, ...]:
     if text not in KEEPS:
         raise ParseError(f"{name} {text!r}: expected one of {' '.join(KEEPS)}")
     return KEEPS[text]
@@ -315,8 +315,16 @@ class ChoiceOptions:
     blocks_per_call: int | None = of_plan(
         "--blocks-per-call", "Blocks that one kernel call attends.", "N", parse_whole, None
     )
-    keep: tuple[Kind, ...] | None = of_plan(
-        "--keep", "Inputs that forward keeps gathered for backward.", "|".join(KEEPS), _read_keep, None
+    keep: tuple[Keep, ...] | None = of_plan(
+        "--keep",
+        "Inputs that forward keeps for backward: own as exchanged by Ulysses, q and kv gathered.",
+        "|".join(KEEPS),
+        _read_keep,
+        None,
+    )
+    waves: int | None = of_plan("--waves", "Parts of the heads that follow each other.", "N", parse_whole, None)
+    cut: Cut | None = of_plan(
+        "--cut", "What waves are cut from; heads if left out.", "|".join(CUTS), one_of(CUTS), None
     )
 
     @property

@@ -228,10 +228,18 @@ def filled(statement: str, *, width: int) -> str:
     lines = [""]
     for word in re.findall(r'(?:"(?:\\.|[^"\\])*"|\(\d+, \d+\)|[^\s"])+', statement):
         if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append(f"    {word}")
+            lines += _pieces(word, width=width)
         else:
             lines[-1] += f" {word}" if lines[-1] else word
     return "\n".join(lines)
+
+
+def _pieces(word: str, *, width: int) -> list[str]:
+    """A word on lines of its own. If it is too long for one, its text is cut into two, which Python joins again."""
+    if len(word) + 4 <= width or word.count('"') != 2 or ", " not in word:
+        return [f"    {word}"]
+    cut = word.rindex(", ", 0, width - 8) + 2
+    return [f'    {word[:cut]}"', *_pieces(f'"{word[cut:]}', width=width)]
 
 
 def _arguments(choice: Choice, plan: Plan, topology: Topology) -> str:

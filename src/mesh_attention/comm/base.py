@@ -7,7 +7,7 @@ An item travels as chunks: contiguous byte tensors, one for each of its spans of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -44,7 +44,8 @@ class Sharing(Work, Protocol):
 class Comm(Protocol):
     """One rank's end of a group. Ranks are counted within the group.
 
-    `is_capturable`: posts and waits can be part of a CUDA graph.
+    `is_capturable`: posts and waits can be part of a CUDA graph. A transport may also have a `runs_side_by_side` that
+    is True: its posts do not wait for each other, as in Gloo; otherwise they may run one after the other, as in NCCL.
     """
 
     rank: int
@@ -56,3 +57,10 @@ class Comm(Protocol):
 
     def share(self, text: str) -> Sharing:
         """Send a text to every rank of the group, and get theirs."""
+
+
+def runs_side_by_side(comm: Any) -> bool:
+    """True if the posts of a transport, beneath all wrappers, do not wait for each other."""
+    while hasattr(comm, "inner"):
+        comm = comm.inner
+    return bool(getattr(comm, "runs_side_by_side", False))

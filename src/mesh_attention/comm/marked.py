@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, Protocol
 from weakref import ref
 
@@ -83,7 +84,7 @@ class Marked:
     mark: Tensor | None = None
     tag: int = 0
     told: set[int] = field(default_factory=set)
-    landed: dict[int, Tensor] = field(default_factory=dict)
+    landed: dict[int, _Landing] = field(default_factory=dict)
     watched: WatchedPass | None = None
     posts: list[Post] | None = None
 
@@ -128,19 +129,21 @@ class Marked:
             self.posts[-1] = (self.posts[-1][0], getattr(work, "works", ()))
             return work
         sends, recvs = ([parcel._replace(tag=self.tag) for parcel in parcels] for parcels in (sends, recvs))
-        new_dests = {parcel.peer for parcel in sends} - self.told
-        new_sources = {parcel.peer for parcel in recvs} - self.landed.keys()
-        if not new_dests and not new_sources:
-            return self.inner.post(sends, recvs)
-        self.told |= new_dests
-        landed = {rank: torch.empty_like(self.mark) for rank in sorted(new_sources)}
-        self.landed |= landed
-        marks_out = [_mark_parcel(self.mark, rank) for rank in sorted(new_dests)]
-        marks_in = [_mark_parcel(mark, rank) for rank, mark in landed.items()]
-        # Marks that arrive are waited for first: the rest of a different call never arrives.
-        arriving, leaving = self.inner.post([], marks_in), self.inner.post(marks_out, [])
-        rest = [self.inner.post(sends, recvs), leaving]
-        return _MarkedWork(arriving, {self.rank: self.mark, **landed}, rest)
+        dests, sources = {parcel.peer for parcel in sends}, {parcel.peer for parcel in recvs}
+        new_dests, new_sources = sorted(dests - self.told), sorted(sources - self.landed.keys())
+        rest: list[Work] = []
+        if new_sources:
+            marks = {rank: torch.empty_like(self.mark) for rank in new_sources}
+            landing = self.inner.post([], [_mark_parcel(mark, rank) for rank, mark in marks.items()])
+            self.landed |= dict.fromkeys(new_sources, _Landing(landing, {self.rank: self.mark, **marks}))
+        if new_dests:
+            self.told.update(new_dests)
+            rest.append(self.inner.post([_mark_parcel(self.mark, rank) for rank in new_dests], []))
+        rest.insert(0, self.inner.post(sends, recvs))
+        # Marks are waited for first, also those that an earlier post expects: the rest of a different call never
+        # arrives.
+        landings = {id(one): one for rank in (*sources, *dests) if (one := self.landed.get(rank)) and not one.is_over}
+        return _MarkedWork(list(landings.values()), rest) if landings or len(rest) > 1 else rest[0]
 
     def close(self, results: Sequence[Tensor]) -> None:
         """End a pass. On NCCL, spoil its results if some rank's mark differs."""
@@ -242,18 +245,35 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-class _MarkedWork:
-    """Transfers that are waited for only if the marks beside them, by rank, equal the first, which is this rank's."""
+class _Landing:
+    """Marks on their way, by rank; the first is this rank's. They are compared once, by the first thread that waits."""
 
-    def __init__(self, marks: Work, landed: Mapping[int, Tensor], rest: Sequence[Work]) -> None:
-        self.marks, self.landed, self.rest = marks, landed, rest
-
-    def is_done(self) -> bool:
-        return self.marks.is_done() and all(work.is_done() for work in self.rest)
+    def __init__(self, work: Work, marks: Mapping[int, Tensor]) -> None:
+        self.work, self.marks, self.is_over = work, marks, False
+        self.lock = Lock()
 
     def wait(self) -> None:
-        self.marks.wait()
-        _compare({rank: mark.tolist() for rank, mark in self.landed.items()})
+        with self.lock:
+            if self.is_over:
+                return
+            self.work.wait()
+            _compare({rank: mark.tolist() for rank, mark in self.marks.items()})
+            self.is_over = True
+
+
+class _MarkedWork:
+    """Transfers that are waited for only after the marks of the ranks at their other ends."""
+
+    def __init__(self, landings: Sequence[_Landing], rest: Sequence[Work]) -> None:
+        self.landings, self.rest = landings, rest
+
+    def is_done(self) -> bool:
+        is_landed = all(landing.is_over or landing.work.is_done() for landing in self.landings)
+        return is_landed and all(work.is_done() for work in self.rest)
+
+    def wait(self) -> None:
+        for landing in self.landings:
+            landing.wait()
         for work in self.rest:
             work.wait()
 

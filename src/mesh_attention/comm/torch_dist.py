@@ -65,6 +65,7 @@ class TorchComm:
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self.is_capturable = device is not None and backends(self.group).get(device.type) == "nccl"
+        self.runs_side_by_side = device is not None and backends(self.group).get(device.type) == "gloo"
         self._starts_together = (
             device is not None and self.is_capturable and self.group._get_backend(device).supports_coalescing
         )

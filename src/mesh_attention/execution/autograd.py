@@ -180,7 +180,7 @@ def _as_buffers(
     made: dict[int, Buffer] = {}
     for held, compiled in zip(places, engine.programs("backward"), strict=True):
         for item, number in held.items():
-            fmt = token_format(item.kind, engine.problem, compiled.plan.assignment.ulysses, False)
+            fmt = token_format(item.kind, engine.problem, compiled.plan.assignment.head_shares, False)
             made.setdefault(number, Buffer.over(fmt, raws[number]))
     return [{item: made[number] for item, number in held.items()} for held in places]
 

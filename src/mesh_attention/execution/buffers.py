@@ -69,7 +69,8 @@ def _views(fmt: TokenFormat, tokens: int, batch: int) -> tuple[tuple[str, torch.
 
 
 @lru_cache(maxsize=256)
-def token_format(kind: Kind, problem: Problem, ulysses: int, is_running: bool) -> TokenFormat:
+def token_format(kind: Kind, problem: Problem, shares: int, is_running: bool) -> TokenFormat:
+    """The format of items that hold one of so many shares of the heads."""
     wire = DTYPES[problem.dtype]
     wide = torch.float64 if problem.dtype == "float64" else torch.float32
     statistic = torch.float64 if is_running else wide  # see `problem.RUNNING_LSE_NBYTES`
@@ -79,8 +80,8 @@ def token_format(kind: Kind, problem: Problem, ulysses: int, is_running: bool) -
         dtype = wide if is_running else wire
         if name in STATISTICS:
             dtype, alignment = statistic, statistic.itemsize
-        width = heads // ulysses * dim * dtype.itemsize
-        slots.append((name, at, at + width, heads // ulysses, dim, dtype))
+        width = heads // shares * dim * dtype.itemsize
+        slots.append((name, at, at + width, heads // shares, dim, dtype))
         at += width
     return TokenFormat(tuple(slots), at + -at % alignment)
 

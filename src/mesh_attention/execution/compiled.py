@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from mesh_attention.execution.buffers import Allocation, Span, TokenSpan, paired, token_format
@@ -81,6 +82,18 @@ class Instruction:
     turn: tuple[Step, ...] = ()
 
 
+class Exchanged(NamedTuple):
+    """A piece of an exchange: its chunks in the buffer that it is sent from or received into.
+
+    `at_home` is its place among the staged pieces; None for a piece of another rank's tokens, which is in the buffer of
+    the whole item.
+    """
+
+    item: Item
+    chunks: tuple[TokenSpan, ...]
+    at_home: TokenSpan | None
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """One rank's program, ready to walk. `device_nbytes` is its peak with the scratch of calls, beyond the buffers."""
@@ -90,8 +103,8 @@ class Compiled:
     steps: tuple[Step, ...]
     instructions: tuple[Instruction, ...]
     allocations: dict[Item, Allocation]
-    exchanged: dict[tuple[Item, int], tuple[TokenSpan, ...]]
-    """Spans of each rank's tokens in the buffer of an item that an exchange makes or takes apart."""
+    exchanged: dict[Item, tuple[Exchanged, ...]]
+    """For the whole items of exchanges: the pieces that travel."""
     copied: dict[Item, tuple[tuple[Span, Span], ...]]
     """For what is packed, and for the whole items of exchanges: spans of this rank's tokens at home, and there."""
     peak_nbytes: int
@@ -110,15 +123,15 @@ def compile_program(plan: Plan, rank: int) -> Compiled:
         details = compiling.step(steps[0], calls.get(index, ()))
         turn = steps if stop.is_turn else ()
         instructions.append(Instruction(index, steps[0], stop.arrivals, stop.departures, *details, turn))
-    exchanged = _held_in_wholes(program.steps, matrix, compiling.allocations)
+    held = _held_in_wholes(program.steps, matrix, compiling.allocations)
     return Compiled(
         plan,
         rank,
         program.steps,
         tuple(instructions),
         compiling.allocations,
-        exchanged,
-        _copied(program.steps, compiling.allocations, exchanged, rank, plan.problem.batch),
+        _exchanged(program.steps, matrix, held),
+        _copied(program.steps, compiling.allocations, held, rank, plan.problem.batch),
         program.peak_nbytes,
         peak_nbytes(plan, rank, program.steps, calls),
         tuple(item for group in kept for item in group),
@@ -142,19 +155,11 @@ def describe_post(compiled: Compiled, index: int) -> tuple[str, tuple[int, ...]]
     return f"step {instruction.index} '{format_step(instruction.step)}'", tuple(dict.fromkeys([*sources, *dests]))
 
 
-def item_segments(item: Item, matrix: BlockMatrix) -> tuple[Segment, ...]:
-    """The positions of an item's tokens, in the order of its bytes."""
-    axis = AXIS_OF[item.kind]
-    if item.form in ("home", "piece"):
-        return matrix.home_segments(axis, item.shard)
-    return matrix.segments(axis, item.shard)
-
-
 def lay_out(items: Iterable[Item], matrix: BlockMatrix) -> Allocation:
     """One allocation for all items, side by side, sorted by position."""
     items = tuple(items)
     segments = sorted(
-        ((segment, item) for item in items for segment in item_segments(item, matrix)), key=lambda entry: entry[0].start
+        ((segment, item) for item in items for segment in matrix.positions(item)), key=lambda entry: entry[0].start
     )
     spans: dict[Item, list[TokenSpan]] = {item: [] for item in items}
     at = 0
@@ -162,7 +167,10 @@ def lay_out(items: Iterable[Item], matrix: BlockMatrix) -> Allocation:
         spans[item].append(TokenSpan(at, at + len(segment)))
         at += len(segment)
     nbytes = sum(matrix.nbytes(item).total for item in items)
-    fmt = token_format(items[0].kind, matrix.problem, matrix.assignment.ulysses, items[0].form == "running")
+    if items[0].form == "staged":
+        at *= matrix.assignment.staged_pieces(AXIS_OF[items[0].kind], items[0].part)
+        spans = {items[0]: [TokenSpan(0, at)]}
+    fmt = token_format(items[0].kind, matrix.problem, matrix.assignment.head_shares, items[0].form == "running")
     return Allocation(items, {item: tuple(found) for item, found in spans.items()}, at, nbytes, fmt)
 
 
@@ -177,30 +185,54 @@ def _allocations(
         for item in (*done.reads, *done.writes, *done.adds, *done.frees):
             if item not in allocations:
                 allocations[item] = lay_out((item,), matrix)
-        if isinstance(step, Exchange):
-            allocations |= {piece: lay_out((piece,), matrix) for piece in _pieces(step)}
     return allocations
 
 
-def _held_in_wholes(
-    steps: tuple[Step, ...], matrix: BlockMatrix, allocations: dict[Item, Allocation]
-) -> dict[tuple[Item, int], tuple[TokenSpan, ...]]:
+Held = dict[tuple[Item, int], tuple[TokenSpan, ...]]
+
+
+def _held_in_wholes(steps: tuple[Step, ...], matrix: BlockMatrix, allocations: dict[Item, Allocation]) -> Held:
     """For each item that an exchange makes or takes apart: the spans of each rank's tokens in its buffer."""
-    found: dict[tuple[Item, int], tuple[TokenSpan, ...]] = {}
+    found: Held = {}
     for step in steps:
         if isinstance(step, Exchange):
-            whole = step.after if step.after.form == "whole" else step.before
-            held = list(zip(item_segments(whole, matrix), allocations[whole].spans[whole], strict=True))
-            home = step.before if whole is step.after else step.after
-            for rank in {home.shard, *(piece.shard for piece in _pieces(step))}:
-                found[whole, rank] = tuple(_spans_of(matrix.home_segments(AXIS_OF[whole.kind], rank), held))
+            whole = _whole(step)
+            axis, spans = (
+                AXIS_OF[whole.kind],
+                list(zip(matrix.positions(whole), allocations[whole].spans[whole], strict=True)),
+            )
+            for rank in matrix.assignment.members(axis, whole.shard, whole.part):
+                found[whole, rank] = tuple(_spans_of(matrix.home_segments(axis, rank), spans))
     return found
+
+
+def _exchanged(steps: tuple[Step, ...], matrix: BlockMatrix, held: Held) -> dict[Item, tuple[Exchanged, ...]]:
+    found: dict[Item, tuple[Exchanged, ...]] = {}
+    for step in steps:
+        if isinstance(step, Exchange):
+            whole, at = _whole(step), 0
+            ours, theirs = [send.item for send in step.sends], [recv.item for recv in step.recvs]
+            if step.before is whole:
+                ours, theirs = theirs, ours
+            pieces = [Exchanged(item, held[whole, item.shard], None) for item in theirs]
+            for item in ours:
+                lengths = [len(segment) for segment in matrix.positions(item)]
+                starts = [at + sum(lengths[:index]) for index in range(len(lengths) + 1)]
+                chunks = tuple(TokenSpan(start, stop) for start, stop in pairwise(starts))
+                pieces.append(Exchanged(item, chunks, TokenSpan(at, starts[-1])))
+                at = starts[-1]
+            found[whole] = tuple(pieces)
+    return found
+
+
+def _whole(step: Exchange) -> Item:
+    return step.after if step.before.form == "home" else step.before
 
 
 def _copied(
     steps: tuple[Step, ...],
     allocations: dict[Item, Allocation],
-    exchanged: dict[tuple[Item, int], tuple[TokenSpan, ...]],
+    held: Held,
     rank: int,
     batch: int,
 ) -> dict[Item, tuple[tuple[Span, Span], ...]]:
@@ -209,7 +241,7 @@ def _copied(
         if isinstance(step, Pack):
             here, there = allocations[step.before].spans[step.before], allocations[step.after].spans[step.after]
             found[step.after] = _pairs(here, there, batch)
-    for (whole, owner), there in exchanged.items():
+    for (whole, owner), there in held.items():
         if owner == rank:
             lengths = [stop - start for start, stop in there]
             starts = [sum(lengths[:at]) for at in range(len(there))]
@@ -221,10 +253,6 @@ def _copied(
 def _pairs(here: Sequence[TokenSpan], there: Sequence[TokenSpan], batch: int) -> tuple[tuple[Span, Span], ...]:
     spans = [(None, one, other) for one, other in zip(here, there, strict=True)]
     return tuple((one, other) for _, one, other in paired(spans, batch))
-
-
-def _pieces(step: Exchange) -> list[Item]:
-    return [send.item for send in step.sends] + [recv.item for recv in step.recvs]
 
 
 def _spans_of(segments: Iterable[Segment], held: list[tuple[Segment, TokenSpan]]) -> Iterator[TokenSpan]:
@@ -296,7 +324,7 @@ class _Compiling:
     def _owner(self, segment: Segment, items: tuple[Item, ...]) -> tuple[Item, int]:
         """The item a segment belongs to, and its index among the item's segments."""
         if items not in self.owners:
-            self.owners[items] = {s: (i, at) for i in items for at, s in enumerate(item_segments(i, self.matrix))}
+            self.owners[items] = {s: (i, at) for i in items for at, s in enumerate(self.matrix.positions(i))}
         return self.owners[items][segment]
 
     def _parts(self, segments: tuple[Segment, ...], items: tuple[Item, ...], kind: Kind) -> list[_Part]:
@@ -304,16 +332,16 @@ class _Compiling:
         parts, at = [], 0
         for segment in segments:
             item, ordinal = self._owner(segment, items)
-            parts.append(_Part(running(kind, item.shard), ordinal, TokenSpan(at, at + len(segment))))
+            parts.append(_Part(running(item, kind), ordinal, TokenSpan(at, at + len(segment))))
             at += len(segment)
         return parts
 
     def _merged(self, partial: Item) -> tuple[Stretch, ...]:
-        total = running(partial.kind, partial.shard)
+        total = running(partial)
         return self._touch([_Part(total, at, span) for at, span in enumerate(self.allocations[partial].spans[partial])])
 
     def _finished(self, item: Item) -> tuple[tuple[Stretch, ...], tuple[Stretch, ...]]:
-        total = running(item.kind, item.shard)
+        total = running(item)
         held = self.touched.pop(total)
         parts = [_Part(total, at, span) for at, span in enumerate(self.allocations[item].spans[item])]
         untouched = [part for part in parts if part.ordinal not in held]

@@ -29,6 +29,7 @@ from mesh_attention.execution.together import PlanningTogether, plan_together
 from mesh_attention.kernels.base import Demand, Kernel, Scores
 from mesh_attention.kernels.merge import Merging
 from mesh_attention.kernels.select import choose_kernel, choose_merging
+from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.layout import Cached, Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import INPUTS, Direction, Item
@@ -204,7 +205,8 @@ class Engines:
 
 def _check_keep(plans: Mapping[Direction, Plan], *, cuda_graphs: bool) -> None:
     forward, backward = plans["forward"], plans["backward"]
-    same = (forward.schedule.keep, forward.assignment) == (backward.schedule.keep, backward.assignment)
+    kept = [(plan.schedule.keep, _grid_of_kept(plan)) for plan in (forward, backward)]
+    same = kept[0] == kept[1]
     if (forward.schedule.keep or backward.schedule.keep) and not same:
         raise UsageError(
             f"{forward!r} keeps {forward.schedule.keep} on tile {forward.assignment}, but {backward!r} expects "
@@ -215,6 +217,12 @@ def _check_keep(plans: Mapping[Direction, Plan], *, cuda_graphs: bool) -> None:
             f"{forward!r} keeps {', '.join(forward.schedule.keep)} for backward, which CUDA graphs cannot hand over; "
             "leave out cuda_graphs, keep or memory_limit"
         )
+
+
+def _grid_of_kept(plan: Plan) -> Assignment:
+    """The grid, as far as kept items depend on it: a place's own shard does not depend on the tile."""
+    grid, is_own = plan.assignment, plan.schedule.keep == ("own",)
+    return replace(grid, tile=Tile(1, 1), inner=None) if is_own else grid
 
 
 @dataclass(frozen=True)
@@ -355,8 +363,8 @@ class Engine:
     @cached_property
     def keeps_all_inputs(self) -> bool:
         """True if backward reads what forward kept, and none of the caller's inputs."""
-        kept = self.programs("forward")[0].plan.schedule.keep
-        return self.single_call is None and set(kept) == set(INPUTS["forward"])
+        kept = set(self.programs("forward")[0].plan.schedule.keep)
+        return self.single_call is None and ("own" in kept or kept == set(INPUTS["forward"]))
 
     # One kernel call
 

@@ -13,13 +13,14 @@ from torch import Tensor
 from typing_extensions import assert_never
 
 from mesh_attention.arguments import Softmax
-from mesh_attention.comm.base import Comm, Parcel, Work
+from mesh_attention.comm.base import Comm, Parcel, Work, runs_side_by_side
 from mesh_attention.errors import DisagreementError, TransportError
 from mesh_attention.execution.buffers import Allocation, Buffer, Meter, Span, part
-from mesh_attention.execution.compiled import Call, Compiled, Instruction, Stretch
+from mesh_attention.execution.compiled import Call, Compiled, Exchanged, Instruction, Stretch
 from mesh_attention.kernels.base import Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.merge import Merging, TorchMerging
 from mesh_attention.plan.steps import (
+    AXIS_OF,
     INPUTS,
     Attend,
     Clear,
@@ -28,13 +29,16 @@ from mesh_attention.plan.steps import (
     Finish,
     Free,
     Item,
+    Kind,
     Merge,
     Pack,
     Recv,
     Send,
     Step,
-    effects,
+    Unpack,
+    in_flight,
     running,
+    staged,
     transfers,
 )
 from mesh_attention.plan.text import format_item, format_step
@@ -71,7 +75,8 @@ class Executor:
         plan = self.compiled.plan
         self.problem, self.matrix, self.assignment = plan.problem, plan.matrix, plan.assignment
         for kind in INPUTS[plan.direction]:
-            self.buffers[Item(kind, self.compiled.rank, "home")] = Buffer(self.inputs[kind])
+            for number in self.assignment.parts(AXIS_OF[kind]):
+                self.buffers[Item(kind, self.compiled.rank, "home", part=number)] = Buffer(self._at_home(kind, number))
         self.buffers |= self.kept
         for buffer in {id(buffer): buffer for buffer in self.kept.values()}.values():
             self.meter.take(buffer.nbytes)
@@ -102,14 +107,17 @@ class Executor:
                 case Clear():
                     pass  # opened above; its blanks are filled when it is finished
                 case Collective():
-                    yield from self._collective(instruction, instruction.step)
+                    self._collective(instruction.step)
                 case Exchange():
-                    yield from self._exchange(instruction, instruction.step)
+                    self._exchange(instruction.step)
+                case Unpack(before, after):
+                    self._unpack(before, after)
                 case _:
                     assert_never(instruction.step)
         # No step has waited for the sends of kept items; a request that is dropped would be cancelled.
-        for item in tuple(self.leaving):
-            yield from self._wait(self.leaving.pop(item), self.compiled.instructions[-1], item)
+        for posted in (self.works, self.leaving):
+            for item in tuple(posted):
+                yield from self._wait(posted.pop(item), self.compiled.instructions[-1], item)
         return self.outputs
 
     def kept_for_backward(self) -> dict[Item, Buffer]:
@@ -118,7 +126,7 @@ class Executor:
 
     # Waiting
 
-    def _wait(self, works: list[Work], instruction: Instruction, item: Item | None) -> Generator[Work, None, None]:
+    def _wait(self, works: list[Work], instruction: Instruction, item: Item) -> Generator[Work, None, None]:
         """The driver resumes this generator when the work is done, or throws in why it failed."""
         try:
             yield from works
@@ -132,24 +140,33 @@ class Executor:
     def _here(self) -> str:
         return f"rank {self.compiled.rank}, step {self.at.index} '{format_step(self.at.step)}'"
 
-    def _waited_for(self, instruction: Instruction, item: Item | None) -> str:
-        """The other ends of the turn that the item was part of, for an error message."""
-        steps = self.compiled.steps
-        posts: Sequence[Step] = (instruction.step,)
-        for turn in turns(steps[: instruction.index]):
-            if any(item in (*effects(steps[at]).reads, *effects(steps[at]).writes) for at in turn):
-                posts = [steps[at] for at in turn]
+    def _waited_for(self, instruction: Instruction, item: Item) -> str:
+        """The other ends of the post that the item was part of, for an error message."""
+        steps = self.compiled.steps[: instruction.index + 1]
+        posts: Sequence[Step] = ()
+        alone = [range(at, at + 1) for at, step in enumerate(steps) if isinstance(step, Collective | Exchange)]
+        for post in sorted([*turns(steps), *alone], key=lambda found: found.start):
+            if any(item in side for at in post for side in in_flight(steps[at])):
+                posts = [steps[at] for at in post]
         sends = [send for step in posts for send in transfers(step)[0]]
         recvs = [recv for step in posts for recv in transfers(step)[1]]
         awaited = [f"{format_item(recv.item)} from rank {recv.source}" for recv in recvs]
         return ", ".join([*awaited, *(f"{format_item(send.item)} to reach rank {send.dest}" for send in sends)])
 
-    def _post(self, sends: Sequence[Send], recvs: Sequence[Recv], chunks: Callable[[Item], list[Tensor]]) -> Work:
+    def _post(
+        self, sends: Sequence[Send], recvs: Sequence[Recv], chunks: Callable[[Item], list[Tensor]]
+    ) -> tuple[Work, Work]:
+        """Post transfers; returns what to wait for before arrivals are read, and before what leaves is freed."""
+        given = [Parcel(chunks(send.item), send.dest, send.item.kind) for send in sends]
+        taken = [Parcel(chunks(recv.item), recv.source, recv.item.kind) for recv in recvs]
         try:
-            return self.comm.post(
-                [Parcel(chunks(send.item), send.dest, send.item.kind) for send in sends],
-                [Parcel(chunks(recv.item), recv.source, recv.item.kind) for recv in recvs],
-            )
+            if not given or not taken or not runs_side_by_side(self.comm):
+                work = self.comm.post(given, taken)
+                return work, work
+            # Apart, so that an arrival does not wait for what leaves. If posts ran one after the other, a receive
+            # posted alone would hold up the send that it waits for.
+            received = self.comm.post([], taken)
+            return received, self.comm.post(given, [])
         except Exception as error:
             raise TransportError(f"{self._here()}: could not be posted: {error}") from error
 
@@ -215,7 +232,7 @@ class Executor:
     def _merge(self, partial: Item, stretches: tuple[Stretch, ...]) -> None:
         arrived = self.buffers[partial]
         if partial.kind == "o":
-            self._round_lse(running("o", partial.shard), arrived)
+            self._round_lse(running(partial), arrived)
         for stretch in stretches:
             if partial.kind == "o":
                 self._merge_output(stretch, arrived.view("o", stretch.other), arrived.view("lse", stretch.other))
@@ -237,7 +254,7 @@ class Executor:
             self._copy(_parts(dest, theirs), _parts(source, ours))
 
     def _finish(self, item: Item, instruction: Instruction) -> None:
-        total = running(item.kind, item.shard)
+        total = running(item)
         sums = self.buffers[total]
         for stretch in instruction.blanks:
             _clear(sums, stretch.inside)
@@ -256,9 +273,15 @@ class Executor:
                 self.merging.copy(dest[name], tensor)
 
     def _output(self, item: Item) -> Fields:
-        fields = self.outputs[item.kind] = self.new_output(item.kind)
-        self.meter.take(sum(tensor.nbytes for tensor in fields.values()))
-        return fields
+        """The caller's result, or the heads of it that belong to a wave, if that is a matter of heads alone."""
+        if item.kind not in self.outputs:
+            fields = self.outputs[item.kind] = self.new_output(item.kind)
+            self.meter.take(sum(tensor.nbytes for tensor in fields.values()))
+        fields = self.outputs[item.kind]
+        return self._heads(fields, 0, item.part) if self.assignment.ulysses == 1 else fields
+
+    def _at_home(self, kind: Kind, part: int) -> Fields:
+        return self._heads(self.inputs[kind], 0, part) if self.assignment.ulysses == 1 else self.inputs[kind]
 
     def _post_turn(self, turn: Sequence[Step]) -> None:
         sends = [step for step in turn if isinstance(step, Send)]
@@ -266,55 +289,65 @@ class Executor:
         for step in turn:
             if isinstance(step, Pack):
                 self._pack(step.before, step.after)
-            elif isinstance(step, Recv):
-                self._allocate(step.item)
-        work = self._post(sends, recvs, self._chunks)
+        self._post_items(sends, recvs)
+
+    def _post_items(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> None:
         for recv in recvs:
-            self.works[recv.item] = [work]
-        for send in sends:
-            self.leaving.setdefault(send.item, []).append(work)
-
-    def _collective(self, instruction: Instruction, step: Collective) -> Generator[Work, None, None]:
-        for recv in step.recvs:
             self._allocate(recv.item)
-        yield from self._wait([self._post(step.sends, step.recvs, self._chunks)], instruction, None)
+        received, sent = self._post(sends, recvs, self._chunks)
+        for recv in recvs:
+            self.works[recv.item] = [received]
+        for send in sends:
+            self.leaving.setdefault(send.item, []).append(sent)
 
-    def _exchange(self, instruction: Instruction, step: Exchange) -> Generator[Work, None, None]:
-        """Trade heads for tokens, or back. The whole item is sent from and received into its own buffer. The item at
-        home holds all heads side by side, so its tokens go through a staging buffer for each peer."""
-        inward = step.after.form == "whole"
+    def _collective(self, step: Collective) -> None:
+        self._post_items(step.sends, step.recvs)
+
+    def _exchange(self, step: Exchange) -> None:
+        """Trade heads for tokens, or back. The whole item is sent from and received into its own buffer. At home all
+        heads are side by side, so tokens go through a staging buffer with a place for each peer."""
+        inward = step.before.form == "home"
         home, whole = (step.before, step.after) if inward else (step.after, step.before)
-        at_home = self.buffers[home].fields if inward else self._output(home)
+        staging = self._allocate(staged(home))
         if inward:
-            self._allocate(whole)
-        at_whole = self.buffers[whole]
-        pieces = [send.item for send in step.sends] if inward else [recv.item for recv in step.recvs]
-        staged = {piece: self._new_buffer(self.compiled.allocations[piece]) for piece in pieces}
-        if inward:
-            for piece, staging in staged.items():
-                self._copy(staging.fields, self._heads(at_home, piece.source))
-        self._keep_own_piece(whole, at_whole, at_home, inward=inward)
-        work = self._post(step.sends, step.recvs, lambda piece: self._exchange_chunks(piece, whole, staged))
-        yield from self._wait([work], instruction, None)
-        for piece, staging in staged.items():
-            if not inward:
-                self._copy(self._heads(at_home, piece.source), staging.fields)
-            self.meter.give(staging.nbytes)
+            at_whole = self._allocate(whole)
+            for piece in self._staged_pieces(whole):
+                here = {name: staging.view(name, piece.at_home) for name in staging.fields}
+                self._copy(here, self._heads(self.inputs[home.kind], piece.item.source or 0, piece.item.part))
+            self._keep_own_piece(whole, at_whole, self.inputs[home.kind], inward=True)
+        pieces = {piece.item: piece for piece in self.compiled.exchanged[whole]}
+        received, sent = self._post(
+            step.sends, step.recvs, lambda item: self._exchange_chunks(pieces[item], whole, staging)
+        )
+        self.works[step.after] = [received]
+        self.leaving.setdefault(staged(home) if inward else whole, []).append(sent)
 
-    def _heads(self, fields: Fields, head_slice: int | None) -> Fields:
-        """The fields' slice of the heads."""
-        at = head_slice or 0
-        ulysses = self.assignment.ulysses
-        return {name: t.narrow(1, at * (t.shape[1] // ulysses), t.shape[1] // ulysses) for name, t in fields.items()}
+    def _unpack(self, whole: Item, home: Item) -> None:
+        """The caller's tokens, from the staged pieces and this rank's own."""
+        staging, at_home = self.buffers[staged(home)], self._output(home)
+        for piece in self._staged_pieces(whole):
+            here = {name: staging.view(name, piece.at_home) for name in staging.fields}
+            self._copy(self._heads(at_home, piece.item.source or 0, piece.item.part), here)
+        self._keep_own_piece(whole, self.buffers[whole], at_home, inward=False)
 
-    def _exchange_chunks(self, piece: Item, whole: Item, staged: Mapping[Item, Buffer]) -> list[Tensor]:
-        if piece in staged:
-            return [staged[piece].chunk(*span) for span in self.compiled.allocations[piece].spans[piece]]
-        return [self.buffers[whole].chunk(*span) for span in self.compiled.exchanged[whole, piece.shard]]
+    def _staged_pieces(self, whole: Item) -> list[Exchanged]:
+        return [piece for piece in self.compiled.exchanged[whole] if piece.at_home is not None]
+
+    def _heads(self, fields: Fields, head_slice: int, part: int) -> Fields:
+        """The fields' heads of one slice, or of a part of it."""
+        shares = self.assignment.head_shares
+        if shares == 1:
+            return fields
+        at = head_slice if shares == self.assignment.ulysses else head_slice * self.assignment.waves + part
+        return {name: t.narrow(1, at * (t.shape[1] // shares), t.shape[1] // shares) for name, t in fields.items()}
+
+    def _exchange_chunks(self, piece: Exchanged, whole: Item, staging: Buffer) -> list[Tensor]:
+        buffer = self.buffers[whole] if piece.at_home is None else staging
+        return [buffer.chunk(*span) for span in piece.chunks]
 
     def _keep_own_piece(self, whole: Item, at_whole: Buffer, at_home: Fields, *, inward: bool) -> None:
-        own = self._heads(at_home, self.assignment.head_slice(self.compiled.rank))
-        for at, inside in self.compiled.copied[whole]:
+        own = self._heads(at_home, self.assignment.head_slice(self.compiled.rank), whole.part)
+        for at, inside in self.compiled.copied.get(whole, ()):  # in a later wave of rows, it has no piece
             here, there = _parts(own, at), _parts(at_whole.fields, inside)
             self._copy(there, here) if inward else self._copy(here, there)
 

@@ -142,13 +142,14 @@ class Observer:
         now.moments.append(Moment(what, now.clock.mark(), instruction))
 
     def posting(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Posted:
-        """Note what the current step is about to post; parcels are in the order of the step."""
+        """Note what the current step is about to post; parcels are in the order of the step. Sends and receives may be
+        posted apart."""
         now = self.passes[-1]
         at = next(moment.instruction for moment in reversed(now.moments) if moment.instruction is not None)
         ends = [*enumerate(map(transfers, at.turn or (at.step,)), at.index)]
         posted = Posted(
-            [(index, send) for index, (sent, _) in ends for send in sent],
-            [(index, recv) for index, (_, received) in ends for recv in received],
+            [(index, send) for index, (sent, _) in ends for send in sent if sends],
+            [(index, recv) for index, (_, received) in ends for recv in received if recvs],
             [_nbytes(parcel) for parcel in sends],
             [_nbytes(parcel) for parcel in recvs],
             now.clock.mark(),

@@ -16,7 +16,7 @@ from mesh_attention.errors import MemoryLimitError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
-from mesh_attention.planning.choice import ALL_INPUTS, Choice
+from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import Price, make_plan
 from mesh_attention.problem import Problem
@@ -51,17 +51,10 @@ class Chosen:
         plans = {direction: _plan(alike, direction, *one) for direction, one in self.passes.items()}
         return {direction: plan_like(plan, problem, layout) for direction, plan in plans.items()}
 
-    def keeping(self) -> Chosen:
-        """The same, where forward keeps its inputs if all they do is change hands once, as with Ulysses alone.
-
-        Then backward need not exchange them again, and they take the memory that the caller's own would.
-        """
-        if any(one.choice.assignment.places > 1 for one in self.passes.values()):
-            return self
-        kept = {
-            d: Choice(method="ulysses", layout=one.choice.layout, keep=ALL_INPUTS) for d, one in self.passes.items()
-        }
-        return replace(self, passes={direction: PassChoice(choice, None) for direction, choice in kept.items()})
+    def keeping_nothing(self) -> Chosen:
+        """The same for a forward pass that can hand nothing but its results to backward."""
+        passes = {d: one._replace(choice=replace(one.choice, keep=())) for d, one in self.passes.items()}
+        return replace(self, passes=passes)
 
     def to_json(self) -> dict[str, Any]:
         passes = {

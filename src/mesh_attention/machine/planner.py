@@ -150,7 +150,7 @@ class MachinePlanning:
         topology, layout = machine.topology, self._typical(layout)
         tuner = self._tuners.setdefault((topology, layout), Tuner(topology, layout, self.memory_nbytes))
         chosen, tuning = tuner.choose(problem, needs_gradient=needs_gradient)
-        chosen = chosen.keeping() if needs_gradient and may_keep else chosen
+        chosen = chosen if may_keep else chosen.keeping_nothing()
         choices = {direction: chosen.passes[direction].choice for direction in tuning.chosen.choices}
         self._say((*choices.values(), machine), describe_choice(problem, machine, choices, tuning))
         return chosen

@@ -8,6 +8,10 @@ column (`cols` places, `rows` apart); its tile is the Q shards of its Q group ×
 An *inner* tile says which places are neighbours, for clusters whose nodes hold several ranks: inner.rows members of a
 Q group × inner.cols members of a KV group are consecutive places. Groups are then rings of rings: offsets count the
 neighbours first, and go on to the next run of neighbours after them.
+
+A pass may go in *waves*: a rank attends one part after another, and while it does, the next one's inputs arrive. Parts
+are cut from the heads that a rank has. Or they are cut from the rows: the ranks of a Ulysses group make equal blocks,
+and each part has the rows of one. In the first wave a rank works on the part with its own rows, then goes round.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from mesh_attention.units import brief
 
 Axis = Literal["row", "col"]
 """The side of the tile an item belongs to: Q, O and dQ to a row, KV and dKV to a column."""
+Cut = Literal["heads", "rows"]
+CUTS: tuple[Cut, ...] = ("heads", "rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +78,20 @@ def divisors(number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A grid of tiles, times a Ulysses degree."""
+    """A grid of tiles, times a Ulysses degree, in waves."""
 
     tile: Tile
     ulysses: int = 1
     inner: Tile | None = None
+    waves: int = 1
+    cut: Cut = "heads"
 
     def __post_init__(self) -> None:
         inner, tile = self.inner, self.tile
+        if type(self.waves) is not int or self.waves < 1 or self.cut not in CUTS:
+            raise TileError(f"{brief(self.waves)} waves of {brief(self.cut)}: expected 1 or more, of heads or rows")
+        if self.waves == 1 and self.cut != "heads":  # one wave has one spelling
+            object.__setattr__(self, "cut", "heads")
         if inner is None:
             return
         if tile.rows % inner.rows or tile.cols % inner.cols:
@@ -91,9 +103,15 @@ class Assignment:
             object.__setattr__(self, "inner", None)
 
     def __str__(self) -> str:
-        """4x8; with Ulysses 2·4x8; with an inner tile 4x8 inner 2x4."""
+        """4x8; with Ulysses 2·4x8; with an inner tile 4x8 inner 2x4; 4x8 in 2 waves."""
         ulysses = f"{self.ulysses}·" if self.ulysses > 1 else ""
-        return f"{ulysses}{self.tile}" + (f" inner {self.inner}" if self.inner is not None else "")
+        inner = f" inner {self.inner}" if self.inner is not None else ""
+        return f"{ulysses}{self.tile}{inner}" + (f" in {self.waves_text}" if self.waves > 1 else "")
+
+    @property
+    def waves_text(self) -> str:
+        """4 waves; 2 waves of rows."""
+        return f"{self.waves} wave{'s' * (self.waves > 1)}" + (" of rows" if self.cut == "rows" else "")
 
     @property
     def places(self) -> int:
@@ -112,6 +130,42 @@ class Assignment:
     def ulysses_group(self, rank: int) -> range:
         start = self.place(rank) * self.ulysses
         return range(start, start + self.ulysses)
+
+    @property
+    def head_shares(self) -> int:
+        """The heads of a whole item are one of so many shares."""
+        return self.ulysses * (self.waves if self.cut == "heads" else 1)
+
+    def parts(self, axis: Axis) -> range:
+        """The parts of a shard: of its heads, or of its rows."""
+        return range(self.waves if self.cut == "heads" or axis == "row" else 1)
+
+    def part(self, axis: Axis, rank: int, wave: int) -> int:
+        """The part that a rank works on in a wave."""
+        if self.cut == "heads":
+            return wave
+        return (self.head_slice(rank) // self._block - wave) % self.waves if axis == "row" else 0
+
+    def home_part(self, axis: Axis, wave: int) -> int:
+        """How the caller's tensors of a wave, and what is staged for them, are numbered."""
+        return wave if len(self.parts(axis)) > 1 else 0
+
+    def members(self, axis: Axis, place: int, part: int) -> range:
+        """The ranks whose tokens a part of a place's shard has."""
+        start = place * self.ulysses
+        if self.cut == "heads" or axis == "col":
+            return range(start, start + self.ulysses)
+        return range(start + part * self._block, start + (part + 1) * self._block)
+
+    def staged_pieces(self, axis: Axis, wave: int) -> int:
+        """Pieces that an exchange sends from, or gets to, a rank's own tokens in a wave."""
+        if self.cut == "heads" or axis == "col":
+            return self.ulysses - 1
+        return self._block - (wave == 0)
+
+    @property
+    def _block(self) -> int:
+        return self.ulysses // self.waves
 
     def group(self, axis: Axis, place: int) -> Sequence[int]:
         """The places that share a tile row (its Q group) or a tile column (its KV group), in order."""
@@ -194,6 +248,7 @@ def check_assignment(assignment: Assignment, problem: Problem) -> None:
     """Raise when the assignment does not fit the ranks or the heads of a problem."""
     ulysses, tile = assignment.ulysses, assignment.tile
     check_degree(ulysses, problem)
+    check_waves(assignment.waves, assignment.cut, ulysses, problem)
     places = problem.ranks // ulysses
     if assignment.places != places:
         of = f"{problem.ranks} ranks" + (f" with Ulysses degree {ulysses}" if ulysses > 1 else "")
@@ -209,6 +264,15 @@ def check_degree(ulysses: int, problem: Problem) -> None:
         if number % ulysses:
             fitting = _divisors_text(number)
             raise TileError(f"Ulysses degree {ulysses} does not divide {number} {what}; degrees that do: {fitting}")
+
+
+def check_waves(waves: int, cut: Cut, ulysses: int, problem: Problem) -> None:
+    """Raise when a pass cannot go in so many waves."""
+    number, what = (
+        (problem.kv_heads // ulysses, "KV heads of a rank") if cut == "heads" else (ulysses, "ranks of a group")
+    )
+    if number % waves:
+        raise TileError(f"{waves} waves do not divide the {number} {what}; numbers that do: {_divisors_text(number)}")
 
 
 def _divisors_text(number: int) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.assignment import Assignment, Axis
 from mesh_attention.plan.layout import Layout, join, leaves_ranks_empty
-from mesh_attention.plan.steps import AXIS_OF, Direction, Item, Kind
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, Direction, Item, Keep, Kind
 from mesh_attention.problem import RUNNING_LSE_NBYTES, Problem
 
 Found = TypeVar("Found")
+FORWARD_INPUTS = INPUTS["forward"]
 
 
 class Bytes(NamedTuple):
@@ -34,20 +36,36 @@ class BlockMatrix:
         self.layout = layout
         self.assignment = assignment
         self._homes: dict[tuple[Axis, int], tuple[Segment, ...]] = {}
-        self._shards: dict[tuple[Axis, int], tuple[Segment, ...]] = {}
-        self._live: dict[tuple[int, int], bool] = {}
-        self._needs: dict[tuple[Axis, int, int], bool] = {}
+        self._shards: dict[tuple[Axis, int, int], tuple[Segment, ...]] = {}
+        self._live: dict[tuple[int, int, int], bool] = {}
+        self._needs: dict[tuple[Axis, int, int, int], bool] = {}
         self._nbytes: dict[Item, Bytes] = {}
         self._remembered: dict[Hashable, Any] = {}
 
-    def segments(self, axis: Axis, place: int) -> tuple[Segment, ...]:
-        """Positions of a place's query (row) or key/value (col) shard: its ranks' shards, joined where they touch."""
-        key = (axis, place)
+    def segments(self, axis: Axis, place: int, part: int = 0) -> tuple[Segment, ...]:
+        """Positions of a place's query (row) or key/value (col) shard, or of a part of its rows: its ranks' shards,
+        joined where they touch.
+
+        Columns that meet parts of rows are not joined across them: so the mask cuts a part's own columns only.
+        """
+        key = (axis, place, part)
         if key not in self._shards:
-            first = place * self.assignment.ulysses
-            members = range(first, first + self.assignment.ulysses)
-            self._shards[key] = join(s for rank in members for s in self.home_segments(axis, rank))
+            parts = self.assignment.parts("row") if self.assignment.cut == "rows" and axis == "col" else (part,)
+            members = [self.assignment.members("row", place, one) for one in parts]
+            joined = (join(s for rank in some for s in self.home_segments(axis, rank)) for some in members)
+            self._shards[key] = tuple(sorted(chain.from_iterable(joined), key=lambda segment: segment.start))
         return self._shards[key]
+
+    def has_shard(self, axis: Axis, place: int) -> bool:
+        """True if a place has any tokens."""
+        return any(self.segments(axis, place, part) for part in self.assignment.parts(axis))
+
+    def positions(self, item: Item) -> tuple[Segment, ...]:
+        """Positions of an item's tokens, in the order of its bytes."""
+        axis = AXIS_OF[item.kind]
+        if item.form in ("home", "piece", "staged"):
+            return self.home_segments(axis, item.shard)
+        return self.segments(axis, item.shard, item.part)
 
     def home_segments(self, axis: Axis, rank: int) -> tuple[Segment, ...]:
         """The positions one rank is home to."""
@@ -58,21 +76,28 @@ class BlockMatrix:
             found = self._homes[axis, rank] = layout.segments(rank, tokens=tokens, ranks=self.problem.ranks)
         return found
 
-    def is_live(self, row: int, col: int) -> bool:
-        """True if the mask leaves any pair of the block."""
-        live = self._live.get((row, col))
+    def is_live(self, row: int, col: int, part: int = 0) -> bool:
+        """True if the mask leaves any pair of the block, or of this part of its rows."""
+        part = self._row_part(part)
+        live = self._live.get((row, col, part))
         if live is None:
             mask, seq = self.problem.mask, {"seq_q": self.problem.seq_q, "seq_kv": self.problem.seq_kv}
             kv_segments = self.segments("col", col)
-            live = any(not mask.is_empty(q, kv, **seq) for q in self.segments("row", row) for kv in kv_segments)
-            self._live[row, col] = live
+            live = any(not mask.is_empty(q, kv, **seq) for q in self.segments("row", row, part) for kv in kv_segments)
+            self._live[row, col, part] = live
         return live
 
-    def pairs(self, row: int, col: int) -> int:
-        """Number of (query, key) pairs that the mask leaves in a block, for one head of one batch entry."""
+    def pairs(self, row: int, col: int, part: int = 0) -> int:
+        """Number of (query, key) pairs that the mask leaves in a block, or in this part of its rows, for one head of
+        one batch entry."""
         mask, seq = self.problem.mask, {"seq_q": self.problem.seq_q, "seq_kv": self.problem.seq_kv}
         kv_segments = self.segments("col", col)
-        return sum(mask.pairs(q, kv, **seq) for q in self.segments("row", row) for kv in kv_segments)
+        q_segments = self.segments("row", row, self._row_part(part))
+        return sum(mask.pairs(q, kv, **seq) for q in q_segments for kv in kv_segments)
+
+    def _row_part(self, part: int) -> int:
+        """Parts that are cut from the heads have all rows."""
+        return part if self.assignment.cut == "rows" else 0
 
     def kind(self, row: int, col: int) -> BlockKind:
         pairs = self.pairs(row, col)
@@ -81,16 +106,19 @@ class BlockMatrix:
         whole = _count(self.segments("row", row)) * _count(self.segments("col", col))
         return BlockKind.FULL if pairs == whole else BlockKind.PARTIAL
 
-    def needs(self, axis: Axis, place: int, shard: int) -> bool:
-        """True if `place` computes a block in row (or column) `shard`: it then needs that shard's inputs, and sends
-        a partial result to that shard's home."""
-        key = (axis, place, shard)
+    def needs(self, axis: Axis, place: int, shard: int, part: int = 0) -> bool:
+        """True if `place` computes a block in row (or column) `shard`, or in this part of it: it then needs its inputs,
+        and sends a partial result to its home."""
+        part = self._row_part(part)
+        key = (axis, place, shard, part)
         needed = self._needs.get(key)
         if needed is None:
             if axis == "row":
-                needed = any(self.is_live(shard, col) for col in self.assignment.group("col", place))
+                needed = any(self.is_live(shard, col, part) for col in self.assignment.group("col", place))
             else:
-                needed = any(self.is_live(row, shard) for row in self.assignment.group("row", place))
+                parts = range(self.assignment.waves if self.assignment.cut == "rows" else 1)
+                rows = self.assignment.group("row", place)
+                needed = any(self.is_live(row, shard, part) for row in rows for part in parts)
             self._needs[key] = needed
         return needed
 
@@ -114,17 +142,30 @@ class BlockMatrix:
         first_keys = max(min(s[0] for s in self.segments("col", place)) for place in places)
         return first_keys <= last_queries + problem.seq_kv - problem.seq_q + mask.right
 
-    def kept(self, keep: tuple[Kind, ...], rank: int) -> tuple[tuple[Item, ...], ...]:
-        """For each kept kind, the shards that a rank gathers in forward and has in backward, including its own."""
-        place = self.assignment.place(rank)
-        return tuple(
-            tuple(
-                Item(kind, s)
-                for s in self.assignment.group(AXIS_OF[kind], place)
-                if self.needs(AXIS_OF[kind], place, s)
-            )
-            for kind in keep
-        )
+    def kept(self, keep: tuple[Keep, ...], rank: int) -> tuple[tuple[Item, ...], ...]:
+        """What a rank leaves in forward and has in backward: for each part of each kept kind, the shards that it
+        gathers, including its own; or its own alone."""
+        assignment, place = self.assignment, self.assignment.place(rank)
+        found: list[tuple[Item, ...]] = []
+        for kind in FORWARD_INPUTS:
+            axis = AXIS_OF[kind]
+            shards = assignment.group(axis, place) if kind in keep else (place,) if "own" in keep else ()
+            for part in assignment.parts(axis) if shards else ():
+                if kind in keep:
+                    found.append(tuple(Item(kind, s, part=part) for s in shards if self.needs(axis, place, s, part)))
+                elif self.is_exchanged(kind, rank, part):
+                    found.append((Item(kind, place, "kept", part=part),))
+        return tuple(found)
+
+    def is_exchanged(self, kind: Kind, rank: int, part: int) -> bool:
+        """True if any rank of a Ulysses group uses an input: then all take part in its exchange."""
+        axis, place = AXIS_OF[kind], self.assignment.place(rank)
+        parts = self.assignment.parts(axis) if self.assignment.cut == "rows" else (part,)
+        return any(self.is_wanted(axis, place, one) for one in parts)
+
+    def is_wanted(self, axis: Axis, shard: int, part: int) -> bool:
+        """True if any place attends this part of a shard."""
+        return any(self.needs(axis, member, shard, part) for member in self.assignment.group(axis, shard))
 
     def remember(self, key: Hashable, work_out: Callable[[], Found]) -> Found:
         """The value stored under this key, computed at the first call."""
@@ -141,10 +182,15 @@ class BlockMatrix:
         return size
 
     def _measure(self, item: Item) -> Bytes:
-        problem, axis = self.problem, AXIS_OF[item.kind]
-        at_home = item.form in ("home", "piece")
-        segments = self.home_segments(axis, item.shard) if at_home else self.segments(axis, item.shard)
-        share = 1 if item.form == "home" else self.assignment.ulysses
+        problem, axis, assignment = self.problem, AXIS_OF[item.kind], self.assignment
+        if item.form == "staged":
+            pieces, piece = (
+                assignment.staged_pieces(axis, item.part),
+                self.nbytes(item._replace(form="piece", source=0)),
+            )
+            return Bytes(pieces * piece.payload, pieces * piece.statistics)
+        segments = self.positions(item)
+        share = len(assignment.parts(axis)) if item.form == "home" else assignment.head_shares
         payload, statistics = elements_per_token(item.kind, problem)
         width = problem.accumulator_itemsize if item.form == "running" else problem.itemsize
         wide = RUNNING_LSE_NBYTES if item.form == "running" else problem.accumulator_itemsize
@@ -156,15 +202,14 @@ class BlockMatrix:
 
     def runs(self, item: Item) -> int:
         """Number of pieces in which an item travels: one for each run of its tokens."""
-        axis = AXIS_OF[item.kind]
-        return len(self.home_segments(axis, item.shard) if item.form == "piece" else self.segments(axis, item.shard))
+        return len(self.positions(item))
 
     def has_tokens(self, kind: Kind, rank: int) -> bool:
         return bool(self.home_segments(AXIS_OF[kind], rank))
 
-    def flops(self, row: int, col: int, direction: Direction) -> int:
-        """Floating-point operations of a block on one rank, so under Ulysses for its slice of the heads."""
-        return self.problem.flops(direction, pairs=self.pairs(row, col)) // self.assignment.ulysses
+    def flops(self, row: int, col: int, direction: Direction, part: int = 0) -> int:
+        """Floating-point operations of a part of a block on one rank, so for its share of the heads."""
+        return self.problem.flops(direction, pairs=self.pairs(row, col, part)) // self.assignment.head_shares
 
 
 @lru_cache(maxsize=32)

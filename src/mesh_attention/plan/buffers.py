@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.steps import Attend, Effects, Exchange, Item, Recv, Send, Step, effects
+from mesh_attention.plan.steps import Attend, Effects, Item, Step, effects
 
 
 def shared_buffers(steps: Iterable[Step], kept: Iterable[tuple[Item, ...]] = ()) -> tuple[tuple[Item, ...], ...]:
@@ -53,7 +53,9 @@ def held_nbytes(
 
     `has_kept` means that the kept items exist from the start, as in a backward plan.
     """
+    done = list(map(effects, steps)) if done is None else done
     allocation_of = {item: group for group in shared_buffers(steps, kept) for item in group}
+    allocation_of |= _results(done)
     held = {item for group in kept for item in group} if has_kept else set()
     in_use: dict[tuple[Item, ...], int] = {}
     for item in held:
@@ -61,7 +63,7 @@ def held_nbytes(
         in_use[allocation] = in_use.get(allocation, 0) + 1
     profile = []
     now = sum(_total(allocation, matrix) for allocation in in_use)
-    for step, (_, writes, adds, frees) in zip(steps, done or map(effects, steps), strict=True):
+    for _, writes, adds, frees in done:
         for item in writes + adds:
             if item not in held:
                 held.add(item)
@@ -69,7 +71,7 @@ def held_nbytes(
                 if not in_use.get(allocation):
                     now += _total(allocation, matrix)
                 in_use[allocation] = in_use.get(allocation, 0) + 1
-        profile.append(now + _staged(step, matrix))
+        profile.append(now)
         for item in frees:
             if item in held:
                 held.discard(item)
@@ -80,12 +82,14 @@ def held_nbytes(
     return profile
 
 
-def _staged(step: Step, matrix: BlockMatrix) -> int:
-    """Extra bytes of an exchange: at home, travelling pieces are copies beside the caller's tensors."""
-    if not isinstance(step, Exchange):
-        return 0
-    ends: tuple[Send | Recv, ...] = step.sends if step.after.form == "whole" else step.recvs
-    return sum(matrix.nbytes(end.item).total for end in ends)
+def _results(done: Iterable[Effects]) -> dict[Item, tuple[Item, ...]]:
+    """The caller's results: those of all waves are parts of one tensor."""
+    by_kind: dict[str, list[Item]] = {}
+    for one in done:
+        for item in one.writes:
+            if item.form == "home":
+                by_kind.setdefault(item.kind, []).append(item)
+    return {item: tuple(group) for group in by_kind.values() for item in group}
 
 
 def _total(allocation: tuple[Item, ...], matrix: BlockMatrix) -> int:

@@ -19,7 +19,6 @@ from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from mesh_attention.masks import BlockKind, Segment, causal
-from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffers import held_nbytes, shared_buffers
 from mesh_attention.plan.plan import Plan
@@ -49,7 +48,7 @@ def kernel_calls(
     steps = tuple(steps)
     buffer_of = {item: group for group in shared_buffers(steps, kept) for item in group}
     return {
-        index: _calls(_slots(step.rows, "row", buffer_of, matrix), _slots(step.cols, "col", buffer_of, matrix), matrix)
+        index: _calls(_slots(step.rows, buffer_of, matrix), _slots(step.cols, buffer_of, matrix), matrix)
         for index, step in enumerate(steps)
         if isinstance(step, Attend)
     }
@@ -62,25 +61,23 @@ class _Slot(NamedTuple):
     segment: Segment
 
 
-def _slots(
-    items: tuple[Item, ...], axis: Axis, buffer_of: dict[Item, tuple[Item, ...]], matrix: BlockMatrix
-) -> list[_Slot]:
-    wanted = {item.shard for item in items}
-    shards = {item.shard for member in items for item in buffer_of.get(member, (member,))}
-    segments = sorted(((s, shard) for shard in shards for s in matrix.segments(axis, shard)), key=lambda e: e[0].start)
-    return [_Slot(index, segment) for index, (segment, shard) in enumerate(segments) if shard in wanted]
+def _slots(items: tuple[Item, ...], buffer_of: dict[Item, tuple[Item, ...]], matrix: BlockMatrix) -> list[_Slot]:
+    held = {item for member in items for item in buffer_of.get(member, (member,))}
+    segments = sorted(((s, item) for item in held for s in matrix.positions(item)), key=lambda entry: entry[0].start)
+    return [_Slot(index, segment) for index, (segment, item) in enumerate(segments) if item in items]
 
 
 def _calls(rows: list[_Slot], cols: list[_Slot], matrix: BlockMatrix) -> tuple[KernelCall, ...]:
     if _is_plain_causal(rows, cols, matrix):
-        q, kv = (tuple(slot.segment for slot in side) for side in (rows, cols))
-        return (KernelCall(q, kv, BlockKind.PARTIAL, is_plain_causal=True),)
+        return (_call(rows, cols, BlockKind.PARTIAL, is_plain_causal=True),)
     calls = []
     rows_of: dict[tuple[_Slot, ...], list[_Slot]] = {}  # for each unmasked run of keys, the queries that see all of it
     kinds_of = [{col: _kind(row, col, matrix) for col in cols} for row in rows]
     seen = _seen_by_all(kinds_of, cols)
     for row, kinds in zip(rows, kinds_of, strict=True):
-        calls += [_call([row], [col], kind) for col, kind in kinds.items() if kind is BlockKind.PARTIAL]
+        for col, kind in kinds.items():
+            if kind is BlockKind.PARTIAL:
+                calls.append(_call([row], [col], kind, is_plain_causal=_is_plain_causal([row], [col], matrix)))
         whole = [col for col, kind in kinds.items() if kind is BlockKind.FULL]
         for part in (whole[: len(seen)], whole[len(seen) :]):
             for run in _runs(part):
@@ -125,8 +122,11 @@ def _runs(slots: Iterable[_Slot]) -> Iterator[tuple[_Slot, ...]]:
         yield run
 
 
-def _call(rows: Iterable[_Slot], cols: Iterable[_Slot], kind: BlockKind) -> KernelCall:
-    return KernelCall(tuple(slot.segment for slot in rows), tuple(slot.segment for slot in cols), kind)
+def _call(
+    rows: Iterable[_Slot], cols: Iterable[_Slot], kind: BlockKind, *, is_plain_causal: bool = False
+) -> KernelCall:
+    q, kv = (tuple(slot.segment for slot in side) for side in (rows, cols))
+    return KernelCall(q, kv, kind, is_plain_causal=is_plain_causal)
 
 
 # Memory
@@ -160,7 +160,7 @@ def _is_at_home(step: Step) -> bool:
 def _copied_nbytes(call: KernelCall, matrix: BlockMatrix) -> int:
     """Bytes of a contiguous copy of dO."""
     problem = matrix.problem
-    heads = problem.heads // matrix.assignment.ulysses
+    heads = problem.heads // matrix.assignment.head_shares
     return problem.batch * sum(map(len, call.q)) * heads * problem.head_dim_v * problem.itemsize
 
 
@@ -170,10 +170,10 @@ def scratch_nbytes(call: KernelCall, matrix: BlockMatrix, direction: Direction) 
     Forward: output and LSE. Backward: the gradients, dQ in float32, contiguous dO and LSE, an output that stands in for
     O, and where queries share KV heads, the gradients of K and V for every query head.
     """
-    problem, ulysses = matrix.problem, matrix.assignment.ulysses
+    problem, shares = matrix.problem, matrix.assignment.head_shares
     narrow, wide = problem.itemsize, problem.accumulator_itemsize
     qk, v = problem.head_dim_qk, problem.head_dim_v
-    heads, kv_heads = problem.heads // ulysses, problem.kv_heads // ulysses
+    heads, kv_heads = problem.heads // shares, problem.kv_heads // shares
     q, kv = (problem.batch * sum(map(len, segments)) for segments in (call.q, call.kv))
     outputs = q * heads * (v * narrow + wide)
     if direction == "forward":

@@ -8,18 +8,18 @@ from dataclasses import fields
 from typing import Any
 
 from mesh_attention.errors import ParseError
-from mesh_attention.plan.assignment import Assignment, Tile
+from mesh_attention.plan.assignment import CUTS, Assignment, Cut, Tile
 from mesh_attention.plan.layout import parse_layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule import KEEPABLE, Schedule
-from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
+from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
 from mesh_attention.plan.text import HEADER, format_move, format_step, parse_mask, parse_move, parse_step
 from mesh_attention.problem import Problem
 from mesh_attention.units import brief
 
 JSON_FORMAT = "mesh-attention plan"
-JSON_VERSION = 1
+JSON_VERSION = 2
 
 
 def parse_plan(text: str) -> Plan:
@@ -74,6 +74,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     }
     if plan.assignment.inner is not None:
         written["inner"] = str(plan.assignment.inner)
+    if plan.assignment.waves > 1:
+        written["waves"] = f"{plan.assignment.waves} of {plan.assignment.cut}"
     if plan.programs is None:
         return written | {"moves": [format_move(move) for move in plan.schedule.moves]}
     return written | {
@@ -135,7 +137,7 @@ _REQUIRED = ("method", "direction", "problem", "layout", "tile", "ulysses", "rou
 def _build(entries: dict[str, Any]) -> Plan:
     """A plan from its fields, as texts."""
     missing = [key for key in _REQUIRED if key not in entries]
-    unknown = [key for key in entries if key not in (*_REQUIRED, "inner", "moves", "programs")]
+    unknown = [key for key in entries if key not in (*_REQUIRED, "inner", "waves", "moves", "programs")]
     if missing or unknown:
         raise ParseError(
             f"missing fields: {', '.join(missing) or 'none'}; unknown fields: {', '.join(unknown)[:200] or 'none'}; "
@@ -160,6 +162,7 @@ def _build(entries: dict[str, Any]) -> Plan:
             Tile.parse(_text("tile", entries["tile"])),
             _whole("ulysses", entries["ulysses"]),
             Tile.parse(_text("inner", entries["inner"])) if "inner" in entries else None,
+            *_waves(_text("waves", entries.get("waves", "1 of heads"))),
         ),
         schedule=schedule,
         programs=None if programs is None else _programs(programs),
@@ -187,11 +190,19 @@ def _problem(entries: object) -> Problem:
     return Problem(**{**entries, "mask": parse_mask(_text("mask", entries["mask"]))})
 
 
-def _keep(value: object) -> tuple[Kind, ...]:
+def _waves(text: str) -> tuple[int, Cut]:
+    waves, _, cut = text.partition(" of ")
+    for known in CUTS:
+        if cut == known:
+            return _whole("waves", waves), known
+    raise ParseError(f"waves {brief(text)}: expected such as '4 of heads' or '2 of rows'")
+
+
+def _keep(value: object) -> tuple[Keep, ...]:
     for keep in KEEPABLE:
         if value == (",".join(keep) or "nothing"):
             return keep
-    raise ParseError(f"keep {brief(value)}: expected nothing, q, kv or q,kv")
+    raise ParseError(f"keep {brief(value)}: expected nothing, or some of own, q and kv, in this order, such as q,kv")
 
 
 def _text(name: str, value: object) -> str:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from typing_extensions import assert_never
 
+from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffers import held_nbytes, shared_buffers
 from mesh_attention.plan.program import Program
@@ -21,12 +22,14 @@ from mesh_attention.plan.schedule import Fetch, Meet, Return, Route, Schedule, T
 from mesh_attention.plan.steps import (
     AXIS_OF,
     INPUTS,
+    OUTPUTS,
     Attend,
     Clear,
     Collective,
     Direction,
     Exchange,
     Finish,
+    Form,
     Free,
     Item,
     Kind,
@@ -35,8 +38,11 @@ from mesh_attention.plan.steps import (
     Recv,
     Send,
     Step,
+    Unpack,
     effects,
+    in_flight,
     running,
+    staged,
     transfers,
 )
 
@@ -58,24 +64,30 @@ def lowered_steps(matrix: BlockMatrix, schedule: Schedule, direction: Direction,
     lowering = _Lowering(matrix, schedule, direction, rank)
     for move in schedule.moves:
         match move:
-            case Meet(rows, cols):
-                lowering.meet(rows, cols)
-            case Fetch(kind, offset):
-                lowering.fetch(kind, offset)
-            case Return(kind, offset):
-                lowering.return_partial(kind, offset)
-            case Together(op, kind):
-                {"gather": lowering.gather, "reduce": lowering.reduce, "exchange": lowering.exchange}[op](kind)
+            case Meet(rows, cols, wave):
+                lowering.meet(rows, cols, wave)
+            case Fetch(kind, offset, wave):
+                lowering.fetch(kind, offset, wave)
+            case Return(kind, offset, wave):
+                lowering.return_partial(kind, offset, wave)
+            case Together(op, kind, wave):
+                lowering.together(op, kind, wave)
             case _:
                 assert_never(move)
     kept, is_backward = matrix.kept(schedule.keep, rank), direction == "backward"
     kept_items = {item for group in kept for item in group}
     packed = lowering.steps
     if matrix.assignment.ulysses == 1:
-        own = {Item(kind, rank) for kind in INPUTS[direction]} - (kept_items if is_backward else set())
-        packed = with_packs(packed, own=own, kept=kept)
+        parts = matrix.assignment.parts("row")
+        own = {Item(kind, rank, part=part) for kind in INPUTS[direction] for part in parts}
+        own -= kept_items if is_backward else set()
+        packed = with_packs(packed, "home", own=own, kept=kept)
+    elif "own" in schedule.keep:
+        own = {item._replace(form="whole") for item in kept_items if item.form == "kept"}
+        packed = with_packs(packed, "kept", own=own, kept=kept)
     hiding = MEETS_THAT_HIDE if schedule.partials == "direct" else 1
-    return with_frees(packed, kept=set() if is_backward else kept_items, hiding=hiding)
+    stays = {item for item in kept_items if item.form == "kept"} if is_backward else kept_items
+    return with_frees(packed, kept=stays, hiding=hiding)
 
 
 class _Lowering:
@@ -95,156 +107,192 @@ class _Lowering:
 
     # Moves
 
-    def fetch(self, kind: Kind, offset: int) -> None:
-        sends, recvs = self._hand_round(kind, self.schedule.route, offset)
+    def fetch(self, kind: Kind, offset: int, wave: int) -> None:
+        sends, recvs = self._hand_round(kind, self.schedule.route, offset, wave)
         # Receives first: a send may wait for its receive, a posted receive waits for nothing.
         self.steps += [*recvs, *sends]
 
-    def meet(self, rows: tuple[int, ...], cols: tuple[int, ...]) -> None:
+    def meet(self, rows: tuple[int, ...], cols: tuple[int, ...], wave: int) -> None:
         """One attend for each set of rows that have the same live columns."""
         self.meets += 1
-        peer = self.assignment.peer
+        peer, part = self.assignment.peer, self._part("row", wave)
         col_shards = sorted(peer("col", self.place, offset) for offset in cols)
         by_cols: dict[tuple[int, ...], list[int]] = {}
         for row in sorted(peer("row", self.place, offset) for offset in rows):
-            live = tuple(col for col in col_shards if self.matrix.is_live(row, col))
+            live = tuple(col for col in col_shards if self.matrix.is_live(row, col, part))
             if live:
                 by_cols.setdefault(live, []).append(row)
         for live, row_shards in by_cols.items():
-            row_items = tuple([Item("q", shard) for shard in row_shards])
-            grads = tuple([Item("do", shard) for shard in row_shards]) if self.direction == "backward" else ()
-            self.steps.append(Attend(row_items, tuple([Item("kv", shard) for shard in live]), grads))
+            row_items = tuple([self._item("q", shard, wave) for shard in row_shards])
+            grads = tuple([item._replace(kind="do") for item in row_items]) if self.direction == "backward" else ()
+            self.steps.append(Attend(row_items, tuple([self._item("kv", shard, wave) for shard in live]), grads))
 
-    def return_partial(self, kind: Kind, offset: int) -> None:
+    def return_partial(self, kind: Kind, offset: int, wave: int) -> None:
+        own = self._item(kind, self.place, wave)
         if offset == 0:
-            self._merge_arrived(kind, self.place)
-            self._finish_own(kind)
+            self._merge_arrived(own)
+            self._finish_own(kind, wave)
             return
         axis, route = AXIS_OF[kind], self.schedule.partials
-        around = (self.matrix, route, axis, self.place, offset)
-        shard = self.assignment.peer(axis, self.place, offset)
+        around = (self.matrix, route, axis, self.place, own.part, offset)
+        item = self._item(kind, self.assignment.peer(axis, self.place, offset), wave)
         if route == "ring":  # partials that arrived for this shard travel on with it
-            self._merge_arrived(kind, shard)
+            self._merge_arrived(item)
         else:
-            self._merge_arrived(kind, self.place, meets_ago=MEETS_THAT_HIDE)
-        contributes = self.matrix.needs(axis, self.place, shard)
+            self._merge_arrived(own, meets_ago=MEETS_THAT_HIDE)
+        contributes = self.matrix.needs(axis, self.place, item.shard, item.part)
         if contributes:
-            self.steps.append(Finish(Item(kind, shard)))
-        arriving = [self._partial_from(kind, hop) for hop in partial_hops_in(*around)]
+            self.steps.append(Finish(item))
+        arriving = [self._partial_from(kind, hop, wave) for hop in partial_hops_in(*around)]
         self.steps += arriving
         self.arrived += [(recv.item, self.meets) for recv in arriving]
         if contributes:
-            self.steps.append(Send(Item(kind, shard), self._rank_of(partial_dest(*around))))
+            self.steps.append(Send(item, self._rank_of(partial_dest(*around))))
 
-    def gather(self, kind: Kind) -> None:
+    def together(self, op: Literal["gather", "reduce", "exchange", "unpack"], kind: Kind, wave: int) -> None:
+        {"gather": self.gather, "reduce": self.reduce, "exchange": self.exchange, "unpack": self.unpack}[op](kind, wave)
+
+    def gather(self, kind: Kind, wave: int) -> None:
         sends: list[Send] = []
         recvs: list[Recv] = []
         for offset in self._offsets(kind):
-            given, taken = self._hand_round(kind, "direct", offset)
+            given, taken = self._hand_round(kind, "direct", offset, wave)
             sends += given
             recvs += taken
-        self._collective("gather", kind, sends, recvs)
+        self._collective("gather", kind, sends, recvs, wave)
 
-    def reduce(self, kind: Kind) -> None:
+    def reduce(self, kind: Kind, wave: int) -> None:
+        """Send every partial home; this rank's own is finished by a return at offset 0."""
         sends: list[Send] = []
         recvs: list[Recv] = []
+        axis = AXIS_OF[kind]
         for offset in self._offsets(kind):
-            shard = self.assignment.peer(AXIS_OF[kind], self.place, offset)
-            if self.matrix.needs(AXIS_OF[kind], self.place, shard):
-                self.steps.append(Finish(Item(kind, shard)))
-                sends.append(Send(Item(kind, shard), self._rank_of(shard)))
-            hops = partial_hops_in(self.matrix, "direct", AXIS_OF[kind], self.place, offset)
-            recvs += [self._partial_from(kind, hop) for hop in hops]
-        self._collective("reduce", kind, sends, recvs)
+            item = self._item(kind, self.assignment.peer(axis, self.place, offset), wave)
+            if self.matrix.needs(axis, self.place, item.shard, item.part):
+                self.steps.append(Finish(item))
+                sends.append(Send(item, self._rank_of(item.shard)))
+            hops = partial_hops_in(self.matrix, "direct", axis, self.place, item.part, offset)
+            recvs += [self._partial_from(kind, hop, wave) for hop in hops]
+        self._collective("reduce", kind, sends, recvs, wave)
         self.arrived += [(recv.item, self.meets) for recv in recvs]
-        self._merge_arrived(kind, self.place)
-        self._finish_own(kind)
 
-    def exchange(self, kind: Kind) -> None:
-        axis, inward = AXIS_OF[kind], kind in INPUTS[self.direction]
-        if not self.matrix.segments(axis, self.place) or (inward and not self._is_wanted(kind)):
+    def exchange(self, kind: Kind, wave: int) -> None:
+        """Inward, each rank gives its tokens and gets its heads; outward, it gives its heads and gets its tokens."""
+        inward = kind in INPUTS[self.direction]
+        if not self._is_exchanged(kind, wave):
             return
         group = tuple(self.assignment.ulysses_group(self.rank))
-        # Inward, each rank gives its tokens and gets its heads; outward, it gives its heads and gets its tokens. In the
-        # order of distances round the group: at every distance each rank sends to one rank and receives from one.
+        # In the order of distances round the group: at each, every rank sends to one rank and receives from one.
         sends, recvs = [], []
         for distance in range(1, len(group)):
             dest, source = group[(self.head_slice + distance) % len(group)], group[self.head_slice - distance]
-            given = self._piece(kind, *((self.rank, dest) if inward else (dest, self.rank)))
-            taken = self._piece(kind, *((source, self.rank) if inward else (self.rank, source)))
-            if self.matrix.has_tokens(kind, given.shard):
+            given = self._piece(kind, *((self.rank, dest) if inward else (dest, self.rank)), wave)
+            taken = self._piece(kind, *((source, self.rank) if inward else (self.rank, source)), wave)
+            if given is not None:
                 sends.append(Send(given, dest))
-            if self.matrix.has_tokens(kind, taken.shard):
+            if taken is not None:
                 recvs.append(Recv(taken, source))
-        home, whole = Item(kind, self.rank, "home"), Item(kind, self.place)
-        before, after = (home, whole) if inward else (whole, home)
+        home, whole = self._home(kind, wave), self._item(kind, self.place, wave)
+        if inward and "own" in self.schedule.keep and kind in INPUTS["forward"] and kind not in self.schedule.keep:
+            whole = whole._replace(form="kept")
+        before, after = (home, whole) if inward else (whole, staged(home))
         self.steps.append(Exchange(before, after, group, tuple(sends), tuple(recvs)))
 
-    def _piece(self, kind: Kind, tokens_of: int, heads_of: int) -> Item:
-        return Item(kind, tokens_of, "piece", self.assignment.head_slice(heads_of))
+    def unpack(self, kind: Kind, wave: int) -> None:
+        if self._is_exchanged(kind, wave):
+            self.steps.append(Unpack(self._item(kind, self.place, wave), self._home(kind, wave)))
+
+    def _is_exchanged(self, kind: Kind, wave: int) -> bool:
+        if kind in OUTPUTS[self.direction]:
+            return self.matrix.has_shard(AXIS_OF[kind], self.place)
+        return self.matrix.is_exchanged(kind, self.rank, self._part(AXIS_OF[kind], wave))
+
+    def _piece(self, kind: Kind, tokens_of: int, heads_of: int, wave: int) -> Item | None:
+        """The piece that travels between two ranks in a wave: None if the rank of these heads does not work on these
+        tokens then, if no place uses them, or if there are none."""
+        axis = AXIS_OF[kind]
+        part = self.assignment.part(axis, heads_of, wave)
+        if tokens_of not in self.assignment.members(axis, self.place, part):
+            return None
+        is_used = kind in OUTPUTS[self.direction] or self.matrix.is_wanted(axis, self.place, part)
+        if not is_used or not self.matrix.has_tokens(kind, tokens_of):
+            return None
+        return Item(kind, tokens_of, "piece", self.assignment.head_slice(heads_of), part)
 
     # Parts of moves
 
-    def _hand_round(self, kind: Kind, route: Route, offset: int) -> tuple[list[Send], list[Recv]]:
-        around = (self.matrix, route, AXIS_OF[kind], self.place, offset)
-        sends = [Send(Item(kind, shard), self._rank_of(dest)) for dest, shard in fetch_hops_out(*around)]
-        recvs = [Recv(Item(kind, shard), self._rank_of(source)) for source, shard in fetch_hops_in(*around)]
-        return sends, recvs
+    def _part(self, axis: Axis, wave: int) -> int:
+        return self.assignment.part(axis, self.rank, wave)
+
+    def _item(self, kind: Kind, shard: int, wave: int) -> Item:
+        return Item(kind, shard, part=self._part(AXIS_OF[kind], wave))
+
+    def _home(self, kind: Kind, wave: int) -> Item:
+        return Item(kind, self.rank, "home", part=self.assignment.home_part(AXIS_OF[kind], wave))
+
+    def _hand_round(self, kind: Kind, route: Route, offset: int, wave: int) -> tuple[list[Send], list[Recv]]:
+        axis = AXIS_OF[kind]
+        around = (self.matrix, route, axis, self.place, self._part(axis, wave), offset)
+        sends = [Send(self._item(kind, shard, wave), self._rank_of(dest)) for dest, shard in fetch_hops_out(*around)]
+        hops = fetch_hops_in(*around)
+        return sends, [Recv(self._item(kind, shard, wave), self._rank_of(source)) for source, shard in hops]
 
     def _rank_of(self, place: int) -> int:
         return self.assignment.rank(place, head_slice=self.head_slice)
 
-    def _merge_arrived(self, kind: Kind, shard: int, *, meets_ago: int = 0) -> None:
-        """Merge the partials that were posted at least `meets_ago` meets ago."""
+    def _merge_arrived(self, total: Item, *, meets_ago: int = 0) -> None:
+        """Merge the partials of an item that were posted at least `meets_ago` meets ago."""
         waiting = []
         for item, meets in self.arrived:
-            if (item.kind, item.shard) == (kind, shard) and self.meets - meets >= meets_ago:
+            if item._replace(source=None) == total and self.meets - meets >= meets_ago:
                 self.steps.append(Merge(item))
             else:
                 waiting.append((item, meets))
         self.arrived = waiting
 
-    def _finish_own(self, kind: Kind) -> None:
-        if self.matrix.segments(AXIS_OF[kind], self.place):
-            if not self._is_wanted(kind):
-                self.steps.append(Clear(running(kind, self.place)))
-            self.steps.append(Finish(Item(kind, self.place, "home" if self.assignment.ulysses == 1 else "whole")))
+    def _finish_own(self, kind: Kind, wave: int) -> None:
+        item = self._item(kind, self.place, wave)
+        if self.matrix.has_shard(AXIS_OF[kind], self.place):
+            if not self.matrix.is_wanted(AXIS_OF[kind], self.place, item.part):
+                self.steps.append(Clear(running(item)))
+            self.steps.append(Finish(self._home(kind, wave) if self.assignment.ulysses == 1 else item))
 
-    def _is_wanted(self, kind: Kind) -> bool:
-        """True if any place attends this place's own shard."""
-        axis = AXIS_OF[kind]
-        return any(self.matrix.needs(axis, member, self.place) for member in self.assignment.group(axis, self.place))
-
-    def _collective(self, op: Literal["gather", "reduce"], kind: Kind, sends: list[Send], recvs: list[Recv]) -> None:
+    def _collective(
+        self, op: Literal["gather", "reduce"], kind: Kind, sends: list[Send], recvs: list[Recv], wave: int
+    ) -> None:
         """Append a collective if any rank of the group has something to move; then the whole group takes part."""
         axis = AXIS_OF[kind]
-        places = self.assignment.group(axis, self.place)
-        if any(self.matrix.needs(axis, member, shard) for member in places for shard in places if member != shard):
+        places, part = self.assignment.group(axis, self.place), self._part(axis, wave)
+        if any(
+            self.matrix.needs(axis, member, shard, part) for member in places for shard in places if member != shard
+        ):
             group = tuple(self._rank_of(place) for place in places)
             self.steps.append(Collective(op, group, tuple(sends), tuple(recvs)))
 
-    def _partial_from(self, kind: Kind, hop: Hop) -> Recv:
+    def _partial_from(self, kind: Kind, hop: Hop, wave: int) -> Recv:
         place, shard = hop
         source = self._rank_of(place)
-        return Recv(Item(kind, shard, source=source), source)
+        return Recv(self._item(kind, shard, wave)._replace(source=source), source)
 
     def _offsets(self, kind: Kind) -> range:
         return range(1, len(self.assignment.group(AXIS_OF[kind], self.place)))
 
 
-def with_packs(steps: Sequence[Step], *, own: set[Item], kept: Collection[tuple[Item, ...]] = ()) -> list[Step]:
+def with_packs(
+    steps: Sequence[Step], form: Form, *, own: set[Item], kept: Collection[tuple[Item, ...]] = ()
+) -> list[Step]:
     """The steps with the rank's own inputs packed before first use, where they travel, are kept or share a buffer.
 
-    An input that is only attended by itself is read from the caller's tensors, with no copy.
+    An input that is only attended by itself is read in its other form, with no copy.
     """
     packed = {send.item for step in steps for send in transfers(step)[0]}
     packed.update(item for group in (*shared_buffers(steps), *kept) for item in group)
-    at_home = {item: item._replace(form="home") for item in own - packed}
+    at_home = {item: item._replace(form=form) for item in own - packed}
     waiting = own & packed
     result: list[Step] = []
     for step in steps:
         for item in sorted(waiting.intersection(effects(step).reads)) if waiting else ():
-            result.append(Pack(item._replace(form="home"), item))
+            result.append(Pack(item._replace(form=form), item))
             waiting.discard(item)
         result.append(_renamed(step, at_home) if at_home and isinstance(step, Attend) else step)
     return result
@@ -258,8 +306,8 @@ def _renamed(step: Attend, names: dict[Item, Item]) -> Attend:
 def with_frees(steps: Sequence[Step], *, kept: Collection[Item] = (), hiding: int = 1) -> tuple[Step, ...]:
     """The steps with every item freed after its last use, except the caller's tensors and kept items.
 
-    An input whose last use is a send is freed after the next attend, a partial after the next `hiding` ones: freeing
-    waits for the send, and by then it has had something to hide behind.
+    An input that leaves in its last use is freed after the next attend, a partial after the next `hiding` ones: freeing
+    waits until it has left, and by then there was something to hide behind. So is one that is packed, maybe in a turn.
     """
     last_use: dict[Item, int] = {}
     for index, step in enumerate(steps):
@@ -276,9 +324,13 @@ def with_frees(steps: Sequence[Step], *, kept: Collection[Item] = (), hiding: in
 
 def _free_point(steps: Sequence[Step], last_use: int, hiding: int) -> int:
     step = steps[last_use]
-    if not isinstance(step, Send):
+    leaving = in_flight(step)[1] or ((step.after,) if isinstance(step, Pack) else ())
+    if not leaving:
         return last_use
     # A rank soon needs the input it receives in the turn in which it passes one on; the send is over by then.
-    wanted = 1 if step.item.kind in ("q", "kv", "do") else hiding
+    wanted = 1 if leaving[0].kind in ("q", "kv", "do") else hiding
+    if isinstance(step, Exchange):  # posted long before it is needed, perhaps; what it sends has left when it is
+        readers = (at for at in range(last_use + 1, len(steps)) if step.after in effects(steps[at]).reads)
+        last_use, wanted = next(readers, last_use), 1
     attends = (index for index in range(last_use, len(steps)) if isinstance(steps[index], Attend))
     return next(islice(attends, wanted - 1, None), len(steps) - 1)

@@ -116,6 +116,8 @@ def _check_moves(schedule: Schedule, direction: Direction, assignment: Assignmen
     sizes = {"row": assignment.tile.rows, "col": assignment.tile.cols}
     for move in schedule.moves:
         match move:
+            case _ if not 0 <= move.wave < assignment.waves:
+                fits = False
             case Meet(rows, cols):
                 fits = all(0 <= row < sizes["row"] for row in rows) and all(0 <= col < sizes["col"] for col in cols)
             case Fetch(kind, offset):
@@ -123,11 +125,13 @@ def _check_moves(schedule: Schedule, direction: Direction, assignment: Assignmen
             case Return(kind, offset):
                 fits = kind in outputs and 0 <= offset < sizes[AXIS_OF[kind]]
             case Together(op, kind):
-                fits = kind in {"gather": inputs, "reduce": outputs, "exchange": inputs + outputs}[op]
+                kinds = {"gather": inputs, "reduce": outputs, "unpack": outputs}
+                fits = kind in kinds.get(op, inputs + outputs)
             case _:
                 assert_never(move)
         if not fits:
             raise ScheduleError(
                 f"{move} does not fit a {direction} plan of {assignment.tile} tiles: inputs are {', '.join(inputs)}, "
-                f"results {', '.join(outputs)}, offsets 0 to {sizes['row'] - 1} (rows) and {sizes['col'] - 1} (columns)"
+                f"results {', '.join(outputs)}, offsets 0 to {sizes['row'] - 1} (rows) and {sizes['col'] - 1} "
+                f"(columns), waves 0 to {assignment.waves - 1}"
             )

@@ -55,7 +55,7 @@ def rank_costs(plan: Plan, rank: int) -> RankCosts:
 
 def program_flops(plan: Plan, program: Program) -> int:
     return sum(
-        plan.matrix.flops(row.shard, col.shard, plan.direction)
+        plan.matrix.flops(row.shard, col.shard, plan.direction, row.part)
         for step in program.steps
         if isinstance(step, Attend)
         for row in step.rows

@@ -10,6 +10,9 @@ only removes: `lowering` turns the moves into one rank's steps and leaves out wh
     return o 1            row 1 is complete: its partial leaves, another's arrives for row 0; `return o 0` ends row 0
     gather q · reduce o   the same for a whole group at once, as a collective
     exchange q            trade heads for tokens (results: tokens for heads) in the Ulysses group
+    unpack o              wait for exchanged results, and put them together
+
+A pass in several waves says of each move which wave it belongs to: 1: fetch kv 2.
 """
 
 from __future__ import annotations
@@ -18,15 +21,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mesh_attention.errors import ScheduleError
-from mesh_attention.plan.steps import Kind
+from mesh_attention.plan.steps import Keep, Kind
 from mesh_attention.units import brief
 
 Route = Literal["ring", "direct"]
 """ring: passed on from neighbour to neighbour. direct: straight from, or to, the home."""
 ROUTES: tuple[Route, ...] = ("ring", "direct")
+TOGETHER = ("gather", "reduce", "exchange", "unpack")
 
 
-KEEPABLE: tuple[tuple[Kind, ...], ...] = ((), ("q",), ("kv",), ("q", "kv"))
+KEEPABLE: tuple[tuple[Keep, ...], ...] = (
+    (),
+    ("own",),
+    ("q",),
+    ("kv",),
+    ("own", "q"),
+    ("own", "kv"),
+    ("q", "kv"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +47,7 @@ class Fetch:
 
     kind: Kind
     offset: int
+    wave: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +56,7 @@ class Meet:
 
     rows: tuple[int, ...]
     cols: tuple[int, ...]
+    wave: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +68,20 @@ class Return:
 
     kind: Kind
     offset: int
+    wave: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """A collective move of a whole group."""
+    """A move that a whole group makes together."""
 
-    op: Literal["gather", "reduce", "exchange"]
+    op: Literal["gather", "reduce", "exchange", "unpack"]
     kind: Kind
+    wave: int = 0
 
     def __post_init__(self) -> None:
-        if self.op not in ("gather", "reduce", "exchange"):
-            raise ScheduleError(f"op {self.op!r}: expected gather, reduce or exchange")
+        if self.op not in TOGETHER:
+            raise ScheduleError(f"op {self.op!r}: expected {', '.join(TOGETHER)}")
 
 
 Move = Fetch | Meet | Return | Together
@@ -76,17 +92,17 @@ class Schedule:
     """The moves of every rank; `route` is how fetched shards travel, `partials` how partial results do.
 
     A forward plan leaves the gathered shards of the kinds in `keep` to the backward plan, which then does not fetch
-    them.
+    them; with "own", also the exchanged inputs of its own place, which are then not exchanged again.
     """
 
     moves: tuple[Move, ...]
     route: Route = "direct"
     partials: Route = "direct"
-    keep: tuple[Kind, ...] = ()
+    keep: tuple[Keep, ...] = ()
 
     def __post_init__(self) -> None:
         for name, route in (("route", self.route), ("partials", self.partials)):
             if route not in ROUTES:
                 raise ScheduleError(f"{name} {brief(route)}: expected one of {', '.join(ROUTES)}")
         if self.keep not in KEEPABLE:
-            raise ScheduleError(f"keep {brief(self.keep)}: expected some of q and kv, in this order, as a tuple")
+            raise ScheduleError(f"keep {brief(self.keep)}: expected some of own, q and kv, in this order, as a tuple")

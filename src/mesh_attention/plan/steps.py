@@ -6,13 +6,20 @@ states the items it reads, writes and frees; waits, memory and data flow are der
     recv q3 from 3            post a receive; the first step that reads q3 waits for it
     send q0 to 2              post a send of an item the rank holds
     gather / reduce over …    sends and receives that a group makes together
-    exchange home:q6 -> q1    trade heads for tokens in a Ulysses group (and back, for results)
+    exchange home:q6 -> q1    trade heads for tokens in a Ulysses group; what others get is in staged:q6 until it left
+    exchange o1 -> staged:o6  and back, for results; what arrives is in staged:o6
+    unpack o1 -> home:o6      put together this rank's own part of o1 and what is in staged:o6, for the caller
     pack home:q0 -> q0        copy an input of the caller's into the form that travels
     attend q0,q1 x kv0,kv4    one rectangle of shards; adds to o0~ and o1~ (backward, `with do0,do1`: to dq~ and dkv~)
     merge o3@5                fold the partial that rank 5 sent into o3~
     clear o3~                 set a running sum to zero, because no step adds to it
     finish o3                 the sum is complete: round it to the dtype that travels; o3~ is gone
     free kv4
+
+Sends, receives, collectives and exchanges are only posted. The first step that reads what arrives waits for it, and
+what leaves is waited for when it is freed.
+
+A pass in several waves has its items in parts: q3.1 is part 1 of q3, some of its heads or some of its rows.
 """
 
 from __future__ import annotations
@@ -33,8 +40,10 @@ AXIS_OF: dict[Kind, Axis] = {"q": "row", "do": "row", "o": "row", "dq": "row", "
 INPUTS: dict[Direction, tuple[Kind, ...]] = {"forward": ("q", "kv"), "backward": ("q", "do", "kv")}
 OUTPUTS: dict[Direction, tuple[Kind, ...]] = {"forward": ("o",), "backward": ("dq", "dkv")}
 KINDS: tuple[Kind, ...] = ("q", "kv", "do", "o", "dq", "dkv")
-Form = Literal["whole", "running", "home", "piece"]
-FORMS: tuple[Form, ...] = ("whole", "running", "home", "piece")
+Keep = Literal["own", "q", "kv"]
+"""What forward leaves to backward: gathered Q or KV; or own, the inputs of this rank's own place as exchanged."""
+Form = Literal["whole", "running", "home", "piece", "staged", "kept"]
+FORMS: tuple[Form, ...] = ("whole", "running", "home", "piece", "staged", "kept")
 
 
 class Item(NamedTuple):
@@ -43,17 +52,28 @@ class Item(NamedTuple):
     form ``whole``: a shard (or finished partial) of grid place `shard`; with `source`, a partial as that rank sent it.
     form ``running``: a sum that is still being added to.
     form ``home``: the caller's input or result: the tokens of rank `shard`, all heads, in the caller's tensors.
-    form ``piece``: tokens of rank `shard`, head slice `source`: the part that travels in an exchange.
+    form ``piece``: tokens of rank `shard`, head slice `source`: what travels to, or from, one rank in an exchange.
+    form ``staged``: all pieces of rank `shard` that an exchange sends to other ranks, or gets from them.
+    form ``kept``: this rank's own exchanged shard, in a buffer of its own that forward leaves to backward.
+
+    `part` counts the parts of a shard's heads, or of its rows. Of a home or a staged item, it is the wave.
     """
 
     kind: Kind
     shard: int
     form: Form = "whole"
     source: int | None = None
+    part: int = 0
 
 
-def running(kind: Kind, shard: int) -> Item:
-    return Item(kind, shard, "running")
+def running(item: Item, kind: Kind | None = None) -> Item:
+    """The running sum of an item's shard, of its own or another kind."""
+    return Item(kind or item.kind, item.shard, "running", part=item.part)
+
+
+def staged(home: Item) -> Item:
+    """The pieces of a caller's tensors in an exchange."""
+    return home._replace(form="staged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +104,11 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Heads for tokens, or back, in a Ulysses group: `before` becomes `after`; the pieces between are not held."""
+    """Heads for tokens, or back, in a Ulysses group.
+
+    Before the grid, `before` is at home and `after` whole; its pieces are staged before they leave. After the grid,
+    `before` is whole, and `after` the staged pieces.
+    """
 
     before: Item
     after: Item
@@ -96,6 +120,14 @@ class Exchange:
 @dataclass(frozen=True, slots=True)
 class Pack:
     """Copy an input of the caller into the form that travels and that shares a buffer with received shards."""
+
+    before: Item
+    after: Item
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """Make the caller's result `after` of this rank's piece of the whole item `before` and the staged pieces."""
 
     before: Item
     after: Item
@@ -138,7 +170,7 @@ class Free:
     item: Item
 
 
-Step = Recv | Send | Collective | Exchange | Pack | Attend | Merge | Clear | Finish | Free
+Step = Recv | Send | Collective | Exchange | Pack | Unpack | Attend | Merge | Clear | Finish | Free
 
 
 def is_step(value: object) -> bool:
@@ -148,7 +180,7 @@ def is_step(value: object) -> bool:
             return _is_item(item) and type(rank) is int
         case Merge(item) | Clear(item) | Finish(item) | Free(item):
             return _is_item(item)
-        case Pack(before, after):
+        case Pack(before, after) | Unpack(before, after):
             return _is_item(before) and _is_item(after)
         case Attend(rows, cols, grads):
             return all(type(side) is tuple and all(map(_is_item, side)) for side in (rows, cols, grads))
@@ -163,7 +195,7 @@ def is_step(value: object) -> bool:
 def _is_item(value: object) -> bool:
     return (
         type(value) is Item
-        and (value.kind in KINDS and value.form in FORMS and type(value.shard) is int)
+        and (value.kind in KINDS and value.form in FORMS and type(value.shard) is type(value.part) is int)
         and (type(value.source) is int if value.form == "piece" or value.source is not None else True)
     )
 
@@ -198,14 +230,18 @@ def effects(step: Step) -> Effects:
             return Effects(reads=(item,))
         case Collective(_, _, sends, recvs):
             return Effects(reads=tuple(s.item for s in sends), writes=tuple(r.item for r in recvs))
-        case Exchange(before, after) | Pack(before, after):
+        case Pack(before, after):
             return Effects(reads=(before,), writes=(after,))
+        case Exchange(before, after):
+            return Effects(reads=(before,), writes=(after, staged(before)) if before.form == "home" else (after,))
+        case Unpack(before, after):
+            return Effects(reads=(before, staged(after)), writes=(after,))
         case Merge(partial):
-            return Effects(reads=(partial,), adds=(running(partial.kind, partial.shard),))
+            return Effects(reads=(partial,), adds=(running(partial),))
         case Clear(item):
             return Effects(adds=(item,))
         case Finish(item):
-            total = running(item.kind, item.shard)
+            total = running(item)
             return Effects(reads=(total,), writes=(item,), frees=(total,))
         case _:
             assert_never(step)
@@ -215,8 +251,8 @@ def _sums(step: Attend) -> tuple[Item, ...]:
     """The running sums an attend adds to: O of its rows; backward, dQ of its rows and dKV of its columns."""
     if step.grads:
         rows, cols = step.rows, step.cols
-        return tuple([running("dq", row.shard) for row in rows] + [running("dkv", col.shard) for col in cols])
-    return tuple([running("o", row.shard) for row in step.rows])
+        return tuple([running(row, "dq") for row in rows] + [running(col, "dkv") for col in cols])
+    return tuple([running(row, "o") for row in step.rows])
 
 
 def transfers(step: Step) -> tuple[tuple[Send, ...], tuple[Recv, ...]]:
@@ -228,5 +264,22 @@ def transfers(step: Step) -> tuple[tuple[Send, ...], tuple[Recv, ...]]:
             return (), (step,)
         case Collective(_, _, sends, recvs) | Exchange(_, _, _, sends, recvs):
             return sends, recvs
+        case _:
+            return (), ()
+
+
+def in_flight(step: Step) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """The items that arrive after a step is over, and those that leave after it is."""
+    match step:
+        case Exchange(before, after) if before.form == "home":
+            return (after,), (staged(before),)
+        case Exchange(before, after):
+            return (after,), (before,)
+        case Recv(item):
+            return (item,), ()
+        case Send(item):
+            return (), (item,)
+        case Collective(_, _, sends, recvs):
+            return tuple([recv.item for recv in recvs]), tuple([send.item for send in sends])
         case _:
             return (), ()

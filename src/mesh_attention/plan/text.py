@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from typing_extensions import assert_never
@@ -13,7 +13,7 @@ from mesh_attention.errors import ParseError
 from mesh_attention.masks import Mask, causal, documents, full, window
 from mesh_attention.plan import steps
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Together
-from mesh_attention.plan.steps import KINDS, Item, Kind, Step
+from mesh_attention.plan.steps import FORMS, KINDS, Item, Kind, Step
 from mesh_attention.units import brief
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Parsed = TypeVar("Parsed")
 
-HEADER = "mesh-attention plan 1"
+HEADER = "mesh-attention plan 2"
 MOST_NUMBERS = 1 << 20
 """The most numbers in one list, so that a typo does not fill the memory."""
 
@@ -29,15 +29,16 @@ MOST_NUMBERS = 1 << 20
 
 
 def format_item(item: Item) -> str:
+    name = f"{item.kind}{item.shard}" + (f".{item.part}" if item.part else "")
     match item.form:
         case "whole":
-            return f"{item.kind}{item.shard}" + (f"@{item.source}" if item.source is not None else "")
+            return name + (f"@{item.source}" if item.source is not None else "")
         case "running":
-            return f"{item.kind}{item.shard}~"
-        case "home":
-            return f"home:{item.kind}{item.shard}"
+            return f"{name}~"
+        case "home" | "staged" | "kept":
+            return f"{item.form}:{name}"
         case "piece":
-            return f"{item.kind}{item.shard}/{item.source}"
+            return f"{name}/{item.source}"
         case _:
             assert_never(item.form)
 
@@ -48,21 +49,22 @@ def format_end(end: steps.Send | steps.Recv) -> str:
 
 
 # No number here is longer than nine digits; longer ones are not read.
-_ITEM = re.compile(r"(home:)?([a-z]+)(\d{1,9})(?:(~)|@(\d{1,9})|/(\d{1,9}))?")
+_ITEM = re.compile(r"(?:(home|staged|kept):)?([a-z]+)(\d{1,9})(?:\.(\d{1,9}))?(?:(~)|@(\d{1,9})|/(\d{1,9}))?")
 
 
 def parse_item(text: str) -> Item:
     found = _ITEM.fullmatch(text)
-    if found is None or (found[1] and (found[4] or found[5] or found[6])):
-        raise ParseError(f"item {brief(text)}: expected one such as q3, o3~, o3@5, home:q3 or q3/1")
-    home, kind, shard, tilde, source, heads = found.groups()
-    if home:
-        return Item(_kind(kind), int(shard), "home")
+    if found is None or (found[1] and (found[5] or found[6] or found[7])):
+        raise ParseError(f"item {brief(text)}: expected one such as q3, q3.1, o3~, o3@5, home:q3, staged:q3 or q3/1")
+    prefix, kind, shard, part, tilde, source, heads = found.groups()
+    item = Item(_kind(kind), int(shard), part=int(part or 0))
+    if prefix:
+        return item._replace(form=next(form for form in FORMS if form == prefix))
     if tilde:
-        return Item(_kind(kind), int(shard), "running")
+        return item._replace(form="running")
     if heads:
-        return Item(_kind(kind), int(shard), "piece", int(heads))
-    return Item(_kind(kind), int(shard), "whole", int(source) if source else None)
+        return item._replace(form="piece", source=int(heads))
+    return item._replace(source=int(source) if source else None)
 
 
 def _kind(text: str) -> Kind:
@@ -85,6 +87,8 @@ def format_step(step: Step) -> str:
             return _with_transfers(head, (*sends, *recvs))
         case steps.Pack(before, after):
             return f"pack {format_item(before)} -> {format_item(after)}"
+        case steps.Unpack(before, after):
+            return f"unpack {format_item(before)} -> {format_item(after)}"
         case steps.Attend(rows, cols, grads):
             suffix = f" with {_format_items(grads)}" if grads else ""
             return f"attend {_format_items(rows)} x {_format_items(cols)}{suffix}"
@@ -135,6 +139,7 @@ _STEP_FORMS: tuple[tuple[str, Callable[..., Step]], ...] = (
     (r"reduce over (\S+):(.*)", lambda group, rest: _parse_collective("reduce", group, rest)),
     (r"exchange (\S+) -> (\S+) over (\S+):(.*)", _parse_exchange),
     (r"pack (\S+) -> (\S+)", lambda before, after: steps.Pack(parse_item(before), parse_item(after))),
+    (r"unpack (\S+) -> (\S+)", lambda before, after: steps.Unpack(parse_item(before), parse_item(after))),
     (r"attend (\S+) x (\S+)", lambda rows, cols: steps.Attend(_parse_items(rows), _parse_items(cols))),
     (
         r"attend (\S+) x (\S+) with (\S+)",
@@ -148,7 +153,7 @@ _STEP_FORMS: tuple[tuple[str, Callable[..., Step]], ...] = (
 
 
 def parse_step(text: str) -> Step:
-    kinds = "recv, send, gather, reduce, exchange, pack, attend, merge, clear, finish or free"
+    kinds = "recv, send, gather, reduce, exchange, pack, unpack, attend, merge, clear, finish or free"
     return _parse("step", text, _STEP_FORMS, f"{kinds}, such as 'recv kv1 from 3'")
 
 
@@ -163,15 +168,16 @@ def _parse(what: str, text: str, forms: Iterable[tuple[str, Callable[..., Parsed
 
 
 def format_move(move: Move) -> str:
+    wave = f"{move.wave}: " if move.wave else ""
     match move:
         case Fetch(kind, offset):
-            return f"fetch {kind} {offset}"
+            return f"{wave}fetch {kind} {offset}"
         case Meet(rows, cols):
-            return f"meet {format_numbers(rows)} x {format_numbers(cols)}"
+            return f"{wave}meet {format_numbers(rows)} x {format_numbers(cols)}"
         case Return(kind, offset):
-            return f"return {kind} {offset}"
+            return f"{wave}return {kind} {offset}"
         case Together(op, kind):
-            return f"{op} {kind}"
+            return f"{wave}{op} {kind}"
         case _:
             assert_never(move)
 
@@ -183,12 +189,16 @@ _MOVE_FORMS: tuple[tuple[str, Callable[..., Move]], ...] = (
     (r"gather ([a-z]+)", lambda kind: Together("gather", _kind(kind))),
     (r"reduce ([a-z]+)", lambda kind: Together("reduce", _kind(kind))),
     (r"exchange ([a-z]+)", lambda kind: Together("exchange", _kind(kind))),
+    (r"unpack ([a-z]+)", lambda kind: Together("unpack", _kind(kind))),
 )
 
 
 def parse_move(text: str) -> Move:
-    kinds = "fetch, meet, return, gather, reduce or exchange"
-    return _parse("move", text, _MOVE_FORMS, f"{kinds}, such as 'fetch kv 1' or 'meet 0,1 x 0-3'")
+    kinds = "fetch, meet, return, gather, reduce, exchange or unpack"
+    found = re.fullmatch(r"(\d{1,9}): (.*)", text)
+    wave, rest = (int(found[1]), found[2]) if found else (0, text)
+    move = _parse("move", rest, _MOVE_FORMS, f"{kinds}, such as 'fetch kv 1', '1: fetch kv 1' or 'meet 0,1 x 0-3'")
+    return replace(move, wave=wave)
 
 
 def format_numbers(numbers: Iterable[int]) -> str:
@@ -265,6 +275,8 @@ def format_plan(plan: Plan) -> str:
     ]
     if plan.assignment.inner is not None:
         lines.append(f"inner {plan.assignment.inner}")
+    if plan.assignment.waves > 1:
+        lines.append(f"waves {plan.assignment.waves} of {plan.assignment.cut}")
     if plan.programs is None:
         lines += ["moves", *(f"  {format_move(move)}" for move in plan.schedule.moves)]
     lines += map(str, plan.programs or ())

@@ -6,9 +6,9 @@ so wait for each other. So receives and the sends that follow them, with nothing
 receive after a send begins the next turn, and so does a send of something the turn itself receives: later transfers may
 depend on what others send in this turn.
 
-A *stop* is a step or a turn. A receive is only posted; the first step that reads the item waits for it. An item may be
-freed only when no transfer of it is under way, in or out. The executor waits at these stops, and the simulator counts
-the waits.
+A *stop* is a step or a turn. Transfers are only posted; the first step that reads what arrives waits for it. An item
+may be freed only when no transfer of it is under way, in or out. The executor waits at these stops, and the simulator
+counts the waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mesh_attention.plan.steps import Effects, Item, Pack, Recv, Send, Step, effects
+from mesh_attention.plan.steps import Effects, Item, Pack, Recv, Send, Step, effects, in_flight
 
 
 class Stop(NamedTuple):
@@ -32,7 +32,7 @@ def stops(steps: Sequence[Step], *, done: Sequence[Effects] | None = None) -> li
     """The stops of a program, in order. `done` are the effects, if known."""
     every = list(map(effects, steps)) if done is None else done
     turn_at = {turn.start: turn for turn in turns(steps)}
-    in_flight: set[Item] = set()
+    arriving: set[Item] = set()
     leaving: set[Item] = set()
     found = []
     index = 0
@@ -41,12 +41,14 @@ def stops(steps: Sequence[Step], *, done: Sequence[Effects] | None = None) -> li
         here = steps[span.start : span.stop]
         changes = every[span.start : span.stop]
         # An item that is freed unread is waited for too: its buffer must not go while data may still arrive in it.
-        arrivals = tuple([i for one in changes for i in (*one.reads, *one.frees) if i in in_flight])
+        arrivals = tuple([i for one in changes for i in (*one.reads, *one.frees) if i in arriving])
         departures = tuple([item for one in changes for item in one.frees if item in leaving])
-        in_flight.difference_update(arrivals)
+        arriving.difference_update(arrivals)
         leaving.difference_update(departures)
-        in_flight.update(step.item for step in here if isinstance(step, Recv))
-        leaving.update(step.item for step in here if isinstance(step, Send))
+        for step in here:
+            coming, going = in_flight(step)
+            arriving.update(coming)
+            leaving.update(going)
         found.append(Stop(span, index in turn_at, tuple(dict.fromkeys(arrivals)), departures))
         index = span.stop
     return found

@@ -4,6 +4,7 @@ A choice says which method on which tile, times which Ulysses degree, on which l
 filled in for a problem by `settled`; `make_plan` turns a settled choice into the plan of one pass. Its text reads back:
 
     mesh · ring 1x8, zigzag · ulysses 8 × mesh 4x8, zigzag, inner 2x2, route ring, 4 blocks per call, keep q+kv
+    ulysses 8 × mesh 4x8, 4 waves, keep own · ulysses 8, 2 waves of rows
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Any, Literal, TypedDict, get_args
 from typing_extensions import Unpack
 
 from mesh_attention.errors import ParseError, ScheduleError, TileError, UsageError
-from mesh_attention.plan.assignment import Assignment, Tile, as_tile, check_assignment, check_degree
+from mesh_attention.plan.assignment import Assignment, Cut, Tile, as_tile, check_assignment, check_degree, check_waves
 from mesh_attention.plan.layout import LAYOUTS, PLANNED_LAYOUTS, Contiguous, Layout, Zigzag, parse_layout
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
-from mesh_attention.plan.steps import Direction, Kind
+from mesh_attention.plan.steps import Direction, Keep
 from mesh_attention.planning.costs import least_volume_degree, least_volume_tile
 from mesh_attention.problem import Problem
 from mesh_attention.units import brief
@@ -42,7 +43,6 @@ Family = Literal[
     "ulysses×mesh",
     "startrail",
 ]
-ALL_INPUTS: tuple[Kind, ...] = ("q", "kv")
 FAMILIES: tuple[Family, ...] = get_args(Family)[:-1]
 """Simplest first. StarTrail is left out: this library has no plan for it, only a bound (see `tuning.rivals`)."""
 
@@ -58,7 +58,9 @@ class ChoiceOptions(TypedDict, total=False):
     route: Route | None
     partials: Route | None
     blocks_per_call: int | None
-    keep: tuple[Kind, ...] | None
+    keep: tuple[Keep, ...] | None
+    waves: int | None
+    cut: Cut | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,9 @@ class Choice:
 
     `inner` is the part of the grid that one node holds (see `plan.assignment`). `route` is how shards travel and
     `partials` how partial results do. Without `blocks_per_call`, costs that state the price of a call decide how large
-    each call is; without such costs a call is one block. `keep` names what forward leaves gathered for backward.
+    each call is; without such costs a call is one block. `keep` names what forward leaves gathered for backward, and
+    "own", the inputs of its own place as exchanged. In `waves`, heads or rows (`cut`) go through the moves one part
+    after another, so that exchanges and first fetches hide behind compute.
     """
 
     method: Method = "mesh"
@@ -79,7 +83,9 @@ class Choice:
     route: Route = "direct"
     partials: Route = "direct"
     blocks_per_call: int | None = None
-    keep: tuple[Kind, ...] = ()
+    keep: tuple[Keep, ...] = ()
+    waves: int = 1
+    cut: Cut = "heads"
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -88,7 +94,8 @@ class Choice:
             if route not in ROUTES:
                 raise ScheduleError(f"{name} {brief(route)}: expected one of {', '.join(ROUTES)}")
         if not isinstance(self.keep, tuple) or self.keep not in KEEPABLE:
-            raise ScheduleError(f"keep {brief(self.keep)}: expected some of q and kv, in this order, as a tuple")
+            raise ScheduleError(f"keep {brief(self.keep)}: expected some of own, q and kv, in this order, as a tuple")
+        object.__setattr__(self, "cut", Assignment(Tile(1, 1), waves=self.waves, cut=self.cut).cut)
         if not isinstance(self.layout, Layout | None):
             raise ScheduleError(f"layout {brief(self.layout)}: expected one of {', '.join(LAYOUTS)}")
         blocks = self.blocks_per_call
@@ -141,19 +148,23 @@ class Choice:
         """The grid of a choice that has a tile."""
         if self.tile is None:
             raise ScheduleError(f"{self} has no tile yet; use choice.settled(problem, direction) first")
-        return Assignment(self.tile, self.ulysses_degree or 1, self.inner)
+        return Assignment(self.tile, self.ulysses_degree or 1, self.inner, self.waves, self.cut)
 
     def settled(self, problem: Problem, direction: Direction) -> Choice:
         """This choice with tile, degree and layout filled in for a pass of the problem, or an error if it does not fit.
 
-        What is kept must suit both passes, so both take forward's tile.
+        What is kept gathered must suit both passes, so both take forward's tile.
         """
         layout = default_layout(problem) if self.layout is None else self.layout
         degree = self._degree(problem)
         check_degree(degree, problem)
+        check_waves(self.waves, self.cut, degree, problem)
+        if "own" in self.keep and degree == 1:
+            raise ScheduleError("keep own needs a Ulysses degree above 1: without one, no input changes its form")
         tile = self._tile(problem, degree)
         if tile is None:
-            tile = least_volume_tile(problem, layout, "forward" if self.keep else direction, ulysses_degree=degree)
+            same = "forward" if set(self.keep) - {"own"} else direction
+            tile = least_volume_tile(problem, layout, same, ulysses_degree=degree)
         return replace(self, tile=tile, ulysses_degree=degree, layout=layout)
 
     def _degree(self, problem: Problem) -> int:
@@ -214,6 +225,7 @@ class Choice:
             "" if self.partials == "direct" else f"partials {self.partials}",
             "" if blocks is None else f"{blocks} block{'s' * (blocks > 1)} per call",
             f"keep {'+'.join(self.keep)}" if self.keep else "",
+            "" if self.waves == 1 else Assignment(Tile(1, 1), waves=self.waves, cut=self.cut).waves_text,
         ]
         return [detail for detail in found if detail]
 
@@ -264,10 +276,16 @@ def _detail(detail: str, text: str) -> Mapping[str, Any]:
         return {"keep": tuple(value.split("+"))}
     if name.isdecimal() and len(name) < 10 and value in ("block per call", "blocks per call"):
         return {"blocks_per_call": int(name)}
+    if name.isdecimal() and len(name) < 10 and value in ("wave", "waves", "waves of rows"):
+        return {"waves": int(name), "cut": "rows" if value.endswith("rows") else "heads"}
     raise ParseError(
         f"choice {text!r}: cannot read {detail!r}; expected a layout ({', '.join(LAYOUTS)}), inner AxB, route NAME, "
-        "partials NAME, N blocks per call or keep KINDS"
+        "partials NAME, N blocks per call, keep KINDS, N waves or N waves of rows"
     )
+
+
+UNPRICED_WAVES = 2
+"""With Ulysses, where no machine is known. More hide more of the exchanges, but cut calls into smaller ones."""
 
 
 def least_volume_choice(
@@ -275,9 +293,14 @@ def least_volume_choice(
 ) -> Choice:
     """The choice that moves the fewest bytes over these passes. Its tile is open, so that each pass has its own."""
     degree = least_volume_degree(problem, layout, directions, may_keep=may_keep)
-    if 1 < degree == problem.ranks:
-        return Choice(method="ulysses", layout=layout, keep=ALL_INPUTS if may_keep else ())
-    return Choice(ulysses_degree=degree, layout=layout)
+    choice = Choice(ulysses_degree=degree, layout=layout)
+    if degree == 1:
+        return choice
+    if degree == problem.ranks:
+        choice = replace(choice, method="ulysses")
+    cut: Cut = "heads" if problem.kv_heads // degree % UNPRICED_WAVES == 0 else "rows"
+    waves = 1 if cut == "rows" and degree % UNPRICED_WAVES else UNPRICED_WAVES
+    return replace(choice, waves=waves, cut=cut, keep=("own",) if may_keep else ())
 
 
 def default_layout(problem: Problem) -> Layout:

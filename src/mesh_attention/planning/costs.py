@@ -66,6 +66,11 @@ class Costs:
         touched = self.row * num_rows * col_runs + self.col * num_cols * row_runs
         return num_rows * num_cols + self.call * row_runs * col_runs + touched
 
+    def in_waves(self, assignment: Assignment) -> Costs:
+        """The same costs in blocks of one wave. A wave of rows meets whole columns."""
+        whole = CALL_PRICES[:1] if assignment.cut == "heads" else ("call", "col", "kv", "dkv")
+        return replace(self, **{name: getattr(self, name) * assignment.waves for name in whole})
+
     def of(self, kind: Kind) -> float:
         cost: float = getattr(self, kind)
         return cost
@@ -83,6 +88,17 @@ def estimate_costs(
         raise ScheduleError(f"direction {direction!r}: expected {' or '.join(DIRECTIONS)}")
     block_flops, nbytes = _block_flops(problem, assignment, direction), shard_sizes(problem, assignment)
     return Costs(**{kind: flops_per_byte * nbytes[kind] / block_flops for kind in KINDS})
+
+
+def even_costs(problem: Problem, assignment: Assignment, direction: Direction) -> Costs:
+    """Costs for a machine that nobody knows: transfers take as long as compute, and less where a fast GPU behind a
+    400 Gb/s link would be that slow. Where one of them takes longer, the order matters less."""
+    costs = estimate_costs(problem, assignment, direction)
+    kinds = (*INPUTS[direction], *OUTPUTS[direction])
+    traded = 1 - 1 / assignment.ulysses
+    link = sum(costs.of(kind) * (assignment.size(AXIS_OF[kind]) - 1 + traded) for kind in kinds)
+    scale = min(1.0, assignment.tile.rows * assignment.tile.cols / max(link, 1e-9))
+    return replace(costs, **{kind: costs.of(kind) * scale for kind in KINDS})
 
 
 def _block_flops(problem: Problem, assignment: Assignment, direction: Direction) -> float:
@@ -131,27 +147,26 @@ def least_volume_degree(
     problem: Problem, layout: Layout, directions: Sequence[Direction], *, may_keep: bool = False
 ) -> int:
     """The Ulysses degree whose busiest rank receives the fewest bytes over these passes, each with its best tile; ties
-    go to the smaller degree. If inputs may be kept, Ulysses alone keeps all of them for backward."""
+    go to the smaller degree. If inputs may be kept, backward does not exchange them again."""
 
     def received(degree: int) -> float:
-        has_inputs = may_keep and degree == problem.ranks
-        have = {"forward": (), "backward": INPUTS["forward"] if has_inputs else ()}
-        return sum(min(received_by_tile(problem, layout, d, degree, have=have[d]).values()) for d in directions)
+        kept = {"forward": (), "backward": INPUTS["forward"] if may_keep else ()}
+        return sum(min(received_by_tile(problem, layout, d, degree, kept=kept[d]).values()) for d in directions)
 
     return min((degree for degree in divisors(problem.ranks) if problem.kv_heads % degree == 0), key=received)
 
 
 def received_by_tile(
-    problem: Problem, layout: Layout, direction: Direction, ulysses_degree: int, *, have: Collection[Kind] = ()
+    problem: Problem, layout: Layout, direction: Direction, ulysses_degree: int, *, kept: Collection[Kind] = ()
 ) -> dict[Tile, float]:
-    """Tensor bytes that reach the busiest rank in one pass, with any planner, for every tile of a Ulysses degree; with
-    only one tile, a rank may `have` some inputs already."""
+    """Tensor bytes that reach the busiest rank in one pass, with any planner, for every tile of a Ulysses degree. Kinds
+    that are kept are not exchanged."""
     places = _sample(problem.ranks // ulysses_degree)
     grids = [Assignment(tile, ulysses_degree) for tile in tiles_of(problem.ranks // ulysses_degree)]
     matrix = BlockMatrix(problem, layout, grids[0])
-    kinds = [kind for kind in (*INPUTS[direction], *OUTPUTS[direction]) if kind not in have]
+    kinds = (*INPUTS[direction], *OUTPUTS[direction])
     largest = {kind: max(matrix.nbytes(Item(kind, place)).payload for place in places) for kind in kinds}
-    exchanged = sum(largest.values()) * (1 - 1 / ulysses_degree)
+    exchanged = sum(largest[kind] for kind in kinds if kind not in kept) * (1 - 1 / ulysses_degree)
     if matrix.is_uniform:
         return {g.tile: exchanged + sum(largest[kind] * (g.size(AXIS_OF[kind]) - 1) for kind in kinds) for g in grids}
     matrices = [BlockMatrix(problem, layout, grid) for grid in grids]

@@ -13,25 +13,30 @@ from __future__ import annotations
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Assignment, Axis
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.schedule import Fetch, Meet, Move, Schedule
-from mesh_attention.plan.steps import AXIS_OF, Direction
+from mesh_attention.plan.schedule import Fetch, Meet, Move
+from mesh_attention.plan.steps import AXIS_OF, Direction, Kind
 from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.costs import Costs, estimate_costs, shard_sizes
+from mesh_attention.planning.costs import Costs, shard_sizes
 from mesh_attention.planning.greedy import greedy_moves
 from mesh_attention.problem import Problem
 
 AXES: tuple[Axis, ...] = ("row", "col")
 
 
-def mesh_schedule(problem: Problem, choice: Choice, direction: Direction, costs: Costs | None = None) -> Schedule:
-    """Fetch shards and return partials one by one, attending meanwhile. The choice is settled."""
+def mesh_moves(
+    problem: Problem, choice: Choice, direction: Direction, *, costs: Costs, have: tuple[Kind, ...]
+) -> tuple[Move, ...]:
+    """Fetch shards, except those of kinds that the rank has, and return partials, one by one, attending meanwhile.
+
+    The choice is settled.
+    """
     assignment = choice.assignment
     moves = greedy_moves(
         assignment.tile,
         direction,
-        costs=estimate_costs(problem, assignment, direction) if costs is None else costs,
+        costs=costs,
         blocks_per_call=choice.blocks_per_call,
-        have=choice.keep if direction == "backward" else (),
+        have=have,
         route=choice.route,
         sizes=tuple(shard_sizes(problem, assignment).items()),
     )
@@ -40,7 +45,7 @@ def mesh_schedule(problem: Problem, choice: Choice, direction: Direction, costs:
         _check_inner_rings(BlockMatrix(problem, choice.layout, assignment))
     if choice.route == "ring":
         moves = _with_early_entries(moves, assignment)
-    return Schedule(moves=moves, route=choice.route, partials=choice.partials, keep=choice.keep)
+    return moves
 
 
 def _with_early_entries(moves: tuple[Move, ...], assignment: Assignment) -> tuple[Move, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from typing_extensions import Unpack
@@ -10,14 +10,16 @@ from typing_extensions import Unpack
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.schedule import Move, Together
-from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Direction
-from mesh_attention.planning.attention2d import attention2d_schedule
+from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Schedule, Together
+from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Direction, Kind
+from mesh_attention.planning.attention2d import attention2d_moves
 from mesh_attention.planning.choice import Choice, ChoiceOptions, as_choice
-from mesh_attention.planning.costs import Costs, estimate_gpu_costs
-from mesh_attention.planning.mesh import mesh_schedule
+from mesh_attention.planning.costs import Costs, estimate_gpu_costs, even_costs
+from mesh_attention.planning.mesh import mesh_moves
+from mesh_attention.planning.waves import in_waves
 from mesh_attention.problem import Problem
 
+FORWARD_INPUTS = INPUTS["forward"]
 Planner = Callable[..., Plan]
 """``planner(problem, direction=…, layout=…)`` gives a plan."""
 Price = Callable[[Problem, Choice, Direction], Costs]
@@ -41,12 +43,16 @@ def make_plan(
     settled = as_choice(choice, **options).settled(problem, direction)
     if costs is not None and settled.is_collective:
         raise ScheduleError(f"{settled.method} uses collectives and has no costs; leave costs out or use mesh")
-    if settled.method == "attention2d":
-        schedule = attention2d_schedule(settled, direction)
-    else:
-        schedule = mesh_schedule(problem, settled, direction, costs)
+    if not isinstance(costs, Costs | None):
+        raise ScheduleError(f"costs {costs!r}: expected Costs(...)")
+    costs = even_costs(problem, settled.assignment, direction) if costs is None else costs
+    schedule = Schedule(
+        moves=_moves(problem, settled, direction, costs.in_waves(settled.assignment)),
+        route=settled.route,
+        partials=settled.partials,
+        keep=settled.keep,
+    )
     assert settled.layout is not None
-    schedule = replace(schedule, moves=_trade_heads(schedule.moves, settled, direction))
     return Plan(
         method=settled.method,
         direction=direction,
@@ -114,14 +120,53 @@ def _check_fit(plan: Plan, problem: Problem, layout: Layout, direction: Directio
         )
 
 
-def _trade_heads(moves: tuple[Move, ...], choice: Choice, direction: Direction) -> tuple[Move, ...]:
+def _moves(problem: Problem, choice: Choice, direction: Direction, costs: Costs) -> tuple[Move, ...]:
+    """The moves of a settled choice, in its waves."""
+    assignment, kept = choice.assignment, choice.keep if direction == "backward" else ()
+    inputs = INPUTS[direction]
+
+    def moves_with(*have: Kind) -> tuple[Move, ...]:
+        """Those of one wave, if the rank has some inputs already, without heads for tokens."""
+        if choice.method == "attention2d":
+            return attention2d_moves(assignment.tile, direction, have=have)
+        return mesh_moves(problem, choice, direction, costs=costs, have=have)
+
+    def traded(moves: tuple[Move, ...], *have: Kind) -> tuple[Move, ...]:
+        return _trade_heads(moves, direction, [k for k in inputs if k not in have]) if assignment.ulysses > 1 else moves
+
+    gathered = [kind for kind in inputs if kind in kept]
+    own = FORWARD_INPUTS if "own" in kept else gathered
+    first = moves_with(*gathered)
+    if assignment.waves == 1:
+        return traded(first, *own)
+    shared: list[Kind] = ["kv"] if assignment.cut == "rows" else []  # come with the first wave, and stay
+    usual = moves_with(*dict.fromkeys([*gathered, *shared]))
+    # If all inputs of a wave are there before it begins, rows can be completed one by one from the start.
+    fetches = [move for move in usual if _brings(move, inputs)]
+    prompt = (*fetches, *moves_with(*inputs))
+    candidates = []
+    for later in dict.fromkeys((usual, prompt)):
+        waves = [traded(first, *own), *[traded(later, *own, *shared)] * (assignment.waves - 1)]
+        if shared:  # dK and dV are complete after the last wave
+            waves[:-1] = [tuple(m for m in moves if isinstance(m, Meet) or m.kind != "dkv") for moves in waves[:-1]]
+        candidates.append(in_waves(waves, direction, assignment=assignment, costs=costs, route=choice.route))
+    return min(candidates, key=lambda timed: timed.makespan).moves
+
+
+def _brings(move: Move, inputs: Sequence[Kind]) -> bool:
+    """True for a move that brings inputs."""
+    return isinstance(move, Fetch) or (isinstance(move, Together) and move.kind in inputs)
+
+
+def _trade_heads(moves: Iterable[Move], direction: Direction, inputs: Iterable[Kind]) -> tuple[Move, ...]:
     """Ulysses as a factor: trade heads for tokens, make the moves on the smaller grid, trade back."""
-    if choice.ulysses_degree == 1:
-        return moves
-    have = choice.keep if direction == "backward" else ()
-    before = (Together("exchange", kind) for kind in INPUTS[direction] if kind not in have)
-    after = (Together("exchange", kind) for kind in OUTPUTS[direction])
-    return (*before, *moves, *after)
+    results = OUTPUTS[direction]
+    return (
+        *(Together("exchange", kind) for kind in inputs),
+        *(move for move in moves if not (isinstance(move, Return) and move.offset == 0)),
+        *(move for kind in results for move in (Return(kind, 0), Together("exchange", kind))),
+        *(Together("unpack", kind) for kind in results),
+    )
 
 
 def make_priced_plan(problem: Problem, choice: Choice, direction: Direction, price: Price) -> Plan:

@@ -54,7 +54,8 @@ class Actor:
         """FLOPs of this rank."""
         place, assignment = self.plan.assignment.place(self.rank), self.plan.assignment
         rows, cols = assignment.group("row", place), assignment.group("col", place)
-        return sum(self.matrix.flops(row, col, self.plan.direction) for row in rows for col in cols)
+        blocks = ((row, col, part) for row in rows for col in cols for part in assignment.parts("row"))
+        return sum(self.matrix.flops(row, col, self.plan.direction, part) for row, col, part in blocks)
 
     @property
     def device_nbytes(self) -> int:
@@ -90,7 +91,7 @@ class Actor:
         for item in self.compiled.kept:
             allocation = self.compiled.allocations[item]
             if allocation.items not in made:
-                fmt = token_format(item.kind, self.problem, self.plan.assignment.ulysses, False)
+                fmt = token_format(item.kind, self.problem, self.plan.assignment.head_shares, False)
                 made[allocation.items] = Buffer.empty(
                     fmt, tokens=allocation.tokens, batch=self.problem.batch, device=self.device
                 )

@@ -88,15 +88,14 @@ class EventEngine:
         heappush(self.events, (state.now, next(self.order), rank))
 
     def _post(self, rank: int, now: float) -> None:
-        """The job's compute is over: post its transfers and go on, unless it holds."""
+        """The job's compute is over: post its transfers and go on."""
         state = self.ranks[rank]
         job = state.jobs[state.at]
         posted = [self._posted(rank, recv) for recv in job.recvs] + [self._posted(rank, send) for send in job.sends]
         state.pending[state.at] = len(posted)
         for transfer in posted:
             self._try(transfer, now)
-        if not (job.holds and state.pending[state.at]):
-            self._leave(rank, now)
+        self._leave(rank, now)
 
     def _leave(self, rank: int, now: float) -> None:
         state = self.ranks[rank]
@@ -164,11 +163,5 @@ class EventEngine:
         state = self.ranks[rank]
         state.pending[index] -= 1
         self.recorder.stop(rank, now)
-        if state.pending[index]:
-            return
-        if state.is_computing and index == state.at and state.jobs[index].holds:
-            self.recorder.wait(rank, state.now, now, state.jobs[index])
-            state.now = now
-            self._leave(rank, now)
-        else:
+        if not state.pending[index]:
             self._advance(rank, now)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mesh_attention.plan.calls import kernel_calls, peak_nbytes
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import Collective, Exchange, Free, Item, Recv, Send, Step, effects, transfers
+from mesh_attention.plan.steps import Free, Item, Recv, Send, Step, effects, in_flight, transfers
 from mesh_attention.plan.text import format_step
 from mesh_attention.plan.waits import stops
 from mesh_attention.simulation.prices import Prices
@@ -16,8 +16,7 @@ from mesh_attention.simulation.prices import Prices
 class Job:
     """A stop of a program: `steps`, of which the first, at `index` of the program, names it.
 
-    `waits` are indices of earlier jobs whose posts must all be over. `holds` says that the rank waits for the job's own
-    posts before it goes on, as in a collective.
+    `waits` are indices of earlier jobs whose posts must all be over.
     """
 
     steps: tuple[Step, ...]
@@ -26,7 +25,6 @@ class Job:
     waits: tuple[int, ...]
     sends: tuple[Send, ...] = ()
     recvs: tuple[Recv, ...] = ()
-    holds: bool = False
 
     @property
     def name(self) -> str:
@@ -57,18 +55,17 @@ def rank_jobs(plan: Plan, rank: int, prices: Prices) -> RankJobs:
     leaving: dict[Item, set[int]] = {}
     for stop in stops(every, done=done):
         steps = every[stop.span.start : stop.span.stop]
-        waits = {arriving[item] for item in stop.arrivals}
-        waits.update(index for item in stop.departures for index in leaving[item])
+        waits = {arriving[item] for item in stop.arrivals if item in arriving}
+        waits.update(index for item in stop.departures for index in leaving.get(item, ()))
         seconds = sum(prices.step(step, calls.get(at, ())) for at, step in zip(stop.span, steps, strict=True))
         ends = list(map(transfers, steps))
         sends = tuple([send for sent, _ in ends for send in sent])
         recvs = tuple([recv for _, received in ends for recv in received])
         if isinstance(steps[0], Free) and not waits:
             continue
-        holds = isinstance(steps[0], Collective | Exchange)
-        if not holds:
-            for send in sends:
-                leaving.setdefault(send.item, set()).add(len(jobs))
-            arriving.update((recv.item, len(jobs)) for recv in recvs)
-        jobs.append(Job(steps, stop.span.start, seconds, tuple(sorted(waits)), sends, recvs, holds))
+        for coming, going in map(in_flight, steps) if sends or recvs else ():  # in an exchange, all may be its own
+            arriving.update(dict.fromkeys(coming, len(jobs)))
+            for item in going:
+                leaving.setdefault(item, set()).add(len(jobs))
+        jobs.append(Job(steps, stop.span.start, seconds, tuple(sorted(waits)), sends, recvs))
     return RankJobs(rank, tuple(jobs), peak_nbytes(plan, rank, every, calls, done=done))

@@ -93,9 +93,6 @@ class LockstepEngine:
             if job.recvs or job.sends:
                 over[index] = self._post(index, now, free)
                 stopped = np.maximum(stopped, over[index])
-                if job.holds:
-                    self._record_wait(index, now, over[index])
-                    now = np.maximum(now, over[index])
         self._totals(computed, np.maximum(stopped, now))
 
     def _post(self, index: int, now: Floats, free: Floats) -> Floats:
@@ -183,10 +180,6 @@ class LockstepEngine:
         for rank, jobs in self.shown.items():
             self.recorder.wait(rank, now[rank], start[rank], jobs[index])
             self.recorder.compute(rank, start[rank], start[rank] + self.seconds[index, rank], jobs[index])
-
-    def _record_wait(self, index: int, start: Floats, stop: Floats) -> None:
-        for rank, jobs in self.shown.items():
-            self.recorder.wait(rank, start[rank], stop[rank], jobs[index])
 
     def _record_transfers(
         self, index: int, number: int, transfer: PeerTransfer, start: Floats, stop: Floats, nbytes: int

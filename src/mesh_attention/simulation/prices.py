@@ -20,13 +20,13 @@ class Prices:
 
     def __init__(self, device: Device, matrix: BlockMatrix, direction: Direction) -> None:
         self.device, self.matrix, self.direction = device, matrix, direction
-        problem, ulysses = matrix.problem, matrix.assignment.ulysses
-        self.heads = problem.batch * problem.heads // ulysses
+        problem, shares = matrix.problem, matrix.assignment.head_shares
+        self.heads = problem.batch * problem.heads // shares
         self.rate = device.forward if direction == "forward" else device.backward
-        self.flops_per_pair = problem.flops(direction, pairs=1) // ulysses
+        self.flops_per_pair = problem.flops(direction, pairs=1) // shares
         # A partial is read once; the sum it is added to is read and written.
         moved = 2 * problem.accumulator_itemsize + problem.itemsize
-        kv_heads = problem.batch * problem.kv_heads // ulysses
+        kv_heads = problem.batch * problem.kv_heads // shares
         qk, v = problem.head_dim_qk, problem.head_dim_v
         self.row_nbytes = moved * self.heads * (v if direction == "forward" else qk)
         self.col_nbytes = 0 if direction == "forward" else moved * kv_heads * (qk + v)
@@ -36,17 +36,18 @@ class Prices:
             case steps.Attend():
                 return sum(map(self.call, calls))
             case steps.Merge(partial):
-                return self._touch(2 * self._nbytes(running(partial.kind, partial.shard)) + self._nbytes(partial))
+                return self._touch(2 * self._nbytes(running(partial)) + self._nbytes(partial))
             case steps.Pack(_, after):
                 return self._touch(2 * self._nbytes(after))
             case steps.Finish(item):
-                return self._touch(self._nbytes(running(item.kind, item.shard)) + self._nbytes(item))
+                return self._touch(self._nbytes(running(item)) + self._nbytes(item))
             case steps.Clear(item):
                 return self._touch(self._nbytes(item))
-            case steps.Exchange(before, after):
-                # Staged at one end, with its own piece copied: every byte of the item is read and written about once.
-                return self._touch(self._nbytes(before) + self._nbytes(after))
-            case steps.Recv() | steps.Send() | steps.Collective() | steps.Free():
+            case steps.Exchange(before, after) if before.form == "home":
+                return self._touch(2 * self._nbytes(after))  # staged, or copied as its own piece
+            case steps.Unpack(before):
+                return self._touch(2 * self._nbytes(before))
+            case steps.Recv() | steps.Send() | steps.Collective() | steps.Exchange() | steps.Free():
                 return 0.0
             case _:
                 assert_never(step)

@@ -69,7 +69,7 @@ def _in_lockstep(
     for rank in sampled.tolist():
         report(f"pricing {plan.method}", len(priced) / len(sampled))
         priced.append(rank_jobs(plan, rank, prices))
-    shapes = {tuple((len(job.recvs), len(job.sends), job.waits, job.holds) for job in t.jobs) for t in priced}
+    shapes = {tuple((len(job.recvs), len(job.sends), job.waits) for job in t.jobs) for t in priced}
     if len(shapes) > 1:
         raise NotUniformError("jobs of different kinds")
     nearest = np.abs(np.arange(ranks)[:, None] - sampled[None, :]).argmin(axis=1)

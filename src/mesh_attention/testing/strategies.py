@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from mesh_attention.masks import Mask, Segment, causal, documents, full, window
-from mesh_attention.plan.assignment import Tile, divisors, tiles_of
+from mesh_attention.plan.assignment import CUTS, Tile, divisors, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Listed, Turn, shifted
 from mesh_attention.plan.plan import Plan
@@ -109,7 +109,11 @@ def plans(draw: st.DrawFn, *, max_ranks: int = 12, of_inputs: bool = False) -> P
         draw(directions()),
         draw(st.sampled_from(KEEPABLE)),
     )
-    choice = Choice(tile=tile, ulysses_degree=degree, inner=inner, layout=layout, keep=keep)
+    cut = draw(st.sampled_from(CUTS))
+    waves = draw(st.sampled_from(divisors(problem.kv_heads // degree if cut == "heads" else degree)))
+    keep = tuple(kind for kind in keep if kind != "own") if degree == 1 else keep
+    grid = Choice(tile=tile, ulysses_degree=degree, inner=inner, waves=waves, cut=cut)
+    choice = replace(grid, layout=layout, keep=keep)
     if draw(st.booleans()):
         return make_plan(problem, replace(choice, method="attention2d"), direction=direction)
     route, partials = draw(st.sampled_from(ROUTES)), draw(st.sampled_from(ROUTES))

@@ -16,6 +16,9 @@ from mesh_attention.topology import Topology
 
 BY_PRICE = 1 << 16
 """Rank of grouping by price among the numbers of blocks per call: it is the least simple."""
+WAVES = (2, 4)
+MOST_RANKS_IN_ROWS = 64
+"""Waves of rows are not uniform, so every rank is simulated; on more ranks that takes seconds."""
 Complexity = tuple[int | str, ...]
 
 
@@ -24,7 +27,8 @@ def complexity(choice: Choice) -> Complexity:
     assignment = choice.assignment
     return (
         FAMILIES.index(choice.family),
-        len(choice.keep),
+        len(set(choice.keep) - {"own"}),
+        choice.waves,
         int(choice.inner is not None),
         int(choice.route != choice.partials),
         assignment.ulysses,
@@ -63,6 +67,17 @@ def _of_tile(
         greedy = replace(whole, method=_method(tile), inner=inner, blocks_per_call=1)
         for route, partials in through_inner_rings if has_inner_rings(greedy.assignment) else routes:
             yield replace(greedy, route=route, partials=partials)
+
+
+def waved(choice: Choice, problem: Problem) -> Iterator[Choice]:
+    """The choice in several waves: of heads where a rank has several, otherwise of the rows of its Ulysses group."""
+    heads, ulysses = problem.kv_heads // choice.assignment.ulysses, choice.assignment.ulysses
+    by_price = replace(choice, blocks_per_call=None)
+    for waves in WAVES:
+        if heads % waves == 0:
+            yield replace(by_price, waves=waves)
+    if heads % WAVES[0] and ulysses % WAVES[0] == 0 and problem.ranks <= MOST_RANKS_IN_ROWS:
+        yield replace(by_price, waves=WAVES[0], cut="rows")
 
 
 def _method(tile: Tile) -> Method:

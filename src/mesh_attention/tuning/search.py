@@ -15,7 +15,7 @@ from mesh_attention.planning.choice import FAMILIES, Choice, Family
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import complexity
+from mesh_attention.tuning.candidates import complexity, waved
 from mesh_attention.tuning.result import Forecast
 from mesh_attention.tuning.traffic import Traffic, plan_on, traffic
 
@@ -44,7 +44,8 @@ class Effort:
     """How much is simulated of every family, or, if not `by_family`, of all candidates together: the `least` most
     promising, and up to `most` of those whose estimate is within a factor `worth_trying` of the best time so far; with
     the calls of `priced_ranks` ranks priced. The fastest `finalists`, and the first `firsts` of every family, are tried
-    with up to `regroupings` larger and as many smaller groupings."""
+    with up to `regroupings` larger and as many smaller groupings; then the fastest of `waved` Ulysses degrees in several
+    waves."""
 
     by_family: bool
     priced_ranks: int
@@ -54,6 +55,7 @@ class Effort:
     regroupings: int
     finalists: int
     firsts: int
+    waved: int
 
 
 def effort(ranks: int) -> Effort:
@@ -67,6 +69,7 @@ def effort(ranks: int) -> Effort:
         regroupings=4,
         finalists=8,
         firsts=2,
+        waved=4,
     )
     return many if ranks <= 64 else replace(many, priced_ranks=2, least=5, most=16, worth_trying=1.03, regroupings=1)
 
@@ -85,6 +88,7 @@ def quick_effort(ranks: int, *, is_uniform: bool) -> Effort:
         regroupings=1,
         finalists=3 if is_uniform else 0,
         firsts=0,
+        waved=2 if is_uniform else 0,
     )
 
 
@@ -117,6 +121,12 @@ class PassSearch:
         for tried in (*self.best()[: self.effort.finalists], *near):
             self.report(f"regrouping {tried.choice.family}", 0.95)
             for choice in self._regrouped(tried.choice):
+                self.simulate(choice)
+        by_degree = {tried.choice.assignment.ulysses: tried for tried in reversed(self.best())}
+        fastest = sorted(by_degree.values(), key=lambda tried: tried.forecast.time_s)
+        for tried in fastest[: self.effort.waved]:
+            self.report(f"waves of {tried.choice.family}", 0.98)
+            for choice in waved(tried.choice, self.problem):
                 self.simulate(choice)
 
     def _parts(self, candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> list[tuple[str, list[Choice]]]:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mesh_attention.errors import MemoryLimitError, ScheduleError, TopologyError, UsageError
+from mesh_attention.plan.assignment import Cut
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import DIRECTIONS, Direction, Kind
+from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
 from mesh_attention.planning.choice import FAMILIES, Family, default_layout
 from mesh_attention.planning.limits import limits
 from mesh_attention.problem import Problem
@@ -28,7 +29,10 @@ SAME_TIME = 0.005
 PRICED_RANKS_AT_LAST = 8
 FAR_BEHIND = 1.6
 """Trials that are this many times slower than the fastest are not priced again: no forecast is that far off."""
-KEEPS: tuple[tuple[Kind, ...], ...] = (("kv",), ("q", "kv"))
+TRIED_EXCHANGED_ONCE = 3
+Exchange = tuple[int, int, Cut]
+"""What decides the form of exchanged inputs: Ulysses degree, waves, and what they are cut from."""
+KEEPS: tuple[tuple[Keep, ...], ...] = (("kv",), ("q", "kv"))
 
 
 def tune(
@@ -46,8 +50,9 @@ def tune(
     If `is_quick`, only the most promising candidates are tried, so most families have no trial, or not their best; and
     there is room in the device's memory for every problem that this one may stand for (see `coarse`).
 
-    `memory_nbytes` is what a call may allocate on a rank; if it is None, the device's memory. Inputs that forward keeps
-    for backward take memory in every layer of a model, so keeping is tried only if a limit is given.
+    `memory_nbytes` is what a call may allocate on a rank; if it is None, the device's memory. Gathered inputs that
+    forward keeps for backward take memory in every layer of a model, so that is tried only if a limit is given. With
+    Ulysses, forward may keep a rank's own inputs as exchanged: they take the memory that the caller's would.
     """
     if problem.ranks != topology.ranks:
         raise TopologyError(
@@ -74,8 +79,9 @@ def tune(
         priced = searches[direction].effort.priced_ranks if is_uniform else problem.ranks
         searches[direction].run(found, priced_ranks=priced, is_uniform=is_uniform)
     trials = _trials(searches) + (_mixed(searches) if is_quick else [])
-    if memory_nbytes is not None and len(directions) == 2:
-        trials += _kept(searches, trials)
+    if len(directions) == 2:
+        trials += _exchanged_once(searches)
+        trials += _kept(searches, trials) if memory_nbytes is not None else []
     if not trials:
         raise _does_not_fit(searches, limit)
     left_out: dict[str, str] = {}
@@ -146,6 +152,27 @@ def _trial(family: Family, tried: dict[Direction, Tried]) -> Trial:
         choices={direction: one.choice for direction, one in tried.items()},
         forecasts={direction: one.forecast for direction, one in tried.items()},
     )
+
+
+def _exchanged_once(searches: dict[Direction, PassSearch]) -> list[Trial]:
+    """The fastest trials in which both passes exchange heads alike, and backward finds its inputs exchanged."""
+    by_pass: list[dict[Exchange, Tried]] = []
+    for search in searches.values():
+        found: dict[Exchange, Tried] = {}
+        for tried in search.best():
+            grid = tried.choice.assignment
+            if grid.ulysses > 1 and not tried.choice.keep:
+                found.setdefault((grid.ulysses, grid.waves, grid.cut), tried)
+        by_pass.append(found)
+    alike = [{d: found[e] for d, found in zip(searches, by_pass, strict=True)} for e in by_pass[0] if e in by_pass[1]]
+    alike.sort(key=lambda pair: sum(tried.forecast.time_s for tried in pair.values()))
+    trials = []
+    for pair in alike[:TRIED_EXCHANGED_ONCE]:
+        choices = {d: replace(tried.choice, keep=("own",)) for d, tried in pair.items()}
+        kept = {d: Tried(choice, searches[d].simulate(choice)) for d, choice in choices.items()}
+        if all(tried.forecast.peak_nbytes <= searches[d].limit_nbytes for d, tried in kept.items()):
+            trials.append(_trial(kept["forward"].choice.family, kept))
+    return trials
 
 
 def _kept(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> list[Trial]:

@@ -11,12 +11,14 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.steps import (
+    AXIS_OF,
     INPUTS,
     OUTPUTS,
     Collective,
     Effects,
     Exchange,
     Item,
+    Kind,
     Step,
     effects,
     transfers,
@@ -87,13 +89,17 @@ class Evidence:
 
     def inputs(self, rank: int) -> set[Item]:
         """Items a rank starts with: the caller's tensors, and in backward the items that forward kept."""
-        home = {Item(kind, rank, "home") for kind in INPUTS[self.plan.direction]}
+        home = self._home(INPUTS[self.plan.direction], rank)
         return home | self.kept(rank) if self.plan.direction == "backward" else home
 
     def outputs(self, rank: int) -> set[Item]:
         """Items a rank ends with: the caller's results, and in forward the kept items."""
-        home = {Item(kind, rank, "home") for kind in OUTPUTS[self.plan.direction]}
+        home = self._home(OUTPUTS[self.plan.direction], rank)
         return home | self.kept(rank) if self.plan.direction == "forward" else home
+
+    def _home(self, kinds: Iterable[Kind], rank: int) -> set[Item]:
+        parts = self.plan.assignment.parts
+        return {Item(kind, rank, "home", part=part) for kind in kinds for part in parts(AXIS_OF[kind])}
 
     def kept(self, rank: int) -> set[Item]:
         return {item for group in self.matrix.kept(self.plan.schedule.keep, rank) for item in group}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from mesh_attention.plan import steps
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.steps import INPUTS, OUTPUTS, Item, Kind, Recv, Send, Step, effects, transfers
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item, Kind, Recv, Send, Step, effects, transfers
 from mesh_attention.plan.text import format_item, format_numbers
 from mesh_attention.verification.evidence import Breach, Evidence
 
@@ -40,7 +40,8 @@ def _exists(plan: Plan, item: Item) -> bool:
     is_piece = item.form == "piece"
     return (
         item.kind in INPUTS[plan.direction] + OUTPUTS[plan.direction]
-        and 0 <= item.shard < (ranks if is_piece or item.form == "home" else places)
+        and 0 <= item.shard < (ranks if item.form in ("piece", "home", "staged") else places)
+        and item.part in plan.assignment.parts(AXIS_OF[item.kind])
         and (item.source is None or 0 <= item.source < (ulysses if is_piece else ranks))
     )
 
@@ -64,8 +65,16 @@ def _flaws(evidence: Evidence, rank: int, step: Step) -> Iterator[str]:
             ends: tuple[Send | Recv, ...] = (*sends, *recvs)
             for end in ends:
                 yield from _flaws_of_transfer(evidence, rank, end)
-        case steps.Pack() | steps.Exchange():
-            yield from _flaws_of_conversion(evidence, rank, step)
+        case steps.Pack(before, after):
+            yield from _flaws_of_conversion(evidence, rank, before, after)
+            if before.form != ("kept" if evidence.plan.assignment.ulysses > 1 else "home") or before.kind in outputs:
+                yield "only inputs are packed: the caller's, or with Ulysses kept ones"
+        case steps.Unpack(before, after):
+            yield from _flaws_of_conversion(evidence, rank, before, after)
+            if evidence.plan.assignment.ulysses == 1 or before.kind not in outputs:
+                yield "only results are unpacked, and only with Ulysses"
+        case steps.Exchange():
+            yield from _flaws_of_exchange(evidence, rank, step)
         case steps.Merge(partial):
             if partial.kind not in outputs or partial.form != "whole" or partial.source is None:
                 yield f"{format_item(partial)} is not a partial that arrived"
@@ -75,7 +84,7 @@ def _flaws(evidence: Evidence, rank: int, step: Step) -> Iterator[str]:
             if item.kind not in outputs or item.form != "running" or item.source is not None:
                 yield f"{format_item(item)} is not a running sum"
         case steps.Free(item):
-            if item.form in ("running", "home"):
+            if item.form in ("running", "home", "kept"):
                 why = "must be finished, not freed" if item.form == "running" else "belongs to the caller"
                 yield f"{format_item(item)} {why}"
 
@@ -88,12 +97,15 @@ def _flaws_of_attend(evidence: Evidence, attend: steps.Attend) -> Iterator[str]:
         yield f"a {evidence.plan.direction} attend needs at least one row, at least one column and {dos}"
     if any(item.kind != kind for items, kind in ((rows, "q"), (cols, "kv"), (grads, "do")) for item in items):
         yield "an attend takes q as rows, kv as columns and do after 'with'"
-    forms = ("whole",) if evidence.plan.assignment.ulysses > 1 else ("whole", "home")
+    forms = ("whole", "kept") if evidence.plan.assignment.ulysses > 1 else ("whole", "home")
     if any(item.form not in forms or item.source is not None for item in (*rows, *cols, *grads)):
         yield f"an attend reads shards in the form {' or '.join(forms)}"
+    parted = (*rows, *grads, *(cols if evidence.plan.assignment.cut == "heads" else ()))
+    if len({item.part for item in parted}) > 1:
+        yield "an attend takes items of one part"
     for side in (rows, cols, grads):
-        if len(side) > 1 and any(item.form == "home" for item in side):
-            yield "a shard in the caller's tensors must be attended by itself; shards attended together share a buffer"
+        if len(side) > 1 and any(item.form != "whole" for item in side):
+            yield "a shard in a buffer of its own must be attended by itself; shards attended together share a buffer"
 
 
 def _flaws_of_transfer(evidence: Evidence, rank: int, end: Send | Recv) -> Iterator[str]:
@@ -132,32 +144,51 @@ def _flaws_of_group(
         yield f"the group {format_numbers(group)} names a rank twice"
 
 
-def _flaws_of_conversion(evidence: Evidence, rank: int, step: steps.Pack | steps.Exchange) -> Iterator[str]:
-    """Flaws of a pack or exchange: wrong items, wrong group, or missing and surplus pieces."""
-    assignment, inputs = evidence.plan.assignment, INPUTS[evidence.plan.direction]
-    kind = step.before.kind
-    inward = kind in inputs
-    whole, home = Item(kind, assignment.place(rank)), Item(kind, rank, "home")
-    if (step.before, step.after) != ((home, whole) if inward else (whole, home)):
-        yield f"{format_item(step.after)} cannot be made of {format_item(step.before)} here"
-    if isinstance(step, steps.Pack):
-        if assignment.ulysses > 1 or not inward:
-            yield "only inputs are packed, and only without Ulysses"
+def _flaws_of_conversion(evidence: Evidence, rank: int, before: Item, after: Item) -> Iterator[str]:
+    """Flaws of a pack, an unpack or an exchange: items that are not of this rank, or not of the same wave."""
+    kind, part = before.kind, before.part if before.form == "home" else after.part
+    due = {("home", "whole"), ("home", "kept"), ("kept", "whole"), ("whole", "home"), ("whole", "staged")}
+    if (before.form, after.form) not in due or any(item.source is not None for item in (before, after)):
+        yield f"{format_item(after)} cannot be made of {format_item(before)}"
         return
-    others = [other for other in assignment.ulysses_group(rank) if other != rank]
+    assignment = evidence.plan.assignment
+    whole = Item(kind, assignment.place(rank), part=assignment.part(AXIS_OF[kind], rank, part))
+    if before.form == "kept":
+        whole = whole._replace(part=part)
+    for item in (before, after):
+        is_shard = item.form in ("whole", "kept")
+        expected = whole._replace(form=item.form) if is_shard else Item(kind, rank, item.form, part=part)
+        if item != expected:
+            yield f"{format_item(after)} cannot be made of {format_item(before)} here: expected {format_item(expected)}"
+
+
+def _flaws_of_exchange(evidence: Evidence, rank: int, step: steps.Exchange) -> Iterator[str]:
+    """Flaws of an exchange: wrong items, wrong group, or missing and surplus pieces."""
+    flaws = list(_flaws_of_conversion(evidence, rank, step.before, step.after))
+    assignment, kind = evidence.plan.assignment, step.before.kind
+    inward = kind in INPUTS[evidence.plan.direction]
+    if flaws or step.before.form != ("home" if inward else "whole") or step.after.form == "home":
+        yield from flaws or ("inputs are exchanged from home, results into staged pieces",)
+        return
     if step.group != tuple(assignment.ulysses_group(rank)):
         yield f"heads must be traded within {format_numbers(assignment.ulysses_group(rank))}"
+    wave = step.before.part if inward else step.after.part
     # Before the grid, a rank gives its tokens and gets its heads; after it, it gives its heads and gets its tokens.
     due: Counter[Send | Recv] = Counter()
-    for other in others:
-        due[Send(_piece(evidence, kind, *((rank, other) if inward else (other, rank))), other)] += 1
-        due[Recv(_piece(evidence, kind, *((other, rank) if inward else (rank, other))), other)] += 1
-    for end in [end for end in due if not evidence.matrix.has_tokens(kind, end.item.shard)]:
-        del due[end]
+    for other in assignment.ulysses_group(rank):
+        if other != rank:
+            due.update(Send(piece, other) for piece in _pieces(evidence, kind, (rank, other), wave, inward))
+            due.update(Recv(piece, other) for piece in _pieces(evidence, kind, (other, rank), wave, inward))
     made: Counter[Send | Recv] = Counter([*step.sends, *step.recvs])
     for end in sorted((due - made) | (made - due), key=str):
         yield f"the exchange {'lacks' if due[end] > made[end] else 'has no use for'} {format_item(end.item)}"
 
 
-def _piece(evidence: Evidence, kind: Kind, tokens_of: int, heads_of: int) -> Item:
-    return Item(kind, tokens_of, "piece", evidence.plan.assignment.head_slice(heads_of))
+def _pieces(evidence: Evidence, kind: Kind, ends: tuple[int, int], wave: int, inward: bool) -> Iterator[Item]:
+    """The piece that goes from one rank to another in a wave, if there is one."""
+    assignment, matrix, axis = evidence.plan.assignment, evidence.matrix, AXIS_OF[kind]
+    tokens_of, heads_of = ends if inward else ends[::-1]
+    part, place = assignment.part(axis, heads_of, wave), assignment.place(heads_of)
+    is_used = not inward or matrix.is_wanted(axis, place, part)
+    if tokens_of in assignment.members(axis, place, part) and matrix.has_tokens(kind, tokens_of) and is_used:
+        yield Item(kind, tokens_of, "piece", assignment.head_slice(heads_of), part)

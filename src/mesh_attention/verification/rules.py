@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from mesh_attention.plan import steps
 from mesh_attention.plan.buffers import held_nbytes, shared_buffers
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Item, Kind, running
+from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Item, Kind, in_flight, running, staged, transfers
 from mesh_attention.plan.text import format_item, format_step
 from mesh_attention.verification.evidence import Breach, CollectiveId, End, Evidence, Transfer, op_of
 from mesh_attention.verification.forms import form
@@ -34,14 +34,14 @@ Rule = Callable[[Evidence], Iterator[Breach]]
 
 def coverage(evidence: Evidence) -> Iterator[Breach]:
     matrix, assignment = evidence.matrix, evidence.plan.assignment
-    seen: dict[tuple[int, int, int], tuple[int, int]] = {}
-    shards = range(assignment.places)
+    seen: dict[tuple[int, int, int, int], tuple[int, int]] = {}
+    shards, parts = range(assignment.places), assignment.parts("row")
     for rank, index, attend in _attends(evidence):
         for row in attend.rows:
             for col in attend.cols:
-                block = (row.shard, col.shard, assignment.head_slice(rank))
-                name = f"block (q{row.shard}, kv{col.shard})"
-                if row.shard not in shards or col.shard not in shards or not matrix.is_live(row.shard, col.shard):
+                block = (row.shard, col.shard, row.part, assignment.head_slice(rank))
+                name = _block_name(*block[:3])
+                if not matrix.is_live(row.shard, col.shard, row.part):
                     yield Breach("coverage", rank, index, f"{name} is attended, but the mask leaves nothing of it")
                 elif block in seen:
                     first_rank, first_index = seen[block]
@@ -50,13 +50,19 @@ def coverage(evidence: Evidence) -> Iterator[Breach]:
                 seen.setdefault(block, (rank, index))
     for row_shard in shards:
         for col_shard in shards:
-            if matrix.is_live(row_shard, col_shard):
+            for part in parts:
+                if not matrix.is_live(row_shard, col_shard, part):
+                    continue
                 place = assignment.owner(row_shard, col_shard)
                 for heads in range(assignment.ulysses):
-                    if (row_shard, col_shard, heads) not in seen:
-                        name = f"block (q{row_shard}, kv{col_shard})"
+                    if (row_shard, col_shard, part, heads) not in seen:
+                        name = _block_name(row_shard, col_shard, part)
                         rank = assignment.rank(place, head_slice=heads)
                         yield Breach("coverage", rank, None, f"{name} is in this rank's tile, but no rank attends it")
+
+
+def _block_name(row: int, col: int, part: int) -> str:
+    return f"block ({format_item(Item('q', row, part=part))}, kv{col})"
 
 
 def presence(evidence: Evidence) -> Iterator[Breach]:
@@ -155,16 +161,17 @@ def homecoming(evidence: Evidence) -> Iterator[Breach]:
     for program in evidence.programs:
         rank = program.rank
         place, heads = evidence.plan.assignment.place(rank), evidence.plan.assignment.head_slice(rank)
-        for kind in OUTPUTS[evidence.plan.direction]:
-            result = Item(kind, rank, "home")  # under Ulysses, this rank's heads of it
-            if not evidence.matrix.segments(AXIS_OF[kind], place):
+        for result in sorted(evidence.outputs(rank) - evidence.kept(rank)):  # under Ulysses, this rank's heads of it
+            kind = result.kind
+            if not evidence.matrix.has_shard(AXIS_OF[kind], place):
                 continue
             at = _last_write(evidence, rank, result)
             if result not in partials.held[rank]:
                 yield Breach("homecoming", rank, at, f"{format_item(result)} is never returned to the caller")
                 continue
             merged = partials.computed(partials.held[rank][result])
-            due = Counter(partials.owed[kind, place, heads])
+            part = evidence.plan.assignment.part(AXIS_OF[kind], rank, result.part)
+            due = Counter(partials.owed[kind, place, part, heads])
             for origin in sorted(due.keys() | merged.keys()):
                 if merged[origin] != due[origin]:
                     what = f"what rank {origin[0]} computed at step {origin[1]}"
@@ -179,7 +186,7 @@ class _Partials:
     """
 
     def __init__(self, evidence: Evidence) -> None:
-        self.owed: dict[tuple[Kind, int, int], list[Origin]] = defaultdict(list)
+        self.owed: dict[tuple[Kind, int, int, int], list[Origin]] = defaultdict(list)
         self.held: list[dict[Item, tuple[Part, ...]]] = []
         self._sent: dict[Transfer, tuple[Part, ...]] = {}
         self._arrived: dict[Transfer, Counter[Origin]] = {}
@@ -193,15 +200,17 @@ class _Partials:
             match step:
                 case steps.Attend():
                     for total in evidence.effects[rank][index].adds:
-                        self.owed[total.kind, total.shard, heads].append((rank, index))
+                        self.owed[total.kind, total.shard, total.part, heads].append((rank, index))
                         held[total] = (*held.get(total, ()), (rank, index))
                 case steps.Merge(partial):
-                    total = running(partial.kind, partial.shard)
+                    total = running(partial)
                     held[total] = held.get(total, ()) + held.get(partial, ())
                 case steps.Finish(item):
-                    held[item] = held.pop(running(item.kind, item.shard), ())
+                    held[item] = held.pop(running(item), ())
                 case steps.Exchange(before, after) if after.kind in results:
                     held[after] = held.get(before, ())
+                case steps.Unpack(_, after):
+                    held[after] = held.get(staged(after), ())
                 case steps.Free(item):
                     held.pop(item, None)
                 case steps.Send() | steps.Recv() | steps.Collective():
@@ -248,8 +257,8 @@ def purpose(evidence: Evidence) -> Iterator[Breach]:
             done = evidence.effects[program.rank][index]
             for item in done.reads:
                 unused.pop(item, None)
-            if isinstance(step, steps.Recv | steps.Collective | steps.Exchange):
-                unused |= dict.fromkeys(done.writes, index)
+            if transfers(step)[1]:
+                unused |= dict.fromkeys(in_flight(step)[0], index)
         for item, index in unused.items():
             if item.form != "home":
                 yield Breach("purpose", program.rank, index, f"{format_item(item)} is received and never used")
@@ -266,7 +275,7 @@ def tidiness(evidence: Evidence) -> Iterator[Breach]:
             if item not in made:
                 yield Breach("tidiness", program.rank, None, f"{format_item(item)} is to be kept, but is not held")
         for item, index in made.items():
-            if item.form != "home" and item not in evidence.outputs(program.rank):
+            if item.form not in ("home", "kept") and item not in evidence.outputs(program.rank):
                 yield Breach("tidiness", program.rank, index, f"{format_item(item)} is never freed")
         yield from _mixed_with_kept(evidence, program)
 

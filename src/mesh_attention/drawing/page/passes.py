@@ -37,6 +37,7 @@ def pass_data(plan: Plan, forecast: Timeline, measured: Timeline | None) -> Data
     return {
         "tile": [plan.assignment.tile.rows, plan.assignment.tile.cols],
         "ulysses": plan.assignment.ulysses,
+        "waves": plan.assignment.waves,
         "layout": plan.layout.name,
         "keep": list(plan.schedule.keep),
         "rows": _peers(plan, "row"),

@@ -2,7 +2,7 @@
 
 const AXIS = { q: "rows", do: "rows", o: "rows", dq: "rows", kv: "cols", dkv: "cols" };
 const INPUTS = { forward: ["q", "kv"], backward: ["q", "do", "kv"] };
-const ITEM = /^(home:)?([a-z]+)(\d+)(?:(~)|@(\d+)|\/(\d+))?$/;
+const ITEM = /^(home:|staged:|kept:)?([a-z]+)(\d+)(\.\d+)?(?:(~)|@(\d+)|\/(\d+))?$/;
 const kept = new Map();
 
 function remembered(key, workOut) {
@@ -37,10 +37,11 @@ function absolute(line, data, rank) {
   const ahead = (distance) => (slice + distance) % data.ulysses;
   const isExchange = line.startsWith("exchange");
   const item = (text) => {
-    const [, home, kind, number, sum_, source, heads] = ITEM.exec(text);
-    if (home) return `home:${kind}${rank}`;
-    if (heads !== undefined) return `${kind}${start + ahead(Number(number))}/${ahead(Number(heads))}`;
-    return `${kind}${shard(kind, number)}${sum_ || ""}${source === undefined ? "" : `@${peer(kind, source)}`}`;
+    const [, form, kind, number, part = "", sum_, source, heads] = ITEM.exec(text);
+    if (form === "kept:") return `${form}${kind}${shard(kind, number)}${part}`;
+    if (form) return `${form}${kind}${rank}${part}`;
+    if (heads !== undefined) return `${kind}${start + ahead(Number(number))}${part}/${ahead(Number(heads))}`;
+    return `${kind}${shard(kind, number)}${part}${sum_ || ""}${source === undefined ? "" : `@${peer(kind, source)}`}`;
   };
   const transfer = (text) => {
     const [verb, what, way, number] = text.split(" ");
@@ -88,8 +89,8 @@ function runs(numbers) {
 // Steps from their text
 
 function parseItem(text) {
-  const [, home, kind, shard, sum_, source, heads] = ITEM.exec(text);
-  const form = home ? "home" : sum_ ? "running" : heads !== undefined ? "piece" : "whole";
+  const [, prefix, kind, shard, , sum_, source, heads] = ITEM.exec(text);
+  const form = prefix ? prefix.slice(0, -1) : sum_ ? "running" : heads !== undefined ? "piece" : "whole";
   return { text, kind, shard: Number(shard), form, source: source === undefined ? null : Number(source) };
 }
 
@@ -116,7 +117,7 @@ function parseStep(text) {
     step.group = text.split(": ")[0].replace(/:$/, "").split(" ").pop();
   } else {
     step.item = parseItem(words[1]);
-    if (step.verb === "pack") step.after = parseItem(words[3]);
+    if (step.verb === "pack" || step.verb === "unpack") step.after = parseItem(words[3]);
   }
   return step;
 }
@@ -186,17 +187,27 @@ function situation(scene, direction, rank, step) {
   const found = { held: new Map(), done: new Set(), now: new Set(), sums: new Map(), sent: new Set() };
   const own = placeOf(data, rank);
   const block = (row, col) => `${row.shard},${col.shard}`;
-  if (data.ulysses === 1) for (const kind of INPUTS[direction]) found.held.set(`${kind}${own}`, "own");
+  const parts = (name) => Array.from({ length: data.waves }, (_, part) => (part ? `${name}.${part}` : name));
+  const hold = (name, how) => parts(name).forEach((part) => found.held.set(part, how));
+  if (data.ulysses === 1) for (const kind of INPUTS[direction]) hold(`${kind}${own}`, "own");
   for (const kind of direction === "backward" ? data.keep : []) {
-    for (const shard of data[AXIS[kind]][own]) found.held.set(`${kind}${shard}`, shard === own ? "own" : "here");
+    if (kind === "own") ["q", "kv"].forEach((input) => hold(`kept:${input}${own}`, "own"));
+    else for (const shard of data[AXIS[kind]][own]) hold(`${kind}${shard}`, shard === own ? "own" : "here");
   }
+  const times = new Map();
   steps.slice(0, step).forEach((one, index) => {
     for (const { item } of one.recvs) if (item.form === "whole") found.held.set(item.text, { posted: index });
     for (const send of one.sends) if (send.item.form === "whole") found.sent.add(send.item.text);
-    if (one.verb === "exchange" && one.after.form === "whole") found.held.set(one.after.text, "own");
+    if (one.verb === "exchange" && one.after.form !== "staged") found.held.set(one.after.text, { posted: index });
     if (one.verb === "free") found.held.set(one.item.text, "gone");
-    for (const row of one.rows) for (const col of one.cols) found.done.add(block(row, col));
-    if (one.verb === "finish" || (one.verb === "exchange" && one.after.form === "home")) {
+    for (const row of one.rows) {
+      for (const col of one.cols) {
+        const name = block(row, col);
+        times.set(name, (times.get(name) || 0) + 1);
+        if (times.get(name) === data.waves) found.done.add(name); // a wave attends a part of it
+      }
+    }
+    if (one.verb === "finish" || one.verb === "unpack") {
       found.sums.set(`${one.item.kind}${one.item.form === "home" ? own : one.item.shard}`, "finished");
     }
   });

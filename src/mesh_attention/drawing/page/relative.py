@@ -64,8 +64,8 @@ class _View:
                 return self._exchange(step)
             case steps.Attend(rows, cols, grads):
                 return format_step(steps.Attend(self._rising(rows), self._rising(cols), self._rising(grads)))
-            case steps.Pack(before, after):
-                return format_step(steps.Pack(self._item(before), self._item(after)))
+            case steps.Pack(before, after) | steps.Unpack(before, after):
+                return format_step(type(step)(self._item(before), self._item(after)))
             case steps.Merge(item) | steps.Clear(item) | steps.Finish(item) | steps.Free(item):
                 return format_step(type(step)(self._item(item)))
             case _:
@@ -103,7 +103,7 @@ class _View:
         return tuple(sorted(map(self._item, items), key=lambda item: item.shard))
 
     def _item(self, item: steps.Item) -> steps.Item:
-        if item.form == "home":
+        if item.form in ("home", "staged"):
             return item._replace(shard=self._own(item.shard))
         if item.form == "piece":
             raise _NotRelativeError

@@ -161,7 +161,7 @@ const endParagraph = () => paragraph(`Rank ${state.rank} is done: its tile is co
 
 function sizeWords(item) {
   const sizes = pass().sizes[item.kind];
-  return item.form === "piece" || sizes === undefined ? "" : ` (${bytesText(at(sizes, item.shard))})`;
+  return item.form === "piece" || item.form === "staged" || sizes === undefined ? "" : ` (${bytesText(at(sizes, item.shard))})`;
 }
 
 const itemsText = (transfers) => transfers.map(({ item }) => item.text).join(", ") || "nothing";
@@ -184,9 +184,12 @@ function verbWords(step) {
     free: () => `Frees the memory of ${item.text}, which is no longer needed.`,
     gather: () =>
       `The ranks of the group (${group}) send each other their shards. This rank receives ${itemsText(recvs)}, ` +
-      "and waits until everything has arrived.",
+      "and continues. The first step that reads a shard waits for it.",
     reduce: () => `The ranks of the group (${group}) send partial results home. This rank receives ${itemsText(recvs)}.`,
-    exchange: () => `Ranks ${group} trade heads for tokens, or back: ${item.text} becomes ${step.after.text}.`,
+    exchange: () =>
+      `Ranks ${group} begin to trade heads for tokens, or back: ${item.text} becomes ${step.after.text}. ` +
+      "The first step that reads it waits for it.",
+    unpack: () => `Puts the result together: its own part of ${item.text}, and what the others sent.`,
   };
   return words[verb]();
 }
