@@ -285,7 +285,8 @@ def _detail(detail: str, text: str) -> Mapping[str, Any]:
 
 
 UNPRICED_WAVES = 2
-"""With Ulysses, where no machine is known. More hide more of the exchanges, but cut calls into smaller ones."""
+"""With Ulysses, where no machine is known. More hide more of the exchanges, but cut calls into smaller ones. Waves of
+rows need blocks of two ranks: the exchanges of two ranks are short."""
 
 
 def least_volume_choice(
@@ -299,7 +300,7 @@ def least_volume_choice(
     if degree == problem.ranks:
         choice = replace(choice, method="ulysses")
     cut: Cut = "heads" if problem.kv_heads // degree % UNPRICED_WAVES == 0 else "rows"
-    waves = 1 if cut == "rows" and degree % UNPRICED_WAVES else UNPRICED_WAVES
+    waves = 1 if cut == "rows" and degree % (2 * UNPRICED_WAVES) else UNPRICED_WAVES
     return replace(choice, waves=waves, cut=cut, keep=("own",) if may_keep else ())
 
 

@@ -44,8 +44,8 @@ class Effort:
     """How much is simulated of every family, or, if not `by_family`, of all candidates together: the `least` most
     promising, and up to `most` of those whose estimate is within a factor `worth_trying` of the best time so far; with
     the calls of `priced_ranks` ranks priced. The fastest `finalists`, and the first `firsts` of every family, are tried
-    with up to `regroupings` larger and as many smaller groupings; then the fastest of `waved` Ulysses degrees in several
-    waves."""
+    with up to `regroupings` larger and as many smaller groupings; then the fastest of `waved` Ulysses degrees in
+    several waves."""
 
     by_family: bool
     priced_ranks: int
