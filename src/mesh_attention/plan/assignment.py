@@ -88,8 +88,10 @@ class Assignment:
 
     def __post_init__(self) -> None:
         inner, tile = self.inner, self.tile
-        if type(self.waves) is not int or self.waves < 1 or self.cut not in CUTS:
-            raise TileError(f"{brief(self.waves)} waves of {brief(self.cut)}: expected 1 or more, of heads or rows")
+        if type(self.waves) is not int or self.waves < 1:
+            raise TileError(f"waves={brief(self.waves)}: expected a whole number of at least 1")
+        if self.cut not in CUTS:
+            raise TileError(f"cut={brief(self.cut)}: expected {' or '.join(CUTS)}")
         if self.waves == 1 and self.cut != "heads":  # one wave has one spelling
             object.__setattr__(self, "cut", "heads")
         if inner is None:
@@ -268,11 +270,13 @@ def check_degree(ulysses: int, problem: Problem) -> None:
 
 def check_waves(waves: int, cut: Cut, ulysses: int, problem: Problem) -> None:
     """Raise when a pass cannot go in so many waves."""
-    number, what = (
-        (problem.kv_heads // ulysses, "KV heads of a rank") if cut == "heads" else (ulysses, "ranks of a group")
-    )
-    if number % waves:
-        raise TileError(f"{waves} waves do not divide the {number} {what}; numbers that do: {_divisors_text(number)}")
+    number = problem.kv_heads // ulysses if cut == "heads" else ulysses
+    if number % waves == 0:
+        return
+    what = "KV heads that a rank attends" if cut == "heads" else "ranks of a Ulysses group"
+    hint = "; or cut the rows of its Ulysses group" if cut == "heads" and ulysses % waves == 0 else ""
+    fitting = _divisors_text(number)
+    raise TileError(f"waves={waves} does not divide the number of {what}, {number}; use one of {fitting}{hint}")
 
 
 def _divisors_text(number: int) -> str:

@@ -1,0 +1,99 @@
+"""Waves: the same work and the same bytes as in one go, with less of it exposed, and in less memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs, verify
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import DIRECTIONS, Exchange, Unpack
+from mesh_attention.planning.choice import Choice
+from mesh_attention.planning.costs import even_costs
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.testing.strategies import plans
+from mesh_attention.verification.check import check
+
+LONG = Problem.self_attention(seq=2**17, heads=32, kv_heads=32, head_dim=128, ranks=16, mask=causal())
+
+
+@given(plans(max_ranks=8))
+@settings(max_examples=100)
+def test_waves_move_the_bytes_and_do_the_work_of_one(plan: Plan) -> None:
+    choice = Choice(
+        method=plan.method,  # type: ignore[arg-type]
+        tile=plan.assignment.tile,
+        ulysses_degree=plan.assignment.ulysses,
+        inner=plan.assignment.inner,
+        layout=plan.layout,
+        route=plan.schedule.route,
+        partials=plan.schedule.partials,
+        keep=plan.schedule.keep,
+    )
+    whole = make_plan(plan.problem, choice, direction=plan.direction)
+    for rank in range(plan.problem.ranks):
+        ours, theirs = rank_costs(plan, rank), rank_costs(whole, rank)
+        assert ours.flops == theirs.flops
+        assert ours.received.keys() <= theirs.received.keys()
+        for kind, received in ours.received.items():
+            due = theirs.received[kind]
+            assert received.statistics <= due.statistics
+            if kind not in ("o", "do"):  # their tokens are padded for the statistics
+                assert received.payload <= due.payload
+                assert received.payload == due.payload or plan.assignment.cut == "rows"  # parts of rows may need less
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    "text", ["ulysses 8 × mesh 1x2, zigzag", "ulysses 4 × attention2d 2x2, zigzag", "mesh 4x4, zigzag"]
+)
+def test_waves_expose_less_and_take_less_memory(text: str, direction: str) -> None:
+    cluster = cluster_named("h100x16")
+    one, two = (make_plan(LONG, replace(Choice.parse(text), waves=waves), direction=direction) for waves in (1, 2))  # type: ignore[arg-type]
+    verify(two)
+    before, after = simulate(one, cluster), simulate(two, cluster)
+    assert after.exposed_s < before.exposed_s
+    assert after.peak_nbytes < before.peak_nbytes
+
+
+def test_what_is_kept_as_exchanged_is_not_exchanged_again() -> None:
+    choice = Choice.parse("ulysses 8 × mesh 2x1, zigzag")
+    again, once = (make_plan(LONG, replace(choice, keep=keep), direction="backward") for keep in ((), ("own",)))
+    shard = 2**17 // 16 * 32 * 128 * 2
+    saved = rank_costs(again, 0).received_nbytes - rank_costs(once, 0).received_nbytes
+    assert saved == 3 * shard * 7 // 8
+
+
+def test_in_the_last_wave_a_rank_finishes_its_own_rows_last() -> None:
+    plan = make_plan(LONG, "ulysses 8 × mesh 2x1, zigzag, 2 waves of rows")
+    assert [move.wave for move in plan.schedule.moves if type(move).__name__ == "Meet"] == [0, 0, 1, 1]
+    assert [move.rows for move in plan.schedule.moves if type(move).__name__ == "Meet"][-1] == (0,)
+
+
+@pytest.mark.parametrize("text", ["ulysses 4, 2 waves of rows", "ulysses 2 × mesh 2x1, 2 waves", "ulysses 4, keep own"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_lost_or_swapped_exchange_is_noticed(text: str, direction: str) -> None:
+    problem = Problem.self_attention(seq=64, heads=8, kv_heads=8, head_dim=4, ranks=4, mask=causal())
+    plan = make_plan(problem, text, direction=direction).unrolled()  # type: ignore[arg-type]
+    assert not check(plan)
+    assert plan.programs is not None
+    first = plan.programs[0]
+    for index, step in enumerate(first.steps):
+        if not isinstance(step, Exchange | Unpack):
+            continue
+        without = (*first.steps[:index], *first.steps[index + 1 :])
+        other = replace(step, after=step.after._replace(part=1 - step.after.part))
+        for steps in (without, (*first.steps[:index], other, *first.steps[index + 1 :])):
+            assert check(plan.with_programs((replace(first, steps=steps), *plan.programs[1:]))), step
+
+
+def test_without_prices_transfers_take_no_longer_than_compute() -> None:
+    small = replace(LONG, seq_q=8192, seq_kv=8192, dtype="float32")
+    for text in ("mesh 4x4", "ulysses 4 × mesh 2x2", "ring 1x16"):
+        grid = Choice.parse(text).settled(small, "forward").assignment
+        costs = even_costs(small, grid, "forward")
+        rows, cols = grid.tile.rows, grid.tile.cols
+        traded = (costs.q + costs.kv + costs.o) * (1 - 1 / grid.ulysses)
+        assert (costs.q + costs.o) * (rows - 1) + costs.kv * (cols - 1) + traded == pytest.approx(rows * cols)
