@@ -33,7 +33,7 @@ from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning, tuning_from_js
 from mesh_attention.tuning.rivals import startrail_degrees, startrail_units
 from mesh_attention.tuning.search import groupings
 from mesh_attention.tuning.traffic import plan_on, traffic
-from mesh_attention.tuning.tune import tune, tuned_plans
+from mesh_attention.tuning.tune import FAR_BEHIND, tune, tuned_plans
 from mesh_attention.units import GIB
 
 
@@ -427,6 +427,8 @@ def test_more_ranks_are_priced_before_a_choice_is_made() -> None:
     found = tune(asked, cluster)
     again = {}
     for trial in found.trials[:4]:
+        if trial.time_s > FAR_BEHIND * found.chosen.time_s:
+            continue
         plan = tuned_plans(asked, cluster, trial)["forward"]
         again[trial.family] = simulate(plan, cluster, priced_ranks=8).time_s
         assert trial.time_s == pytest.approx(again[trial.family])

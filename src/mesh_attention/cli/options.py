@@ -322,7 +322,9 @@ class ChoiceOptions:
         _read_keep,
         None,
     )
-    waves: int | None = of_plan("--waves", "Parts of the heads that follow each other.", "N", parse_whole, None)
+    waves: int | None = of_plan(
+        "--waves", "Parts of the heads, or rows, that follow each other.", "N", parse_whole, None
+    )
     cut: Cut | None = of_plan(
         "--cut", "What waves are cut from; heads if left out.", "|".join(CUTS), one_of(CUTS), None
     )

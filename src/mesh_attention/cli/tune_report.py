@@ -236,9 +236,9 @@ def filled(statement: str, *, width: int) -> str:
 
 def _pieces(word: str, *, width: int) -> list[str]:
     """A word on lines of its own. If it is too long for one, its text is cut into two, which Python joins again."""
-    if len(word) + 4 <= width or word.count('"') != 2 or ", " not in word:
+    cut = word.rfind(", ", 0, width - 8) + 2
+    if len(word) + 4 <= width or word.count('"') != 2 or cut < 2:
         return [f"    {word}"]
-    cut = word.rindex(", ", 0, width - 8) + 2
     return [f'    {word[:cut]}"', *_pieces(f'"{word[cut:]}', width=width)]
 
 

@@ -210,7 +210,8 @@ def _check_keep(plans: Mapping[Direction, Plan], *, cuda_graphs: bool) -> None:
     if (forward.schedule.keep or backward.schedule.keep) and not same:
         raise UsageError(
             f"{forward!r} keeps {forward.schedule.keep} on tile {forward.assignment}, but {backward!r} expects "
-            f"{backward.schedule.keep} on tile {backward.assignment}; plan both passes with the same keep and tile"
+            f"{backward.schedule.keep} on tile {backward.assignment}; plan both passes with the same keep, Ulysses "
+            "degree and waves, and with the same tile if q or kv is kept"
         )
     if cuda_graphs and forward.schedule.keep:
         raise UsageError(

@@ -142,7 +142,8 @@ class Executor:
 
     def _waited_for(self, instruction: Instruction, item: Item) -> str:
         """The other ends of the post that the item was part of, for an error message."""
-        steps = self.compiled.steps[: instruction.index + 1]
+        is_end = instruction is self.compiled.instructions[-1]
+        steps = self.compiled.steps if is_end else self.compiled.steps[: instruction.index]
         posts: Sequence[Step] = ()
         alone = [range(at, at + 1) for at, step in enumerate(steps) if isinstance(step, Collective | Exchange)]
         for post in sorted([*turns(steps), *alone], key=lambda found: found.start):

@@ -146,7 +146,7 @@ def peak_nbytes(
     held = held_nbytes(steps, matrix, done=done, kept=kept, has_kept=has_kept)
     for index, of_step in calls.items():
         needed = [scratch_nbytes(call, matrix, plan.direction) for call in of_step]
-        if _is_at_home(steps[index]):
+        if matrix.assignment.head_shares == 1 and _is_at_home(steps[index]):  # a part of the heads is not contiguous
             needed = [total - _copied_nbytes(call, matrix) for total, call in zip(needed, of_step, strict=True)]
         held[index] += max(needed, default=0)
     return max(held, default=0)

@@ -307,7 +307,7 @@ def with_frees(steps: Sequence[Step], *, kept: Collection[Item] = (), hiding: in
     """The steps with every item freed after its last use, except the caller's tensors and kept items.
 
     An input that leaves in its last use is freed after the next attend, a partial after the next `hiding` ones: freeing
-    waits until it has left, and by then there was something to hide behind. So is one that is packed, maybe in a turn.
+    waits until it has left, and by then there was something to hide behind.
     """
     last_use: dict[Item, int] = {}
     for index, step in enumerate(steps):
@@ -324,7 +324,7 @@ def with_frees(steps: Sequence[Step], *, kept: Collection[Item] = (), hiding: in
 
 def _free_point(steps: Sequence[Step], last_use: int, hiding: int) -> int:
     step = steps[last_use]
-    leaving = in_flight(step)[1] or ((step.after,) if isinstance(step, Pack) else ())
+    leaving = in_flight(step)[1]
     if not leaving:
         return last_use
     # A rank soon needs the input it receives in the turn in which it passes one on; the send is over by then.

@@ -105,4 +105,6 @@ class Schedule:
             if route not in ROUTES:
                 raise ScheduleError(f"{name} {brief(route)}: expected one of {', '.join(ROUTES)}")
         if self.keep not in KEEPABLE:
-            raise ScheduleError(f"keep {brief(self.keep)}: expected some of own, q and kv, in this order, as a tuple")
+            raise ScheduleError(
+                f"keep {brief(self.keep)}: expected some of own, q and kv, in this order, not all three, as a tuple"
+            )

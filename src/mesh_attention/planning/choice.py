@@ -94,7 +94,9 @@ class Choice:
             if route not in ROUTES:
                 raise ScheduleError(f"{name} {brief(route)}: expected one of {', '.join(ROUTES)}")
         if not isinstance(self.keep, tuple) or self.keep not in KEEPABLE:
-            raise ScheduleError(f"keep {brief(self.keep)}: expected some of own, q and kv, in this order, as a tuple")
+            raise ScheduleError(
+                f"keep {brief(self.keep)}: expected some of own, q and kv, in this order, not all three, as a tuple"
+            )
         object.__setattr__(self, "cut", Assignment(Tile(1, 1), waves=self.waves, cut=self.cut).cut)
         if not isinstance(self.layout, Layout | None):
             raise ScheduleError(f"layout {brief(self.layout)}: expected one of {', '.join(LAYOUTS)}")

@@ -122,12 +122,19 @@ class PassSearch:
             self.report(f"regrouping {tried.choice.family}", 0.95)
             for choice in self._regrouped(tried.choice):
                 self.simulate(choice)
-        by_degree = {tried.choice.assignment.ulysses: tried for tried in reversed(self.best())}
-        fastest = sorted(by_degree.values(), key=lambda tried: tried.forecast.time_s)
-        for tried in fastest[: self.effort.waved]:
-            self.report(f"waves of {tried.choice.family}", 0.98)
-            for choice in waved(tried.choice, self.problem):
+        for base in self._fastest_degrees()[: self.effort.waved]:
+            self.report(f"waves of {base.family}", 0.98)
+            for choice in waved(base, self.problem):
                 self.simulate(choice)
+
+    def _fastest_degrees(self) -> list[Choice]:
+        """The fastest choice of every Ulysses degree, fastest first. Waves take less memory, so if nothing fits, of
+        those that do not fit."""
+        found = self.best() or [Tried(choice, forecast) for choice, forecast in self.tried.items()]
+        by_degree: dict[int, Choice] = {}
+        for tried in sorted(found, key=lambda tried: tried.forecast.time_s):
+            by_degree.setdefault(tried.choice.assignment.ulysses, tried.choice)
+        return list(by_degree.values())
 
     def _parts(self, candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> list[tuple[str, list[Choice]]]:
         """Candidates in the order they are tried: of every family, or of all together."""

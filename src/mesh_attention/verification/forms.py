@@ -67,12 +67,13 @@ def _flaws(evidence: Evidence, rank: int, step: Step) -> Iterator[str]:
                 yield from _flaws_of_transfer(evidence, rank, end)
         case steps.Pack(before, after):
             yield from _flaws_of_conversion(evidence, rank, before, after)
-            if before.form != ("kept" if evidence.plan.assignment.ulysses > 1 else "home") or before.kind in outputs:
+            due = "kept" if evidence.plan.assignment.ulysses > 1 else "home"
+            if (before.form, after.form) != (due, "whole") or before.kind in outputs:
                 yield "only inputs are packed: the caller's, or with Ulysses kept ones"
         case steps.Unpack(before, after):
             yield from _flaws_of_conversion(evidence, rank, before, after)
-            if evidence.plan.assignment.ulysses == 1 or before.kind not in outputs:
-                yield "only results are unpacked, and only with Ulysses"
+            if evidence.plan.assignment.ulysses == 1 or before.kind not in outputs or after.form != "home":
+                yield "only results are unpacked, to the caller's tensors, and only with Ulysses"
         case steps.Exchange():
             yield from _flaws_of_exchange(evidence, rank, step)
         case steps.Merge(partial):

@@ -209,8 +209,9 @@ class _Partials:
                     held[item] = held.pop(running(item), ())
                 case steps.Exchange(before, after) if after.kind in results:
                     held[after] = held.get(before, ())
-                case steps.Unpack(_, after):
-                    held[after] = held.get(staged(after), ())
+                case steps.Unpack(before, after):  # this rank's own piece, and those of others: of the same sum
+                    pieces = held.get(staged(after), ())
+                    held[after] = pieces if held.get(before) == pieces else ()
                 case steps.Free(item):
                     held.pop(item, None)
                 case steps.Send() | steps.Recv() | steps.Collective():
