@@ -435,7 +435,7 @@ def simulated(answer: dict[str, Any], plan: Plan, topology: Topology, *, number:
 
 
 def test_simulate_agrees_with_the_library(run: Run, topology: Topology, tuning: Tuning) -> None:
-    counted = replace(tuning.chosen.choices["forward"], blocks_per_call=2, keep=(), waves=1)
+    counted = replace(tuning.chosen.choices["forward"], blocks_per_call=2, keep=(), waves=1, cut="heads")
     chosen = replace(tuning.chosen, choices={"forward": counted})
     options = counted.options
     line = f"{SIMULATE} --method {options['method']} --tile {options['tile']} --route {options['route']}"

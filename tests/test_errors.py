@@ -115,6 +115,7 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
         (lambda: make_plan(problem(), keep=("own",)), ScheduleError, "keep own needs a Ulysses degree above 1"),
         (lambda: make_plan(problem(), waves=0), TileError, "waves=0: expected a whole number of at least 1"),
         (lambda: make_plan(problem(), waves=2, cut="cols"), TileError, "cut='cols': expected heads or rows"),
+        (lambda: make_plan(problem(), cut="rows"), TileError, "cut='rows' needs waves=2 or more"),
         (lambda: make_plan(problem(), waves=97), TileError, "waves=97 does not divide the number of KV heads"),
         (lambda: estimate_costs(problem(), Assignment(Tile(3, 4)), "up"), ScheduleError, "direction 'up'"),
         (lambda: estimate_costs(problem(), Assignment(Tile(9, 9)), "forward"), TileError, "cannot form a 9x9 tile"),

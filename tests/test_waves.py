@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given, settings
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs, verify
+from mesh_attention.plan.buffers import held_nbytes
+from mesh_attention.plan.calls import kernel_calls, peak_nbytes, scratch_nbytes
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import DIRECTIONS, Exchange, Unpack
+from mesh_attention.plan.program import Program
+from mesh_attention.plan.steps import DIRECTIONS, Exchange, Item, Unpack
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import even_costs
 from mesh_attention.simulation.simulate import simulate
@@ -87,6 +90,40 @@ def test_a_lost_or_swapped_exchange_is_noticed(text: str, direction: str) -> Non
         other = replace(step, after=step.after._replace(part=1 - step.after.part))
         for steps in (without, (*first.steps[:index], other, *first.steps[index + 1 :])):
             assert check(plan.with_programs((replace(first, steps=steps), *plan.programs[1:]))), step
+
+
+@pytest.mark.parametrize("text", ["ulysses 4, 2 waves of rows", "ulysses 4, 2 waves"])
+def test_a_piece_that_both_ends_leave_out_is_noticed(text: str) -> None:
+    plan = make_plan(replace(LONG, ranks=4), text).unrolled()
+    assert plan.programs is not None
+
+    def without(program: Program, gone: Item) -> Program:
+        ends = {"sends", "recvs"}
+        steps = (
+            replace(step, **{name: tuple(end for end in getattr(step, name) if end.item != gone) for name in ends})
+            if isinstance(step, Exchange)
+            else step
+            for step in program.steps
+        )
+        return replace(program, steps=tuple(steps))
+
+    pieces = {send.item for step in plan.programs[0].steps if isinstance(step, Exchange) for send in step.sends}
+    assert pieces
+    for piece in pieces:
+        breaches = check(plan.with_programs(tuple(without(program, piece) for program in plan.programs)))
+        assert "form" in {breach.rule for breach in breaches}
+
+
+@pytest.mark.parametrize("waves", [1, 2])
+def test_a_part_of_the_callers_gradient_is_copied_and_counted(waves: int) -> None:
+    """A kernel takes the whole of the caller's dO as it is; some of its heads are not contiguous."""
+    plan = make_plan(LONG, method="ring", waves=waves, direction="backward")
+    steps, matrix = plan.steps(0), plan.matrix
+    calls = kernel_calls(steps, matrix)
+    assert all(grad.form == "home" for index in calls for grad in steps[index].grads)  # type: ignore[union-attr]
+    held = held_nbytes(steps, matrix)
+    with_copies = max(held[i] + max(scratch_nbytes(call, matrix, "backward") for call in calls[i]) for i in calls)
+    assert (peak_nbytes(plan, 0, steps, calls) < with_copies) is (waves == 1)
 
 
 def test_without_prices_transfers_take_no_longer_than_compute() -> None:

@@ -80,13 +80,13 @@ def drawn_plan(rng: Random) -> Plan:
     problem = drawn_problem(rng)
     degree = rng.choice([u for u in divisors(problem.ranks) if problem.kv_heads % u == 0])
     tile = rng.choice(tiles_of(problem.ranks // degree))
-    cut = rng.choice(CUTS)
+    cut = rng.choice(CUTS if degree > 1 else CUTS[:1])
     choice = Choice(
         tile=tile,
         ulysses_degree=degree,
         layout=rng.choice(tuple(LAYOUTS.values())),
         keep=rng.choice([keep for keep in KEEPABLE if degree > 1 or "own" not in keep]) if rng.random() < 0.5 else (),
-        waves=rng.choice(divisors(problem.kv_heads // degree if cut == "heads" else degree)),
+        waves=rng.choice(divisors(problem.kv_heads // degree) if cut == "heads" else divisors(degree)[1:]),
         cut=cut,
     )
     if rng.random() < 0.3:

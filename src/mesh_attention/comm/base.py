@@ -59,8 +59,8 @@ class Comm(Protocol):
         """Send a text to every rank of the group, and get theirs."""
 
 
-def runs_side_by_side(comm: Any) -> bool:
-    """True if the posts of a transport, beneath all wrappers, do not wait for each other."""
+def innermost(comm: Any) -> Any:
+    """The transport beneath all wrappers."""
     while hasattr(comm, "inner"):
         comm = comm.inner
-    return bool(getattr(comm, "runs_side_by_side", False))
+    return comm

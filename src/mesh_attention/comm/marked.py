@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, ReduceOp
 
-from mesh_attention.comm.base import MARK, Comm, Parcel, Sharing, Work
+from mesh_attention.comm.base import MARK, Comm, Parcel, Sharing, Work, innermost
 from mesh_attention.comm.reports import DIFFERENT_CALLS
 from mesh_attention.comm.torch_dist import (
     START_AGAIN,
@@ -185,13 +185,6 @@ def make_mark(passes: int, history: int, device: torch.device | None, forward_pa
     if isinstance(forward_pass, Tensor):
         mark += torch.stack((forward_pass, -forward_pass))
     return mark
-
-
-def innermost(comm: Any) -> Any:
-    """The transport beneath all wrappers."""
-    while hasattr(comm, "inner"):
-        comm = comm.inner
-    return comm
 
 
 def torch_group(comm: Any) -> Any:

@@ -70,7 +70,7 @@ def _views(fmt: TokenFormat, tokens: int, batch: int) -> tuple[tuple[str, torch.
 
 @lru_cache(maxsize=256)
 def token_format(kind: Kind, problem: Problem, shares: int, is_running: bool) -> TokenFormat:
-    """The format of items that hold one of so many shares of the heads."""
+    """The format of items that hold one share of the heads."""
     wire = DTYPES[problem.dtype]
     wide = torch.float64 if problem.dtype == "float64" else torch.float32
     statistic = torch.float64 if is_running else wide  # see `problem.RUNNING_LSE_NBYTES`

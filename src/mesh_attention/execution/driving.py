@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mesh_attention.comm.base import Comm, Work
+from mesh_attention.comm.base import Comm, Work, innermost
 from mesh_attention.comm.local import LocalComm, LocalGroup
-from mesh_attention.comm.marked import NEW_GROUP, Marked, innermost, make_mark
+from mesh_attention.comm.marked import NEW_GROUP, Marked, make_mark
 from mesh_attention.comm.staged import comm_for
 from mesh_attention.comm.torch_dist import START_AGAIN, Group, TorchComm
 from mesh_attention.errors import DisagreementError, StalledError, TransportError, UsageError

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import assert_never
 
 from mesh_attention.arguments import Softmax
-from mesh_attention.comm.base import Comm, Parcel, Work, runs_side_by_side
+from mesh_attention.comm.base import Comm, Parcel, Work, innermost
 from mesh_attention.errors import DisagreementError, TransportError
 from mesh_attention.execution.buffers import Allocation, Buffer, Meter, Span, part
 from mesh_attention.execution.compiled import Call, Compiled, Exchanged, Instruction, Stretch
@@ -73,6 +73,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         plan = self.compiled.plan
+        self.posts_apart = getattr(innermost(self.comm), "runs_side_by_side", False)
         self.problem, self.matrix, self.assignment = plan.problem, plan.matrix, plan.assignment
         for kind in INPUTS[plan.direction]:
             for number in self.assignment.parts(AXIS_OF[kind]):
@@ -161,7 +162,7 @@ class Executor:
         given = [Parcel(chunks(send.item), send.dest, send.item.kind) for send in sends]
         taken = [Parcel(chunks(recv.item), recv.source, recv.item.kind) for recv in recvs]
         try:
-            if not given or not taken or not runs_side_by_side(self.comm):
+            if not given or not taken or not self.posts_apart:
                 work = self.comm.post(given, taken)
                 return work, work
             # Apart, so that an arrival does not wait for what leaves. If posts ran one after the other, a receive

@@ -14,8 +14,7 @@ from typing import Any, Literal
 import torch
 
 from mesh_attention.clusters import PRESETS
-from mesh_attention.comm.base import Comm
-from mesh_attention.comm.marked import innermost
+from mesh_attention.comm.base import Comm, innermost
 from mesh_attention.errors import TopologyError, UsageError
 from mesh_attention.machine.choosing import Chosen, Tuner, by_bytes
 from mesh_attention.machine.facts import facts_of

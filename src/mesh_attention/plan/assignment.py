@@ -92,8 +92,8 @@ class Assignment:
             raise TileError(f"waves={brief(self.waves)}: expected a whole number of at least 1")
         if self.cut not in CUTS:
             raise TileError(f"cut={brief(self.cut)}: expected {' or '.join(CUTS)}")
-        if self.waves == 1 and self.cut != "heads":  # one wave has one spelling
-            object.__setattr__(self, "cut", "heads")
+        if self.waves == 1 and self.cut == "rows":
+            raise TileError("cut='rows' needs waves=2 or more: one wave is not cut")
         if inner is None:
             return
         if tile.rows % inner.rows or tile.cols % inner.cols:
@@ -135,7 +135,7 @@ class Assignment:
 
     @property
     def head_shares(self) -> int:
-        """The heads of a whole item are one of so many shares."""
+        """Shares into which the heads are divided. A whole item has one of them."""
         return self.ulysses * (self.waves if self.cut == "heads" else 1)
 
     def parts(self, axis: Axis) -> range:
@@ -149,7 +149,7 @@ class Assignment:
         return (self.head_slice(rank) // self._block - wave) % self.waves if axis == "row" else 0
 
     def home_part(self, axis: Axis, wave: int) -> int:
-        """How the caller's tensors of a wave, and what is staged for them, are numbered."""
+        """The part number of the caller's tensors, and of what is staged for them, in a wave."""
         return wave if len(self.parts(axis)) > 1 else 0
 
     def members(self, axis: Axis, place: int, part: int) -> range:
@@ -160,7 +160,7 @@ class Assignment:
         return range(start + part * self._block, start + (part + 1) * self._block)
 
     def staged_pieces(self, axis: Axis, wave: int) -> int:
-        """Pieces that an exchange sends from, or gets to, a rank's own tokens in a wave."""
+        """Number of pieces of a rank's own tokens that an exchange sends, or brings back, in a wave."""
         if self.cut == "heads" or axis == "col":
             return self.ulysses - 1
         return self._block - (wave == 0)
@@ -269,7 +269,7 @@ def check_degree(ulysses: int, problem: Problem) -> None:
 
 
 def check_waves(waves: int, cut: Cut, ulysses: int, problem: Problem) -> None:
-    """Raise when a pass cannot go in so many waves."""
+    """Raise when the waves do not divide what they are cut from."""
     number = problem.kv_heads // ulysses if cut == "heads" else ulysses
     if number % waves == 0:
         return

@@ -14,7 +14,6 @@ from mesh_attention.plan.steps import AXIS_OF, INPUTS, Direction, Item, Keep, Ki
 from mesh_attention.problem import RUNNING_LSE_NBYTES, Problem
 
 Found = TypeVar("Found")
-FORWARD_INPUTS = INPUTS["forward"]
 
 
 class Bytes(NamedTuple):
@@ -147,7 +146,7 @@ class BlockMatrix:
         gathers, including its own; or its own alone."""
         assignment, place = self.assignment, self.assignment.place(rank)
         found: list[tuple[Item, ...]] = []
-        for kind in FORWARD_INPUTS:
+        for kind in INPUTS["forward"]:
             axis = AXIS_OF[kind]
             shards = assignment.group(axis, place) if kind in keep else (place,) if "own" in keep else ()
             for part in assignment.parts(axis) if shards else ():
@@ -184,10 +183,8 @@ class BlockMatrix:
     def _measure(self, item: Item) -> Bytes:
         problem, axis, assignment = self.problem, AXIS_OF[item.kind], self.assignment
         if item.form == "staged":
-            pieces, piece = (
-                assignment.staged_pieces(axis, item.part),
-                self.nbytes(item._replace(form="piece", source=0)),
-            )
+            pieces = assignment.staged_pieces(axis, item.part)
+            piece = self.nbytes(item._replace(form="piece", source=0))
             return Bytes(pieces * piece.payload, pieces * piece.statistics)
         segments = self.positions(item)
         share = len(assignment.parts(axis)) if item.form == "home" else assignment.head_shares

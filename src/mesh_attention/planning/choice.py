@@ -97,7 +97,7 @@ class Choice:
             raise ScheduleError(
                 f"keep {brief(self.keep)}: expected some of own, q and kv, in this order, not all three, as a tuple"
             )
-        object.__setattr__(self, "cut", Assignment(Tile(1, 1), waves=self.waves, cut=self.cut).cut)
+        Assignment(Tile(1, 1), waves=self.waves, cut=self.cut)  # raises if they do not go together
         if not isinstance(self.layout, Layout | None):
             raise ScheduleError(f"layout {brief(self.layout)}: expected one of {', '.join(LAYOUTS)}")
         blocks = self.blocks_per_call
@@ -301,9 +301,12 @@ def least_volume_choice(
         return choice
     if degree == problem.ranks:
         choice = replace(choice, method="ulysses")
-    cut: Cut = "heads" if problem.kv_heads // degree % UNPRICED_WAVES == 0 else "rows"
-    waves = 1 if cut == "rows" and degree % (2 * UNPRICED_WAVES) else UNPRICED_WAVES
-    return replace(choice, waves=waves, cut=cut, keep=("own",) if may_keep else ())
+    choice = replace(choice, keep=("own",) if may_keep else ())
+    if problem.kv_heads // degree % UNPRICED_WAVES == 0:
+        return replace(choice, waves=UNPRICED_WAVES)
+    if degree % (2 * UNPRICED_WAVES) == 0:
+        return replace(choice, waves=UNPRICED_WAVES, cut="rows")
+    return choice
 
 
 def default_layout(problem: Problem) -> Layout:

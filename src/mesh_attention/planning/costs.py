@@ -91,8 +91,8 @@ def estimate_costs(
 
 
 def even_costs(problem: Problem, assignment: Assignment, direction: Direction) -> Costs:
-    """Costs for a machine that nobody knows: transfers take as long as compute, and less where a fast GPU behind a
-    400 Gb/s link would be that slow. Where one of them takes longer, the order matters less."""
+    """Costs where no machine is known: those of a fast GPU behind a 400 Gb/s link, scaled down until transfers take no
+    longer than compute. Orders differ most where both take equally long."""
     costs = estimate_costs(problem, assignment, direction)
     kinds = (*INPUTS[direction], *OUTPUTS[direction])
     traded = 1 - 1 / assignment.ulysses

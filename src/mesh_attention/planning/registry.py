@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 
 from typing_extensions import Unpack
@@ -10,16 +10,15 @@ from typing_extensions import Unpack
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Schedule, Together
+from mesh_attention.plan.schedule import Meet, Move, Return, Schedule, Together
 from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.planning.attention2d import attention2d_moves
 from mesh_attention.planning.choice import Choice, ChoiceOptions, as_choice
 from mesh_attention.planning.costs import Costs, estimate_gpu_costs, even_costs
 from mesh_attention.planning.mesh import mesh_moves
-from mesh_attention.planning.waves import in_waves
+from mesh_attention.planning.waves import brings_input, in_waves
 from mesh_attention.problem import Problem
 
-FORWARD_INPUTS = INPUTS["forward"]
 Planner = Callable[..., Plan]
 """``planner(problem, direction=…, layout=…)`` gives a plan."""
 Price = Callable[[Problem, Choice, Direction], Costs]
@@ -126,7 +125,7 @@ def _moves(problem: Problem, choice: Choice, direction: Direction, costs: Costs)
     inputs = INPUTS[direction]
 
     def moves_with(*have: Kind) -> tuple[Move, ...]:
-        """Those of one wave, if the rank has some inputs already, without heads for tokens."""
+        """The moves of one wave, without exchanges, for a rank that has some inputs already."""
         if choice.method == "attention2d":
             return attention2d_moves(assignment.tile, direction, have=have)
         return mesh_moves(problem, choice, direction, costs=costs, have=have)
@@ -135,14 +134,14 @@ def _moves(problem: Problem, choice: Choice, direction: Direction, costs: Costs)
         return _trade_heads(moves, direction, [k for k in inputs if k not in have]) if assignment.ulysses > 1 else moves
 
     gathered = [kind for kind in inputs if kind in kept]
-    own = FORWARD_INPUTS if "own" in kept else gathered
+    own = INPUTS["forward"] if "own" in kept else gathered
     first = moves_with(*gathered)
     if assignment.waves == 1:
         return traded(first, *own)
     shared: list[Kind] = ["kv"] if assignment.cut == "rows" else []  # come with the first wave, and stay
     usual = moves_with(*dict.fromkeys([*gathered, *shared]))
     # If all inputs of a wave are there before it begins, rows can be completed one by one from the start.
-    fetches = [move for move in usual if _brings(move, inputs)]
+    fetches = [move for move in usual if brings_input(move, direction)]
     prompt = (*fetches, *moves_with(*inputs))
     candidates = []
     for later in dict.fromkeys((usual, prompt)):
@@ -151,11 +150,6 @@ def _moves(problem: Problem, choice: Choice, direction: Direction, costs: Costs)
             waves[:-1] = [tuple(m for m in moves if isinstance(m, Meet) or m.kind != "dkv") for moves in waves[:-1]]
         candidates.append(in_waves(waves, direction, assignment=assignment, costs=costs, route=choice.route))
     return min(candidates, key=lambda timed: timed.makespan).moves
-
-
-def _brings(move: Move, inputs: Sequence[Kind]) -> bool:
-    """True for a move that brings inputs."""
-    return isinstance(move, Fetch) or (isinstance(move, Together) and move.kind in inputs)
 
 
 def _trade_heads(moves: Iterable[Move], direction: Direction, inputs: Iterable[Kind]) -> tuple[Move, ...]:

@@ -44,13 +44,17 @@ def in_waves(
             move = moves.popleft()
             if isinstance(move, Meet):
                 clocks.meet(move, following)
-            elif clocks.is_input(move) or (isinstance(move, Return) and move.offset) or _is_reduce(move):
+            elif brings_input(move, direction) or (isinstance(move, Return) and move.offset) or _is_reduce(move):
                 clocks.post(move)
             else:
                 assert isinstance(move, Return | Together)
                 clocks.ends.append(move)
     clocks.end_all()
     return Timed(tuple(clocks.made), max(clocks.now, clocks.link_free))
+
+
+def brings_input(move: Move, direction: Direction) -> bool:
+    return isinstance(move, Fetch) or (isinstance(move, Together) and move.kind in INPUTS[direction])
 
 
 def _is_reduce(move: Move) -> bool:
@@ -61,6 +65,7 @@ class _Clocks:
     """The moves so far, and when compute and the link are done with them."""
 
     def __init__(self, direction: Direction, assignment: Assignment, costs: Costs, route: Route) -> None:
+        self.direction: Direction = direction
         self.inputs = INPUTS[direction]
         self.assignment, self.costs, self.route = assignment, costs, route
         self.made: list[Move] = []
@@ -69,16 +74,13 @@ class _Clocks:
         self.ends: list[Return | Together] = []  # ends of waves that are not made yet
         self.gone: dict[tuple[Kind, int], float] = {}  # when the partials, or the exchanged result, of a wave are there
 
-    def is_input(self, move: Move) -> bool:
-        return isinstance(move, Fetch) or (isinstance(move, Together) and move.kind in self.inputs)
-
     def meet(self, move: Meet, following: deque[Move]) -> None:
         start = max(self.now, self._ready(move))
         self._end_what_is_over(start)
         end = start + self.costs.of_call(mask_of(move.rows), mask_of(move.cols))
         self.now = start
         while self.link_free < end:
-            coming = next((one for one in following if self.is_input(one)), None)
+            coming = next((one for one in following if brings_input(one, self.direction)), None)
             if coming is None or self._depends_on(coming) > start:
                 break
             following.remove(coming)

@@ -146,7 +146,7 @@ class _Take:
         """The pass as a CUDA graph, launched once: the silent graph, which receives nothing, finds noise in its memory.
 
         The driver decides when it makes a graph which of its branches share a queue. Now and then, copies in both
-        directions do, and the link is half as fast (an H200, the same pass: 52 or 81 ms). So the best of some is taken.
+        directions do, and the link is half as fast (an H200, the same pass: 52 or 85 ms). So the best of some is taken.
         """
         graphs = [CapturedGraph(self.run, self.device) for _ in range(CAPTURES)]
         for graph in graphs:

@@ -109,8 +109,8 @@ def plans(draw: st.DrawFn, *, max_ranks: int = 12, of_inputs: bool = False) -> P
         draw(directions()),
         draw(st.sampled_from(KEEPABLE)),
     )
-    cut = draw(st.sampled_from(CUTS))
-    waves = draw(st.sampled_from(divisors(problem.kv_heads // degree if cut == "heads" else degree)))
+    cut = draw(st.sampled_from(CUTS if degree > 1 else CUTS[:1]))
+    waves = draw(st.sampled_from(divisors(problem.kv_heads // degree) if cut == "heads" else divisors(degree)[1:]))
     keep = tuple(kind for kind in keep if kind != "own") if degree == 1 else keep
     grid = Choice(tile=tile, ulysses_degree=degree, inner=inner, waves=waves, cut=cut)
     choice = replace(grid, layout=layout, keep=keep)
