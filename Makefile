@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RECIPES := .venv-recipes
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Torch is installed first, as a CPU build where one is offered. To use another version:
 # make test TORCH=torch==2.10.0
@@ -9,7 +10,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Another torch brings its own triton.
 UNPINNED := ^torch==$(if $(filter command line,$(origin TORCH)),|^triton==)
 
-.PHONY: demo test quick fuzz plans files families faults nccl-faults soak test-gpu test-gpu-kernels test-gpu-attention test-nccl check check-schemas format bench docs dist clean
+.PHONY: demo test quick fuzz plans files families faults nccl-faults soak recipes test-gpu test-gpu-kernels test-gpu-attention test-nccl check check-schemas format bench docs dist clean
 
 # Tests start many interpreters; let them share compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -29,6 +30,10 @@ QUICK := api_refusals attention_local bands bytes calls choice clusters cuda_ker
 	kernel_conformance kernels layout lowering masks mutations plans_verify public_names text units
 quick: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(QUICK:%=tests/test_%.py) $(ARGS)
+
+# The recipes for other stacks, each with the real package on 4 processes, compared with one process.
+recipes: $(RECIPES)/ready
+	$(RECIPES)/bin/python -m pytest tests/recipes $(ARGS)
 
 # Random calls against a dense reference, on two cores; a failure prints a script of a few lines.
 fuzz: SECONDS ?= 60
@@ -116,5 +121,14 @@ $(VENV)/ready: $(VENV)/installed
 	$(PIP) --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	touch $@
 
+# Where both files pin a package, the recipes' version is taken.
+$(RECIPES)/ready: pyproject.toml constraints.txt examples/recipes/constraints.txt
+	$(PYTHON) -m venv $(RECIPES)
+	$(RECIPES)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	awk -F== '!seen[tolower($$1)]++' examples/recipes/constraints.txt constraints.txt > $(RECIPES)/constraints.txt
+	$(RECIPES)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint $(RECIPES)/constraints.txt --editable '.[recipes]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RECIPES) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

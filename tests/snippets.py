@@ -3,6 +3,7 @@
 <!-- one session -->        anywhere in a page: its Python blocks are one session and share their names
 <!-- on 8 processes -->     before a Python block: run by that many ranks, whose default group is the world
 <!-- under torchrun 2 -->   before a Python block: a separate script, started by torchrun
+<!-- lines of a/b.py -->    before a Python block: not run; its lines are lines of that file, in that order
 <!-- raises -->             before a Python block: it must raise; the text block after it is the error
 ```text                     right after a block: what it printed, line by line, … standing for anything
 ```console                  `$ mesh-attention …` is run, and what is shown below it is compared in the same way
@@ -48,7 +49,7 @@ class Block:
     @property
     def runs_here(self) -> bool:
         """Python, in the process of the tests."""
-        is_elsewhere = self.processes or self.torchrun or "launched" in self.marks
+        is_elsewhere = self.processes or self.torchrun or self.lines_of or "launched" in self.marks
         return self.language == "python" and not is_elsewhere
 
     @property
@@ -58,6 +59,11 @@ class Block:
     @property
     def torchrun(self) -> int:
         return self.number("under torchrun N")
+
+    @property
+    def lines_of(self) -> str:
+        """The file of the repository that the block is taken from; empty if it is not."""
+        return next((mark.removeprefix("lines of ") for mark in self.marks if mark.startswith("lines of ")), "")
 
     def code(self) -> Any:
         """Compiled, with the page's own line numbers."""

@@ -114,7 +114,9 @@ def test_blocks_say_what_they_are(page: Path) -> None:
     for block in blocks(page):
         assert block.language in LANGUAGES, f"{block.page}:{block.line}: {block.language}"
         for mark in block.marks:
-            known = re.fullmatch(r"raises|launched|one session|on \d+ processes|under torchrun \d+|file: \S+", mark)
+            known = re.fullmatch(
+                r"raises|launched|one session|on \d+ processes|under torchrun \d+|(file:|lines of) \S+", mark
+            )
             assert known, f"{block.page}:{block.line}: unknown mark {mark!r}"
         assert not block.raises or block.shown, f"{block.page}:{block.line}: show what is raised"
     assert page.read_text().count("```") == 2 * len(blocks(page)), "a block that is not closed, or inside another"
@@ -181,6 +183,14 @@ def test_scripts_that_a_page_shows_are_the_files() -> None:
     assert {path for _, path in shown} == {name_of(path) for path in (DOCS / "launch").iterdir() if path.is_file()}
     for block, path in shown:
         assert block.source == (ROOT / path).read_text(), f"{block.page}:{block.line} is not {path}"
+
+
+def test_lines_that_a_page_explains_are_lines_of_the_file() -> None:
+    for page in PAGES:
+        for block in blocks(page):
+            if block.lines_of:
+                missing = list(differences(block.source, (ROOT / block.lines_of).read_text()))
+                assert not missing, f"{page.name}:{block.line}: not in {block.lines_of}, in this order: {missing}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
