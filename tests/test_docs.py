@@ -123,10 +123,8 @@ def test_blocks_say_what_they_are(page: Path) -> None:
 
 
 def test_the_readme_says_what_its_snippets_print() -> None:
-    printed = "\n".join(run_here(block, {}) for block in blocks(README) if block.runs_here)
+    (printed,) = [run_here(block, {}) for block in blocks(README) if block.runs_here]
     assert float(re.findall(r"tensor\((\S*)\)", printed)[0]) < 1e-5
-    assert "a rank receives 353 MiB, with ring 480 MiB" in printed
-    assert re.search(r"^\S+ +\d+\.\d\d ms  chosen$", printed, flags=re.MULTILINE)
 
 
 # Figures
@@ -167,9 +165,10 @@ def test_every_result_names_the_commit_it_was_made_at() -> None:
 # Pictures, files and links
 
 
-def test_the_picture_is_what_its_script_draws() -> None:
-    drawn = runpy.run_path(str(DOCS / "make_tiles_picture.py"))["picture"]()
-    assert (DOCS / "tiles.svg").read_text() == drawn
+@pytest.mark.parametrize("name", ["tiles", "gain"])
+def test_a_picture_is_what_its_script_draws(name: str) -> None:
+    drawn = runpy.run_path(str(DOCS / f"make_{name}_picture.py"))["picture"]()
+    assert (DOCS / f"{name}.svg").read_text() == drawn
 
 
 def test_scripts_that_a_page_shows_are_the_files() -> None:
@@ -222,13 +221,13 @@ def test_anchors_are_the_same_on_every_site() -> None:
 
 
 def test_the_folder_map_names_every_module() -> None:
-    readme = README.read_text()
+    page = (DOCS / "architecture.md").read_text()
     for path in (ROOT / "src" / "mesh_attention").glob("*/*.py"):
         if (
             path.parent.name not in ("cli", "testing")  # the folder map says what these hold as a whole
             and path.stem != "__init__"
         ):
-            assert path.stem in readme, f"{path.parent.name}/{path.stem} is missing from the folder map"
+            assert path.stem in page, f"{path.parent.name}/{path.stem} is missing from the folder map"
 
 
 # Errors
