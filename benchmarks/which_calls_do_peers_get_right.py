@@ -30,9 +30,6 @@ from run_facts import start_result
 from side_by_side import dense
 from side_by_side.contenders import PACKAGES, digest_of, find_packages, import_package
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental import context_parallel
-from torch.nn import functional
 
 from mesh_attention import MeshAttention
 
@@ -123,28 +120,8 @@ def yunchang(kind: str, call: Call, folders: dict[str, Path]) -> tuple[Tensor, A
     return positions, partial(attention, **options)
 
 
-def torch_context_parallel(call: Call, folders: dict[str, Path]) -> tuple[Tensor, Attend]:
-    """As torch ships it."""
-    need(not call.softcap and not call.cuts and call.window == (-1, -1))
-    positions = torch.arange(call.tokens)
-    mesh = init_device_mesh("cpu", (ranks(),))
-    context = context_parallel(mesh, buffers=[positions], buffer_seq_dims=[0], no_restore_buffers={positions})
-    context.__enter__()
-
-    def attend(*tensors: Tensor) -> Tensor:
-        q, k, v = (tensor.transpose(1, 2) for tensor in tensors)
-        k, v = (tensor.repeat_interleave(HEADS // KV_HEADS, dim=1) for tensor in (k, v))
-        try:
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=call.causal).transpose(1, 2)
-        finally:
-            context.__exit__(None, None, None)
-
-    return positions, attend
-
-
 CONTENDERS: dict[str, Contender] = {
     "mesh-attention": ours,
-    "torch context_parallel, on CPU": torch_context_parallel,
     "ring_flash_attn_func": partial(ring_flash_attention, "ring"),
     "zigzag_ring_flash_attn_func": partial(ring_flash_attention, "zigzag_ring"),
     "stripe_flash_attn_func": partial(ring_flash_attention, "stripe"),
