@@ -170,6 +170,7 @@ def run_rank(rank: int, size: int, folder: str, name: str, call: Call, folders: 
     os.dup2(nowhere, 2)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT_S))
+    dist.barrier()  # a rank that has its answer at once must not leave while others still connect
     random = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, call.tokens, h, HEAD_DIM, generator=random) for h in (HEADS, KV_HEADS, KV_HEADS)]
     with torch.no_grad():
