@@ -33,7 +33,7 @@ from torch import Tensor
 
 from mesh_attention import MeshAttention
 
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+HEADS, HEAD_DIM = 4, 8
 LIMIT_S = 20.0
 TOLERANCE = 1e-4
 """Of outputs in float32; a mask that is ignored makes a difference of about 1."""
@@ -109,12 +109,15 @@ def ring_flash_attention_llama3(call: Call, folders: dict[str, Path]) -> tuple[T
     return contiguous(torch.arange(call.tokens)), lambda q, k, v: function(q[0], k[0], v[0])[None]
 
 
-def yunchang(kind: str, call: Call, folders: dict[str, Path]) -> tuple[Tensor, Attend]:
+def yunchang(kind: str, ulysses: int, kernel: str, call: Call, folders: dict[str, Path]) -> tuple[Tensor, Attend]:
     package = import_package("yunchang", folders, dense.FUNCTIONS)
     need(not call.cuts)
-    package.set_seq_parallel_pg(2, ranks() // 2, dist.get_rank(), ranks())
-    attention = package.LongContextAttention(ring_impl_type=kind)
-    extract = partial(package.EXTRACT_FUNC_DICT[kind], rd=ranks() // 2, ud=2)
+    ring = ranks() // ulysses
+    package.set_seq_parallel_pg(ulysses, ring, dist.get_rank(), ranks())
+    attention = package.LongContextAttention(
+        ring_impl_type=kind, attn_type=sys.modules["yunchang.kernels"].AttnType[kernel]
+    )
+    extract = partial(package.EXTRACT_FUNC_DICT[kind], rd=ring, ud=ulysses)
     positions = extract(torch.arange(call.tokens)[None, :, None], dist.get_rank(), ranks()).flatten()
     options = {"causal": call.causal, "window_size": call.window, "softcap": call.softcap}
     return positions, partial(attention, **options)
@@ -128,8 +131,11 @@ CONTENDERS: dict[str, Contender] = {
     "ring_flash_attn_varlen_func": partial(ring_flash_attention_varlen, "ring"),
     "zigzag_ring_flash_attn_varlen_func": partial(ring_flash_attention_varlen, "zigzag_ring"),
     "llama3_flash_attn_varlen_func": ring_flash_attention_llama3,
-    "yunchang LongContextAttention, zigzag, 2·2": partial(yunchang, "zigzag"),
-    "yunchang LongContextAttention, basic, 2·2": partial(yunchang, "basic"),
+    "yunchang LongContextAttention, zigzag, 2·2": partial(yunchang, "zigzag", 2, "FA"),
+    "yunchang LongContextAttention, basic, 2·2": partial(yunchang, "basic", 2, "FA"),
+    "yunchang LongContextAttention, basic, 4·1": partial(yunchang, "basic", 4, "FA"),
+    "yunchang LongContextAttention, basic, 2·2, TORCH_MATH": partial(yunchang, "basic", 2, "TORCH_MATH"),
+    "yunchang LongContextAttention, basic, 4·1, TORCH_MATH": partial(yunchang, "basic", 4, "TORCH_MATH"),
 }
 
 
@@ -172,7 +178,7 @@ def run_rank(rank: int, size: int, folder: str, name: str, call: Call, folders: 
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT_S))
     dist.barrier()  # a rank that has its answer at once must not leave while others still connect
     random = torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, call.tokens, h, HEAD_DIM, generator=random) for h in (HEADS, KV_HEADS, KV_HEADS)]
+    whole = torch.randn(3, 1, call.tokens, HEADS, HEAD_DIM, generator=random).unbind()
     with torch.no_grad():
         try:
             positions, attend = CONTENDERS[name](call, folders)
@@ -225,7 +231,7 @@ def main() -> int:
     facts = start_result(Path(__file__).stem)
     digests = {package: digest_of(package, folder) for package, folder in folders.items()}
     print(f"{', '.join(f'{package} {digest}' for package, digest in digests.items())}; dense attention for flash-attn")
-    print(f"{options.ranks} processes, Gloo, {HEADS} heads ({KV_HEADS} KV) of {HEAD_DIM}, float32, forward")
+    print(f"{options.ranks} processes, Gloo, {HEADS} heads of {HEAD_DIM}, float32, forward")
     rows, last = [], ""
     for name, call, said in outcomes(options.ranks, folders):
         print(f"\n{name}" if name != last else "", end="\n" if name != last else "")
