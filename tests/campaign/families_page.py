@@ -139,26 +139,28 @@ def glance(results: list[Result]) -> list[str]:
             "Multimodal models are given text alone."
         ),
         "",
-        "| family | right | refused | instead | not tried |",
-        "| --- | --- | --- | --- | --- |",
+        "| family | right | refused | instead |",
+        "| --- | --- | --- | --- |",
     ]
     for family, pattern in FAMILIES.items():
         chosen = [one for one in results if re.fullmatch(pattern, one[0])]
         if any(found["verdict"] in ("right", "refused") for *_, found in chosen):
-            cells = [family, right_types(chosen), *refused_types(chosen), types_with("not built", chosen)]
+            refused, instead = refused_types(chosen)
+            untried = types_with("not built", chosen)
+            cells = [family, right_types(chosen), refused + f" (not tried: {untried})" * bool(untried), instead]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def right_types(results: list[Result]) -> str:
     starred = {one[0] for one in results if one[3]["verdict"] == "right" and exceptions(one[2], one[3])}
-    return ", ".join(f"{one}{'*' * (one in starred)}" for one in types_of("right", results)) or "–"
+    return ", ".join(one + r"\*" * (one in starred) for one in types_of("right", results)) or "–"
 
 
 def types_with(verdict: str, results: list[Result]) -> str:
     """Model types of which no class has a better verdict."""
     better = {one for other in ORDER[: ORDER.index(verdict)] for one in types_of(other, results)}
-    return ", ".join(one for one in types_of(verdict, results) if one not in better) or "–"
+    return ", ".join(one for one in types_of(verdict, results) if one not in better)
 
 
 def types_of(verdict: str, results: list[Result]) -> list[str]:
