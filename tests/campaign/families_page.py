@@ -117,8 +117,8 @@ def page(results: list[Result], *, version: str, command: str) -> str:
             f"Every model class for tokens in the registries of transformers {version}: a tiny model of each runs on "
             "4 ranks and is compared with one process: outputs for five batches (plain, of odd length, padded on the "
             "right, padded on the left, packed), loss and gradients for the plain one. A class is right if no batch is "
-            "wrong and some are right; it is refused if every batch raises a clear error on every rank, before "
-            "anything is sent. [tests/campaign/families.py](../tests/campaign/families.py) writes this page."
+            "wrong and some are right; it is refused if an error of this library says why, on every rank and for every "
+            "batch. [tests/campaign/families.py](../tests/campaign/families.py) writes this page."
         ),
         "",
         f"{len(results)} classes: {counts}.",
