@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from side_by_side import stand_in
+from side_by_side import dense, stand_in
 from side_by_side.contenders import RING, ZIGZAG, choice_names, find_packages, is_choice, is_ring, peer_names
+from which_calls_do_peers_get_right import CALLS, outcome
 
 from mesh_attention import Choice, Problem, causal
 
@@ -53,6 +55,52 @@ def test_the_stand_in_refuses_what_it_would_get_wrong() -> None:
     for options in ({"causal": True}, {"window_size_left": 2}, {"softcap": 1.0}, {"dropout_p": 0.1}):
         with pytest.raises(NotImplementedError):
             stand_in.forward(q, k, k, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window_size_left": 2, "window_size_right": 1}, {"causal": True, "softcap": 0.5}]
+)
+def test_the_dense_stand_in_is_attention_one_query_at_a_time(options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, tokens, heads, 4, generator=generator) for tokens, heads in ((5, 2), (7, 1), (7, 1)))
+    out, lse, *_ = dense.forward(q, k, v, softmax_scale=0.7, **options)
+    for query in range(5):
+        place = query + 2  # aligned at the bottom right
+        first = max(0, place - options["window_size_left"]) if "window_size_left" in options else 0
+        last = place if options.get("causal") else min(6, place + options.get("window_size_right", 7))
+        scores = q[0, query] @ k[0, first : last + 1, 0].T * 0.7
+        scores = 0.5 * (scores / 0.5).tanh() if "softcap" in options else scores
+        torch.testing.assert_close(out[0, query], scores.softmax(-1) @ v[0, first : last + 1, 0])
+        torch.testing.assert_close(lse[0, :, query], scores.logsumexp(-1))
+
+
+def test_the_dense_stand_in_keeps_documents_apart_and_marks_queries_that_see_nothing() -> None:
+    q, k, v = torch.randn(3, 6, 2, 4, generator=torch.Generator().manual_seed(0))
+    cuts = torch.tensor([0, 2, 6])
+    out, lse, *_ = dense.varlen_forward(q, k, v, cuts, cuts, 4, 4, causal=True)
+    alone, alone_lse, *_ = dense.forward(q[None, 2:], k[None, 2:], v[None, 2:], causal=True)
+    torch.testing.assert_close(out[2:], alone[0])
+    torch.testing.assert_close(lse[:, 2:], alone_lse[0])
+    longer, nothing, *_ = dense.forward(q[None], k[None, :2], v[None, :2], causal=True)  # 6 queries, 2 keys
+    assert longer[0, :4].eq(0).all()
+    assert nothing[0, :, :4].eq(torch.inf).all()
+    assert nothing[0, :, 4:].isfinite().all()
+
+
+def test_a_call_that_a_peer_gets_wrong_or_refuses_is_found_out(tmp_path: Path) -> None:
+    (tmp_path / "ring_flash_attn").mkdir()
+    (tmp_path / "ring_flash_attn" / "__init__.py").write_text(WRONG.replace("v, causal):", "v, causal, window_size):"))
+    folders = {"ring_flash_attn": tmp_path}
+    said = {name: outcome(name, CALLS[0], 2, folders) for name in ("mesh-attention", *RFA)}
+    assert said["mesh-attention"] == "right"
+    assert said["ring_flash_attn_func"].startswith("WRONG, without a word: error ")
+    assert said["zigzag_ring_flash_attn_func"].startswith("WRONG"), "rank 0 did not raise"
+    assert said["stripe_flash_attn_func"].startswith("raised AttributeError: module 'ring_flash_attn' has no attribute")
+    softcap = next(call for call in CALLS if call.softcap)
+    assert outcome("ring_flash_attn_func", softcap, 2, folders) == "no argument for it"
+
+
+RFA = ("ring_flash_attn_func", "zigzag_ring_flash_attn_func", "stripe_flash_attn_func")
 
 
 def test_our_own_kernels_do_not_find_the_stand_in() -> None:

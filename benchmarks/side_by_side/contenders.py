@@ -6,7 +6,7 @@ A name says everything, so that it can be sent to other processes: "ours, ulysse
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
@@ -110,8 +110,10 @@ def digest_of(package: str, folder: Path) -> str:
     return whole.hexdigest()[:12]
 
 
-def import_package(name: str, folders: dict[str, Path]) -> Any:
-    """Import another library over the stand-in for flash-attn, without those of its parts that nothing here calls."""
+def import_package(
+    name: str, folders: dict[str, Path], functions: Mapping[str, Callable[..., Any]] | None = None
+) -> Any:
+    """Import another library over a stand-in for flash-attn, without those of its parts that nothing here calls."""
     if name in sys.modules:
         return sys.modules[name]
     if name not in folders:
@@ -126,7 +128,7 @@ def import_package(name: str, folders: dict[str, Path]) -> Any:
             for attribute in names:
                 setattr(sys.modules[module], attribute, None)
     sys.path.insert(0, str(folders[name]))
-    with standing_in():
+    with standing_in(functions):
         return __import__(name)
 
 

@@ -7,7 +7,7 @@ caller wants them, which costs some microseconds a call.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -21,13 +21,15 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def standing_in() -> Iterator[None]:
-    """While other libraries are imported, `flash_attn` is the stand-in. Our own kernels must not find it later."""
+def standing_in(functions: Mapping[str, Callable[..., Any]] | None = None) -> Iterator[None]:
+    """While other libraries are imported, `flash_attn` is the stand-in, or has other functions, by their names there.
+
+    Our own kernels must not find it later.
+    """
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
-    for function in (forward, backward, flash_attn_func, refuse):
-        for name in NAMES[function.__name__]:
-            setattr(interface, name, function)
-            setattr(package, name, function)
+    for name, function in (FUNCTIONS if functions is None else functions).items():
+        setattr(interface, name, function)
+        setattr(package, name, function)
     package.flash_attn_interface, package.__version__ = interface, VERSION  # type: ignore[attr-defined]
     modules = {module.__name__: module for module in (package, interface)}
     hidden = {name: sys.modules.pop(name) for name in modules if name in sys.modules}
@@ -144,11 +146,13 @@ def refuse(*arguments: Any, **options: Any) -> Any:
     raise NotImplementedError("the stand-in for flash-attn has no sequences of varying length")
 
 
-NAMES = {
-    "forward": ("_flash_attn_forward",),
-    "backward": ("_flash_attn_backward",),
-    "flash_attn_func": ("flash_attn_func",),
-    "refuse": ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward", "flash_attn_varlen_func"),
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "_flash_attn_forward": forward,
+    "_flash_attn_backward": backward,
+    "flash_attn_func": flash_attn_func,
+    "_flash_attn_varlen_forward": refuse,
+    "_flash_attn_varlen_backward": refuse,
+    "flash_attn_varlen_func": refuse,
 }
 
 

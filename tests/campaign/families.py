@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -30,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from families_page import ORDER, page
 from tiny_families import TRIED, build, families, tokens
 from torch import Tensor
 from torch.nn import functional
@@ -44,7 +43,6 @@ LIMIT_S = 300
 TOLERANCE = 2e-3
 """Relative, of float32 results; a wrong position or a missing token makes a difference of about 1."""
 COMMAND = "make families"
-ORDER = ("right", "refused", "wrong", "unclear", "not built")
 
 
 def batches(kind: str) -> dict[str, dict[str, Any]]:
@@ -315,60 +313,6 @@ def judge_all(chosen: list[tuple[str, str, str]], jobs: int) -> Iterator[tuple[s
             time.sleep(0.01)
 
 
-# The page
-
-
-def page(results: list[tuple[str, str, str, dict[str, Any]]]) -> str:
-    groups: dict[str, dict[str, list[str]]] = {verdict: {} for verdict in ORDER}
-    for model_type, _, name, found in results:
-        label = f"{name} ({model_type})"
-        for why in reasons(name, found):
-            groups[found["verdict"]].setdefault(why, []).append(label)
-    counts = ", ".join(f"{sum(1 for *_, f in results if f['verdict'] == one)} {one}" for one in ORDER)
-    lines = [
-        "# Families of transformers",
-        "",
-        f"<!-- Written by `{COMMAND}`; do not edit. -->",
-        "",
-        f"Every model class for tokens in the registries of transformers {transformers.__version__}: a tiny model of",
-        "each runs on 4 ranks and is compared with one process: outputs for five batches (plain, of odd length, padded",
-        "on the right, padded on the left, packed), loss and gradients for the plain one. A class is right if no batch",
-        "is wrong and some are right. [tests/campaign/families.py](../tests/campaign/families.py) writes this page.",
-        "",
-        f"{len(results)} classes: {counts}.",
-    ]
-    lines += ["", "| | why | classes |", "| --- | --- | --- |"]
-    for verdict in ORDER[:-1]:
-        for why, names in ranked(groups[verdict]):
-            lines.append(f"| {verdict} | {why.replace('|', chr(92) + '|')} | {len(set(names))} |")
-    for verdict, told in groups.items():
-        lines += ["", f"## {verdict.capitalize()}"] if told else []
-        for why, names in ranked(told):
-            listed = ", ".join(sorted(set(names), key=str.lower))
-            lines += ["", *textwrap.wrap(f"**{why}:** {listed}", 120, break_on_hyphens=False, break_long_words=False)]
-    return "\n".join(lines) + "\n"
-
-
-def ranked(told: Mapping[str, list[str]]) -> list[tuple[str, list[str]]]:
-    """Reasons and the classes that have them, the most frequent first."""
-    return sorted(told.items(), key=lambda item: (-len(item[1]), item[0]))
-
-
-def reasons(name: str, found: Mapping[str, Any]) -> list[str]:
-    """What the page says of a class: why it was not built, or which batches are refused and why."""
-    if found["verdict"] == "not built":
-        return [found["why"].partition("\n")[0][:120].replace("`", "")]
-    told: dict[str, list[str]] = {}
-    tried = {batch: said for batch, said in found["batches"].items() if batch not in MISUSES and said[0] != "not run"}
-    for batch, (verdict, why) in tried.items():
-        if verdict != "right":
-            text = why.replace(name, "…").replace(" when the batch has padding on the left", "").partition(";")[0]
-            told.setdefault(re.sub(r"^\S+ (mixes|is an encoder|passed|does not use)", r"… \1", text), []).append(batch)
-    if not told:
-        return ["without exception"]
-    return [f"{why} ({', '.join(names)})" if len(names) < len(tried) else why for why, names in told.items()]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="*", help="model types or class names; others are read from --json")
@@ -391,7 +335,8 @@ def main() -> int:
         if options.json:
             options.json.write_text(json.dumps(results, indent=1))
     if options.write:
-        options.write.write_text(page(sorted(results, key=lambda result: result[:3])))
+        ordered = sorted(results, key=lambda result: result[:3])
+        options.write.write_text(page(ordered, version=transformers.__version__, command=COMMAND))
     counts = {verdict: sum(1 for *_, found in results if found["verdict"] == verdict) for verdict in ORDER}
     print(f"{len(results)} classes in {time.monotonic() - start:.0f} s: {json.dumps(counts)}")
     return int(counts["wrong"] + counts["unclear"] > 0)

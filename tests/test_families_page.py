@@ -1,0 +1,106 @@
+"""The page of families says what the sweep found, in plain words."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "campaign"))
+from families_page import BATCHES, REASONS, page, reason_of  # noqa: E402
+
+CHUNKED = (
+    "llama4 mixes tokens outside of plain attention (layer_types has 'chunked_attention'), where each rank would …"
+)
+OWN_LOSS = "BertForMaskedLM computes its loss in its own way, which does not add up over the ranks (expected …)"
+POOLED = "BertModel returns pooler_output, which it computes from all tokens or from one (a pooled output); …"
+
+
+def refused(why: str, *batches: str) -> dict[str, Any]:
+    said = {
+        batch: ["refused", why] if not batches or batch in batches else ["right", "output: 1e-7"] for batch in BATCHES
+    }
+    misuse = {"generate": ["refused", "UsageError: ranks were called with different arguments"]}
+    return {"verdict": "right" if batches else "refused", "batches": said | misuse}
+
+
+RESULTS: list[Any] = [
+    ("bert", "encoder", "BertModel", refused(POOLED)),
+    ("bert", "masked", "BertForMaskedLM", refused(OWN_LOSS, "plain")),
+    ("gemma3n", "causal", "Gemma3nForCausalLM", {"verdict": "not built", "why": "ValueError: no `timm`\nmore"}),
+    ("gemma3", "causal", "Gemma3ForCausalLM", refused("", "none")),
+    ("llama", "causal", "LlamaForCausalLM", refused("", "none")),
+    ("llama4", "causal", "Llama4ForCausalLM", refused(CHUNKED)),
+    ("llama4_text", "causal", "Llama4ForCausalLM", refused(CHUNKED)),
+]
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return page(RESULTS, version="5.0", command="make families")
+
+
+def rows(text: str, heading: str) -> dict[str, list[str]]:
+    """The cells of each row of the table below a heading, by the first."""
+    below = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    cells = [[cell.strip() for cell in line[2:-2].split(" | ")] for line in below.splitlines() if line[:2] == "| "]
+    return {first: others for first, *others in cells}
+
+
+def test_a_glance_shows_right_refused_and_untried_types_of_a_family(text: str) -> None:
+    glance = rows(text, "At a glance")
+    assert glance["Llama"] == ["llama", "llama4, llama4_text: sparse or chunked attention", "whole sequences"]
+    assert glance["Gemma"] == ["gemma3", "– (not tried: gemma3n)", "–"]
+    assert "Qwen" not in glance, "no class of it was tried"
+
+
+def test_a_class_is_named_where_others_of_its_type_are_right_and_exceptions_have_a_star(text: str) -> None:
+    (bert,) = (cells for family, cells in rows(text, "At a glance").items() if family.startswith("BERT"))
+    assert bert[:2] == [r"bert\*", "bert as BertModel: pooled output"]
+    assert "add_pooling_layer=False" in bert[2]
+
+
+def test_reasons_are_counted_apart_where_a_class_is_right_but_for_them(text: str) -> None:
+    counts = {reason: cells[:2] for reason, cells in rows(text, "Why some are refused").items() if reason[0] != "-"}
+    assert counts == {
+        "reason": ["refused", "right but for it"],
+        "sparse or chunked attention": ["2", "0"],
+        "pooled output": ["1", "0"],
+        "loss of its own": ["0", "1"],
+    }
+
+
+def test_every_class_is_listed_with_what_was_said(text: str) -> None:
+    unwrapped = " ".join(text.split())
+    assert "7 classes: 3 right, 3 refused, 0 wrong, 0 unclear, 1 not built." in text
+    assert "(expected …) (plain):** BertForMaskedLM (bert)" in unwrapped
+    assert "**without exception:** Gemma3ForCausalLM (gemma3), LlamaForCausalLM (llama)" in unwrapped
+    assert "**ValueError: no timm:** Gemma3nForCausalLM (gemma3n)" in unwrapped
+    assert "different arguments" not in text, "a misuse is not a reason"
+
+
+def test_a_reason_nobody_foresaw_is_shown_as_it_was_said() -> None:
+    assert reason_of("… does something new").name == "… does something new"
+
+
+# The page in the repository
+
+
+STORED = (ROOT / "docs" / "transformers-families.md").read_text()
+
+
+def test_every_reason_of_the_stored_page_is_in_plain_words() -> None:
+    stored = set(rows(STORED, "Why some are refused")) - {"reason", "---"}
+    assert stored <= {reason.name for reason in REASONS}
+
+
+def test_the_counts_of_the_stored_page_are_those_of_its_lists() -> None:
+    head, *sections = STORED.split("\n## ")
+    for section in sections[2:]:
+        verdict = section.partition("\n")[0].lower()
+        lists = [" ".join(part.split()) for part in re.findall(r":\*\*(.*?)(?=\n\n|\Z)", section, flags=re.DOTALL)]
+        assert f" {len({name for listed in lists for name in listed.split(', ')})} {verdict}" in head
