@@ -164,10 +164,17 @@ function sizeWords(item) {
   return item.form === "piece" || item.form === "staged" || sizes === undefined ? "" : ` (${bytesText(at(sizes, item.shard))})`;
 }
 
-const itemsText = (transfers) => transfers.map(({ item }) => item.text).join(", ") || "nothing";
+const itemsText = (transfers) => someText(transfers.map(({ item }) => item.text));
+// Ranks as the step has them, such as 0,4,8-11.
+const groupText = (group) =>
+  numbersText(group.split(",").flatMap((run) => {
+    const [first, last = first] = run.split("-").map(Number);
+    return Array.from({ length: last - first + 1 }, (_, index) => first + index);
+  }));
 
 function verbWords(step) {
-  const { verb, item, group, sends, recvs } = step;
+  const { verb, item, sends, recvs } = step;
+  const group = step.group && groupText(step.group);
   const words = {
     recv: () =>
       `Posts a receive of ${item.text}${sizeWords(item)} from rank ${recvs[0].peer} and continues. ` +
@@ -210,12 +217,10 @@ function stockList(found) {
   const kvs = kvGroup(data, state.rank);
   const live = qGroup(data, state.rank).flatMap((row) => kvs.filter((col) => patternOf(data, row, col) !== "0")).length;
   const named = (wanted) => [...found.held].filter(([, value]) => wanted.includes(value)).map(([name]) => name);
-  const short = (names) =>
-    names.length > 9 ? `${names.slice(0, 8).join(", ")} and ${names.length - 8} more` : names.join(", ") || "nothing";
   const rows = {
     done: `${found.done.size} of ${count(live, "block")}`,
-    holds: short(named(["own", "here"])),
-    "on its way": short(named(["coming"])),
+    holds: someText(named(["own", "here"])),
+    "on its way": someText(named(["coming"])),
   };
   const pairs = Object.entries(rows).flatMap(([name, value]) => [html("dt", {}, name), html("dd", {}, value)]);
   return html("dl", { class: "stock" }, ...pairs);
