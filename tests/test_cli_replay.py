@@ -277,7 +277,7 @@ def test_bars_have_their_values_lines_and_marks() -> None:
 
 
 def test_no_grid_line_goes_through_a_value_above_its_bar() -> None:
-    group = BarGroup(name="forward", bars=(Bar(name="ring", value=600.0), Bar(name="mesh", value=90.0)))
+    group = BarGroup(name="forward", bars=(Bar(name="ring", value=600.0), Bar(name="mesh", value=20.0)))
     figure = rate_chart([group], unit="TFLOP/s", expected="forecast", line="one kernel")
     figure.canvas.draw()
     axes = figure.axes[0]

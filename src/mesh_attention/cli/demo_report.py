@@ -34,11 +34,11 @@ def write_report(
 ) -> Path:
     """Write the page, which is returned, and a trace next to it. `seen` are the results of rank 0, with recordings. The
     page opens on the `best` method."""
-    opening = list(methods).index(best)
     make_folder("--report", folder)
     assert seen.calibration is not None  # passes were recorded
     here, is_fitted = machine_at_hand(seen.calibration, ranks=problem.ranks)
     measured = [_measured_scene(*one, here, report) for one in zip(methods, seen.methods, strict=True)]
+    opening = next(scene for scene in measured if scene.method == best)
     page = folder / PAGE
     write_explorer(
         page,
@@ -46,9 +46,8 @@ def write_report(
         traced=measured,
         title="Attention spread over ranks: who computes what, and when",
         notes=_notes(problem, here, is_fitted=is_fitted),
-        opening=measured[opening],
-        lead=f"Shown first: {best} {measured[opening].tile}, which the demo recommends because a rank receives the fewest "
-        "bytes.",
+        opening=opening,
+        lead=f"Shown first: {best} {opening.tile}, which the demo recommends: a rank receives the fewest bytes.",
     )
     return page
 

@@ -236,8 +236,8 @@ def spread(wanted: Sequence[float], *, gap: float, low: float, high: float) -> l
 def clearest(
     boxes: Sequence[Box], *, taken: Sequence[Box], points: Sequence[Point], rules: Sequence[float] = ()
 ) -> int:
-    """Index of the box that overlaps the fewest taken ones, then covers the fewest points, then is crossed by the fewest
-    horizontal `rules`; the first if several do."""
+    """Index of the box that overlaps the fewest taken ones, then covers the fewest points, then is crossed by the
+    fewest `rules`, which are horizontal; the first if several do."""
     return min(
         range(len(boxes)),
         key=lambda i: (
