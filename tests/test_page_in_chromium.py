@@ -240,6 +240,8 @@ def test_bars_are_as_long_as_the_times_they_stand_for(view: View, scenes: list[S
     beside = {f"{s.method} {s.tile}": s for s in scenes if s.ranks == 6}
     for group, passes in ((2, ("backward",)), (3, ("forward", "backward"))):
         rows = {name: widths for name, *widths in view.run(read, group)}
+        scale = f".bars:nth-child({group}) .bar-row svg"
+        assert len(set(view.run(f"() => [...document.querySelectorAll('{scale}')].map((e) => e.clientWidth)"))) == 1
         assert set(rows) <= set(beside)
         longest = 100 / max(
             sum(beside[name].measured[p].time_s for p in passes) for name in rows if beside[name].measured

@@ -38,7 +38,8 @@ function tileWords(data) {
     `${who} computes the blue blocks. Its tile has ${rows} × ${cols} blocks:`,
     `query ${shardsText(qGroup(data, state.rank))} (its Q group)`,
     `against key/value ${shardsText(kvGroup(data, state.rank))} (its KV group).`,
-    `It contains block q${place} × kv${place}, so the rank can start without waiting for data.`,
+    `It contains block q${place} × kv${place}, so the rank can start`,
+    data.ulysses === 1 ? "without waiting for data." : "once heads are traded, without waiting for other places.",
   );
 }
 
@@ -49,6 +50,7 @@ function ulyssesWords(data) {
     `Before the pass, groups of ${data.ulysses} ranks trade heads for tokens. Each rank then has 1/${data.ulysses} of the`,
     `heads for the tokens of all ${data.ulysses}, and together they form one place in the grid.`,
     `The matrix shows the ${count(data.rows.length, "place")}. Results are traded back at the end.`,
+    `${data.ulysses}·${data.tile.join("x")} is short for groups of ${data.ulysses} and a tile of ${data.tile.join("x")}.`,
   );
 }
 
