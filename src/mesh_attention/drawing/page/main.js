@@ -110,9 +110,8 @@ function updatePlayer() {
   const words = state.step < steps ? `step ${state.step + 1} of ${steps}: ${stepsNow()[state.step].text}` : "the end";
   slider.setAttribute("aria-valuetext", words);
   // Not `disabled`: a disabled button would keep keys from the page.
-  for (const [id, isOver] of [["first", state.step === 0], ["prev", state.step === 0], ["next", state.step === steps]]) {
-    byId(id).setAttribute("aria-disabled", isOver);
-  }
+  const isOver = { first: state.step === 0, prev: state.step === 0, next: state.step === steps };
+  for (const id of Object.keys(isOver)) byId(id).setAttribute("aria-disabled", isOver[id]);
   byId("play").setAttribute("aria-label", playing ? "Pause" : "Play");
   byId("play-shape").setAttribute("d", playing ? "M4 3h3v10H4zM9 3h3v10H9z" : "M4 2.5v11L13 8z");
 }

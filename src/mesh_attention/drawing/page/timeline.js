@@ -230,8 +230,10 @@ function drawOverview() {
   drawAxis(picture, timeline.time_s || 1e-9, scale, ranks * height + 6);
   box.replaceChildren(picture);
   const [what, whole] = hasAll ? ["When", ""] : ["How long", ", in total,"];
-  byId("overview-words").textContent =
-    `${what} each rank computes (blue) and waits (amber)${whole} in the forecast, ${state.direction}. Click to choose a rank.`;
+  byId("overview-words").textContent = [
+    `${what} each rank computes (blue) and waits (amber)${whole} in the forecast, ${state.direction}.`,
+    "Click to choose a rank.",
+  ].join(" ");
 }
 
 function overviewRow(timeline, rank, height, scale, hasAll) {

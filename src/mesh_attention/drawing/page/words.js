@@ -45,12 +45,13 @@ function tileWords(data) {
 
 function ulyssesWords(data) {
   if (data.ulysses === 1) return null;
+  const tile = data.tile.join("x");
   return said(
     "Ulysses",
     `Before the pass, groups of ${data.ulysses} ranks trade heads for tokens. Each rank then has 1/${data.ulysses} of the`,
     `heads for the tokens of all ${data.ulysses}, and together they form one place in the grid.`,
     `The matrix shows the ${count(data.rows.length, "place")}. Results are traded back at the end.`,
-    `${data.ulysses}·${data.tile.join("x")} is short for groups of ${data.ulysses} and a tile of ${data.tile.join("x")}.`,
+    `${data.ulysses}·${tile} is short for groups of ${data.ulysses} and a tile of ${tile}.`,
   );
 }
 
