@@ -276,6 +276,19 @@ def test_bars_have_their_values_lines_and_marks() -> None:
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["ring", "mesh", "one kernel", "forecast"]
 
 
+def test_no_grid_line_goes_through_a_value_above_its_bar() -> None:
+    group = BarGroup(name="forward", bars=(Bar(name="ring", value=600.0), Bar(name="mesh", value=20.0)))
+    figure = rate_chart([group], unit="TFLOP/s", expected="forecast", line="one kernel")
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    inside, above = axes.texts
+    assert inside.get_bbox_patch() is None
+    ground = above.get_bbox_patch()
+    assert ground is not None
+    assert ground.get_facecolor() == (1.0, 1.0, 1.0, 1.0)
+    assert above.get_zorder() > max(line.get_zorder() for line in axes.get_ygridlines())
+
+
 @pytest.mark.parametrize("groups", [[], [BarGroup(name="x", bars=())]])
 def test_a_chart_of_nothing_is_refused(groups: list[BarGroup]) -> None:
     with pytest.raises(UsageError, match="no bars given"):

@@ -532,6 +532,7 @@ def test_simulate_writes_a_trace_and_a_picture(run: Run, tmp_path: Path) -> None
     out = run(f"{SIMULATE} --backward --trace {trace} --chart {chart}").out
     assert out.endswith(f"wrote {trace}\nwrote {chart}\n")
     assert "<svg" in chart.read_text(encoding="utf-8")
+    assert "Ranks 0, 8 and 15 are shown: the first, the middle and the last of 16." in out
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert sum(event["name"] == "process_name" for event in events) == 16
     assert as_json(run(f"{SIMULATE} --json --trace {trace}"))["trace"] == str(trace)

@@ -25,7 +25,7 @@ from mesh_attention.drawing.scales import linear_ticks, log_ticks, spaced
 from mesh_attention.drawing.times import Box, ChartPoint, along, clearest, spread, time_chart
 from mesh_attention.drawing.trace import to_perfetto, write_trace
 from mesh_attention.errors import UsageError
-from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, rank_tracks
+from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined, rank_tracks
 
 TWO_NS_IN_US = 0.002
 """A trace counts whole nanoseconds, and spans that touch do so in it as well."""
@@ -309,6 +309,25 @@ def test_the_title_states_the_totals() -> None:
     assert "time 5 ms · exposed communication 500 µs (10.0%) · utilisation 85.0%" in shown
 
 
+def test_a_gantt_chart_says_why_it_shows_these_ranks() -> None:
+    figure = gantt(SMALL, ranks=[3], why="Rank 3 is shown: the last of 4.")
+    assert any(text.endswith("utilisation 85.0%\nRank 3 is shown: the last of 4.") for text in words(figure))
+    assert_nothing_is_cut_off(figure)
+    (below,) = [text for text in texts(figure) if "the last of 4" in text.get_text()]
+    assert Text.get_window_extent(below).y0 > figure.axes[0].bbox.y1
+
+
+def test_the_exposed_time_of_joined_passes_is_the_sum_of_theirs() -> None:
+    """Also where another rank is the busiest in each."""
+    first = timeline_of([Span(0, "compute", 0.0, 1.0, "q"), Span(1, "compute", 0.0, 3.0, "q")])
+    second = timeline_of([Span(0, "compute", 1.0, 6.0, "q"), Span(1, "compute", 0.0, 4.0, "q")])
+    both = joined([first, second])
+    assert both.time_s == first.time_s + second.time_s
+    assert both.compute_s == first.compute_s + second.compute_s > max(rank.compute_s for rank in both.ranks)
+    assert both.exposed_s == first.exposed_s + second.exposed_s == 1.0
+    assert joined([both, first]).exposed_s == both.exposed_s + first.exposed_s
+
+
 def test_bars_are_named_where_there_is_room() -> None:
     short, shorter = Span(0, "compute", 1.0, 1.06, "q0 kv1 kv2"), Span(0, "compute", 1.06, 1.061, "q0 kv3")
     shown = words(gantt(timeline_of([Span(0, "compute", 0.0, 1.0, "q0 kv0"), short, shorter])))
@@ -446,6 +465,18 @@ def test_the_label_of_a_line_that_ends_early_is_near_its_end() -> None:
     box = Text.get_window_extent(label)
     assert 0 < box.x0 - end_x < 60
     assert abs((box.y0 + box.y1) / 2 - end_y) < 60
+
+
+@pytest.mark.parametrize("end_s", [2.0, 2.05, 3.95, 4.0, 4.1])
+def test_the_label_of_a_line_that_ends_early_is_clear_of_grid_lines(end_s: float) -> None:
+    points = [ChartPoint("ring", 8, 0.2, 0.0), ChartPoint("ring", 64, 8.0, 0.0), ChartPoint("mesh", 8, end_s, 0.0)]
+    figure = time_chart(points, x="ranks")
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    (label,) = [text for text in axes.texts if text.get_text() == "mesh"]
+    box = Text.get_window_extent(label)
+    rules = [axes.transData.transform((8, tick))[1] for tick in axes.get_yticks()]
+    assert [rule for rule in rules if box.y0 + 2 < rule < box.y1 - 2] == []
 
 
 def test_long_names_and_titles_are_kept_on_the_sheet() -> None:

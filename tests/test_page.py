@@ -266,6 +266,7 @@ BAD_SPAN = replace(FOUR.forecasts["forward"], spans=(Span(0, "recv", 2.0, 1.0, "
 FOREIGN = replace(FOUR.forecasts["forward"], spans=(Span(0, "wait", 0.0, 1.0, "recv q1 from 1", step=99),))
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: page([], title="t"), "no scenes given"),
+    (lambda: page([TWO], title="t", opening=FOUR), "cannot open on 'mesh' with tile 2x2: expected one of the scenes"),
     (lambda: page([TWO, TWO], title="t"), "two scenes have 2 ranks, method 'ring' and tile 1x2"),
     (lambda: replace(TWO, plans={}), "has plans for nothing; expected forward, backward or both"),
     (lambda: replace(TWO, forecasts={}), "forecasts for nothing; simulate each plan"),

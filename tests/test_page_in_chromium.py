@@ -7,10 +7,25 @@ import re
 import shutil
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from page_scenes import all_kinds, scene
+from page_view import (
+    CONTRAST,
+    CROSSED,
+    CUT,
+    FOCUSABLE,
+    NARROW,
+    NUMBERS,
+    OVERLAPPING,
+    STRUCK,
+    TEXTS,
+    WIDE,
+    WORST_CONTRAST,
+    View,
+)
 
 from mesh_attention.drawing.page import Scene, write_page
 from mesh_attention.plan.steps import Attend
@@ -19,15 +34,16 @@ from mesh_attention.plan.text import format_step
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 400, "height": 800}
 TITLE = "Six & eight <ranks>"
-READ = "(selector) => [...document.querySelectorAll(selector)].map((e) => e.textContent)"
+START = {"pass": "forward", "rank": 0, "step": 0}
+FADES = {"more-above", "more-below"}
 
 
 @pytest.fixture(scope="module")
 def scenes() -> list[Scene]:
     sixteen = scene(16, "mesh", tile=(4, 4), blocks_per_call=4, seq=4096, shown=(0, 5))
-    return [*all_kinds(), sixteen, scene(4, "mesh", tile=(2, 2))]
+    gathering = scene(16, "attention2d", tile=(2, 8), seq=4096, shown=(0, 5))
+    return [*all_kinds(), sixteen, gathering, scene(4, "mesh", tile=(2, 2))]
 
 
 @pytest.fixture(scope="module")
@@ -45,44 +61,6 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-class View:
-    """A tab with the page in it, and all it complained about or asked for."""
-
-    def __init__(self, browser: Any, address: str, **options: Any) -> None:
-        self.context = browser.new_context(**{"viewport": WIDE, "reduced_motion": "reduce", **options})
-        self.tab = self.context.new_page()
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.tab.on("console", lambda message: self.said.append(message.text))
-        self.tab.on("pageerror", lambda error: self.said.append(str(error)))
-        self.tab.on("request", lambda request: self.asked.append(request.url))
-        self.address = address
-
-    def go(self, **choice: object) -> View:
-        """Through the address: the first time as a link would, then as one who edits it."""
-        values = "#" + "&".join(f"{name}={value}" for name, value in choice.items())
-        if self.tab.url == "about:blank":
-            self.tab.goto(self.address + values)
-        else:
-            self.run(
-                "(hash) => new Promise((seen) => { addEventListener('hashchange', seen); location.hash = hash; })",
-                values,
-            )
-        return self
-
-    def run(self, script: str, argument: Any = None) -> Any:
-        return self.tab.evaluate(script, argument)
-
-    def texts(self, selector: str) -> list[str]:
-        return list(self.run(READ, selector))
-
-    def html(self, *ids: str) -> list[str]:
-        return [self.run("(id) => document.getElementById(id).innerHTML", id_) for id_ in ids]
-
-    def chosen(self) -> dict[str, str]:
-        return dict(self.run("() => Object.fromEntries(new URLSearchParams(location.hash.slice(1)))"))
-
-
 @pytest.fixture
 def view(browser: Any, address: str) -> Iterator[View]:
     opened = View(browser, address)
@@ -96,6 +74,105 @@ def view(browser: Any, address: str) -> Iterator[View]:
 
 def choice_of(one: Scene, **more: object) -> dict[str, object]:
     return {"ranks": one.ranks, "method": one.method, "tile": one.tile, **more}
+
+
+# At first sight
+
+
+def test_the_page_opens_on_the_scene_that_is_recommended(browser: Any, scenes: list[Scene], tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    best = next(s for s in scenes if s.method == "ulysses × mesh")
+    write_page(path, scenes, title=TITLE, opening=best, lead="Shown first: the <best>.")
+    view = View(browser, path.as_uri()).go()
+    assert view.chosen() == {name: str(value) for name, value in choice_of(best, **START).items()}
+    assert view.texts("#lead") == ["Shown first: the <best>."]
+    assert view.texts("#method-chips .chip")[:2] == ["mesh", "ring"]  # in the order given
+    view.context.close()
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_two_sentences_in_the_first_view_say_what_a_shard_and_a_block_are(
+    browser: Any, address: str, size: dict[str, int]
+) -> None:
+    view = View(browser, address, viewport=size).go()
+    words = re.sub(r"\s+", " ", view.texts(".intro")[0]).strip()
+    shard, block = re.findall(r"[^.]+\.", words)[:2]
+    assert shard.startswith("A shard is the tokens that one rank")
+    assert block.startswith(" A block is one query shard against one key/value shard")
+    assert view.run("() => document.querySelector('.intro').getBoundingClientRect().bottom < innerHeight / 2")
+    view.context.close()
+
+
+def test_exposed_is_one_time_and_one_colour(view: View, scenes: list[Scene]) -> None:
+    """Of a rank that is not the busiest: what it waits is another time."""
+    one = next(s for s in scenes if s.method == "attention2d")
+    timeline = one.forecasts["backward"]
+    assert min(rank.compute_s for rank in timeline.ranks) < timeline.compute_s
+    slowest = min(timeline.ranks, key=lambda rank: rank.compute_s).rank
+    view.go(**choice_of(one, **{"pass": "backward", "rank": slowest}))
+    (exposed,) = re.findall(r"of which ([\d.]+ .s) is exposed;", view.texts("#timeline-words")[0])
+    unit = {"µs": 1e6, "ms": 1e3}[exposed.split()[1]]
+    assert float(exposed.split()[0]) == pytest.approx(timeline.exposed_s * unit, rel=0.01)
+    assert view.texts(".bars:nth-child(2) [aria-pressed=true] small")[0] == f"{exposed} exposed"
+    share = "([whole, busy]) => 1 - busy.width.baseVal.value / whole.width.baseVal.value"
+    rects = "[...document.querySelectorAll('.pass-row.chosen rect.forecast')]"
+    assert view.run(f"() => ({share})({rects})") == pytest.approx(timeline.exposed_s / timeline.time_s, abs=0.01)
+    colours = view.run(
+        "() => ['.pass-row.chosen rect.exposed', '.bar-row[aria-pressed=true] rect.exposed', '.s-exposed', '.s-wait',"
+        "'.span.wait'].map((selector) => getComputedStyle(document.querySelector(selector)))"
+        ".map((style) => style.fill === 'rgb(0, 0, 0)' ? style.backgroundColor : style.fill)"
+    )
+    assert len(set(colours[:3])) == len(set(colours[3:])) == 1
+    assert colours[0] != colours[3]
+    legends = [text for text in view.texts(".legend li") if "exposed" in text]
+    assert legends == ["exposed: the busiest rank does not compute"] * 2
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_all_ranks_fill_their_space(browser: Any, address: str, scenes: list[Scene], size: dict[str, int]) -> None:
+    view = View(browser, address, viewport=size)
+    look = (
+        "() => { const card = document.getElementById('overview-card').getBoundingClientRect();"
+        "const boxes = [...document.querySelectorAll('#overview svg, #growth svg')].filter((e) => e.checkVisibility())"
+        ".map((e) => e.getBoundingClientRect());"
+        "const isBeside = boxes.length === 1 || boxes[1].left > boxes[0].right;"
+        "return [boxes.reduce((sum, b) => sum + b.width, 0) / card.width / (isBeside ? 1 : 2),"
+        "card.bottom - Math.min(...boxes.slice(isBeside ? 0 : 1).map((b) => b.bottom))]; }"
+    )
+    for one in {s.ranks: s for s in scenes}.values():
+        view.go(**choice_of(one))
+        across, below = view.run(look)
+        assert across > 0.9, one.ranks
+        assert below < 60, one.ranks
+    view.context.close()
+
+
+def test_long_steps_fold_and_unfold(view: View, scenes: list[Scene]) -> None:
+    one = next(s for s in scenes if s.ranks == 16 and s.method == "attention2d")
+    view.go(**choice_of(one, rank=5, step=0))
+    heights = "() => [...document.querySelectorAll('#steps li')].map((e) => e.getBoundingClientRect().height)"
+    folded = view.run(heights)
+    assert max(folded) < 120
+    assert "all of 7 sends and 7 receives" in view.texts(".fold")
+    longest = view.texts("#steps li").index(next(text for text in view.texts("#steps li") if "7 receives" in text))
+    button = view.tab.locator("#steps li").nth(longest).locator(".fold")
+    button.click()
+    assert view.run(heights)[longest] > 150
+    assert view.chosen()["step"] == "0"  # unfolding is not choosing
+    button.click()
+    assert view.run(heights) == folded
+    view.go(**choice_of(one, rank=5, step=longest))
+    view.tab.locator("#steps").focus()
+    view.tab.keyboard.press("Enter")
+    assert view.run(heights)[longest] > 150
+    assert len(view.texts("#now-words p")[0]) < 400
+
+
+def test_the_program_fades_where_it_goes_on(view: View) -> None:
+    view.go(ranks=16, method="mesh", rank=5)
+    for step, wanted in (("0", ["more-below"]), ("20", ["more-above", "more-below"]), ("9999", ["more-above"])):
+        view.tab.locator("#slider").fill(str(min(int(step), len(view.texts("#steps li")))))
+        assert sorted(set(view.run("() => [...document.getElementById('steps').classList]")) & FADES) == wanted
 
 
 # What is shown is what the plan says
@@ -163,6 +240,8 @@ def test_bars_are_as_long_as_the_times_they_stand_for(view: View, scenes: list[S
     beside = {f"{s.method} {s.tile}": s for s in scenes if s.ranks == 6}
     for group, passes in ((2, ("backward",)), (3, ("forward", "backward"))):
         rows = {name: widths for name, *widths in view.run(read, group)}
+        scale = f".bars:nth-child({group}) .bar-row svg"
+        assert len(set(view.run(f"() => [...document.querySelectorAll('{scale}')].map((e) => e.clientWidth)"))) == 1
         assert set(rows) <= set(beside)
         longest = 100 / max(
             sum(beside[name].measured[p].time_s for p in passes) for name in rows if beside[name].measured
@@ -188,7 +267,8 @@ def test_forecast_and_measured_are_named_and_never_mixed_up(view: View) -> None:
 
 def test_a_rank_without_spans_says_which_have_some(view: View) -> None:
     view.go(ranks=16, method="mesh", rank=7, step=3)
-    assert "The timeline of rank 7 was not kept; choose one of these ranks: 0, 5." in view.texts("#timeline text")
+    words = "it has those of 2 ranks of 16, spread from the first to the last: choose 0, 5."
+    assert words in view.texts("#timeline-words")[0]
     assert len(view.texts("#steps li")) > 30
     view.go(ranks=16, method="mesh", rank=5, step=3)
     assert view.run("() => document.querySelectorAll('.span').length") > 30
@@ -303,15 +383,54 @@ def test_keys_alone_are_enough(view: View) -> None:
     assert view.chosen()["step"] == "0"
     view.tab.locator("#matrix").focus()
     for key in ("ArrowDown", "ArrowDown", "ArrowRight"):  # the first shows where one is
-        view.tab.keyboard.press(key)
+        view.tab.keyboard.press(f"Shift+{key}")
     assert view.texts("#block-words")[0].startswith("Block q2 × kv2")
     view.tab.keyboard.press("Enter")
     assert view.chosen()["rank"] == "2"
     view.tab.locator("input[name=method]:checked").focus()
     view.tab.keyboard.press("ArrowDown")
     assert view.chosen()["method"] == "attention2d"
+    assert view.chosen()["step"] == "0"
     assert view.run("() => document.activeElement.value") == "attention2d"
     assert view.run("() => getComputedStyle(document.activeElement.nextSibling).outlineStyle") == "solid"
+
+
+def test_left_and_right_step_wherever_the_focus_is(view: View) -> None:
+    choice = {"ranks": 6, "method": "mesh", "tile": "2x3", "pass": "forward", "rank": 1, "step": 5}
+    view.go(**choice)
+    places = ["body", *view.run(FOCUSABLE)]
+    assert {"#matrix", "#steps", "#rank", "#slider", "#next", "#theme", "input[name=method]:checked"} <= set(places)
+    for place in places:
+        view.run("(place) => { document.activeElement.blur(); document.querySelector(place).focus(); }", place)
+        at = view.run("() => [scrollX, scrollY]")
+        for key, step in (("ArrowRight", 6), ("ArrowRight", 7), ("ArrowLeft", 6), ("ArrowLeft", 5)):
+            view.tab.keyboard.press(key)
+            assert view.chosen() == {name: str(value) for name, value in {**choice, "step": step}.items()}, place
+        assert view.run("() => [scrollX, scrollY]") == at, place
+    view.tab.locator("#slider").fill(str(len(view.texts("#steps li")) - 1))
+    view.tab.locator("#next").focus()
+    view.tab.keyboard.press("Enter")
+    view.tab.keyboard.press("Enter")  # nothing is left to step to
+    assert view.run("() => document.activeElement.id") == "next"
+    view.tab.keyboard.press("ArrowLeft")
+    assert view.chosen()["step"] == str(len(view.texts("#steps li")) - 1)
+
+
+def test_controls_keep_their_other_keys(view: View) -> None:
+    view.go(ranks=6, method="mesh", tile="2x3", rank=1, step=5)
+    view.tab.locator("#rank").focus()
+    view.tab.keyboard.press("ArrowDown")
+    assert (view.chosen()["rank"], view.chosen()["step"]) == ("2", "5")
+    view.tab.locator("#steps").focus()
+    view.tab.keyboard.press("ArrowDown")
+    assert view.chosen()["step"] == "6"
+    view.tab.locator("input[name=pass]:checked").focus()
+    view.tab.keyboard.press(" ")
+    assert view.tab.locator("#play").get_attribute("aria-label") == "Play"
+    view.tab.locator("#matrix").focus()
+    view.tab.keyboard.press(" ")
+    assert view.tab.locator("#play").get_attribute("aria-label") == "Pause"
+    assert "wherever the focus is" in view.texts(".keys")[0]
 
 
 def test_every_control_has_a_name(view: View) -> None:
@@ -360,6 +479,9 @@ def test_nothing_is_cut_off_or_too_small(browser: Any, address: str, scenes: lis
         )
         assert outside == [], one.method
         assert view.run(OVERLAPPING) == [], one.method
+        assert view.run(CUT) == [], one.method
+        assert view.run(STRUCK) == [], one.method
+        assert view.run(CROSSED) == 0, one.method
     small = view.run(
         "() => [...document.querySelectorAll('.chip, button.icon, select, .quiet')].filter((e) => e.checkVisibility())"
         ".map((e) => e.getBoundingClientRect()).filter((b) => b.width < 40 || b.height < 40).length"
@@ -367,58 +489,6 @@ def test_nothing_is_cut_off_or_too_small(browser: Any, address: str, scenes: lis
     assert small == 0
     assert view.said == []
     view.context.close()
-
-
-# Texts of one picture that lie on each other; what stands in blocks and spans is centred in them and left out.
-OVERLAPPING = """() => [...document.querySelectorAll('.picture svg, .scrolled svg')].flatMap((picture) => {
-  const texts = [...picture.querySelectorAll('text:not(.number)')].map((t) => [t.textContent, t.getBBox()]);
-  const apart = (a, b) => a.x + a.width <= b.x + 1 || b.x + b.width <= a.x + 1 ||
-    a.y + a.height <= b.y + 4 || b.y + b.height <= a.y + 4;
-  return texts.flatMap(([name, a], i) =>
-    texts.slice(i + 1).filter(([, b]) => !apart(a, b)).map(([other]) => `${name}|${other}`));
-})"""
-
-CONTRAST = """(pairs) => {
-  const parse = (text) => { const c = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
-    c.fillStyle = text; c.fillRect(0, 0, 1, 1); return [...c.getImageData(0, 0, 1, 1).data]; };
-  const linear = (v) => v / 255 <= 0.03928 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4;
-  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
-  const ground = (e) => {
-    for (let at = e; at; at = at.parentElement) {
-      const c = parse(getComputedStyle(at).backgroundColor);
-      if (c[3] > 250) return c;
-    }
-    return [255, 255, 255];
-  };
-  const ratio = (a, b) => {
-    const [x, y] = [light(a), light(b)].sort((p, q) => q - p);
-    return (x + 0.05) / (y + 0.05);
-  };
-  return pairs.map(([text, under]) => {
-    const e = document.querySelector(text);
-    if (!e) return [text, null];
-    const style = getComputedStyle(e);
-    const ink = parse(e instanceof SVGElement ? style.fill : style.color);
-    const below = under ? parse(getComputedStyle(document.querySelector(under)).fill) : ground(e);
-    return [`${text} on ${under || 'its ground'}`, ratio(ink, below)];
-  });
-}"""
-TEXTS = [
-    *[
-        [name, None]
-        for name in ("h1", "#problem", "legend", ".chip input:checked + span", ".chip input:not(:checked) + span")
-    ],
-    *[[name, None] for name in ("h2", "#steps li.past code", "#steps li[aria-selected=true] code", ".verb-recv b")],
-    *[[name, None] for name in (".verb-send b", ".verb-compute b", ".index", ".readout", ".legend li", "dt", "dd")],
-    *[[name, None] for name in (".words p", "#timeline-words", ".bar-name", ".bar-row[aria-pressed=true] .bar-value")],
-    *[
-        [name, None]
-        for name in (".bar-value small", "#notes li", "footer p", "#where", ".lane-name", "#timeline .small")
-    ],
-    *[[name, None] for name in (".shard", ".shard.mine", ".source-name", "#growth text.mine", "h3")],
-    [".span-name.compute", ".span.compute"],
-]
-NUMBERS = [[".tile .number", f".tone-{tone} path:not(.under)"] for tone in (0, 1, 2, 3, 4, 5, 6)]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -434,6 +504,10 @@ def test_texts_can_be_read_in_both_themes(browser: Any, address: str, theme: str
         found |= dict(view.run(CONTRAST, NUMBERS))
         assert {name for name, ratio in found.items() if ratio is None} == set()
         assert {name: ratio for name, ratio in found.items() if ratio is not None and ratio < 4.5} == {}
+        for method in ("mesh", "attention2d"):  # the second has steps that fold
+            view.go(ranks=16, method=method, rank=5, step=9)
+            worst, text = view.run(f"() => ({WORST_CONTRAST})({CONTRAST})")
+            assert worst >= 4.5, text
     is_dark = view.run("() => document.documentElement.dataset.theme") == "dark"
     assert is_dark == (theme == "light")
     view.context.close()

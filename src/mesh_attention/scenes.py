@@ -133,10 +133,17 @@ def _is_same(one: Scene, other: Scene) -> bool:
 
 
 def write_explorer(
-    page: Path, scenes: Sequence[Scene], *, traced: Sequence[Scene], title: str, notes: list[str]
+    page: Path,
+    scenes: Sequence[Scene],
+    *,
+    traced: Sequence[Scene],
+    title: str,
+    notes: list[str],
+    opening: Scene | None = None,
+    lead: str = "",
 ) -> Path:
     """Write the page, and next to it a trace of some of its scenes; returns the path of the trace."""
-    write_page(page, scenes, title=title, notes=notes)
+    write_page(page, scenes, title=title, notes=notes, opening=opening, lead=lead)
     trace = page.with_name(TRACE)
     write_trace(trace, timelines_of(traced))
     return trace

@@ -39,8 +39,8 @@ TOUCH_S = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """One rank's totals. `wait_s` is exposed communication: time in which the compute lane could do nothing. `link_s`
-    is the time of the transfers it received, or of those it sent, whichever is longer."""
+    """One rank's totals. `wait_s` is the time in which its compute lane waits. `link_s` is the time of the transfers
+    it received, or of those it sent, whichever is longer."""
 
     rank: int
     stop_s: float
@@ -56,7 +56,7 @@ class Timeline:
     `ranks` holds the totals of every rank, `spans` those of the requested ranks. `sent_nbytes` is the sum over all
     ranks, by link class. `is_exact` is True if every rank's calls were priced one by one; otherwise the prices of some
     places stand for those of their neighbours. (The order in which ranks that share a link are served is an assumption
-    either way.)
+    either way.) `joined_compute_s` is only given for joined passes: the sum of their `compute_s`.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Timeline:
     flops: int
     spans: tuple[Span, ...] = ()
     is_exact: bool = True
+    joined_compute_s: float | None = None
 
     @property
     def time_s(self) -> float:
@@ -74,7 +75,9 @@ class Timeline:
 
     @property
     def compute_s(self) -> float:
-        """Compute time of the busiest rank."""
+        """Compute time of the busiest rank; of joined passes, of the busiest rank in each."""
+        if self.joined_compute_s is not None:
+            return self.joined_compute_s
         return max((rank.compute_s for rank in self.ranks), default=0.0)
 
     @property
@@ -118,6 +121,7 @@ def _after(first: Timeline, second: Timeline) -> Timeline:
             *(s._replace(start_s=s.start_s + start_s, stop_s=s.stop_s + start_s) for s in second.spans),
         ),
         is_exact=first.is_exact and second.is_exact,
+        joined_compute_s=first.compute_s + second.compute_s,
     )
 
 

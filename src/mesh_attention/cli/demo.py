@@ -70,7 +70,7 @@ def demo_command(given: DemoOptions) -> None:
     page: Path | None = None
     reason: str | None = "--no-report was given" if given.no_report else "one rank has nothing to show; use two or more"
     if is_recorded:
-        page, reason = _report(given.report or Path(REPORT), problem, methods, by_rank[0])
+        page, reason = _report(given.report or Path(REPORT), problem, methods, by_rank[0], best=_best(rows).method)
     if given.json:
         told = {"ok": is_right, **_facts(problem), "methods": [asdict(row) for row in rows]}
         typer.echo(json.dumps(told | {"report": None if page is None else str(page), "no_report": reason}))
@@ -84,11 +84,13 @@ def demo_command(given: DemoOptions) -> None:
         raise typer.Exit(1)
 
 
-def _report(folder: Path, problem: Problem, methods: Iterable[str], first: Seen) -> tuple[Path | None, str | None]:
+def _report(
+    folder: Path, problem: Problem, methods: Iterable[str], first: Seen, *, best: str
+) -> tuple[Path | None, str | None]:
     """The page, or the reason why it was not written: the results are right without it."""
     try:
         with progress("drawing") as report:
-            return write_report(folder, problem, methods, first, report=report), None
+            return write_report(folder, problem, methods, first, best=best, report=report), None
     except UsageError as error:
         return None, str(error)
 
@@ -194,9 +196,13 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
+def _best(rows: Sequence[Row]) -> Row:
+    return min(rows, key=lambda row: row.received_nbytes)
+
+
 def _verdict(methods: Mapping[str, Choice], rows: Sequence[Row]) -> str:
     """The method that moved the fewest bytes, and the reason."""
-    ring, best = rows[0], min(rows, key=lambda row: row.received_nbytes)
+    ring, best = rows[0], _best(rows)
     if best.received_nbytes >= ring.received_nbytes:
         return "No method moved fewer bytes than ring: no tile on these ranks has several rows and several columns."
     share = best.received_nbytes / ring.received_nbytes

@@ -29,19 +29,25 @@ FORECAST_CLUSTER, FORECAST_RANKS = "h100", (16, 64)
 FORECAST_TOKENS = 131072
 
 
-def write_report(folder: Path, problem: Problem, methods: Iterable[str], seen: Seen, *, report: Report) -> Path:
-    """Write the page, which is returned, and a trace next to it. `seen` are the results of rank 0, with recordings."""
+def write_report(
+    folder: Path, problem: Problem, methods: Iterable[str], seen: Seen, *, best: str, report: Report
+) -> Path:
+    """Write the page, which is returned, and a trace next to it. `seen` are the results of rank 0, with recordings. The
+    page opens on the `best` method."""
     make_folder("--report", folder)
     assert seen.calibration is not None  # passes were recorded
     here, is_fitted = machine_at_hand(seen.calibration, ranks=problem.ranks)
     measured = [_measured_scene(*one, here, report) for one in zip(methods, seen.methods, strict=True)]
+    opening = next(scene for scene in measured if scene.method == best)
     page = folder / PAGE
     write_explorer(
         page,
         [*measured, *forecast_scenes(report)],
         traced=measured,
-        title="Measured on this machine, and forecast on a cluster",
+        title="Attention spread over ranks: who computes what, and when",
         notes=_notes(problem, here, is_fitted=is_fitted),
+        opening=opening,
+        lead=f"Shown first: {best} {opening.tile}, which the demo recommends: a rank receives the fewest bytes.",
     )
     return page
 

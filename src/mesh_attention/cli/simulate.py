@@ -83,7 +83,7 @@ def simulate_command(
             write_trace(given.trace, whole)
         if given.chart is not None:
             report(f"drawing {given.chart.name}", 1.0)
-            save_chart(gantt(whole, ranks=shown_ranks), given.chart)
+            save_chart(gantt(whole, ranks=shown_ranks, why=_why_these(shown_ranks, topology.ranks)), given.chart)
     if given.json:
         files = {
             name: None if path is None else str(path) for name, path in (("trace", given.trace), ("chart", given.chart))
@@ -193,6 +193,13 @@ def _print(
         console.print(f"\n{direction}, {format_time(timeline.time_s)}", style="bold")
         console.print(draw_lanes(timeline, ranks=shown_ranks, width=console.width))
     console.print(f"{SHADES[-1]} busy all the time, {SHADES[1]} part of the time", style="dim")
+    console.print(_why_these(shown_ranks, topology.ranks), style="dim")
+
+
+def _why_these(shown: Sequence[int], ranks: int) -> str:
+    if len(shown) == ranks:
+        return f"All {ranks} ranks are shown." if ranks > 1 else ""
+    return "Ranks {}, {} and {} are shown: the first, the middle and the last of {}.".format(*shown, ranks)
 
 
 def _columns(forecasts: Sequence[Forecasts], topology: Topology) -> list[Column]:
@@ -235,8 +242,8 @@ def _caption(forecasts: Sequence[Forecasts], topology: Topology) -> str:
         else "Prices are sampled: only some ranks' calls are priced."
     )
     return (
-        f"{ring}exposed: the time that communication adds to the busiest rank's compute. overlap: the share of the "
-        "busiest link's time that compute hides. utilisation: the share of all ranks' time spent computing. Bytes are "
+        f"{ring}exposed: the time in which the busiest rank does not compute. overlap: the share of the busiest "
+        "link's time that compute hides. utilisation: the share of all ranks' time spent computing. Bytes are "
         f"those of an average rank. Lower bounds: {format_time(bound_s)} of compute at the full kernel rate, "
         f"{format_nbytes(bound_nbytes)} received by an average rank. {prices}"
     )

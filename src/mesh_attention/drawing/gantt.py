@@ -24,17 +24,18 @@ Tracks = Mapping[int, Mapping[Lane, Sequence[Track]]]
 """Tracks by rank and lane."""
 
 
-def gantt(timeline: Timeline, *, ranks: Sequence[int] | None = None) -> Figure:
-    """The spans of a timeline, lane by lane; all ranks that have spans unless `ranks` names some."""
+def gantt(timeline: Timeline, *, ranks: Sequence[int] | None = None, why: str = "") -> Figure:
+    """The spans of a timeline, lane by lane; all ranks that have spans unless `ranks` names some, and `why` says why
+    these."""
     tracks = rank_tracks(timeline)
     shown = _shown_ranks(tuple(tracks), ranks, timeline.name)
-    margins = canvas.Margins(left=_names_in(shown), right=0.3, top=0.72, bottom=0.55)
+    margins = canvas.Margins(left=_names_in(shown), right=0.3, top=0.92 if why else 0.72, bottom=0.55)
     figure, axes = canvas.new_axes(height_in=_rows_of(shown) * LANE_IN + margins.top + margins.bottom, margins=margins)
     stop_s = max(timeline.time_s, *(span.stop_s for span in timeline.spans)) or 1e-6
     unit, ticks = linear_ticks(stop_s)
     canvas.set_scale(axes, "x", Scale(kind="linear", low=0.0, high=1.005 * stop_s, ticks=ticks, label=f"time, {unit}"))
     _draw_ranks(axes, tracks, shown, left_in=margins.left)
-    canvas.write_titles(figure, timeline.name, _totals(timeline))
+    canvas.write_titles(figure, timeline.name, f"{_totals(timeline)}\n{why}".strip())
     return figure
 
 

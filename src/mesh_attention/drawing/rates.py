@@ -21,6 +21,8 @@ LIGHT = ("#e69f00", "#56b4e9", "#cc79a7", "#999933")
 """Colours on which ink is read better than white."""
 LABEL_GAP_IN, MARK_IN = 0.06, 0.05
 """Between a label and what is near it, and half the height of a mark."""
+ABOVE_GRID: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+"""The ground of a label outside its bar, so that no grid line goes through it."""
 HEIGHT_IN, LEGEND_ROW_IN, LEGEND_ENTRY_IN = 3.2, 0.22, 0.55
 LINE_LOOK: dict[str, Any] = {"color": canvas.INK, "linewidth": 1.8}
 EXPECTED_LOOK: dict[str, Any] = {"marker": "D", "color": "white", "markeredgecolor": canvas.INK, "linestyle": "none"}
@@ -101,8 +103,6 @@ def _draw_groups(axes: Axes, groups: Sequence[BarGroup], colours: dict[str, str]
 
 
 def _draw_bar(axes: Axes, bar: Bar, *, at: float, colour: str, width_in: float) -> None:
-    from matplotlib.patheffects import withStroke
-
     axes.bar(at, bar.value, width=BAR, color=colour, zorder=2)
     if bar.expected is not None:
         axes.plot([at], [bar.expected], zorder=4, clip_on=False, **EXPECTED_LOOK)
@@ -120,7 +120,7 @@ def _draw_bar(axes: Axes, bar: Bar, *, at: float, colour: str, width_in: float) 
         rotation=90 if is_upright else 0,
         fontsize=canvas.SMALL_SIZE,
         color=canvas.INK if colour in LIGHT or not is_inside else "white",
-        path_effects=[] if is_inside else [withStroke(linewidth=2.5, foreground="white")],
+        bbox=None if is_inside else ABOVE_GRID,
         zorder=5,
     )
 

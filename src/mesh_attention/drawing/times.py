@@ -26,7 +26,7 @@ MARKERS = "os^DvPX"
 TIME_LOOK: dict[str, Any] = {"linewidth": 2.0, "markersize": 5.0}
 EXPOSED_LOOK: dict[str, Any] = TIME_LOOK | {"linewidth": 1.3, "linestyle": (0, (4, 2)), "markerfacecolor": "white"}
 LABELS_IN_HEIGHT = 16
-BESIDE = tuple((12.0, dy) for dy in (0.0, 11.0, -11.0, 22.0, -22.0, 33.0, -33.0))
+BESIDE = tuple((12.0, dy) for dy in (0.0, 8.0, -8.0, 11.0, -11.0, 22.0, -22.0, 33.0, -33.0))
 """Places for the label of a line that ends early, in points from its end."""
 
 
@@ -165,9 +165,10 @@ def _label_offsets(axes: Axes, labels: Sequence[str], ends: Sequence[Point]) -> 
     taken = [Box(-inf, high, inf, inf), Box(-inf, -inf, inf, low)]
     taken += [_label_box(widths[number], spots[number], offset) for number, offset in offsets.items()]
     points = [point for line in axes.lines for point in along(_in_points(axes, line.get_xydata()), every=4.0)]
+    rules = [y for _, y in _in_points(axes, [(ends[0][0], tick) for tick in axes.get_yticks()])]
     for number in sorted(set(range(len(ends))) - set(lasts)):
         choices = [_label_box(widths[number], spots[number], offset) for offset in BESIDE]
-        best = clearest(choices, taken=taken, points=points)
+        best = clearest(choices, taken=taken, points=points, rules=rules)
         offsets[number] = BESIDE[best]
         taken.append(choices[best])
     return offsets
@@ -232,13 +233,17 @@ def spread(wanted: Sequence[float], *, gap: float, low: float, high: float) -> l
     return places
 
 
-def clearest(boxes: Sequence[Box], *, taken: Sequence[Box], points: Sequence[Point]) -> int:
-    """Index of the box that overlaps the fewest taken ones, then covers the fewest points; the first if several do."""
+def clearest(
+    boxes: Sequence[Box], *, taken: Sequence[Box], points: Sequence[Point], rules: Sequence[float] = ()
+) -> int:
+    """Index of the box that overlaps the fewest taken ones, then covers the fewest points, then is crossed by the
+    fewest `rules`, which are horizontal; the first if several do."""
     return min(
         range(len(boxes)),
         key=lambda i: (
             sum(boxes[i].meets(other) for other in taken),
             sum(boxes[i].covers(point) for point in points),
+            sum(boxes[i].bottom <= rule <= boxes[i].top for rule in rules),
         ),
     )
 

@@ -23,14 +23,14 @@ def why_not(loser: Trial, chosen: Trial, near_tie: float) -> str:
     exposed, computed = loser.exposed_s - chosen.exposed_s, loser.compute_s - chosen.compute_s
     if computed > exposed:
         return f"more and smaller kernel calls: computes {_ratio(loser.compute_s, chosen.compute_s)} as long"
-    waits = f"waits {format_time(loser.exposed_s)} for transfers, the chosen {format_time(chosen.exposed_s)}"
+    times = f"{format_time(loser.exposed_s)} exposed, with the chosen {format_time(chosen.exposed_s)}"
     if all(choice.is_collective for choice in loser.choices.values()):
-        return f"nothing overlaps: {waits}"
+        return f"nothing overlaps: {times}"
     if loser.between_nbytes > 1.2 * chosen.between_nbytes > 0:
-        return f"sends {_ratio(loser.between_nbytes, chosen.between_nbytes)} the bytes between nodes: {waits}"
+        return f"sends {_ratio(loser.between_nbytes, chosen.between_nbytes)} the bytes between nodes: {times}"
     if loser.sent_nbytes > 1.2 * chosen.sent_nbytes > 0:
-        return f"sends {_ratio(loser.sent_nbytes, chosen.sent_nbytes)} the bytes: {waits}"
-    return f"hides less behind compute: {waits}"
+        return f"sends {_ratio(loser.sent_nbytes, chosen.sent_nbytes)} the bytes: {times}"
+    return f"hides less behind compute: {times}"
 
 
 def cannot_be_used(

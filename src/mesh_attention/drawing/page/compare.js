@@ -20,8 +20,8 @@ function drawCompare() {
   const both = directions(state.scene);
   byId("compare").replaceChildren(
     barTable("Bytes the busiest rank receives (exact)", received, bytesText),
-    timeTable("Time of the pass", scenes, [state.direction]),
-    ...(both.length > 1 ? [timeTable("Time of both passes", scenes, both)] : []),
+    timeTable("Forecast time of the pass", scenes, [state.direction]),
+    ...(both.length > 1 ? [timeTable("Forecast time of both passes", scenes, both)] : []),
   );
 }
 
@@ -34,8 +34,7 @@ function timeTable(title, scenes, passes) {
       exposed: total(scene, passes, "forecast", "exposed_s"),
       measured: total(scene, passes, "measured", "time_s"),
     }));
-  const measured = rows.some((row) => row.measured) ? "; measured below" : "";
-  return barTable(`${title}: forecast, orange where exposed${measured}`, rows, timeText);
+  return barTable(title, rows, timeText);
 }
 
 // Seconds of some passes together; null unless all of them are known.
@@ -50,7 +49,7 @@ function barTable(title, rows, text) {
   return html("div", { class: "bars", role: "group", "aria-label": title }, html("h3", {}, title), ...body);
 }
 
-function barRow({ scene, value, exposed = 0, measured }, largest, text) {
+function barRow({ scene, value, exposed, measured }, largest, text) {
   const isChosen = scene === state.scene;
   const picture = svg("svg", { viewBox: "0 0 100 14", preserveAspectRatio: "none", "aria-hidden": true });
   const bar = (name, start, stop, y, height) => {
@@ -58,16 +57,23 @@ function barRow({ scene, value, exposed = 0, measured }, largest, text) {
     picture.append(svg("rect", { class: name, x, y, height, width }));
   };
   const [y, height] = measured ? [1, 6] : [2, 10];
-  const busy = value - Math.max(0, exposed);
+  const busy = value - Math.max(0, exposed || 0);
   bar("forecast", 0, busy, y, height);
   bar("exposed", busy, value, y, height);
+  const small = (words) => html("small", {}, words);
   if (measured) bar("measured", 0, measured, 8, 5);
   return html(
     "button",
     { type: "button", class: "bar-row", "data-scene": sceneKey(scene), "aria-pressed": isChosen ? "true" : "false" },
     html("span", { class: "bar-name" }, sceneName(scene)),
     html("span", { class: "bar" }, picture),
-    html("span", { class: "bar-value" }, text(value), measured && html("small", {}, `${text(measured)} measured`)),
+    html(
+      "span",
+      { class: "bar-value" },
+      text(value),
+      exposed === undefined ? null : small(`${text(Math.max(0, exposed))} exposed`),
+      measured ? small(`${text(measured)} measured`) : null,
+    ),
   );
 }
 
@@ -132,7 +138,8 @@ function drawGrowth() {
   const box = byId("growth");
   const names = [...rows.keys()].map((method) => cutText(method, 22));
   const right = 14 + 7.2 * Math.max(...names.map((name) => name.length));
-  const [width, height, left, top] = [box.clientWidth, Math.max(190, 40 + 15 * rows.size), 66, 10];
+  const height = Math.max(190, 40 + 15 * rows.size, overviewHeight(state.scene.ranks));
+  const [width, left, top] = [box.clientWidth, 66, 10];
   const largest = Math.max(...[...rows.values()].flatMap((points) => [...points.values()]));
   const doublings = Math.log2(ranks[ranks.length - 1] / ranks[0]);
   const x = (number) => left + (Math.log2(number / ranks[0]) / doublings) * (width - left - right);

@@ -10,8 +10,8 @@ function drawAll() {
   drawTimeline();
   drawStrip();
   drawCompare();
-  drawOverview();
   drawGrowth();
+  drawOverview();
   drawChoiceWords();
   updateStep();
 }
@@ -77,14 +77,22 @@ function drawLegends() {
   };
   const lanes = {
     compute: "computes",
-    wait: "waits: exposed communication",
+    wait: "waits",
     send: "sends",
     recv: "receives",
+    exposed: "exposed: the busiest rank does not compute",
     cursor: "current step",
+  };
+  const hasMeasured = rivals().some((scene) => Object.values(scene.passes).some((data) => data.measured));
+  const bars = {
+    forecast: "the busiest rank computes",
+    exposed: "exposed: the busiest rank does not compute",
+    ...(hasMeasured && { measured: "measured time" }),
   };
   const swatches = (words) => Object.entries(words).map(([name, text]) => swatch(`s-${name}`, text));
   byId("matrix-legend").replaceChildren(...swatches(matrix));
   byId("timeline-legend").replaceChildren(...swatches(lanes));
+  byId("compare-legend").replaceChildren(...swatches(bars));
 }
 
 // Playing
@@ -101,8 +109,9 @@ function updatePlayer() {
   byId("where").textContent = clock === null ? where : `${where} · ${clock}`;
   const words = state.step < steps ? `step ${state.step + 1} of ${steps}: ${stepsNow()[state.step].text}` : "the end";
   slider.setAttribute("aria-valuetext", words);
-  byId("prev").disabled = byId("first").disabled = state.step === 0;
-  byId("next").disabled = state.step === steps;
+  // Not `disabled`: a disabled button would keep keys from the page.
+  const isOver = { first: state.step === 0, prev: state.step === 0, next: state.step === steps };
+  for (const id of Object.keys(isOver)) byId(id).setAttribute("aria-disabled", isOver[id]);
   byId("play").setAttribute("aria-label", playing ? "Pause" : "Play");
   byId("play-shape").setAttribute("d", playing ? "M4 3h3v10H4zM9 3h3v10H9z" : "M4 2.5v11L13 8z");
 }
@@ -145,9 +154,13 @@ function listen() {
   on("next", "click", () => { stop(); step(1); });
   on("play", "click", play);
   on("slider", "input", (event) => { stop(); chooseStep(Number(event.target.value)); updateStep(); });
-  on("steps", "click", (event) => jump(event.target.closest("[data-step]")));
+  on("steps", "click", (event) => {
+    const item = event.target.closest("[data-step]");
+    if (event.target.closest(".fold")) unfold(item);
+    else jump(item);
+  });
+  on("steps", "scroll", cueSteps);
   on("timeline", "click", clickTimeline);
-  on("timeline", "scroll", keepNames);
   on("timeline", "pointerover", (event) => showSpan(event.target));
   on("overview", "click", (event) => {
     const row = event.target.closest("[data-rank]");
@@ -185,7 +198,8 @@ function clickTimeline(event) {
 }
 
 function showSpan(target) {
-  byId("span-words").textContent = target.dataset.words || "Point at a span to see what it is; click to go to its step.";
+  const hint = byId("timeline").querySelector(".span") && "Point at a span to see what it is; click to go to its step.";
+  byId("span-words").textContent = (target && target.dataset.words) || hint || "";
 }
 
 function lookAt(block) {
@@ -206,7 +220,7 @@ function chooseOwner() {
 function matrixKey(event) {
   const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
   const own = placeOf(pass(), state.rank);
-  if (event.key in moves) {
+  if (event.shiftKey && event.key in moves) {
     const last = pass().rows.length - 1;
     const from = state.block || [own, own];
     lookAt(state.block ? from.map((index, axis) => Math.max(0, Math.min(last, index + moves[event.key][axis]))) : from);
@@ -217,18 +231,20 @@ function matrixKey(event) {
   event.stopPropagation();
 }
 
+// Left and right step everywhere; what else a control does with keys, it keeps.
 function pageKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
-  const isInControl = event.target.closest("input, select, textarea");
-  const isOnButton = event.target.closest("button, a");
-  const acts = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
-  if (event.target.closest("#steps")) Object.assign(acts, { ArrowDown: 1, ArrowUp: -1 });
-  if (isInControl) return;
-  if (event.key === " " && !isOnButton) {
-    play();
-  } else if (event.key in acts) {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.shiftKey) return;
+  const isIn = (selector) => event.target.closest(selector);
+  const acts = { ArrowRight: 1, ArrowLeft: -1 };
+  if (!isIn("#controls")) Object.assign(acts, { Home: -Infinity, End: Infinity });
+  if (isIn("#steps")) Object.assign(acts, { ArrowDown: 1, ArrowUp: -1 });
+  if (event.key in acts) {
     stop();
     step(acts[event.key]);
+  } else if (event.key === " " && !isIn("button, a, #controls")) {
+    play();
+  } else if (event.key === "Enter" && isIn("#steps")) {
+    unfold(byId(`step-${state.step}`));
   } else return;
   event.preventDefault();
 }
@@ -268,5 +284,4 @@ listen();
 followSystem();
 systemIsDark.addEventListener("change", followSystem);
 drawAll();
-showSpan(byId("timeline"));
 redrawWhenResized();

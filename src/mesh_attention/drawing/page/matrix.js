@@ -56,13 +56,17 @@ function drawMatrix() {
   const own = placeOf(data, state.rank);
   const room = matrixLayout(box.clientWidth, places);
   const full = room.gutter + room.side + room.end;
-  const picture = svg("svg", { width: full, height: full, "aria-hidden": true, class: "matrix" });
+  const below = state.direction === "forward" ? 2 : room.end; // sums of columns
+  const height = room.gutter + room.side + below;
+  const picture = svg("svg", { width: full, height, "aria-hidden": true, class: "matrix" });
   picture.append(svg("rect", { class: "ground", x: room.gutter, y: room.gutter, width: room.side, height: room.side }));
   drawBands(picture, data, room, own);
   for (let place = 0; place < places; place += 1) if (place !== own) picture.append(othersTile(data, room, place));
   picture.append(ownTile(data, room, own), shardLabels(data, room, own));
   picture.append(svg("g", { id: "marks" }), svg("rect", { id: "looked-at", width: 0, height: 0 }));
   box.replaceChildren(picture);
+  byId("numbers-note").textContent =
+    room.cell < 20 ? "" : data.ulysses === 1 ? "numbers: ranks" : `numbers: places of ${data.ulysses} ranks each`;
   updateMatrix();
 }
 
@@ -107,12 +111,15 @@ function ownTile(data, room, own) {
   return group;
 }
 
-// With Ulysses, a place is several ranks; its number is the place's.
+// With Ulysses, a place is several ranks; its number is the place's. Lines of a mask go through the middle of a block,
+// so numbers stand at its lower left, if they fit there.
 function blockNumber(data, room, row, col, place) {
   if (patternOf(data, row, col) === "0") return null;
-  const middle = room.cell / 2;
+  const isWhole = DATA.grids[data.grid].patterns.every((pattern) => pattern.length === 1 && "01".includes(pattern));
+  const isLow = !isWhole && room.cell / 2 > 8 * `${data.rows.length - 1}`.length;
+  const [across, down] = isLow ? [room.cell / 4, (3 * room.cell) / 4] : [room.cell / 2, room.cell / 2];
   const attributes = { class: "number", "text-anchor": "middle" };
-  return label(room.x(col) + middle, room.x(row) + middle + 3.5, `${place}`, attributes);
+  return label(room.x(col) + across, room.x(row) + down + 3.5, `${place}`, attributes);
 }
 
 function shardLabels(data, room, own) {

@@ -74,10 +74,15 @@ class Scene:
                     )
 
 
-def check_scenes(scenes: Sequence[Scene]) -> None:
-    """Check that there is a scene, and that no two have the same ranks, method and tile."""
+def check_scenes(scenes: Sequence[Scene], opening: Scene | None) -> None:
+    """Check that there is a scene, that `opening` is one of them, and that no two have the same ranks, method and
+    tile."""
     if not scenes:
         raise UsageError("no scenes given; expected at least one to make a page of")
+    if opening is not None and opening not in scenes:
+        raise UsageError(
+            f"the page cannot open on {opening.method!r} with tile {opening.tile}: expected one of the scenes given"
+        )
     seen: set[tuple[int, str, str]] = set()
     for scene in scenes:
         choice = (scene.ranks, scene.method, scene.tile)

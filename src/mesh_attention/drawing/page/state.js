@@ -1,7 +1,7 @@
 // The state of the page. Only scenes that exist can be chosen; the address keeps the state.
 
 const DATA = JSON.parse(byId("data").textContent);
-const state = { scene: DATA.scenes[0], direction: "forward", rank: 0, step: 0, block: null };
+const state = { scene: DATA.scenes[DATA.opens], direction: "forward", rank: 0, step: 0, block: null };
 
 const pass = () => state.scene.passes[state.direction];
 const directions = (scene) => ["forward", "backward"].filter((direction) => direction in scene.passes);

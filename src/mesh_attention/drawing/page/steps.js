@@ -14,7 +14,37 @@ function drawSteps() {
     ),
   );
   byId("steps").replaceChildren(...list);
+  foldLong(list, steps);
   updateSteps();
+}
+
+const FOLDED_ABOVE = 100; // pixels: five lines
+
+// A long step shows its first lines and says what is in it; a click on that, or Enter, unfolds it.
+function foldLong(items, steps) {
+  const isLong = items.map((item) => item.lastChild.clientHeight > FOLDED_ABOVE);
+  items.forEach((item, index) => {
+    if (!isLong[index]) return;
+    item.classList.add("folded");
+    item.append(html("button", { class: "fold", type: "button", tabindex: -1 }, foldWords(steps[index])));
+  });
+}
+
+function foldWords({ rows, cols, sends, recvs }) {
+  if (rows.length) return `all of ${rows.length} × ${cols.length} blocks`;
+  return `all of ${count(sends.length, "send")} and ${count(recvs.length, "receive")}`;
+}
+
+function unfold(item) {
+  if (item && item.querySelector(".fold")) item.classList.toggle("folded");
+  cueSteps();
+}
+
+// The list fades where it goes on.
+function cueSteps() {
+  const box = byId("steps");
+  box.classList.toggle("more-above", box.scrollTop > 1);
+  box.classList.toggle("more-below", box.scrollTop + box.clientHeight < box.scrollHeight - 1);
 }
 
 // The verb by itself, so that it can be set off; the text is the plan's, letter for letter.
@@ -35,10 +65,12 @@ function updateSteps() {
   if (!current) {
     box.removeAttribute("aria-activedescendant");
     box.scrollTop = box.scrollHeight;
+    cueSteps();
     return;
   }
   current.setAttribute("aria-selected", "true");
   box.setAttribute("aria-activedescendant", current.id);
   // Only the list scrolls, never the page.
-  box.scrollTop = current.offsetTop - box.clientHeight / 2 + current.offsetHeight / 2;
+  box.scrollTop = current.offsetTop - Math.max(0, box.clientHeight - current.offsetHeight) / 2;
+  cueSteps();
 }

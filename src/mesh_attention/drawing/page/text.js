@@ -61,6 +61,10 @@ function numbersText(numbers) {
   return texts.length > 8 ? [...texts.slice(0, 4), "…", texts[texts.length - 1]].join(", ") : texts.join(", ");
 }
 
+// Names as a list; a long one is cut.
+const someText = (names) =>
+  names.length > 9 ? `${names.slice(0, 8).join(", ")} and ${names.length - 8} more` : names.join(", ") || "nothing";
+
 const cutText = (text, longest) => (text.length > longest ? `${text.slice(0, longest - 1)}…` : text);
 
 const listText = (texts) =>

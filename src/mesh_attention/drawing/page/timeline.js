@@ -16,32 +16,24 @@ function longestTime() {
 }
 
 function drawTimeline() {
-  const box = byId("timeline");
   const data = pass();
-  const width = Math.max(box.clientWidth, 640);
-  const stop = passTime(data);
-  const scale = (seconds) => LEFT + (seconds / stop) * (width - LEFT - 12);
+  const { width, stop, scale } = timelineLayout(data);
   const picture = svg("svg", { width, class: "timeline", role: "img", "aria-label": timelineLabel(data) });
   let top = drawPasses(picture, width, 4);
-  for (const source of sourcesOf(data)) top = drawSource(picture, source, scale, top + 14, width);
-  drawAxis(picture, stop, scale, top);
-  picture.setAttribute("height", top + 24);
-  picture.append(staying(picture, top));
-  box.replaceChildren(picture);
-  keepNames();
+  const known = sourcesOf(data).filter((source) => state.rank in data[source].spans);
+  for (const source of known) top = drawSource(picture, source, scale, top + 14, width);
+  if (known.length) drawAxis(picture, stop, scale, top);
+  picture.setAttribute("height", top + (known.length ? 24 : 0));
+  byId("timeline").replaceChildren(picture);
   drawTimelineWords(data);
+  showSpan(null);
   updateTimeline();
 }
 
-// Names of lanes stay where they are when the picture scrolls sideways under them.
-function staying(picture, bottom) {
-  const names = [...picture.querySelectorAll(".lane-name, .source-name")];
-  const ground = svg("rect", { class: "names-ground", x: 0, y: 0, width: LEFT - 6, height: bottom });
-  return svg("g", { id: "names" }, ground, ...names);
-}
-
-function keepNames() {
-  byId("names").setAttribute("transform", `translate(${byId("timeline").scrollLeft},0)`);
+function timelineLayout(data) {
+  const width = byId("timeline").clientWidth;
+  const stop = passTime(data);
+  return { width, stop, scale: (seconds) => LEFT + (seconds / stop) * (width - LEFT - 12) };
 }
 
 function timelineLabel(data) {
@@ -50,7 +42,7 @@ function timelineLabel(data) {
     .join(", ")}`;
 }
 
-// Both passes on one scale: how long each is, and how much of it rank and link are busy.
+// Both passes on one scale: how long each is, and how much of it is exposed.
 function drawPasses(picture, width, top) {
   const longest = longestTime();
   const room = width - LEFT - 150;
@@ -62,10 +54,9 @@ function drawPasses(picture, width, top) {
     const name = { class: `lane-name${isChosen ? " chosen" : ""}`, "data-direction": direction };
     group.append(label(0, y + 11, direction, name));
     for (const source of sourcesOf(data)) {
-      const { tick_s, time_s, compute } = data[source];
-      const length = (time_s / longest) * room;
-      const busy = ((at(compute, state.rank) * tick_s) / longest) * room;
-      group.append(svg("rect", { class: `whole ${source}`, x: LEFT, y: y + 2, width: round(length), height: 10 }));
+      const { time_s, compute_s } = data[source];
+      const [length, busy] = [time_s, compute_s].map((seconds) => (seconds / longest) * room);
+      group.append(svg("rect", { class: `exposed ${source}`, x: LEFT, y: y + 2, width: round(length), height: 10 }));
       group.append(svg("rect", { class: `compute ${source}`, x: LEFT, y: y + 2, width: round(busy), height: 10 }));
       group.append(label(LEFT + length + 6, y + 11, `${timeText(time_s)} ${source}`, { class: "small" }));
       y += 16;
@@ -76,16 +67,10 @@ function drawPasses(picture, width, top) {
 }
 
 function drawSource(picture, source, scale, top, width) {
-  const data = pass()[source];
   const lanes = spansOf(state.scene, state.direction, source, state.rank);
   const name = `${SOURCE_WORDS[source]}: rank ${state.rank}, ${state.direction}`;
   picture.append(label(0, top + 11, name, { class: "source-name" }));
   const begin = top + 20;
-  if (!lanes) {
-    const words = `The timeline of rank ${state.rank} was not kept; ${shownRanks(data)}`;
-    picture.append(label(LEFT, begin + 12, words, { class: "small" }));
-    return begin + 22;
-  }
   const group = svg("g", { class: `lanes ${source}`, "data-source": source });
   LANES.forEach((lane, index) => {
     const y = begin + index * (LANE_HEIGHT + 4);
@@ -102,10 +87,17 @@ function drawSource(picture, source, scale, top, width) {
   return bottom;
 }
 
-const shownRanks = (data) => {
+// Why there are no lanes, if there are none.
+function missingWords(source, data) {
   const ranks = Object.keys(data.spans).map(Number);
-  return ranks.length ? `choose one of these ranks: ${numbersText(ranks)}.` : "only totals are known.";
-};
+  if (ranks.includes(state.rank)) return "";
+  if (!ranks.length) return `Of the ${source} pass, only totals are known.`;
+  return [
+    `The ${source} timeline of rank ${state.rank} is not on this page. To keep the page small, it has those of`,
+    `${count(ranks.length, "rank")} of ${state.scene.ranks}, spread from the first to the last: choose`,
+    `${numbersText(ranks)}.`,
+  ].join(" ");
+}
 
 // Spans of one lane that overlap are drawn side by side.
 function laneSpans(spans, lane, top, scale) {
@@ -160,8 +152,9 @@ function drawTimelineWords(data) {
     const rough = source === "forecast" && !is_exact ? " (approximate: some ranks are priced like their neighbours)" : "";
     return [
       `${SOURCE_WORDS[source]}${rough}: ${timeText(time_s)} until the last rank is done,`,
-      `of which ${timeText(exposed_s)} is exposed communication;`,
-      `ranks compute ${Math.round(100 * utilisation)} % of the time.`,
+      `of which ${timeText(exposed_s)} is exposed;`,
+      `all ranks together compute ${Math.round(100 * utilisation)} % of the time.`,
+      missingWords(source, data[source]),
     ].join(" ");
   });
   if (!data.measured) words.push("This pass was not run, so nothing measured is shown.");
@@ -171,9 +164,7 @@ function drawTimelineWords(data) {
 function updateTimeline() {
   const data = pass();
   const box = byId("timeline");
-  const width = Math.max(box.clientWidth, 640);
-  const stop = passTime(data);
-  const scale = (seconds) => LEFT + (seconds / stop) * (width - LEFT - 12);
+  const { scale } = timelineLayout(data);
   for (const source of sourcesOf(data)) {
     const lanes = box.querySelector(`.lanes.${source}`);
     const times = stepTimes(state.scene, state.direction, source, state.rank);
@@ -187,7 +178,6 @@ function updateTimeline() {
     for (const span of lanes.querySelectorAll(".span")) {
       span.classList.toggle("current", span.dataset.step !== "" && Number(span.dataset.step) === state.step);
     }
-    if (source === "forecast") keepInView(box, x);
   }
 }
 
@@ -217,11 +207,10 @@ function updateStrip() {
   fill(byId("strip-cursor"), { x1: x, x2: x }, []);
 }
 
-function keepInView(box, x) {
-  if (x < box.scrollLeft + LEFT || x > box.scrollLeft + box.clientWidth - 40) box.scrollLeft = x - box.clientWidth / 2;
-}
-
 // All ranks
+
+const overviewRowHeight = (ranks) => Math.max(3, Math.min(80, 210 / ranks));
+const overviewHeight = (ranks) => ranks * overviewRowHeight(ranks) + 30;
 
 function drawOverview() {
   const box = byId("overview");
@@ -231,18 +220,20 @@ function drawOverview() {
   const ranks = state.scene.ranks;
   const width = box.clientWidth;
   const left = 30;
-  const height = Math.max(3, Math.min(14, 200 / ranks));
+  const height = overviewRowHeight(ranks);
   const scale = (seconds) => left + (seconds / (timeline.time_s || 1e-9)) * (width - left - 4);
   const hasAll = Object.keys(timeline.spans).length === ranks;
   const words = `Compute and waiting of all ${ranks} ranks`;
   const about = { class: "overview", role: "img", "aria-label": words };
-  const picture = svg("svg", { width, height: ranks * height + 30, ...about });
+  const picture = svg("svg", { width, height: overviewHeight(ranks), ...about });
   for (let rank = 0; rank < ranks; rank += 1) picture.append(overviewRow(timeline, rank, height, scale, hasAll));
   drawAxis(picture, timeline.time_s || 1e-9, scale, ranks * height + 6);
   box.replaceChildren(picture);
   const [what, whole] = hasAll ? ["When", ""] : ["How long", ", in total,"];
-  byId("overview-words").textContent =
-    `${what} each rank computes (blue) and waits${whole} in the forecast, ${state.direction}. Click to choose a rank.`;
+  byId("overview-words").textContent = [
+    `${what} each rank computes (blue) and waits (amber)${whole} in the forecast, ${state.direction}.`,
+    "Click to choose a rank.",
+  ].join(" ");
 }
 
 function overviewRow(timeline, rank, height, scale, hasAll) {

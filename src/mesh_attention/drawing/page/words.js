@@ -38,17 +38,20 @@ function tileWords(data) {
     `${who} computes the blue blocks. Its tile has ${rows} × ${cols} blocks:`,
     `query ${shardsText(qGroup(data, state.rank))} (its Q group)`,
     `against key/value ${shardsText(kvGroup(data, state.rank))} (its KV group).`,
-    `It contains block q${place} × kv${place}, so the rank can start without waiting for data.`,
+    `It contains block q${place} × kv${place}, so the rank can start`,
+    data.ulysses === 1 ? "without waiting for data." : "once heads are traded, without waiting for other places.",
   );
 }
 
 function ulyssesWords(data) {
   if (data.ulysses === 1) return null;
+  const tile = data.tile.join("x");
   return said(
     "Ulysses",
     `Before the pass, groups of ${data.ulysses} ranks trade heads for tokens. Each rank then has 1/${data.ulysses} of the`,
     `heads for the tokens of all ${data.ulysses}, and together they form one place in the grid.`,
     `The matrix shows the ${count(data.rows.length, "place")}. Results are traded back at the end.`,
+    `${data.ulysses}·${tile} is short for groups of ${data.ulysses} and a tile of ${tile}.`,
   );
 }
 
@@ -164,10 +167,17 @@ function sizeWords(item) {
   return item.form === "piece" || item.form === "staged" || sizes === undefined ? "" : ` (${bytesText(at(sizes, item.shard))})`;
 }
 
-const itemsText = (transfers) => transfers.map(({ item }) => item.text).join(", ") || "nothing";
+const itemsText = (transfers) => someText(transfers.map(({ item }) => item.text));
+// Ranks as the step has them, such as 0,4,8-11.
+const groupText = (group) =>
+  numbersText(group.split(",").flatMap((run) => {
+    const [first, last = first] = run.split("-").map(Number);
+    return Array.from({ length: last - first + 1 }, (_, index) => first + index);
+  }));
 
 function verbWords(step) {
-  const { verb, item, group, sends, recvs } = step;
+  const { verb, item, sends, recvs } = step;
+  const group = step.group && groupText(step.group);
   const words = {
     recv: () =>
       `Posts a receive of ${item.text}${sizeWords(item)} from rank ${recvs[0].peer} and continues. ` +
@@ -210,12 +220,10 @@ function stockList(found) {
   const kvs = kvGroup(data, state.rank);
   const live = qGroup(data, state.rank).flatMap((row) => kvs.filter((col) => patternOf(data, row, col) !== "0")).length;
   const named = (wanted) => [...found.held].filter(([, value]) => wanted.includes(value)).map(([name]) => name);
-  const short = (names) =>
-    names.length > 9 ? `${names.slice(0, 8).join(", ")} and ${names.length - 8} more` : names.join(", ") || "nothing";
   const rows = {
     done: `${found.done.size} of ${count(live, "block")}`,
-    holds: short(named(["own", "here"])),
-    "on its way": short(named(["coming"])),
+    holds: someText(named(["own", "here"])),
+    "on its way": someText(named(["coming"])),
   };
   const pairs = Object.entries(rows).flatMap(([name, value]) => [html("dt", {}, name), html("dd", {}, value)]);
   return html("dl", { class: "stock" }, ...pairs);
