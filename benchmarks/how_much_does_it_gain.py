@@ -1,4 +1,4 @@
-"""How much does it gain? Time and traffic of a rank against the number of ranks: ring, what the tuner chooses, no cost.
+"""How much does it gain? Time and traffic of a rank against ranks: ring, Ulysses × ring, and what the tuner chooses.
 
 Traffic is counted: bytes that an average rank sends in both passes. Times are forecasts on a preset. The best possible
 time is that of the kernels alone, at their full rate. Takes some minutes. Prints a table and a JSON line, from which
@@ -34,10 +34,11 @@ def main() -> None:
     facts = start_result("how_much_does_it_gain")
     counts = track(given.ranks, console=Console(stderr=True), transient=True)
     rows = [row_at(ranks, parse_size("--seq", given.seq), given.kv_heads, given.device) for ranks in counts]
-    table = Table("ranks", "ring ms", "chosen ms", "best possible ms", "ring GB", "chosen GB", "chosen")
+    table = Table("ranks", "ring ms", "usp ms", "chosen ms", "best ms", "ring GB", "usp GB", "chosen GB", "chosen")
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
-    title = f"{given.seq} tokens, {HEADS} heads of {HEAD_DIM}, {given.kv_heads} KV heads, causal, on {given.device.upper()}s"
+    heads = f"{HEADS} heads of {HEAD_DIM}, {given.kv_heads} KV heads"
+    title = f"{given.seq} tokens, {heads}, causal, on {given.device.upper()}s"
     Console(width=160).print(f"{title}; forward and backward", table, sep="\n")
     print(json.dumps({**facts, "title": title, "rows": rows}, ensure_ascii=False))
 
@@ -47,14 +48,13 @@ def row_at(ranks: int, seq: int, kv_heads: int, device: str) -> dict[str, Any]:
         seq=seq, heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, ranks=ranks, mask=causal()
     )
     tuning = tune(problem, cluster_named(f"{device}x{ranks}"), directions=DIRECTIONS)
-    ring = next(trial for trial in tuning.trials if trial.family == "ring")
+    by_family = {trial.family: trial for trial in tuning.trials}
+    shown = {"ring": by_family["ring"], "usp": by_family["usp"], "chosen": tuning.chosen}
     return {
         "ranks": ranks,
-        "ring_ms": round(ring.time_s * 1e3, 1),
-        "chosen_ms": round(tuning.chosen.time_s * 1e3, 1),
+        **{f"{name}_ms": round(trial.time_s * 1e3, 1) for name, trial in shown.items()},
         "best_ms": round(tuning.bound_s * 1e3, 1),
-        "ring_gb": round(ring.sent_nbytes / 1e9, 2),
-        "chosen_gb": round(tuning.chosen.sent_nbytes / 1e9, 2),
+        **{f"{name}_gb": round(trial.sent_nbytes / 1e9, 2) for name, trial in shown.items()},
         "chosen": "; ".join(dict.fromkeys(str(choice) for choice in tuning.chosen.choices.values())),
     }
 

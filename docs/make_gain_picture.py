@@ -1,5 +1,6 @@
-"""Draws docs/gain.svg: traffic and time against ranks, ring beside what the tuner chooses. Run it to update the picture.
+"""Draws docs/gain.svg: traffic and time against ranks, of other methods and of what the tuner chooses.
 
+Run it to update the picture.
 The figures are those of benchmarks/results/how_much_does_it_gain.txt.
 """
 
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "how_much_does_it_gain.txt"
 PICTURE = Path(__file__).with_name("gain.svg")
 WIDTH, HEIGHT, SIDE, TALL, LEFT, TOP, GAP = 850, 350, 260, 200, 62, 76, 150
-RING, OURS, BEST = "#c2410c", "#1d4ed8", "#737373"
+RING, USP, OURS, BEST = "#c2410c", "#047857", "#1d4ed8", "#737373"
 
 
 class Line(NamedTuple):
@@ -38,13 +39,13 @@ def picture() -> str:
         "What a rank sends, GB (counted)",
         0.1,
         100,
-        [Line("ring", RING, columns["ring_gb"]), Line("mesh-attention", OURS, columns["chosen_gb"])],
+        _methods(columns, "gb"),
     )
     time = Panel(
         "Time, ms (forecast)",
         10,
         10_000,
-        [best, Line("ring", RING, columns["ring_ms"]), Line("mesh-attention", OURS, columns["chosen_ms"])],
+        [best, *_methods(columns, "ms")],
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
@@ -57,6 +58,14 @@ def picture() -> str:
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _methods(columns: dict[str, list[float]], unit: str) -> list[Line]:
+    return [
+        Line("ring", RING, columns[f"ring_{unit}"]),
+        Line("USP", USP, columns[f"usp_{unit}"]),
+        Line("mesh-attention", OURS, columns[f"chosen_{unit}"]),
+    ]
 
 
 def _where_ring_is_chosen(rows: list[dict[str, Any]]) -> str:
