@@ -29,7 +29,8 @@ class Alone:
 
 def recipe() -> ModuleType:
     spec = importlib.util.spec_from_file_location("plain_pytorch", RECIPES / NAME)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
