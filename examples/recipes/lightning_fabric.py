@@ -18,7 +18,7 @@ from mesh_attention import MeshAttention
 from mesh_attention.integrations.batches import batch_loss, count_items, shard_batch
 from mesh_attention.integrations.transformers import register
 
-SEQ, ROWS, BATCH, MICRO_BATCHES = 301, 16, 8, 2
+SEQ, ROWS, BATCH, MICRO_BATCHES, MAX_NORM = 301, 16, 8, 2, 0.3
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 
 
@@ -56,7 +56,7 @@ if __name__ == "__main__":
     attention = MeshAttention(strategy.device_mesh["tensor_parallel"])
     register(attention)
     model = fabric.setup_module(make_model("mesh_attention"))
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
     if args.load:
         fabric.load(args.load, {"model": model, "optimizer": optimizer})
     loader = fabric.setup_dataloaders(DataLoader(make_data(), batch_size=BATCH // dp // MICRO_BATCHES, shuffle=True))
@@ -68,7 +68,7 @@ if __name__ == "__main__":
                 loss = batch_loss(model(**local).loss, local, group=strategy.device_mesh, total_items=items)
                 fabric.backward(loss)
             total += loss.item()
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         fabric.print(f"loss {total:.12f}")

@@ -62,7 +62,7 @@ if __name__ == "__main__":
         layer.compile(backend=args.compile or "eager", disable=args.compile is None)
         fully_shard(layer, mesh=tokens_mesh)
     fully_shard(model, mesh=tokens_mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     sampler = DistributedSampler(DATA, num_replicas=dp, rank=mesh.get_local_rank("dp"))  # the same for all of cp
     for ids, labels in DataLoader(DATA, batch_size=BATCH // dp, sampler=sampler):
         local = shard_batch(attention, {"input_ids": ids, "labels": labels})
@@ -70,7 +70,7 @@ if __name__ == "__main__":
         loss = reduce_loss(cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum(), group=mesh)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.34)
         optimizer.step()
         report(f"loss {loss:.12f}")
     norm = torch.stack([p.full_tensor().norm() for p in model.parameters()]).norm()

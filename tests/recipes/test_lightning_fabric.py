@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import runpy
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from recipe_runs import RECIPES, Run, run_recipe
-from torch.utils.data import DataLoader, DistributedSampler
+from lightning_alone import train_alone
+from recipe_runs import Run, run_recipe
 
 pytest.importorskip("lightning")
 
 NAME = "lightning_fabric.py"
 
 
-def train_alone() -> Iterator[Run]:
-    """Epoch after epoch, on whole batches; Lightning shuffles as torch's DistributedSampler does."""
-    recipe: dict[str, Any] = runpy.run_path(str(RECIPES / NAME))
-    model, data = recipe["make_model"]("sdpa"), recipe["make_data"]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=1, rank=0)
-    while True:
-        losses = []
-        for batch in DataLoader(data, batch_size=recipe["BATCH"], sampler=sampler):
-            optimizer.zero_grad()
-            loss = model(**batch).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            losses.append(loss.item())
-        yield Run(tuple(losses), torch.stack([p.norm() for p in model.parameters()]).norm().item())
-
-
 @pytest.fixture(scope="module")
 def alone() -> tuple[Run, Run]:
-    epochs = train_alone()
+    epochs = train_alone(NAME)
     return next(epochs), next(epochs)
 
 
