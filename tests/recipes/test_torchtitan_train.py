@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,13 @@ def test_what_is_refused() -> None:
         ours.with_mesh_attention(ours.with_mesh_attention(spec))
     with pytest.raises(UsageError, match="spmd_backend='spmd_types' is not supported with mesh attention; expected"):
         ours._check(TrainingConfig(), ParallelismConfig())
-    balanced = ParallelismConfig(
-        context_parallel_degree=2, context_parallel_load_balancer=None, spmd_backend="partial_dtensor"
-    )
+    parallelism = ParallelismConfig(expert_parallel_degree=2, spmd_backend="partial_dtensor")
+    with pytest.raises(UsageError, match="expert_parallel_degree=2 is not supported with mesh attention; expected 1"):
+        ours._check(TrainingConfig(), parallelism)
+    parallelism = replace(parallelism, expert_parallel_degree=1, context_parallel_degree=2)
+    ours._check(TrainingConfig(), parallelism)
     with pytest.raises(UsageError, match="context_parallel_load_balancer=None; expected headtail"):
-        ours._check(TrainingConfig(), balanced)
+        ours._check(TrainingConfig(), replace(parallelism, context_parallel_load_balancer=None))
 
 
 def test_attention_refuses_what_it_cannot_honour() -> None:
@@ -91,5 +94,5 @@ def test_attention_refuses_what_it_cannot_honour() -> None:
     with pytest.raises(UsageError, match="before its parallelize_fn"):
         inner(q, q, q)
     inner.attention = MeshAttention(LocalGroup(1).comm(0))
-    with pytest.raises(UsageError, match="asks for score_mod, which mesh attention does not support"):
+    with pytest.raises(UsageError, match="asks for score_mod, which is not supported"):
         inner(q, q, q, attention_masks=(), score_mod=torch.add)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def _replaced(model: Any) -> Any:
     return replace(model, layers=layers)
 
 
-class InnerAttention(Module):
+class InnerAttention(Module):  # type: ignore[misc]
     """Causal attention within documents, over the tokens of all cp ranks. torchtitan gives it this rank's."""
 
     attention: MeshAttention | None = None
@@ -95,27 +96,21 @@ class InnerAttention(Module):
         enable_gqa: bool = False,
         **others: Any,
     ) -> Tensor:
-        _refuse(self.attention, attention_masks, others)
-        arguments: dict[str, Any] = {"causal": True, "softmax_scale": scale}
-        q, k, v = q_BLNH, k_BLNH, v_BLNH
+        given = sorted(name for name, value in others.items() if value is not None)
+        if given:
+            raise UsageError(f"the model's attention asks for {', '.join(given)}, which is not supported")
+        if self.attention is None or not isinstance(attention_masks, tuple):
+            raise UsageError(
+                f"mesh attention was called with masks {describe(attention_masks)}, outside of the model's forward or "
+                "before its parallelize_fn; build the model with torchtitan's Trainer, or call both"
+            )
+        attend = partial(self.attention, causal=True, softmax_scale=scale)
+        tensors = (q_BLNH, k_BLNH, v_BLNH)
         if len(attention_masks) < 2:
-            return self.attention(q, k, v, cu_seqlens_q=attention_masks[0] if attention_masks else None, **arguments)
-        rows = [
-            self.attention(q[row : row + 1], k[row : row + 1], v[row : row + 1], cu_seqlens_q=cuts, **arguments)
-            for row, cuts in enumerate(attention_masks)
-        ]
-        return torch.cat(rows)
-
-
-def _refuse(attention: MeshAttention | None, documents: object, others: dict[str, Any]) -> None:
-    given = sorted(name for name, value in others.items() if value is not None)
-    if given:
-        raise UsageError(f"the model's attention asks for {', '.join(given)}, which mesh attention does not support")
-    if attention is None or not isinstance(documents, tuple):
-        raise UsageError(
-            f"mesh attention was called with masks {describe(documents)}, outside of the model's forward or before its "
-            "parallelize_fn; build the model with torchtitan's Trainer, or call both"
-        )
+            out: Tensor = attend(*tensors, cu_seqlens_q=attention_masks[0] if attention_masks else None)
+            return out
+        rows = enumerate(attention_masks)
+        return torch.cat([attend(*(t[row : row + 1] for t in tensors), cu_seqlens_q=cuts) for row, cuts in rows])
 
 
 @dataclass(frozen=True)
@@ -151,6 +146,11 @@ def _check(training: Any, parallelism: Any) -> None:
         raise UsageError(
             f"parallelism.spmd_backend={parallelism.spmd_backend!r} is not supported with mesh attention; expected "
             "partial_dtensor"
+        )
+    if parallelism.expert_parallel_degree > 1:
+        raise UsageError(
+            f"parallelism.expert_parallel_degree={parallelism.expert_parallel_degree} is not supported with mesh "
+            "attention; expected 1"
         )
     balancer = parallelism.context_parallel_load_balancer
     if parallelism.context_parallel_degree > 1 and balancer != "headtail":
