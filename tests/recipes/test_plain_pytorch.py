@@ -56,7 +56,10 @@ def alone() -> Run:
     return Run(tuple(losses), torch.stack([p.norm() for p in model.parameters()]).norm().item())
 
 
-@pytest.mark.parametrize("flags", [(), ("--cp", "2", "--compile", "aot_eager")], ids=["cp 4", "dp 2 × cp 2, compiled"])
+COMPILED = pytest.param(("--cp", "2", "--compile", "aot_eager"), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("flags", [(), COMPILED], ids=["cp 4", "dp 2 × cp 2, compiled"])
 def test_four_processes_train_as_one(alone: Run, flags: tuple[str, ...]) -> None:
     run = run_recipe(NAME, *flags)
     assert len(run.losses) == 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,9 +57,10 @@ def test_selective_checkpointing_keeps_the_output_of_attention() -> None:
     assert torch.ops.mesh_attention.attend.default in saved
 
 
-def find(positions: list[list[int]]) -> list[list[int]]:
-    hook = ours._FindDocuments(MeshAttention(LocalGroup(1).comm(0)))
-    _, kwargs = hook(torch.nn.Identity(), (torch.zeros(1),), {"positions": torch.tensor(positions)})
+def find(positions: list[list[int]] | None, *, masks: object = None, attention: Any = None) -> list[list[int]]:
+    hook = ours._FindDocuments(attention or MeshAttention(LocalGroup(1).comm(0)))
+    given = None if positions is None else torch.tensor(positions)
+    _, kwargs = hook(torch.nn.Identity(), (torch.zeros(1),), {"positions": given, "attention_masks": masks})
     return [cuts.tolist() for cuts in kwargs["attention_masks"]]
 
 
@@ -66,12 +68,19 @@ def test_documents_are_found_in_positions() -> None:
     assert find([[0, 1, 2, 3]]) == []
     assert find([[0, 1, 0, 1], [0, 1, 0, 1]]) == [[0, 2, 4]]
     assert find([[0, 1, 0, 0], [0, 1, 2, 3]]) == [[0, 2, 3, 4], [0, 4]]
+    assert find(None) == []  # one rank: all tokens are one document
     with pytest.raises(MaskError, match="neither count on nor restart from 0"):
         find([[0, 1, 4, 5]])
+    with pytest.raises(UsageError, match="the model was given no positions; expected those of this rank's tokens"):
+        find(None, attention=SimpleNamespace(ranks=2))
+    with pytest.raises(UsageError, match="expected none: mesh attention finds documents in the positions"):
+        find([[0, 1]], masks=torch.ones(2))
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = llama3.model_registry("debugmodel")
+    with pytest.raises(UsageError, match="expected one of a torchtitan Decoder"):
+        ours.with_mesh_attention(replace(spec, model=TrainingConfig()))
     with pytest.raises(UsageError, match="layout= cannot be given here"):
         ours.with_mesh_attention(spec, layout="striped")
     with pytest.raises(UsageError, match="makes masks of its own, such as sliding windows"):
@@ -87,6 +96,10 @@ def test_what_is_refused() -> None:
     ours._check(TrainingConfig(), parallelism)
     with pytest.raises(UsageError, match="context_parallel_load_balancer=None; expected headtail"):
         ours._check(TrainingConfig(), replace(parallelism, context_parallel_load_balancer=None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UsageError, match=r"CUDA graphs; set training\.disable_cuda_graphs"):
+        ours._check(TrainingConfig(), parallelism)
+    ours._check(TrainingConfig(disable_cuda_graphs=True), parallelism)
 
 
 def test_attention_refuses_what_it_cannot_honour() -> None:
