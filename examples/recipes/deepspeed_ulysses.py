@@ -1,6 +1,6 @@
 """Train with a DeepSpeed engine (ZeRO) and a module in the place of Ulysses's DistributedAttention.
 
-torchrun --nproc-per-node 4 examples/recipes/deepspeed_ulysses.py    # sp 4, ZeRO 2; stage=3 sp=2 for dp 2 × sp 2, ZeRO 3
+torchrun --nproc-per-node 4 examples/recipes/deepspeed_ulysses.py  # sp 4, ZeRO 2; stage=3 sp=2 for dp 2 × sp 2, ZeRO 3
 """
 
 import sys

@@ -116,8 +116,8 @@ class MeshCoreAttention(MegatronModule):  # type: ignore[misc] # Megatron has no
             out, lse = self._attend_packed((query[None], key[None], value[None]), options, packed)
         if self.softmax_offset is not None:
             out = with_sinks(out, lse, self.softmax_offset)
-        out = out.flatten(2)
-        return out.transpose(0, 1).contiguous() if packed is None else out[0]
+        flat: Tensor = out.flatten(2)
+        return flat.transpose(0, 1).contiguous() if packed is None else flat[0]
 
     def _packed(self, params: PackedSeqParams, *, tokens: int) -> Packed:
         packed = read_packed(params, ranks=self.attention.ranks)
