@@ -5,22 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pool import shared_pool
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
+from mesh_attention.arguments import CallOptions
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import TopologyError
 from mesh_attention.execution import engine
+from mesh_attention.execution.autograd import attend as attend_with
 from mesh_attention.machine import choosing, planner
 from mesh_attention.machine.planner import MachinePlanning
-from mesh_attention.plan.layout import Zigzag
+from mesh_attention.plan.layout import Listed, Zigzag, join, position_ids, shifted
 from mesh_attention.planning.choice import Choice
 from mesh_attention.tuning import planner as tuning_planner
 
@@ -349,3 +353,21 @@ def test_a_rank_that_can_keep_nothing_is_told_apart(tmp_path: Path) -> None:
     for first, second in shared_pool().run(2, _one_in_a_mode, str(tmp_path)):
         assert "keeping inputs for backward is impossible (compiled, or in a dispatch mode) on rank(s) 0" in first
         assert second == "nothing"
+
+
+def test_a_layout_of_one_call_is_tuned_as_zigzag() -> None:
+    """As packed documents of Megatron have it: the tuner cannot name the layout, and its choice runs on it."""
+    cuts = (0, 8, 24)
+    parts = [[shifted(Zigzag().segments(r, tokens=b - a, ranks=2), a) for a, b in pairwise(cuts)] for r in range(2)]
+    layout = Listed(tuple(join(chain.from_iterable(part)) for part in parts))
+    attention = MeshAttention(LocalGroup(2), cluster="h100x8")
+    tokens = torch.randn(1, 24, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    shards = [tokens[:, position_ids(layout, rank, tokens=24, ranks=2)] for rank in range(2)]
+    tensors = [(shard, shard, shard) for shard in shards]
+    options = CallOptions(causal=True, cu_seqlens_q=cuts)
+    found = attention.engines.find(tensors, options, layout=layout)
+    outs = attend_with(found, [tensor for rank in tensors for tensor in rank])[0::2]
+    heads_first = [tokens[:, a:b].transpose(1, 2) for a, b in pairwise(cuts)]
+    due = torch.cat([scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2) for x in heads_first], 1)
+    for rank, out in enumerate(outs):
+        torch.testing.assert_close(out, due[:, position_ids(layout, rank, tokens=24, ranks=2)])

@@ -21,7 +21,7 @@ from mesh_attention.machine.facts import facts_of
 from mesh_attention.machine.files import calibrated, calibrated_file, keep_measured, measured, measured_file
 from mesh_attention.machine.probe import fitted, probe
 from mesh_attention.machine.shape import Facts, Machine, likeness_of, placed, preset_machine, ranks_per_node, sharers
-from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Turn
+from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Listed, Turn, Zigzag
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice, least_volume_choice
@@ -65,7 +65,10 @@ class MachinePlanning:
 
     @staticmethod
     def _typical(layout: Layout) -> Layout:
-        """The layout that prices are worked out for: a cache's own differs from turn to turn, but hardly in price."""
+        """The layout that prices are worked out for. Those of a cache or of packed documents differ from call to call,
+        but hardly in price."""
+        if isinstance(layout, Listed):
+            return Zigzag()
         return Turn() if isinstance(layout, Cached) else layout
 
     @property

@@ -19,6 +19,7 @@ from mesh_attention.arguments import describe
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.integrations.autocast import as_autocast
 from mesh_attention.integrations.sequences import CUTS, LENGTHS, Row, find_misplaced, read_documents, split_rows
+from mesh_attention.integrations.sinks import with_sinks
 from mesh_attention.integrations.transformers.masks import (
     CALL,
     DECODING,
@@ -356,9 +357,3 @@ def check_sinks(sinks: object, *, heads: int) -> Tensor | None:
     if sinks is None or (isinstance(sinks, Tensor) and tuple(sinks.shape) == (heads,)):
         return sinks
     raise UsageError(f"s_aux is {describe(sinks)}: expected attention sinks, one per head ({heads})")
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The output if every row also attends to a sink, a score without a value: scaled by e^lse / (e^lse + e^sink)."""
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
-    return (out * share.transpose(1, 2)[..., None]).to(out.dtype)
