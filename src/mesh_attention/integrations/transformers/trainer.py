@@ -72,12 +72,7 @@ class MeshTrainerMixin(Base):
         """This rank's parts of the batches of a step, and the number that Trainer divides their losses by."""
         batches, _ = super().get_batch_samples(*args)
         local = [self._shard(batch, is_newest=batch is batches[-1]) for batch in batches]
-        if not local:
-            return local, None
-        if self.args.average_tokens_across_devices:
-            return local, _checked(count_items(local, group=None))
-        # Each group takes the mean over its own labels, and DDP also divides by the number of its ranks.
-        return local, _checked(count_items(local, group=self._dp_cp["cp"])) / self.get_cp_size()
+        return local, _count(local) if local else None
 
     def _shard(self, batch: Mapping[str, Any], *, is_newest: bool = True) -> dict[str, Any]:
         known = {name: value for name, value in batch.items() if name not in OF_NO_USE}
@@ -137,10 +132,10 @@ class MeshTrainerMixin(Base):
         loss, outputs = None, None
         with torch.no_grad(), self.compute_loss_context_manager():
             if "labels" in local:
-                with_outputs, count = not prediction_loss_only, _checked(count_items([local], group=None))
+                with_outputs, count = not prediction_loss_only, _count([local])
                 found = self.compute_loss(model, dict(local), return_outputs=with_outputs, num_items_in_batch=count)
                 loss, outputs = found if with_outputs else (found, None)
-                loss = self._add_up(loss)
+                loss = _mean(loss)
             elif not prediction_loss_only:
                 outputs = model(**local)
         if prediction_loss_only:
@@ -148,12 +143,6 @@ class MeshTrainerMixin(Base):
         ignored = ignore_keys if ignore_keys is not None else self.model.config.keys_to_ignore_at_inference
         logits = tuple(self._whole(outputs, ["loss", *ignored], local["position_ids"].shape[1]))
         return loss, logits[0] if len(logits) == 1 else logits, labels
-
-    def _add_up(self, loss: Tensor) -> Tensor:
-        """The loss of all groups' batches: their own parts of it, which Trainer may have multiplied for DDP."""
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return total / dist.get_world_size() if self.args.average_tokens_across_devices else total
 
     def _whole(self, outputs: Any, ignored: Sequence[str], tokens: int) -> Iterator[Tensor]:
         """The outputs of all tokens, in their order."""
@@ -194,10 +183,19 @@ class MeshTrainerMixin(Base):
         return init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("dp_replicate", "cp"))
 
 
-def _checked(count: Tensor) -> Tensor:
+def _count(local: Sequence[Mapping[str, Any]]) -> Tensor:
+    """The labels of all ranks. Trainer divides losses by it and multiplies them by the ranks, over which DDP averages."""
+    count = count_items(local, group=None)
     if not count:
         raise UsageError(
             "no token of this step has a label that counts: every label is -100, or of padding; check how labels are "
             "made (a prompt may fill max_length), or leave such rows out"
         )
     return count
+
+
+def _mean(loss: Tensor) -> Tensor:
+    """Over all ranks."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()

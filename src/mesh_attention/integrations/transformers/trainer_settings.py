@@ -15,6 +15,8 @@ def refusals(trainer: Any) -> Iterator[str]:
             f"{type(trainer.model).__name__} takes no num_items_in_batch, so its loss would be a mean over each rank's "
             "labels; use a model whose forward takes loss arguments (**kwargs)"
         )
+    if not args.average_tokens_across_devices:
+        yield "average_tokens_across_devices=False is not supported: the loss is a mean over all ranks; leave it out"
     if trainer.label_smoother is not None:
         yield f"label_smoothing_factor={args.label_smoothing_factor} is not supported; leave it at 0"
     if trainer.compute_loss_func is not None:
@@ -36,6 +38,8 @@ def refusals(trainer: Any) -> Iterator[str]:
             "use_seedable_sampler=False is not supported: ranks that share a sequence would shuffle differently once "
             "their random numbers differ; leave it out"
         )
+    if config.split_batches:
+        yield "split_batches=True is not supported; leave it out: per_device_…_batch_size are the rows of each group"
     if config.dispatch_batches:
         yield "dispatch_batches=True is not supported: accelerate would split batches over all ranks; leave it out"
     if args.eval_use_gather_object:
