@@ -3,7 +3,7 @@
 Run as: torchrun --nproc-per-node 4 examples/recipes/trl_packed.py --cp 2
 """
 
-import argparse
+import sys
 import time
 
 import torch
@@ -19,7 +19,7 @@ from mesh_attention.integrations.transformers import register
 from mesh_attention.integrations.transformers.trainer import MeshTrainerMixin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WORDS = "once upon a time there was one small rank that held all of the tokens and it was slow".split()
+WORDS = [f"word{number}" for number in range(30)]
 PACKING = {"packing": True, "max_length": 101}  # best fit, documents whole; eval_packing follows
 TRAINING = {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_steps": 4, "logging_steps": 1}
 OUTPUT = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
@@ -50,29 +50,30 @@ def make_model(attention):  # yours: AutoModelForCausalLM.from_pretrained(name, 
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
-def train(trainer_class, attention, groups):  # a batch of 2 packed rows, however many groups it is divided among
+def make_trainer(kind, attention, groups, **others):  # a batch of 2 packed rows, divided among the groups
     sizes = {f"per_device_{part}_batch_size": 2 // groups for part in ("train", "eval")}
-    settings = SFTConfig("/tmp/trl", **PACKING, **TRAINING, **OUTPUT, **sizes, bf16=False, use_cpu=DEVICE == "cpu")
+    given = {**PACKING, **TRAINING, **OUTPUT, **sizes, **others}
+    settings = SFTConfig("/tmp/mesh-attention-trl", **given, bf16=False, use_cpu=DEVICE == "cpu")
     texts = {"train_dataset": make_texts(40, seed=1), "eval_dataset": make_texts(12, seed=2)}
-    trainer = trainer_class(make_model(attention), settings, processing_class=make_tokenizer(), **texts)
-    trainer.train()
-    if trainer.args.process_index == 0:
-        names = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_entropy")
-        for entry in trainer.state.log_history[:-1]:
-            print(*(f"{name} {entry[name]:.12f}" for name in names if name in entry))
-        print(f"weights {torch.stack([p.norm() for p in trainer.model.parameters()]).norm():.12f}", flush=True)
+    return kind(make_model(attention), settings, processing_class=make_tokenizer(), **texts)
+
+
+def read_log(trainer):
+    names = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_mean_token_accuracy")
+    log = {name: [entry[name] for entry in trainer.state.log_history if name in entry] for name in names}
+    return {**log, "weights": [float(torch.stack([p.norm() for p in trainer.model.parameters()]).norm())]}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cp", type=int, help="number of ranks that share a sequence; by default all of them")
-    cp = parser.parse_args().cp
     torch.set_default_dtype(torch.float64)  # only to compare runs; leave it out
 
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
-    cp = cp or dist.get_world_size()
+    cp = int(sys.argv[2]) if sys.argv[1:2] == ["--cp"] else dist.get_world_size()  # ranks that share a sequence
     mesh = init_device_mesh(DEVICE, (dist.get_world_size() // cp, cp), mesh_dim_names=("dp", "cp"))
     register(MeshAttention(mesh["cp"]))
-    train(MeshSFTTrainer, "mesh_attention", groups=mesh["dp"].size())
+    trainer = make_trainer(MeshSFTTrainer, "mesh_attention", groups=mesh["dp"].size())
+    trainer.train()
+    for name, values in read_log(trainer).items():
+        trainer.accelerator.print(*(f"{name} {value:.12f}" for value in values), flush=True)
     dist.destroy_process_group()
     time.sleep(0.5)  # Gloo's threads may still hold tensors; Python must not exit before they let go

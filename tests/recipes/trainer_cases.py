@@ -1,6 +1,6 @@
-"""Runs Trainer on the recipe's model and rows with other settings, and prints what came of each as a line of JSON.
+"""Runs Trainer on the recipe's model and rows, case by case, and prints a line of JSON for each.
 
-Started as one process without --cp it is plain Trainer with torch's attention.
+With --cp it is the recipe's MeshTrainer, on ranks; without, plain Trainer with torch's attention.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "recipes"))
 import trainer as recipe
 
-from mesh_attention import MeshAttention
+from mesh_attention import MeshAttention, UsageError
 from mesh_attention.integrations.transformers import register
 
 CASES: dict[str, dict[str, Any]] = {
@@ -31,7 +34,6 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointed": {"gradient_checkpointing": True},
     "bf16": {"bf16": True},
     "no remainder": {"dataloader_drop_last": True},
-    "workers": {"dataloader_num_workers": 1},
     "iterable": {},
     "few labels": {},
     "fsdp": {
@@ -51,6 +53,17 @@ class Endless(torch.utils.data.IterableDataset[Any]):
         return iter(self.rows)
 
 
+class ShardedOnCpu(recipe.MeshTrainer):
+    """Shards parameters by FSDP2 through accelerate, which does so on GPUs only, unless it is made to."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        self.is_fsdp_enabled = True
+
+
 def make_rows(name: str, count: int, seed: int) -> Any:
     rows = recipe.make_rows(count, seed)
     if name == "few labels":  # whole batches of them have none
@@ -62,10 +75,10 @@ def make_rows(name: str, count: int, seed: int) -> Any:
 def run(name: str, groups: int, *, is_mesh: bool) -> dict[str, Any]:
     torch.set_default_dtype(torch.float32 if name == "bf16" else torch.float64)
     with tempfile.TemporaryDirectory() as folder:
-        settings = recipe.make_settings(folder, groups, save_strategy="no", **{"seed": 3} | CASES[name])
+        settings = recipe.make_settings(folder, groups, save_strategy="no", **CASES[name])
         if name == "few labels":
             settings.train_sampling_strategy = "sequential"
-        kind: Any = recipe.MeshTrainer if is_mesh else Trainer
+        kind: Any = Trainer if not is_mesh else ShardedOnCpu if name == "fsdp" else recipe.MeshTrainer
         model = recipe.make_model("mesh_attention" if is_mesh else "sdpa")
         trainer = kind(
             model,
@@ -78,6 +91,8 @@ def run(name: str, groups: int, *, is_mesh: bool) -> dict[str, Any]:
         trainer.train()
         test = trainer.predict(recipe.make_rows(5, 3))
     history = trainer.state.log_history
+    is_sharded = any(isinstance(p, DTensor) for p in trainer.model.parameters())
+    assert is_sharded == (is_mesh and name == "fsdp")
     weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in trainer.model.parameters()]
     return {
         "case": name,
@@ -94,10 +109,57 @@ def run(name: str, groups: int, *, is_mesh: bool) -> dict[str, Any]:
     }
 
 
+REFUSED: dict[str, dict[str, Any]] = {
+    "label_smoothing_factor=0.1 is not supported": {"label_smoothing_factor": 0.1},
+    "compute_loss_func is not supported": {"compute_loss_func": print},
+    "neftune_noise_alpha is not supported": {"neftune_noise_alpha": 5.0},
+    "auto_find_batch_size is not supported": {"auto_find_batch_size": True},
+    "train_sampling_strategy='group_by_length' is not supported": {"train_sampling_strategy": "group_by_length"},
+    "average_tokens_across_devices=False is not supported": {"average_tokens_across_devices": False},
+    "use_seedable_sampler=False is not supported": {"accelerator_config": {"use_seedable_sampler": False}},
+    "split_batches=True is not supported": {"accelerator_config": {"split_batches": True}},
+    "eval_use_gather_object=True is not supported": {"eval_use_gather_object": True},
+    "LlamaForCausalLM does not use mesh attention": {"attention": "sdpa"},
+    "expected groups of consecutive ranks": {"attention": "strided"},
+    "train was called after evaluate or predict": {},
+}
+"""Settings by what is said of them."""
+
+
+def refuse_late_training(groups: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        settings = recipe.make_settings(folder, groups, save_strategy="no")
+        rows = {"train_dataset": recipe.make_rows(8, 1), "eval_dataset": recipe.make_rows(8, 2)}
+        trainer = recipe.MeshTrainer(
+            recipe.make_model("mesh_attention"), settings, data_collator=recipe.collate, **rows
+        )
+        trainer.evaluate()
+        try:
+            trainer.train()
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
+def refuse(expected: str, groups: int) -> str:
+    if not REFUSED[expected]:
+        return refuse_late_training(groups)
+    settings = dict(REFUSED[expected])
+    model = recipe.make_model(settings.pop("attention", "mesh_attention"))
+    given = {name: settings.pop(name) for name in ("compute_loss_func",) if name in settings}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            recipe.MeshTrainer(model, recipe.make_settings(folder, groups, eval_strategy="no", **settings), **given)
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--cp", type=int)
-    parser.add_argument("cases", nargs="+")
+    parser.add_argument("--refused", action="store_true")
+    parser.add_argument("cases", nargs="*")
     flags = parser.parse_args()
     groups = 1
     if flags.cp:
@@ -105,7 +167,15 @@ if __name__ == "__main__":
         groups = dist.get_world_size() // flags.cp
         mesh = init_device_mesh("cpu", (groups, flags.cp), mesh_dim_names=("dp", "cp"))
         register(MeshAttention(mesh["cp"]))
+        register(MeshAttention(mesh["dp"]), name="strided")
     for name in flags.cases:
         found = run(name, groups, is_mesh=bool(flags.cp))
         if not flags.cp or dist.get_rank() == 0:
             print("result", json.dumps(found), flush=True)
+    for name in REFUSED if flags.refused else ():
+        message = refuse(name, groups)
+        if dist.get_rank() == 0:
+            print("result", json.dumps({"case": name, "message": message}), flush=True)
+    if flags.cp:
+        dist.destroy_process_group()
+        time.sleep(0.5)  # Gloo's threads may still hold tensors

@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import Trainer
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import describe
-from mesh_attention.comm.marked import torch_group
 from mesh_attention.errors import UsageError
+from mesh_attention.integrations.accelerate import batches_of, make_mesh, refuse_parallelism
 from mesh_attention.integrations.batches import IGNORED, count_items, shard_batch
 from mesh_attention.integrations.transformers.finding import find_layers
 from mesh_attention.integrations.transformers.trainer_settings import refusals
@@ -48,22 +47,18 @@ class MeshTrainerMixin(Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        refuse_parallelism(self.accelerator)
         for refusal in refusals(self):
             raise UsageError(refusal)
         self.mesh_attention = self._find_attention()
-        self._dp_cp = self._make_mesh()
+        self._dp_cp = make_mesh(self.mesh_attention, self.args.device.type)
 
     # Data
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """A loader that gives the ranks of a group the same batches: accelerate takes that from its device mesh."""
-        state, config = self.accelerator.state, self.accelerator.dataloader_config
-        kept = state.device_mesh, config.dispatch_batches
-        state.device_mesh, config.dispatch_batches = self._dp_cp, False  # its dispatcher knows no context parallelism
-        try:
+        """A loader that gives the ranks of a group the same batches."""
+        with batches_of(self.accelerator, self._dp_cp):
             return super()._get_dataloader(*args, **kwargs)
-        finally:
-            state.device_mesh, config.dispatch_batches = kept
 
     def get_cp_size(self) -> int:
         return self.mesh_attention.ranks
@@ -153,12 +148,20 @@ class MeshTrainerMixin(Base):
                 continue
             if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != tokens:
                 raise UsageError(
-                    f"{name} of the model is {describe(value)}, which cannot be gathered; expected (rows, {tokens}, …), "
-                    f"one value per token of this rank; use ignore_keys=[{name!r}]"
+                    f"the output {name} is {describe(value)}, so it cannot be gathered; expected (rows, {tokens}, …): "
+                    f"a value for each token of this rank; use ignore_keys=[{name!r}]"
                 )
             yield self.mesh_attention.unshard(value.detach())
 
-    # Ranks
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        is_prepared = getattr(self.model, "_is_accelerate_prepared", False)
+        if is_prepared and self.model_wrapped is self.model and not self.is_fsdp_enabled and dist.get_world_size() > 1:
+            raise UsageError(
+                "train was called after evaluate or predict: accelerate has prepared the model already, without DDP, "
+                "and ranks would not share gradients; call train first, use eval_on_start=True, or make a new trainer "
+                "with a new model"
+            )
+        return super()._prepare_for_training(*args, **kwargs)
 
     def _find_attention(self) -> MeshAttention:
         layers = find_layers(self.model)
@@ -169,22 +172,9 @@ class MeshTrainerMixin(Base):
             )
         return layers.attention
 
-    def _make_mesh(self) -> DeviceMesh:
-        """The ranks of all groups, (data parallelism, context parallelism), by accelerate's names."""
-        ours = dist.get_process_group_ranks(torch_group(self.mesh_attention.comms[0]))
-        ranks, size = dist.get_world_size(), len(ours)
-        start = ours[0] // size * size
-        if ours != list(range(start, start + size)) or ranks % size:
-            raise UsageError(
-                f"mesh attention runs over ranks {ours} of {ranks}; expected groups of consecutive ranks that make up "
-                'all ranks: init_device_mesh(device, (dp, cp), mesh_dim_names=("dp", "cp"))["cp"]'
-            )
-        sizes = (ranks // size, size)
-        return init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("dp_replicate", "cp"))
-
 
 def _count(local: Sequence[Mapping[str, Any]]) -> Tensor:
-    """The labels of all ranks. Trainer divides losses by it and multiplies them by the ranks, over which DDP averages."""
+    """The labels of all ranks: Trainer divides losses by it, and multiplies them by the ranks, as DDP averages."""
     count = count_items(local, group=None)
     if not count:
         raise UsageError(

@@ -40,8 +40,6 @@ def refusals(trainer: Any) -> Iterator[str]:
         )
     if config.split_batches:
         yield "split_batches=True is not supported; leave it out: per_device_…_batch_size are the rows of each group"
-    if config.dispatch_batches:
-        yield "dispatch_batches=True is not supported: accelerate would split batches over all ranks; leave it out"
     if args.eval_use_gather_object:
         yield "eval_use_gather_object=True is not supported; leave it out: rows are gathered as tensors"
     if getattr(args, "predict_with_generate", False):
@@ -49,14 +47,6 @@ def refusals(trainer: Any) -> Iterator[str]:
 
 
 def _refusals_of_stacks(trainer: Any) -> Iterator[str]:
-    parallelism = trainer.accelerator.parallelism_config
-    for name in ("cp_size", "sp_size", "tp_size"):
-        size = getattr(parallelism, name, 1)
-        if size > 1:
-            yield (
-                f"parallelism_config has {name}={size}, which cannot be combined with MeshTrainerMixin; leave it out: "
-                "the ranks that share a sequence are those of the model's MeshAttention"
-            )
     if trainer.is_deepspeed_enabled:
         yield "DeepSpeed has not been tried with MeshTrainerMixin; use DDP, or FSDP with fsdp_version=2"
     if trainer.is_distributed_loading_by_transformers or trainer.is_model_parallel:
