@@ -12,7 +12,7 @@ and gradients are those of Trainer on whole batches. It needs accelerate, as Tra
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,13 @@ from mesh_attention.integrations.batches import IGNORED, count_items, shard_batc
 from mesh_attention.integrations.transformers.finding import find_layers
 from mesh_attention.integrations.transformers.trainer_settings import refusals
 
-Base = Trainer if TYPE_CHECKING else object
+Base: Any = object
+"""In use, the Trainer class that follows the mixin."""
 OF_NO_USE = ("seq_idx",)
 """What TRL adds to packed batches for recurrent layers, which mesh attention refuses; cu_seq_lens says the same."""
 
 
-class MeshTrainerMixin(Base):
+class MeshTrainerMixin(Base):  # type: ignore[misc]
     """Makes a Trainer run a model with mesh attention. Write it before the Trainer class, and give it no arguments."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -108,9 +109,9 @@ class MeshTrainerMixin(Base):
 
         def gather(tensor: Tensor) -> Tensor:
             found: Tensor = self.accelerator.gather(tensor)
-            return (
-                found if tensor.dim() == 0 else found.unflatten(0, (*self._dp_cp.shape, -1))[:, 0].flatten(0, 1)[:kept]
-            )
+            if tensor.dim() == 0:
+                return found
+            return found.reshape(*self._dp_cp.shape, *tensor.shape)[:, 0].flatten(0, 1)[:kept]
 
         return recursively_apply(gather, values, error_on_other_type=True)
 
