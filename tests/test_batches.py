@@ -156,6 +156,14 @@ def test_a_batch_that_cannot_be_cut_is_refused(batch: Any, message: str) -> None
         cut(batch, 2)
 
 
+def test_a_batch_may_lack_labels_if_others_have_some() -> None:
+    attention = MeshAttention(LocalGroup(2).comm(0))
+    batch = {"input_ids": IDS, "labels": torch.full_like(IDS, -100)}
+    local = shard_batch(attention, batch, is_compared=False, may_lack_labels=True)
+    assert local["num_items_in_batch"] == 0
+    assert (local["shift_labels"] == -100).all()
+
+
 def test_labels_of_the_tokens_themselves_are_not_shifted() -> None:
     attention = MeshAttention(LocalGroup(2).comm(0))
     labels, mask = torch.arange(16).reshape(2, 8), torch.tensor([[1] * 8, [1] * 5 + [0] * 3])

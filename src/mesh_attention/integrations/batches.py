@@ -105,7 +105,12 @@ class LocalBatch(dict[str, Any]):
 
 
 def shard_batch(
-    attention: MeshAttention, batch: Mapping[str, Any], *, shift_labels: bool = True, is_compared: bool = True
+    attention: MeshAttention,
+    batch: Mapping[str, Any],
+    *,
+    shift_labels: bool = True,
+    is_compared: bool = True,
+    may_lack_labels: bool = False,
 ) -> LocalBatch:
     """The arguments of ``model(**local)`` on this rank, from the whole batch that every rank of the group has.
 
@@ -120,7 +125,8 @@ def shard_batch(
     and its ``labels`` are all -100, because models compute no loss without labels, and a model that shifts labels
     itself cannot get these wrong. With `shift_labels=False`, for masked language models, labels are those of the tokens
     themselves and remain ``labels``. transformers' models are tried with a few tokens when they are first called, and
-    refuse labels of the other kind. A batch whose labels are all -100 is refused.
+    refuse labels of the other kind. A batch whose labels are all -100 is refused, unless `may_lack_labels`: use that if
+    the loss is divided by the labels of several batches (`total_items` of `batch_loss`).
 
     Ranks compare their batches (a few hundred bytes per rank), unless `is_compared` is False.
     """
@@ -130,7 +136,7 @@ def shard_batch(
             "torch.distributed group, which may have one process"
         )
     with attention.engines.played.telling if is_compared else nullcontext():
-        whole = _read(batch, attention.ranks, shift_labels=shift_labels)
+        whole = _read(batch, attention.ranks, shift_labels=shift_labels, may_lack_labels=may_lack_labels)
     if is_compared:
         _compare(attention, batch)
     if "transformers.modeling_utils" in sys.modules:  # otherwise nobody has a model to watch
@@ -251,7 +257,7 @@ class _Whole:
     num_items: Tensor | None
 
 
-def _read(batch: Mapping[str, Any], ranks: int, *, shift_labels: bool) -> _Whole:
+def _read(batch: Mapping[str, Any], ranks: int, *, shift_labels: bool, may_lack_labels: bool) -> _Whole:
     if not isinstance(batch, Mapping):
         raise UsageError(f"the batch is {describe(batch)}: expected a dict of tensors, with input_ids or inputs_embeds")
     given = {name: value for name, value in batch.items() if value is not None}
@@ -280,7 +286,7 @@ def _read(batch: Mapping[str, Any], ranks: int, *, shift_labels: bool) -> _Whole
             "check its own; leave them out, or give cu_seq_lens with them"
         )
     counted = None if labels is None else (labels != IGNORED).sum()
-    if counted is not None and not counted:
+    if counted is not None and not may_lack_labels and not counted:
         raise UsageError(
             "no token of the batch has a label that counts: every label is -100, of padding, or of the first token of "
             "a row, which nothing predicts; check how labels are made, skip such batches, or leave labels out"

@@ -33,6 +33,8 @@ PADDING = 2
 ITEMS = 7
 """The number of labelled tokens that the loss is divided by."""
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
+FUSED = "fused_lm_head"
+"""An argument of models that TRL changed: compute the loss without logits, which needs labels."""
 IGNORED = -100
 
 Call = Mapping[str, Any]
@@ -143,7 +145,7 @@ class _Attempt:
         """The call's arguments for these tokens, without labels, positions and boundaries."""
         found: dict[str, Any] = {}
         for name, given in self.call.items():
-            if name in (*LABELS, *CUTS, *LENGTHS, "position_ids") or not isinstance(given, HARMLESS):
+            if name in (*LABELS, *CUTS, *LENGTHS, "position_ids", FUSED) or not isinstance(given, HARMLESS):
                 continue
             value: Any = given
             if name == "input_ids":
@@ -220,6 +222,8 @@ class _Attempt:
         given: dict[str, Any] = {"labels": labels, "num_items_in_batch": torch.tensor(ITEMS, device=labels.device)}
         if is_shifted:
             given |= {"labels": torch.full_like(labels, IGNORED), "shift_labels": labels}
+        if FUSED in self.call:
+            given[FUSED] = self.call[FUSED]
         again = Trial(own=self.own, seen=trial.seen)
         try:
             found = get_output(self._run(again, self.own, position_ids=self.own.repeat(ROWS, 1), **given), "loss")
