@@ -230,11 +230,6 @@ def _parse_segment(text: str) -> Segment:
 
 
 @lru_cache(maxsize=256)
-def leaves_ranks_empty(layout: Layout, tokens: int, ranks: int) -> bool:
-    """True if some rank is home to no token."""
-    return not all(layout.segments(rank, tokens=tokens, ranks=ranks) for rank in range(ranks))
-
-
 def position_ids(layout: Layout, rank: int, *, tokens: int, ranks: int) -> list[int]:
     """The position in the whole sequence of each token of one rank's shard."""
     return list(chain.from_iterable(layout.segments(rank, tokens=tokens, ranks=ranks)))
