@@ -20,7 +20,7 @@ from mesh_attention.topology import Topology
 EXACT_RANKS = 64
 """Up to this many ranks, every rank's calls are priced by default."""
 SAMPLED_RANKS = 8
-MANY_RANKS = 4096
+MANY_RANKS = 2048
 """From here on one rank's calls are priced by default: its program takes seconds to build."""
 Report = Callable[[str, float], None]
 

@@ -21,10 +21,11 @@ from mesh_attention.tuning.traffic import Traffic, plan_on, traffic
 
 Report = Callable[[str, float], None]
 MOST_BLOCKS_PER_CALL = 16
-AT_LEAST = 3
-"""Shapes of a family that are simulated even if their bounds exclude them, so that each rival is shown at its best."""
-LONGEST_PRICED_FIRST = 80
-"""Rows plus columns of a tile."""
+MOST_TRANSFERS = 8192
+"""Rows plus columns of a tile that is simulated: the program of one rank takes seconds to build."""
+LONGEST_PRICED_FIRST, LONGEST_PRICED = 80, 512
+"""Rows plus columns of a tile whose calls are sized by price at the first try, and at all: planning takes time that
+grows with the cube of this."""
 QUICK_RANKS = 224
 """Ranks simulated for a pass, summed over candidates, in a quick search in which no rank stands for others."""
 FIRST_OF_FAMILY = 2.0
@@ -43,12 +44,14 @@ class Tried:
 class Effort:
     """How much is simulated of every family, or, if not `by_family`, of all candidates together: the `least` most
     promising, and up to `most` of those whose estimate is within a factor `worth_trying` of the best time so far; with
-    the calls of `priced_ranks` ranks priced. The fastest `finalists`, and the first `firsts` of every family, are tried
+    the calls of `priced_ranks` ranks priced. The first `at_least` are simulated even if their bounds exclude them, so
+    that each rival is shown at its best. The fastest `finalists`, and the first `firsts` of every family, are tried
     with up to `regroupings` larger and as many smaller groupings; then the fastest of `waved` Ulysses degrees in
     several waves."""
 
     by_family: bool
     priced_ranks: int
+    at_least: int
     least: int
     most: int
     worth_trying: float
@@ -63,6 +66,7 @@ def effort(ranks: int) -> Effort:
     many = Effort(
         by_family=True,
         priced_ranks=4,
+        at_least=3,
         least=12,
         most=48,
         worth_trying=1.1,
@@ -74,6 +78,21 @@ def effort(ranks: int) -> Effort:
     return many if ranks <= 64 else replace(many, priced_ranks=2, least=5, most=16, worth_trying=1.03, regroupings=1)
 
 
+LARGE = Effort(
+    by_family=True,
+    priced_ranks=1,
+    at_least=0,
+    least=1,
+    most=4,
+    worth_trying=1.02,
+    regroupings=1,
+    finalists=2,
+    firsts=0,
+    waved=2,
+)
+"""Search effort for many ranks, where planning and pricing one rank's program takes up to seconds."""
+
+
 def quick_effort(ranks: int, *, is_uniform: bool) -> Effort:
     """Search effort for a call that waits for the answer. Where a mask leaves shards out, every rank is simulated."""
     most = 48 if ranks <= 16 else 32 if ranks <= 64 else 20
@@ -82,6 +101,7 @@ def quick_effort(ranks: int, *, is_uniform: bool) -> Effort:
     return Effort(
         by_family=False,
         priced_ranks=1,
+        at_least=3,
         least=(most + 1) // 2,
         most=most,
         worth_trying=1.2,
@@ -122,7 +142,7 @@ class PassSearch:
             self.report(f"regrouping {tried.choice.family}", 0.95)
             for choice in self._regrouped(tried.choice):
                 self.simulate(choice)
-        for base in self._fastest_degrees()[: self.effort.waved]:
+        for base in filter(_is_priced, self._fastest_degrees()[: self.effort.waved]):
             self.report(f"waves of {base.family}", 0.98)
             for choice in waved(base, self.problem):
                 self.simulate(choice)
@@ -152,8 +172,9 @@ class PassSearch:
         for choice in candidates:
             bound = bounds[choice]
             is_unlikely = fitting >= self.effort.least and bound.estimate_s > self.effort.worth_trying * self.best_s
-            is_beaten = self.is_uniform and fitting >= AT_LEAST and bound.bound_s >= self.best_s
-            if is_unlikely or is_beaten:
+            is_beaten = self.is_uniform and fitting >= self.effort.at_least and bound.bound_s >= self.best_s
+            tile = choice.assignment.tile
+            if is_unlikely or is_beaten or tile.rows + tile.cols > MOST_TRANSFERS:
                 continue
             forecast = self.simulate(_first_try(choice))
             fitting += forecast.peak_nbytes <= self.limit_nbytes
@@ -185,12 +206,18 @@ class PassSearch:
         """The choice with calls sized by price, then, where a fixed size may be better, with nearby groupings."""
         if choice.is_collective:
             return
-        yield replace(choice, blocks_per_call=None)
+        if _is_priced(choice):
+            yield replace(choice, blocks_per_call=None)
         found, reach = groupings(choice), self.effort.regroupings
         if choice.route == "ring" or reach > 1:
             at = found.index(choice.blocks_per_call or self.grouped(choice).blocks_per_call or 1)
             for grouping in found[max(0, at - reach) : at + reach + 1]:
                 yield replace(choice, blocks_per_call=grouping)
+
+
+def _is_priced(choice: Choice) -> bool:
+    tile = choice.assignment.tile
+    return tile.rows + tile.cols <= LONGEST_PRICED
 
 
 def _first_try(choice: Choice) -> Choice:

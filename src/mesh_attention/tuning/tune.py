@@ -14,13 +14,14 @@ from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
 from mesh_attention.planning.choice import FAMILIES, Family, default_layout
 from mesh_attention.planning.limits import limits
 from mesh_attention.problem import Problem
+from mesh_attention.simulation.simulate import MANY_RANKS
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import complexity, shapes
+from mesh_attention.tuning.candidates import complexity, of_fewest_bytes, shapes
 from mesh_attention.tuning.coarse import LONGER
 from mesh_attention.tuning.reasons import cannot_be_used, why_not
 from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning
 from mesh_attention.tuning.rivals import startrail
-from mesh_attention.tuning.search import PassSearch, Report, Tried, effort, quick_effort
+from mesh_attention.tuning.search import LARGE, PassSearch, Report, Tried, effort, quick_effort
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import GIB, format_nbytes
 
@@ -69,12 +70,16 @@ def tune(
     chosen_layout = default_layout(problem) if layout is None else layout_named(layout)
     found = list(shapes(problem, topology, layout=chosen_layout))
     is_uniform = BlockMatrix(problem, chosen_layout, found[0].assignment).is_uniform
+    is_many = is_uniform and problem.ranks >= MANY_RANKS
+    if is_many:
+        found = of_fewest_bytes(found, problem, directions)
     if is_quick and not is_uniform:  # few shards travel, and an inner tile does not bring near ranks nearer
         found = [choice for choice in found if choice.inner is None]
     searches = {}
     for number, direction in enumerate(directions):
         share = _share(report, number, len(directions))
         wanted = quick_effort(problem.ranks, is_uniform=is_uniform) if is_quick else effort(problem.ranks)
+        wanted = LARGE if is_many else wanted
         searches[direction] = PassSearch(problem, topology, direction, wanted, limit, share)
         priced = searches[direction].effort.priced_ranks if is_uniform else problem.ranks
         searches[direction].run(found, priced_ranks=priced, is_uniform=is_uniform)
@@ -86,10 +91,10 @@ def tune(
         raise _does_not_fit(searches, limit)
     left_out: dict[str, str] = {}
     if not is_quick:
-        left_out = cannot_be_used(problem, {trial.family for trial in trials}, searches, limit)
-        trials += startrail(found, searches)
+        left_out = cannot_be_used(problem, {trial.family for trial in trials}, searches, limit, found)
+        trials += [] if is_many else startrail(found, searches)
     simulated = sum(len(search.tried) for search in searches.values())
-    if is_uniform and not is_quick:
+    if is_uniform and not is_quick and not is_many:
         trials = _priced_again(trials, searches)
     trials = _best_of_families(trials)
     least = {direction: limits(problem, direction) for direction in directions}
