@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 
@@ -15,11 +15,21 @@ from rich.table import Table
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import argument, group, option
 from mesh_attention.cli.files import Report, output_file, progress, read_plan_file, unroll, write_plan_file
-from mesh_attention.cli.tables import Column, mask_words, plain_console, print_table, size_words, tile_reason, times
+from mesh_attention.cli.tables import (
+    Column,
+    mask_words,
+    plain_console,
+    print_first,
+    print_table,
+    size_words,
+    tile_reason,
+    times,
+)
 from mesh_attention.cli.terminal import draw_matrix
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.codec import plan_to_json
+from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import transfers
 from mesh_attention.plan.text import format_step
@@ -69,6 +79,14 @@ def plan_command(
         typer.echo(json.dumps(answer | {"comparison": asdict(comparison)}))
         return
     console = plain_console()
+    this = next(row for row in comparison.rows if row.is_this_plan)
+    settled = wanted.settled(asked, direction)
+    print_first(
+        console,
+        write=f'MeshAttention(group, choice="{settled if settled.layout != Turn() else replace(settled, layout=None)}")',
+        moves=f"{format_nbytes(this.received_nbytes)} to a rank{_of_ring(this)}; how long: 'simulate' or 'tune'",
+        memory=f"{format_nbytes(this.peak_nbytes)} per rank, for the buffers of a call",
+    )
     console.print(_headline(plan), style="bold")
     console.print()
     console.print(draw_matrix(plan, width=console.width))
@@ -81,6 +99,10 @@ def plan_command(
     console.print(_verdict(plan, comparison))
     if saved:
         console.print(f"\n{saved}")
+
+
+def _of_ring(row: Row) -> str:
+    return "" if row.against_ring is None or row.method == "ring" else f", {row.against_ring:.2f} of ring's bytes"
 
 
 def _save(plan: Plan, path: Path, report: Report) -> str:

@@ -7,13 +7,19 @@ from typing import Any
 
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
-from mesh_attention.planning.choice import Choice
+from mesh_attention.planning.choice import Choice, default_layout
+from mesh_attention.planning.registry import Planning
 from mesh_attention.problem import Problem
+from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
 from mesh_attention.tuning.coarse import can_be_widened, part_of, widened
-from mesh_attention.tuning.result import Tuning
+from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning
+from mesh_attention.tuning.search import MOST_BLOCKS_PER_CALL
 from mesh_attention.tuning.traffic import plan_on
+
+MOST_BLOCKS = 16384
+"""Blocks of a rank up to which each is a call by default: more take seconds to simulate."""
 
 
 def tuned_choices(
@@ -43,11 +49,32 @@ def tuned_choices(
     return {d: widened(chosen.get(d, chosen["forward"]), problem.ranks) for d in DIRECTIONS}, tuning
 
 
+def plain_choice(problem: Problem, topology: Topology, trial: Trial) -> Choice | None:
+    """One choice for all passes of a trial that is as fast without costs, with its grouping or by the prices of a Hopper
+    GPU; None if there is none."""
+    first, *others = trial.choices.values()
+    if any(other != first for other in others):
+        return None
+    for choice in dict.fromkeys((replace(first, blocks_per_call=None), first)):
+        layout = choice.layout or default_layout(problem)
+        plans = Planning(choice).plans(problem, layout, on_gpu=True, needs_gradient=False)
+        times_s = [simulate(plans[direction], topology).time_s for direction in trial.choices]
+        if sum(times_s) <= trial.time_s * (1 + NEAR_TIE):
+            return choice
+    return None
+
+
 def block_plan_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Plan:
-    """`plan_on` with one block per call, unless the choice states another number."""
-    if choice.blocks_per_call is None and not choice.is_collective:
-        choice = replace(choice, blocks_per_call=1)
-    return plan_on(topology, problem, choice, direction)
+    """`plan_on` with one block per call, unless the choice states another number, or a rank has many blocks."""
+    return plan_on(topology, problem, in_blocks(choice, problem, direction), direction)
+
+
+def in_blocks(choice: Choice, problem: Problem, direction: Direction) -> Choice:
+    """The settled choice, with the blocks per call that `block_plan_on` plans with."""
+    settled = choice.settled(problem, direction)
+    if settled.blocks_per_call is not None or settled.is_collective:
+        return settled
+    return replace(settled, blocks_per_call=1 if settled.assignment.places <= MOST_BLOCKS else MOST_BLOCKS_PER_CALL)
 
 
 def ring_like(plan: Plan, topology: Topology) -> Plan:

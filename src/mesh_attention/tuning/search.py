@@ -43,14 +43,12 @@ class Tried:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How much is simulated of every family, or, if not `by_family`, of all candidates together: the `least` most
-    promising, and up to `most` of those whose estimate is within a factor `worth_trying` of the best time so far; with
-    the calls of `priced_ranks` ranks priced. The first `at_least` are simulated even if their bounds exclude them, so
-    that each rival is shown at its best. The fastest `finalists`, and the first `firsts` of every family, are tried
+    promising, and up to `most` of those whose estimate is within a factor `worth_trying` of the best time so far. The
+    first `at_least` are simulated even if their bounds exclude them, so that each rival is shown at its best. The fastest `finalists`, and the first `firsts` of every family, are tried
     with up to `regroupings` larger and as many smaller groupings; then the fastest of `waved` Ulysses degrees in
     several waves."""
 
     by_family: bool
-    priced_ranks: int
     at_least: int
     least: int
     most: int
@@ -65,7 +63,6 @@ def effort(ranks: int) -> Effort:
     """Search effort for a number of ranks: simulations of fewer ranks are faster, so more are made."""
     many = Effort(
         by_family=True,
-        priced_ranks=4,
         at_least=3,
         least=12,
         most=48,
@@ -75,12 +72,11 @@ def effort(ranks: int) -> Effort:
         firsts=2,
         waved=4,
     )
-    return many if ranks <= 64 else replace(many, priced_ranks=2, least=5, most=16, worth_trying=1.03, regroupings=1)
+    return many if ranks <= 64 else replace(many, least=5, most=16, worth_trying=1.03, regroupings=1)
 
 
 LARGE = Effort(
     by_family=True,
-    priced_ranks=1,
     at_least=0,
     least=1,
     most=4,
@@ -100,7 +96,6 @@ def quick_effort(ranks: int, *, is_uniform: bool) -> Effort:
         most = max(1, min(most, QUICK_RANKS // ranks))
     return Effort(
         by_family=False,
-        priced_ranks=1,
         at_least=3,
         least=(most + 1) // 2,
         most=most,

@@ -19,7 +19,7 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import complexity, of_fewest_bytes, shapes
 from mesh_attention.tuning.coarse import LONGER
 from mesh_attention.tuning.reasons import cannot_be_used, why_not
-from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning
+from mesh_attention.tuning.result import FORECAST_ERROR, NEAR_TIE, Trial, Tuning
 from mesh_attention.tuning.rivals import startrail
 from mesh_attention.tuning.search import LARGE, PassSearch, Report, Tried, effort, quick_effort
 from mesh_attention.tuning.traffic import plan_on
@@ -27,7 +27,8 @@ from mesh_attention.units import GIB, format_nbytes
 
 SAME_TIME = 0.005
 """Among choices of a pass within this share of the fastest, the simplest is taken."""
-PRICED_RANKS_AT_LAST = 8
+PRICED_RANKS, PRICED_RANKS_AT_LAST = 1, 8
+"""Ranks whose calls are priced where one stands for others: in the search, and for the trials it ends with."""
 FAR_BEHIND = 1.6
 """Trials that are this many times slower than the fastest are not priced again: no forecast is that far off."""
 TRIED_EXCHANGED_ONCE = 3
@@ -81,10 +82,11 @@ def tune(
         wanted = quick_effort(problem.ranks, is_uniform=is_uniform) if is_quick else effort(problem.ranks)
         wanted = LARGE if is_many else wanted
         searches[direction] = PassSearch(problem, topology, direction, wanted, limit, share)
-        priced = searches[direction].effort.priced_ranks if is_uniform else problem.ranks
+        priced = PRICED_RANKS if is_uniform else problem.ranks
         searches[direction].run(found, priced_ranks=priced, is_uniform=is_uniform)
     trials = _trials(searches) + (_mixed(searches) if is_quick else [])
     if len(directions) == 2:
+        trials += _one_choice(searches, () if is_quick else trials)
         trials += _exchanged_once(searches)
         trials += _kept(searches, trials) if memory_nbytes is not None else []
     if not trials:
@@ -96,7 +98,6 @@ def tune(
     simulated = sum(len(search.tried) for search in searches.values())
     if is_uniform and not is_quick and not is_many:
         trials = _priced_again(trials, searches)
-    trials = _best_of_families(trials)
     least = {direction: limits(problem, direction) for direction in directions}
     rates = {"forward": topology.device.forward.tflops, "backward": topology.device.backward.tflops}
     return Tuning(
@@ -159,6 +160,25 @@ def _trial(family: Family, tried: dict[Direction, Tried]) -> Trial:
     )
 
 
+def _one_choice(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> list[Trial]:
+    """For every family, the fastest trial with one choice for both passes. The choices of `trials` that may be equal
+    to the fastest are simulated in the other pass too."""
+    fastest_s = min((trial.time_s for trial in trials), default=0.0)
+    for trial in trials:
+        if trial.time_s <= fastest_s * (1 + FORECAST_ERROR):
+            for choice in dict.fromkeys(trial.choices.values()):
+                for search in searches.values():
+                    search.simulate(choice)
+    found: dict[Family, Trial] = {}
+    forward, backward = searches.values()
+    tried = {tried.choice: tried for tried in backward.best()}
+    for one in forward.best():
+        if one.choice in tried:
+            trial = _trial(one.choice.family, dict(zip(searches, (one, tried[one.choice]), strict=True)))
+            found[trial.family] = min(found.get(trial.family, trial), trial, key=lambda trial: trial.time_s)
+    return list(found.values())
+
+
 def _exchanged_once(searches: dict[Direction, PassSearch]) -> list[Trial]:
     """The fastest trials in which both passes exchange heads alike, and backward finds its inputs exchanged."""
     by_pass: list[dict[Exchange, Tried]] = []
@@ -207,20 +227,18 @@ def _priced_again(trials: list[Trial], searches: dict[Direction, PassSearch]) ->
     return again
 
 
-def _best_of_families(trials: Sequence[Trial]) -> list[Trial]:
-    best: dict[str, Trial] = {}
-    for trial in sorted(trials, key=lambda trial: (trial.time_s, trial.complexity)):
-        best.setdefault(trial.family, trial)
-    return list(best.values())
-
-
-def _ranked(by_time: Sequence[Trial]) -> tuple[Trial, ...]:
-    """The chosen one, then the others with the reasons."""
-    usable = [trial for trial in by_time if not trial.is_bound]
-    near = [trial for trial in usable if trial.time_s <= usable[0].time_s * (1 + NEAR_TIE)]
-    chosen = min(near, key=lambda trial: trial.complexity)
-    losers = [replace(t, reason=why_not(t, chosen, NEAR_TIE)) for t in by_time if t is not chosen]
+def _ranked(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """The chosen one, then the best of every other family with the reason why it is not chosen, fastest first."""
+    chosen = _simplest_trial([trial for trial in trials if not trial.is_bound], NEAR_TIE)
+    families = {trial.family: [t for t in trials if t.family == trial.family] for trial in trials}
+    others = [_simplest_trial(same, SAME_TIME) for family, same in families.items() if family != chosen.family]
+    losers = [replace(t, reason=why_not(t, chosen, NEAR_TIE)) for t in sorted(others, key=lambda t: t.time_s)]
     return (chosen, *losers)
+
+
+def _simplest_trial(trials: Sequence[Trial], slower: float) -> Trial:
+    fastest_s = min(trial.time_s for trial in trials)
+    return min((t for t in trials if t.time_s <= fastest_s * (1 + slower)), key=lambda trial: trial.complexity)
 
 
 def _does_not_fit(searches: dict[Direction, PassSearch], limit: float) -> MemoryLimitError:
