@@ -7,8 +7,8 @@ from mesh_attention.errors import UsageError
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.queries import MANY_RANKS
 from mesh_attention.problem import Problem
-from mesh_attention.simulation.simulate import MANY_RANKS
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.coarse import part_of
 
@@ -24,6 +24,6 @@ def refuse_uneven(problem: Problem, layout: Layout, topology: Topology) -> None:
         else f"use fewer than {MANY_RANKS:,} ranks"
     )
     raise UsageError(
-        f"{problem.ranks:,} ranks with the mask {mask_words(problem)} on the layout {layout.name}: each rank has its own "
-        f"steps, and simulating all of them takes hours; {hint}"
+        f"{problem.ranks:,} ranks with the mask {mask_words(problem)} on the layout {layout.name}: each rank has its "
+        f"own steps, and simulating all of them takes hours; {hint}"
     )

@@ -28,6 +28,7 @@ from mesh_attention.tuning.decoding import travel_words as decode_travel_words
 from mesh_attention.tuning.turns import Rival, rival_as_json, travel_words
 from mesh_attention.units import GIB, format_nbytes, format_time
 
+
 def of_layers(text: str, text_of_all: str, layers: int) -> str:
     return text if layers == 1 else f"{text} a layer, {text_of_all} for {layers:,} layers"
 

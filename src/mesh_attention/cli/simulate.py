@@ -32,16 +32,16 @@ from mesh_attention.drawing.trace import write_trace
 from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.queries import sampled_ranks
+from mesh_attention.plan.queries import MANY_RANKS, sampled_ranks
 from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.limits import limits
 from mesh_attention.planning.choice import default_layout
-from mesh_attention.simulation.simulate import MANY_RANKS, simulate
+from mesh_attention.planning.comparison import MOST_TRANSFERS
+from mesh_attention.planning.limits import limits
+from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline, joined
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.planner import in_blocks, ring_like
 from mesh_attention.tuning.result import Forecast
-from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import format_nbytes, format_time, three_digits
 
@@ -221,7 +221,7 @@ def _time_words(this: Forecasts, topology: Topology, layers: int | None) -> str:
     bound_s, _ = _bounds(list(this.plans.values()), topology)
     share = f"; {bound_s / this.whole.time_s:.0%}".replace("%", " %") + " of one kernel's rate"
     if layers is not None:
-        return f"{layers_words(this.whole.time_s, layers)}, to the first token{share}"
+        return f"{layers_words(this.whole.time_s, layers)}{share}"
     passes = ", ".join(f"{format_time(one.time_s)} {direction}" for direction, one in this.timelines.items())
     return (passes if len(this.timelines) == 1 else f"{format_time(this.whole.time_s)}: {passes}") + share
 

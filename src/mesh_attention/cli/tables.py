@@ -52,10 +52,10 @@ def print_table(
     *,
     bold: Sequence[bool] = (),
     gaps: tuple[int, ...] = (2,),
-    line_after: int = 0,
+    gap_after: int = 0,
 ) -> str:
-    """Prints the columns that fit, with a line after so many rows; returns a sentence about those that do not, if any."""
-    console.print(table_of(columns, bold=bold, width=console.width, gaps=gaps, line_after=line_after))
+    """Prints the columns that fit, with a gap after `gap_after` rows; returns a sentence about the others, if any."""
+    console.print(table_of(columns, bold=bold, width=console.width, gaps=gaps, gap_after=gap_after))
     kept, _ = fitting(columns, width=console.width, gaps=gaps)
     dropped = ", ".join(" ".join(column.header.split()) for column in columns if column not in kept)
     return f"No room for {dropped}: use a wider terminal, or --json." if dropped else ""
@@ -76,7 +76,7 @@ def table_of(
     bold: Sequence[bool] = (),
     width: int,
     gaps: tuple[int, ...] = (3, 2, 1),
-    line_after: int = 0,
+    gap_after: int = 0,
 ) -> Table:
     kept, gap = fitting(columns, width=width, gaps=gaps)
     widths = _shared_widths(kept, room=max(0, width - _narrow_width(kept, gap)))
@@ -89,7 +89,7 @@ def table_of(
             cell if column.least_width is None else _wrapped(cell, column_width)
             for cell, column, column_width in zip(cells, kept, widths, strict=True)
         ]
-        table.add_row(*wrapped, style="bold" if is_bold else None, end_section=len(table.rows) + 1 == line_after)
+        table.add_row(*wrapped, style="bold" if is_bold else None, end_section=len(table.rows) + 1 == gap_after)
     return table
 
 
@@ -135,7 +135,9 @@ def print_first(console: Console, **facts: str) -> None:
 
 
 def times(ratio: float | None) -> str:
-    return NO_NUMBER if ratio is None else f"{ratio:.2f}"
+    if ratio is None:
+        return NO_NUMBER
+    return f"{ratio:.2f}" if ratio >= 0.01 or not ratio else f"{ratio:.1g}"
 
 
 # Words

@@ -82,7 +82,7 @@ def print_tuning(answer: Answer) -> None:
         console.print()
     columns = _columns(tuning, has_nodes=answer.topology.nodes > 1)
     bold = [trial is chosen for trial in tuning.trials]
-    no_room = print_table(console, columns, bold=bold, line_after=len(tuning.equals) % len(tuning.trials))
+    no_room = print_table(console, columns, bold=bold, gap_after=len(tuning.equals) % len(tuning.trials))
     console.print(_caption(answer, no_room), style="dim")
     if tuning.left_out:
         console.print("\nleft out", style="bold")
@@ -119,7 +119,7 @@ def _time_words(answer: Answer) -> str:
     tuning, chosen = answer.tuning, answer.tuning.chosen
     share = f"; {tuning.bound_s / chosen.time_s:.0%}".replace("%", " %") + " of one kernel's rate"
     if answer.served is not None:
-        return f"{layers_words(chosen.time_s, answer.served.layers)}, to the first token{share}"
+        return f"{layers_words(chosen.time_s, answer.served.layers)}{share}"
     passes = ", ".join(f"{format_time(one.time_s)} {direction}" for direction, one in chosen.forecasts.items())
     return (passes if len(chosen.forecasts) == 1 else f"{format_time(chosen.time_s)}: {passes}") + share
 
@@ -207,7 +207,9 @@ def _caption(answer: Answer, no_room: str) -> str:
     is_cut = len(tuning.equals) < len(tuning.trials)
     words = [
         f"The first is chosen. {tuning.tie_words}".strip(),
-        f"Below the empty line: more than {FORECAST_ERROR:.0%} slower than the fastest.".replace("%", " %") if is_cut else "",
+        f"Below the empty line: more than {FORECAST_ERROR:.0%} slower than the fastest.".replace("%", " %")
+        if is_cut
+        else "",
         "2x4: query shards x KV shards of a rank; inner: the part of that grid in one node; a "
         "choice without blocks per call groups them by price. exposed: the time that communication adds. Bytes are "
         "what an average rank sends; × bound: relative to the lower bound.",

@@ -10,7 +10,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import chain
 from typing import ClassVar, final
 
@@ -229,7 +228,6 @@ def _parse_segment(text: str) -> Segment:
     return range(int(found[1]), int(found[2]), int(found[3] or 1))
 
 
-@lru_cache(maxsize=256)
 def position_ids(layout: Layout, rank: int, *, tokens: int, ranks: int) -> list[int]:
     """The position in the whole sequence of each token of one rank's shard."""
     return list(chain.from_iterable(layout.segments(rank, tokens=tokens, ranks=ranks)))

@@ -8,6 +8,7 @@ import numpy as np
 
 from mesh_attention.errors import TopologyError
 from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.queries import MANY_RANKS
 from mesh_attention.simulation.events import EventEngine
 from mesh_attention.simulation.jobs import RankJobs, rank_jobs
 from mesh_attention.simulation.lockstep import LockstepEngine, NotUniformError, alike, all_different
@@ -20,8 +21,6 @@ from mesh_attention.topology import Topology
 EXACT_RANKS = 64
 """Up to this many ranks, every rank's calls are priced by default."""
 SAMPLED_RANKS = 8
-MANY_RANKS = 2048
-"""From here on one rank's calls are priced by default: its program takes seconds to build."""
 Report = Callable[[str, float], None]
 
 

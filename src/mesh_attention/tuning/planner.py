@@ -8,6 +8,7 @@ from typing import Any
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice, default_layout
+from mesh_attention.planning.comparison import in_few_calls
 from mesh_attention.planning.registry import Planning
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
@@ -15,11 +16,7 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
 from mesh_attention.tuning.coarse import can_be_widened, part_of, widened
 from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning
-from mesh_attention.tuning.search import MOST_BLOCKS_PER_CALL
 from mesh_attention.tuning.traffic import plan_on
-
-MOST_BLOCKS = 16384
-"""Blocks of a rank up to which each is a call by default: more take seconds to simulate."""
 
 
 def tuned_choices(
@@ -50,8 +47,8 @@ def tuned_choices(
 
 
 def plain_choice(problem: Problem, topology: Topology, trial: Trial) -> Choice | None:
-    """One choice for all passes of a trial that is as fast without costs, with its grouping or by the prices of a Hopper
-    GPU; None if there is none."""
+    """One choice for all passes of a trial that is as fast without costs, by the prices of a Hopper GPU or with its own
+    grouping; None if there is none."""
     first, *others = trial.choices.values()
     if any(other != first for other in others):
         return None
@@ -71,10 +68,9 @@ def block_plan_on(topology: Topology, problem: Problem, choice: Choice, directio
 
 def in_blocks(choice: Choice, problem: Problem, direction: Direction) -> Choice:
     """The settled choice, with the blocks per call that `block_plan_on` plans with."""
-    settled = choice.settled(problem, direction)
-    if settled.blocks_per_call is not None or settled.is_collective:
-        return settled
-    return replace(settled, blocks_per_call=1 if settled.assignment.places <= MOST_BLOCKS else MOST_BLOCKS_PER_CALL)
+    settled = in_few_calls(choice, problem, direction)
+    is_open = settled.blocks_per_call is None and not settled.is_collective
+    return replace(settled, blocks_per_call=1) if is_open else settled
 
 
 def ring_like(plan: Plan, topology: Topology) -> Plan:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import FAMILIES, Choice, Family
+from mesh_attention.planning.comparison import MOST_TRANSFERS
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
@@ -21,8 +22,6 @@ from mesh_attention.tuning.traffic import Traffic, plan_on, traffic
 
 Report = Callable[[str, float], None]
 MOST_BLOCKS_PER_CALL = 16
-MOST_TRANSFERS = 8192
-"""Rows plus columns of a tile that is simulated: the program of one rank takes seconds to build."""
 LONGEST_PRICED_FIRST, LONGEST_PRICED = 80, 512
 """Rows plus columns of a tile whose calls are sized by price at the first try, and at all: planning takes time that
 grows with the cube of this."""
@@ -44,9 +43,9 @@ class Tried:
 class Effort:
     """How much is simulated of every family, or, if not `by_family`, of all candidates together: the `least` most
     promising, and up to `most` of those whose estimate is within a factor `worth_trying` of the best time so far. The
-    first `at_least` are simulated even if their bounds exclude them, so that each rival is shown at its best. The fastest `finalists`, and the first `firsts` of every family, are tried
-    with up to `regroupings` larger and as many smaller groupings; then the fastest of `waved` Ulysses degrees in
-    several waves."""
+    first `at_least` are simulated even if their bounds exclude them, so that each rival is shown at its best. The
+    fastest `finalists`, and the first `firsts` of every family, are tried with up to `regroupings` larger and as many
+    smaller groupings; then the fastest of `waved` Ulysses degrees in several waves."""
 
     by_family: bool
     at_least: int

@@ -10,11 +10,11 @@ from mesh_attention.plan.assignment import Cut
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.queries import MANY_RANKS
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
 from mesh_attention.planning.choice import FAMILIES, Family, default_layout
 from mesh_attention.planning.limits import limits
 from mesh_attention.problem import Problem
-from mesh_attention.simulation.simulate import MANY_RANKS
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import complexity, of_fewest_bytes, shapes
 from mesh_attention.tuning.coarse import LONGER
@@ -27,8 +27,8 @@ from mesh_attention.units import GIB, format_nbytes
 
 SAME_TIME = 0.005
 """Among choices of a pass within this share of the fastest, the simplest is taken."""
-PRICED_RANKS, PRICED_RANKS_AT_LAST = 1, 8
-"""Ranks whose calls are priced where one stands for others: in the search, and for the trials it ends with."""
+PRICED_RANKS, PRICED_RANKS_AT_LAST = 4, 8
+"""Ranks whose calls are priced, where one could stand for all: in a search, and for the trials that it ends with."""
 FAR_BEHIND = 1.6
 """Trials that are this many times slower than the fastest are not priced again: no forecast is that far off."""
 TRIED_EXCHANGED_ONCE = 3
@@ -82,7 +82,8 @@ def tune(
         wanted = quick_effort(problem.ranks, is_uniform=is_uniform) if is_quick else effort(problem.ranks)
         wanted = LARGE if is_many else wanted
         searches[direction] = PassSearch(problem, topology, direction, wanted, limit, share)
-        priced = PRICED_RANKS if is_uniform else problem.ranks
+        is_even = problem.seq_q == problem.seq_kv  # against a cache, ranks compute calls of different shapes
+        priced = 1 if is_uniform and (is_even or is_many) else PRICED_RANKS if is_uniform else problem.ranks
         searches[direction].run(found, priced_ranks=priced, is_uniform=is_uniform)
     trials = _trials(searches) + (_mixed(searches) if is_quick else [])
     if len(directions) == 2:
