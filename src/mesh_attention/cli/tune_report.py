@@ -111,7 +111,7 @@ def print_tuning(answer: Answer) -> None:
 def short_code(answer: Answer, *, width: int) -> str:
     """A call that is as fast as the choice, if stating a choice alone is; or one that lets the tuner choose."""
     if answer.plain is None:
-        return cluster_code(answer.cluster, layout=answer.layout, memory_nbytes=answer.memory_nbytes, width=width)
+        return _cluster_call(answer.cluster, layout=answer.layout, memory_nbytes=answer.memory_nbytes, width=width)
     return filled(f'MeshAttention(group, choice="{_stated(answer.plain)}")', width=width)
 
 
@@ -247,13 +247,17 @@ DEFAULT_LAYOUT = "zigzag"
 
 def cluster_code(cluster: str, *, layout: str, memory_nbytes: int | None, width: int) -> str:
     """Code that lets every rank tune."""
+    return _cluster_call(cluster, layout=layout, memory_nbytes=memory_nbytes, width=width, name="attention = ")
+
+
+def _cluster_call(cluster: str, *, layout: str, memory_nbytes: int | None, width: int, name: str = "") -> str:
     arguments = [f"cluster={json.dumps(cluster)}"]
     if layout not in (DEFAULT_LAYOUT, Turn.name):
         arguments.append(f'layout="{layout}"')
     if memory_nbytes is not None:
         power = next(power for power in (30, 20, 10, 0) if memory_nbytes % 2**power == 0)
         arguments.append(f"memory_limit={memory_nbytes >> power}" + (f" * 2**{power}" if power else ""))
-    return filled(f"MeshAttention(group, {', '.join(arguments)})", width=width)
+    return filled(f"{name}MeshAttention(group, {', '.join(arguments)})", width=width)
 
 
 def explicit_code(
