@@ -41,7 +41,7 @@ def test_a_turn_is_told_with_its_time_cache_tile_reason_and_rivals(run: Run, mon
     assert " for 4 layers; " in lines[1]
     start = next(i for i, line in enumerate(lines) if line.startswith("cache "))
     assert lines[start].endswith("for 4 layers, on each rank")
-    assert lines[start + 1].startswith("why ")
+    assert [line.split()[0] for line in lines[start + 1 : start + 3]] == ["tile", "why"]
     words = " ".join(out.split())
     assert "512 new queries are 512 KiB, keys and values 32.2 MiB, 4.03 MiB a rank: " in words
     at = [words.index(f"{name} ") for name in RIVALS]

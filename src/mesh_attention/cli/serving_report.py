@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -57,6 +57,7 @@ def print_turn(
     console: Console, problem: Problem, topology: Topology, choice: Choice, time_s: float, served: Served
 ) -> None:
     print_fact(console, "cache", cache_words(problem, served.layers))
+    print_fact(console, "tile", str(replace(choice, layout=None)))
     print_fact(console, "why", travel_words(problem, choice))
     for number, rival in enumerate(served.rivals):
         found = rival.forecast

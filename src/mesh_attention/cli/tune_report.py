@@ -71,6 +71,10 @@ def print_tuning(answer: Answer) -> None:
     write = short_code(answer, width=console.width - LABEL_WIDTH)
     memory = f"{format_nbytes(chosen.peak_nbytes)} per rank, for the buffers of a call"
     print_first(console, write=write, time=_time_words(answer), memory=memory)
+    if answer.plain is None and answer.served is None:
+        texts = dict.fromkeys(map(_stated, chosen.choices.values()))
+        exact = "a call searches quickly, and may choose another; code for exactly this is below"
+        print_fact(console, "choice", f"{', backward '.join(texts)}: {exact}")
     _print_equals(console, tuning)
     limit = "" if answer.memory_nbytes is None else f", within {format_nbytes(answer.memory_nbytes)} per rank"
     words = f"{problem_words(answer.problem, answer.layout)}{limit}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from mesh_attention.errors import MemoryLimitError, ScheduleError, TopologyError, UsageError
 from mesh_attention.plan.assignment import Cut
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.queries import MANY_RANKS
+from mesh_attention.plan.queries import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
 from mesh_attention.planning.choice import FAMILIES, Family, default_layout
 from mesh_attention.planning.limits import limits
@@ -82,8 +83,9 @@ def tune(
         wanted = quick_effort(problem.ranks, is_uniform=is_uniform) if is_quick else effort(problem.ranks)
         wanted = LARGE if is_many else wanted
         searches[direction] = PassSearch(problem, topology, direction, wanted, limit, share)
-        is_even = problem.seq_q == problem.seq_kv  # against a cache, ranks compute calls of different shapes
-        priced = 1 if is_uniform and (is_even or is_many) else PRICED_RANKS if is_uniform else problem.ranks
+        # Against a cache, ranks compute calls of different shapes.
+        is_alike = is_many or (problem.ranks > ALL_RANKS and problem.seq_q == problem.seq_kv)
+        priced = problem.ranks if not is_uniform else 1 if is_alike or is_quick else PRICED_RANKS
         searches[direction].run(found, priced_ranks=priced, is_uniform=is_uniform)
     trials = _trials(searches) + (_mixed(searches) if is_quick else [])
     if len(directions) == 2:
@@ -99,6 +101,8 @@ def tune(
     simulated = sum(len(search.tried) for search in searches.values())
     if is_uniform and not is_quick and not is_many:
         trials = _priced_again(trials, searches)
+        if all(trial.is_bound for trial in trials):
+            raise _does_not_fit(searches, limit)
     least = {direction: limits(problem, direction) for direction in directions}
     rates = {"forward": topology.device.forward.tflops, "backward": topology.device.backward.tflops}
     return Tuning(
@@ -215,15 +219,19 @@ def _kept(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> lis
 
 
 def _priced_again(trials: list[Trial], searches: dict[Direction, PassSearch]) -> list[Trial]:
-    """Simulate the trials that are not far behind again, with the calls of more ranks priced."""
+    """Simulate the trials that are not far behind again, with the calls of more ranks priced. One that then takes more
+    memory than is allowed is left out."""
     for search in searches.values():
         search.priced_ranks, search.tried = PRICED_RANKS_AT_LAST, {}
-    fastest = min(trial.time_s for trial in trials)
+    fastest_s = inf
     again = []
-    for trial in trials:
-        if trial.time_s <= FAR_BEHIND * fastest:
+    for trial in sorted(trials, key=lambda trial: trial.time_s):
+        if trial.time_s <= FAR_BEHIND * (1 + NEAR_TIE) * fastest_s:
             forecasts = {direction: searches[direction].simulate(c) for direction, c in trial.choices.items()}
             trial = replace(trial, forecasts=forecasts)
+            if any(forecast.peak_nbytes > searches[d].limit_nbytes for d, forecast in forecasts.items()):
+                continue
+            fastest_s = min(fastest_s, trial.time_s)
         again.append(trial)
     return again
 
