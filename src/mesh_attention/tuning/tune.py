@@ -83,8 +83,8 @@ def tune(
         wanted = quick_effort(problem.ranks, is_uniform=is_uniform) if is_quick else effort(problem.ranks)
         wanted = LARGE if is_many else wanted
         searches[direction] = PassSearch(problem, topology, direction, wanted, limit, share)
-        # Against a cache, ranks compute calls of different shapes.
-        is_alike = is_many or (problem.ranks > ALL_RANKS and problem.seq_q == problem.seq_kv)
+        # Against a cache, ranks compute calls of different shapes; and their memory differs a little.
+        is_alike = is_many or (problem.seq_q == problem.seq_kv and (memory_nbytes is None or problem.ranks > ALL_RANKS))
         priced = problem.ranks if not is_uniform else 1 if is_alike or is_quick else PRICED_RANKS
         searches[direction].run(found, priced_ranks=priced, is_uniform=is_uniform)
     trials = _trials(searches) + (_mixed(searches) if is_quick else [])
