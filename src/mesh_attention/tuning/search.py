@@ -125,6 +125,8 @@ class PassSearch:
     def run(self, candidates: Sequence[Choice], *, priced_ranks: int, is_uniform: bool) -> None:
         """Simulate the candidates that may win, and the most promising of every family."""
         self.priced_ranks, self.is_uniform = priced_ranks, is_uniform
+        shortest = min(c.assignment.tile.rows + c.assignment.tile.cols for c in candidates)
+        self.longest = max(shortest, MOST_TRANSFERS if self.effort.at_least else LONGEST_PRICED)
         candidates = [self.grouped(choice) for choice in candidates]
         bounds = {c: traffic(c, self.problem, self.topology, self.direction) for c in candidates}
         for number, (what, found) in enumerate(self._parts(candidates, bounds)):
@@ -168,7 +170,7 @@ class PassSearch:
             is_unlikely = fitting >= self.effort.least and bound.estimate_s > self.effort.worth_trying * self.best_s
             is_beaten = self.is_uniform and fitting >= self.effort.at_least and bound.bound_s >= self.best_s
             tile = choice.assignment.tile
-            if is_unlikely or is_beaten or tile.rows + tile.cols > MOST_TRANSFERS:
+            if is_unlikely or is_beaten or tile.rows + tile.cols > self.longest:
                 continue
             forecast = self.simulate(_first_try(choice))
             fitting += forecast.peak_nbytes <= self.limit_nbytes
