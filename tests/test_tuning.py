@@ -534,10 +534,12 @@ def test_equals_are_within_the_error_of_forecasts_and_the_simplest_of_them_has_a
 
 
 def test_both_passes_have_one_choice_if_it_is_about_as_fast() -> None:
-    asked, cluster = problem_of(16), cluster_named("h100x16")
-    found = tune(asked, cluster, directions=DIRECTIONS)
-    forward, backward = found.chosen.choices.values()
-    assert forward == backward
+    two = made_trial(1.0, "ring 1x16", "mesh 4x4")
+    for time_s, is_chosen in ((1.019, True), (1.021, False)):
+        one = made_trial(time_s, "ulysses 2 × mesh 2x4", "ulysses 2 × mesh 2x4")
+        chosen, *others = tune_module._ranked([two, one])
+        assert (chosen == one) is is_chosen
+        assert [other.family for other in others] == [two.family if is_chosen else one.family]
 
 
 def problem_of(ranks: int) -> Problem:
