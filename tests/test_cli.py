@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import typer
 from rich.color import Color, ColorSystem
 
 from mesh_attention import (
@@ -23,7 +24,7 @@ from mesh_attention import (
     rank_costs,
     read_plan,
 )
-from mesh_attention.cli.main import COMMANDS, main
+from mesh_attention.cli.main import COMMANDS, app, main
 from mesh_attention.cli.terminal import PALETTE
 from mesh_attention.plan.queries import sampled_ranks
 from mesh_attention.plan.steps import Attend
@@ -68,7 +69,7 @@ def as_json(outcome: Outcome) -> Any:
 def test_plan_prints_headline_matrix_steps_and_comparison(run: Run) -> None:
     code, out, err = run(EXAMPLE)
     assert (code, err) == (0, "")
-    assert re.match(r"mesh 4x4 forward over 16 ranks, causal, zigzag; 128k tokens, 32 heads \(8 KV\) of 128", out)
+    assert re.search(r"\nmesh 4x4 forward over 16 ranks, causal, zigzag; 128k tokens, 32 heads \(8 KV\) of 128", out)
     assert re.search(r"digest [0-9a-f]{12}\n", out)
     assert "query shards down, KV shards across; in each block, the rank that computes it" in out
     assert "steps of rank 0" in out
@@ -81,6 +82,48 @@ def test_plan_prints_headline_matrix_steps_and_comparison(run: Run) -> None:
         "attention2d",
         "mesh",
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "labels"),
+    [
+        ("plan --ranks 16 --seq 128k --heads 32 --causal --backward", "write time moves memory"),
+        ("simulate --cluster h100x16 --seq 64k --heads 8 --causal --backward", "plan time memory"),
+        ("tune --cluster h100x4 --seq 4k --heads 4 --causal --backward", "write time memory"),
+        ("tune --cluster h100x4 --new 256 --cached 4k --heads 4 --layers 8", "write time memory"),
+        ("tune --cluster h100x4 --decode --cached 4k --heads 4 --layers 8", "write time memory"),
+    ],
+)
+def test_what_a_person_wants_first_comes_first(
+    run: Run, line: str, labels: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = run(line).out.splitlines()[: len(labels.split()) + 1]
+    assert [text.split(" ")[0] for text in first] == [*labels.split(), ""]
+    assert max(map(len, first)) <= 80
+
+
+def test_the_head_size_is_the_same_everywhere_unless_it_is_stated() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    sizes = {
+        name: parameter.default
+        for name, command in commands.items()
+        for parameter in command.params
+        if "--head-dim" in parameter.opts
+    }
+    assert sizes.keys() >= {"tune", "plan", "simulate", "draw", "replay", "calibrate"}
+    assert len(set(map(str, sizes.values()))) == 1
+
+
+@pytest.mark.parametrize("command", ["tune", "simulate"])
+def test_many_ranks_of_which_each_is_different_are_refused_at_once(run: Run, command: str) -> None:
+    problem = "--heads 8 --window 4k,0 --cluster h100x100000"
+    assert_refused(
+        run(f"{command} --seq 400m {problem}"),
+        "100,000 ranks with the mask window(4096,0) on the layout contiguous: each rank has its own steps",
+        "a part takes as long as the whole: use --ranks 16 --seq 67104",
+    )
 
 
 def comparison_lines(out: str) -> list[str]:

@@ -27,8 +27,8 @@ from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
-from mesh_attention.tuning.planner import ring_like
-from mesh_attention.tuning.result import Trial, Tuning, tuning_from_json
+from mesh_attention.tuning.planner import plain_choice, ring_like
+from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning, tuning_from_json
 from mesh_attention.tuning.sweep import MAIN_METHODS, doubled
 from mesh_attention.tuning.tune import tune, tuned_plans
 
@@ -87,7 +87,7 @@ def table_rows(out: str) -> dict[str, list[str]]:
 def test_tune_says_what_was_asked_and_on_what(run: Run) -> None:
     code, out, err = run(f"{TUNE} --backward --memory 20GiB")
     assert (code, err) == (0, "")
-    assert out.startswith("forward and backward; 64k tokens, 8 heads (4 KV) of 128, bfloat16, causal, zigzag")
+    assert "\nforward and backward; 64k tokens, 8 heads (4 KV) of 128, bfloat16, causal, zigzag" in out
     assert "within 20.0 GiB per rank" in out
     assert (
         "on h100: 16 ranks in 2 nodes of 8, 360 GB/s per rank inside a node, 45 GB/s per NIC between nodes (8 NICs"
@@ -328,7 +328,7 @@ def test_the_code_on_a_narrow_terminal_is_the_code(run: Run, monkeypatch: pytest
     for columns in (60, 80, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
         out = run(f"{TUNE} --backward").out
-        assert planned(section(out, "to use it"), PROBLEM) == answer["digests"]
+        assert planned(section(out, "to run exactly this"), PROBLEM) == answer["digests"]
         chosen_by_calls = section(out, "or let calls choose, by a quick search")
         assert planned(chosen_by_calls, PROBLEM) == planned(answer["code"]["cluster"], PROBLEM)
 
@@ -336,7 +336,44 @@ def test_the_code_on_a_narrow_terminal_is_the_code(run: Run, monkeypatch: pytest
 def test_a_near_tie_is_said_to_be_one(run: Run, topology: Topology) -> None:
     found = tune(PROBLEM, topology)
     assert len(found.near_ties) > 1
-    assert f"The first is chosen. {found.tie_words} 2x4:" in " ".join(run(TUNE).out.split())
+    assert f"The first is chosen. {found.tie_words} Below the empty line:" in " ".join(run(TUNE).out.split())
+
+
+def test_the_first_line_is_a_call_that_is_as_fast(run: Run, tuning: Tuning, topology: Topology) -> None:
+    answer, chosen = as_json(run(f"{TUNE} --backward --json")), tuning.chosen
+    plain = plain_choice(PROBLEM, topology, chosen)
+    if plain is None:
+        assert answer["code"]["short"] == 'MeshAttention(group, cluster="h100x16")'
+        return
+    assert answer["code"]["short"] == f'MeshAttention(group, choice="{plain}")'
+    attention = MeshAttention(LocalGroup(16), choice=plain)
+    plans = attention.engines.planning.plans(PROBLEM, attention.layout, on_gpu=True, needs_gradient=True)
+    assert sum(simulate(plan, topology).time_s for plan in plans.values()) <= chosen.time_s * (1 + NEAR_TIE)
+
+
+def test_no_plain_choice_stands_for_two_or_for_one_that_is_faster(tuning: Tuning, topology: Topology) -> None:
+    one = Choice.parse("ring 1x16, zigzag")
+    trial = replace(tuning.chosen, choices=dict.fromkeys(DIRECTIONS, one))
+    slow = {d: replace(forecast, time_s=9.0) for d, forecast in trial.forecasts.items()}
+    fast = {d: replace(forecast, time_s=1e-9) for d, forecast in trial.forecasts.items()}
+    assert plain_choice(PROBLEM, topology, replace(trial, forecasts=slow)) == one
+    assert plain_choice(PROBLEM, topology, replace(trial, forecasts=fast)) is None
+    two = {"forward": one, "backward": Choice.parse("mesh 2x8, zigzag")}
+    assert plain_choice(PROBLEM, topology, replace(trial, choices=two, forecasts=slow)) is None  # type: ignore[arg-type]
+
+
+def test_methods_within_the_error_are_grouped_and_the_simplest_is_named(run: Run, tuning: Tuning) -> None:
+    out = run(f"{TUNE} --backward").out
+    words = " ".join(out.split())
+    equal = [trial.family for trial in tuning.equals if not trial.is_bound and trial is not tuning.chosen]
+    assert equal
+    assert f"equal within 9 %, the error of forecasts: {', '.join(equal)} simplest " in words
+    rows = out[out.index("───") : out.index("The first is chosen")].split("\n" + " " * 60)[0]
+    assert [family for family in table_rows(out) if f"\n{family} " in rows] == [t.family for t in tuning.equals]
+    simplest = next(iter(tuning.simplest.choices.values()))
+    named = "of them all, the first line" if tuning.simplest is tuning.chosen else f"{simplest}; "
+    assert f"simplest {named}" in words
+    assert as_json(run(f"{TUNE} --backward --json"))["simplest"] == tuning.trials.index(tuning.simplest)
 
 
 def test_without_backward_it_is_said_that_the_library_tunes_for_both(run: Run) -> None:
@@ -522,7 +559,7 @@ def test_a_timeline_is_as_wide_as_the_terminal(run: Run, monkeypatch: pytest.Mon
         assert [line[:8].strip() for line in drawn[1::4]] == ["rank 0", "rank 8", "rank 15"]
         assert [line[8:16].strip() for line in drawn[1:]] == [*LANES] * 3
         assert all(re.fullmatch("[ ░▒▓█]*", line[16:]) for line in drawn[1:])
-    rows = [line for line in lines if re.match(r"(time|exposed|sent \w+ nodes|peak memory) {2,}", line)]
+    rows = [line for line in lines[4:] if re.match(r"(time|exposed|sent \w+ nodes|peak memory) {2,}", line)]
     assert {len(re.split(" {2,}", row.rstrip())) for row in rows} == {7}, "a number is cut or wrapped"
     assert len(rows) == 5
 

@@ -291,7 +291,7 @@ def test_the_line_says_what_for_which_machine_why_and_how_to_override() -> None:
     parts = [str(chosen.passes["forward"].choice), "16,384 tokens on 16 ranks", "(h200, 2 nodes of 8, preset)"]
     parts += [
         "forecast",
-        "next best" if len(tuning.near_ties) < 2 else "the simplest is chosen",
+        "next best" if len(tuning.near_ties) < 2 else "the simplest of them is chosen",
         'MeshAttention(group, choice="…")',
     ]
     places = [line.index(part) for part in parts]

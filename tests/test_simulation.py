@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,12 +15,14 @@ from mesh_attention import Problem, Tile, causal, full, make_plan, rank_costs
 from mesh_attention.errors import PlanError, TopologyError
 from mesh_attention.execution.compiled import compile_program
 from mesh_attention.masks import documents, window
+from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import ROUTES
 from mesh_attention.plan.steps import Free, Step, transfers
 from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.simulation import simulate as simulation
 from mesh_attention.simulation.jobs import rank_jobs
+from mesh_attention.simulation.lockstep import alike, all_different
 from mesh_attention.simulation.prices import Prices
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Span, Timeline
@@ -190,6 +193,35 @@ def test_the_two_engines_agree(data: st.DataObject) -> None:
             (theirs.stop_s, theirs.compute_s, theirs.link_s), rel=1e-9
         )
     assert _brief(at_once) == _brief(one_by_one)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_ranks_at_the_same_place_of_their_nodes_have_the_same_timeline(data: st.DataObject) -> None:
+    """Simulating one rank of each kind gives every rank the times that it has when all are simulated."""
+    plan = data.draw(uniform_plans())
+    cluster = data.draw(clusters(plan.problem.ranks, shared=False))
+    every = range(plan.problem.ranks)
+    by_kind = simulate(plan, cluster, spans_of=every, priced_ranks=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation, "alike", lambda assignment, topology: all_different(topology))
+        assert simulate(plan, cluster, spans_of=every, priced_ranks=1) == by_kind
+
+
+def test_a_large_cluster_has_as_many_kinds_of_ranks_as_a_node() -> None:
+    cluster = topology(1600, ranks_per_node=8)
+    for tile, degree, inner, kinds in (
+        (Tile(10, 20), 8, None, 8),
+        (Tile(40, 40), 1, None, 8),
+        (Tile(1, 1600), 1, None, 8),
+        (Tile(40, 40), 1, Tile(4, 2), 8),
+        (Tile(1, 1600), 1, Tile(1, 8), 8),
+        (Tile(20, 80), 1, None, 40),
+    ):
+        found = alike(Assignment(tile, degree, inner), cluster)
+        assert len(found.ranks) == kinds
+        assert set(Counter(found.of.tolist()).values()) == {1600 // kinds}
+    assert len(alike(Assignment(Tile(40, 40)), topology(1600, ranks_per_node=7)).ranks) == 1600  # the last has fewer
 
 
 def _brief(timeline: Timeline) -> list[tuple[object, ...]]:

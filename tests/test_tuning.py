@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from math import sqrt
@@ -23,17 +24,20 @@ from mesh_attention.plan.blocks import elements_per_token
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Attend, Direction
 from mesh_attention.planning.choice import FAMILIES, Choice
+from mesh_attention.planning.costs import least_volume_degree, least_volume_tile
 from mesh_attention.planning.limits import limits
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.testing.strategies import plans
 from mesh_attention.topology import Topology
+from mesh_attention.tuning import tune as tune_module
 from mesh_attention.tuning.cache import cache_folder, cached_tune
-from mesh_attention.tuning.candidates import placements, shapes
-from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning, tuning_from_json, tuning_to_json
+from mesh_attention.tuning.candidates import MOST_TILES, of_fewest_bytes, placements, shapes
+from mesh_attention.tuning.result import NEAR_TIE, Forecast, Trial, Tuning, tuning_from_json, tuning_to_json
 from mesh_attention.tuning.rivals import startrail_degrees, startrail_units
 from mesh_attention.tuning.search import groupings
 from mesh_attention.tuning.traffic import plan_on, traffic
 from mesh_attention.tuning.tune import FAR_BEHIND, tune, tuned_plans
+from mesh_attention.tuning.work import needs, pairs_of
 from mesh_attention.units import GIB
 
 
@@ -422,7 +426,7 @@ def test_without_a_home_tunings_are_not_kept(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_more_ranks_are_priced_before_a_choice_is_made() -> None:
-    """Above 256 ranks the first forecast prices two; the choice must stand with eight."""
+    """Above 64 ranks the first forecast prices one; the choice must stand with eight."""
     asked, cluster = problem(288, seq=288 * 1024, heads=8, kv_heads=8), cluster_named("h100x288")
     found = tune(asked, cluster)
     again = {}
@@ -483,3 +487,101 @@ def test_elements_that_travel_are_those_of_the_bound() -> None:
         area = asked.seq_q * (asked.seq_q + 1) / 2 / 8
         home = asked.seq_q / 8
         assert least == pytest.approx(2 * sqrt(area * row * col) - home * (row + col), rel=1e-6)
+
+
+# Simple, equal, and many ranks
+
+
+def made_trial(time_s: float, *texts: str, is_bound: bool = False) -> Trial:
+    choices = [Choice.parse(text) for text in texts]
+    forecast = Forecast(
+        time_s=time_s / 2, compute_s=0, exposed_s=0, inside_nbytes=0, between_nbytes=0, peak_nbytes=0, tflops=0
+    )
+    return Trial(
+        family="startrail" if is_bound else choices[0].family,
+        choices=dict(zip(DIRECTIONS, choices, strict=True)),
+        forecasts=dict.fromkeys(DIRECTIONS, forecast),
+        is_bound=is_bound,
+    )
+
+
+def test_one_choice_is_simpler_than_two_and_one_method_than_a_product() -> None:
+    by_simplicity = [
+        made_trial(1, "ring 1x16", "ring 1x16"),
+        made_trial(1, "mesh 4x4", "mesh 4x4"),
+        made_trial(1, "mesh 4x4, 2 waves", "mesh 4x4, 2 waves"),
+        made_trial(1, "ulysses 2 × mesh 2x4", "ulysses 2 × mesh 2x4"),
+        made_trial(1, "ring 1x16", "ring 1x16, inner 1x8"),
+    ]
+    keys = [trial.complexity for trial in by_simplicity]
+    assert keys == sorted(keys)
+
+
+def test_equals_are_within_the_error_of_forecasts_and_the_simplest_of_them_has_a_plan() -> None:
+    times = {"chosen": 1.01, "fastest": 1.0, "bound": 1.05, "simple": 1.089, "slower": 1.091}
+    trials = (
+        made_trial(times["chosen"], "mesh 4x4", "mesh 4x4"),
+        made_trial(times["fastest"], "ulysses 2 × mesh 2x4", "ulysses 2 × mesh 2x4"),
+        made_trial(times["bound"], "mesh 2x8", "mesh 2x8", is_bound=True),
+        made_trial(times["simple"], "pass-q 16x1", "pass-q 16x1"),
+        made_trial(times["slower"], "ring 1x16", "ring 1x16"),
+    )
+    found = Tuning(trials=trials, left_out={}, bound_s=1.0, bound_nbytes=0.0, simulated=5)
+    assert found.equals == trials[:4]
+    assert found.simplest == min((trials[0], trials[1], trials[3]), key=lambda trial: trial.complexity)
+    assert found.simplest != trials[4]
+    assert replace(found, trials=trials[4:]).simplest == trials[4]
+
+
+def test_both_passes_have_one_choice_if_it_is_about_as_fast() -> None:
+    two = made_trial(1.0, "ring 1x16", "mesh 4x4")
+    for time_s, is_chosen in ((1.019, True), (1.021, False)):
+        one = made_trial(time_s, "ulysses 2 × mesh 2x4", "ulysses 2 × mesh 2x4")
+        chosen, *others = tune_module._ranked([two, one])
+        assert (chosen == one) is is_chosen
+        assert [other.family for other in others] == [two.family if is_chosen else one.family]
+
+
+def problem_of(ranks: int) -> Problem:
+    return Problem.self_attention(seq=4096 * ranks, heads=32, kv_heads=8, head_dim=128, ranks=ranks, mask=causal())
+
+
+def test_on_many_ranks_few_are_simulated_and_the_choice_is_about_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, cluster = problem_of(64), cluster_named("h100x64")
+    thorough = tune(asked, cluster)
+    monkeypatch.setattr(tune_module, "MANY_RANKS", 64)
+    found = tune(asked, cluster)
+    assert found.simulated < thorough.simulated / 3
+    assert found.chosen.time_s <= thorough.chosen.time_s * (1 + 2 * NEAR_TIE)
+    bounds = {family: why for family, why in found.left_out.items() if "takes at least" in why}
+    assert bounds
+    for trial in thorough.trials:
+        if trial.family in bounds:
+            assert bounds[trial.family].startswith("not simulated; takes at least ")
+            assert trial.time_s > found.chosen.time_s
+
+
+def test_tiles_of_the_fewest_bytes_and_one_of_every_family_are_left() -> None:
+    asked, cluster = problem_of(256), cluster_named("h100x256")
+    every = list(shapes(asked, cluster, layout=Zigzag()))
+    kept = of_fewest_bytes(every, asked, DIRECTIONS)
+    assert {choice.family for choice in kept} == {choice.family for choice in every}
+    tiles_of_every, tiles = (Counter((c.assignment.ulysses, c.assignment.tile) for c in of) for of in (every, kept))
+    full = [tile for tile, number in tiles.items() if number == tiles_of_every[tile]]
+    assert len(full) == MOST_TILES
+    assert len(kept) < len(every)
+    assert len(set(kept)) == len(kept)
+    degree = least_volume_degree(asked, Zigzag(), DIRECTIONS)
+    assert (degree, least_volume_tile(asked, Zigzag(), "forward", ulysses_degree=degree)) in full
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_the_pairs_of_one_place_are_those_of_all_counted_at_once(layout: str) -> None:
+    asked = Problem.self_attention(seq=32 * 100 + 7, heads=8, kv_heads=8, head_dim=64, ranks=32, mask=causal())
+    for text in ("mesh 4x8", "ulysses 2 × mesh 2x8", "ring 1x32", "mesh 4x8, inner 2x4"):
+        choice = Choice.parse(f"{text}, {layout}")
+        assert choice.layout is not None
+        found = needs(asked, choice.layout, choice.assignment)
+        for place in range(choice.assignment.places):
+            pairs = pairs_of(asked, choice.layout, choice.assignment, place)
+            assert pairs == pytest.approx((found.whole_pairs[place], found.masked_pairs[place]))

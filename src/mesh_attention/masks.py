@@ -89,6 +89,12 @@ class Mask:
         return sum(_band_pairs(*piece, self.left, self.right) for piece in self.pieces(q, kv, seq_q, seq_kv))
 
     def kind(self, q: Segment, kv: Segment, *, seq_q: int, seq_kv: int) -> BlockKind:
+        if self.documents is None and q and kv:  # the common case: most blocks are far from the edges of the band
+            shift = seq_kv - seq_q
+            if not _band_any(q, kv, shift, self.left, self.right):
+                return BlockKind.EMPTY
+            if _band_all(q, kv, shift, self.left, self.right):
+                return BlockKind.FULL
         count = self.pairs(q, kv, seq_q=seq_q, seq_kv=seq_kv)
         if count == 0:
             return BlockKind.EMPTY
@@ -205,6 +211,11 @@ def _band_any(q: Segment, kv: Segment, shift: int, left: int | None, right: int 
     if left is None or right is None or (q.step == 1 and kv.step == 1):
         return True
     return _band_pairs(q, kv, shift, left, right) > 0
+
+
+def _band_all(q: Segment, kv: Segment, shift: int, left: int | None, right: int | None) -> bool:
+    is_before_end = right is None or kv[-1] - q[0] - shift <= right
+    return is_before_end and (left is None or kv[0] - q[-1] - shift >= -left)
 
 
 def _band_pairs(q: Segment, kv: Segment, shift: int, left: int | None, right: int | None) -> int:

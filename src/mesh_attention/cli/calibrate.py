@@ -17,6 +17,7 @@ from mesh_attention.calibration.fit import Measurement, fit_topology
 from mesh_attention.cli.calibrate_report import as_json, note, print_report
 from mesh_attention.cli.command import group, option
 from mesh_attention.cli.files import Report, output_file, progress
+from mesh_attention.cli.options import HEAD_DIM
 from mesh_attention.clusters import cluster_to_toml, find_cluster
 from mesh_attention.comm.launch import check_gpus, joined_group, note_progress, ranks_here, run_processes
 from mesh_attention.errors import UsageError
@@ -52,7 +53,7 @@ class CalibrateOptions:
         "--ranks-per-node", "Ranks per machine; default: the number on this machine.", "N", parse_whole, None
     )
     heads: int = option("--heads", "Heads of the attention calls.", "N", parse_whole, 32)
-    head_dim: int = option("--head-dim", "Head size.", "N", parse_whole, 128)
+    head_dim: int = option("--head-dim", "Head size.", "N", parse_whole, HEAD_DIM)
     dtype: str = option("--dtype", f"One of {', '.join(ITEMSIZE)}.", "NAME", default="bfloat16")
     links_of: Topology | None = option(
         "--links-of",

@@ -25,6 +25,7 @@ from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import parse_size, parse_whole
 
+HEAD_DIM = 128
 KEEPS: dict[str, tuple[Keep, ...]] = {",".join(keep): keep for keep in KEEPABLE if keep}
 
 
@@ -107,7 +108,7 @@ class PlannedProblemOptions:
 
     seq: int | None = _seq(default=None)
     heads: int | None = _heads(default=None)
-    head_dim: int = of_problem("--head-dim", "Head size.", "N", parse_whole, 128)
+    head_dim: int = of_problem("--head-dim", "Head size.", "N", parse_whole, HEAD_DIM)
     seq_kv: int | None = of_problem("--seq-kv", "Number of keys, if it differs from --seq.", "SIZE", parse_size, None)
     kv_heads: int | None = of_problem("--kv-heads", "Key/value heads, if fewer.", "N", parse_whole, None)
     head_dim_v: int | None = of_problem("--head-dim-v", "Head size of V, if it differs.", "N", parse_whole, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 
@@ -15,15 +15,27 @@ from rich.table import Table
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import argument, group, option
 from mesh_attention.cli.files import Report, output_file, progress, read_plan_file, unroll, write_plan_file
-from mesh_attention.cli.tables import Column, mask_words, plain_console, print_table, size_words, tile_reason, times
+from mesh_attention.cli.tables import (
+    LABEL_WIDTH,
+    Column,
+    mask_words,
+    plain_console,
+    print_first,
+    print_table,
+    size_words,
+    tile_reason,
+    times,
+)
 from mesh_attention.cli.terminal import draw_matrix
+from mesh_attention.cli.tune_report import filled
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.codec import plan_to_json
+from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import transfers
 from mesh_attention.plan.text import format_step
-from mesh_attention.planning.comparison import Comparison, Row, compare
+from mesh_attention.planning.comparison import MOST_TRANSFERS, Comparison, Row, compare, in_few_calls
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.units import BYTES, FLOPS, count, format_nbytes, format_together
 from mesh_attention.verification.check import check, format_breaches
@@ -58,7 +70,7 @@ def plan_command(
     asked = problem.problem(over.ranks)
     with progress("planning") as report:
         direction = problem.passes(both=given.backward)[-1]
-        wanted = problem.choice(choice.choice)
+        wanted = in_few_calls(problem.choice(choice.choice), asked, direction)
         plan = make_plan(asked, wanted, direction=direction)
         steps = _step_rows(plan, given.rank)  # first: it refuses a rank that does not exist
         comparison = compare(plan, wanted, report=report)
@@ -69,6 +81,15 @@ def plan_command(
         typer.echo(json.dumps(answer | {"comparison": asdict(comparison)}))
         return
     console = plain_console()
+    this = next(row for row in comparison.rows if row.is_this_plan)
+    stated = replace(wanted, layout=None) if wanted.layout == Turn() else wanted  # a cache states where its tokens are
+    print_first(
+        console,
+        write=filled(f'MeshAttention(group, choice="{stated}")', width=console.width - LABEL_WIDTH),
+        time="depends on the cluster: see mesh-attention simulate, or tune",
+        moves=f"{format_nbytes(this.received_nbytes)} to a rank{_of_ring(this)}",
+        memory=f"{format_nbytes(this.peak_nbytes)} per rank, for the buffers of a call",
+    )
     console.print(_headline(plan), style="bold")
     console.print()
     console.print(draw_matrix(plan, width=console.width))
@@ -81,6 +102,10 @@ def plan_command(
     console.print(_verdict(plan, comparison))
     if saved:
         console.print(f"\n{saved}")
+
+
+def _of_ring(row: Row) -> str:
+    return "" if row.against_ring is None or row.method == "ring" else f", {times(row.against_ring)} of ring's bytes"
 
 
 def _save(plan: Plan, path: Path, report: Report) -> str:
@@ -175,11 +200,14 @@ def _tile(row: Row) -> str:
 def _comparison_caption(comparison: Comparison, *, ranks: int) -> str:
     counted = len(comparison.counted_ranks)
     of_whom = "all ranks" if counted == ranks else f"{counted} of the {ranks:,} ranks, evenly spread"
+    no_ring = (
+        f" Ring and pass-q are not planned on more than {MOST_TRANSFERS:,} ranks." if ranks > MOST_TRANSFERS else ""
+    )
     return (
         f"> marks this plan. Each number is that of the worst of {of_whom}. Tile: query shards x KV shards, after the "
         "Ulysses degree if any. × ring: bytes received, relative to ring. × bound: relative to the least that an "
         "average rank can receive with any assignment, even one that splits heads. All plans have the layout, "
-        "direction and options of this one, except --inner."
+        f"direction and options of this one, except --inner.{no_ring}"
     )
 
 
@@ -191,9 +219,9 @@ def _verdict(plan: Plan, comparison: Comparison) -> str:
         return "A single rank receives nothing."
     words = []
     if this.against_ring < 1:
-        words.append(f"This plan receives {this.against_ring:.2f} of ring's bytes: {tile_reason(plan.assignment)}")
+        words.append(f"This plan receives {times(this.against_ring)} of ring's bytes: {tile_reason(plan.assignment)}")
     if least.received_nbytes < this.received_nbytes:
-        words.append(f"{least.method} {_tile(least)} receives the least: {least.against_ring:.2f} of ring's bytes.")
+        words.append(f"{least.method} {_tile(least)} receives the least: {times(least.against_ring)} of ring's bytes.")
     return " ".join(words) or "No other method receives fewer bytes here."
 
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.cli.serving_report import print_fact
-from mesh_attention.cli.tables import Column, cluster_words, head_words, new_words, plain_console, print_table
+from mesh_attention.cli.tables import (
+    Column,
+    cluster_words,
+    head_words,
+    new_words,
+    plain_console,
+    print_fact,
+    print_table,
+)
 from mesh_attention.problem import Problem
 from mesh_attention.units import count, format_nbytes, format_time
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from textwrap import wrap
 from typing import Any
 
 from rich.console import Console
 
-from mesh_attention.cli.tables import Column, cluster_words, head_words, new_words, plain_console, print_table
+from mesh_attention.cli.tables import (
+    LABEL_WIDTH,
+    Column,
+    cluster_words,
+    head_words,
+    new_words,
+    plain_console,
+    print_fact,
+    print_first,
+    print_table,
+)
 from mesh_attention.plan.caching import cache_nbytes
 from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
@@ -19,25 +28,18 @@ from mesh_attention.tuning.decoding import travel_words as decode_travel_words
 from mesh_attention.tuning.turns import Rival, rival_as_json, travel_words
 from mesh_attention.units import GIB, format_nbytes, format_time
 
-LABEL_WIDTH = 11
-
-
-def print_fact(console: Console, label: str, text: str) -> None:
-    """A line with its label; longer texts go on below each other."""
-    room = max(20, console.width - LABEL_WIDTH)
-    for number, line in enumerate(wrap(text, room, break_on_hyphens=False)):
-        console.print(f"{label if not number else '':{LABEL_WIDTH}}{line}")
-
 
 def of_layers(text: str, text_of_all: str, layers: int) -> str:
     return text if layers == 1 else f"{text} a layer, {text_of_all} for {layers:,} layers"
 
 
-def print_times(console: Console, what: str, problem: Problem, time_s: float, layers: int) -> None:
-    """The time, and the bytes of the cache."""
-    console.print(f"{what}: {of_layers(format_time(time_s), format_time(layers * time_s), layers)}", style="bold")
+def layers_words(time_s: float, layers: int) -> str:
+    return of_layers(format_time(time_s), format_time(layers * time_s), layers)
+
+
+def cache_words(problem: Problem, layers: int) -> str:
     one, every = (format_nbytes(cache_nbytes(problem, layers=n)) for n in (1, layers))
-    print_fact(console, "cache", f"{of_layers(one, every, layers)}, on each rank")
+    return f"{of_layers(one, every, layers)}, on each rank"
 
 
 # Turns
@@ -54,7 +56,7 @@ class Served:
 def print_turn(
     console: Console, problem: Problem, topology: Topology, choice: Choice, time_s: float, served: Served
 ) -> None:
-    print_times(console, "time to first token's attention", problem, time_s, served.layers)
+    print_fact(console, "cache", cache_words(problem, served.layers))
     print_fact(console, "tile", str(replace(choice, layout=None)))
     print_fact(console, "why", travel_words(problem, choice))
     for number, rival in enumerate(served.rivals):
@@ -84,21 +86,21 @@ def turn_as_json(problem: Problem, choice: Choice, time_s: float, served: Served
 def print_decoding(problem: Problem, topology: Topology, forecasts: Sequence[DecodeForecast], layers: int) -> None:
     console, chosen = plain_console(), forecasts[0]
     assert chosen.plan is not None
+    print_first(
+        console,
+        write=f'cache.decode({{chat: {problem.seq_q}}}, way="{chosen.plan.way}", meeting="{chosen.plan.meeting}")',
+        time=f"{layers_words(chosen.time_s, layers)}, a {'token' if problem.seq_q == 1 else 'step'}",
+        memory=f"cache of {cache_words(problem, layers)}",
+    )
     console.print(f"decode; {new_words(problem)}, {head_words(problem)}", style="bold")
     console.print(f"on {cluster_words(topology)}")
     console.print()
-    print_times(console, "time a token" if problem.seq_q == 1 else "time a step", problem, chosen.time_s, layers)
     print_fact(console, "way", f"{chosen.name}: {chosen.plan}")
     print_fact(console, "sent", f"{format_nbytes(chosen.sent_nbytes)} a layer, by the busiest rank")
     print_fact(console, "why", decode_travel_words(problem))
     console.print()
     no_room = print_table(console, _columns(forecasts), bold=[one is chosen for one in forecasts])
     console.print(_caption(no_room), style="dim")
-    console.print("\nto use it", style="bold")
-    console.print(
-        f'step = cache.decode({{chat: {problem.seq_q}}}, way="{chosen.plan.way}", meeting="{chosen.plan.meeting}")',
-        soft_wrap=True,
-    )
 
 
 def _columns(forecasts: Sequence[DecodeForecast]) -> list[Column]:

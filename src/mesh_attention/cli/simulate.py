@@ -13,8 +13,18 @@ import typer
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import argument, group
 from mesh_attention.cli.files import Report, checked_plan_for, progress
-from mesh_attention.cli.serving_report import print_times
-from mesh_attention.cli.tables import Column, cluster_words, plain_console, print_table, problem_words, times
+from mesh_attention.cli.scale import refuse_uneven
+from mesh_attention.cli.serving_report import cache_words, layers_words
+from mesh_attention.cli.tables import (
+    Column,
+    cluster_words,
+    plain_console,
+    print_fact,
+    print_first,
+    print_table,
+    problem_words,
+    times,
+)
 from mesh_attention.cli.terminal import SHADES, draw_lanes
 from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.gantt import gantt
@@ -22,14 +32,17 @@ from mesh_attention.drawing.trace import write_trace
 from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.queries import sampled_ranks
+from mesh_attention.plan.queries import MANY_RANKS, sampled_ranks
 from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.choice import default_layout
+from mesh_attention.planning.comparison import MOST_TRANSFERS
 from mesh_attention.planning.limits import limits
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline, joined
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.planner import block_plan_on, ring_like
+from mesh_attention.tuning.planner import in_blocks, ring_like
 from mesh_attention.tuning.result import Forecast
+from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import format_nbytes, format_time, three_digits
 
 
@@ -60,21 +73,28 @@ def simulate_command(
     Exit code 0: done. 1: the plan file breaks a rule. 2: invalid input.
     """
     topology = on.topology
-    shown_ranks = sorted({0, topology.ranks // 2, topology.ranks - 1})
+    is_many = topology.ranks >= MANY_RANKS
+    shown_ranks = sorted({topology.ranks - 1} if is_many else {0, topology.ranks // 2, topology.ranks - 1})
     with progress("planning") as report:
         if given.file is not None:
             opt.refuse_with_file(context, given.file, opt.PlannedProblemOptions, opt.ChoiceOptions, Passes)
             plan = checked_plan_for(given.file, topology, report)
             plans: dict[Direction, Plan] = {plan.direction: plan}
+            refuse_uneven(plan.problem, plan.layout, topology)
+            what = str(given.file)
         else:
             asked = problem.problem(topology.ranks)
             wanted, directions = problem.choice(choice.choice), problem.passes(both=which.backward)
-            plans = {d: block_plan_on(topology, asked, wanted, d) for d in directions}
+            refuse_uneven(asked, wanted.layout or default_layout(asked), topology)
+            choices = {d: in_blocks(wanted, asked, d) for d in directions}
+            plans = {d: plan_on(topology, asked, one, d) for d, one in choices.items()}
+            what = ", backward ".join(dict.fromkeys(str(one) for one in choices.values()))
         is_turn = next(iter(plans.values())).layout == Turn()
         layers = model.check(is_served=is_turn)
         spans_of = {*shown_ranks, *(sampled_ranks(topology.ranks) if given.trace else ())}
         forecasts = [_forecast(plans, topology, spans_of, report)]
-        ring = {direction: ring_like(plan, topology) for direction, plan in plans.items()}
+        has_ring = topology.ranks <= MOST_TRANSFERS
+        ring = {direction: ring_like(plan, topology) for direction, plan in plans.items()} if has_ring else plans
         if ring != plans:
             forecasts.append(_forecast(ring, topology, set(), report))
         whole = forecasts[0].whole
@@ -90,7 +110,7 @@ def simulate_command(
         }
         typer.echo(json.dumps(_as_json(forecasts, topology) | files | {"layers": layers}))
         return
-    _print(forecasts, topology, shown_ranks, layers=layers if is_turn else None)
+    _print(what, forecasts, topology, shown_ranks, layers=layers if is_turn else None)
     for path in (given.trace, given.chart):
         if path is not None:
             typer.echo(f"wrote {path}")
@@ -175,16 +195,18 @@ def _as_json(forecasts: Sequence[Forecasts], topology: Topology) -> dict[str, An
 
 
 def _print(
-    forecasts: Sequence[Forecasts], topology: Topology, shown_ranks: Sequence[int], *, layers: int | None
+    what: str, forecasts: Sequence[Forecasts], topology: Topology, shown_ranks: Sequence[int], *, layers: int | None
 ) -> None:
     """With `layers`, the plan is that of a turn."""
     console, this = plain_console(), forecasts[0]
     plan = next(iter(this.plans.values()))
+    memory = f"{format_nbytes(this.whole.peak_nbytes)} per rank, for the buffers of a call"
+    print_first(console, plan=what, time=_time_words(this, topology, layers), memory=memory)
     console.print(f"{this.whole.name}; {problem_words(plan.problem, plan.layout.name)}", style="bold")
     console.print(f"on {cluster_words(topology)}")
     console.print()
     if layers is not None:
-        print_times(console, "time to first token's attention", plan.problem, this.whole.time_s, layers)
+        print_fact(console, "cache", cache_words(plan.problem, layers))
         console.print()
     columns = _columns(forecasts, topology)
     print_table(console, columns, bold=[label == "time" for label in columns[0].cells], gaps=(3, 2, 1))
@@ -200,6 +222,15 @@ def _why_these(shown: Sequence[int], ranks: int) -> str:
     if len(shown) == ranks:
         return f"All {ranks} ranks are shown." if ranks > 1 else ""
     return "Ranks {}, {} and {} are shown: the first, the middle and the last of {}.".format(*shown, ranks)
+
+
+def _time_words(this: Forecasts, topology: Topology, layers: int | None) -> str:
+    bound_s, _ = _bounds(list(this.plans.values()), topology)
+    share = f"; {bound_s / this.whole.time_s:.0%}".replace("%", " %") + " of one kernel's rate"
+    if layers is not None:
+        return f"{layers_words(this.whole.time_s, layers)}{share}"
+    passes = ", ".join(f"{format_time(one.time_s)} {direction}" for direction, one in this.timelines.items())
+    return (passes if len(this.timelines) == 1 else f"{format_time(this.whole.time_s)}: {passes}") + share
 
 
 def _columns(forecasts: Sequence[Forecasts], topology: Topology) -> list[Column]:
@@ -241,6 +272,10 @@ def _caption(forecasts: Sequence[Forecasts], topology: Topology) -> str:
         if all(one.whole.is_exact for one in forecasts)
         else "Prices are sampled: only some ranks' calls are priced."
     )
+    if topology.ranks >= MANY_RANKS:
+        prices = "The last rank's calls stand for those of all."
+    if topology.ranks > MOST_TRANSFERS:
+        prices += f" Ring is not simulated on more than {MOST_TRANSFERS:,} ranks."
     return (
         f"{ring}exposed: the time in which the busiest rank does not compute. overlap: the share of the busiest "
         "link's time that compute hides. utilisation: the share of all ranks' time spent computing. Bytes are "

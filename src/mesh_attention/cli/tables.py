@@ -47,10 +47,15 @@ def plain_console() -> Console:
 
 
 def print_table(
-    console: Console, columns: Sequence[Column], *, bold: Sequence[bool] = (), gaps: tuple[int, ...] = (2,)
+    console: Console,
+    columns: Sequence[Column],
+    *,
+    bold: Sequence[bool] = (),
+    gaps: tuple[int, ...] = (2,),
+    gap_after: int = 0,
 ) -> str:
-    """Prints the columns that fit; returns a sentence about those that do not, if any."""
-    console.print(table_of(columns, bold=bold, width=console.width, gaps=gaps))
+    """Prints the columns that fit, with a gap after `gap_after` rows; returns a sentence about the others, if any."""
+    console.print(table_of(columns, bold=bold, width=console.width, gaps=gaps, gap_after=gap_after))
     kept, _ = fitting(columns, width=console.width, gaps=gaps)
     dropped = ", ".join(" ".join(column.header.split()) for column in columns if column not in kept)
     return f"No room for {dropped}: use a wider terminal, or --json." if dropped else ""
@@ -66,7 +71,12 @@ def fitting(columns: Sequence[Column], *, width: int, gaps: tuple[int, ...]) -> 
 
 
 def table_of(
-    columns: Sequence[Column], *, bold: Sequence[bool] = (), width: int, gaps: tuple[int, ...] = (3, 2, 1)
+    columns: Sequence[Column],
+    *,
+    bold: Sequence[bool] = (),
+    width: int,
+    gaps: tuple[int, ...] = (3, 2, 1),
+    gap_after: int = 0,
 ) -> Table:
     kept, gap = fitting(columns, width=width, gaps=gaps)
     widths = _shared_widths(kept, room=max(0, width - _narrow_width(kept, gap)))
@@ -79,7 +89,7 @@ def table_of(
             cell if column.least_width is None else _wrapped(cell, column_width)
             for cell, column, column_width in zip(cells, kept, widths, strict=True)
         ]
-        table.add_row(*wrapped, style="bold" if is_bold else None)
+        table.add_row(*wrapped, style="bold" if is_bold else None, end_section=len(table.rows) + 1 == gap_after)
     return table
 
 
@@ -103,8 +113,31 @@ def _wrapped(cell: str, width: int) -> str:
     return "\n".join(lines)
 
 
+# Facts: a label, and a text beside it
+
+
+LABEL_WIDTH = 11
+
+
+def print_fact(console: Console, label: str, text: str, *, style: str | None = None) -> None:
+    """A line with its label; longer texts go on below each other. Code that has several lines keeps them."""
+    room = max(20, console.width - LABEL_WIDTH)
+    lines = text.split("\n") if "\n" in text else wrap(text, room, break_on_hyphens=False)
+    for number, line in enumerate(lines):
+        console.print(f"{label if not number else '':{LABEL_WIDTH}}{line}", style=style, soft_wrap=True)
+
+
+def print_first(console: Console, **facts: str) -> None:
+    """The lines that a person wants first, by their labels, and an empty one."""
+    for label, text in facts.items():
+        print_fact(console, label, text, style="bold")
+    console.print()
+
+
 def times(ratio: float | None) -> str:
-    return NO_NUMBER if ratio is None else f"{ratio:.2f}"
+    if ratio is None:
+        return NO_NUMBER
+    return f"{ratio:.2f}" if ratio >= 0.01 or not ratio else f"{ratio:.1g}"
 
 
 # Words

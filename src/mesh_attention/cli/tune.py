@@ -13,9 +13,10 @@ import typer
 from mesh_attention.cli import options as opt
 from mesh_attention.cli.command import group
 from mesh_attention.cli.files import Report, progress
+from mesh_attention.cli.scale import refuse_uneven
 from mesh_attention.cli.serving_report import Served, decoding_as_json, print_decoding, turn_as_json
 from mesh_attention.cli.tables import cluster_name, head_words, mask_words, new_words, token_words
-from mesh_attention.cli.tune_report import Answer, cluster_code, explicit_code, print_tuning
+from mesh_attention.cli.tune_report import Answer, cluster_code, explicit_code, print_tuning, short_code
 from mesh_attention.drawing.canvas import save_chart
 from mesh_attention.drawing.times import ChartPoint, ChartX, time_chart
 from mesh_attention.drawing.trace import write_trace
@@ -23,13 +24,15 @@ from mesh_attention.errors import ParseError, UsageError
 from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.queries import sampled_ranks
+from mesh_attention.planning.choice import default_layout
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import joined
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
 from mesh_attention.tuning.decoding import forecast_decoding
-from mesh_attention.tuning.result import Tuning, tuning_to_json
+from mesh_attention.tuning.planner import plain_choice
+from mesh_attention.tuning.result import FORECAST_ERROR, Tuning, tuning_to_json
 from mesh_attention.tuning.sweep import AXES, Axis, Sweep, Sweeper, check_axis
 from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.tuning.turns import turn_rivals
@@ -85,6 +88,7 @@ def tune_command(
         return
     asked, directions = problem.problem(topology.ranks), problem.passes(both=given.backward)
     layers, layout = model.check(is_served=problem.is_turn), problem.layout(given.layout)
+    refuse_uneven(asked, layout or default_layout(asked), topology)
     if problem.is_turn and given.against == "seq":
         raise UsageError("--against seq cannot be combined with --new; use --against ranks or tile")
     if given.against is not None and given.chart is None:
@@ -104,6 +108,7 @@ def tune_command(
     with progress("tuning") as report:
         tuning, is_from_cache = tune_at(asked, topology, report)
         rivals = turn_rivals(asked, topology, report=report) if problem.is_turn else ()
+        report("checking what to write", 1.0)
         answer = Answer(
             problem=asked,
             topology=topology,
@@ -113,6 +118,7 @@ def tune_command(
             tuning=tuning,
             is_from_cache=is_from_cache,
             plans=tuned_plans(asked, topology, tuning.chosen),
+            plain=plain_choice(asked, topology, tuning.chosen),
             served=Served(layers=layers, rivals=rivals) if problem.is_turn else None,
         )
         if given.trace is not None:
@@ -197,7 +203,11 @@ def _as_json(answer: Answer) -> dict[str, Any]:
             direction: {name: value for name, value in choice.options.items() if value is not None}
             for direction, choice in choices.items()
         },
+        "simplest": answer.tuning.trials.index(answer.tuning.simplest),
+        "equal": [trial.family for trial in answer.tuning.equals],
+        "forecast_error": FORECAST_ERROR,
         "code": {
+            "short": short_code(answer, width=CODE_WIDTH),
             "cluster": cluster_code(
                 answer.cluster, layout=layout, memory_nbytes=answer.memory_nbytes, width=CODE_WIDTH
             ),

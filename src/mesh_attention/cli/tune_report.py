@@ -8,12 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mesh_attention.cli.serving_report import Served, print_turn
+from rich.console import Console
+
+from mesh_attention.cli.serving_report import Served, layers_words, print_turn
 from mesh_attention.cli.tables import (
+    LABEL_WIDTH,
     NO_NUMBER,
     Column,
     cluster_words,
     plain_console,
+    print_fact,
+    print_first,
     print_table,
     problem_words,
 )
@@ -25,7 +30,7 @@ from mesh_attention.planning.costs import CALL_PRICES, Costs
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.result import Trial, Tuning
+from mesh_attention.tuning.result import FORECAST_ERROR, Trial, Tuning
 from mesh_attention.tuning.traffic import costs_on
 from mesh_attention.units import BYTES, TIMES, count, format_nbytes, format_time, format_together, three_digits
 
@@ -46,6 +51,8 @@ class Answer:
     tuning: Tuning
     is_from_cache: bool
     plans: Mapping[Direction, Plan]
+    plain: Choice | None
+    """A choice for both passes that is as fast without costs; None if there is none."""
     served: Served | None = None
 
     @property
@@ -61,6 +68,14 @@ class Answer:
 
 def print_tuning(answer: Answer) -> None:
     console, tuning, chosen = plain_console(), answer.tuning, answer.tuning.chosen
+    write = short_code(answer, width=console.width - LABEL_WIDTH)
+    memory = f"{format_nbytes(chosen.peak_nbytes)} per rank, for the buffers of a call"
+    print_first(console, write=write, time=_time_words(answer), memory=memory)
+    if answer.plain is None and answer.served is None:
+        texts = dict.fromkeys(map(_stated, chosen.choices.values()))
+        exact = "a call searches quickly, and may choose another; code for exactly this is below"
+        print_fact(console, "choice", f"{', backward '.join(texts)}: {exact}")
+    _print_equals(console, tuning)
     limit = "" if answer.memory_nbytes is None else f", within {format_nbytes(answer.memory_nbytes)} per rank"
     words = f"{problem_words(answer.problem, answer.layout)}{limit}"
     console.print(f"{' and '.join(answer.plans)}; {words}", style="bold")
@@ -70,7 +85,8 @@ def print_tuning(answer: Answer) -> None:
         print_turn(console, answer.problem, answer.topology, *answer.turn, answer.served)
         console.print()
     columns = _columns(tuning, has_nodes=answer.topology.nodes > 1)
-    no_room = print_table(console, columns, bold=[trial is chosen for trial in tuning.trials])
+    bold = [trial is chosen for trial in tuning.trials]
+    no_room = print_table(console, columns, bold=bold, gap_after=len(tuning.equals) % len(tuning.trials))
     console.print(_caption(answer, no_room), style="dim")
     if tuning.left_out:
         console.print("\nleft out", style="bold")
@@ -80,7 +96,7 @@ def print_tuning(answer: Answer) -> None:
     console.print("\nlower bounds", style="bold")
     console.print(_compute_words(tuning))
     console.print(_nbytes_words(tuning))
-    console.print("\nto use it", style="bold")
+    console.print("\nto run exactly this", style="bold")
     console.print(explicit_code(chosen.choices, answer.plans, answer.topology, width=console.width), soft_wrap=True)
     limit_nbytes = answer.memory_nbytes
     # With a limit, a call searches as thoroughly as this command.
@@ -91,6 +107,46 @@ def print_tuning(answer: Answer) -> None:
     )
     if len(answer.plans) < len(DIRECTIONS) and answer.served is None:
         console.print("MeshAttention tunes forward and backward together, as --backward does here.", style="dim")
+
+
+# The first lines
+
+
+def short_code(answer: Answer, *, width: int) -> str:
+    """A call that is as fast as the choice, if stating a choice alone is; or one that lets the tuner choose."""
+    if answer.plain is None:
+        return _cluster_call(answer.cluster, layout=answer.layout, memory_nbytes=answer.memory_nbytes, width=width)
+    return filled(f'MeshAttention(group, choice="{_stated(answer.plain)}")', width=width)
+
+
+def _time_words(answer: Answer) -> str:
+    tuning, chosen = answer.tuning, answer.tuning.chosen
+    share = f"; {tuning.bound_s / chosen.time_s:.0%}".replace("%", " %") + " of one kernel's rate"
+    if answer.served is not None:
+        return f"{layers_words(chosen.time_s, answer.served.layers)}{share}"
+    passes = ", ".join(f"{format_time(one.time_s)} {direction}" for direction, one in chosen.forecasts.items())
+    return (passes if len(chosen.forecasts) == 1 else f"{format_time(chosen.time_s)}: {passes}") + share
+
+
+def _print_equals(console: Console, tuning: Tuning) -> None:
+    """Say which methods a forecast cannot tell from the chosen one, and name the simplest."""
+    chosen, simplest = tuning.chosen, tuning.simplest
+    equal = [trial.family for trial in tuning.equals if trial is not chosen and not trial.is_bound]
+    if not equal:
+        return
+    error = f"{FORECAST_ERROR:.0%}".replace("%", " %")
+    print_fact(console, "equal", f"within {error}, the error of forecasts: {', '.join(equal)}")
+    longer = f"{abs(simplest.time_s / chosen.time_s - 1):.1%}".replace("%", " %")
+    slower = "longer" if simplest.time_s > chosen.time_s else "shorter"
+    texts = dict.fromkeys(map(_stated, simplest.choices.values()))
+    other = f"{', backward '.join(texts)}; {longer} {slower} than the first line"
+    print_fact(console, "simplest", "of them all, the first line" if simplest is chosen else other)
+    console.print()
+
+
+def _stated(choice: Choice) -> str:
+    """The text of a choice. A cache states where its tokens are, so the layout of a turn is not a part of it."""
+    return str(replace(choice, layout=None) if choice.layout == Turn() else choice)
 
 
 # The table
@@ -152,11 +208,15 @@ def _tflops(trial: Trial) -> float:
 
 def _caption(answer: Answer, no_room: str) -> str:
     tuning = answer.tuning
+    is_cut = len(tuning.equals) < len(tuning.trials)
     words = [
         f"The first is chosen. {tuning.tie_words}".strip(),
-        "2x4: query shards x KV shards of a rank; inner: the part of that grid in one node; a choice without blocks "
-        "per call groups them by price. exposed: the time in which the busiest rank does not compute. Bytes are what "
-        "an average rank sends; × bound: relative to the lower bound.",
+        f"Below the empty line: more than {FORECAST_ERROR:.0%} slower than the fastest.".replace("%", " %")
+        if is_cut
+        else "",
+        "2x4: query shards x KV shards of a rank; inner: the part of that grid in one node; a "
+        "choice without blocks per call groups them by price. exposed: the time in which the busiest rank does not compute. "
+        "Bytes are what an average rank sends; × bound: relative to the lower bound.",
     ]
     if any(trial.is_bound for trial in tuning.trials):
         words.append("≥: an estimated lower bound; this library has no plan for that method.")
@@ -191,13 +251,17 @@ DEFAULT_LAYOUT = "zigzag"
 
 def cluster_code(cluster: str, *, layout: str, memory_nbytes: int | None, width: int) -> str:
     """Code that lets every rank tune."""
+    return _cluster_call(cluster, layout=layout, memory_nbytes=memory_nbytes, width=width, name="attention = ")
+
+
+def _cluster_call(cluster: str, *, layout: str, memory_nbytes: int | None, width: int, name: str = "") -> str:
     arguments = [f"cluster={json.dumps(cluster)}"]
     if layout not in (DEFAULT_LAYOUT, Turn.name):
         arguments.append(f'layout="{layout}"')
     if memory_nbytes is not None:
         power = next(power for power in (30, 20, 10, 0) if memory_nbytes % 2**power == 0)
         arguments.append(f"memory_limit={memory_nbytes >> power}" + (f" * 2**{power}" if power else ""))
-    return filled(f"attention = MeshAttention(group, {', '.join(arguments)})", width=width)
+    return filled(f"{name}MeshAttention(group, {', '.join(arguments)})", width=width)
 
 
 def explicit_code(
@@ -244,10 +308,8 @@ def _pieces(word: str, *, width: int) -> list[str]:
 
 def _arguments(choice: Choice, plan: Plan, topology: Topology) -> str:
     costs = _least_costs(choice, plan, topology)
-    if choice.layout == Turn():
-        choice = replace(choice, layout=None)  # a cache states where its tokens are
     written = ", ".join(f"{kind}={cost!r}" for kind, cost in costs.items())
-    return f'choice="{choice}"' + (f", costs=Costs({written})" if costs else "")
+    return f'choice="{_stated(choice)}"' + (f", costs=Costs({written})" if costs else "")
 
 
 def _least_costs(choice: Choice, plan: Plan, topology: Topology) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.assignment import Assignment, Axis
-from mesh_attention.plan.layout import Layout, join, leaves_ranks_empty
+from mesh_attention.plan.layout import Layout, join
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, Direction, Item, Keep, Kind
 from mesh_attention.problem import RUNNING_LSE_NBYTES, Problem
 
@@ -128,18 +128,10 @@ class BlockMatrix:
 
         It holds for full masks, and for causal masks on layouts that spread positions; never for windows or documents.
         """
-        problem, mask = self.problem, self.problem.mask
+        assignment, mask = self.assignment, self.problem.mask
         if mask.documents is not None or mask.left is not None:
             return False
-        sides: tuple[tuple[Axis, int], ...] = (("row", problem.seq_q), ("col", problem.seq_kv))
-        if any(leaves_ranks_empty(self.layout.along(axis, problem), n, problem.ranks) for axis, n in sides):
-            return False
-        if mask.right is None:
-            return True
-        places = range(self.assignment.places)
-        last_queries = min(max(s[-1] for s in self.segments("row", place)) for place in places)
-        first_keys = max(min(s[0] for s in self.segments("col", place)) for place in places)
-        return first_keys <= last_queries + problem.seq_kv - problem.seq_q + mask.right
+        return _is_uniform(self.problem, self.layout, assignment.ulysses, len(assignment.members("row", 0, 0)))
 
     def kept(self, keep: tuple[Keep, ...], rank: int) -> tuple[tuple[Item, ...], ...]:
         """What a rank leaves in forward and has in backward: for each part of each kept kind, the shards that it
@@ -231,3 +223,27 @@ def elements_per_token(kind: Kind, problem: Problem) -> tuple[int, int]:
         "dkv": (kv_heads * (qk + v), 0),
     }
     return sizes[kind]
+
+
+# Every tile of a Ulysses degree has the same answer, and on many ranks it takes seconds.
+@lru_cache(maxsize=256)
+def _is_uniform(problem: Problem, layout: Layout, ulysses: int, queries_of: int) -> bool:
+    """`BlockMatrix.is_uniform` for a mask with at most a right end. The first part of a place's queries is that of its
+    first `queries_of` ranks."""
+    q = _ends(layout.along("row", problem), problem.seq_q, problem.ranks)
+    kv = _ends(layout.along("col", problem), problem.seq_kv, problem.ranks)
+    if q is None or kv is None:
+        return False
+    if problem.mask.right is None:
+        return True
+    starts = range(0, problem.ranks, ulysses)
+    last_query = min(max(last for _, last in q[start : start + queries_of]) for start in starts)
+    first_key = max(min(first for first, _ in kv[start : start + ulysses]) for start in starts)
+    return first_key <= last_query + problem.seq_kv - problem.seq_q + problem.mask.right
+
+
+@lru_cache(maxsize=64)
+def _ends(layout: Layout, tokens: int, ranks: int) -> tuple[tuple[int, int], ...] | None:
+    """The first and the last position of every rank's shard; None if a rank has none."""
+    shards = [layout.segments(rank, tokens=tokens, ranks=ranks) for rank in range(ranks)]
+    return tuple((min(s[0] for s in shard), max(s[-1] for s in shard)) for shard in shards) if all(shards) else None

@@ -62,9 +62,10 @@ class _Slot(NamedTuple):
 
 
 def _slots(items: tuple[Item, ...], buffer_of: dict[Item, tuple[Item, ...]], matrix: BlockMatrix) -> list[_Slot]:
-    held = {item for member in items for item in buffer_of.get(member, (member,))}
+    groups = {id(group): group for group in (buffer_of.get(member, (member,)) for member in items)}
+    held, wanted = {item for group in groups.values() for item in group}, set(items)
     segments = sorted(((s, item) for item in held for s in matrix.positions(item)), key=lambda entry: entry[0].start)
-    return [_Slot(index, segment) for index, (segment, item) in enumerate(segments) if item in items]
+    return [_Slot(index, segment) for index, (segment, item) in enumerate(segments) if item in wanted]
 
 
 def _calls(rows: list[_Slot], cols: list[_Slot], matrix: BlockMatrix) -> tuple[KernelCall, ...]:

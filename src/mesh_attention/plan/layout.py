@@ -10,7 +10,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import chain
 from typing import ClassVar, final
 
@@ -227,12 +226,6 @@ def _parse_segment(text: str) -> Segment:
     if found is None:
         raise ParseError(f"segment {brief(text)}: expected START:STOP or START:STOP:STEP")
     return range(int(found[1]), int(found[2]), int(found[3] or 1))
-
-
-@lru_cache(maxsize=256)
-def leaves_ranks_empty(layout: Layout, tokens: int, ranks: int) -> bool:
-    """True if some rank is home to no token."""
-    return not all(layout.segments(rank, tokens=tokens, ranks=ranks) for rank in range(ranks))
 
 
 def position_ids(layout: Layout, rank: int, *, tokens: int, ranks: int) -> list[int]:

@@ -7,14 +7,32 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
+from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import RankCosts, imbalance, rank_costs, sampled_ranks
+from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import Choice
+from mesh_attention.planning.costs import received_by_tile
 from mesh_attention.planning.limits import limits
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
 
 Report = Callable[[str, float], None]
+MOST_TRANSFERS = 8192
+"""Rows plus columns of a tile, up to which a plan is compared: one rank's program takes seconds to build."""
+MOST_BLOCKS, BLOCKS_PER_CALL = 16384, 16
+"""Blocks of a rank up to which each is a call unless a number is stated; and the number where there are more."""
+
+
+def in_few_calls(choice: Choice, problem: Problem, direction: Direction) -> Choice:
+    """The settled choice, with several blocks per call if none are stated and a rank has very many."""
+    settled = choice.settled(problem, direction)
+    is_open = settled.blocks_per_call is None and not settled.is_collective
+    return (
+        replace(settled, blocks_per_call=BLOCKS_PER_CALL)
+        if is_open and settled.assignment.places > MOST_BLOCKS
+        else settled
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +76,8 @@ def compare(plan: Plan, choice: Choice, *, report: Report) -> Comparison:
             report(f"counting {rival.method}", (number + len(costs) / len(ranks)) / len(plans))
             costs.append(rank_costs(rival, rank))
         rows.append(_row(rival, costs, is_this_plan=rival == plan))
-    ring = next(row for row in rows if row.method == "ring" and row.ulysses == 1).received_nbytes
+    ring = received_by_tile(plan.problem, plan.layout, plan.direction, 1)[Tile(1, plan.problem.ranks)]
+    ring = next((row.received_nbytes for row in rows if row.method == "ring" and row.ulysses == 1), ring)
     bound = limits(plan.problem, plan.direction).received_nbytes
     # What forward kept is not received again: the bound does not hold.
     has_bound = bound and not (plan.schedule.keep and plan.direction == "backward")
@@ -85,7 +104,9 @@ def _rivals(plan: Plan, choice: Choice, report: Report) -> Iterator[Plan]:
         wanted.append(replace(whole, method="ulysses"))
     for number, rival in enumerate(wanted):
         report(f"planning {rival.method}", number / len(wanted))
-        yield make_plan(plan.problem, rival, direction=plan.direction)
+        settled = in_few_calls(rival, plan.problem, plan.direction)
+        if settled.assignment.tile.rows + settled.assignment.tile.cols <= MOST_TRANSFERS:
+            yield make_plan(plan.problem, settled, direction=plan.direction)
 
 
 def _mixed_degree(problem: Problem) -> int | None:

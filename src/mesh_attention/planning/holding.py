@@ -59,7 +59,8 @@ def _groups(moves: Iterable[Move], axis: Axis) -> list[set[int]]:
     group_of: dict[int, set[int]] = {}
     sides = [move.rows if axis == "row" else move.cols for move in moves if isinstance(move, Meet)]
     for side in dict.fromkeys(sides):
-        joined = set(side).union(*(group_of.get(offset, ()) for offset in side))
+        known = {id(group): group for group in (group_of.get(offset) for offset in side) if group is not None}
+        joined = set(side).union(*known.values())
         group_of.update(dict.fromkeys(joined, joined))
     return list({id(group): group for group in group_of.values()}.values())
 

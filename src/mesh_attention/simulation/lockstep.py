@@ -4,6 +4,9 @@ Where every rank needs every shard of its groups, all ranks run the same jobs wi
 replace the single numbers of the event engine. Peers follow from the assignment: if one rank receives from `offset`
 before it in a group, every rank does. A shared NIC serves the transfers of one job by rank here and by readiness there;
 everything else is the same, and tests compare the two engines.
+
+If all ranks also compute alike, most of them have the same timeline: those at the same place of their nodes. Then one
+rank of each kind is simulated, and a cluster of any size takes as long as a few of its nodes.
 """
 
 from __future__ import annotations
@@ -17,13 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.plan.assignment import Axis
+from mesh_attention.plan.assignment import Assignment, Axis, divisors
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.steps import Send
 from mesh_attention.simulation.jobs import Job, RankJobs
 from mesh_attention.simulation.network import Network
 from mesh_attention.simulation.recorder import Recorder
-from mesh_attention.topology import LinkClass
+from mesh_attention.topology import LinkClass, Topology
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -48,6 +51,49 @@ class PeerTransfer:
     rounds: tuple[Whole, ...]
 
 
+class Kinds(NamedTuple):
+    """Ranks by kind, those of a kind being equally many: the kind of every rank, and one rank of every kind."""
+
+    of: Whole
+    ranks: Whole
+
+
+def all_different(topology: Topology) -> Kinds:
+    """Every rank is a kind of its own."""
+    return Kinds(np.arange(topology.ranks), np.arange(topology.ranks))
+
+
+def alike(assignment: Assignment, topology: Topology) -> Kinds:
+    """Ranks that have the same timeline if all compute alike, and no link is shared.
+
+    Such are two ranks if moving the whole grid along its rings takes one to the other, and nodes to nodes.
+    """
+    ranks = np.arange(topology.ranks)
+    place, head_slice = divmod(ranks, assignment.ulysses)
+    row, col = assignment.coordinates(place)  # type: ignore[arg-type]
+    rows, cols = (_shift(assignment, axis, topology) for axis in ("col", "row"))
+    _, first, of = np.unique(
+        (row % rows * cols + col % cols) * assignment.ulysses + head_slice, return_index=True, return_inverse=True
+    )
+    return Kinds(of, first)
+
+
+def _shift(assignment: Assignment, axis: Axis, topology: Topology) -> int:
+    """The shortest move of the grid along an axis that takes nodes to nodes."""
+    size, inner = assignment.size(axis), assignment.inner_size(axis)
+    if topology.ranks % topology.ranks_per_node:
+        return size
+    place, head_slice = divmod(np.arange(topology.ranks), assignment.ulysses)
+    for offset in divisors(size):
+        if 1 < inner < size and offset % inner:
+            continue
+        moved: Any = assignment.peer(axis, place, offset) * assignment.ulysses + head_slice  # type: ignore[arg-type]
+        nodes = topology.node(moved).reshape(topology.nodes, topology.ranks_per_node)
+        if (nodes == nodes[:, :1]).all():
+            return offset
+    return size
+
+
 class NotUniformError(Exception):
     """The ranks' programs differ in more than their peers."""
 
@@ -55,7 +101,7 @@ class NotUniformError(Exception):
 class LockstepEngine:
     """Runs the jobs of `priced[0]` on all ranks; rank r takes as long as `priced[seconds_of[r]]`.
 
-    `shown` holds the jobs of the ranks whose spans are recorded, which name the spans.
+    `shown` holds the jobs of the ranks whose spans are recorded, which name the spans. Arrays are over `kinds`.
     """
 
     def __init__(
@@ -66,23 +112,24 @@ class LockstepEngine:
         network: Network,
         recorder: Recorder,
         shown: Mapping[int, Sequence[Job]],
+        kinds: Kinds,
     ) -> None:
-        self.shown = shown
+        self.shown, self.kinds = shown, kinds
         self.jobs, self.rank = priced[0].jobs, priced[0].rank
         self.matrix, self.network, self.recorder = matrix, network, recorder
-        self.seconds = np.array([[job.seconds for job in one.jobs] for one in priced])[seconds_of].T
-        self.all = np.arange(network.topology.ranks)
+        self.seconds = np.array([[job.seconds for job in one.jobs] for one in priced])[seconds_of[kinds.ranks]].T
+        self.all = np.arange(len(kinds.ranks))
         self.deltas = self._deltas()
         self.transfers: dict[Delta, PeerTransfer] = {}
 
     def run(self) -> None:
         """Raise NotUniformError if the jobs turn out to differ between ranks."""
-        ranks = len(self.all)
-        now = np.zeros(ranks)
+        kinds = len(self.all)
+        now = np.zeros(kinds)
         free = np.zeros(self.network.num_lanes)
         over: dict[int, Floats] = {}
-        computed, stopped = np.zeros(ranks), np.zeros(ranks)
-        self.out_s, self.in_s = np.zeros(ranks), np.zeros(ranks)
+        computed, stopped = np.zeros(kinds), np.zeros(kinds)
+        self.out_s, self.in_s = np.zeros(kinds), np.zeros(kinds)
         for index, job in enumerate(self.jobs):
             start = now
             for earlier in job.waits:
@@ -165,12 +212,13 @@ class LockstepEngine:
         return self.transfers[delta]
 
     def _new_transfer(self, delta: Delta) -> PeerTransfer:
-        source: Whole = np.asarray(self.peers(delta, self.all))
-        network, topology = self.network, self.network.topology
-        nodes, nics = topology.node(self.all), topology.nic(self.all)
-        is_between = nodes[source] != nodes
-        out_lane = np.where(is_between, network.out_nics + nics[source], network.out_ports + source)
-        in_lane = np.where(is_between, network.in_nics + nics, network.in_ports + self.all)
+        network, topology, ranks = self.network, self.network.topology, self.kinds.ranks
+        sender = self.peers(delta, ranks)
+        is_between = topology.node(sender) != topology.node(ranks)
+        source = self.kinds.of[sender]
+        alike = ranks[source]  # as the sender, which has lanes of its own
+        out_lane = np.where(is_between, network.out_nics + topology.nic(alike), network.out_ports + alike)
+        in_lane = np.where(is_between, network.in_nics + topology.nic(ranks), network.in_ports + ranks)
         rounds = _rounds(out_lane, in_lane) if network.is_shared else (self.all,)
         return PeerTransfer(source, out_lane, in_lane, is_between, rounds)
 
@@ -178,19 +226,23 @@ class LockstepEngine:
 
     def _record_compute(self, index: int, now: Floats, start: Floats) -> None:
         for rank, jobs in self.shown.items():
-            self.recorder.wait(rank, now[rank], start[rank], jobs[index])
-            self.recorder.compute(rank, start[rank], start[rank] + self.seconds[index, rank], jobs[index])
+            kind = self.kinds.of[rank]
+            self.recorder.wait(rank, now[kind], start[kind], jobs[index])
+            self.recorder.compute(rank, start[kind], start[kind] + self.seconds[index, kind], jobs[index])
 
     def _record_transfers(
         self, index: int, number: int, transfer: PeerTransfer, start: Floats, stop: Floats, nbytes: int
     ) -> None:
+        alike = len(self.kinds.of) // len(self.kinds.ranks)
         count = int(transfer.is_between.sum())
-        self.recorder.sent["between"] += count * nbytes
-        self.recorder.sent["inside"] += (len(self.all) - count) * nbytes
+        self.recorder.sent["between"] += alike * count * nbytes
+        self.recorder.sent["inside"] += alike * (len(self.all) - count) * nbytes
+        back = self._from(self.deltas[self.jobs[index].recvs[number].source])
         for rank, jobs in self.shown.items():
-            job, dest = jobs[index], int(np.flatnonzero(transfer.source == rank)[0])  # each rank sends to one
-            self.recorder.transfer_span(rank, job, job.recvs[number], start[rank], stop[rank], nbytes)
-            self.recorder.transfer_span(rank, job, self._send(job, number, dest), start[dest], stop[dest], nbytes)
+            job, dest = jobs[index], int(self.peers(back, rank))
+            here, there = self.kinds.of[[rank, dest]]
+            self.recorder.transfer_span(rank, job, job.recvs[number], start[here], stop[here], nbytes)
+            self.recorder.transfer_span(rank, job, self._send(job, number, dest), start[there], stop[there], nbytes)
 
     def _send(self, job: Job, number: int, dest: int) -> Send:
         """The send that is to `dest` what the receive of this number is to the rank itself."""
@@ -200,9 +252,9 @@ class LockstepEngine:
         return next(islice(sends, before, None))
 
     def _totals(self, computed: Floats, stopped: Floats) -> None:
-        self.recorder.compute_s = computed.tolist()
-        self.recorder.stop_s = stopped.tolist()
-        self.recorder.out_s, self.recorder.in_s = self.out_s.tolist(), self.in_s.tolist()
+        times = (computed, stopped, self.out_s, self.in_s)
+        recorder = self.recorder
+        recorder.compute_s, recorder.stop_s, recorder.out_s, recorder.in_s = (t[self.kinds.of].tolist() for t in times)
 
 
 def _rounds(out_lane: Whole, in_lane: Whole) -> tuple[Whole, ...]:

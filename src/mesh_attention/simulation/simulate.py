@@ -8,9 +8,10 @@ import numpy as np
 
 from mesh_attention.errors import TopologyError
 from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.queries import MANY_RANKS
 from mesh_attention.simulation.events import EventEngine
 from mesh_attention.simulation.jobs import RankJobs, rank_jobs
-from mesh_attention.simulation.lockstep import LockstepEngine, NotUniformError
+from mesh_attention.simulation.lockstep import LockstepEngine, NotUniformError, alike, all_different
 from mesh_attention.simulation.network import Network
 from mesh_attention.simulation.prices import Prices
 from mesh_attention.simulation.recorder import Recorder
@@ -35,8 +36,8 @@ def simulate(
 
     Uniform plans, in which all ranks run the same steps (full masks, and causal ones on zigzag and striped layouts),
     are simulated for all ranks at once. On more than `EXACT_RANKS` ranks, the calls of `priced_ranks` evenly spread
-    ranks are priced and stand for those of their neighbours; waiting and links are simulated for every rank. Any other
-    plan is simulated rank by rank.
+    ranks are priced and stand for those of their neighbours; waiting and links are simulated for every rank. From
+    `MANY_RANKS` on, the last rank's calls stand for all by default. Any other plan is simulated rank by rank.
     """
     if plan.problem.ranks != topology.ranks:
         raise TopologyError(
@@ -61,7 +62,7 @@ def _in_lockstep(
     plan: Plan, topology: Topology, spans_of: Collection[int], priced_ranks: int | None, report: Report
 ) -> Timeline:
     ranks = topology.ranks
-    wanted = priced_ranks or (ranks if ranks <= EXACT_RANKS else SAMPLED_RANKS)
+    wanted = priced_ranks or (ranks if ranks <= EXACT_RANKS else SAMPLED_RANKS if ranks < MANY_RANKS else 1)
     # From the last one: under a causal mask the first has the fewest calls.
     sampled = np.unique(np.linspace(ranks - 1, 0, min(wanted, ranks)).round().astype(int))
     prices = Prices(topology.device, plan.matrix, plan.direction)
@@ -69,6 +70,7 @@ def _in_lockstep(
     for rank in sampled.tolist():
         report(f"pricing {plan.method}", len(priced) / len(sampled))
         priced.append(rank_jobs(plan, rank, prices))
+    report(f"simulating {plan.method}", 1.0)
     shapes = {tuple((len(job.recvs), len(job.sends), job.waits) for job in t.jobs) for t in priced}
     if len(shapes) > 1:
         raise NotUniformError("jobs of different kinds")
@@ -76,7 +78,10 @@ def _in_lockstep(
     recorder = Recorder(ranks, spans_of)
     jobs_of = {one.rank: one.jobs for one in priced}
     shown = {rank: jobs_of.get(rank) or rank_jobs(plan, rank, prices).jobs for rank in recorder.spans_of}
-    LockstepEngine(priced, nearest, plan.matrix, Network(topology), recorder, shown).run()
+    network = Network(topology)
+    is_folded = len(priced) == 1 and not network.is_shared
+    kinds = alike(plan.assignment, topology) if is_folded else all_different(topology)
+    LockstepEngine(priced, nearest, plan.matrix, network, recorder, shown, kinds).run()
     is_even = plan.problem.seq_q % ranks == 0 and plan.problem.seq_kv % ranks == 0
     return _timeline(plan, recorder, priced, is_exact=is_even and len(sampled) == ranks)
 

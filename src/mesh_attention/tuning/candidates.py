@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mesh_attention.plan.assignment import Assignment, Tile, divisors, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.schedule import Route
-from mesh_attention.planning.choice import FAMILIES, Choice, Method
+from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.choice import FAMILIES, Choice, Family, Method, default_layout
+from mesh_attention.planning.costs import received_by_tile
 from mesh_attention.planning.mesh import has_inner_rings
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
@@ -19,6 +22,8 @@ BY_PRICE = 1 << 16
 WAVES = (2, 4)
 MOST_RANKS_IN_ROWS = 64
 """Waves of rows are not uniform, so every rank is simulated; on more ranks that takes seconds."""
+MOST_TILES = 16
+"""Tiles, of all Ulysses degrees, that are considered on many ranks: those that move the fewest bytes."""
 Complexity = tuple[int | str, ...]
 
 
@@ -67,6 +72,24 @@ def _of_tile(
         greedy = replace(whole, method=_method(tile), inner=inner, blocks_per_call=1)
         for route, partials in through_inner_rings if has_inner_rings(greedy.assignment) else routes:
             yield replace(greedy, route=route, partials=partials)
+
+
+def of_fewest_bytes(found: Sequence[Choice], problem: Problem, directions: Sequence[Direction]) -> list[Choice]:
+    """The candidates of the tiles that move the fewest bytes over these passes. Those of every other family come last,
+    one of each, so that something can be said of it."""
+    nbytes: Counter[tuple[int, Tile]] = Counter()
+    for ulysses in dict.fromkeys(choice.assignment.ulysses for choice in found):
+        layout = found[0].layout or default_layout(problem)
+        for direction in directions:
+            for tile, received in received_by_tile(problem, layout, direction, ulysses).items():
+                nbytes[ulysses, tile] += round(received)
+    by_nbytes = sorted(found, key=lambda c: nbytes[c.assignment.ulysses, c.assignment.tile])
+    tiles = list(dict.fromkeys((c.assignment.ulysses, c.assignment.tile) for c in by_nbytes))[:MOST_TILES]
+    kept = [c for c in by_nbytes if (c.assignment.ulysses, c.assignment.tile) in tiles]
+    first: dict[Family, Choice] = {}
+    for choice in by_nbytes:
+        first.setdefault(choice.family, choice)
+    return list(dict.fromkeys([*kept, *first.values()]))
 
 
 def waved(choice: Choice, problem: Problem) -> Iterator[Choice]:

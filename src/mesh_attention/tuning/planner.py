@@ -7,12 +7,15 @@ from typing import Any
 
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
-from mesh_attention.planning.choice import Choice
+from mesh_attention.planning.choice import Choice, default_layout
+from mesh_attention.planning.comparison import in_few_calls
+from mesh_attention.planning.registry import Planning
 from mesh_attention.problem import Problem
+from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
 from mesh_attention.tuning.coarse import can_be_widened, part_of, widened
-from mesh_attention.tuning.result import Tuning
+from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning
 from mesh_attention.tuning.traffic import plan_on
 
 
@@ -43,11 +46,31 @@ def tuned_choices(
     return {d: widened(chosen.get(d, chosen["forward"]), problem.ranks) for d in DIRECTIONS}, tuning
 
 
+def plain_choice(problem: Problem, topology: Topology, trial: Trial) -> Choice | None:
+    """One choice for all passes of a trial that is as fast without costs, by the prices of a Hopper GPU or with its own
+    grouping; None if there is none."""
+    first, *others = trial.choices.values()
+    if any(other != first for other in others):
+        return None
+    for choice in dict.fromkeys((replace(first, blocks_per_call=None), first)):
+        layout = choice.layout or default_layout(problem)
+        plans = Planning(choice).plans(problem, layout, on_gpu=True, needs_gradient=False)
+        times_s = [simulate(plans[direction], topology).time_s for direction in trial.choices]
+        if sum(times_s) <= trial.time_s * (1 + NEAR_TIE):
+            return choice
+    return None
+
+
 def block_plan_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Plan:
-    """`plan_on` with one block per call, unless the choice states another number."""
-    if choice.blocks_per_call is None and not choice.is_collective:
-        choice = replace(choice, blocks_per_call=1)
-    return plan_on(topology, problem, choice, direction)
+    """`plan_on` with one block per call, unless the choice states another number, or a rank has many blocks."""
+    return plan_on(topology, problem, in_blocks(choice, problem, direction), direction)
+
+
+def in_blocks(choice: Choice, problem: Problem, direction: Direction) -> Choice:
+    """The settled choice, with the blocks per call that `block_plan_on` plans with."""
+    settled = in_few_calls(choice, problem, direction)
+    is_open = settled.blocks_per_call is None and not settled.is_collective
+    return replace(settled, blocks_per_call=1) if is_open else settled
 
 
 def ring_like(plan: Plan, topology: Topology) -> Plan:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.choice import FAMILIES
+from mesh_attention.planning.choice import FAMILIES, Choice
 from mesh_attention.problem import Problem
 from mesh_attention.tuning.result import Trial
+from mesh_attention.tuning.traffic import traffic
 from mesh_attention.units import format_nbytes, format_time
 
 if TYPE_CHECKING:
@@ -34,7 +35,11 @@ def why_not(loser: Trial, chosen: Trial, near_tie: float) -> str:
 
 
 def cannot_be_used(
-    problem: Problem, found: Collection[str], searches: Mapping[Direction, PassSearch], limit_nbytes: float
+    problem: Problem,
+    found: Collection[str],
+    searches: Mapping[Direction, PassSearch],
+    limit_nbytes: float,
+    candidates: Sequence[Choice],
 ) -> dict[str, str]:
     """The families that have no trial, and why."""
     left_out: dict[str, str] = {}
@@ -45,6 +50,12 @@ def cannot_be_used(
         if all(needs):
             most = max(map(min, needs))
             left_out[family] = f"needs {format_nbytes(most)}, {format_nbytes(limit_nbytes)} allowed"
+        elif same := [choice for choice in candidates if choice.family == family]:
+            least_s = sum(
+                min(traffic(c, problem, search.topology, direction).bound_s for c in same)
+                for direction, search in searches.items()
+            )
+            left_out[family] = f"not simulated; takes at least {format_time(least_s)}"
         elif family == "ulysses":
             left_out[family] = f"{problem.kv_heads} KV heads cannot be spread over {problem.ranks} ranks"
         elif family == "double ring":

@@ -91,8 +91,10 @@ class Trial:
         return max(forecast.peak_nbytes for forecast in self.forecasts.values())
 
     @property
-    def complexity(self) -> tuple[Complexity, ...]:
-        return tuple(map(complexity, self.choices.values()))
+    def complexity(self) -> tuple[int, tuple[Complexity, ...]]:
+        """A key by which the simpler of two trials compares lower: one choice for both passes before two, then by the
+        choices themselves."""
+        return len(set(self.choices.values())), tuple(map(complexity, self.choices.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +123,17 @@ class Tuning:
         return tuple(trial for trial in usable if trial.time_s <= fastest * (1 + NEAR_TIE))
 
     @property
+    def equals(self) -> tuple[Trial, ...]:
+        """Trials that a forecast cannot tell from the fastest: the difference is within its error."""
+        fastest = min(trial.time_s for trial in self.trials if not trial.is_bound)
+        return tuple(trial for trial in self.trials if trial.time_s <= fastest * (1 + FORECAST_ERROR))
+
+    @property
+    def simplest(self) -> Trial:
+        """The simplest of the trials that are equal; another than the chosen one may be slower by the error."""
+        return min((t for t in self.equals if not t.is_bound), key=lambda trial: trial.complexity)
+
+    @property
     def tie_words(self) -> str:
         """A sentence that says how many methods are about as fast as the chosen one; empty if no other is."""
         number = len(self.near_ties)
@@ -128,7 +141,7 @@ class Tuning:
             return ""
         return (
             f"{number} methods are within {NEAR_TIE:.0%}, and forecasts are good to {FORECAST_ERROR:.0%}: the simplest "
-            "is chosen."
+            "of them is chosen."
         ).replace("%", " %")
 
 

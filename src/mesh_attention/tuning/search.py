@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import FAMILIES, Choice, Family
+from mesh_attention.planning.comparison import MOST_TRANSFERS
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
@@ -21,10 +22,9 @@ from mesh_attention.tuning.traffic import Traffic, plan_on, traffic
 
 Report = Callable[[str, float], None]
 MOST_BLOCKS_PER_CALL = 16
-AT_LEAST = 3
-"""Shapes of a family that are simulated even if their bounds exclude them, so that each rival is shown at its best."""
-LONGEST_PRICED_FIRST = 80
-"""Rows plus columns of a tile."""
+LONGEST_PRICED_FIRST, LONGEST_PRICED = 80, 512
+"""Rows plus columns of a tile whose calls are sized by price at the first try, and at all: planning takes time that
+grows with the cube of this."""
 QUICK_RANKS = 224
 """Ranks simulated for a pass, summed over candidates, in a quick search in which no rank stands for others."""
 FIRST_OF_FAMILY = 2.0
@@ -42,13 +42,13 @@ class Tried:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How much is simulated of every family, or, if not `by_family`, of all candidates together: the `least` most
-    promising, and up to `most` of those whose estimate is within a factor `worth_trying` of the best time so far; with
-    the calls of `priced_ranks` ranks priced. The fastest `finalists`, and the first `firsts` of every family, are tried
-    with up to `regroupings` larger and as many smaller groupings; then the fastest of `waved` Ulysses degrees in
-    several waves."""
+    promising, and up to `most` of those whose estimate is within a factor `worth_trying` of the best time so far. The
+    first `at_least` are simulated even if their bounds exclude them, so that each rival is shown at its best. The
+    fastest `finalists`, and the first `firsts` of every family, are tried with up to `regroupings` larger and as many
+    smaller groupings; then the fastest of `waved` Ulysses degrees in several waves."""
 
     by_family: bool
-    priced_ranks: int
+    at_least: int
     least: int
     most: int
     worth_trying: float
@@ -62,7 +62,7 @@ def effort(ranks: int) -> Effort:
     """Search effort for a number of ranks: simulations of fewer ranks are faster, so more are made."""
     many = Effort(
         by_family=True,
-        priced_ranks=4,
+        at_least=3,
         least=12,
         most=48,
         worth_trying=1.1,
@@ -71,7 +71,21 @@ def effort(ranks: int) -> Effort:
         firsts=2,
         waved=4,
     )
-    return many if ranks <= 64 else replace(many, priced_ranks=2, least=5, most=16, worth_trying=1.03, regroupings=1)
+    return many if ranks <= 64 else replace(many, least=5, most=16, worth_trying=1.03, regroupings=1)
+
+
+LARGE = Effort(
+    by_family=True,
+    at_least=0,
+    least=1,
+    most=4,
+    worth_trying=1.02,
+    regroupings=1,
+    finalists=2,
+    firsts=0,
+    waved=2,
+)
+"""Search effort for many ranks, where planning and pricing one rank's program takes up to seconds."""
 
 
 def quick_effort(ranks: int, *, is_uniform: bool) -> Effort:
@@ -81,7 +95,7 @@ def quick_effort(ranks: int, *, is_uniform: bool) -> Effort:
         most = max(1, min(most, QUICK_RANKS // ranks))
     return Effort(
         by_family=False,
-        priced_ranks=1,
+        at_least=3,
         least=(most + 1) // 2,
         most=most,
         worth_trying=1.2,
@@ -111,6 +125,8 @@ class PassSearch:
     def run(self, candidates: Sequence[Choice], *, priced_ranks: int, is_uniform: bool) -> None:
         """Simulate the candidates that may win, and the most promising of every family."""
         self.priced_ranks, self.is_uniform = priced_ranks, is_uniform
+        shortest = min(c.assignment.tile.rows + c.assignment.tile.cols for c in candidates)
+        self.longest = max(shortest, MOST_TRANSFERS if self.effort.at_least else LONGEST_PRICED)
         candidates = [self.grouped(choice) for choice in candidates]
         bounds = {c: traffic(c, self.problem, self.topology, self.direction) for c in candidates}
         for number, (what, found) in enumerate(self._parts(candidates, bounds)):
@@ -122,7 +138,7 @@ class PassSearch:
             self.report(f"regrouping {tried.choice.family}", 0.95)
             for choice in self._regrouped(tried.choice):
                 self.simulate(choice)
-        for base in self._fastest_degrees()[: self.effort.waved]:
+        for base in filter(_is_priced, self._fastest_degrees()[: self.effort.waved]):
             self.report(f"waves of {base.family}", 0.98)
             for choice in waved(base, self.problem):
                 self.simulate(choice)
@@ -152,8 +168,9 @@ class PassSearch:
         for choice in candidates:
             bound = bounds[choice]
             is_unlikely = fitting >= self.effort.least and bound.estimate_s > self.effort.worth_trying * self.best_s
-            is_beaten = self.is_uniform and fitting >= AT_LEAST and bound.bound_s >= self.best_s
-            if is_unlikely or is_beaten:
+            is_beaten = self.is_uniform and fitting >= self.effort.at_least and bound.bound_s >= self.best_s
+            tile = choice.assignment.tile
+            if is_unlikely or is_beaten or tile.rows + tile.cols > self.longest:
                 continue
             forecast = self.simulate(_first_try(choice))
             fitting += forecast.peak_nbytes <= self.limit_nbytes
@@ -185,12 +202,18 @@ class PassSearch:
         """The choice with calls sized by price, then, where a fixed size may be better, with nearby groupings."""
         if choice.is_collective:
             return
-        yield replace(choice, blocks_per_call=None)
+        if _is_priced(choice):
+            yield replace(choice, blocks_per_call=None)
         found, reach = groupings(choice), self.effort.regroupings
         if choice.route == "ring" or reach > 1:
             at = found.index(choice.blocks_per_call or self.grouped(choice).blocks_per_call or 1)
             for grouping in found[max(0, at - reach) : at + reach + 1]:
                 yield replace(choice, blocks_per_call=grouping)
+
+
+def _is_priced(choice: Choice) -> bool:
+    tile = choice.assignment.tile
+    return tile.rows + tile.cols <= LONGEST_PRICED
 
 
 def _first_try(choice: Choice) -> Choice:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mesh_attention.masks import full
 from mesh_attention.plan.assignment import Assignment, Axis
-from mesh_attention.plan.blocks import elements_per_token
+from mesh_attention.plan.blocks import BlockMatrix, elements_per_token
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route
@@ -25,7 +25,7 @@ from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import make_priced_plan
 from mesh_attention.problem import Problem
 from mesh_attention.topology import RUN, Topology
-from mesh_attention.tuning.work import Needs, needs
+from mesh_attention.tuning.work import Needs, needs, pairs_of
 
 Counts = NDArray[np.float64]
 LEFT_EXPOSED = 0.05
@@ -82,6 +82,7 @@ class Links:
         self.ranks = np.arange(topology.ranks)
         self.nodes, self.nics = topology.node(self.ranks), topology.nic(self.ranks)
         self.none: Counts = np.zeros(topology.ranks)
+        self._same: dict[Axis | None, Counts] = {}
 
     def group_s(self, kind: Kind, route: Route) -> ReceiveTimes:
         """Seconds that each rank spends receiving one kind of item in its group."""
@@ -110,7 +111,7 @@ class Links:
     def exchange_s(self, kind: Kind) -> ReceiveTimes:
         """A Ulysses exchange: a slice of the heads to and from every other rank of the group."""
         ulysses = self.assignment.ulysses
-        same = self._same_node(self.ranks // ulysses)
+        same = self._same_node(None)
         return self._busy(ulysses - same, same - 1, self.shard_nbytes(kind) / ulysses)
 
     def nic_s(self, crossing_s: Counts) -> float:
@@ -129,18 +130,23 @@ class Links:
         return ReceiveTimes(crossing * topology.between.seconds(nbytes), inside * topology.inside.seconds(nbytes))
 
     def _direct(self, axis: Axis) -> Counts:
-        place = self.ranks // self.assignment.ulysses
-        row, col = self.assignment.coordinates(place)  # type: ignore[arg-type]
-        group = (row if axis == "row" else col) * self.assignment.ulysses + self.ranks % self.assignment.ulysses
-        same = self._same_node(group)
-        return self.assignment.size(axis) - same
+        return self.assignment.size(axis) - self._same_node(axis)
 
-    def _same_node(self, group: Any) -> Counts:
-        """For each rank, the members of its group that are in its node, itself included."""
-        key = np.asarray(group) * self.topology.nodes + self.nodes
-        _, inverse, counts = np.unique(key, return_inverse=True, return_counts=True)
-        same: Counts = counts[inverse].astype(float)
-        return same
+    def _same_node(self, axis: Axis | None) -> Counts:
+        """For each rank, the members of its group that are in its node, itself included; None is the Ulysses group."""
+        if axis not in self._same:
+            key = self._group(axis) * self.topology.nodes + self.nodes
+            _, inverse, counts = np.unique(key, return_inverse=True, return_counts=True)
+            self._same[axis] = counts[inverse].astype(float)
+        return self._same[axis]
+
+    def _group(self, axis: Axis | None) -> Any:
+        """A number for each rank that is the same in a group, and different in others."""
+        place, head_slice = divmod(self.ranks, self.assignment.ulysses)
+        if axis is None:
+            return place
+        row, col = self.assignment.coordinates(place)  # type: ignore[arg-type]
+        return np.asarray(row if axis == "row" else col) * self.assignment.ulysses + head_slice
 
     def _ring(self, axis: Axis) -> Counts:
         assignment = self.assignment
@@ -187,7 +193,7 @@ def _busy(
 
 def _needs(problem: Problem, layout: Layout, assignment: Assignment) -> Needs | None:
     """What each place needs; None if it is everything."""
-    if problem.mask == full():
+    if BlockMatrix(problem, layout, assignment).is_uniform:
         return None
     found = needs(problem, layout, assignment)
     return None if all(needed.all() for needed in found.is_needed.values()) else found
@@ -217,14 +223,14 @@ def traffic(choice: Choice, problem: Problem, topology: Topology, direction: Dir
     )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)  # of 100,000 ranks, each takes megabytes
 def _links(problem: Problem, topology: Topology, assignment: Assignment) -> Links:
     return Links(problem, topology, assignment)
 
 
 def costs_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Costs:
     """Costs on a cluster, in blocks of compute; call prices only if the choice leaves `blocks_per_call` open."""
-    links, tile = Links(problem, topology, choice.assignment), choice.assignment.tile
+    links, tile = _links(problem, topology, choice.assignment), choice.assignment.tile
     block_s = _compute_s(problem, topology, direction) / (tile.rows * tile.cols)
     found: dict[str, float] = {}
     for kind in KINDS:
@@ -329,8 +335,13 @@ def _busy_s(
     rate = topology.device.forward if direction == "forward" else topology.device.backward
     if problem.mask == full():
         return _compute_s(problem, topology, direction)
-    found = needs(problem, layout, assignment)
-    pairs = float((found.whole_pairs + found.masked_pairs / rate.masked).max())
+    if BlockMatrix(problem, layout, assignment).is_uniform:
+        # Layouts under which every place needs every shard of its groups spread the work evenly: one stands for all.
+        whole, masked = pairs_of(problem, layout, assignment, assignment.places - 1)
+        pairs = whole + masked / rate.masked
+    else:
+        found = needs(problem, layout, assignment)
+        pairs = float((found.whole_pairs + found.masked_pairs / rate.masked).max())
     return problem.flops(direction, pairs=1) / assignment.ulysses * pairs / (rate.tflops * 1e12)
 
 

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from mesh_attention.errors import MemoryLimitError, ScheduleError, TopologyError, UsageError
 from mesh_attention.plan.assignment import Cut
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.queries import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
 from mesh_attention.planning.choice import FAMILIES, Family, default_layout
 from mesh_attention.planning.limits import limits
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.candidates import complexity, shapes
+from mesh_attention.tuning.candidates import complexity, of_fewest_bytes, shapes
 from mesh_attention.tuning.coarse import LONGER
 from mesh_attention.tuning.reasons import cannot_be_used, why_not
-from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning
+from mesh_attention.tuning.result import FORECAST_ERROR, NEAR_TIE, Trial, Tuning
 from mesh_attention.tuning.rivals import startrail
-from mesh_attention.tuning.search import PassSearch, Report, Tried, effort, quick_effort
+from mesh_attention.tuning.search import LARGE, PassSearch, Report, Tried, effort, quick_effort
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import GIB, format_nbytes
 
 SAME_TIME = 0.005
 """Among choices of a pass within this share of the fastest, the simplest is taken."""
-PRICED_RANKS_AT_LAST = 8
+PRICED_RANKS, PRICED_RANKS_AT_LAST = 4, 8
+"""Ranks whose calls are priced, where one could stand for all: in a search, and for the trials that it ends with."""
 FAR_BEHIND = 1.6
 """Trials that are this many times slower than the fastest are not priced again: no forecast is that far off."""
 TRIED_EXCHANGED_ONCE = 3
@@ -69,29 +72,37 @@ def tune(
     chosen_layout = default_layout(problem) if layout is None else layout_named(layout)
     found = list(shapes(problem, topology, layout=chosen_layout))
     is_uniform = BlockMatrix(problem, chosen_layout, found[0].assignment).is_uniform
+    is_many = is_uniform and problem.ranks >= MANY_RANKS
+    if is_many:
+        found = of_fewest_bytes(found, problem, directions)
     if is_quick and not is_uniform:  # few shards travel, and an inner tile does not bring near ranks nearer
         found = [choice for choice in found if choice.inner is None]
     searches = {}
     for number, direction in enumerate(directions):
         share = _share(report, number, len(directions))
         wanted = quick_effort(problem.ranks, is_uniform=is_uniform) if is_quick else effort(problem.ranks)
+        wanted = LARGE if is_many else wanted
         searches[direction] = PassSearch(problem, topology, direction, wanted, limit, share)
-        priced = searches[direction].effort.priced_ranks if is_uniform else problem.ranks
+        # Against a cache, ranks compute calls of different shapes; and their memory differs a little.
+        is_alike = is_many or (problem.seq_q == problem.seq_kv and (memory_nbytes is None or problem.ranks > ALL_RANKS))
+        priced = problem.ranks if not is_uniform else 1 if is_alike or is_quick else PRICED_RANKS
         searches[direction].run(found, priced_ranks=priced, is_uniform=is_uniform)
     trials = _trials(searches) + (_mixed(searches) if is_quick else [])
     if len(directions) == 2:
+        trials += _one_choice(searches, () if is_quick else trials)
         trials += _exchanged_once(searches)
         trials += _kept(searches, trials) if memory_nbytes is not None else []
     if not trials:
         raise _does_not_fit(searches, limit)
     left_out: dict[str, str] = {}
     if not is_quick:
-        left_out = cannot_be_used(problem, {trial.family for trial in trials}, searches, limit)
-        trials += startrail(found, searches)
+        left_out = cannot_be_used(problem, {trial.family for trial in trials}, searches, limit, found)
+        trials += [] if is_many else startrail(found, searches)
     simulated = sum(len(search.tried) for search in searches.values())
-    if is_uniform and not is_quick:
+    if is_uniform and not is_quick and not is_many:
         trials = _priced_again(trials, searches)
-    trials = _best_of_families(trials)
+        if all(trial.is_bound for trial in trials):
+            raise _does_not_fit(searches, limit)
     least = {direction: limits(problem, direction) for direction in directions}
     rates = {"forward": topology.device.forward.tflops, "backward": topology.device.backward.tflops}
     return Tuning(
@@ -154,6 +165,25 @@ def _trial(family: Family, tried: dict[Direction, Tried]) -> Trial:
     )
 
 
+def _one_choice(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> list[Trial]:
+    """For every family, the fastest trial with one choice for both passes. The choices of `trials` that may be equal
+    to the fastest are simulated in the other pass too."""
+    fastest_s = min((trial.time_s for trial in trials), default=0.0)
+    for trial in trials:
+        if trial.time_s <= fastest_s * (1 + FORECAST_ERROR):
+            for choice in dict.fromkeys(trial.choices.values()):
+                for search in searches.values():
+                    search.simulate(choice)
+    found: dict[Family, Trial] = {}
+    forward, backward = searches.values()
+    tried = {tried.choice: tried for tried in backward.best()}
+    for one in forward.best():
+        if one.choice in tried:
+            trial = _trial(one.choice.family, dict(zip(searches, (one, tried[one.choice]), strict=True)))
+            found[trial.family] = min(found.get(trial.family, trial), trial, key=lambda trial: trial.time_s)
+    return list(found.values())
+
+
 def _exchanged_once(searches: dict[Direction, PassSearch]) -> list[Trial]:
     """The fastest trials in which both passes exchange heads alike, and backward finds its inputs exchanged."""
     by_pass: list[dict[Exchange, Tried]] = []
@@ -189,33 +219,35 @@ def _kept(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> lis
 
 
 def _priced_again(trials: list[Trial], searches: dict[Direction, PassSearch]) -> list[Trial]:
-    """Simulate the trials that are not far behind again, with the calls of more ranks priced."""
+    """Simulate the trials that are not far behind again, with the calls of more ranks priced. One that then takes more
+    memory than is allowed is left out."""
     for search in searches.values():
         search.priced_ranks, search.tried = PRICED_RANKS_AT_LAST, {}
-    fastest = min(trial.time_s for trial in trials)
+    fastest_s = inf
     again = []
-    for trial in trials:
-        if trial.time_s <= FAR_BEHIND * fastest:
+    for trial in sorted(trials, key=lambda trial: trial.time_s):
+        if trial.time_s <= FAR_BEHIND * (1 + NEAR_TIE) * fastest_s:
             forecasts = {direction: searches[direction].simulate(c) for direction, c in trial.choices.items()}
             trial = replace(trial, forecasts=forecasts)
+            if any(forecast.peak_nbytes > searches[d].limit_nbytes for d, forecast in forecasts.items()):
+                continue
+            fastest_s = min(fastest_s, trial.time_s)
         again.append(trial)
     return again
 
 
-def _best_of_families(trials: Sequence[Trial]) -> list[Trial]:
-    best: dict[str, Trial] = {}
-    for trial in sorted(trials, key=lambda trial: (trial.time_s, trial.complexity)):
-        best.setdefault(trial.family, trial)
-    return list(best.values())
-
-
-def _ranked(by_time: Sequence[Trial]) -> tuple[Trial, ...]:
-    """The chosen one, then the others with the reasons."""
-    usable = [trial for trial in by_time if not trial.is_bound]
-    near = [trial for trial in usable if trial.time_s <= usable[0].time_s * (1 + NEAR_TIE)]
-    chosen = min(near, key=lambda trial: trial.complexity)
-    losers = [replace(t, reason=why_not(t, chosen, NEAR_TIE)) for t in by_time if t is not chosen]
+def _ranked(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """The chosen one, then the best of every other family with the reason why it is not chosen, fastest first."""
+    chosen = _simplest_trial([trial for trial in trials if not trial.is_bound], NEAR_TIE)
+    families = {trial.family: [t for t in trials if t.family == trial.family] for trial in trials}
+    others = [_simplest_trial(same, SAME_TIME) for family, same in families.items() if family != chosen.family]
+    losers = [replace(t, reason=why_not(t, chosen, NEAR_TIE)) for t in sorted(others, key=lambda t: t.time_s)]
     return (chosen, *losers)
+
+
+def _simplest_trial(trials: Sequence[Trial], slower: float) -> Trial:
+    fastest_s = min(trial.time_s for trial in trials)
+    return min((t for t in trials if t.time_s <= fastest_s * (1 + slower)), key=lambda trial: trial.complexity)
 
 
 def _does_not_fit(searches: dict[Direction, PassSearch], limit: float) -> MemoryLimitError:

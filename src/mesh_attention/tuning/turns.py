@@ -9,7 +9,9 @@ from typing import Any
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.caching import kv_token_nbytes
 from mesh_attention.plan.layout import Turn
+from mesh_attention.plan.queries import MANY_RANKS
 from mesh_attention.planning.choice import Choice
+from mesh_attention.planning.comparison import MOST_TRANSFERS
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
@@ -21,6 +23,8 @@ from mesh_attention.units import format_nbytes
 GROUPINGS = (1, 4, 16, None)
 """Blocks per call that are tried for a rival; None is by price."""
 PRICED_RANKS = 8
+GROUPINGS_OF_MANY, PRICED_OF_MANY = (16,), 1
+"""The same on many ranks, where every forecast takes a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +37,10 @@ class Rival:
 
 
 def turn_rivals(problem: Problem, topology: Topology, *, report: Report) -> tuple[Rival, ...]:
-    """Pass-KV ring, pass-Q ring and all-gather, each forecast whether it fits into memory or not."""
+    """Pass-KV ring, pass-Q ring and all-gather, each forecast whether it fits into memory or not; none on so many ranks
+    that their programs take too long to build."""
+    if problem.ranks > MOST_TRANSFERS:
+        return ()
     found = []
     for number, (name, choices) in enumerate(_rivals(problem)):
         report(f"simulating {name}", number / 3)
@@ -48,12 +55,15 @@ def _rivals(problem: Problem) -> Iterator[tuple[str, list[Choice]]]:
         ("pass-KV ring", Choice(method="ring", layout=Turn(), route="ring")),
         ("pass-Q ring", Choice(method="pass-q", layout=Turn(), route="ring")),
     ):
-        yield name, [replace(choice.settled(problem, "forward"), blocks_per_call=blocks) for blocks in GROUPINGS]
+        settled = choice.settled(problem, "forward")
+        groupings = GROUPINGS if problem.ranks < MANY_RANKS else GROUPINGS_OF_MANY
+        yield name, [replace(settled, blocks_per_call=blocks) for blocks in groupings]
     yield "all-gather", [Choice(method="attention2d", tile=Tile(1, problem.ranks), ulysses_degree=1, layout=Turn())]
 
 
 def _forecast(choice: Choice, problem: Problem, topology: Topology) -> Forecast:
-    return Forecast.of(simulate(plan_on(topology, problem, choice, "forward"), topology, priced_ranks=PRICED_RANKS))
+    priced_ranks = PRICED_RANKS if problem.ranks < MANY_RANKS else PRICED_OF_MANY
+    return Forecast.of(simulate(plan_on(topology, problem, choice, "forward"), topology, priced_ranks=priced_ranks))
 
 
 def rival_as_json(rival: Rival) -> dict[str, Any]:

@@ -6,6 +6,7 @@ For estimates: strided segments count as if they had no gaps, and windows inside
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from mesh_attention.masks import causal
 from mesh_attention.plan.assignment import Assignment, Axis, Tile
-from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.blocks import BlockMatrix, block_matrix
 from mesh_attention.plan.layout import Layout
 from mesh_attention.problem import Problem
 
@@ -29,6 +30,13 @@ class Work(NamedTuple):
     masked: Floats
 
 
+def pairs_of(problem: Problem, layout: Layout, assignment: Assignment, place: int) -> tuple[float, float]:
+    """Pairs of one place's calls without a mask, and with one. For masks without documents; as `needs` counts them."""
+    matrix = _of_degree(problem, layout, assignment.ulysses)
+    q, kv = (_segments(matrix, axis, assignment.group(axis, place)) for axis in ("row", "col"))
+    return tuple(float(part.sum()) for part in _cut(problem, q, kv))  # type: ignore[return-value]
+
+
 class Needs(NamedTuple):
     """For each place, the members of its groups, and whether it needs the shard of each."""
 
@@ -39,21 +47,38 @@ class Needs(NamedTuple):
     live_blocks: Floats
 
 
+class Segments(NamedTuple):
+    """The place, and the start and length, of every segment."""
+
+    place: NDArray[np.int64]
+    spans: Floats
+
+
 @lru_cache(maxsize=64)
 def work(problem: Problem, layout: Layout, ulysses: int) -> Work:
     places = problem.ranks // ulysses
-    matrix = BlockMatrix(problem, layout, Assignment(Tile(1, places), ulysses))
-    (q_place, q), (kv_place, kv) = (_segments(matrix, axis, places) for axis in ("row", "col"))
-    whole: Floats = q[:, 1, None] * kv[None, :, 1]
+    matrix = _of_degree(problem, layout, ulysses)
+    q, kv = (_segments(matrix, axis, range(places)) for axis in ("row", "col"))
+    return Work(*(_by_place(part, q.place, kv.place, places) for part in _cut(problem, q, kv)))
+
+
+def _of_degree(problem: Problem, layout: Layout, ulysses: int) -> BlockMatrix:
+    """A matrix with the shards of every tile of a Ulysses degree."""
+    return block_matrix(problem, layout, Assignment(Tile(1, problem.ranks // ulysses), ulysses))
+
+
+def _cut(problem: Problem, q: Segments, kv: Segments) -> tuple[Floats, Floats]:
+    """Pairs of every two segments: of those that the mask leaves whole, and of the others."""
+    whole: Floats = q.spans[:, 1, None] * kv.spans[None, :, 1]
     docs = problem.mask.documents
     if docs is not None and docs.q == docs.kv:
-        left = _pairs_in_documents(q, docs.q, is_causal=problem.mask.right is not None)
+        left = _pairs_in_documents(q.spans, docs.q, is_causal=problem.mask.right is not None)
     else:
-        left = _pairs_in_band(q, kv, problem, whole)
+        left = _pairs_in_band(q.spans, kv.spans, problem, whole)
     is_whole = left == whole
     if problem.mask == causal() and problem.seq_q == problem.seq_kv:  # a place attends its own block in one masked call
-        is_whole &= q_place[:, None] != kv_place[None, :]
-    return Work(*(_by_place(part, q_place, kv_place, places) for part in (left * is_whole, left * ~is_whole)))
+        is_whole &= q.place[:, None] != kv.place[None, :]
+    return left * is_whole, left * ~is_whole
 
 
 def _pairs_in_band(q: Floats, kv: Floats, problem: Problem, whole: Floats) -> Floats:
@@ -84,11 +109,10 @@ def _pairs_in_documents(segments: Floats, given: tuple[int, ...], *, is_causal: 
     return found
 
 
-def _segments(matrix: BlockMatrix, axis: Axis, places: int) -> tuple[NDArray[np.int64], Floats]:
-    """The place, and the start and length, of every segment."""
-    found = [(place, s[0], s[-1] + 1 - s[0]) for place in range(places) for s in matrix.segments(axis, place)]
+def _segments(matrix: BlockMatrix, axis: Axis, places: Iterable[int]) -> Segments:
+    found = [(place, s[0], s[-1] + 1 - s[0]) for place in places for s in matrix.segments(axis, place)]
     table = np.array(found, dtype=float).reshape(-1, 3)
-    return table[:, 0].astype(int), table[:, 1:]
+    return Segments(table[:, 0].astype(int), table[:, 1:])
 
 
 def _pairs_up_to(lead: Floats, queries: Floats, keys: Floats) -> Floats:
