@@ -214,9 +214,9 @@ def _caption(answer: Answer, no_room: str) -> str:
         f"Below the empty line: more than {FORECAST_ERROR:.0%} slower than the fastest.".replace("%", " %")
         if is_cut
         else "",
-        "2x4: query shards x KV shards of a rank; inner: the part of that grid in one node; a "
-        "choice without blocks per call groups them by price. exposed: the time in which the busiest rank does not compute. "
-        "Bytes are what an average rank sends; × bound: relative to the lower bound.",
+        "2x4: query shards x KV shards of a rank; inner: the part of that grid in one node; a choice without blocks "
+        "per call groups them by price. exposed: the time in which the busiest rank does not compute. Bytes are what "
+        "an average rank sends; × bound: relative to the lower bound.",
     ]
     if any(trial.is_bound for trial in tuning.trials):
         words.append("≥: an estimated lower bound; this library has no plan for that method.")

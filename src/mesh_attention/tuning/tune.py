@@ -139,17 +139,17 @@ def _trials(searches: dict[Direction, PassSearch]) -> list[Trial]:
     for family in FAMILIES:
         by_pass = {direction: search.best(family) for direction, search in searches.items()}
         if all(by_pass.values()):
-            trials.append(_trial(family, {direction: _simplest(tried) for direction, tried in by_pass.items()}))
+            trials.append(_trial({direction: _simplest(tried) for direction, tried in by_pass.items()}))
     return trials
 
 
 def _mixed(searches: dict[Direction, PassSearch]) -> list[Trial]:
-    """The fastest choice of each pass, of whatever family; it goes by the family of the first pass."""
+    """The fastest choice of each pass, of whatever family."""
     by_pass = {direction: search.best() for direction, search in searches.items()}
     if not all(by_pass.values()):
         return []
     tried = {direction: _simplest(found) for direction, found in by_pass.items()}
-    return [_trial(next(iter(tried.values())).choice.family, tried)]
+    return [_trial(tried)]
 
 
 def _simplest(tried: Sequence[Tried]) -> Tried:
@@ -157,9 +157,10 @@ def _simplest(tried: Sequence[Tried]) -> Tried:
     return min(near, key=lambda one: complexity(one.choice))
 
 
-def _trial(family: Family, tried: dict[Direction, Tried]) -> Trial:
+def _trial(tried: dict[Direction, Tried]) -> Trial:
+    """A trial of these choices. If its passes are of different families, it goes by the less simple one."""
     return Trial(
-        family=family,
+        family=max((one.choice.family for one in tried.values()), key=FAMILIES.index),
         choices={direction: one.choice for direction, one in tried.items()},
         forecasts={direction: one.forecast for direction, one in tried.items()},
     )
@@ -179,7 +180,7 @@ def _one_choice(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) 
     tried = {tried.choice: tried for tried in backward.best()}
     for one in forward.best():
         if one.choice in tried:
-            trial = _trial(one.choice.family, dict(zip(searches, (one, tried[one.choice]), strict=True)))
+            trial = _trial(dict(zip(searches, (one, tried[one.choice]), strict=True)))
             found[trial.family] = min(found.get(trial.family, trial), trial, key=lambda trial: trial.time_s)
     return list(found.values())
 
@@ -201,7 +202,7 @@ def _exchanged_once(searches: dict[Direction, PassSearch]) -> list[Trial]:
         choices = {d: replace(tried.choice, keep=("own",)) for d, tried in pair.items()}
         kept = {d: Tried(choice, searches[d].simulate(choice)) for d, choice in choices.items()}
         if all(tried.forecast.peak_nbytes <= searches[d].limit_nbytes for d, tried in kept.items()):
-            trials.append(_trial(kept["forward"].choice.family, kept))
+            trials.append(_trial(kept))
     return trials
 
 
@@ -214,7 +215,7 @@ def _kept(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> lis
                 choice = replace(shape, keep=keep)
                 tried = {d: Tried(choice, search.simulate(choice)) for d, search in searches.items()}
                 if all(t.forecast.peak_nbytes <= searches[d].limit_nbytes for d, t in tried.items()):
-                    found.append(_trial(trial.family, tried))
+                    found.append(_trial(tried))
     return found
 
 
