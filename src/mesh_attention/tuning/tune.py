@@ -239,16 +239,23 @@ def _priced_again(trials: list[Trial], searches: dict[Direction, PassSearch]) ->
 
 def _ranked(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     """The chosen one, then the best of every other family with the reason why it is not chosen, fastest first."""
-    chosen = _simplest_trial([trial for trial in trials if not trial.is_bound], NEAR_TIE)
-    families = {trial.family: [t for t in trials if t.family == trial.family] for trial in trials}
-    others = [_simplest_trial(same, SAME_TIME) for family, same in families.items() if family != chosen.family]
-    losers = [replace(t, reason=why_not(t, chosen, NEAR_TIE)) for t in sorted(others, key=lambda t: t.time_s)]
+    best = [_best([t for t in trials if t.family == family]) for family in dict.fromkeys(t.family for t in trials)]
+    best.sort(key=lambda trial: trial.time_s)
+    near = _near([trial for trial in best if not trial.is_bound], NEAR_TIE)
+    chosen = min(near, key=lambda trial: trial.complexity)
+    losers = [replace(trial, reason=why_not(trial, chosen, NEAR_TIE)) for trial in best if trial is not chosen]
     return (chosen, *losers)
 
 
-def _simplest_trial(trials: Sequence[Trial], slower: float) -> Trial:
+def _best(trials: Sequence[Trial]) -> Trial:
+    """The fastest trial of a family, unless one with a single choice for both passes is as fast."""
+    return min(_near(trials, SAME_TIME), key=lambda trial: (len(set(trial.choices.values())), trial.time_s))
+
+
+def _near(trials: Sequence[Trial], slower: float) -> list[Trial]:
+    """The trials within a share of the fastest."""
     fastest_s = min(trial.time_s for trial in trials)
-    return min((t for t in trials if t.time_s <= fastest_s * (1 + slower)), key=lambda trial: trial.complexity)
+    return [trial for trial in trials if trial.time_s <= fastest_s * (1 + slower)]
 
 
 def _does_not_fit(searches: dict[Direction, PassSearch], limit: float) -> MemoryLimitError:
