@@ -17,7 +17,7 @@ NEAR_TIE = 0.02
 """Among trials within this share of the fastest, the simplest is chosen. Forecasts cannot tell them apart, and a choice
 that is simpler but not the fastest may cost this much, no more."""
 FORECAST_ERROR = 0.09
-"""Forecasts of 24 passes replayed on an H200 differ at most this much from the measured times
+"""Forecasts of 32 passes replayed on an H200 differ at most this much from the measured times
 (benchmarks/results/how_close_to_one_kernel.txt); those on an emulated network by 8 % (how_fast_on_a_slow_network.txt).
 """
 
