@@ -664,3 +664,9 @@ def test_the_installed_command_exits_with_the_code_of_main() -> None:
     line = [sys.executable, "-c", code, *EXAMPLE.split(), "--tile", "3x5"]
     finished = subprocess.run(line, capture_output=True, text=True, check=False, encoding="utf-8")
     assert_refused(Outcome(finished.returncode, finished.stdout, finished.stderr), "3x5")
+
+
+def test_simulate_answers_on_many_ranks_and_says_which_one_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "simulate --cluster h100x2048 --seq 2m --heads 8 --kv-heads 8 --causal --tile 32x64"
+    assert main(command.split()) == 0, capsys.readouterr().err
+    assert "Rank 2047 is shown: the last of 2048, whose calls stand for all." in capsys.readouterr().out

@@ -221,6 +221,8 @@ def _print(
 def _why_these(shown: Sequence[int], ranks: int) -> str:
     if len(shown) == ranks:
         return f"All {ranks} ranks are shown." if ranks > 1 else ""
+    if len(shown) == 1:
+        return f"Rank {shown[0]} is shown: the last of {ranks}, whose calls stand for all."
     return "Ranks {}, {} and {} are shown: the first, the middle and the last of {}.".format(*shown, ranks)
 
 
