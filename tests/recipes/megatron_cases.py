@@ -243,6 +243,7 @@ def refusals() -> None:
         "clip": lambda: mesh_of(config_of(qk_clip=True)),
         "graph": lambda: mesh_of(config_of(cuda_graph_impl="local")),
         "layout": lambda: mesh_of(config_of(), layout="contiguous"),
+        "layout of a choice": lambda: mesh_of(config_of(), choice="ring 1x4, striped"),
         "option": lambda: mesh_of(config_of(), clustr="h100x4"),
         "mask": lambda: attention(q, k, v, torch.zeros(1, 1, SEQ, SEQ, dtype=torch.bool)),
         "bias": lambda: attention(q, k, v, None, attention_bias=torch.zeros(1, HEADS, SEQ, SEQ)),

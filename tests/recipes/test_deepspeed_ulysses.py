@@ -51,6 +51,7 @@ def test_tokens_are_in_the_dim_that_gather_idx_names(gather_idx: int) -> None:
         ({"local_attention": torch.nn.Identity()}, "local_attention is a Identity: expected None"),
         ({"scatter_idx": 1}, "scatter_idx=1, gather_idx=0: expected heads in dim 2"),
         ({"sp_stream": object()}, "sp_stream is not supported"),
+        ({"choice": "ring 1x1"}, "choice= cannot be given here, because it decides the order of tokens too"),
     ],
 )
 def test_a_module_that_cannot_be_right_is_refused(made: dict[str, Any], message: str) -> None:

@@ -49,6 +49,11 @@ class MeshDistributedAttention(nn.Module):
             )
         if sp_stream is not None:
             raise UsageError("sp_stream is not supported: transfers overlap with compute anyway; leave it out")
+        if "choice" in options:
+            raise UsageError(
+                "choice= cannot be given here, because it decides the order of tokens too; give method=, tile= or "
+                "ulysses_degree= instead"
+            )
         self.gather_idx, self.num_kv_heads, self.call = gather_idx, num_kv_heads, dict(call or {})
         self.attention = attention_of(sequence_process_group, **{"layout": "contiguous", **options})
 

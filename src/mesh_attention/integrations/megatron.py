@@ -70,6 +70,11 @@ class MeshCoreAttention(MegatronModule):  # type: ignore[misc] # Megatron has no
         self.window_size = tuple(config.window_size) if has_window else NO_WINDOW
         self._make_softmax_offset(heads=config.num_attention_heads // groups.tp.size())
         self.attention = attention_of(groups.cp, **options)
+        if not isinstance(self.attention.layout, Zigzag):  # by layout=, or in a choice
+            raise UsageError(
+                f"the layout is {self.attention.layout.name}: expected zigzag, the order in which Megatron cuts "
+                "sequences; leave it out"
+            )
 
     def _make_softmax_offset(self, *, heads: int) -> None:
         """Make the scores of attention sinks, one for each head of this tensor-parallel rank."""
@@ -128,7 +133,8 @@ class MeshCoreAttention(MegatronModule):  # type: ignore[misc] # Megatron has no
             )
         return packed
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # the layout of a batch is no argument of the operator
+    # The operator that compilers see takes no layout.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _attend_packed(self, tensors: tuple[Tensor, ...], options: CallOptions, packed: Packed) -> tuple[Tensor, ...]:
         options = options._replace(cu_seqlens_q=packed.cuts)
         engine = self.attention.engines.find([tensors], options, layout=packed.layout)
@@ -262,9 +268,10 @@ def _check_config(
             f"cuda_graph_impl={config.cuda_graph_impl!r} is not supported: ranks talk about new calls, which a graph "
             "of the layer cannot capture; leave it out, or give MeshCoreAttention cuda_graphs=True"
         )
-    for name in ("layout", "tensor_format"):
-        if name in options:
-            raise UsageError(f"{name}= cannot be given to MeshCoreAttention, because Megatron decides it; leave it out")
+    if "tensor_format" in options:
+        raise UsageError(
+            "tensor_format= cannot be given to MeshCoreAttention, because Megatron decides it; leave it out"
+        )
 
 
 def _check_call(

@@ -30,8 +30,9 @@ from mesh_attention.integrations.transformers.trainer_settings import refusals
 
 Base: Any = object
 """In use, the Trainer class that follows the mixin."""
+STATES_DOCUMENTS = ("cu_seq_lens_q", "position_ids")
 OF_NO_USE = ("seq_idx",)
-"""What TRL adds to packed batches for recurrent layers, which mesh attention refuses; cu_seq_lens says the same."""
+"""What TRL adds to packed batches for recurrent layers, which mesh attention refuses. The names above say the same."""
 
 
 class MeshTrainerMixin(Base):  # type: ignore[misc]
@@ -71,7 +72,8 @@ class MeshTrainerMixin(Base):  # type: ignore[misc]
         return local, _count(local) if local else None
 
     def _shard(self, batch: Mapping[str, Any], *, is_newest: bool = True) -> dict[str, Any]:
-        known = {name: value for name, value in batch.items() if name not in OF_NO_USE}
+        dropped = OF_NO_USE if any(batch.get(name) is not None for name in STATES_DOCUMENTS) else ()
+        known = {name: value for name, value in batch.items() if name not in dropped}
         if is_newest:
             known |= self._without_repeated(known)
         attention, shift = self.mesh_attention, self._loss_shifts_labels
@@ -104,6 +106,8 @@ class MeshTrainerMixin(Base):  # type: ignore[misc]
 
     def _gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
         """Rows of all batches in order, once for each group, whose ranks all have them; single numbers of all ranks."""
+        if use_gather_object:
+            raise UsageError("use_gather_object=True is not supported; leave it out: rows are gathered as tensors")
         state = self.accelerator.gradient_state
         kept = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
