@@ -13,8 +13,7 @@ from shutil import which
 
 import torch
 import torch.distributed as dist
-
-from mesh_attention.testing.run_ranks import share_one_gpu
+from run_ranks import share_one_gpu
 
 MPS = "nvidia-cuda-mps-control"
 MPS_S = 20

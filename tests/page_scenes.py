@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, window
-from mesh_attention.drawing.page import Scene
 from mesh_attention.masks import Mask
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
+from mesh_attention_lab.drawing.page import Scene
 
 
 def scene(

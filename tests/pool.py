@@ -1,6 +1,6 @@
 """Real ranks for the tests: one pool of eight workers for a whole process, and scripts as python or torchrun run them.
 
-All of them are forked from one server (`mesh_attention.testing.run_ranks`), which saves each the import of torch.
+All of them are forked from one server (`run_ranks.py`), which saves each the import of torch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from run_ranks import RankPool, process_context
 from torch.distributed import TCPStore
-
-from mesh_attention.testing.run_ranks import RankPool, process_context
 
 
 @lru_cache(maxsize=1)

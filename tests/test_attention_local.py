@@ -21,16 +21,16 @@ from attention_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import plans
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.comm.local import LocalGroup
-from mesh_attention.comm.wrappers import Counting
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import rank_costs
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
-from mesh_attention.testing.strategies import plans
+from mesh_attention.testing.wrappers import Counting
 
 TOLERANCE = 1e-12
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from pool import shared_pool
+from run_ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
@@ -20,7 +21,6 @@ from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
 from mesh_attention.integrations.batches import batch_loss, count_items, is_sharded, reduce_loss, shard_batch
 from mesh_attention.plan.layout import LAYOUTS
-from mesh_attention.testing.run_ranks import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -36,10 +36,10 @@ from mesh_attention.calibration.fit import (
 )
 from mesh_attention.calibration.kernels import Shape, call_flops
 from mesh_attention.calibration.links import pair_sets
-from mesh_attention.cli.main import main
 from mesh_attention.clusters import cluster_named, read_cluster
 from mesh_attention.errors import TopologyError
 from mesh_attention.topology import Device, KernelRate, LinkClass, Topology
+from mesh_attention_lab.cli.main import main
 
 # Made-up times
 
@@ -306,7 +306,7 @@ def test_a_measurement_becomes_a_file_that_reads_back(tmp_path: Path, capsys: py
     assert min(min(m["one_way_s"], m["both_ways_s"]) for m in measurement["messages"]) > 0
 
 
-SCRIPT = "import sys; from mesh_attention.cli.main import main; sys.exit(main())"
+SCRIPT = "import sys; from mesh_attention_lab.cli.main import main; sys.exit(main())"
 
 
 def test_under_torchrun_all_ranks_measure_and_one_writes(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def joined_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
         def joined() -> Iterator[tuple[Any, torch.device]]:
             yield comm, torch.device("cpu")
 
-        monkeypatch.setattr("mesh_attention.cli.calibrate.joined_group", joined)
+        monkeypatch.setattr("mesh_attention_lab.cli.calibrate.joined_group", joined)
         monkeypatch.setenv("RANK", str(comm.rank))
         monkeypatch.setenv("WORLD_SIZE", str(comm.size))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(comm.size))
@@ -423,7 +423,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mesh_attention.cli.calibrate.run_processes", None)
+    monkeypatch.setattr("mesh_attention_lab.cli.calibrate.run_processes", None)
     (tmp_path / "folder").mkdir()
     (tmp_path / "there.toml").touch()
     assert main(["calibrate", *arguments]) == 2

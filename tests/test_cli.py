@@ -24,12 +24,12 @@ from mesh_attention import (
     rank_costs,
     read_plan,
 )
-from mesh_attention.cli.main import COMMANDS, app, main
-from mesh_attention.cli.terminal import PALETTE
 from mesh_attention.plan.queries import sampled_ranks
 from mesh_attention.plan.steps import Attend
 from mesh_attention.planning.limits import limits
 from mesh_attention.verification.rules import RULES
+from mesh_attention_lab.cli.main import COMMANDS, app, main
+from mesh_attention_lab.cli.terminal import PALETTE
 
 EXAMPLE = "plan --ranks 16 --tile 4x4 --seq 128k --heads 32 --kv-heads 8 --head-dim 128 --causal"
 SMALL = "plan --ranks 4 --seq 64 --heads 4 --kv-heads 2 --head-dim 8"
@@ -212,7 +212,7 @@ def test_a_pipe_gets_no_colour(run: Run) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
 def test_output_that_cannot_be_written_is_one_line() -> None:
-    program = "import sys; from mesh_attention.cli.main import main; sys.exit(main())"
+    program = "import sys; from mesh_attention_lab.cli.main import main; sys.exit(main())"
     with open("/dev/full", "w") as full_disk:
         found = subprocess.run(
             [sys.executable, "-c", program, *SMALL.split()], stdout=full_disk, stderr=subprocess.PIPE, text=True
@@ -660,7 +660,7 @@ def test_the_version_is_the_packages(run: Run) -> None:
 
 
 def test_the_installed_command_exits_with_the_code_of_main() -> None:
-    code = "import sys; from mesh_attention.cli.main import main; sys.exit(main())"
+    code = "import sys; from mesh_attention_lab.cli.main import main; sys.exit(main())"
     line = [sys.executable, "-c", code, *EXAMPLE.split(), "--tile", "3x5"]
     finished = subprocess.run(line, capture_output=True, text=True, check=False, encoding="utf-8")
     assert_refused(Outcome(finished.returncode, finished.stdout, finished.stderr), "3x5")

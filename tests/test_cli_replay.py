@@ -16,14 +16,14 @@ import torch
 from test_cli import Outcome, Run, as_json, assert_refused
 
 from mesh_attention import Problem, causal, cluster_named, make_plan
-from mesh_attention.cli.main import main
-from mesh_attention.cli.replay import read_methods
-from mesh_attention.cli.replay_report import replay_columns
-from mesh_attention.cli.tables import fitting
-from mesh_attention.drawing.rates import Bar, BarGroup, rate_chart
 from mesh_attention.errors import UsageError
-from mesh_attention.replay.result import Row
 from mesh_attention.topology import Topology
+from mesh_attention_lab.cli.main import main
+from mesh_attention_lab.cli.replay import read_methods
+from mesh_attention_lab.cli.replay_report import replay_columns
+from mesh_attention_lab.cli.tables import fitting
+from mesh_attention_lab.drawing.rates import Bar, BarGroup, rate_chart
+from mesh_attention_lab.replay.result import Row
 
 run = test_cli.run
 """The fixture."""
@@ -157,7 +157,7 @@ def test_without_a_cluster_this_device_and_its_link_are_measured(run: Run, monke
         measured.append(problem)
         return cluster_named("laptopx4")
 
-    monkeypatch.setattr("mesh_attention.replay.cluster.measure_cluster", measure)
+    monkeypatch.setattr("mesh_attention_lab.replay.cluster.measure_cluster", measure)
     found = as_json(run(f"replay {SIZES} --device cpu --rounds 1 --methods ring --json"))
     assert measured == [PROBLEM]
     assert found["is_measured"]
@@ -240,8 +240,8 @@ def test_a_gpu_that_is_not_there_is_refused(run: Run) -> None:
 
 
 def test_plans_that_do_not_fit_are_refused_before_anything_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mesh_attention.replay.device.free_nbytes", lambda device: 1024)
-    monkeypatch.setattr("mesh_attention.replay.replay.replay", None)
+    monkeypatch.setattr("mesh_attention_lab.replay.device.free_nbytes", lambda device: 1024)
+    monkeypatch.setattr("mesh_attention_lab.replay.replay.replay", None)
     assert_refused(run(REPLAY), "ring needs ", "but cpu has 1.00 KiB free; use more ranks")
 
 

@@ -13,11 +13,7 @@ import test_cli
 from test_cli import Run, as_json, assert_refused
 
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, read_plan
-from mesh_attention.cli.tables import Column, fitting, table_of
-from mesh_attention.cli.terminal import busy_shares, draw_lanes, shade
-from mesh_attention.cli.tune_report import explicit_code, filled
 from mesh_attention.clusters import cluster_to_toml, find_cluster
-from mesh_attention.drawing.times import ChartPoint
 from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
@@ -29,8 +25,12 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
 from mesh_attention.tuning.planner import plain_choice, ring_like
 from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning, tuning_from_json
-from mesh_attention.tuning.sweep import MAIN_METHODS, doubled
 from mesh_attention.tuning.tune import tune, tuned_plans
+from mesh_attention_lab.cli.tables import Column, fitting, table_of
+from mesh_attention_lab.cli.terminal import busy_shares, draw_lanes, shade
+from mesh_attention_lab.cli.tune_report import explicit_code, filled
+from mesh_attention_lab.drawing.times import ChartPoint
+from mesh_attention_lab.sweep import MAIN_METHODS, doubled
 
 run = test_cli.run
 """The fixture."""

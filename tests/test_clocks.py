@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders.clocks import Clocks, price_moves
 from orders.optimum import optimal_moves
+from strategies import directions
 
 from mesh_attention import Costs, ScheduleError, Tile
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.plan.text import parse_move
 from mesh_attention.planning.greedy import OWN_ROW_WORTHS, CountedOrder, greedy_moves
-from mesh_attention.testing.strategies import directions
 
 COSTS = st.builds(Costs, **{kind: st.floats(0.05, 12) for kind in KINDS})
 SMALL_TILES = st.builds(Tile, st.integers(1, 3), st.integers(1, 3))

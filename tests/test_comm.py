@@ -13,10 +13,10 @@ from mesh_attention.api import MeshAttention
 from mesh_attention.comm.base import Comm, Parcel
 from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.torch_dist import TorchComm
-from mesh_attention.comm.wrappers import Counting, Delaying, Failing
 from mesh_attention.errors import StalledError, TransportError
 from mesh_attention.execution.driving import drive, drive_together
 from mesh_attention.testing.comm_conformance import CHECKS, Check
+from mesh_attention.testing.wrappers import Counting, Delaying, Failing
 
 WRAPPERS: dict[str, Callable[[Comm], Comm]] = {
     "bare": lambda comm: comm,

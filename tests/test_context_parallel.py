@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import shared_pool
+from run_ranks import RankPool
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -24,7 +25,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from mesh_attention import MeshAttention, MeshAttentionError
 from mesh_attention.integrations.checkpointing import saved_attention
 from mesh_attention.integrations.context_parallel import context_parallel, context_parallel_unshard
-from mesh_attention.testing.run_ranks import RankPool
 
 F64 = torch.float64
 

@@ -16,18 +16,18 @@ from test_draw import check_trace, page_data
 
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, rank_costs
 from mesh_attention.calibration.fit import CallTime, Measurement, MemoryTimes
-from mesh_attention.cli import demo as demo_command_module
-from mesh_attention.cli import demo_report
-from mesh_attention.cli.demo import _methods, _problem, _report, _row, _verdict
-from mesh_attention.cli.demo_worker import Measured, Seen, make_inputs
-from mesh_attention.cli.main import main
-from mesh_attention.comm.launch import WorkerError, run_processes
-from mesh_attention.execution.recorder import record
+from mesh_attention_lab.cli import demo as demo_command_module
+from mesh_attention_lab.cli import demo_report
+from mesh_attention_lab.cli.demo import _methods, _problem, _report, _row, _verdict
+from mesh_attention_lab.cli.demo_worker import Measured, Seen, make_inputs
+from mesh_attention_lab.cli.main import main
+from mesh_attention_lab.launch import WorkerError, run_processes
+from mesh_attention_lab.recorder import record
 
 # Smaller forecasts than the demo's; test_page.py has 64 ranks.
 PROGRAM = """import sys
-from mesh_attention.cli import demo_report
-from mesh_attention.cli.main import main
+from mesh_attention_lab.cli import demo_report
+from mesh_attention_lab.cli.main import main
 demo_report.FORECAST_RANKS = (6, 8)
 sys.exit(main())
 """

@@ -17,7 +17,7 @@ from pool import run_script, shared_pool
 from snippets import Block, blocks, commands, differences, is_session, run_here, run_in_order
 
 from mesh_attention import errors
-from mesh_attention.cli.main import main
+from mesh_attention_lab.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -222,7 +222,7 @@ def test_anchors_are_the_same_on_every_site() -> None:
 
 def test_the_folder_map_names_every_module() -> None:
     page = (DOCS / "architecture.md").read_text()
-    for path in (ROOT / "src" / "mesh_attention").glob("*/*.py"):
+    for path in (ROOT / "src").glob("*/*/*.py"):
         if (
             path.parent.name not in ("cli", "testing")  # the folder map says what these hold as a whole
             and path.stem != "__init__"

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mesh_attention import Plan, Problem, causal, cluster_named, make_plan, plan_to_json, scenes
-from mesh_attention.cli.main import main
-from mesh_attention.drawing.page import Scene
-from mesh_attention.drawing.trace import to_perfetto
+from mesh_attention import Plan, Problem, causal, cluster_named, make_plan, plan_to_json
 from mesh_attention.plan.steps import Attend
 from mesh_attention.plan.text import format_step
-from mesh_attention.scenes import explorer_scenes, rival_scenes, scene_of, timelines_of
+from mesh_attention_lab import scenes
+from mesh_attention_lab.cli.main import main
+from mesh_attention_lab.drawing.page import Scene
+from mesh_attention_lab.drawing.trace import to_perfetto
+from mesh_attention_lab.scenes import explorer_scenes, rival_scenes, scene_of, timelines_of
 
 SIZES = "--seq 4k --heads 8 --kv-heads 4 --head-dim 64 --causal"
 DRAW = f"draw --ranks 4 --tile 2x2 {SIZES}"

@@ -19,13 +19,13 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from test_imports import modules_after
 
-from mesh_attention.drawing.canvas import save_chart
-from mesh_attention.drawing.gantt import gantt
-from mesh_attention.drawing.scales import linear_ticks, log_ticks, spaced
-from mesh_attention.drawing.times import Box, ChartPoint, along, clearest, spread, time_chart
-from mesh_attention.drawing.trace import to_perfetto, write_trace
 from mesh_attention.errors import UsageError
 from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined, rank_tracks
+from mesh_attention_lab.drawing.canvas import save_chart
+from mesh_attention_lab.drawing.gantt import gantt
+from mesh_attention_lab.drawing.scales import linear_ticks, log_ticks, spaced
+from mesh_attention_lab.drawing.times import Box, ChartPoint, along, clearest, spread, time_chart
+from mesh_attention_lab.drawing.trace import to_perfetto, write_trace
 
 TWO_NS_IN_US = 0.002
 """A trace counts whole nanoseconds, and spans that touch do so in it as well."""
@@ -523,10 +523,9 @@ def test_the_same_chart_is_the_same_file(tmp_path: Path, suffix: str, start: byt
 
 
 def test_drawing_imports_matplotlib_only_when_it_draws() -> None:
-    assert (
-        "matplotlib" not in modules_after("import mesh_attention.drawing.times, mesh_attention.drawing.trace").split()
-    )
-    draw = "from mesh_attention.drawing.times import *\ntime_chart([ChartPoint('ring', 8, 1, 0)], x='ranks')"
+    loaded = modules_after("import mesh_attention_lab.drawing.times, mesh_attention_lab.drawing.trace")
+    assert "matplotlib" not in loaded.split()
+    draw = "from mesh_attention_lab.drawing.times import *\ntime_chart([ChartPoint('ring', 8, 1, 0)], x='ranks')"
     loaded = modules_after(draw).split()
     assert "matplotlib" in loaded
     assert "matplotlib.pyplot" not in loaded

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import shared_pool
+from run_ranks import RankPool
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -18,7 +19,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from mesh_attention import MeshAttention, UsageError
 from mesh_attention.integrations.context_parallel import context_parallel
 from mesh_attention.integrations.dtensors import attend_dtensor
-from mesh_attention.testing.run_ranks import RankPool
 
 F64 = torch.float64
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from mesh_attention import Problem, ShardedCache, causal, cluster_named, make_plan, rank_costs
 from mesh_attention.comm.base import Parcel
-from mesh_attention.comm.replay import JoinedComm
 from mesh_attention.errors import MemoryLimitError, ProblemError, TopologyError
 from mesh_attention.masks import BlockKind
 from mesh_attention.plan.assignment import Tile, tiles_of
@@ -22,8 +21,6 @@ from mesh_attention.plan.decoding import MOST_DECODED
 from mesh_attention.plan.layout import Turn
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.limits import limits
-from mesh_attention.replay import decoding as replayed
-from mesh_attention.replay.actor import Actor, BaselineKernel
 from mesh_attention.serving import CachedLayer
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Link, Topology
@@ -39,7 +36,10 @@ from mesh_attention.tuning.decoding import (
 from mesh_attention.tuning.decoding import travel_words as decode_travel_words
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.tuning.tune import tune
-from mesh_attention.tuning.turns import travel_words, turn_rivals
+from mesh_attention_lab.replay import decoding as replayed
+from mesh_attention_lab.replay.actor import Actor, BaselineKernel
+from mesh_attention_lab.replay.transport import JoinedComm
+from mesh_attention_lab.turns import travel_words, turn_rivals
 
 CPU = torch.device("cpu")
 NODES = cluster_named("h100x16")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from pool import shared_pool
+from run_ranks import RankPool
 from tiny_models import Exact, make_model
 from torch import Tensor
 from transformers import DynamicCache, MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
@@ -24,7 +25,6 @@ from mesh_attention.errors import DisagreementError, MaskError, UsageError
 from mesh_attention.integrations.transformers import GenerationCache, register, unregister
 from mesh_attention.integrations.transformers import cache as cache_module
 from mesh_attention.serving import ShardedCache
-from mesh_attention.testing.run_ranks import RankPool
 
 Result = tuple[list[Any], list[Tensor]]
 """Tokens, and the logits that they were chosen from."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import directions
 
 from mesh_attention import Costs, Problem, ScheduleError, Tile, causal, estimate_costs, make_plan
 from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import KINDS, Direction
 from mesh_attention.planning.greedy import greedy_moves
-from mesh_attention.testing.strategies import directions
 
 COSTS = st.builds(Costs, **{kind: st.floats(0.01, 50) for kind in KINDS})
 TILES = st.builds(Tile, st.integers(1, 9), st.integers(1, 9))

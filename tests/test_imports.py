@@ -27,7 +27,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "verification": (*VALUES, "plan"),
     "simulation": (*VALUES, "plan", "topology", "timeline"),
     "tuning": (*VALUES, "plan", "planning", "simulation", "topology", "timeline"),
-    "drawing": (*VALUES, "topology", "timeline", "plan"),
     "kernels": VALUES,
     "comm": VALUES,
     "execution": (*VALUES, "arguments", "plan", "topology", "timeline", "kernels", "comm"),
@@ -42,21 +41,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "comm",
         "execution",
         "calibration",
-    ),
-    "replay": (
-        *VALUES,
-        "plan",
-        "planning",
-        "simulation",
-        "tuning",
-        "topology",
-        "timeline",
-        "kernels",
-        "comm",
-        "arguments",
-        "execution",
-        "calibration",
-        "serving",
     ),
     "arguments": VALUES,
     "api": (
@@ -75,31 +59,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "serving": (*VALUES, "plan", "kernels", "comm", "execution", "arguments", "api"),
     "integrations": (*VALUES, "plan", "kernels", "comm", "execution", "arguments", "api", "serving"),
-    "testing": (*VALUES, "plan", "planning", "verification", "kernels", "comm"),
-    "scenes": (*VALUES, "plan", "planning", "simulation", "tuning", "topology", "timeline", "drawing"),
-    "cli": (
-        *VALUES,
-        "scenes",
-        "plan",
-        "planning",
-        "verification",
-        "arguments",
-        "api",
-        "comm",
-        "execution",
-        "topology",
-        "clusters",
-        "calibration",
-        "timeline",
-        "simulation",
-        "tuning",
-        "drawing",
-        "replay",
-        "machine",
-    ),
+    "testing": (*VALUES, "plan", "kernels", "comm"),
 }
 WITH_TORCH = (
-    *("kernels", "comm", "execution", "calibration", "machine", "replay"),
+    *("kernels", "comm", "execution", "calibration", "machine"),
     *("arguments", "api", "serving", "integrations", "testing"),
 )
 
@@ -147,6 +110,17 @@ def test_imports_go_one_way() -> None:
             assert not surplus, f"{path.relative_to(ROOT)} imports {', '.join(sorted(surplus))}"
 
 
+def test_the_library_does_not_know_the_lab() -> None:
+    for path in ROOT.rglob("*.py"):
+        assert not any(name.startswith("mesh_attention_lab") for name in imported_modules(path)), path
+
+
+def test_the_library_loads_nothing_of_the_command_line() -> None:
+    modules = [_module_name(path) for path in ROOT.rglob("*.py") if _part(path) not in ("integrations", "testing")]
+    loaded = modules_after(f"import {', '.join(modules)}").split()
+    assert not {"rich", "typer", "mesh_attention_lab"} & set(loaded)
+
+
 def test_the_test_for_directions_can_fail(tmp_path: Path) -> None:
     upside_down = tmp_path / "layout.py"
     upside_down.write_text("def f():\n    from mesh_attention.planning.mesh import plan_mesh\n")
@@ -156,7 +130,7 @@ def test_the_test_for_directions_can_fail(tmp_path: Path) -> None:
 def test_torch_distributed_is_imported_where_groups_are_handled_only() -> None:
     for path in ROOT.rglob("*.py"):
         if any(name.startswith("torch.distributed") for name in imported_modules(path)):
-            assert _part(path) in ("comm", "integrations", "testing", "cli"), path
+            assert _part(path) in ("comm", "integrations", "testing"), path
 
 
 def test_a_tuning_is_forgotten_when_anything_it_may_follow_from_changes() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import layouts, listed
 from torch.distributed.tensor import Shard
 
 from mesh_attention import Layout, ParseError, Problem, Striped, Zigzag, causal, flops_by_rank, imbalance, make_plan
@@ -21,7 +22,6 @@ from mesh_attention.plan.layout import (
     permutation,
     position_ids,
 )
-from mesh_attention.testing.strategies import layouts, listed
 
 
 @given(layouts(), st.integers(0, 200), st.integers(1, 40))

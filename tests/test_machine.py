@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs, window
-from mesh_attention.cli.main import main
 from mesh_attention.clusters import PRESETS, cluster_to_toml, read_cluster
 from mesh_attention.errors import TopologyError
 from mesh_attention.machine.choosing import Chosen, Tuner, by_bytes, find_alike
@@ -25,6 +24,7 @@ from mesh_attention.plan.layout import Contiguous, Zigzag
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.planning.choice import Choice, least_volume_choice
 from mesh_attention.topology import Link
+from mesh_attention_lab.cli.main import main
 
 H200 = "NVIDIA H200"
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from run_ranks import RankPool
 from torch import Tensor
 
 from mesh_attention import LocalGroup, MeshAttention, masks
 from mesh_attention.comm.torch_dist import TorchComm
-from mesh_attention.comm.wrappers import Counting, Failing
 from mesh_attention.errors import DisagreementError, MeshAttentionError, TransportError
 from mesh_attention.execution.driving import Ledger
-from mesh_attention.testing.run_ranks import RankPool
+from mesh_attention.testing.wrappers import Counting, Failing
 
 TOKENS, HEADS, DIM = 8, 4, 8
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import masks
 
 from mesh_attention import BlockKind, Mask, MaskError, Problem, causal, documents, full, window
 from mesh_attention.masks import _floor_sum
 from mesh_attention.plan.text import parse_mask
 from mesh_attention.testing.masks import is_unmasked
-from mesh_attention.testing.strategies import masks
 
 
 @st.composite

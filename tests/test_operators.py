@@ -18,14 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from mesh_attention import LocalGroup, MeshAttention, UsageError, record
+from mesh_attention import LocalGroup, MeshAttention, UsageError
 from mesh_attention.arguments import CallOptions
-from mesh_attention.comm.replay import ReplayComm
 from mesh_attention.comm.torch_dist import TorchComm
-from mesh_attention.comm.wrappers import Counting
 from mesh_attention.execution.operators import Operands
 from mesh_attention.integrations.checkpointing import saved_attention
 from mesh_attention.integrations.flops import flop_formulas
+from mesh_attention.testing.wrappers import Counting
+from mesh_attention_lab.recorder import record
+from mesh_attention_lab.replay.transport import ReplayComm
 
 # torch 2.11's own, when it compiles
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

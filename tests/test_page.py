@@ -18,9 +18,6 @@ from typing import Any
 import pytest
 from page_scenes import all_kinds, scene, slower
 
-from mesh_attention.drawing.page import Scene, page, write_page
-from mesh_attention.drawing.page.document import page_data
-from mesh_attention.drawing.page.relative import program_text
 from mesh_attention.errors import UsageError
 from mesh_attention.masks import BlockKind
 from mesh_attention.plan.plan import Plan
@@ -28,6 +25,9 @@ from mesh_attention.plan.queries import rank_costs
 from mesh_attention.plan.steps import Attend, Direction, transfers
 from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.timeline import Span
+from mesh_attention_lab.drawing.page import Scene, page, write_page
+from mesh_attention_lab.drawing.page.document import page_data
+from mesh_attention_lab.drawing.page.relative import program_text
 
 SCENES = all_kinds()
 DATA = page_data(SCENES)
@@ -223,7 +223,7 @@ def test_the_page_asks_for_nothing_from_anywhere() -> None:
 
 def test_equal_scenes_give_equal_bytes_in_any_process() -> None:
     code = (
-        "import sys, hashlib; from page_scenes import scene; from mesh_attention.drawing.page import page;"
+        "import sys, hashlib; from page_scenes import scene; from mesh_attention_lab.drawing.page import page;"
         "text = page([scene(4, 'mesh', tile=(2, 2)), scene(4, 'ring')], title='t', notes=['n']);"
         "print(hashlib.sha256(text.encode()).hexdigest())"
     )

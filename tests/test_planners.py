@@ -13,11 +13,11 @@ import torch.distributed as dist
 from pool import shared_pool
 
 from mesh_attention import Contiguous, LocalGroup, MeshAttention, Plan, Problem, full, make_plan
-from mesh_attention.comm.wrappers import Counting
 from mesh_attention.errors import MeshAttentionError, ScheduleError
 from mesh_attention.machine import choosing
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import Attend, Direction
+from mesh_attention.testing.wrappers import Counting
 
 Planner = Callable[..., Any]
 RANKS = 4

@@ -8,13 +8,13 @@ from itertools import product
 import pytest
 from _pytest.mark import ParameterSet
 from hypothesis import given, settings
+from strategies import plans
 
 from mesh_attention import Mask, Plan, Problem, ScheduleError, causal, check, documents, full, make_plan, window
 from mesh_attention.plan.assignment import Assignment, Tile, divisors, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import LAYOUTS, Layout
 from mesh_attention.plan.steps import Direction
-from mesh_attention.testing.strategies import plans
 from mesh_attention.verification.check import format_breaches
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")

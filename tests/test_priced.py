@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders.clocks import Clocks, price_moves
+from strategies import directions
 
 from mesh_attention import Costs, Problem, ScheduleError, Tile, causal, check, full, make_plan
 from mesh_attention.clusters import cluster_named
@@ -23,7 +24,6 @@ from mesh_attention.planning.holding import ONE_SIZE, held_share
 from mesh_attention.planning.order import mask_of
 from mesh_attention.planning.policy import Policy, PolicyOrder
 from mesh_attention.simulation.simulate import simulate
-from mesh_attention.testing.strategies import directions
 from mesh_attention.topology import Link, Topology
 from mesh_attention.tuning.traffic import costs_on, plan_on
 

@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from attention_cases import BY_NAME, CASES, Case, dense_answer, methods, relative_error, spread_out, whole_tensors
 from pool import shared_pool
+from run_ranks import RankError, RankPool
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention import Costs, TransportError, make_plan
 from mesh_attention.api import MeshAttention, mesh_attention
 from mesh_attention.comm.staged import StagedComm
 from mesh_attention.comm.torch_dist import TorchComm
-from mesh_attention.comm.wrappers import Counting, Delaying
 from mesh_attention.execution import sharding
 from mesh_attention.integrations.context_parallel import context_parallel
 from mesh_attention.plan.queries import rank_costs
-from mesh_attention.testing.run_ranks import RankError, RankPool
+from mesh_attention.testing.wrappers import Counting, Delaying
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +245,7 @@ def die_in_the_middle(group: Any) -> None:
     """Rank 2 leaves when its second receive is posted; the others must not wait for ever."""
     import os
 
-    from mesh_attention.comm.wrappers import Failing
+    from mesh_attention.testing.wrappers import Failing
 
     comm = TorchComm(group)
     seen: list[str] = []

@@ -20,19 +20,19 @@ from mesh_attention.arguments import CallOptions
 from mesh_attention.clusters import cluster_named
 from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.torch_dist import TorchComm
-from mesh_attention.comm.wrappers import Delaying, Failing
-from mesh_attention.drawing.gantt import gantt
-from mesh_attention.drawing.trace import to_perfetto
 from mesh_attention.errors import TransportError, UsageError
-from mesh_attention.execution import recorder, watching
-from mesh_attention.execution.recorder import RecordedPass, Recording, record
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import rank_costs
 from mesh_attention.plan.steps import Attend, Collective, Exchange, Free, transfers
 from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.plan.waits import stops
 from mesh_attention.simulation.simulate import simulate
+from mesh_attention.testing.wrappers import Delaying, Failing
 from mesh_attention.timeline import Span, Timeline
+from mesh_attention_lab import observer, recorder
+from mesh_attention_lab.drawing.gantt import gantt
+from mesh_attention_lab.drawing.trace import to_perfetto
+from mesh_attention_lab.recorder import RecordedPass, Recording, record
 
 RANKS, TOKENS = 4, 96
 METHODS = methods(RANKS, 2)
@@ -244,10 +244,10 @@ def recorded_here(group: Any, options: dict[str, Any], delay_s: float, clock_s: 
     comm = TorchComm(group)
     attention = MeshAttention(Delaying(comm, delay_s) if delay_s else comm, **options)
     q, k, v = (attention.shard(tensor).requires_grad_() for tensor in whole_inputs())
-    saved = watching.time, recorder.time, recorder._machine
+    saved = observer.time, recorder.time, recorder._machine
     if clock_s:
         wrong = SimpleNamespace(perf_counter=lambda: time.perf_counter() + clock_s * comm.rank)
-        watching.time, recorder.time = wrong, wrong  # type: ignore[assignment]
+        observer.time, recorder.time = wrong, wrong  # type: ignore[assignment]
         recorder._machine = lambda: f"machine {comm.rank // 2}"
     try:
         with record(attention) as recording:
@@ -255,7 +255,7 @@ def recorded_here(group: Any, options: dict[str, Any], delay_s: float, clock_s: 
             torch.autograd.grad((out * out).sum(), (q, k, v))
         return list(recording.passes())
     finally:
-        watching.time, recorder.time, recorder._machine = saved  # type: ignore[assignment]
+        observer.time, recorder.time, recorder._machine = saved  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(

@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs
-from mesh_attention.cli.replay_report import bar_groups
 from mesh_attention.comm.base import Parcel
-from mesh_attention.comm.replay import ReplayComm, SilentComm
-from mesh_attention.comm.wrappers import Counting
 from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.execution.compiled import compile_program
 from mesh_attention.plan.steps import DIRECTIONS
-from mesh_attention.replay.actor import Actor, BaselineKernel
-from mesh_attention.replay.cluster import measure_link
-from mesh_attention.replay.device import check_memory
-from mesh_attention.replay.parts import BEST, Part, tuned_parts
-from mesh_attention.replay.replay import replay
-from mesh_attention.replay.result import Contender, KernelPass, Pass, Replayed, rows_of
+from mesh_attention.testing.wrappers import Counting
 from mesh_attention.topology import Topology
+from mesh_attention_lab.cli.replay_report import bar_groups
+from mesh_attention_lab.replay.actor import Actor, BaselineKernel
+from mesh_attention_lab.replay.cluster import measure_link
+from mesh_attention_lab.replay.device import check_memory
+from mesh_attention_lab.replay.parts import BEST, Part, tuned_parts
+from mesh_attention_lab.replay.replay import replay
+from mesh_attention_lab.replay.result import Contender, KernelPass, Pass, Replayed, rows_of
+from mesh_attention_lab.replay.transport import ReplayComm, SilentComm
 
 CPU = torch.device("cpu")
 PROBLEM = Problem.self_attention(
@@ -178,7 +178,7 @@ def test_memory_that_is_too_small_is_said_before_anything_runs(
     parts: list[Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check(free: int, *, is_captured: bool = True) -> None:
-        monkeypatch.setattr("mesh_attention.replay.device.free_nbytes", lambda device: free)
+        monkeypatch.setattr("mesh_attention_lab.replay.device.free_nbytes", lambda device: free)
         check_memory(parts, rank=RANK, device=CPU, is_captured=is_captured)
 
     check(2**30)

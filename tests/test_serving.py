@@ -18,13 +18,13 @@ from serving_cases import Model, layers_of
 from torch import Tensor
 
 from mesh_attention import DisagreementError, LocalGroup, MeshAttention
-from mesh_attention.comm.wrappers import Counting
 from mesh_attention.errors import CacheFullError, UsageError
 from mesh_attention.plan.decoding import MEETINGS
 from mesh_attention.plan.layout import Zigzag
 from mesh_attention.serving import ShardedCache, Turn
 from mesh_attention.serving.running import MOST_STEPS
 from mesh_attention.serving.shares import Shares, clip
+from mesh_attention.testing.wrappers import Counting
 
 
 def spoil(cache: ShardedCache) -> None:

@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from attention_cases import BY_NAME, methods, whole_tensors
 from pool import shared_pool
+from run_ranks import RankError, RankPool
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.comm.base import Comm, Parcel
 from mesh_attention.comm.staged import CudaStage, HostStage, StagedComm, comm_for
 from mesh_attention.comm.torch_dist import START_AGAIN, TorchComm
-from mesh_attention.comm.wrappers import Counting, Delaying
 from mesh_attention.errors import ProblemError, TransportError
 from mesh_attention.execution.driving import drive
 from mesh_attention.testing.comm_conformance import CHECKS
-from mesh_attention.testing.run_ranks import RankError, RankPool
+from mesh_attention.testing.wrappers import Counting, Delaying
 
 WRAPPERS: dict[str, Callable[[Comm], Comm]] = {
     "bare": lambda comm: comm,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from strategies import plans
 
 from mesh_attention import (
     ParseError,
@@ -27,7 +28,6 @@ from mesh_attention import (
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.steps import Item, Recv
 from mesh_attention.plan.text import format_item, parse_item, parse_move, parse_step
-from mesh_attention.testing.strategies import plans
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import shared_pool
+from run_ranks import RankPool
 from tiny_models import BATCHES, CONFIGS, UNUSUAL, Exact, make_model, packed, relative_error, tokens, truth
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +20,6 @@ from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.integrations.batches import batch_loss, shard_batch
 from mesh_attention.integrations.sequences import CUTS
 from mesh_attention.integrations.transformers import register, unregister
-from mesh_attention.testing.run_ranks import RankPool
 
 METHODS: list[dict[str, Any]] = [
     {"method": "ring"},

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from pool import shared_pool
+from run_ranks import RankPool
 from tiny_models import BATCHES, Exact, make_model, relative_error, tokens
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +34,6 @@ from mesh_attention.api import MeshAttention
 from mesh_attention.errors import DisagreementError
 from mesh_attention.integrations.batches import batch_loss, shard_batch
 from mesh_attention.integrations.transformers import register, unregister
-from mesh_attention.testing.run_ranks import RankPool
 
 sys.path.insert(0, str(Path(__file__).parent / "campaign"))
 

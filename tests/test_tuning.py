@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from strategies import plans
 
 from mesh_attention import LocalGroup, MeshAttention, Problem, Zigzag, causal, full, make_plan, rank_costs, verify
 from mesh_attention.clusters import cluster_named
@@ -27,7 +28,6 @@ from mesh_attention.planning.choice import FAMILIES, Choice
 from mesh_attention.planning.costs import least_volume_degree, least_volume_tile
 from mesh_attention.planning.limits import limits
 from mesh_attention.simulation.simulate import simulate
-from mesh_attention.testing.strategies import plans
 from mesh_attention.topology import Topology
 from mesh_attention.tuning import tune as tune_module
 from mesh_attention.tuning.cache import cache_folder, cached_tune

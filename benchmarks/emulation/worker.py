@@ -29,14 +29,14 @@ from emulation.calibration import calibrate
 from emulation.contenders import Job, Options, layout_of
 from mesh_attention import MeshAttention
 from mesh_attention.arguments import CallOptions
-from mesh_attention.cli.demo import LARGEST_ERROR
-from mesh_attention.cli.demo_worker import make_inputs, single_process_attention
 from mesh_attention.comm.base import Comm, Parcel, Sharing, Work
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution import sharding
 from mesh_attention.execution.autograd import run_forward
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.layout import Turn
+from mesh_attention_lab.cli.demo import LARGEST_ERROR
+from mesh_attention_lab.cli.demo_worker import make_inputs, single_process_attention
 
 CALIBRATION_NOTES = 6
 

@@ -1,6 +1,6 @@
 """Exact attention over long sequences, spread over many ranks: state a problem, plan it, prove it, forecast it, run it.
 
-Importing this package does not import torch; asking it for `MeshAttention`, `mesh_attention`, `LocalGroup`, `record`,
+Importing this package does not import torch; asking it for `MeshAttention`, `mesh_attention`, `LocalGroup`,
 `ShardedCache` or `CachedLayer` does.
 """
 
@@ -55,7 +55,6 @@ from mesh_attention.verification.evidence import Breach
 if TYPE_CHECKING:
     from mesh_attention.api import MeshAttention, mesh_attention
     from mesh_attention.comm.local import LocalGroup
-    from mesh_attention.execution.recorder import record
     from mesh_attention.serving import CachedLayer, ShardedCache
 
 __version__ = "0.1.0"
@@ -127,7 +126,6 @@ __all__ = [
     "rank_costs",
     "read_cluster",
     "read_plan",
-    "record",
     "simulate",
     "tune",
     "tuned_plans",
@@ -150,8 +148,4 @@ def __getattr__(name: str) -> Any:
         from mesh_attention import serving
 
         return getattr(serving, name)
-    if name == "record":
-        from mesh_attention.execution.recorder import record
-
-        return record
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,11 +25,11 @@ from typing import Any
 from unittest.mock import patch
 
 from mesh_attention import Problem, causal, make_plan
-from mesh_attention.cli.files import checked_plan, write_plan_file
 from mesh_attention.clusters import cluster_named, cluster_to_toml, find_cluster
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.tuning import cache
 from mesh_attention.tuning.tune import tune, tuned_plans
+from mesh_attention_lab.cli.files import checked_plan, write_plan_file
 
 LIMIT_S = 10.0
 """Of CPU time: far more than a file takes, far less than a loop over 10^15 numbers."""

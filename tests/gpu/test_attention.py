@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from mesh_attention import Problem, causal, make_plan
 from mesh_attention.api import MeshAttention
 from mesh_attention.comm.local import LocalGroup
-from mesh_attention.comm.replay import ReplayComm
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.steps import DIRECTIONS, Direction
-from mesh_attention.replay.actor import Actor
+from mesh_attention_lab.replay.actor import Actor
+from mesh_attention_lab.replay.transport import ReplayComm
 
 CUDA = torch.device("cuda")
 ROUNDINGS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18, torch.float64: 2.0**-40}

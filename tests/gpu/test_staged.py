@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attention_cases import BY_NAME, dense_answer, relative_error, whole_tensors
+from run_ranks import RankPool
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.comm.base import Parcel
@@ -16,7 +17,6 @@ from mesh_attention.comm.staged import StagedComm, comm_for
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution.driving import drive
 from mesh_attention.testing.comm_conformance import CHECKS
-from mesh_attention.testing.run_ranks import RankPool
 
 DEVICE = "cuda"
 TENTH_OF_A_SECOND = 200_000_000

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from mesh_attention.testing.run_ranks import RankError, RankPool
+from run_ranks import RankError, RankPool
 
 SIZES = (2, 3, 4, 6, 8)
 IS_TRIED_ON_CPU = os.environ.get("NCCL_TESTS_ON") == "gloo"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("accelerate")
 
@@ -16,7 +17,7 @@ from pool import run_script
 from recipe_runs import Run, run_recipe
 from transformers import Trainer
 
-from mesh_attention import UsageError
+from mesh_attention import LocalGroup, MeshAttention, UsageError
 from mesh_attention.integrations.transformers.trainer import MeshTrainerMixin
 
 CASES = Path(__file__).parent / "trainer_cases.py"
@@ -80,3 +81,24 @@ def test_the_recipe_resumes_on_half_of_the_ranks(tmp_path: Path) -> None:
 def check_run(run: Run, due: dict[str, Any]) -> None:
     assert run.losses == pytest.approx(due["losses"], rel=FROM_FLOAT32)
     assert run.weights == pytest.approx(due["weights"], rel=1e-9)
+
+
+def made_alone() -> MeshTrainerMixin:
+    """The mixin on one rank, without a Trainer."""
+    trainer = MeshTrainerMixin.__new__(MeshTrainerMixin)
+    trainer.mesh_attention, trainer._loss_shifts_labels = MeshAttention(LocalGroup(1).comm(0)), True
+    return trainer
+
+
+def test_seq_idx_is_dropped_only_if_something_else_states_the_documents() -> None:
+    ids = torch.arange(6)[None]
+    batch = {"input_ids": ids, "labels": ids, "seq_idx": ids // 3}
+    trainer = made_alone()
+    assert "seq_idx" not in trainer._shard(batch | {"position_ids": ids % 3}, is_newest=False)
+    with pytest.raises(UsageError, match="shard_batch does not know how to cut 'seq_idx'"):
+        trainer._shard(batch, is_newest=False)
+
+
+def test_objects_are_not_gathered() -> None:
+    with pytest.raises(UsageError, match="use_gather_object=True is not supported"):
+        made_alone()._gather_for_metrics(torch.zeros(1), use_gather_object=True)

@@ -1,0 +1,143 @@
+"""Files that commands read and write, and a progress bar. Anything wrong with a file becomes a `UsageError`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from os.path import isdir  # unlike Path.is_dir, it answers False for a name that is too long
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mesh_attention.errors import ParseError, PlanError, UsageError, writing
+from mesh_attention.plan.codec import plan_to_json, read_plan
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import Program
+from mesh_attention.topology import Topology
+from mesh_attention.units import count
+from mesh_attention.verification.check import check
+from mesh_attention_lab.cli.command import Read
+from mesh_attention_lab.drawing.canvas import FORMATS, new_figure
+
+WRITES_ONE = "'mesh-attention plan --save FILE' writes one"
+
+
+# Plans
+
+
+def read_plan_file(path: Path) -> Plan:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: expected a plan, but byte {error.start} is not UTF-8 text; {WRITES_ONE}") from error
+    except OSError as error:
+        raise UsageError(f"{path}: expected a plan file: {_reason(error)}; {WRITES_ONE}") from error
+    try:
+        return read_plan(text)
+    except UsageError as error:
+        raise ParseError(f"{path} is not a plan file: {error}; {WRITES_ONE}") from error
+
+
+def checked_plan(path: Path, report: Report) -> Plan:
+    """The plan in a file; raises `PlanError` if it breaks a rule."""
+    plan = read_plan_file(path)
+    breaches = check(unroll(plan, report), on_progress=report)
+    if breaches:
+        raise PlanError(
+            f"{path} breaks the rules in {count(len(breaches), 'place')}, the first: {breaches[0].message}; "
+            f"'mesh-attention verify {path}' shows all"
+        )
+    return plan
+
+
+def checked_plan_for(path: Path, topology: Topology, report: Report) -> Plan:
+    plan = checked_plan(path, report)
+    if plan.problem.ranks != topology.ranks:
+        raise UsageError(
+            f"{path} is for {count(plan.problem.ranks, 'rank')}, but the cluster has {topology.ranks:,}; "
+            f"use --ranks {plan.problem.ranks}"
+        )
+    return plan
+
+
+def write_plan_file(path: Path, plan: Plan) -> None:
+    """JSON for .json, text for anything else."""
+    is_json = path.suffix.lower() == ".json"
+    text = json.dumps(plan_to_json(plan), indent=1) + "\n" if is_json else str(plan)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--save {path}: {_reason(error)}; save elsewhere") from error
+
+
+def _reason(error: OSError) -> str:
+    reason = error.strerror or type(error).__name__
+    return reason[0].lower() + reason[1:]
+
+
+# Readers of options that name a file to write: they refuse before any work is done
+
+
+def output_file(example: str) -> Read:
+    def read(option: str, text: str) -> Path:
+        path = Path(text)
+        if not isdir(path.parent):
+            raise UsageError(f"{option} {path}: {path.parent} does not exist; create it or write elsewhere")
+        if isdir(path):
+            raise UsageError(f"{option} {path}: is a directory; give a file name, such as {path / example}")
+        return path
+
+    return read
+
+
+def chart_file(option: str, text: str) -> Path:
+    path: Path = output_file("chart.png")(option, text)
+    if path.suffix.lower() not in FORMATS:
+        raise UsageError(f"{option} {path}: expected a file name that ends in {' or '.join(FORMATS)}")
+    new_figure(height_in=1.0)  # refuses where matplotlib is missing
+    return path
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Create the folder and check that a file can be written into it."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{option} {folder}: is a file; give a folder, such as {folder.with_suffix('')}-pictures")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".mesh-attention-probe"
+        probe.write_text("")
+        probe.unlink()
+
+
+# Progress, on stderr: nothing is left behind, and nothing shown where stderr is not a terminal
+
+
+Report = Callable[[str, float], None]
+"""Called with the current activity and the fraction done."""
+
+
+@contextmanager
+def progress(doing: str) -> Iterator[Report]:
+    """A bar that pulses until the first fraction is reported."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(doing, total=None)
+
+        def report(doing: str, fraction: float) -> None:
+            bar.update(task, total=1.0, completed=fraction, description=doing)
+
+        yield report
+
+
+def unroll(plan: Plan, report: Report) -> Plan:
+    """`Plan.unrolled`, with progress."""
+    if plan.programs is not None:
+        return plan
+    programs: list[Program] = []
+    for program in plan.all_programs():
+        report("building programs", program.rank / plan.problem.ranks)
+        programs.append(program)
+    return plan.with_programs(tuple(programs))

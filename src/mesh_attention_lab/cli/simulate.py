@@ -1,0 +1,286 @@
+"""`mesh-attention simulate`: forecast a plan on a cluster, next to Ring-Attention."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from mesh_attention.plan.codec import plan_to_json
+from mesh_attention.plan.layout import Turn
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.queries import MANY_RANKS, sampled_ranks
+from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.choice import default_layout
+from mesh_attention.planning.comparison import MOST_TRANSFERS
+from mesh_attention.planning.limits import limits
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.timeline import Timeline, joined
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.planner import in_blocks, ring_like
+from mesh_attention.tuning.result import Forecast
+from mesh_attention.tuning.traffic import plan_on
+from mesh_attention.units import format_nbytes, format_time, three_digits
+from mesh_attention_lab.cli import options as opt
+from mesh_attention_lab.cli.command import argument, group
+from mesh_attention_lab.cli.files import Report, checked_plan_for, progress
+from mesh_attention_lab.cli.scale import refuse_uneven
+from mesh_attention_lab.cli.serving_report import cache_words, layers_words
+from mesh_attention_lab.cli.tables import (
+    Column,
+    cluster_words,
+    plain_console,
+    print_fact,
+    print_first,
+    print_table,
+    problem_words,
+    times,
+)
+from mesh_attention_lab.cli.terminal import SHADES, draw_lanes
+from mesh_attention_lab.drawing.canvas import save_chart
+from mesh_attention_lab.drawing.gantt import gantt
+from mesh_attention_lab.drawing.trace import write_trace
+
+
+@group
+class Passes:
+    backward: bool = opt.both_passes_option()
+
+
+@group
+class SimulateOptions:
+    file: Path | None = argument("PLAN", "A plan file, instead of a problem and a choice.", None)
+    trace: Path | None = opt.trace_option()
+    chart: Path | None = opt.chart_option()
+    json: bool = opt.json_option()
+
+
+def simulate_command(
+    context: typer.Context,
+    on: opt.ClusterOptions,
+    problem: opt.PlannedProblemOptions,
+    model: opt.LayersOption,
+    choice: opt.ChoiceOptions,
+    which: Passes,
+    given: SimulateOptions,
+) -> None:
+    """Forecast a plan on a cluster: time, exposed communication, bytes and memory, next to ring.
+
+    Exit code 0: done. 1: the plan file breaks a rule. 2: invalid input.
+    """
+    topology = on.topology
+    is_many = topology.ranks >= MANY_RANKS
+    shown_ranks = sorted({topology.ranks - 1} if is_many else {0, topology.ranks // 2, topology.ranks - 1})
+    with progress("planning") as report:
+        if given.file is not None:
+            opt.refuse_with_file(context, given.file, opt.PlannedProblemOptions, opt.ChoiceOptions, Passes)
+            plan = checked_plan_for(given.file, topology, report)
+            plans: dict[Direction, Plan] = {plan.direction: plan}
+            refuse_uneven(plan.problem, plan.layout, topology)
+            what = str(given.file)
+        else:
+            asked = problem.problem(topology.ranks)
+            wanted, directions = problem.choice(choice.choice), problem.passes(both=which.backward)
+            refuse_uneven(asked, wanted.layout or default_layout(asked), topology)
+            choices = {d: in_blocks(wanted, asked, d) for d in directions}
+            plans = {d: plan_on(topology, asked, one, d) for d, one in choices.items()}
+            what = ", backward ".join(dict.fromkeys(str(one) for one in choices.values()))
+        is_turn = next(iter(plans.values())).layout == Turn()
+        layers = model.check(is_served=is_turn)
+        spans_of = {*shown_ranks, *(sampled_ranks(topology.ranks) if given.trace else ())}
+        forecasts = [_forecast(plans, topology, spans_of, report)]
+        has_ring = topology.ranks <= MOST_TRANSFERS
+        ring = {direction: ring_like(plan, topology) for direction, plan in plans.items()} if has_ring else plans
+        if ring != plans:
+            forecasts.append(_forecast(ring, topology, set(), report))
+        whole = forecasts[0].whole
+        if given.trace is not None:
+            report(f"writing {given.trace.name}", 1.0)
+            write_trace(given.trace, whole)
+        if given.chart is not None:
+            report(f"drawing {given.chart.name}", 1.0)
+            save_chart(gantt(whole, ranks=shown_ranks, why=_why_these(shown_ranks, topology.ranks)), given.chart)
+    if given.json:
+        files = {
+            name: None if path is None else str(path) for name, path in (("trace", given.trace), ("chart", given.chart))
+        }
+        typer.echo(json.dumps(_as_json(forecasts, topology) | files | {"layers": layers}))
+        return
+    _print(what, forecasts, topology, shown_ranks, layers=layers if is_turn else None)
+    for path in (given.trace, given.chart):
+        if path is not None:
+            typer.echo(f"wrote {path}")
+
+
+# Forecasts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecasts:
+    """A method's plans and their timelines, by pass."""
+
+    topology: Topology
+    plans: Mapping[Direction, Plan]
+    timelines: Mapping[Direction, Timeline]
+
+    @property
+    def method(self) -> str:
+        return next(iter(self.plans.values())).method
+
+    @property
+    def whole(self) -> Timeline:
+        """The passes joined into one timeline."""
+        return joined(self.timelines.values())
+
+    def facts(self, direction: Direction | None = None) -> dict[str, Any]:
+        """Numbers of one pass or of all. Bytes are sent by an average rank; `against_…` is relative to a bound.
+
+        Inputs that forward kept are not sent again in backward, and then no bound on bytes is known.
+        """
+        plans = list(self.plans.values()) if direction is None else [self.plans[direction]]
+        timeline = self.whole if direction is None else self.timelines[direction]
+        forecast, (bound_s, bound_nbytes) = Forecast.of(timeline), _bounds(plans, self.topology)
+        has_kept = any(plan.schedule.keep for plan in plans if plan.direction == "backward")
+        return asdict(forecast) | {
+            "overlap": timeline.overlap,
+            "utilisation": timeline.utilisation,
+            "against_compute": timeline.time_s / bound_s if bound_s else None,
+            "against_nbytes": forecast.sent_nbytes / bound_nbytes if bound_nbytes and not has_kept else None,
+        }
+
+
+def _forecast(plans: Mapping[Direction, Plan], topology: Topology, spans_of: set[int], report: Report) -> Forecasts:
+    timelines = {d: simulate(plan, topology, spans_of=spans_of, on_progress=report) for d, plan in plans.items()}
+    return Forecasts(topology=topology, plans=plans, timelines=timelines)
+
+
+def _bounds(plans: Sequence[Plan], topology: Topology) -> tuple[float, float]:
+    """Lower bounds: seconds of compute, and bytes that an average rank receives."""
+    rates = {"forward": topology.device.forward.tflops, "backward": topology.device.backward.tflops}
+    least = {plan.direction: limits(plan.problem, plan.direction) for plan in plans}
+    bound_s = sum(one.flops / (rates[direction] * 1e12) for direction, one in least.items())
+    return bound_s, sum(one.received_nbytes for one in least.values())
+
+
+def _as_json(forecasts: Sequence[Forecasts], topology: Topology) -> dict[str, Any]:
+    plans = list(forecasts[0].plans.values())
+    bound_s, bound_nbytes = _bounds(plans, topology)
+    return {
+        "problem": plan_to_json(plans[0])["problem"],
+        "cluster": asdict(topology),
+        "layout": plans[0].layout.name,
+        "is_exact": all(one.whole.is_exact for one in forecasts),
+        "bound_s": bound_s,
+        "bound_nbytes": bound_nbytes,
+        "forecasts": [
+            {
+                "method": one.method,
+                "passes": {
+                    d: {"tile": str(plan.assignment.tile), "ulysses": plan.assignment.ulysses, "digest": plan.digest}
+                    | one.facts(d)
+                    for d, plan in one.plans.items()
+                },
+                "together": one.facts(),
+            }
+            for one in forecasts
+        ],
+    }
+
+
+# For people
+
+
+def _print(
+    what: str, forecasts: Sequence[Forecasts], topology: Topology, shown_ranks: Sequence[int], *, layers: int | None
+) -> None:
+    """With `layers`, the plan is that of a turn."""
+    console, this = plain_console(), forecasts[0]
+    plan = next(iter(this.plans.values()))
+    memory = f"{format_nbytes(this.whole.peak_nbytes)} per rank, for the buffers of a call"
+    print_first(console, plan=what, time=_time_words(this, topology, layers), memory=memory)
+    console.print(f"{this.whole.name}; {problem_words(plan.problem, plan.layout.name)}", style="bold")
+    console.print(f"on {cluster_words(topology)}")
+    console.print()
+    if layers is not None:
+        print_fact(console, "cache", cache_words(plan.problem, layers))
+        console.print()
+    columns = _columns(forecasts, topology)
+    print_table(console, columns, bold=[label == "time" for label in columns[0].cells], gaps=(3, 2, 1))
+    console.print(_caption(forecasts, topology), style="dim")
+    for direction, timeline in this.timelines.items():
+        console.print(f"\n{direction}, {format_time(timeline.time_s)}", style="bold")
+        console.print(draw_lanes(timeline, ranks=shown_ranks, width=console.width))
+    console.print(f"{SHADES[-1]} busy all the time, {SHADES[1]} part of the time", style="dim")
+    console.print(_why_these(shown_ranks, topology.ranks), style="dim")
+
+
+def _why_these(shown: Sequence[int], ranks: int) -> str:
+    if len(shown) == ranks:
+        return f"All {ranks} ranks are shown." if ranks > 1 else ""
+    if len(shown) == 1:
+        return f"Rank {shown[0]} is shown: the last of {ranks}, whose calls stand for all."
+    return "Ranks {}, {} and {} are shown: the first, the middle and the last of {}.".format(*shown, ranks)
+
+
+def _time_words(this: Forecasts, topology: Topology, layers: int | None) -> str:
+    bound_s, _ = _bounds(list(this.plans.values()), topology)
+    share = f"; {bound_s / this.whole.time_s:.0%}".replace("%", " %") + " of one kernel's rate"
+    if layers is not None:
+        return f"{layers_words(this.whole.time_s, layers)}{share}"
+    passes = ", ".join(f"{format_time(one.time_s)} {direction}" for direction, one in this.timelines.items())
+    return (passes if len(this.timelines) == 1 else f"{format_time(this.whole.time_s)}: {passes}") + share
+
+
+def _columns(forecasts: Sequence[Forecasts], topology: Topology) -> list[Column]:
+    columns = [Column(header="", cells=list(_cells(forecasts[0].facts(), topology)), is_text=True)]
+    for one in forecasts:
+        for direction, plan in one.plans.items():
+            header = f"{plan.method}\n{plan.assignment}\n{direction}"
+            columns.append(Column(header=header, cells=list(_cells(one.facts(direction), topology).values())))
+        if len(one.plans) > 1:
+            cells = list(_cells(one.facts(), topology).values())
+            columns.append(Column(header=f"{one.method}\n\nboth", cells=cells))
+    return columns
+
+
+def _cells(facts: Mapping[str, Any], topology: Topology) -> dict[str, str]:
+    cells = {
+        "time": format_time(facts["time_s"]),
+        "compute": format_time(facts["compute_s"]),
+        "exposed": format_time(facts["exposed_s"]),
+        "overlap": f"{facts['overlap']:.1%}",
+        "utilisation": f"{facts['utilisation']:.1%}",
+        "TFLOP/s": three_digits(facts["tflops"]),
+        "sent inside nodes": format_nbytes(facts["inside_nbytes"]),
+        "sent between nodes": format_nbytes(facts["between_nbytes"]),
+        "peak memory": format_nbytes(facts["peak_nbytes"]),
+        "× compute bound": times(facts["against_compute"]),
+        "× bytes bound": times(facts["against_nbytes"]),
+    }
+    if topology.nodes == 1:
+        del cells["sent between nodes"]
+    return cells
+
+
+def _caption(forecasts: Sequence[Forecasts], topology: Topology) -> str:
+    bound_s, bound_nbytes = _bounds(list(forecasts[0].plans.values()), topology)
+    ring = "ring: shards are passed on along the ring, one block per call. " if len(forecasts) > 1 else ""
+    prices = (
+        "Prices are exact: every rank's calls are priced."
+        if all(one.whole.is_exact for one in forecasts)
+        else "Prices are sampled: only some ranks' calls are priced."
+    )
+    if topology.ranks >= MANY_RANKS:
+        prices = "The last rank's calls stand for those of all."
+    if topology.ranks > MOST_TRANSFERS:
+        prices += f" Ring is not simulated on more than {MOST_TRANSFERS:,} ranks."
+    return (
+        f"{ring}exposed: the time in which the busiest rank does not compute. overlap: the share of the busiest "
+        "link's time that compute hides. utilisation: the share of all ranks' time spent computing. Bytes are "
+        f"those of an average rank. Lower bounds: {format_time(bound_s)} of compute at the full kernel rate, "
+        f"{format_nbytes(bound_nbytes)} received by an average rank. {prices}"
+    )

@@ -1,0 +1,184 @@
+"""One pass as plain data: the grid, every rank's program and costs, the timelines in whole ticks, and masked blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from math import floor, log10
+from typing import Any
+
+from mesh_attention.errors import UsageError
+from mesh_attention.masks import BlockKind, Segment
+from mesh_attention.plan.assignment import Axis
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import Program
+from mesh_attention.plan.queries import RankCosts, rank_costs
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item, Kind, Step, transfers
+from mesh_attention.plan.text import format_end
+from mesh_attention.problem import Problem
+from mesh_attention.timeline import LANES, Lane, Span, Timeline, rank_tracks
+from mesh_attention_lab.drawing.page.relative import program_text
+
+Data = dict[str, Any]
+TICKS = 1e5
+"""A timeline has at least this many ticks; finer than any screen."""
+EMPTY, FULL, LOWER, UPPER, PART = "01234"
+"""The part of a pair of segments that the mask leaves: none, all, the lower left or upper right triangle, or other."""
+FINEST = 4
+"""Blocks of shards with at most this many segments are drawn segment by segment."""
+LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def pass_data(plan: Plan, forecast: Timeline, measured: Timeline | None) -> Data:
+    plan = plan.unrolled()  # so that each program is worked out once
+    programs = plan.programs or ()
+    text_of = [program_text(plan.assignment, program) for program in programs]
+    texts = list(dict.fromkeys(text_of))
+    return {
+        "tile": [plan.assignment.tile.rows, plan.assignment.tile.cols],
+        "ulysses": plan.assignment.ulysses,
+        "waves": plan.assignment.waves,
+        "layout": plan.layout.name,
+        "keep": list(plan.schedule.keep),
+        "rows": _peers(plan, "row"),
+        "cols": _peers(plan, "col"),
+        "texts": texts,
+        "text_of": even([texts.index(text) for text in text_of]),
+        "sizes": _sizes(plan),
+        "costs": _costs([rank_costs(plan, rank) for rank in range(plan.problem.ranks)]),
+        "forecast": timeline_data(forecast, programs),
+        "measured": None if measured is None else timeline_data(measured, programs),
+    }
+
+
+def even(values: Sequence[int]) -> int | list[int]:
+    """One number if all are the same."""
+    return values[0] if len(set(values)) == 1 else list(values)
+
+
+def _peers(plan: Plan, axis: Axis) -> list[list[int]]:
+    """For each place, the members of its group by offset, itself first."""
+    assignment = plan.assignment
+    sizes = range(assignment.size(axis))
+    return [[assignment.peer(axis, place, offset) for offset in sizes] for place in range(assignment.places)]
+
+
+def _sizes(plan: Plan) -> Data:
+    """Bytes of a shard of each kind as it travels between places."""
+    places = range(plan.assignment.places)
+    kinds = INPUTS[plan.direction] + OUTPUTS[plan.direction]
+    return {kind: even([plan.matrix.nbytes(Item(kind, place)).total for place in places]) for kind in kinds}
+
+
+def _costs(costs: Sequence[RankCosts]) -> Data:
+    kinds: list[Kind] = [kind for kind in AXIS_OF if any(kind in cost.received or kind in cost.sent for cost in costs)]
+    return {
+        "received": {kind: even([_total(cost.received, kind) for cost in costs]) for kind in kinds},
+        "sent": {kind: even([_total(cost.sent, kind) for cost in costs]) for kind in kinds},
+        "flops": even([cost.flops for cost in costs]),
+        "peak": even([cost.peak_nbytes for cost in costs]),
+        "calls": even([cost.kernel_calls for cost in costs]),
+        "messages": even([cost.messages for cost in costs]),
+    }
+
+
+def _total(by_kind: Any, kind: Kind) -> int:
+    return by_kind[kind].total if kind in by_kind else 0
+
+
+def timeline_data(timeline: Timeline, programs: Sequence[Program]) -> Data:
+    """Times in ticks of `tick_s`. A span is three numbers: what, how long after the last began, how long.
+
+    What: the index of the step, or of the transfer among the program's sends or receives; below 0, of a name, where a
+    span has no step.
+    """
+    tick_s = 10.0 ** floor(log10(timeline.time_s / TICKS)) if timeline.time_s else 1.0
+    names: dict[str, int] = {}
+    by_rank = rank_tracks(timeline) if timeline.spans else {}
+    spans = {
+        str(rank): _lanes([s for tracks in lanes.values() for s in chain(*tracks)], programs[rank].steps, tick_s, names)
+        for rank, lanes in by_rank.items()
+    }
+    return {
+        "tick_s": tick_s,
+        **{name: _short(getattr(timeline, name)) for name in ("time_s", "compute_s", "exposed_s", "tflops")},
+        **{name: _short(getattr(timeline, name)) for name in ("overlap", "utilisation")},
+        "is_exact": timeline.is_exact,
+        "stop": even([round(times.stop_s / tick_s) for times in timeline.ranks]),
+        "compute": even([round(times.compute_s / tick_s) for times in timeline.ranks]),
+        "names": list(names),
+        "spans": spans,
+    }
+
+
+def _lanes(spans: Iterable[Span], steps: Sequence[Step], tick_s: float, names: dict[str, int]) -> Data:
+    lanes: dict[Lane, list[int]] = {lane: [] for lane in LANES}
+    begun = dict.fromkeys(LANES, 0)
+    moved = _numbered(steps)
+    for span in sorted(spans, key=lambda span: (span.start_s, span.stop_s)):
+        if span.step is not None and span.step not in range(len(steps)):
+            raise UsageError(f"{span}: rank {span.rank} has {len(steps)} steps; expected a timeline of the same plan")
+        place = moved.get((span.lane, span.step, span.name)) if span.lane in ("send", "recv") else span.step
+        what = -1 - names.setdefault(span.name, len(names)) if place is None else place
+        start, stop = round(span.start_s / tick_s), round(span.stop_s / tick_s)
+        lanes[span.lane] += [what, start - begun[span.lane], stop - start]
+        begun[span.lane] = start
+    return {lane: numbers for lane, numbers in lanes.items() if numbers}
+
+
+def _numbered(steps: Sequence[Step]) -> dict[tuple[Lane, int | None, str], int]:
+    """The number of each transfer among the program's sends, or among its receives."""
+    sends = [(at, format_end(send)) for at, step in enumerate(steps) for send in transfers(step)[0]]
+    recvs = [(at, format_end(recv)) for at, step in enumerate(steps) for recv in transfers(step)[1]]
+    found: dict[tuple[Lane, int | None, str], int] = {("send", *send): number for number, send in enumerate(sends)}
+    return found | {("recv", *recv): number for number, recv in enumerate(recvs)}
+
+
+def _short(value: float) -> float:
+    """Six digits; the page shows three."""
+    return float(f"{value:.6g}")
+
+
+# Blocks
+
+
+def block_patterns(plan: Plan) -> dict[str, object]:
+    """`patterns` are rows of segment pairs, joined by "/"; `cells` has a letter a block, row by row, that picks one."""
+    cells = _fine_cells(plan)
+    if cells is None or len(set(cells)) > len(LETTERS):
+        cells = _coarse_cells(plan)
+    letters = dict(zip(dict.fromkeys(cells), LETTERS, strict=False))
+    return {"patterns": list(letters), "cells": "".join(letters[cell] for cell in cells)}
+
+
+def _fine_cells(plan: Plan) -> list[str] | None:
+    """Segment by segment; None where shards have too many."""
+    matrix, places = plan.matrix, range(plan.assignment.places)
+    rows = [matrix.segments("row", place) for place in places]
+    cols = [matrix.segments("col", place) for place in places]
+    if max(map(len, rows + cols)) > FINEST:
+        return None
+    return [_pattern(plan.problem, row, col) for row in rows for col in cols]
+
+
+def _coarse_cells(plan: Plan) -> list[str]:
+    places = range(plan.assignment.places)
+    names = {BlockKind.EMPTY: EMPTY, BlockKind.FULL: FULL, BlockKind.PARTIAL: PART}
+    return [names[plan.matrix.kind(row, col)] for row in places for col in places]
+
+
+def _pattern(problem: Problem, row: tuple[Segment, ...], col: tuple[Segment, ...]) -> str:
+    pattern = "/".join("".join(_pair(problem, q, kv) for kv in col) for q in row)
+    return (
+        pattern[0] if pattern and set(pattern) <= {pattern[0], "/"} and pattern[0] in EMPTY + FULL else pattern or EMPTY
+    )
+
+
+def _pair(problem: Problem, q: Segment, kv: Segment) -> str:
+    lengths = {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv}
+    kind = problem.mask.kind(q, kv, **lengths)
+    if kind is not BlockKind.PARTIAL:
+        return FULL if kind is BlockKind.FULL else EMPTY
+    lower = problem.mask.pairs(q[-1:], kv[:1], **lengths) > 0
+    upper = problem.mask.pairs(q[:1], kv[-1:], **lengths) > 0
+    return PART if lower == upper else LOWER if lower else UPPER

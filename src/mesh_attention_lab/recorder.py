@@ -1,0 +1,271 @@
+"""`record`: measured timelines of real passes, in the form that `simulate` forecasts them.
+
+    with record(attention) as recording:
+        out = attention(q, k, v, causal=True)
+        out.sum().backward()
+    for one in recording.passes():        # on every rank of the group: they share what they noted
+        print(one.timeline.name, one.timeline.time_s)
+
+Spans have the simulator's names. Times are seconds since the first rank began the pass. *compute* is a step at work:
+its kernel calls and copies, and posting. *wait* is a step that cannot begin, or a collective that is not over. *send*
+and *recv* last from when a transfer was posted until it was seen to be done. That says when it was in flight, not how
+long its bytes took: the other end may have posted later, and transfers posted together are seen to be done together.
+
+On a CPU under torch.distributed, each post has a thread that waits for it, so its end is noted at once. In a local
+group, where one thread drives all ranks, and on CUDA, where times are those of the device's stream, the end is noted
+when a step waits for it. Ranks of one machine share a clock. The clocks of several machines are aligned when ranks
+leave a common meeting, which is as exact as a small message is short.
+
+Nothing is noted, and nothing costs time, outside of `with record(...)`. A backward pass of a call made inside is noted
+whenever it runs; that of an operator (under torch.compile or saved attention), only if it runs inside as well.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from platform import node
+from typing import Any, Protocol
+
+import torch
+
+from mesh_attention.comm.base import Comm
+from mesh_attention.errors import UsageError
+from mesh_attention.execution.engine import Engine, Engines
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.program import Program
+from mesh_attention.plan.queries import program_flops
+from mesh_attention.plan.steps import Free
+from mesh_attention.plan.text import format_end, format_step
+from mesh_attention.timeline import Lane, RankTimes, Span, Timeline
+from mesh_attention.topology import LinkClass
+from mesh_attention_lab.observer import Notes, Observer, Posted, WatchedComm
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Recordable(Protocol):
+    """A `MeshAttention`, as far as a recording needs it."""
+
+    engines: Engines
+
+
+@contextmanager
+def record(attention: Recordable) -> Iterator[Recording]:
+    """Note when each step of every pass inside the block happens. `Recording.passes` gives the timelines."""
+    engines = attention.engines
+    if engines.ranks == 1:
+        raise UsageError("record() needs two or more ranks: on one rank a call is a single kernel without steps")
+    recording = Recording(engines.played.comms)
+    engines.watchers.append(recording.watched)
+    try:
+        yield recording
+    finally:
+        engines.watchers.remove(recording.watched)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedPass:
+    plan: Plan
+    timeline: Timeline
+
+
+@dataclass
+class Recording:
+    """The notes of the ranks that this process plays."""
+
+    comms: Sequence[Comm]
+    _engines: dict[int, tuple[Engine, Engine]] = field(default_factory=dict)
+    _observers: list[Observer] = field(default_factory=list)
+
+    def watched(self, engine: Engine, device: torch.device) -> Engine:
+        """An engine that runs the same passes and notes them."""
+        if engine.captured is not None:
+            raise UsageError("record() cannot look into CUDA graphs; use a MeshAttention without cuda_graphs")
+        if id(engine) not in self._engines:
+            self._engines[id(engine)] = engine, self._watched(engine, device)
+        return self._engines[id(engine)][1]
+
+    def _watched(self, engine: Engine, device: torch.device) -> Engine:
+        if not self._observers:  # one for each rank, shared by all engines
+            self._observers = [Observer(is_alone=len(engine.comms) == 1) for _ in engine.comms]
+            self.comms = engine.comms  # these know the device that ranks meet on
+        observers = self._observers
+        return replace(
+            engine,
+            comms=[WatchedComm(comm, observer) for comm, observer in zip(engine.comms, observers, strict=True)],
+            programs=lambda direction: [
+                observer.watched(compiled, device)
+                for compiled, observer in zip(engine.programs(direction), observers, strict=True)
+            ],
+            drive=lambda ranks: engine.drive([o.steps(rank) for rank, o in zip(ranks, observers, strict=True)]),
+        )
+
+    def passes(self) -> tuple[RecordedPass, ...]:
+        """Every pass that ran to its end, in order, with the spans of all ranks. All ranks must call this."""
+        met = [sharing.result() for sharing in [comm.share("") for comm in self.comms]]
+        now_s = time.perf_counter()
+        assert all(len(texts) == self.comms[0].size for texts in met)
+        notes = [_whole(observer) for observer in self._observers] or [[] for _ in self.comms]
+        own = [
+            _RankReport(machine=_machine(), now_s=now_s, passes=[asdict(_pass_spans(one)) for one in mine])
+            for mine in notes
+        ]
+        sharings = [comm.share(json.dumps(asdict(report))) for comm, report in zip(self.comms, own, strict=True)]
+        reports = [_RankReport(**json.loads(text)) for text in sharings[0].result()]
+        for sharing in sharings:
+            sharing.wait()
+        counts = {len(report.passes) for report in reports}
+        if len(counts) > 1:
+            raise UsageError(f"ranks recorded {sorted(counts)} passes; record the same calls on every rank")
+        plans = [one.compiled.plan for one in notes[0]]
+        return tuple(
+            RecordedPass(plan=plan, timeline=_timeline(plan, reports, number)) for number, plan in enumerate(plans)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PassSpans:
+    """One pass of one rank. Spans are in seconds of the rank's own clock."""
+
+    rank: int
+    start_s: float
+    stop_s: float
+    spans: list[Span]
+    sent: dict[int, int]
+    flops: int
+    peak_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankReport:
+    """The passes of one rank, its clock when all ranks met, and the machine it runs on."""
+
+    machine: str
+    now_s: float
+    passes: list[dict[str, Any]]
+
+
+def _whole(observer: Observer) -> list[Notes]:
+    return [notes for notes in observer.passes if notes.is_whole]
+
+
+def _machine() -> str:
+    """An id of this machine; processes with the same id share a clock."""
+    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else node()
+
+
+# From notes to spans
+
+
+def _pass_spans(notes: Notes) -> _PassSpans:
+    compiled = notes.compiled
+    start_s, stop_s = (notes.clock.seconds(notes.moments[at].mark) for at in (0, -1))
+    program = Program(rank=compiled.rank, steps=compiled.steps, peak_nbytes=compiled.peak_nbytes)
+    sent: dict[int, int] = {}
+    for posted in notes.posts:
+        for (_, send), nbytes in zip(posted.sends, posted.sent_nbytes, strict=True):
+            sent[send.dest] = sent.get(send.dest, 0) + nbytes
+    return _PassSpans(
+        rank=compiled.rank,
+        start_s=start_s,
+        stop_s=stop_s,
+        spans=[*_lane_spans(notes), *(span for posted in notes.posts for span in _transfer_spans(posted, notes))],
+        sent=sent,
+        flops=program_flops(compiled.plan, program),
+        peak_nbytes=compiled.device_nbytes,
+    )
+
+
+def _lane_spans(notes: Notes) -> list[Span]:
+    """Compute and wait, without gaps. A step that waits before it has posted anything has not begun its work."""
+    spans: list[Span] = []
+    steps, rank = notes.compiled.steps, notes.compiled.rank
+    index, at, is_work, has_posted = 0, 0.0, False, False
+
+    def close(lane: Lane, until: float) -> None:
+        if until <= at:
+            return
+        if spans and spans[-1].lane == lane == "wait" and (spans[-1].stop_s, spans[-1].step) == (at, index):
+            spans[-1] = spans[-1]._replace(stop_s=until)
+        else:
+            spans.append(Span(rank, lane, at, until, format_step(steps[index]), step=index))
+
+    for moment in notes.moments:
+        now = notes.clock.seconds(moment.mark)
+        if moment.what == "post":
+            has_posted = True
+            continue
+        if moment.what == "wait":
+            if not has_posted:
+                continue  # so the wait begins where the step began, or where the wait before ended
+            close("compute", now)
+        elif moment.what == "go":
+            close("wait", now)
+        elif is_work:
+            close("compute", now)
+        if moment.instruction is not None:
+            index = moment.instruction.index
+            is_work, has_posted = not isinstance(moment.instruction.step, Free), False
+        at = now
+    return spans
+
+
+def _transfer_spans(posted: Posted, notes: Notes) -> Iterator[Span]:
+    rank = notes.compiled.rank
+    start = notes.clock.seconds(posted.posted)
+    stop = notes.clock.seconds(notes.moments[-1].mark if posted.seen is None else posted.seen)
+    for (index, send), nbytes in zip(posted.sends, posted.sent_nbytes, strict=True):
+        yield Span(rank, "send", start, max(start, stop), format_end(send), nbytes, index)
+    for (index, recv), nbytes in zip(posted.recvs, posted.received_nbytes, strict=True):
+        yield Span(rank, "recv", start, max(start, stop), format_end(recv), nbytes, index)
+
+
+# From all ranks' spans to a timeline
+
+
+def _timeline(plan: Plan, reports: Sequence[_RankReport], number: int) -> Timeline:
+    passes = [_PassSpans(**report.passes[number]) for report in reports]
+    is_one_machine = len({report.machine for report in reports}) == 1
+    shifts = [0.0 if is_one_machine else -report.now_s for report in reports]
+    zero_s = min(one.start_s + shift for one, shift in zip(passes, shifts, strict=True))
+    spans = [
+        span._replace(start_s=span.start_s + shift - zero_s, stop_s=span.stop_s + shift - zero_s)
+        for one, shift in zip(passes, shifts, strict=True)
+        for span in map(Span._make, one.spans)
+    ]
+    sent: dict[LinkClass, int] = {"inside": 0, "between": 0}
+    for one, report in zip(passes, reports, strict=True):
+        for dest, nbytes in one.sent.items():
+            sent["inside" if report.machine == reports[int(dest)].machine else "between"] += nbytes
+    return Timeline(
+        name=f"{plan.method} {plan.assignment} {plan.direction}",
+        ranks=tuple(
+            _times(one.rank, spans, one.stop_s + shift - zero_s) for one, shift in zip(passes, shifts, strict=True)
+        ),
+        sent_nbytes=sent,
+        peak_nbytes=max(one.peak_nbytes for one in passes),
+        flops=sum(one.flops for one in passes),
+        spans=tuple(sorted(spans, key=lambda span: (span.rank, span.start_s))),
+    )
+
+
+def _times(rank: int, spans: Sequence[Span], stop_s: float) -> RankTimes:
+    """Totals of one rank. `link_s` is the time during which anything was in flight."""
+    compute_s = sum(span.stop_s - span.start_s for span in spans if (span.rank, span.lane) == (rank, "compute"))
+    under_way = [
+        _covered_s(span for span in spans if (span.rank, span.lane) == (rank, lane)) for lane in ("send", "recv")
+    ]
+    return RankTimes(rank=rank, stop_s=stop_s, compute_s=compute_s, wait_s=stop_s - compute_s, link_s=max(under_way))
+
+
+def _covered_s(spans: Iterator[Span]) -> float:
+    covered_s, free_s = 0.0, 0.0
+    for span in sorted(spans, key=lambda span: span.start_s):
+        covered_s += max(0.0, span.stop_s - max(span.start_s, free_s))
+        free_s = max(free_s, span.stop_s)
+    return covered_s

@@ -1,0 +1,185 @@
+"""`replay`: runs plans on a device in alternation, so that a disturbance affects all of them alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from mesh_attention.calibration.timing import rest
+from mesh_attention.comm.base import Comm
+from mesh_attention.errors import UsageError
+from mesh_attention.execution.graphs import CapturedGraph
+from mesh_attention.plan.steps import Direction
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.topology import Topology
+from mesh_attention_lab.replay.actor import Actor, BaselineKernel
+from mesh_attention_lab.replay.parts import Part
+from mesh_attention_lab.replay.result import Contender, KernelPass, Pass, Replayed
+from mesh_attention_lab.replay.transport import ReplayComm, SilentComm
+
+REST_S = 0.2
+CAPTURES = 3
+Report = Callable[[str, float], None]
+"""Called with a description of the current work and the fraction done."""
+
+
+def replay(
+    parts: Sequence[Part],
+    topology: Topology,
+    *,
+    rank: int,
+    device: torch.device,
+    rounds: int = 5,
+    cuda_graphs: bool = True,
+    on_progress: Report | None = None,
+) -> Replayed:
+    """Run the passes of every part and the one kernel, one after the other, in every round.
+
+    The simulator's forecasts are for `topology`, which should describe this device and its link. Without
+    `cuda_graphs` the host queues every step, as it does for transports that a graph cannot capture.
+    """
+    if not parts:
+        raise UsageError("nothing to replay; give at least one plan")
+    if rounds < 1:
+        raise UsageError(f"rounds={rounds}: expected at least 1")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events and graphs use the current device
+    report = on_progress or (lambda doing, fraction: None)
+    is_captured = cuda_graphs and device.type == "cuda"
+    takes = [_Take(part, rank, direction, device, is_captured) for part in parts for direction in part.plans]
+    problem = next(iter(parts[0].plans.values())).problem
+    kernel = BaselineKernel(problem, device=device)
+    kernel_times: dict[Direction, list[float]] = {direction: [] for part in parts for direction in part.plans}
+    comm = ReplayComm(rank, problem.ranks, device=device)
+    comm.reserve(max(take.actor.largest_message_nbytes for take in takes))
+    for number, take in enumerate(takes):
+        report(f"preparing {take.name}", 0.5 * number / len(takes))
+        take.prepare(comm, topology)
+    for direction in kernel_times:
+        kernel.run(direction)
+    for number in range(rounds):
+        report(f"round {number + 1} of {rounds}", 0.5 + 0.5 * number / rounds)
+        for direction, times in kernel_times.items():
+            times.append(clock(lambda direction=direction: kernel.run(direction), device).device_s)  # type: ignore[misc]
+        for take in takes:
+            take.once()
+    return Replayed(
+        rank=rank,
+        contenders=tuple(_contender(part, [take for take in takes if take.part is part]) for part in parts),
+        kernel=tuple(
+            KernelPass(direction=direction, flops=kernel.flops(direction), times_s=tuple(times))
+            for direction, times in kernel_times.items()
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Clocked:
+    """Seconds until the device was done, and until the host had queued everything."""
+
+    device_s: float
+    host_s: float
+
+
+def clock(run: Callable[[], object], device: torch.device) -> Clocked:
+    """Time one run, after the device has rested: a GPU that was busy may be slower, at its power limit."""
+    rest(device, REST_S)
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        run()
+        elapsed = time.perf_counter() - begin
+        return Clocked(elapsed, elapsed)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin = time.perf_counter()
+    start.record()
+    result = run()
+    stop.record()
+    host_s = time.perf_counter() - begin
+    stop.synchronize()
+    del result
+    return Clocked(float(start.elapsed_time(stop)) * 1e-3, host_s)
+
+
+@dataclass
+class _Take:
+    """One pass of one part, and its measurements so far."""
+
+    part: Part
+    rank: int
+    direction: Direction
+    device: torch.device
+    is_captured: bool
+    times_s: list[float] = field(default_factory=list)
+    silent_s: list[float] = field(default_factory=list)
+    host_s: float = 0.0
+    forecast_s: float = 0.0
+    peak_nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        self.actor = Actor(self.part.plans[self.direction], self.rank, device=self.device)
+        self.run: Callable[[], object] = lambda: None
+        self.run_silently: Callable[[], object] = lambda: None
+
+    @property
+    def name(self) -> str:
+        return f"{self.part.name} {self.direction}"
+
+    def prepare(self, comm: Comm, topology: Topology) -> None:
+        """Run it step by step, to warm up and to measure its memory; then capture it as a CUDA graph, if asked to."""
+        self.forecast_s = simulate(self.actor.plan, topology).ranks[self.rank].stop_s
+        silence = SilentComm(self.rank, self.actor.problem.ranks, device=self.device)
+        self.run, self.run_silently = (lambda: self.actor.run(comm)), (lambda: self.actor.run(silence))
+        self.run()
+        self.peak_nbytes = self._peak()
+        self.host_s = clock(self.run, self.device).host_s
+        if self.is_captured:
+            graph = self._fastest_capture()
+            pool = graph.graph.pool()
+            silent = CapturedGraph(self.run_silently, self.device, pool=pool)
+            self.run, self.run_silently = graph.launch, silent.launch
+
+    def _fastest_capture(self) -> CapturedGraph[object]:
+        """The pass as a CUDA graph, launched once: the silent graph, which receives nothing, finds noise in its memory.
+
+        The driver decides when it makes a graph which of its branches share a queue. Now and then, copies in both
+        directions do, and the link is half as fast (an H200, the same pass: 52 or 85 ms). So the best of some is taken.
+        """
+        graphs = [CapturedGraph(self.run, self.device) for _ in range(CAPTURES)]
+        for graph in graphs:
+            graph.launch()
+        return min(graphs, key=lambda graph: clock(graph.launch, self.device).device_s)
+
+    def once(self) -> None:
+        self.times_s.append(clock(self.run, self.device).device_s)
+        self.silent_s.append(clock(self.run_silently, self.device).device_s)
+
+    def _peak(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.run()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+
+def _contender(part: Part, takes: Sequence[_Take]) -> Contender:
+    passes = tuple(
+        Pass(
+            direction=take.direction,
+            flops=take.actor.flops,
+            times_s=tuple(take.times_s),
+            compute_s=median(take.silent_s),
+            host_s=take.host_s,
+            forecast_s=take.forecast_s,
+            plan_nbytes=take.actor.device_nbytes,
+            peak_nbytes=take.peak_nbytes,
+        )
+        for take in takes
+    )
+    return Contender(name=part.name, description=part.description, passes=passes)

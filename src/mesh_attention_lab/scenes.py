@@ -1,0 +1,160 @@
+"""Scenes for the explorer page: a plan, and the main methods on the same problem, each forecast on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import gcd
+from pathlib import Path
+
+from mesh_attention.plan.assignment import Tile, divisors, tiles_of
+from mesh_attention.plan.layout import Layout, Turn
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.queries import sampled_ranks
+from mesh_attention.plan.steps import Direction
+from mesh_attention.planning.choice import Choice, default_layout
+from mesh_attention.planning.costs import least_volume_tile
+from mesh_attention.problem import Problem
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.timeline import Timeline
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.planner import block_plan_on, ring_like
+from mesh_attention_lab.drawing.page import Scene, write_page
+from mesh_attention_lab.drawing.trace import write_trace
+
+OFFERED_RANKS = (4, 16, 64)
+"""Numbers of ranks on the explorer page, besides the one that was asked for."""
+ALL_SPANS, SOME_SPANS = 16, 8
+"""Spans of all ranks are kept up to this many ranks; of more ranks, those of a few."""
+TRACE = "trace.json"
+Report = Callable[[str, float], None]
+
+
+def method_name(plan: Plan) -> str:
+    return f"ulysses × {plan.method}" if plan.assignment.ulysses > 1 and plan.method != "ulysses" else plan.method
+
+
+def scene_of(
+    plans: Mapping[Direction, Plan],
+    topology: Topology,
+    *,
+    report: Report,
+    measured: Mapping[Direction, Timeline] | None = None,
+    method: str | None = None,
+) -> Scene:
+    """The plans with all their steps, simulated on the cluster."""
+    spans_of = sampled_ranks(topology.ranks, all_up_to=ALL_SPANS, sample=SOME_SPANS)
+    return Scene(
+        method=method_name(next(iter(plans.values()))) if method is None else method,
+        plans={direction: plan.unrolled() for direction, plan in plans.items()},
+        forecasts={d: simulate(plan, topology, spans_of=spans_of, on_progress=report) for d, plan in plans.items()},
+        measured=dict(measured or {}),
+    )
+
+
+def rival_scenes(
+    problem: Problem,
+    topology: Topology,
+    *,
+    layout: Layout | None,
+    directions: Sequence[Direction],
+    report: Report,
+    tiles: int = 3,
+) -> Iterator[Scene]:
+    """Ring, attention2d, mesh on up to `tiles` tiles, and ulysses × mesh, as far as they fit the problem; of a turn
+    also pass-q."""
+    choices = list(_choices(problem, layout or default_layout(problem), tiles=tiles))
+    for number, choice in enumerate(choices):
+
+        def report_part(doing: str, fraction: float, done: int = number) -> None:
+            report(f"{problem.ranks} ranks: {doing}", (done + fraction) / len(choices))
+
+        plans = {direction: _plan(problem, topology, direction, choice) for direction in directions}
+        yield scene_of(plans, topology, report=report_part)
+
+
+def _plan(problem: Problem, topology: Topology, direction: Direction, choice: Choice) -> Plan:
+    plan = block_plan_on(topology, problem, choice, direction)
+    return ring_like(plan, topology) if plan.method == "ring" else plan
+
+
+def _choices(problem: Problem, layout: Layout, *, tiles: int) -> Iterator[Choice]:
+    """One tile for both passes: the one that moves the fewest bytes forward, and its neighbours."""
+    yield Choice(method="ring", layout=layout)
+    if layout == Turn():
+        yield Choice(method="pass-q", layout=layout)
+    found = _tiles(problem, layout, degree=1)[:tiles]
+    if found:
+        yield Choice(method="attention2d", tile=found[0], layout=layout)
+    for tile in sorted(found, key=lambda tile: tile.rows):
+        yield Choice(tile=tile, layout=layout)
+    for degree in divisors(gcd(problem.ranks, problem.kv_heads))[:0:-1]:
+        grid = _tiles(problem, layout, degree=degree)
+        if grid:  # the largest degree that leaves one
+            yield Choice(tile=grid[0], ulysses_degree=degree, layout=layout)
+            return
+
+
+def _tiles(problem: Problem, layout: Layout, *, degree: int) -> list[Tile]:
+    """Tiles of several rows and columns, those nearest to the one that moves the fewest bytes first."""
+    tiles = tiles_of(problem.ranks // degree)
+    at = tiles.index(least_volume_tile(problem, layout, "forward", ulysses_degree=degree))
+    grids = [tile for tile in tiles if tile.rows > 1 and tile.cols > 1]
+    return sorted(grids, key=lambda tile: (abs(tiles.index(tile) - at), tile.rows))
+
+
+def explorer_scenes(first: Sequence[Scene], topology: Topology, *, report: Report) -> list[Scene]:
+    """These scenes, and the main methods on the same problem, on this and other numbers of ranks."""
+    plan = next(iter(first[0].plans.values()))
+    problem, directions = plan.problem, first[0].directions
+    counts = [topology.ranks, *(n for n in OFFERED_RANKS if n != topology.ranks and _fits(problem, n))]
+    scenes = list(first)
+    for number, ranks in enumerate(counts):
+
+        def report_part(doing: str, fraction: float, done: int = number) -> None:
+            report(doing, (done + fraction) / len(counts))
+
+        asked = replace(problem, ranks=ranks)
+        cluster = topology.with_ranks(ranks)
+        found = rival_scenes(asked, cluster, layout=plan.layout, directions=directions, report=report_part)
+        scenes += [scene for scene in found if not any(_is_same(scene, other) for other in scenes)]
+    return scenes
+
+
+def _fits(problem: Problem, ranks: int) -> bool:
+    return ranks <= min(problem.seq_q, problem.seq_kv)
+
+
+def _is_same(one: Scene, other: Scene) -> bool:
+    return (one.ranks, one.method, one.tile) == (other.ranks, other.method, other.tile)
+
+
+# Files
+
+
+def write_explorer(
+    page: Path,
+    scenes: Sequence[Scene],
+    *,
+    traced: Sequence[Scene],
+    title: str,
+    notes: list[str],
+    opening: Scene | None = None,
+    lead: str = "",
+) -> Path:
+    """Write the page, and next to it a trace of some of its scenes; returns the path of the trace."""
+    write_page(page, scenes, title=title, notes=notes, opening=opening, lead=lead)
+    trace = page.with_name(TRACE)
+    write_trace(trace, timelines_of(traced))
+    return trace
+
+
+def timelines_of(scenes: Sequence[Scene]) -> dict[str, Timeline]:
+    """Every pass of every scene once, forecast and, where it ran, measured, by a name that tells them apart."""
+    found: dict[str, Timeline] = {}
+    for scene in scenes:
+        for kind, timelines in (("forecast", scene.forecasts), ("measured", scene.measured)):
+            for direction in scene.directions:
+                if direction in timelines:
+                    found.setdefault(f"{scene.method} {scene.tile} {direction}, {kind}", timelines[direction])
+    return found
