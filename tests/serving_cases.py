@@ -85,8 +85,8 @@ class Model:
                     self._compare(out[place], due[number][0])
                     self._compare(lse[place], due[number][1])
 
-    def cut(self, number: int, length: int) -> None:
-        self.cache.cut(number, length)
+    def truncate(self, number: int, length: int) -> None:
+        self.cache.truncate(number, length)
         self.known[number] = [(k[:length], v[:length]) for k, v in self.known[number]]
 
     def fork(self, number: int) -> int:

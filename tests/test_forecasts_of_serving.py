@@ -68,7 +68,7 @@ def test_a_cache_needs_as_many_bytes_as_forecasts_say(
 ) -> None:
     problem = problem_of(new, cached, ranks=ranks, batch=batch, kv_heads=4)
     layer = CachedLayer(kv_heads=4, head_dim=128)
-    needed = ShardedCache.needs([layer] * layers, ranks=ranks, tokens=batch * (new + cached), sequences=batch)
+    needed = ShardedCache.required_nbytes([layer] * layers, ranks=ranks, tokens=batch * (new + cached), sequences=batch)
     assert cache_nbytes(problem, layers=layers) == needed
     assert needed >= layers * kv_nbytes(problem)
 

@@ -454,7 +454,7 @@ def test_tokens_are_not_guessed_on_a_cache_that_cannot_be_cropped(model: Any) ->
     windowed = make_model("mistral", "mesh_attention").eval()
     first = generated(windowed, ids(1, 8))
     given = {"past_key_values": first.past_key_values, "prompt_lookup_num_tokens": 3}
-    with pytest.raises(UsageError, match=r"begin the first turn with GenerationCache\(attention, slack=3\)"):
+    with pytest.raises(UsageError, match=r"begin the first turn with GenerationCache\(attention, max_rollback=3\)"):
         generated(windowed, ids(1, 5), attention_mask=ones(1, first.past_key_values.columns + 5), **given)
 
 
@@ -580,7 +580,7 @@ def test_nothing_grows_where_gradients_are_asked_for(model: Any) -> None:
     model(**later(cache))
 
 
-@pytest.mark.parametrize("given", [{"tokens": "5"}, {"tokens": -5}, {"rows": 1.0}, {"slack": True}])
+@pytest.mark.parametrize("given", [{"tokens": "5"}, {"tokens": -5}, {"rows": 1.0}, {"max_rollback": True}])
 def test_room_is_given_in_whole_numbers(model: Any, given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(given))}=.*: expected a whole number of at least 0"):
         GenerationCache(CACHES["mesh_attention"]().attention, **given)

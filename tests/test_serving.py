@@ -49,7 +49,7 @@ def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObj
             dtype=torch.float64,
             device="cpu",
             block_tokens=data.draw(st.sampled_from([1, 3, 8])),
-            slack=data.draw(st.sampled_from([0, 4])),
+            max_rollback=data.draw(st.sampled_from([0, 4])),
         ),
         data.draw(st.sampled_from([0.0, 2.0])),
         data.draw(st.integers(0, 100)),
@@ -77,8 +77,8 @@ def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObj
             alive.remove(some[0])
         elif kind == "cut":
             length = model.cache.length(some[0])
-            least = model.cache.book.entry(some[0]).most_cut
-            model.cut(some[0], data.draw(st.integers(least, length)))
+            least = model.cache.book.entry(some[0]).min_length
+            model.truncate(some[0], data.draw(st.integers(least, length)))
     assert model.error < 1e-12
 
 
@@ -99,7 +99,7 @@ def serve(group: Any, seed: int, windows: Sequence[int | None], layout: str) -> 
     model.prefill({second: 20})
     copy = model.fork(first)
     model.decode([copy, second], 2, way="same", meeting="gather")
-    model.cut(copy, cache.length(copy) - 1 if windows == (None,) else cache.length(copy))
+    model.truncate(copy, cache.length(copy) - 1 if windows == (None,) else cache.length(copy))
     model.decode([first, second, copy], 1)
     model.prefill({first: 9, copy: 1})
     return model.error
@@ -176,7 +176,7 @@ def test_a_rank_holds_its_share_of_the_tokens_and_a_block_a_sequence(
     assert share * a_token <= cache.nbytes <= (share + (sequences + 2) * block) * a_token
     assert cache.nbytes == sum(t.nbytes for stored in cache.memories[0].stored for t in stored)
     sizes = {"tokens": tokens, "sequences": sequences, "dtype": torch.float64, "block_tokens": block}
-    assert cache.nbytes == ShardedCache.needs(cache.layers, ranks=ranks, **sizes)
+    assert cache.nbytes == ShardedCache.required_nbytes(cache.layers, ranks=ranks, **sizes)
 
 
 @settings(deadline=None)
@@ -192,7 +192,7 @@ def test_ranks_differ_by_at_most_a_token_and_every_position_has_a_home(
     segments = [shares.segments(rank) for rank in range(ranks)]
     assert sorted(p for shard in segments for s in shard for p in s) == list(range(shares.length))
     assert all(list(chain.from_iterable(shard)) == sorted(chain.from_iterable(shard)) for shard in segments)
-    half = shares.cut(shares.length // 2)
+    half = shares.truncate(shares.length // 2)
     assert [half.segments(rank) for rank in range(ranks)] == [clip(shard, 0, half.length) for shard in segments]
 
 
@@ -234,7 +234,7 @@ def test_removed_sequences_give_all_blocks_back() -> None:
     model.prefill({chats[0]: 31, chats[1]: 8})
     chats.append(model.fork(chats[0]))
     model.decode(chats)
-    model.cut(chats[1], 9)
+    model.truncate(chats[1], 9)
     for chat in chats:
         cache.remove(chat)
     assert all(pool.free == pool.size for pool in cache.book.pools.values())
@@ -284,10 +284,12 @@ def test_tokens_of_an_abandoned_turn_can_be_given_up(layers: int, give_up: str) 
     for layer in range(layers):
         turn.attend(layer, *zeros(turn, 4))
     for call in (lambda: cache.decode({other: 1}), lambda: cache.prefill({chat: 1}), lambda: cache.fork(chat)):
-        with pytest.raises(UsageError, match=rf"layer {layers} did not attend in the last turn.*cache\.cut\(0, 6\)"):
+        with pytest.raises(
+            UsageError, match=rf"layer {layers} did not attend in the last turn.*cache\.truncate\(0, 6\)"
+        ):
             call()
     if give_up == "cut":
-        cache.cut(chat, 6)
+        cache.truncate(chat, 6)
         model.decode([chat])
     else:
         cache.remove(chat)
@@ -350,7 +352,7 @@ REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], str]] = {
     "unequal steps": (lambda cache: cache.decode({0: 1, cache.new(): 2}), "expected the same number for each sequence"),
     "long steps": (lambda cache: cache.decode({0: 17}), "at most 16; use cache.prefill for more"),
     "unknown way": (lambda cache: cache.decode({0: 1}, way="ring"), "way='ring': expected same or spread"),  # type: ignore[arg-type]
-    "cut to more": (lambda cache: cache.cut(0, 1), "cannot be cut to 1 tokens: expected 0 to 0"),
+    "truncated to more": (lambda cache: cache.truncate(0, 1), "cannot be truncated to 1 tokens: expected 0 to 0"),
     "too many": (lambda cache: [cache.new() for _ in range(9)], "the most it was made for"),
     "no layer": (lambda cache: cache.prefill({0: 1}).attend(3, [], [], []), "layer 3: expected 0 to 0"),
     "not lists": (lambda cache: cache.prefill({0: 1}).attend(0, 1, 2, 3), "a list of 2 tensors, one per rank"),
@@ -384,7 +386,7 @@ REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], str]] = {
         "meeting='gather': expected slices",
     ),
     "no room for less than nothing": (lambda cache: cache.reserve(-5), "tokens=-5: expected"),
-    "no ranks": (lambda cache: ShardedCache.needs(cache.layers, ranks=0, tokens=4), "ranks=0: expected"),
+    "no ranks": (lambda cache: ShardedCache.required_nbytes(cache.layers, ranks=0, tokens=4), "ranks=0: expected"),
     "peak of no layer": (lambda cache: cache.prefill({0: 1}).peak_nbytes(-1, heads=4), "layer -1: expected 0 to 0"),
     "no number": (
         lambda cache: cache.decode({0: 1}).attend(
@@ -412,14 +414,14 @@ def test_what_cannot_be_done_is_refused(name: str) -> None:
 
 
 def test_a_window_that_was_dropped_cannot_be_cut_back_to() -> None:
-    for slack, least in ((0, 40), (7, 33)):
-        cache = cache_of(2, windows=[4], block_tokens=2, slack=slack)
+    for max_rollback, least in ((0, 40), (7, 33)):
+        cache = cache_of(2, windows=[4], block_tokens=2, max_rollback=max_rollback)
         model = Model(cache)
         chat = model.new()
         model.prefill({chat: 40})
         with pytest.raises(UsageError, match=rf"expected {least} to 40; its windows have dropped what"):
-            cache.cut(chat, least - 1)
-        model.cut(chat, least)
+            cache.truncate(chat, least - 1)
+        model.truncate(chat, least)
         model.prefill({chat: 11})
         model.decode([chat])
         assert model.error < 1e-12

@@ -107,7 +107,7 @@ def chunks_of_a_prompt(group: Any, tokens: int, chunk: int) -> dict[str, Any]:
         turn.attend(0, q, k, v)
         torch.cuda.synchronize()
         measured.append(torch.cuda.max_memory_allocated() - start)
-    needs = ShardedCache.needs([layer], ranks=cache.ranks, **sizes)
+    needs = ShardedCache.required_nbytes([layer], ranks=cache.ranks, **sizes)
     return {"stated": stated, "measured": measured, "cache": (needs, cache.nbytes, taken)}
 
 

@@ -33,22 +33,22 @@ class Entry:
     shares: Shares
     counts: tuple[int, ...]
     tables: Mapping[Window, Table]
-    most_cut: int = 0
-    """The shortest length that it can still be cut to: its windows have dropped what shorter ones need."""
+    min_length: int = 0
+    """The shortest length that it can still be truncated to: its windows have dropped what shorter ones need."""
 
 
 @dataclass
 class Book:
     """All sequences of a cache. Changes are all or nothing: if blocks run out, nothing has changed.
 
-    `slack` is how many tokens a sequence with windows can be cut back by.
+    A sequence with windows can be truncated by at most `max_rollback` tokens.
     """
 
     ranks: int
     layout: Layout
     block_tokens: int
     pools: dict[Window, BlockPool]
-    slack: int = 0
+    max_rollback: int = 0
     entries: dict[int, Entry] = field(default_factory=dict)
     copied: list[tuple[Window, int, int]] = field(default_factory=list)
     """Blocks to copy before the next write: window, from, to."""
@@ -96,15 +96,15 @@ class Book:
         self.entries[copy] = entry
         return copy
 
-    def cut(self, number: int, length: int) -> None:
+    def truncate(self, number: int, length: int) -> None:
         entry = self.entry(number)
-        if not entry.most_cut <= length <= entry.shares.length:
-            why = "; its windows have dropped what fewer tokens would need: make the cache with a larger slack="
+        if not entry.min_length <= length <= entry.shares.length:
+            why = "; its windows have dropped what fewer tokens would need: make the cache with a larger max_rollback="
             raise UsageError(
-                f"sequence {number} cannot be cut to {length} tokens: expected {entry.most_cut} to "
-                f"{entry.shares.length}{why if entry.most_cut else ''}"
+                f"sequence {number} cannot be truncated to {length} tokens: expected {entry.min_length} to "
+                f"{entry.shares.length}{why if entry.min_length else ''}"
             )
-        shares = entry.shares.cut(length)
+        shares = entry.shares.truncate(length)
         counts = tuple(shares.counts())
         tables = {}
         for window, table in entry.tables.items():
@@ -132,14 +132,14 @@ class Book:
         else:
             after = before.appended(tokens, self.layout, entry.counts)
         counts = self._counts(entry, after, tokens, is_decoded)
-        tables, most_cut = {}, entry.most_cut
+        tables, min_length = {}, entry.min_length
         for window, table in entry.tables.items():
             # Decoded tokens are stored before they attend; a chunk's own are stored if a later query sees them.
             last = before.length if is_decoded else after.length
             dropped, cutoff = self._dropped(table, after, window, last, counts)
-            most_cut = max(most_cut, 0 if not dropped or window is None else cutoff + window)
+            min_length = max(min_length, 0 if not dropped or window is None else cutoff + window)
             tables[window] = self._grow_table(window, table, entry, counts, dropped, undo, copied)
-        return Entry(after, counts, tables, most_cut)
+        return Entry(after, counts, tables, min_length)
 
     def _counts(self, entry: Entry, after: Shares, tokens: int, is_decoded: bool) -> tuple[int, ...]:
         counts, run = list(entry.counts), after.runs[-1]
@@ -155,7 +155,7 @@ class Book:
     ) -> tuple[int, int]:
         """Blocks of which every rank's tokens are before what queries from position `last` on see, and the first
         position that they see."""
-        cutoff = 0 if window is None else max(0, last - window - self.slack)
+        cutoff = 0 if window is None else max(0, last - window - self.max_rollback)
         if not cutoff or self._blocks(counts) - table.dropped <= cutoff_blocks(last - cutoff, self.block_tokens):
             return table.dropped, cutoff
         before = min(after.before(rank, cutoff) for rank in range(self.ranks))

@@ -33,7 +33,8 @@ class ShardedCache:
     """Each rank holds its own tokens' keys and values of every layer, and nothing else.
 
     There is room for `tokens` tokens of up to `sequences` sequences, in blocks of `block_tokens`; `nbytes` says how
-    many bytes of each rank that takes, and `ShardedCache.needs` says so beforehand. All ranks make the same calls.
+    many bytes of each rank that takes, and `ShardedCache.required_nbytes` computes it beforehand. All ranks make the
+    same calls.
 
         cache = ShardedCache(attention, [CachedLayer(kv_heads=8, head_dim=128)] * 32, tokens=1 << 20)
         chat = cache.new()
@@ -43,7 +44,7 @@ class ShardedCache:
         step = cache.decode({chat: 1})                           # every rank runs the same token
         out = step.attend(0, q, k, v)
 
-    With windows, a sequence can be cut back by `slack` tokens.
+    With windows, a sequence can be truncated by at most `max_rollback` tokens.
     """
 
     def __init__(
@@ -56,19 +57,24 @@ class ShardedCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         block_tokens: int = BLOCK_TOKENS,
-        slack: int = 0,
+        max_rollback: int = 0,
     ) -> None:
         if not isinstance(attention, MeshAttention):
             raise UsageError(f"attention is a {type(attention).__name__}; expected a MeshAttention")
         self.attention, self.dtype = attention, dtype
-        self.block_tokens, self.tokens, self.most_sequences, self.slack = block_tokens, tokens, sequences, slack
+        self.block_tokens, self.tokens, self.most_sequences, self.max_rollback = (
+            block_tokens,
+            tokens,
+            sequences,
+            max_rollback,
+        )
         with attention.engines.played.telling:
-            blocks = _blocks(layers, attention.ranks, tokens, sequences, block_tokens, slack)
+            blocks = _blocks(layers, attention.ranks, tokens, sequences, block_tokens, max_rollback)
             _check_dtype(dtype)
             self.layers, self.device = tuple(layers), _device(device)
             self.memories = [Memory(self.layers, blocks, block_tokens, dtype, self.device) for _ in attention.comms]
         pools = {window: BlockPool(number) for window, number in blocks.items()}
-        self.book = Book(attention.ranks, attention.layout, block_tokens, pools, slack)
+        self.book = Book(attention.ranks, attention.layout, block_tokens, pools, max_rollback)
         self.last: set[int] | None = None
         """The layers that attended in the last turn or step. Not the turn itself, which refers to its cache."""
         self._open = Open(set(range(len(self.layers))), {})
@@ -77,7 +83,7 @@ class ShardedCache:
     # Memory
 
     @staticmethod
-    def needs(
+    def required_nbytes(
         layers: Sequence[CachedLayer],
         *,
         ranks: int,
@@ -85,11 +91,11 @@ class ShardedCache:
         sequences: int = 1,
         dtype: torch.dtype = torch.bfloat16,
         block_tokens: int = BLOCK_TOKENS,
-        slack: int = 0,
+        max_rollback: int = 0,
     ) -> int:
         """Bytes that a cache would take on each rank."""
         _check_dtype(dtype)
-        blocks = _blocks(layers, ranks, tokens, sequences, block_tokens, slack)
+        blocks = _blocks(layers, ranks, tokens, sequences, block_tokens, max_rollback)
         return cache_nbytes(layers, blocks, block_tokens, dtype.itemsize)
 
     @property
@@ -100,7 +106,7 @@ class ShardedCache:
     def reserve(self, tokens: int, sequences: int | None = None) -> None:
         """Make room for `tokens` tokens in total, if there is less. Moves the cache, one layer at a time."""
         sequences = self.most_sequences if sequences is None else sequences
-        sizes = {"block_tokens": self.block_tokens, "slack": self.slack}
+        sizes = {"block_tokens": self.block_tokens, "max_rollback": self.max_rollback}
         with self.attention.engines.played.telling:
             _blocks(self.layers, self.ranks, tokens, sequences, **sizes)  # refuses what is not a number
             tokens, sequences = max(tokens, self.tokens), max(sequences, self.most_sequences)
@@ -146,14 +152,14 @@ class ShardedCache:
         self.book.remove(sequence)
         self._end_turn_of(sequence)
 
-    def cut(self, sequence: int, length: int) -> None:
+    def truncate(self, sequence: int, length: int) -> None:
         """Forget all but the first `length` tokens of a sequence, as when guessed tokens are rejected.
 
-        After a large cut, ranks may hold unequal numbers of tokens, and later ones then have less room.
+        After many tokens are dropped, ranks may hold unequal numbers of tokens, and later ones then have less room.
         """
         if type(length) is not int or length < 0:
             raise UsageError(f"length={length!r}: expected a whole number of at least 0")
-        self.book.cut(sequence, length)
+        self.book.truncate(sequence, length)
         self._end_turn_of(sequence)
 
     def fork(self, sequence: int) -> int:
@@ -229,7 +235,7 @@ class ShardedCache:
                 raise UsageError(
                     f"layer {min(missing)} did not attend in the last turn, so it has no keys and values for the new "
                     f"tokens of sequence {number}; call attend for every layer, or give these tokens up with "
-                    f"cache.cut({number}, {length}) or cache.remove({number})"
+                    f"cache.truncate({number}, {length}) or cache.remove({number})"
                 )
 
     def _extended(self, new: Mapping[int, int], *, is_decoded: bool) -> dict[int, Grown]:
@@ -244,7 +250,7 @@ class ShardedCache:
 
 
 def _blocks(
-    layers: Sequence[CachedLayer], ranks: int, tokens: int, sequences: int, block_tokens: int, slack: int
+    layers: Sequence[CachedLayer], ranks: int, tokens: int, sequences: int, block_tokens: int, max_rollback: int
 ) -> dict[Window, int]:
     """Blocks of a rank for each window.
 
@@ -255,7 +261,7 @@ def _blocks(
         ("tokens", tokens, 1),
         ("sequences", sequences, 1),
         ("block_tokens", block_tokens, 1),
-        ("slack", slack, 0),
+        ("max_rollback", max_rollback, 0),
     ):
         if type(value) is not int or value < least:
             raise ProblemError(f"{name}={brief(value)}: expected a whole number of at least {least}")
@@ -266,7 +272,7 @@ def _blocks(
     for window in dict.fromkeys(layer.window for layer in layers):
         found[window] = full
         if window is not None:
-            seen = -(-(window + slack + MOST_DECODED) // block_tokens) + 2
+            seen = -(-(window + max_rollback + MOST_DECODED) // block_tokens) + 2
             found[window] = min(2 * full, 2 * sequences * seen)
     return found
 

@@ -26,8 +26,8 @@ def check_turn(cache: ShardedCache, turn: Turn | Step, layer: object) -> None:
     """Refuse a layer that cannot attend now."""
     if turn.attended is not cache.last:
         raise UsageError(
-            "this turn is over: the cache has a later one, or a sequence of this one was cut or removed; use the last "
-            "turn or step"
+            "this turn is over: the cache has a later one, or a sequence of this one was truncated or removed; "
+            "use the last turn or step"
         )
     check_layer(cache, layer)
     if layer in turn.attended:

@@ -2,7 +2,7 @@
 
 A sequence grows by runs: a prompt, a chunk or a turn on the layout of its queries, or tokens that were decoded, which
 go round the ranks one by one. Each run begins with the rank that holds the fewest tokens, so that ranks never differ by
-more than a token unless the sequence is cut. A rank stores its tokens in rising order of position.
+more than a token unless the sequence is truncated. A rank stores its tokens in rising order of position.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mesh_attention.plan.layout import Layout, Striped, join, shifted
 class Run:
     """Tokens that were appended together. Rank `first` has the shard that the layout gives to rank 0, and so on.
 
-    Only the first `kept` tokens are left, if the sequence was cut.
+    Only the first `kept` tokens are left, if the sequence was truncated.
     """
 
     start: int
@@ -76,7 +76,7 @@ class Shares:
         more = last.kept + tokens  # who gets a token does not depend on how many follow
         return replace(self, runs=(*self.runs[:-1], replace(last, tokens=more, kept=more)))
 
-    def cut(self, length: int) -> Shares:
+    def truncate(self, length: int) -> Shares:
         """The shares of the first `length` tokens."""
         runs = [replace(run, kept=min(run.kept, length - run.start)) for run in self.runs if run.start < length]
         return replace(self, runs=tuple(runs))

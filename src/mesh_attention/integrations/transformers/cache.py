@@ -44,17 +44,17 @@ class GenerationCache(Cache):
 
     `generate` makes one where none is given, and returns it; a later turn continues it
     (``past_key_values=out.past_key_values``). All ranks use it in the same calls. Reserves room for `tokens` tokens in
-    `rows` rows; grows when needed. With sliding windows, it can be cropped by `slack` tokens.
+    `rows` rows; grows when needed. With sliding windows, it can be cropped by up to `max_rollback` tokens.
     """
 
-    def __init__(self, attention: MeshAttention, *, tokens: int = 0, rows: int = 0, slack: int = 0) -> None:
+    def __init__(self, attention: MeshAttention, *, tokens: int = 0, rows: int = 0, max_rollback: int = 0) -> None:
         super().__init__(layers=[])
         if not isinstance(attention, MeshAttention) or attention.is_local:
             raise UsageError(
                 f"GenerationCache got a {type(attention).__name__}; expected a MeshAttention over a torch.distributed "
                 "group"
             )
-        for name, value in (("tokens", tokens), ("rows", rows), ("slack", slack)):
+        for name, value in (("tokens", tokens), ("rows", rows), ("max_rollback", max_rollback)):
             if type(value) is not int or value < 0:
                 raise UsageError(f"{name}={brief(value)}: expected a whole number of at least 0")
         self.attention = attention
@@ -65,7 +65,7 @@ class GenerationCache(Cache):
         """True if ranks must compare the next call."""
         self.failure: str | None = None
         self.store: ShardedCache | None = None
-        self._room, self._slack = (tokens, rows), slack
+        self._room, self._max_rollback = (tokens, rows), max_rollback
         self._observed: Observed | None = None
         self._is_in_call = False
         self._updated: int | None = None
@@ -105,7 +105,7 @@ class GenerationCache(Cache):
                 sequences=rows,
                 dtype=observed.dtype,
                 device=observed.device,
-                slack=self._slack,
+                max_rollback=self._max_rollback,
             )
         elif most > self.store.tokens or rows > self.store.most_sequences:
             grown = most if most == self._room[0] else max(most, self.store.tokens * 3 // 2)
@@ -116,15 +116,20 @@ class GenerationCache(Cache):
         if not self.sequences:
             self.sequences = [self._stored().new() for _ in range(rows)]
 
-    def expect(self, *, tokens: int, rows: int, slack: int = 0) -> None:
+    def expect(self, *, tokens: int, rows: int, max_rollback: int = 0) -> None:
         """Note what the next calls need, in all, so that there is room at once."""
-        if self.store is not None and slack > self.store.slack and any(x.window is not None for x in self.store.layers):
+        if (
+            self.store is not None
+            and max_rollback > self.store.max_rollback
+            and any(x.window is not None for x in self.store.layers)
+        ):
             raise UsageError(
-                f"the cache can be cropped by {self.store.slack} tokens, but guessing tokens needs {slack}, and its "
-                f"windows have dropped the others; begin the first turn with GenerationCache(attention, slack={slack})"
+                f"the cache can be cropped by {self.store.max_rollback} tokens, but guessing tokens needs {max_rollback}, "
+                "and its windows have dropped the others; begin the first turn with "
+                f"GenerationCache(attention, max_rollback={max_rollback})"
             )
         self._room = max(tokens, self._room[0]), max(rows, self._room[1])
-        self._slack = max(slack, self._slack)
+        self._max_rollback = max(max_rollback, self._max_rollback)
         self.is_to_meet = True
 
     def open(self) -> None:
@@ -211,7 +216,7 @@ class GenerationCache(Cache):
         return []
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: `slack` tokens are kept in any case."""
+        """Nothing to do: `max_rollback` tokens are kept in any case."""
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
@@ -225,7 +230,7 @@ class GenerationCache(Cache):
         if last > min(self.lengths):
             raise UsageError(f"crop({tokens_to_remove}): the shortest row has {min(self.lengths)} tokens")
         for number in self.sequences:
-            self.store.cut(number, self.store.length(number) - last)
+            self.store.truncate(number, self.store.length(number) - last)
         self.columns -= last
 
     def reset(self) -> None:

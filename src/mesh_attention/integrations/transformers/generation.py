@@ -87,7 +87,7 @@ def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
         tokens = rows * asked["max_cache_length"]
         if (generation_config.num_beams or 1) > 1:
             tokens += rows * layers.attention.ranks * BLOCK_TOKENS  # a beam that is copied needs a block at once
-        cache.expect(tokens=tokens, rows=rows, slack=generation_config.prompt_lookup_num_tokens or 0)
+        cache.expect(tokens=tokens, rows=rows, max_rollback=generation_config.prompt_lookup_num_tokens or 0)
         share_settings(layers, generation_config, model.device)
         model_kwargs["past_key_values"] = _STATE.cache = cache
         return None
