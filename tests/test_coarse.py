@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+import strategies
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,6 @@ from mesh_attention.plan.layout import LAYOUTS, Contiguous, Zigzag
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.planning.choice import as_choice
 from mesh_attention.simulation.simulate import simulate
-from mesh_attention.testing import strategies
 from mesh_attention.tuning import planner as planner_module
 from mesh_attention.tuning.coarse import LONGER, can_be_widened, coarse, part_of, plan_like, widened
 from mesh_attention.tuning.planner import tuned_choices

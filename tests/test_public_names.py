@@ -21,7 +21,7 @@ GOLDEN = ROOT / "tests" / "golden" / "public-names.txt"
 REFERENCE = ROOT / "docs" / "reference"
 METHODS = {
     MeshAttention: ("__call__", "shard", "unshard", "position_ids"),
-    ShardedCache: ("needs", "reserve", "new", "length", "remove", "cut", "fork", "prefill", "decode"),
+    ShardedCache: ("required_nbytes", "reserve", "new", "length", "remove", "truncate", "fork", "prefill", "decode"),
     Turn: ("shard", "attend", "peak_nbytes", "layout"),
     Step: ("attend", "rows"),
 }

@@ -124,7 +124,7 @@ class GenerationCache(Cache):
             and any(x.window is not None for x in self.store.layers)
         ):
             raise UsageError(
-                f"the cache can be cropped by {self.store.max_rollback} tokens, but guessing tokens needs {max_rollback}, "
+                f"the cache can be cropped by {self.store.max_rollback} tokens, but guessing needs {max_rollback}, "
                 "and its windows have dropped the others; begin the first turn with "
                 f"GenerationCache(attention, max_rollback={max_rollback})"
             )
