@@ -28,7 +28,7 @@ from transformers import LlamaForCausalLM, LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from mesh_attention import MeshAttention, MeshAttentionError
-from mesh_attention.integrations.transformers import register
+from mesh_attention.transformers import register
 
 STRETCHED = 1e7
 """Rotary base of serving. The model was trained on 4096 tokens; a larger base lets it find keys much farther away."""

@@ -30,9 +30,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 from mesh_attention import MeshAttention
+from mesh_attention.batches import reduce_loss, shard_batch
 from mesh_attention.errors import MeshAttentionError, UsageError
-from mesh_attention.integrations.batches import reduce_loss, shard_batch
-from mesh_attention.integrations.transformers import register
+from mesh_attention.transformers import register
 
 LEARNING_RATE, WARM_UP, LARGEST_GRADIENT = 2e-3, 20, 1.0
 TEST_SEQUENCES = 8

@@ -122,9 +122,9 @@ def run_in_order(group: Any, sources: Sequence[Block]) -> list[str]:
 
 def _forget_registrations() -> None:
     """The workers live on, and their next test may register a MeshAttention by the same name."""
-    if "mesh_attention.integrations.transformers" in sys.modules:
+    if "mesh_attention.transformers" in sys.modules:
         from mesh_attention import UsageError
-        from mesh_attention.integrations.transformers import unregister
+        from mesh_attention.transformers import unregister
 
         with contextlib.suppress(UsageError):  # nothing is registered
             unregister()

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
-from mesh_attention.integrations.batches import batch_loss, count_items, is_sharded, reduce_loss, shard_batch
+from mesh_attention.batches import batch_loss, count_items, is_sharded, reduce_loss, shard_batch
 from mesh_attention.plan.layout import LAYOUTS
 
 

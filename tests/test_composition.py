@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from training_model import TOKENS, VOCABULARY, Block, Model, plain_attention
 
 from mesh_attention.api import MeshAttention
-from mesh_attention.integrations.batches import reduce_loss
-from mesh_attention.integrations.checkpointing import saved_attention
+from mesh_attention.batches import reduce_loss
+from mesh_attention.integrations.pytorch import saved_attention
 
 ROWS, STEPS = 4, 5
 

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from mesh_attention import MeshAttention, MeshAttentionError
-from mesh_attention.integrations.checkpointing import saved_attention
-from mesh_attention.integrations.context_parallel import context_parallel, context_parallel_unshard
+from mesh_attention.context_parallel import context_parallel, context_parallel_unshard
+from mesh_attention.integrations.pytorch import saved_attention
 
 F64 = torch.float64
 

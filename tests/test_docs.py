@@ -247,7 +247,7 @@ def test_every_error_class_is_explained_and_raised() -> None:
 
 def test_refusals_that_are_quoted_in_tables_are_in_the_code() -> None:
     """Where provoking each would take a model or a cluster. … stands for what a message fills in."""
-    sources = [path.read_text() for path in (ROOT / "src" / "mesh_attention" / "integrations").rglob("*.py")]
+    sources = [path.read_text() for path in (ROOT / "src" / "mesh_attention").rglob("*.py")]
     joined = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))  # texts that go on in the next line
     quoted = re.findall(r"^\| `([^`]+)` \|", (DOCS / "transformers.md").read_text(), flags=re.MULTILINE)
     assert len(quoted) > 5

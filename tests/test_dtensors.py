@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.functional import scaled_dot_product_attention
 
 from mesh_attention import MeshAttention, UsageError
-from mesh_attention.integrations.context_parallel import context_parallel
-from mesh_attention.integrations.dtensors import attend_dtensor
+from mesh_attention.context_parallel import attend_dtensor, context_parallel
 
 F64 = torch.float64
 
@@ -245,6 +244,6 @@ def refusals_of_plain_calls(group: Any) -> list[str]:
 def test_a_plain_call_says_where_to_give_dtensors(pool: RankPool) -> None:
     for ranks in (1, 2):
         for all_three, one, none in pool.run(ranks, refusals_of_plain_calls):
-            assert "got a DTensor; use mesh_attention.integrations.dtensors.attend_dtensor" in all_three
+            assert "got a DTensor; use mesh_attention.context_parallel.attend_dtensor" in all_three
             assert all_three == one
             assert none == "none"

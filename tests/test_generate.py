@@ -22,9 +22,9 @@ from transformers.generation.streamers import BaseStreamer
 from mesh_attention import LocalGroup
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import DisagreementError, MaskError, UsageError
-from mesh_attention.integrations.transformers import GenerationCache, register, unregister
-from mesh_attention.integrations.transformers import cache as cache_module
 from mesh_attention.serving import ShardedCache
+from mesh_attention.transformers import GenerationCache, register, unregister
+from mesh_attention.transformers import cache as cache_module
 
 Result = tuple[list[Any], list[Tensor]]
 """Tokens, and the logits that they were chosen from."""
@@ -294,7 +294,7 @@ def test_a_streamer_on_one_rank_hears_the_tokens(pool: RankPool) -> None:
 
 def seeded(group: Any, is_shared: bool) -> tuple[list[Any], float]:
     """Tokens sampled with another seed on each rank, and the next random number of this rank."""
-    from mesh_attention.integrations.transformers import generation
+    from mesh_attention.transformers import generation
 
     kept = generation._set_random_states
     if not is_shared:

@@ -58,13 +58,30 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "machine",
     ),
     "serving": (*VALUES, "plan", "kernels", "comm", "execution", "arguments", "api"),
-    "integrations": (*VALUES, "plan", "kernels", "comm", "execution", "arguments", "api", "serving"),
+    "sequences": VALUES,
+    "batches": (*VALUES, "sequences", "comm", "execution", "arguments", "api"),
+    "integrations": (*VALUES, "sequences", "plan", "comm", "execution", "arguments", "api"),
+    "context_parallel": (*VALUES, "plan", "kernels", "comm", "arguments", "api", "integrations"),
+    "transformers": (
+        *VALUES,
+        "sequences",
+        "batches",
+        "plan",
+        "comm",
+        "execution",
+        "arguments",
+        "api",
+        "serving",
+        "integrations",
+    ),
     "testing": (*VALUES, "plan", "kernels", "comm"),
 }
 WITH_TORCH = (
     *("kernels", "comm", "execution", "calibration", "machine"),
-    *("arguments", "api", "serving", "integrations", "testing"),
+    *("arguments", "api", "serving", "sequences", "batches", "context_parallel", "transformers", "integrations"),
+    "testing",
 )
+STACKS = ("context_parallel", "transformers", "integrations")
 
 
 def modules_after(statement: str) -> str:
@@ -116,7 +133,7 @@ def test_the_library_does_not_know_the_lab() -> None:
 
 
 def test_the_library_loads_nothing_of_the_command_line() -> None:
-    modules = [_module_name(path) for path in ROOT.rglob("*.py") if _part(path) not in ("integrations", "testing")]
+    modules = [_module_name(path) for path in ROOT.rglob("*.py") if _part(path) not in (*STACKS, "testing")]
     loaded = modules_after(f"import {', '.join(modules)}").split()
     assert not {"rich", "typer", "mesh_attention_lab"} & set(loaded)
 
@@ -130,7 +147,7 @@ def test_the_test_for_directions_can_fail(tmp_path: Path) -> None:
 def test_torch_distributed_is_imported_where_groups_are_handled_only() -> None:
     for path in ROOT.rglob("*.py"):
         if any(name.startswith("torch.distributed") for name in imported_modules(path)):
-            assert _part(path) in ("comm", "integrations", "testing"), path
+            assert _part(path) in ("comm", "batches", *STACKS, "testing"), path
 
 
 def test_a_tuning_is_forgotten_when_anything_it_may_follow_from_changes() -> None:

@@ -22,8 +22,7 @@ from mesh_attention import LocalGroup, MeshAttention, UsageError
 from mesh_attention.arguments import CallOptions
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution.operators import Operands
-from mesh_attention.integrations.checkpointing import saved_attention
-from mesh_attention.integrations.flops import flop_formulas
+from mesh_attention.integrations.pytorch import flop_formulas, saved_attention
 from mesh_attention.testing.wrappers import Counting
 from mesh_attention_lab.recorder import record
 from mesh_attention_lab.replay.transport import ReplayComm

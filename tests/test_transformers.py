@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from mesh_attention.api import MeshAttention
+from mesh_attention.batches import batch_loss, shard_batch
 from mesh_attention.errors import DisagreementError, UsageError
-from mesh_attention.integrations.batches import batch_loss, shard_batch
-from mesh_attention.integrations.sequences import CUTS
-from mesh_attention.integrations.transformers import register, unregister
+from mesh_attention.sequences import CUTS
+from mesh_attention.transformers import register, unregister
 
 METHODS: list[dict[str, Any]] = [
     {"method": "ring"},

@@ -31,9 +31,9 @@ from transformers import (
 
 from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
+from mesh_attention.batches import batch_loss, shard_batch
 from mesh_attention.errors import DisagreementError
-from mesh_attention.integrations.batches import batch_loss, shard_batch
-from mesh_attention.integrations.transformers import register, unregister
+from mesh_attention.transformers import register, unregister
 
 sys.path.insert(0, str(Path(__file__).parent / "campaign"))
 

@@ -19,14 +19,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mesh_attention import LocalGroup, UsageError, causal, documents, full
 from mesh_attention.api import MeshAttention
-from mesh_attention.integrations.batches import shard_batch
-from mesh_attention.integrations.sequences import Row, cuts_of_restarts, join_rows, split_rows
-from mesh_attention.integrations.transformers import register, unregister
-from mesh_attention.integrations.transformers.attention import LayerAttention, refuse_arguments
-from mesh_attention.integrations.transformers.masks import BatchMask, band_of, check_meanings, make_mask
-from mesh_attention.integrations.transformers.memory import Memory
-from mesh_attention.integrations.transformers.models import refuse_mixing, refuse_rotary
+from mesh_attention.batches import shard_batch
+from mesh_attention.sequences import Row, cuts_of_restarts, join_rows, split_rows
 from mesh_attention.testing.masks import is_unmasked
+from mesh_attention.transformers import register, unregister
+from mesh_attention.transformers.attention import LayerAttention, Memory, refuse_arguments
+from mesh_attention.transformers.masks import BatchMask, band_of, check_meanings, make_mask
+from mesh_attention.transformers.models import refuse_mixing, refuse_rotary
 
 
 def alone() -> MeshAttention:

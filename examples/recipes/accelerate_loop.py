@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mesh_attention import MeshAttention
+from mesh_attention.batches import batch_loss, count_items, shard_batch
 from mesh_attention.integrations.accelerate import shared_batches
-from mesh_attention.integrations.batches import batch_loss, count_items, shard_batch
-from mesh_attention.integrations.transformers import register
+from mesh_attention.transformers import register
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from mesh_attention.integrations.batches import reduce_loss
+from mesh_attention.batches import reduce_loss
 from mesh_attention.integrations.deepspeed import MeshDistributedAttention
 
 SEQ, VOCABULARY, HEADS, HEAD_DIM, ROWS = 101, 64, 3, 8, 2  # Ulysses alone could not split 3 heads over 4 ranks evenly

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mesh_attention import MeshAttention
-from mesh_attention.integrations.batches import batch_loss, count_items, shard_batch
-from mesh_attention.integrations.transformers import register
+from mesh_attention.batches import batch_loss, count_items, shard_batch
+from mesh_attention.transformers import register
 
 SEQ, ROWS, BATCH, MICRO_BATCHES, MAX_NORM = 301, 16, 8, 2, 0.3
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}

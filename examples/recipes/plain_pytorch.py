@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from mesh_attention import MeshAttention
-from mesh_attention.integrations.batches import reduce_loss, shard_batch
-from mesh_attention.integrations.checkpointing import saved_attention
+from mesh_attention.batches import reduce_loss, shard_batch
+from mesh_attention.integrations.pytorch import saved_attention
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, SEQ, ROWS, BATCH = 64, 64, 4, 2, 301, 20, 4
 IDS = torch.randint(VOCABULARY, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))

@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
 from mesh_attention import MeshAttention
-from mesh_attention.integrations.transformers import register
-from mesh_attention.integrations.transformers.trainer import MeshTrainerMixin
+from mesh_attention.transformers import register
+from mesh_attention.transformers.trainer import MeshTrainerMixin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRAINING = {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_steps": 6}

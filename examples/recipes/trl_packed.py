@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from trl import SFTConfig, SFTTrainer
 
 from mesh_attention import MeshAttention
-from mesh_attention.integrations.transformers import register
-from mesh_attention.integrations.transformers.trainer import MeshTrainerMixin
+from mesh_attention.transformers import register
+from mesh_attention.transformers.trainer import MeshTrainerMixin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORDS = [f"word{number}" for number in range(30)]

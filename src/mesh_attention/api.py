@@ -260,7 +260,7 @@ class MeshAttention:
             )
         if hasattr(tensor, "device_mesh"):
             raise UsageError(
-                "got a DTensor; use mesh_attention.integrations.dtensors.attend_dtensor(attention, q, k, v) instead, "
+                "got a DTensor; use mesh_attention.context_parallel.attend_dtensor(attention, q, k, v) instead, "
                 "or give its to_local()"
             )
         if tensor.dim() == 3:

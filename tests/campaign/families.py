@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from mesh_attention.api import MeshAttention
+from mesh_attention.batches import batch_loss, shard_batch
 from mesh_attention.errors import DisagreementError, MeshAttentionError
-from mesh_attention.integrations.batches import batch_loss, shard_batch
-from mesh_attention.integrations.transformers import register
+from mesh_attention.transformers import register
 
 RANKS = 4
 LIMIT_S = 300

@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {"vocab_size": 997, "num_attention_heads": 8, "num_key_v
 
 @pytest.fixture
 def attention() -> Iterator[MeshAttention]:
-    from mesh_attention.integrations.transformers import register, unregister
+    from mesh_attention.transformers import register, unregister
 
     made = MeshAttention(LocalGroup(1).comm(0))
     register(made)
@@ -33,7 +33,7 @@ def make(config: Any, dtype: torch.dtype) -> Any:
 
 
 def local(attention: MeshAttention) -> Any:
-    from mesh_attention.integrations.batches import shard_batch
+    from mesh_attention.batches import shard_batch
 
     ids = torch.randint(4, 997, (2, 64), device="cuda")
     return shard_batch(attention, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mesh_attention import MeshAttention
 from mesh_attention.comm.torch_dist import backends
-from mesh_attention.integrations.checkpointing import saved_attention
+from mesh_attention.integrations.pytorch import saved_attention
 from nccl.attending import Attended, assert_all_close, errors_of_cases, planners, worst
 from nccl.rig import DEVICE, IS_TRIED_ON_CPU, Rig
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from training_model import TOKENS, VOCABULARY, Model, plain_attention
 
 from mesh_attention import MeshAttention
-from mesh_attention.integrations.batches import batch_loss, shard_batch
+from mesh_attention.batches import batch_loss, shard_batch
 from nccl.attending import worst
 from nccl.rig import DEVICE, IS_TRIED_ON_CPU, Rig
 
@@ -128,7 +128,7 @@ def llama_batch(step: int) -> Tensor:
 
 def trained_llama(group: Any, compile_layers: bool, options: dict[str, Any]) -> list[tuple[str, float]]:
     """How far each weight of a Llama under FSDP2 over dp × cp is from one process's after some steps of training."""
-    from mesh_attention.integrations.transformers import register, unregister
+    from mesh_attention.transformers import register, unregister
 
     torch.compiler.reset()
     alone = llama("sdpa")

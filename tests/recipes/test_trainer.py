@@ -18,7 +18,7 @@ from recipe_runs import Run, run_recipe
 from transformers import Trainer
 
 from mesh_attention import LocalGroup, MeshAttention, UsageError
-from mesh_attention.integrations.transformers.trainer import MeshTrainerMixin
+from mesh_attention.transformers.trainer import MeshTrainerMixin
 
 CASES = Path(__file__).parent / "trainer_cases.py"
 SETTINGS = ("plain", "counted", "clipped", "checkpointed", "no remainder", "iterable", "few labels", "bf16")

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "recip
 import trl_packed as recipe
 
 from mesh_attention import MeshAttention
-from mesh_attention.integrations.transformers import register
+from mesh_attention.transformers import register
 
 CASES: dict[str, dict[str, Any]] = {
     "packed": {},

@@ -29,7 +29,7 @@ from mesh_attention.api import attention_of
 from mesh_attention.arguments import NO_WINDOW, CallOptions, describe
 from mesh_attention.errors import MaskError, ProblemError, UsageError
 from mesh_attention.execution.autograd import attend
-from mesh_attention.integrations.sinks import with_sinks
+from mesh_attention.integrations.pytorch import with_sinks
 from mesh_attention.masks import boundaries
 from mesh_attention.plan.layout import Listed, Zigzag, join, position_ids, shifted
 

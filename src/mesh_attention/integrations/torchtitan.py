@@ -31,7 +31,7 @@ from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import describe
 from mesh_attention.comm.local import LocalGroup
 from mesh_attention.errors import MaskError, UsageError
-from mesh_attention.integrations.sequences import cuts_of_restarts
+from mesh_attention.sequences import cuts_of_restarts
 
 Documents = tuple[Tensor, ...]
 """Boundaries of packed documents in the whole sequence: of each row, or of all rows alike; none for one document."""

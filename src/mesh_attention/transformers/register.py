@@ -1,8 +1,11 @@
-"""Watches transformers' models: on ranks, a model must call mesh attention and give the right results with it.
+"""Registers mesh attention with transformers, and watches the models that use it.
 
-`register` and `shard_batch` start it. From then on a model is checked if its attention is mesh attention, or if it gets
-a sharded batch: it is tried on a few tokens before its first call (`probe`), and its results are refused if mesh
-attention did not run. Other models are not affected.
+`register` uses both of transformers' interfaces, because a model whose implementation makes no masks gets none, and
+would silently ignore padding.
+
+`register` and `shard_batch` also start the guard. From then on a model is checked if its attention is mesh attention,
+or if it gets a sharded batch: it is tried on a few tokens before its first call (`probe`), and its results are refused
+if mesh attention did not run. Other models are not affected.
 """
 
 from __future__ import annotations
@@ -18,19 +21,72 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
 
+from mesh_attention.api import MeshAttention
+from mesh_attention.batches import NEVER_RAN, count_passes, engines_of, is_sharded
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.engine import Engines
-from mesh_attention.integrations.batches import NEVER_RAN, count_passes, engines_of, is_sharded
-from mesh_attention.integrations.sequences import CUTS
-from mesh_attention.integrations.transformers.attention import LayerAttention
-from mesh_attention.integrations.transformers.cache import GenerationCache
-from mesh_attention.integrations.transformers.cached_call import call_with_cache
-from mesh_attention.integrations.transformers.finding import find_layers
-from mesh_attention.integrations.transformers.generation import watch_generation
-from mesh_attention.integrations.transformers.masks import CALL
-from mesh_attention.integrations.transformers.models import refuse_layerdrop, refuse_mixing, refuse_two_sequences
-from mesh_attention.integrations.transformers.probe import try_model
+from mesh_attention.sequences import CUTS
+from mesh_attention.transformers.attention import LayerAttention, find_layers
+from mesh_attention.transformers.cache import GenerationCache
+from mesh_attention.transformers.cached_call import call_with_cache
+from mesh_attention.transformers.generation import watch_generation
+from mesh_attention.transformers.masks import CALL, check_meanings
+from mesh_attention.transformers.models import refuse_layerdrop, refuse_mixing, refuse_two_sequences
+from mesh_attention.transformers.probe import try_model
+
+NAME = "mesh_attention"
+MEANINGFUL = ("flash", "sdpa", "flex", "eager", "paged", "/", "|", ":")
+"""Parts of a name that make transformers choose one of its own code paths."""
+
+
+def register(attention: MeshAttention, *, name: str = NAME) -> None:
+    """Make `attention` known to transformers as `name`, for ``attn_implementation=name``, until `unregister`.
+
+    Several can be registered under different names, one for each group that models run on. A name cannot be registered
+    again for another `MeshAttention`, which would change models that use it.
+    """
+    if not isinstance(attention, MeshAttention):
+        raise UsageError(f"register got a {type(attention).__name__}; expected a MeshAttention")
+    if attention.is_local:
+        raise UsageError(
+            "register needs one rank per process, but all ranks of a local group are in this process; use a "
+            "torch.distributed group, which may have one process"
+        )
+    _check_name(name)
+    held = AttentionInterface._global_mapping.get(name)
+    if isinstance(held, LayerAttention) and held.attention is attention:
+        return
+    if held is not None or name in AttentionMaskInterface._global_mapping:
+        raise UsageError(f"{name!r} is registered already; choose another name, or unregister({name!r}) first")
+    check_meanings()
+    watch()
+    layers = LayerAttention(attention)
+    AttentionInterface.register(name, layers)
+    # torch.compile does not trace it: it reads closures and the values of padding. Layers can be compiled one by one.
+    untraced = torch.compiler.disable(layers.make_mask)  # type: ignore[no-untyped-call]
+    AttentionMaskInterface.register(name, untraced)
+
+
+def unregister(name: str = NAME) -> None:
+    """Remove a registration; models that use its name must be set to another implementation."""
+    if not isinstance(AttentionInterface._global_mapping.get(name), LayerAttention):
+        raise UsageError(f"{name!r} is not a registered MeshAttention")
+    del AttentionInterface._global_mapping[name]
+    del AttentionMaskInterface._global_mapping[name]
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not name or any(part in name for part in MEANINGFUL):
+        raise UsageError(
+            f"name={name!r}: expected a name without any of {' '.join(MEANINGFUL)}, which have a meaning to "
+            "transformers"
+        )
+
+
+# The guard
+
 
 TRIED: WeakKeyDictionary[nn.Module, dict[tuple[int, frozenset[str]], str | None]] = WeakKeyDictionary()
 """The kinds of calls that each model was tried with, and why it refuses padding on the left, if it does."""

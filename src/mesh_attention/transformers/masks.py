@@ -19,12 +19,12 @@ from transformers import masking_utils
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import refuse_unknown
 from mesh_attention.errors import MaskError, UsageError
-from mesh_attention.integrations.sequences import real_tokens
 from mesh_attention.masks import Mask, causal, full, window
+from mesh_attention.sequences import real_tokens
 
 if TYPE_CHECKING:
-    from mesh_attention.integrations.transformers.cache import GenerationCache
     from mesh_attention.serving import Step, Turn
+    from mesh_attention.transformers.cache import GenerationCache
 
 MaskFunction = Callable[..., Any]
 CALL = local()

@@ -31,8 +31,7 @@ from mesh_attention.arguments import describe
 from mesh_attention.comm.torch_dist import Group, process_group
 from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.execution.engine import Engines
-from mesh_attention.integrations.fingerprints import fingerprint
-from mesh_attention.integrations.sequences import (
+from mesh_attention.sequences import (
     CUTS,
     LENGTHS,
     Row,
@@ -140,7 +139,7 @@ def shard_batch(
     if is_compared:
         _compare(attention, batch)
     if "transformers.modeling_utils" in sys.modules:  # otherwise nobody has a model to watch
-        importlib.import_module("mesh_attention.integrations.transformers.guard").watch()
+        importlib.import_module("mesh_attention.transformers.register").watch()
     return LocalBatch(_local(attention, whole), attention)
 
 
@@ -393,3 +392,28 @@ def _summary(value: object) -> str:
     if value.is_floating_point():
         return text
     return f"{text} #{int(fingerprint(value)):010x}"
+
+
+# A hash of a tensor, by which ranks notice that they were given different ones.
+
+
+PER_PLACE, PER_NUMBER, MIXED = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
+"""Large odd numbers."""
+AT_ONCE = 1 << 22
+"""Elements hashed together: embeddings of a long prompt would otherwise need several times their own memory."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A hash of a tensor's elements in their order, of 40 bits, on its device. Floats are hashed by their bits."""
+    flat = tensor.detach().flatten()
+    numbers = flat.view(INTEGERS[flat.element_size()]) if flat.is_floating_point() else flat
+    found = torch.zeros((), dtype=torch.long, device=flat.device)
+    for start in range(0, numbers.numel(), AT_ONCE):
+        part = numbers[start : start + AT_ONCE].long()
+        places = torch.arange(start + 1, start + 1 + part.numel(), device=flat.device)
+        # Overflow is fine. Both are mixed before the sum: a sum of products does not tell [5, 7] from [7, 6].
+        mixed = part * PER_NUMBER + places * PER_PLACE
+        mixed = (mixed ^ (mixed >> 32)) * MIXED
+        found = found + (mixed ^ (mixed >> 29)).sum()
+    return found & 0xFFFFFFFFFF

@@ -12,7 +12,7 @@ from typing import Any
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import UsageError
-from mesh_attention.integrations.sequences import Row
+from mesh_attention.sequences import Row
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
 HYBRIDS = (

@@ -4,7 +4,7 @@ Nothing is registered with transformers at import. To train, each rank runs the 
 `shard_batch`. To generate, every rank calls ``model.generate`` with the same arguments.
 """
 
-from mesh_attention.integrations.transformers.cache import GenerationCache
-from mesh_attention.integrations.transformers.register import register, unregister
+from mesh_attention.transformers.cache import GenerationCache
+from mesh_attention.transformers.register import register, unregister
 
 __all__ = ["GenerationCache", "register", "unregister"]

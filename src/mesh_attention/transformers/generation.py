@@ -18,10 +18,9 @@ from torch import Tensor
 from transformers import GenerationMixin, MaxTimeCriteria, PreTrainedModel
 
 from mesh_attention.errors import DisagreementError, UsageError
-from mesh_attention.integrations.transformers.attention import LayerAttention
-from mesh_attention.integrations.transformers.cache import GenerationCache
-from mesh_attention.integrations.transformers.finding import find_layers
 from mesh_attention.plan.caching import BLOCK_TOKENS
+from mesh_attention.transformers.attention import LayerAttention, find_layers
+from mesh_attention.transformers.cache import GenerationCache
 from mesh_attention.units import count
 
 INSTEAD = 'or generate with another implementation: model.set_attn_implementation("sdpa")'

@@ -1,6 +1,6 @@
 """torch's `context_parallel`, over a mesh: change the import, and the rest of a training script stays as it is.
 
-    from mesh_attention.integrations.context_parallel import context_parallel, context_parallel_unshard
+    from mesh_attention.context_parallel.context import context_parallel, context_parallel_unshard
 
     with context_parallel(device_mesh, buffers=[ids, labels, freqs], buffer_seq_dims=[1, 1, 0]):
         loss = model(ids, labels)      # scaled_dot_product_attention inside it spans all ranks
@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from mesh_attention.api import MeshAttention, attention_of
 from mesh_attention.comm.marked import torch_group
 from mesh_attention.comm.torch_dist import TorchComm, process_group
+from mesh_attention.context_parallel.sdpa import MeshSdpa
 from mesh_attention.errors import UsageError
-from mesh_attention.integrations.sdpa import MeshSdpa
 
 
 @contextmanager

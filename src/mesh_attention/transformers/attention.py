@@ -7,20 +7,22 @@ effect on attention, or refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import describe
 from mesh_attention.errors import MaskError, UsageError
-from mesh_attention.integrations.autocast import as_autocast
-from mesh_attention.integrations.sequences import CUTS, LENGTHS, Row, find_misplaced, read_documents, split_rows
-from mesh_attention.integrations.sinks import with_sinks
-from mesh_attention.integrations.transformers.masks import (
+from mesh_attention.execution.operators import WeakRegistry
+from mesh_attention.integrations.pytorch import as_autocast, with_sinks
+from mesh_attention.sequences import CUTS, LENGTHS, Row, find_misplaced, read_documents, split_rows
+from mesh_attention.transformers.masks import (
     CALL,
     DECODING,
     BatchMask,
@@ -30,10 +32,8 @@ from mesh_attention.integrations.transformers.masks import (
     refuse_padding,
     shard_length,
 )
-from mesh_attention.integrations.transformers.memory import Memory
-from mesh_attention.integrations.transformers.models import refuse_mixing, refuse_rotary, refuse_router_loss
-from mesh_attention.integrations.transformers.operators import checked_cuts, number_of
-from mesh_attention.integrations.transformers.probe import Trial
+from mesh_attention.transformers.models import refuse_mixing, refuse_rotary, refuse_router_loss
+from mesh_attention.transformers.probe import Trial
 
 HONOURED = (
     "scaling",
@@ -357,3 +357,113 @@ def check_sinks(sinks: object, *, heads: int) -> Tensor | None:
     if sinks is None or (isinstance(sinks, Tensor) and tuple(sinks.shape) == (heads,)):
         return sinks
     raise UsageError(f"s_aux is {describe(sinks)}: expected attention sinks, one per head ({heads})")
+
+
+# The attention of a model
+
+
+def find_layers(model: Any) -> LayerAttention | None:
+    """The attention function of a model or of a part of it, if it is mesh attention."""
+    for config in _configs(model.config):
+        found = AttentionInterface._global_mapping.get(str(getattr(config, "_attn_implementation", "")))
+        if isinstance(found, LayerAttention):
+            return found
+    return None
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        if getattr(config, name, None) is not None:
+            yield from _configs(getattr(config, name))
+
+
+# Answers that the layers of a forward share, because reading values waits for a device
+
+
+Answer = TypeVar("Answer")
+
+
+class Memory(Generic[Answer]):
+    """The last answer, valid for the same unchanged tensors and equal other arguments.
+
+    Nothing is cached for tensors made in inference mode, which do not count writes, nor while a compiler traces, which
+    would recompile whenever the cache changes.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[list[Any], Answer] | None = None
+
+    def ask(self, answer: Callable[[], Answer], *about: Any) -> Answer:
+        if torch.compiler.is_compiling():
+            return answer()
+        if self._last is not None and _are_same(self._last[0], about):
+            return self._last[1]
+        given = answer()
+        self._last = [_mark(thing) for thing in about], given
+        return given
+
+
+def _mark(thing: Any) -> Any:
+    # Held weakly: this must not keep a batch alive, and an address means nothing once it is reused.
+    if not isinstance(thing, Tensor):
+        return thing
+    return None if thing.is_inference() else (weakref.ref(thing), thing._version)
+
+
+def _are_same(marks: list[Any], things: tuple[Any, ...]) -> bool:
+    return len(marks) == len(things) and all(map(_is_same, marks, things))
+
+
+def _is_same(mark: Any, thing: Any) -> bool:
+    if isinstance(thing, Tensor):
+        is_mark = isinstance(mark, tuple) and len(mark) == 2 and isinstance(mark[0], weakref.ref)
+        return is_mark and mark[0]() is thing and mark[1] == thing._version
+    return bool(type(mark) is type(thing) and mark == thing)
+
+
+# The check of position ids as an operator of torch, for compiled layers: a compiler sees only shapes, this sees values
+
+
+class Checker(Protocol):
+    """Knows the positions of this rank's tokens."""
+
+    def check_agreed(self, position_ids: Tensor, rows: tuple[Row, ...]) -> None:
+        """Raise on wrong position ids; once a forward, on every rank together."""
+
+
+CHECKERS: WeakRegistry[Checker] = WeakRegistry()
+number_of = CHECKERS.number
+
+
+def checked_cuts(position_ids: Tensor, cuts: Sequence[int], rows: Sequence[Row], checker: int) -> Tensor:
+    """`cuts` as a tensor, after checking the position ids of all rows.
+
+    Attention is called with the result, so that no compiler removes the check as unused.
+    """
+    flat = [number for row in rows for number in (*row.real, *row.cuts)]
+    sizes = [2 + len(row.cuts) for row in rows]
+    found: Tensor = torch.ops.mesh_attention.checked_cuts(position_ids, list(cuts), flat, sizes, checker)
+    return found
+
+
+@torch.library.custom_op(
+    "mesh_attention::checked_cuts",
+    mutates_args=(),
+    schema="(Tensor position_ids, SymInt[] cuts, SymInt[] rows, SymInt[] sizes, SymInt checker) -> Tensor",
+)
+def _checked_cuts(
+    position_ids: Tensor, cuts: Sequence[int], rows: Sequence[int], sizes: Sequence[int], checker: int
+) -> Tensor:
+    numbers = iter(rows)
+    split = [[next(numbers) for _ in range(size)] for size in sizes]
+    found = CHECKERS.find(checker)
+    if found is None:
+        raise UsageError("the attention that this model was compiled with no longer exists; compile the model again")
+    found.check_agreed(position_ids, tuple(Row(tuple(row[2:]), (row[0], row[1])) for row in split))
+    return torch.tensor(cuts)
+
+
+@_checked_cuts.register_fake
+def _(position_ids: Tensor, cuts: Sequence[int], rows: Sequence[int], sizes: Sequence[int], checker: int) -> Tensor:
+    return torch.empty(len(cuts), dtype=torch.int64, device="cpu")

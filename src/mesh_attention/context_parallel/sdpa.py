@@ -23,11 +23,17 @@ from torch.overrides import TorchFunctionMode
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import flag
+from mesh_attention.context_parallel.dtensors import attend_dtensor
+from mesh_attention.context_parallel.unseen import (
+    attends,
+    is_called_by_us,
+    passed_on,
+    recompute_under,
+    refusal,
+    refusing_unseen,
+)
 from mesh_attention.errors import UsageError
-from mesh_attention.integrations.autocast import as_autocast
-from mesh_attention.integrations.dtensors import attend_dtensor
-from mesh_attention.integrations.recomputation import recompute_under
-from mesh_attention.integrations.unseen import attends, is_called_by_us, passed_on, refusal, refusing_unseen
+from mesh_attention.integrations.pytorch import as_autocast
 
 SDPA = (
     F.scaled_dot_product_attention,

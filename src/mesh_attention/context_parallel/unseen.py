@@ -11,16 +11,17 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, lru_cache, partial
-from typing import Any
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
 from torch import _ops
 from torch.library import Library, fallthrough_kernel
+from torch.utils.checkpoint import CheckpointFunction
 
 from mesh_attention.errors import UsageError
-from mesh_attention.integrations.recomputation import Mode, recompute_under
 
 KEY = "DeferredInit"
 """A key that torch reserves for packages outside of it, and does not use itself."""
@@ -129,3 +130,62 @@ def _overload(full_name: str) -> Callable[..., Any]:
     space, _, name = full_name.partition("::")
     packet, _, overload = name.partition(".")
     return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")  # type: ignore[no-any-return]
+
+
+# Activation checkpointing: what is recomputed in backward runs under the mode again
+#
+# Inside the context this happens anyway. Outside of it, torch would recompute the checkpointed function without the
+# mode, and attend to a rank's tokens alone. So an attention call that is being checkpointed wraps the function that
+# will be recomputed in the mode. Both kinds of torch.utils.checkpoint are supported; other implementations are not, nor
+# is one whose saved tensors other hooks take (`save_on_cpu` inside of it).
+
+
+class Mode(Protocol):
+    def entered(self) -> AbstractContextManager[None]: ...
+
+
+class RunUnderMode:
+    """The function, always run under the mode."""
+
+    def __init__(self, mode: Mode, function: Callable[..., Any]) -> None:
+        self.mode, self.function = mode, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.mode.entered():
+            return self.function(*args, **kwargs)
+
+
+def recompute_under(mode: Mode) -> None:
+    """If this call is being checkpointed, make its recomputation run under the mode."""
+    if torch.compiler.is_compiling():
+        return
+    _follow_saved_tensors(mode)
+    _follow_callers(mode, sys._getframe(1))
+
+
+def _follow_saved_tensors(mode: Mode) -> None:
+    """use_reentrant=False: saved tensors go to a hook that holds the function to recompute."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or "_checkpoint_hook" not in hooks[0].__qualname__:
+        return
+    cells = (cell.cell_contents for cell in hooks[0].__closure__ or ())
+    region = next((content for content in cells if hasattr(content, "recompute_fn")), None)
+    if region is None:
+        raise UsageError(
+            f"torch.utils.checkpoint of torch {torch.__version__} is not supported; call attention outside of it"
+        )
+    _wrap(region, "recompute_fn", mode)
+
+
+def _follow_callers(mode: Mode, frame: FrameType | None) -> None:
+    """use_reentrant=True: the function runs without gradients first; one of our callers holds it."""
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            _wrap(frame.f_locals["ctx"], "run_function", mode)
+        frame = frame.f_back
+
+
+def _wrap(holder: Any, name: str, mode: Mode) -> None:
+    function = getattr(holder, name)
+    if not (isinstance(function, RunUnderMode) and function.mode is mode):
+        setattr(holder, name, RunUnderMode(mode, function))
