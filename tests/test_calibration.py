@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from pool import run_script
 
 from mesh_attention import LocalGroup, Problem, causal, full, make_plan, rank_costs
-from mesh_attention.calibration.effort import THOROUGH
-from mesh_attention.calibration.fit import (
+from mesh_attention.clusters import cluster_named, read_cluster
+from mesh_attention.errors import TopologyError
+from mesh_attention.machine.fit import (
     CallTime,
     Line,
     Measurement,
@@ -34,10 +35,7 @@ from mesh_attention.calibration.fit import (
     median_error,
     message_seconds,
 )
-from mesh_attention.calibration.kernels import Shape, call_flops
-from mesh_attention.calibration.links import pair_sets
-from mesh_attention.clusters import cluster_named, read_cluster
-from mesh_attention.errors import TopologyError
+from mesh_attention.machine.timing import THOROUGH, CallShape, call_flops, pair_sets
 from mesh_attention.topology import Device, KernelRate, LinkClass, Topology
 from mesh_attention_lab.cli.main import main
 
@@ -56,7 +54,11 @@ def made_calls(device: Device, seen: Callable[[float], float] = float) -> list[C
     calls = []
     for direction in ("forward", "backward"):
         for tokens in (512, 1024, 2048, 4096):
-            for shape in (Shape(tokens, tokens, False), Shape(tokens, 2 * tokens, False), Shape(tokens, tokens, True)):
+            for shape in (
+                CallShape(tokens, tokens, False),
+                CallShape(tokens, 2 * tokens, False),
+                CallShape(tokens, tokens, True),
+            ):
                 call = CallTime(
                     direction=direction,  # type: ignore[arg-type]
                     heads=32,
@@ -276,7 +278,7 @@ def test_operations_are_counted_as_plans_count_them(direction: Any, is_causal: b
     mask = causal() if is_causal else full()
     problem = Problem.self_attention(seq=37, heads=6, head_dim=8, ranks=1, mask=mask)
     plan = make_plan(problem, direction=direction)
-    assert call_flops(Shape(37, 37, is_causal), problem, direction) == rank_costs(plan, 0).flops
+    assert call_flops(CallShape(37, 37, is_causal), problem, direction) == rank_costs(plan, 0).flops
 
 
 # The command

@@ -181,7 +181,7 @@ def _measure_noise(group: Any, folder: str) -> tuple[float, str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
-        patch.setattr(planner, "fitted", inconsistent)
+        patch.setattr(planner, "fit_topology", inconsistent)
         attention = MeshAttention(group, cluster="measure")
         error = attend(attention)
         return error, plans_of(attention)[0]

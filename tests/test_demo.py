@@ -15,7 +15,7 @@ import torch
 from test_draw import check_trace, page_data
 
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, rank_costs
-from mesh_attention.calibration.fit import CallTime, Measurement, MemoryTimes
+from mesh_attention.machine.fit import CallTime, Measurement, MemoryTimes
 from mesh_attention_lab.cli import demo as demo_command_module
 from mesh_attention_lab.cli import demo_report
 from mesh_attention_lab.cli.demo import _methods, _problem, _report, _row, _verdict

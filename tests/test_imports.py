@@ -30,7 +30,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "kernels": VALUES,
     "comm": VALUES,
     "execution": (*VALUES, "arguments", "plan", "topology", "timeline", "kernels", "comm"),
-    "calibration": (*VALUES, "topology", "clusters", "kernels", "comm", "execution"),
     "machine": (
         *VALUES,
         "plan",
@@ -40,7 +39,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "clusters",
         "comm",
         "execution",
-        "calibration",
+        "kernels",
     ),
     "arguments": VALUES,
     "api": (
@@ -77,7 +76,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "testing": (*VALUES, "plan", "kernels", "comm"),
 }
 WITH_TORCH = (
-    *("kernels", "comm", "execution", "calibration", "machine"),
+    *("kernels", "comm", "execution", "machine"),
     *("arguments", "api", "serving", "sequences", "batches", "context_parallel", "transformers", "integrations"),
     "testing",
 )

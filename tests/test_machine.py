@@ -16,9 +16,9 @@ from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs
 from mesh_attention.clusters import PRESETS, cluster_to_toml, read_cluster
 from mesh_attention.errors import TopologyError
 from mesh_attention.machine.choosing import Chosen, Tuner, by_bytes, find_alike
+from mesh_attention.machine.facts import Facts, Machine, likeness_of, placed, preset_machine, ranks_per_node, sharers
 from mesh_attention.machine.files import calibrated_file, keep_calibrated, keep_measured, measured, measured_file
 from mesh_attention.machine.planner import describe_choice, known_machine
-from mesh_attention.machine.shape import Facts, Machine, likeness_of, placed, preset_machine, ranks_per_node, sharers
 from mesh_attention.plan.assignment import divisors, tiles_of
 from mesh_attention.plan.layout import Contiguous, Zigzag
 from mesh_attention.plan.steps import DIRECTIONS

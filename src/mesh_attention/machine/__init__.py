@@ -1,6 +1,6 @@
-"""What the ranks of a group know about the machine they are on, and plans by its prices.
+"""Facts, probe and fit of the ranks at hand, and plans by the prices of their machine.
 
-Reading order: facts (what a rank says about itself), shape (from facts to a cluster, without torch), files (calibrated
-and measured clusters on disk), probe (a short measurement by all ranks), choosing (a choice by price, as a value), and
-planner (rank 0 chooses, all read).
+Reading order: facts (what ranks say of themselves, and the cluster they make), files (calibrated and measured clusters
+on disk), fit (from times to figures, without torch), timing (of calls, merges and messages), probe (by all ranks),
+choosing (a choice by price, as a value), and planner (rank 0 chooses, every rank builds the same plans).
 """

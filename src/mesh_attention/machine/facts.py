@@ -1,20 +1,49 @@
-"""Facts: what a rank says about its host and its device, so that ranks know which of them share one."""
+"""What every rank says about its host and its device, and the cluster that all of them make.
+
+Which preset is like the device, how many ranks there are to a node, and which ranks share a device.
+"""
 
 from __future__ import annotations
 
+import re
 import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from math import gcd
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
+from mesh_attention.clusters import PRESETS
+from mesh_attention.topology import Device, KernelRate, Link, Topology
+from mesh_attention.units import GIB, count
 
-from mesh_attention.machine.shape import Facts
-from mesh_attention.units import GIB
+if TYPE_CHECKING:
+    import torch
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """One rank's host and device. `generation` is the major number of an NVIDIA GPU's compute capability, else 0."""
+
+    host: str
+    device: str
+    uuid: str = ""
+    generation: int = 0
+    memory_gib: float = 0.0
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
 def facts_of(device: torch.device) -> Facts:
     """This rank's facts."""
+    import torch
+
     host = f"{socket.gethostname()} {_boot_id()}".strip()
     if device.type != "cuda":
         return Facts(host=host, device=device.type)
@@ -35,3 +64,120 @@ def _boot_id() -> str:
         return BOOT_ID.read_text().strip()
     except OSError:
         return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A cluster, and where its figures come from, in words. Without a cluster, plans are chosen by bytes."""
+
+    topology: Topology | None
+    source: str
+
+    def __str__(self) -> str:
+        if self.topology is None:
+            return self.source
+        return f"{self.topology.name}, {describe_nodes(self.topology)}, {self.source}"
+
+
+def describe_nodes(topology: Topology) -> str:
+    if topology.nodes == 1:
+        return "1 node"
+    return f"{topology.nodes} nodes of {topology.ranks_per_node}"
+
+
+# Hosts
+
+
+def ranks_per_node(hosts: Sequence[str]) -> int:
+    """The largest number such that ranks ``k · number`` up to ``(k + 1) · number`` are always on one host."""
+    starts = [rank for rank, (before, host) in enumerate(pairwise(hosts), start=1) if before != host]
+    return gcd(*starts) or len(hosts)
+
+
+def sharers(facts: Sequence[Facts]) -> int:
+    """The number of ranks on the device that most ranks share."""
+    return max(Counter(one.uuid for one in facts if one.uuid).values(), default=1)
+
+
+# Devices
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """The preset for a device. `is_own` is False if the device is another one of the same kind."""
+
+    preset: str
+    is_own: bool
+
+
+_NAMES = (
+    (r"\bH200\b", "h200", True),
+    (r"\bH100\b", "h100", True),
+    (r"\b(H800|GH200)\b", "h100", False),
+    (r"\bA100\b", "a100", True),
+    (r"\bA800\b", "a100", False),
+    (r"\bB200\b", "b200", True),
+    (r"\b(GB200|B100|B300|GB300)\b", "b200", False),
+    (r"\bMI300X\b", "mi300x", True),
+    (r"\bMI\d+\w*\b", "mi300x", False),
+)
+_GENERATIONS = {8: "a100", 9: "h100", 10: "b200"}
+
+
+def likeness_of(facts: Facts) -> Likeness:
+    """The preset by the device's name, or else by its kind."""
+    for pattern, preset, is_own in _NAMES:
+        if re.search(pattern, facts.device, re.IGNORECASE):
+            return Likeness(preset, is_own)
+    if facts.generation:
+        return Likeness(_GENERATIONS.get(facts.generation, "a100" if facts.generation < 8 else "b200"), False)
+    return Likeness("mi300x", False)
+
+
+# Clusters
+
+
+def preset_machine(facts: Sequence[Facts]) -> Machine:
+    """The cluster of these ranks, with the figures of the preset for rank 0's device."""
+    own, like = facts[0], likeness_of(facts[0])
+    preset = PRESETS[like.preset].topology
+    topology = placed(preset, facts)
+    source = "preset" if like.is_own else f"preset nearest to {own.device!r}"
+    if len({one.device for one in facts}) > 1:
+        source += "; ranks have different devices"
+    shared = sharers(facts)
+    return Machine(topology=topology, source=source if shared == 1 else f"{source}, {count(shared, 'rank')} on a GPU")
+
+
+def placed(figures: Topology, facts: Sequence[Facts]) -> Topology:
+    """A cluster with the nodes of these ranks. Ranks that share a device share its rates, its memory and its NIC."""
+    here, shared = ranks_per_node([one.host for one in facts]), sharers(facts)
+    nics = round(figures.nics_per_node / figures.ranks_per_node * here / shared)
+    memory_gib = min((one.memory_gib for one in facts if one.memory_gib), default=figures.device.memory_gib)
+    return replace(
+        figures,
+        ranks=len(facts),
+        ranks_per_node=here,
+        nics_per_node=max(1, min(here, nics)),
+        device=_shared(replace(figures.device, memory_gib=memory_gib), shared),
+        inside=_shared_link(figures.inside, shared),
+    )
+
+
+def _shared(device: Device, ranks: int) -> Device:
+    """A device as one of several ranks on it sees it."""
+    return replace(
+        device,
+        forward=_slower(device.forward, ranks),
+        backward=_slower(device.backward, ranks),
+        memory_gb_per_s=device.memory_gb_per_s / ranks,
+        memory_gib=device.memory_gib / ranks,
+    )
+
+
+def _slower(rate: KernelRate, ranks: int) -> KernelRate:
+    return replace(rate, tflops=rate.tflops / ranks)
+
+
+def _shared_link(link: Link, ranks: int) -> Link:
+    return replace(link, gb_per_s=link.gb_per_s / ranks)

@@ -12,7 +12,7 @@ from tempfile import NamedTemporaryFile
 
 from mesh_attention.clusters import cluster_to_toml, read_cluster
 from mesh_attention.errors import UsageError
-from mesh_attention.machine.shape import Facts
+from mesh_attention.machine.facts import Facts
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cache_folder, own_folder

@@ -17,10 +17,19 @@ from mesh_attention.clusters import PRESETS
 from mesh_attention.comm.base import Comm, innermost
 from mesh_attention.errors import TopologyError, UsageError
 from mesh_attention.machine.choosing import Chosen, Tuner, by_bytes
-from mesh_attention.machine.facts import facts_of
-from mesh_attention.machine.files import calibrated, calibrated_file, keep_measured, measured, measured_file
-from mesh_attention.machine.probe import fitted, probe
-from mesh_attention.machine.shape import Facts, Machine, likeness_of, placed, preset_machine, ranks_per_node, sharers
+from mesh_attention.machine.facts import (
+    Facts,
+    Machine,
+    facts_of,
+    likeness_of,
+    placed,
+    preset_machine,
+    ranks_per_node,
+    sharers,
+)
+from mesh_attention.machine.files import calibrated, calibrated_file, keep_measured, measured, measured_file, slug
+from mesh_attention.machine.fit import fit_topology
+from mesh_attention.machine.probe import probe
 from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Listed, Turn, Zigzag
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
@@ -118,7 +127,13 @@ class MachinePlanning:
             return
         unmeasured = Machine(topology=None, source="by bytes") if device.type == "cpu" else preset_machine(known)
         try:
-            topology = fitted(times, ranks=comm.size, ranks_per_node=here, known=unmeasured.topology)
+            topology = fit_topology(
+                times,
+                name=slug(times.device),
+                ranks=comm.size,
+                ranks_per_node=here,
+                unmeasured=unmeasured.topology,
+            )
         except TopologyError as error:
             log.warning("the measurement of this group is not used: %s", error)
             self._measured[_key(problem)] = unmeasured

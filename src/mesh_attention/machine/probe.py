@@ -1,20 +1,79 @@
-"""A short measurement by all ranks of a group at once: links, kernels and merging, in about two seconds.
+"""A measurement by all ranks of a group at once: kernels, merging and links.
 
-It measures what `calibration` does, with fewer sizes and samples, and in little memory: a model may be there already.
+`measure` is thorough, for `mesh-attention calibrate`. `probe` takes about two seconds and little memory, with fewer
+sizes and samples: a model may be there already.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mesh_attention.calibration.effort import BRIEF
-from mesh_attention.calibration.fit import Measurement, fit_topology
-from mesh_attention.calibration.measurement import measure
 from mesh_attention.comm.base import Comm
-from mesh_attention.machine.files import slug
+from mesh_attention.machine.fit import CallTime, Measurement, MemoryTimes, MessageTime
+from mesh_attention.machine.timing import (
+    BRIEF,
+    THOROUGH,
+    Effort,
+    Report,
+    kernel_for,
+    time_kernel,
+    time_links,
+    time_memory,
+)
 from mesh_attention.problem import Problem
-from mesh_attention.topology import Topology
+
+KERNELS_UNTIL, MEMORY_UNTIL = 0.7, 0.75
+"""Share of each part in the time of a measurement."""
+
+
+def measure(
+    setting: Problem,
+    *,
+    comm: Comm,
+    device: torch.device,
+    ranks_per_node: int,
+    ranks_here: int,
+    report: Report,
+    effort: Effort = THOROUGH,
+) -> Measurement:
+    """Attention with a problem's heads, head sizes and dtype. `ranks_here` is how many ranks share this machine."""
+    calls = time_kernel(
+        setting, comm=comm, device=device, report=lambda doing, done: report(doing, done * KERNELS_UNTIL), effort=effort
+    )
+    report("merging partials", KERNELS_UNTIL)
+    memory = time_memory(setting, comm=comm, device=device, ranks_here=ranks_here, effort=effort)
+    messages = time_links(
+        comm,
+        device=device,
+        ranks_per_node=ranks_per_node,
+        report=lambda doing, done: report(doing, MEMORY_UNTIL + done * (1 - MEMORY_UNTIL)),
+        effort=effort,
+    )
+    return measured_on(device, setting, calls=calls, memory=memory, messages=messages)
+
+
+def measured_on(
+    device: torch.device,
+    setting: Problem,
+    *,
+    calls: Sequence[CallTime],
+    memory: MemoryTimes,
+    messages: Sequence[MessageTime] = (),
+) -> Measurement:
+    """The times, with the device and software they were measured on."""
+    is_cuda = device.type == "cuda"
+    return Measurement(
+        device=torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        threads=torch.get_num_threads(),
+        kernel=kernel_for(setting, device).name,
+        width=torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1,
+        calls=tuple(calls),
+        memory=memory,
+        messages=tuple(messages),
+    )
 
 
 def probe(problem: Problem, *, comm: Comm, device: torch.device, ranks_per_node: int) -> Measurement:
@@ -32,9 +91,3 @@ def probe(problem: Problem, *, comm: Comm, device: torch.device, ranks_per_node:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the model may need the memory
     return measured
-
-
-def fitted(measurement: Measurement, *, ranks: int, ranks_per_node: int, known: Topology | None) -> Topology:
-    """The measured cluster; links that these ranks do not have are those of the known one."""
-    name = slug(measurement.device)
-    return fit_topology(measurement, name=name, ranks=ranks, ranks_per_node=ranks_per_node, unmeasured=known)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mesh_attention.calibration.fit import Measurement, fit_topology
 from mesh_attention.clusters import cluster_to_toml, find_cluster
 from mesh_attention.errors import UsageError
 from mesh_attention.machine.files import keep_calibrated, slug
+from mesh_attention.machine.fit import Measurement, fit_topology
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import count, parse_whole
@@ -150,7 +150,7 @@ def _measure_with_ranks(given: CalibrateOptions, setting: Problem, ranks: int, s
 
 
 def _measured(setting: Problem, comm: Comm, device: torch.device, size: int, report: Report) -> Measurement:
-    from mesh_attention.calibration.measurement import measure
+    from mesh_attention.machine.probe import measure
 
     return measure(setting, comm=comm, device=device, ranks_per_node=size, ranks_here=ranks_here(), report=report)
 

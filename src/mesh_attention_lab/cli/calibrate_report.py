@@ -6,7 +6,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from mesh_attention.calibration.fit import (
+from mesh_attention.machine.fit import (
     Measurement,
     fitted_time_s,
     kernel_seconds,

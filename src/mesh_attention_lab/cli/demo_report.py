@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from mesh_attention.calibration.fit import Measurement, fit_topology
 from mesh_attention.clusters import PRESETS
 from mesh_attention.errors import TopologyError
+from mesh_attention.machine.fit import Measurement, fit_topology
 from mesh_attention.masks import causal
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.problem import Problem

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.calibration.fit import Measurement
+from mesh_attention.machine.fit import Measurement
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.queries import rank_costs
 from mesh_attention.plan.steps import DIRECTIONS
@@ -178,8 +178,8 @@ def calibrate(problem: Problem, notes: Notes) -> Measurement:
     """Measure this machine for forecasts, as `mesh-attention calibrate` does."""
     import torch
 
-    from mesh_attention.calibration.measurement import measure
     from mesh_attention.comm.torch_dist import TorchComm
+    from mesh_attention.machine.probe import measure
 
     comm = TorchComm()
     return measure(

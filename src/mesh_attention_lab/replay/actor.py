@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mesh_attention.arguments import Softmax
-from mesh_attention.calibration.kernels import kernel_for
 from mesh_attention.comm.base import Comm
 from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, fields_of, token_format
 from mesh_attention.execution.compiled import Compiled, compile_program
@@ -22,6 +21,7 @@ from mesh_attention.execution.engine import Outputs
 from mesh_attention.execution.executor import Executor, Fields
 from mesh_attention.kernels.base import CallMask, RowGradient, Scores
 from mesh_attention.kernels.select import choose_merging
+from mesh_attention.machine.timing import kernel_for
 from mesh_attention.masks import causal, full
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.plan import Plan

@@ -7,13 +7,11 @@ from statistics import median
 
 import torch
 
-from mesh_attention.calibration.fit import fit_device, fit_line
-from mesh_attention.calibration.kernels import time_kernel
-from mesh_attention.calibration.measurement import measured_on
-from mesh_attention.calibration.memory import time_memory
-from mesh_attention.calibration.timing import sample_s
 from mesh_attention.comm.base import Parcel
 from mesh_attention.execution.graphs import CapturedGraph
+from mesh_attention.machine.fit import fit_device, fit_line
+from mesh_attention.machine.probe import measured_on
+from mesh_attention.machine.timing import sample_s, time_kernel, time_memory
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Link, Topology
 from mesh_attention_lab.replay.transport import ReplayComm

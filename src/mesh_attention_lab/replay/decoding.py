@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from mesh_attention.arguments import Softmax
-from mesh_attention.calibration.fit import fit_line
-from mesh_attention.calibration.timing import rest, sample_s, within
 from mesh_attention.comm.base import Comm, Parcel
 from mesh_attention.errors import MemoryLimitError
 from mesh_attention.execution.buffers import DTYPES
 from mesh_attention.execution.driving import drive
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.kernels.decode import TorchDecode
+from mesh_attention.machine.fit import fit_line
+from mesh_attention.machine.timing import rest, sample_s, within
 from mesh_attention.plan.caching import BLOCK_TOKENS
 from mesh_attention.plan.decoding import DecodePlan
 from mesh_attention.problem import Problem

@@ -9,10 +9,10 @@ from statistics import median
 
 import torch
 
-from mesh_attention.calibration.timing import rest
 from mesh_attention.comm.base import Comm
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.graphs import CapturedGraph
+from mesh_attention.machine.timing import rest
 from mesh_attention.plan.steps import Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
