@@ -26,9 +26,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.comm.local import LocalGroup
+from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.queries import rank_costs
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
 from mesh_attention.testing.wrappers import Counting
 

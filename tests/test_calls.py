@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from strategies import plans
 
 from mesh_attention import BlockKind, Plan, Problem, causal, make_plan, rank_costs
-from mesh_attention.plan.calls import kernel_calls
+from mesh_attention.plan.buffers import kernel_calls
 from mesh_attention.plan.steps import Attend
 from mesh_attention.testing.masks import is_unmasked
 

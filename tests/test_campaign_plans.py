@@ -17,7 +17,7 @@ from pool import shared_pool
 from mesh_attention import Plan
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import UsageError
-from mesh_attention.verification import check
+from mesh_attention.verification import rules
 from mesh_attention.verification.rules import RULES
 
 FOR_ORDER = ("purpose", "tidiness")
@@ -32,7 +32,7 @@ def test_accepted_mutants_are_right() -> None:
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in FOR_ORDER])
 def test_the_campaign_notices_a_missing_rule(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "RULES", {name: found for name, found in RULES.items() if name != rule})
+    monkeypatch.setattr(rules, "RULES", {name: found for name, found in RULES.items() if name != rule})
     tally, executed = plans.Tally(), set[int]()
     for index in range(8000):
         plans.judge(1, index, tally, executed)
@@ -56,7 +56,7 @@ def test_accepted_mutants_are_right_on_real_processes() -> None:
             plan = plans.case(2, index)
         except UsageError:
             continue
-        if plan.problem.ranks == 3 and not check.check(plan):
+        if plan.problem.ranks == 3 and not rules.check(plan):
             accepted.append(plan)
         if len(accepted) == 60:
             break

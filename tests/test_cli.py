@@ -24,7 +24,7 @@ from mesh_attention import (
     rank_costs,
     read_plan,
 )
-from mesh_attention.plan.queries import sampled_ranks
+from mesh_attention.plan.counts import sampled_ranks
 from mesh_attention.plan.steps import Attend
 from mesh_attention.planning.limits import limits
 from mesh_attention.verification.rules import RULES

@@ -44,7 +44,7 @@ VALUES = {"masks.py", "problem.py", "planning/choice.py"} | {
     f"plan/{name}.py" for name in ("assignment", "layout", "schedule", "steps", "plan", "text")
 }
 OF_A_CLUSTER = {"topology.py", "timeline.py", "units.py"}
-LOWERING = {f"plan/{name}.py" for name in ("lowering", "routes", "buffers", "calls", "waits")}
+LOWERING = {f"plan/{name}.py" for name in ("lowering", "routes", "buffers", "program")}
 
 
 @pytest.mark.parametrize(

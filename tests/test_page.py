@@ -20,8 +20,8 @@ from page_scenes import all_kinds, scene, slower
 
 from mesh_attention.errors import UsageError
 from mesh_attention.masks import BlockKind
+from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.queries import rank_costs
 from mesh_attention.plan.steps import Attend, Direction, transfers
 from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.timeline import Span

@@ -15,7 +15,7 @@ from mesh_attention.plan.assignment import Assignment, Tile, divisors, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import LAYOUTS, Layout
 from mesh_attention.plan.steps import Direction
-from mesh_attention.verification.check import format_breaches
+from mesh_attention.verification.rules import format_breaches
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 # Every g meets every route, and both single blocks and rectangles, over the three.

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from mesh_attention import DisagreementError, LocalGroup, MeshAttention
 from mesh_attention.errors import CacheFullError, UsageError
-from mesh_attention.plan.decoding import MEETINGS
 from mesh_attention.plan.layout import Zigzag
+from mesh_attention.plan.serving import MEETINGS
 from mesh_attention.serving import ShardedCache, Turn
 from mesh_attention.serving.running import MOST_STEPS
 from mesh_attention.serving.shares import Shares, clip

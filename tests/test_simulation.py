@@ -21,9 +21,8 @@ from mesh_attention.plan.schedule import ROUTES
 from mesh_attention.plan.steps import Free, Step, transfers
 from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.simulation import simulate as simulation
-from mesh_attention.simulation.jobs import rank_jobs
+from mesh_attention.simulation.jobs import Prices, rank_jobs
 from mesh_attention.simulation.lockstep import alike, all_different
-from mesh_attention.simulation.prices import Prices
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Span, Timeline
 from mesh_attention.topology import Device, KernelRate, Link, Topology, filled

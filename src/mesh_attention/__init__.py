@@ -25,6 +25,7 @@ from mesh_attention.errors import (
 from mesh_attention.masks import BlockKind, Mask, causal, documents, full, window
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.codec import parse_plan, plan_from_json, plan_to_json, read_plan
+from mesh_attention.plan.counts import RankCosts, flops_by_rank, imbalance, rank_costs
 from mesh_attention.plan.layout import (
     Chunks,
     Contiguous,
@@ -37,7 +38,6 @@ from mesh_attention.plan.layout import (
 )
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.queries import RankCosts, flops_by_rank, imbalance, rank_costs
 from mesh_attention.plan.schedule import Schedule
 from mesh_attention.planning.choice import METHODS, Choice
 from mesh_attention.planning.costs import Costs, estimate_costs
@@ -49,8 +49,8 @@ from mesh_attention.timeline import Span, Timeline
 from mesh_attention.topology import Device, KernelRate, Link, Topology
 from mesh_attention.tuning.result import Trial, Tuning
 from mesh_attention.tuning.tune import tune, tuned_plans
-from mesh_attention.verification.check import BrokenPlanError, check, verify
 from mesh_attention.verification.evidence import Breach
+from mesh_attention.verification.rules import BrokenPlanError, check, verify
 
 if TYPE_CHECKING:
     from mesh_attention.api import MeshAttention, mesh_attention

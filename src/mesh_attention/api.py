@@ -45,7 +45,7 @@ from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import Planner, Planning
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.tune import check_memory
-from mesh_attention.verification.check import BrokenPlanError, verify
+from mesh_attention.verification.rules import BrokenPlanError, verify
 
 TensorFormat = Literal["bshd", "bhsd"]
 

@@ -36,9 +36,9 @@ import torch
 from mesh_attention.comm.base import Comm
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.engine import Engine, Engines
+from mesh_attention.plan.counts import program_flops
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.queries import program_flops
 from mesh_attention.plan.steps import Free
 from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.timeline import Lane, RankTimes, Span, Timeline

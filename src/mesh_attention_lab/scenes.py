@@ -8,9 +8,9 @@ from math import gcd
 from pathlib import Path
 
 from mesh_attention.plan.assignment import Tile, divisors, tiles_of
+from mesh_attention.plan.counts import sampled_ranks
 from mesh_attention.plan.layout import Layout, Turn
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.queries import sampled_ranks
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import Choice, default_layout
 from mesh_attention.planning.costs import least_volume_tile

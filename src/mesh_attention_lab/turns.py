@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.caching import kv_token_nbytes
+from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.layout import Turn
-from mesh_attention.plan.queries import MANY_RANKS
+from mesh_attention.plan.serving import kv_token_nbytes
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.comparison import MOST_TRANSFERS
 from mesh_attention.problem import Problem

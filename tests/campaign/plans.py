@@ -35,7 +35,7 @@ from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
-from mesh_attention.verification.check import check, format_breaches
+from mesh_attention.verification.rules import check, format_breaches
 
 MUTANTS = 64
 """Mutants of each plan that is drawn."""

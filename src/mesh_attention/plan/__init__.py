@@ -1,4 +1,4 @@
-"""A plan as data. Reading order: layout, assignment, steps, schedule, blocks, text, lowering, plan, queries.
+"""A plan as data. Reading order: layout, assignment, steps, schedule, blocks, text, lowering, plan, counts.
 
 No torch, no clock, no files.
 """

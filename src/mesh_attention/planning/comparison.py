@@ -8,8 +8,8 @@ from math import gcd
 from typing import Any
 
 from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.counts import RankCosts, imbalance, rank_costs, sampled_ranks
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.queries import RankCosts, imbalance, rank_costs, sampled_ranks
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import received_by_tile

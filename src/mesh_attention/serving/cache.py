@@ -9,8 +9,7 @@ import torch
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import ProblemError, UsageError
-from mesh_attention.plan.caching import BLOCK_TOKENS, blocks_of_rank
-from mesh_attention.plan.decoding import MEETINGS, MOST_DECODED, WAYS, Meeting, Way
+from mesh_attention.plan.serving import BLOCK_TOKENS, MEETINGS, MOST_DECODED, WAYS, Meeting, Way, blocks_of_rank
 from mesh_attention.serving.blocks import BlockPool
 from mesh_attention.serving.book import Book, Window
 from mesh_attention.serving.checks import DTYPE_NAMES

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mesh_attention.arguments import CallOptions
 from mesh_attention.errors import ProblemError, UsageError
-from mesh_attention.plan.decoding import MEETINGS, WAYS, DecodePlan, Meeting, Way, choose_meeting
+from mesh_attention.plan.serving import MEETINGS, WAYS, DecodePlan, Meeting, Way, choose_meeting
 from mesh_attention.serving.book import Window
 from mesh_attention.serving.checks import DTYPE_NAMES, by_rank, check_tensors, check_turn, softmax_of
 from mesh_attention.serving.prefill import Grown

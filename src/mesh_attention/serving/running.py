@@ -22,7 +22,7 @@ from mesh_attention.execution.engine import Engines
 from mesh_attention.execution.graphs import CapturedGraph, GraphMemory
 from mesh_attention.kernels.base import Demand
 from mesh_attention.kernels.decode import DecodeKernel, Reach, TorchDecode, choose_decode
-from mesh_attention.plan.decoding import DecodePlan
+from mesh_attention.plan.serving import DecodePlan
 from mesh_attention.serving.book import Window
 from mesh_attention.serving.memory import CachedLayer, Memory
 

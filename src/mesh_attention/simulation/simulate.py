@@ -7,14 +7,11 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from mesh_attention.errors import TopologyError
+from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.queries import MANY_RANKS
-from mesh_attention.simulation.events import EventEngine
-from mesh_attention.simulation.jobs import RankJobs, rank_jobs
+from mesh_attention.simulation.events import EventEngine, Network, Recorder
+from mesh_attention.simulation.jobs import Prices, RankJobs, rank_jobs
 from mesh_attention.simulation.lockstep import LockstepEngine, NotUniformError, alike, all_different
-from mesh_attention.simulation.network import Network
-from mesh_attention.simulation.prices import Prices
-from mesh_attention.simulation.recorder import Recorder
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 

@@ -25,7 +25,7 @@ from mesh_attention.arguments import describe
 from mesh_attention.batches import fingerprint
 from mesh_attention.comm.base import Parcel
 from mesh_attention.errors import DisagreementError, MaskError, TransportError, UsageError
-from mesh_attention.plan.decoding import MOST_DECODED
+from mesh_attention.plan.serving import MOST_DECODED
 from mesh_attention.serving import Step, Turn
 from mesh_attention.transformers.attention import LayerAttention
 from mesh_attention.transformers.cache import GenerationCache

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationMixin, MaxTimeCriteria, PreTrainedModel
 
 from mesh_attention.errors import DisagreementError, UsageError
-from mesh_attention.plan.caching import BLOCK_TOKENS
+from mesh_attention.plan.serving import BLOCK_TOKENS
 from mesh_attention.transformers.attention import LayerAttention, find_layers
 from mesh_attention.transformers.cache import GenerationCache
 from mesh_attention.units import count

@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mesh_attention.errors import ProblemError, TopologyError
-from mesh_attention.plan.caching import kv_token_nbytes
-from mesh_attention.plan.decoding import MOST_DECODED, DecodePlan, Meeting, Way
+from mesh_attention.plan.serving import MOST_DECODED, DecodePlan, Meeting, Way, kv_token_nbytes
 from mesh_attention.problem import Problem
 from mesh_attention.topology import LinkClass, Topology
 from mesh_attention.units import format_nbytes, format_time

@@ -9,9 +9,9 @@ from math import inf
 from mesh_attention.errors import MemoryLimitError, ScheduleError, TopologyError, UsageError
 from mesh_attention.plan.assignment import Cut
 from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.queries import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
 from mesh_attention.planning.choice import FAMILIES, Family, default_layout
 from mesh_attention.planning.limits import limits

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mesh_attention.machine.fit import Measurement
+from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.queries import rank_costs
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem

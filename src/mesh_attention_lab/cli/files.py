@@ -17,7 +17,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.topology import Topology
 from mesh_attention.units import count
-from mesh_attention.verification.check import check
+from mesh_attention.verification.rules import check
 from mesh_attention_lab.cli.command import Read
 from mesh_attention_lab.drawing.canvas import FORMATS, new_figure
 

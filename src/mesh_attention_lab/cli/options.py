@@ -14,9 +14,9 @@ from mesh_attention.clusters import PRESETS, find_cluster
 from mesh_attention.errors import ParseError, UsageError
 from mesh_attention.masks import Mask, causal, documents, full, window
 from mesh_attention.plan.assignment import CUTS, Cut, Tile
-from mesh_attention.plan.decoding import MOST_DECODED, WAYS, Way
 from mesh_attention.plan.layout import LAYOUTS, Layout, Turn, layout_named
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
+from mesh_attention.plan.serving import MOST_DECODED, WAYS, Way
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
 from mesh_attention.planning.choice import METHODS, Choice
 from mesh_attention.problem import ITEMSIZE, Problem

@@ -5,8 +5,8 @@ from __future__ import annotations
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.layout import Layout
-from mesh_attention.plan.queries import MANY_RANKS
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.coarse import part_of

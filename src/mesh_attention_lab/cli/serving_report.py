@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mesh_attention.plan.caching import cache_nbytes
+from mesh_attention.plan.serving import cache_nbytes
 from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology

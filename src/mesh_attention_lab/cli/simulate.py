@@ -11,9 +11,9 @@ from typing import Any
 import typer
 
 from mesh_attention.plan.codec import plan_to_json
+from mesh_attention.plan.counts import MANY_RANKS, sampled_ranks
 from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.queries import MANY_RANKS, sampled_ranks
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import default_layout
 from mesh_attention.planning.comparison import MOST_TRANSFERS

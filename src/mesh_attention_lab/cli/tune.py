@@ -12,8 +12,8 @@ import typer
 
 from mesh_attention.errors import ParseError, UsageError
 from mesh_attention.plan.codec import plan_to_json
+from mesh_attention.plan.counts import sampled_ranks
 from mesh_attention.plan.layout import Layout
-from mesh_attention.plan.queries import sampled_ranks
 from mesh_attention.planning.choice import default_layout
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate

@@ -22,8 +22,7 @@ from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.kernels.decode import TorchDecode
 from mesh_attention.machine.fit import fit_line
 from mesh_attention.machine.timing import rest, sample_s, within
-from mesh_attention.plan.caching import BLOCK_TOKENS
-from mesh_attention.plan.decoding import DecodePlan
+from mesh_attention.plan.serving import BLOCK_TOKENS, DecodePlan
 from mesh_attention.problem import Problem
 from mesh_attention.serving.book import Window
 from mesh_attention.serving.memory import CachedLayer, Memory, cache_nbytes

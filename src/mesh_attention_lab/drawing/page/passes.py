@@ -10,9 +10,9 @@ from typing import Any
 from mesh_attention.errors import UsageError
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.assignment import Axis
+from mesh_attention.plan.counts import RankCosts, rank_costs
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.queries import RankCosts, rank_costs
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item, Kind, Step, transfers
 from mesh_attention.plan.text import format_end
 from mesh_attention.problem import Problem

@@ -1,7 +1,8 @@
-"""Decoding as data: what each rank does for one layer when a few new queries meet a cache that all ranks share.
+"""Serving as data: the size of a KV cache on one rank, and a decoded step.
 
-No schedule is worth its price here, so the program is fixed. Each rank attends the queries to its own tokens, which
-gives a partial result for every *row* (a head of a query). Then partials meet. Two ways to hold the queries:
+A decoded step is one layer of a few new queries that meet a cache which all ranks share. No schedule is worth its price
+here, so the program is fixed. Each rank attends the queries to its own tokens, which gives a partial result for every
+*row* (a head of a query). Then partials meet. Two ways to hold the queries:
 
     same      every rank runs the same tokens, has all queries, and wants all results
     spread    each rank runs some of the sequences: queries, keys and values go to all, partials back to their ranks
@@ -20,8 +21,39 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from mesh_attention.errors import ScheduleError
-from mesh_attention.problem import ITEMSIZE
+from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.units import brief
+
+# The cache
+
+
+BLOCK_TOKENS = 64
+"""Tokens of a block, unless a cache is made with another number."""
+
+
+def blocks_of_rank(tokens: int, *, sequences: int, ranks: int, block_tokens: int = BLOCK_TOKENS) -> int:
+    """Blocks of a rank for `tokens` tokens in all. Each sequence may leave one block partly empty."""
+    return -(-tokens // (ranks * block_tokens)) + sequences
+
+
+def layer_nbytes(blocks: int, *, token_nbytes: int, block_tokens: int = BLOCK_TOKENS) -> int:
+    """Bytes of K and V of one layer on a rank. There is one block more, for tokens that the rank does not keep."""
+    return (blocks + 1) * block_tokens * token_nbytes
+
+
+def kv_token_nbytes(problem: Problem) -> int:
+    """Bytes of K and V of one token in one layer."""
+    return problem.kv_heads * (problem.head_dim_qk + problem.head_dim_v) * problem.itemsize
+
+
+def cache_nbytes(problem: Problem, *, layers: int = 1) -> int:
+    """Bytes of a cache on one rank that holds the keys and values of a problem in every layer of a model."""
+    blocks = blocks_of_rank(problem.batch * problem.seq_kv, sequences=problem.batch, ranks=problem.ranks)
+    return layers * layer_nbytes(blocks, token_nbytes=kv_token_nbytes(problem))
+
+
+# A decoded step
+
 
 Way = Literal["same", "spread"]
 Meeting = Literal["gather", "slices"]
