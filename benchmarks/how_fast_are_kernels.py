@@ -35,8 +35,8 @@ from torch import Tensor
 from mesh_attention import causal, documents, full, window
 from mesh_attention.kernels import windowed
 from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
+from mesh_attention.kernels.reference import SlicedReferenceKernel
 from mesh_attention.kernels.select import choose_kernel
-from mesh_attention.kernels.sliced import SlicedReferenceKernel
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 INTERVALS = windowed.INTERVALS
@@ -162,7 +162,7 @@ class _Nobody:
 
     name = "nobody"
 
-    def supports(self, demand: Demand) -> str | None:
+    def unsupported_reason(self, demand: Demand) -> str | None:
         return "takes nothing"
 
 

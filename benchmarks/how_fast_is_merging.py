@@ -21,7 +21,7 @@ from rich.table import Table
 from run_facts import start_result
 from torch import Tensor
 
-from mesh_attention.kernels.merge import Merging
+from mesh_attention.kernels.merging import Merging
 from mesh_attention.kernels.select import MERGINGS
 
 HEADS, DIM = 32, 128
@@ -119,7 +119,7 @@ def main() -> None:
         sys.exit("how_fast_is_merging needs a CUDA device, and torch sees none; --device cpu times small sizes here")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     facts = start_result("how_fast_is_merging", device=name)
-    ways = [way for way in MERGINGS if way.supports(device) is None]
+    ways = [way for way in MERGINGS if way.unsupported_reason(device) is None]
     sizes = track(TOKENS[device.type], console=Console(stderr=True), transient=True)
     rows = [row for tokens in sizes for row in time_operations(tokens, device, ways)]
     host = host_microseconds(device, ways)

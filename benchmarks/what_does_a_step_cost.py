@@ -26,7 +26,7 @@ from mesh_attention.execution.driving import drive
 from mesh_attention.execution.engine import Outputs
 from mesh_attention.execution.executor import Executor
 from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores
-from mesh_attention.kernels.merge import TorchMerging
+from mesh_attention.kernels.merging import TorchMerging
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 
 LIMIT_US = 15.0
@@ -57,7 +57,7 @@ class NoKernel:
 
     name = "nothing"
 
-    def supports(self, demand: Demand) -> str | None:
+    def unsupported_reason(self, demand: Demand) -> str | None:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:

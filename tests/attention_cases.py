@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention import Mask, causal, documents, full, window
-from mesh_attention.testing.masks import is_unmasked
+from mesh_attention.testing.kernel_conformance import is_unmasked
 
 
 @dataclass(frozen=True)

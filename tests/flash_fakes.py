@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.bands import Window
+from mesh_attention.kernels.windowed import Window
 
 
 def seen_by_flash2(queries: int, keys: int, left: int, right: int) -> Tensor:

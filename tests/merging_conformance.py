@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mesh_attention.kernels.merge import Merging, TorchMerging
+from mesh_attention.kernels.merging import Merging, TorchMerging
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -298,7 +298,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-# Rows: `functions` has `row_delta`, `stand_in_output` and `stand_in_rows`, as the module `kernels.rows` has them.
+# Rows: `functions` has `row_delta`, `stand_in_output` and `stand_in_rows`, as the module `kernels.merging` has them.
 
 GRADIENT_POWERS = ((0, 0), (-80, -80), (-130, -130), (123, 118))
 """Powers of two for dO and delta: usual ones; squares that are 0; subnormal numbers; sums that overflow."""

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh_attention import Mask, causal, documents, full, window
-from mesh_attention.kernels.bands import Window, windows
 from mesh_attention.kernels.base import CallMask
+from mesh_attention.kernels.windowed import Window, windows
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from strategies import plans
 from mesh_attention import BlockKind, Plan, Problem, causal, make_plan, rank_costs
 from mesh_attention.plan.buffers import kernel_calls
 from mesh_attention.plan.steps import Attend
-from mesh_attention.testing.masks import is_unmasked
+from mesh_attention.testing.kernel_conformance import is_unmasked
 
 
 @given(plans(max_ranks=8))

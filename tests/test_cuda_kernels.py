@@ -15,13 +15,11 @@ from torch import Tensor
 
 from mesh_attention import Mask, causal, documents, full, window
 from mesh_attention.kernels import cuda, flash_attn, windowed
-from mesh_attention.kernels.alignment import aligned
-from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores
+from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores, aligned
 from mesh_attention.kernels.cuda import CudnnKernel, TorchFlashKernel
 from mesh_attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FlashAttnKernel, Release
-from mesh_attention.kernels.reference import ReferenceKernel
+from mesh_attention.kernels.reference import ReferenceKernel, SlicedReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
-from mesh_attention.kernels.sliced import SlicedReferenceKernel
 
 PACKAGES: dict[Release, Callable[[list[str]], ModuleType]] = {
     FLASH_ATTN_2: flash_attn_2,
@@ -178,7 +176,7 @@ class Taking:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def supports(self, demand: Demand) -> str | None:
+    def unsupported_reason(self, demand: Demand) -> str | None:
         return None if demand.deterministic else "was asked for less than it is used for"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -300,7 +298,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A GPU whose torch takes everything."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91600)
-    monkeypatch.setattr(cuda, "_refusal", lambda can_use, demand: None)
+    monkeypatch.setattr(cuda, "_torch_unsupported_reason", lambda can_use, demand: None)
     return monkeypatch
 
 
@@ -312,7 +310,7 @@ def test_on_a_cpu_no_kernel_looks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(flash_attn, "find_functions", refuse)
     for kernel in KERNELS[1:-1]:
         for changes in ({}, {"deterministic": True}, {"head_dim_v": 64}):
-            assert kernel.supports(demand(device="cpu", **changes)) == "runs on cuda, not on cpu", kernel.name
+            assert kernel.unsupported_reason(demand(device="cpu", **changes)) == "runs on cuda, not on cpu", kernel.name
 
 
 @pytest.mark.parametrize(
@@ -328,30 +326,33 @@ def test_what_no_fused_kernel_can_do(
     hopper: pytest.MonkeyPatch, packages: list[str], changes: dict[str, object], reason: str
 ) -> None:
     for kernel in KERNELS_BY_NAME.values():
-        assert kernel.supports(demand()) is None or kernel.name == "flash-attn 4"
-        assert kernel.supports(demand(**changes)) == reason, kernel.name
+        assert kernel.unsupported_reason(demand()) is None or kernel.name == "flash-attn 4"
+        assert kernel.unsupported_reason(demand(**changes)) == reason, kernel.name
     has_intervals = find_spec("triton") is not None and (changes.keys() & {"softcap", "lse_gradient"})
     assert choose_kernel(demand(**changes)).name == ("triton intervals" if has_intervals else "reference in slices")
 
 
 def test_each_kernel_says_where_it_stops(hopper: pytest.MonkeyPatch, packages: list[str]) -> None:
     sizes = demand(head_dim_qk=192)
-    assert TorchFlashKernel().supports(sizes) == "needs one head size, not 192 and 128"
-    assert CudnnKernel().supports(sizes) is None
+    assert TorchFlashKernel().unsupported_reason(sizes) == "needs one head size, not 192 and 128"
+    assert CudnnKernel().unsupported_reason(sizes) is None
     exact = demand(head_dim_qk=192, deterministic=True)
-    assert CudnnKernel(is_deterministic=True).supports(exact) == (
+    assert CudnnKernel(is_deterministic=True).unsupported_reason(exact) == (
         "needs one head size to be deterministic, not 192 and 128"
     )
     three, four = FlashAttnKernel(FLASH_ATTN_3), FlashAttnKernel(FLASH_ATTN_4)
-    assert three.supports(sizes) == "needs one head size among 8, 16, …, 256, not 192 and 128"
-    assert four.supports(demand(head_dim_qk=96, head_dim_v=96)) == "needs one head size among 64, 128, not 96 and 96"
-    assert four.supports(demand()) == "runs on compute capability 10, not on 9.0"
+    assert three.unsupported_reason(sizes) == "needs one head size among 8, 16, …, 256, not 192 and 128"
+    assert (
+        four.unsupported_reason(demand(head_dim_qk=96, head_dim_v=96))
+        == "needs one head size among 64, 128, not 96 and 96"
+    )
+    assert four.unsupported_reason(demand()) == "runs on compute capability 10, not on 9.0"
     for kernel in (CudnnKernel(), TorchFlashKernel(), three):
-        assert kernel.supports(demand(deterministic=True)) == "adds up dQ in no fixed order"
+        assert kernel.unsupported_reason(demand(deterministic=True)) == "adds up dQ in no fixed order"
     hopper.setattr(torch.backends.cudnn, "version", lambda: 91500)
-    assert str(CudnnKernel().supports(demand())).startswith("needs cuDNN 91501 or later")
+    assert str(CudnnKernel().unsupported_reason(demand())).startswith("needs cuDNN 91501 or later")
     hopper.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    assert CudnnKernel().supports(demand()) == (
+    assert CudnnKernel().unsupported_reason(demand()) == (
         "runs better than flash on compute capability 9 and 10 only, not on 8.6"
     )
 
@@ -365,12 +366,12 @@ def test_torch_is_asked_about_gradients() -> None:
         return False
 
     with torch.no_grad():
-        reason = cuda._refusal(can_use_nothing, demand(device="cpu", head_dim_v=64))
+        reason = cuda._torch_unsupported_reason(can_use_nothing, demand(device="cpu", head_dim_v=64))
     assert asked == [(128, 64, True)]
     assert reason == (
         "cannot do torch.bfloat16 with head sizes 128 and 64 here, according to torch.backends.cuda.can_use_nothing"
     )
-    assert cuda._refusal(lambda params: True, demand(device="cpu")) is None
+    assert cuda._torch_unsupported_reason(lambda params: True, demand(device="cpu")) is None
 
 
 def test_the_choice_is_logged_with_its_reasons(hopper: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -393,10 +394,12 @@ def test_a_package_with_other_parameters_is_passed_over(hopper: pytest.MonkeyPat
     module = sys.modules[FLASH_ATTN_3.module]
     hopper.setattr(module, "_flash_attn_backward", lambda dout, q, k, v, out, softmax_lse, window_size: None)
     flash_attn.find_functions.cache_clear()
-    reason = FlashAttnKernel(FLASH_ATTN_3).supports(demand())
+    reason = FlashAttnKernel(FLASH_ATTN_3).unsupported_reason(demand())
     assert reason == (
         "has a _flash_attn_backward without softmax_scale, window_size_left, window_size_right, dq, dk, dv"
     )
     hopper.delattr(module, "_flash_attn_backward")
     flash_attn.find_functions.cache_clear()
-    assert FlashAttnKernel(FLASH_ATTN_3).supports(demand()) == "has no flash_attn_interface._flash_attn_backward"
+    assert (
+        FlashAttnKernel(FLASH_ATTN_3).unsupported_reason(demand()) == "has no flash_attn_interface._flash_attn_backward"
+    )

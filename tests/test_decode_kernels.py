@@ -21,10 +21,9 @@ from decode_cases import Case, attend, cases, dense, make_call
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from mesh_attention.kernels import decode_triton, launching
+from mesh_attention.kernels import decode, launching
 from mesh_attention.kernels.base import Demand
-from mesh_attention.kernels.decode import Blocks, DecodeKernel, Reach, TorchDecode, choose_decode
-from mesh_attention.kernels.decode_triton import Tile, TritonDecode
+from mesh_attention.kernels.decode import Blocks, DecodeKernel, Reach, Tile, TorchDecode, TritonDecode, choose_decode
 
 CPU = torch.device("cpu")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -149,9 +148,7 @@ def test_nan_stays_nan_when_merged() -> None:
 def test_a_long_sequence_has_more_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sequence has one at least, also the one that sees nothing, and all have room in the scratch."""
     kernel, call, launched = TritonDecode("cpu", tile=Tile(16, 4, 3, 1)), make_call(UNEVEN, WIDE, CPU), []
-    monkeypatch.setattr(
-        decode_triton, "launch", lambda key, *rest: (launched.append(key), launching.launch(key, *rest))
-    )
+    monkeypatch.setattr(decode, "launch", lambda key, *rest: (launched.append(key), launching.launch(key, *rest)))
     attend(kernel, call)
     (scratch,) = kernel._scratches.values()
     (work,) = {key[1] for key in launched}
@@ -180,14 +177,16 @@ def demand(**changes: Any) -> Demand:
 @in_plain_python
 def test_the_triton_kernel_says_where_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = TritonDecode()
-    assert kernel.supports(demand(device="cpu")) == "runs on cuda, not on cpu"
-    assert kernel.supports(demand(dtype=torch.float64)) == "needs a dtype of at most 32 bits, not torch.float64"
-    assert kernel.supports(demand(head_dim_v=264)) == "needs head sizes up to 256, not 192 and 264"
+    assert kernel.unsupported_reason(demand(device="cpu")) == "runs on cuda, not on cpu"
+    assert (
+        kernel.unsupported_reason(demand(dtype=torch.float64)) == "needs a dtype of at most 32 bits, not torch.float64"
+    )
+    assert kernel.unsupported_reason(demand(head_dim_v=264)) == "needs head sizes up to 256, not 192 and 264"
     for installed, reason in ((False, "needs triton, which is not installed"), (True, None)):
-        launching.lacks.cache_clear()
+        launching.triton_unsupported_reason.cache_clear()
         monkeypatch.setattr(launching, "_is_installed", lambda installed=installed: installed)
-        assert kernel.supports(demand()) == reason
-    launching.lacks.cache_clear()
+        assert kernel.unsupported_reason(demand()) == reason
+    launching.triton_unsupported_reason.cache_clear()
 
 
 @in_plain_python
@@ -241,22 +240,22 @@ def test_nothing_to_do_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     ("token_nbytes", "cols"), [(32, 128), (256, 128), (512, 64), (768, 32), (1024, 32), (4096, 16)]
 )
 def test_a_tile_of_tokens_takes_32_kib(token_nbytes: int, cols: int) -> None:
-    assert decode_triton._tile(token_nbytes, 16, CPU).cols == cols
+    assert decode._tile(token_nbytes, 16, CPU).cols == cols
 
 
 @in_plain_python
 def test_stages_of_loading_suit_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of compute capability 8.9, 8.0 and 9.0; 64 rows need more of it."""
     for program, sm, stages, resident in ((101376, 102400, 3, 1), (166912, 167936, 4, 1), (232448, 233472, 4, 2)):
-        monkeypatch.setattr(decode_triton, "_shared_nbytes", lambda device, both=(program, sm): both)
-        assert decode_triton._tile(512, 16, CPU) == Tile(64, 4, stages, resident)
-    assert decode_triton._tile(512, 64, CPU) == Tile(64, 4, 3, 2)
+        monkeypatch.setattr(decode, "_shared_nbytes", lambda device, both=(program, sm): both)
+        assert decode._tile(512, 16, CPU) == Tile(64, 4, stages, resident)
+    assert decode._tile(512, 64, CPU) == Tile(64, 4, 3, 2)
 
 
 @in_plain_python
 @pytest.mark.parametrize(("sequences", "splits", "aim"), [(1, 33, 33), (16, 33, 33), (17, 116, 99), (256, 355, 99)])
 def test_many_sequences_take_several_waves(sequences: int, splits: int, aim: int) -> None:
-    assert decode_triton._most_splits(sequences, 33) == (splits, aim)
+    assert decode._most_splits(sequences, 33) == (splits, aim)
 
 
 @in_plain_python

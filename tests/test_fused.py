@@ -11,7 +11,6 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,15 +18,13 @@ import torch
 from hypothesis import example, given, settings
 from merging_conformance import CHECKS, ROW_CHECKS, TYPICAL, Case, Check, RowCheck, cases
 
-from mesh_attention.kernels import fused, launching, rows
-from mesh_attention.kernels.fused import FusedMerging
-from mesh_attention.kernels.merge import Merging, TorchMerging
+from mesh_attention.kernels import launching, merging
+from mesh_attention.kernels.merging import FusedMerging, Merging, TorchMerging
 from mesh_attention.kernels.select import choose_merging
 
 CPU = torch.device("cpu")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MERGING: Merging = FusedMerging("cpu") if IS_INTERPRETED else TorchMerging()
-ROWS: ModuleType = fused if IS_INTERPRETED else rows
 EXAMPLES = 12 if IS_INTERPRETED else 40  # a GPU meets more of them in tests/gpu
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -54,6 +51,7 @@ def rounding() -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_convert_float", convert)
+        patch.setattr(merging, "_is_fused", lambda tensor: True)
         yield
 
 
@@ -70,7 +68,7 @@ def test_merging(check: Check, case: Case) -> None:
 @example(case=TYPICAL)
 @settings(max_examples=EXAMPLES)
 def test_rows(check: RowCheck, case: Case) -> None:
-    check(ROWS, CPU, case)
+    check(merging, CPU, case)
 
 
 def test_no_tokens_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,38 +76,39 @@ def test_no_tokens_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"launched {name}")
 
     monkeypatch.setattr(launching, "kernel", launched)
+    monkeypatch.setattr(merging, "_is_fused", lambda tensor: True)
     output, lse = torch.empty(2, 3, 0, 8), torch.empty(2, 3, 0)
-    merging = FusedMerging("cpu")
-    merging.start_output(output, lse, output, lse)
-    merging.merge_output(output, lse, output, lse)
-    merging.copy(lse, lse)
-    merging.add(output, output)
-    assert fused.row_delta(output.transpose(1, 2), output.transpose(1, 2), wide=torch.float32).shape == (2, 0, 3)
-    assert fused.stand_in_output(output, lse).shape == output.shape
-    assert [made.shape for made in fused.stand_in_rows(output, lse, lse)] == [output.shape, lse.shape]
+    fused = FusedMerging("cpu")
+    fused.start_output(output, lse, output, lse)
+    fused.merge_output(output, lse, output, lse)
+    fused.copy(lse, lse)
+    fused.add(output, output)
+    assert merging.row_delta(output.transpose(1, 2), output.transpose(1, 2), wide=torch.float32).shape == (2, 0, 3)
+    assert merging.stand_in_output(output, lse).shape == output.shape
+    assert [made.shape for made in merging.stand_in_rows(output, lse, lse)] == [output.shape, lse.shape]
 
 
 def test_shapes_that_differ_are_refused() -> None:
     """A kernel would read past the end."""
     output, lse = torch.empty(2, 3, 4, 8), torch.empty(2, 3, 4)
-    merging = FusedMerging("cpu")
+    fused = FusedMerging("cpu")
     for other, statistic in ((output[:, :, :1], lse), (output, lse[:, :, :1])):
         with pytest.raises(AssertionError):
-            merging.merge_output(output, lse, other, statistic)
+            fused.merge_output(output, lse, other, statistic)
         with pytest.raises(AssertionError):
-            merging.merge_output(output, statistic, other, lse)
+            fused.merge_output(output, statistic, other, lse)
         with pytest.raises(AssertionError):
-            fused.stand_in_rows(other, lse, statistic)
+            merging.stand_in_rows(other, lse, statistic)
     with pytest.raises(AssertionError):
-        merging.add(output, output[..., :1])
+        fused.add(output, output[..., :1])
     with pytest.raises(AssertionError):
-        fused.row_delta(output, output[..., :1], wide=torch.float32)
+        merging.row_delta(output, output[..., :1], wide=torch.float32)
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
 def test_stand_ins_lie_as_attention_kernels_want_them() -> None:
     records = torch.randn(7, 2, 3 * 16 + 5)[..., 5:].view(7, 2, 3, 16).permute(1, 2, 0, 3)
-    assert fused.stand_in_output(records, records.sum(-1)).transpose(1, 2).is_contiguous()
+    assert merging.stand_in_output(records, records.sum(-1)).transpose(1, 2).is_contiguous()
 
 
 @needs_triton
@@ -127,7 +126,7 @@ def test_fused_kernels_conform_when_interpreted() -> None:
 
 def test_nothing_imports_triton() -> None:
     code = (
-        "import mesh_attention, mesh_attention.api, mesh_attention.kernels.rows, sys, torch\n"
+        "import mesh_attention, mesh_attention.api, mesh_attention.kernels.merging, sys, torch\n"
         "from mesh_attention.kernels.select import choose_merging\n"
         "choose_merging(torch.device('cpu'))\n"
         "print('triton' in sys.modules)"
@@ -137,17 +136,17 @@ def test_nothing_imports_triton() -> None:
 
 
 def test_fused_merging_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert FusedMerging().supports(CPU) == "runs on cuda, not on cpu"
+    assert FusedMerging().unsupported_reason(CPU) == "runs on cuda, not on cpu"
     assert choose_merging(CPU).name == "torch"
-    launching.lacks.cache_clear()
+    launching.triton_unsupported_reason.cache_clear()
     monkeypatch.setattr(launching, "_is_installed", lambda: False)
-    assert FusedMerging().supports(torch.device("cuda")) == "needs triton, which is not installed"
+    assert FusedMerging().unsupported_reason(torch.device("cuda")) == "needs triton, which is not installed"
     monkeypatch.setattr(launching, "_is_installed", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    launching.lacks.cache_clear()
-    assert FusedMerging().supports(torch.device("cuda")) == "needs compute capability 8.0, not 7.5"
-    launching.lacks.cache_clear()
+    launching.triton_unsupported_reason.cache_clear()
+    assert FusedMerging().unsupported_reason(torch.device("cuda")) == "needs compute capability 8.0, not 7.5"
+    launching.triton_unsupported_reason.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -164,9 +163,9 @@ def test_strides_are_counted_in_16_bytes_where_they_can_be(
 ) -> None:
     given = (strides, others)
     tensors = [torch.empty_strided((2, 2, 2, 2), s, dtype=dtype) for s, dtype in zip(given, dtypes, strict=True)]
-    assert fused._unit(tensors) == unit
+    assert launching.stride_unit(tensors) == unit
     for before in given:
-        after = fused._in_units(before, unit)
+        after = merging._in_units(before, unit)
         assert (*(step * unit for step in after[:-1]), after[-1]) == before
 
 
@@ -189,10 +188,10 @@ def ptx(name: str, pointers: dict[str, str], **constants: Any) -> list[str]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from mesh_attention.kernels import triton_kernels
+    from mesh_attention.kernels import merging_kernels
 
-    kernel = getattr(triton_kernels, name)
-    block, in_tile = fused._tile(128, 4)
+    kernel = getattr(merging_kernels, name)
+    block, in_tile = merging._tile(128, 4)
     constants |= {"heads": 32, "dim": 128, "block": block, "rows": in_tile}
     names = [parameter.name for parameter in kernel.params]
     constants |= {name: 1 for name in names if name.endswith("_dim")}
@@ -235,7 +234,7 @@ def ptx(name: str, pointers: dict[str, str], **constants: Any) -> list[str]:
         ("add_rows", {"a": "fp32", "b": "bf16"}, {"unit": 4, "is_first": False}, {"ld.global.v4.b32": 8}),
         ("add_rows", {"a": "bf16", "b": "fp32"}, {"unit": 4, "is_first": True}, {"st.global.v2.b32": 8}),
         ("dot_rows", {"a": "bf16", "b": "bf16"}, {"unit": 8}, {"ld.global.v4.b32": 8}),
-        ("stand_in_rows", {"a": "bf16", "b": "bf16"}, {"unit": 8, "has_lse": True}, {"st.global.v4.b32": 4}),
+        ("stand_in_rows", {"a": "bf16", "b": "bf16"}, {"unit": 8}, {"st.global.v4.b32": 4}),
     ],
 )
 def test_kernels_load_and_store_several_elements_at_once(
@@ -261,9 +260,9 @@ def test_the_running_lse_is_written_when_all_warps_have_read_it() -> None:
 @in_plain_python
 @pytest.mark.parametrize("name", ["merge_rows", "add_rows", "dot_rows", "stand_in_rows"])
 def test_only_the_stride_over_dim_selects_a_compilation(name: str) -> None:
-    from mesh_attention.kernels import triton_kernels
+    from mesh_attention.kernels import merging_kernels
 
-    parameters = getattr(triton_kernels, name).params
+    parameters = getattr(merging_kernels, name).params
     special = [one.name for one in parameters if not (one.is_constexpr or one.do_not_specialize)]
     assert set(special) - {"a", "b", "a_stat", "b_stat", "c_stat"} == {"a_dim", "b_dim"}
     assert {one.annotation_type for one in parameters if one.do_not_specialize} == {"i64", "i32"}

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent / "campaign"))
 from fuzz import WRONG, WRONG_SETTINGS, Call, Memory, Object, check, check_settings, run, script, seen
 
 from mesh_attention.kernels.base import CallMask
-from mesh_attention.kernels.merge import TorchMerging
+from mesh_attention.kernels.merging import TorchMerging
 
 
 def test_random_calls_are_right_or_refused() -> None:

@@ -95,18 +95,18 @@ def demand(**changes: Any) -> Demand:
 
 def test_the_kernel_says_where_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = IntervalKernel()
-    assert kernel.supports(demand(device="cpu")) == "runs on cuda, not on cpu"
-    assert kernel.supports(demand(dtype=torch.float32)) == "needs bfloat16 or float16, not torch.float32"
+    assert kernel.unsupported_reason(demand(device="cpu")) == "runs on cuda, not on cpu"
+    assert kernel.unsupported_reason(demand(dtype=torch.float32)) == "needs bfloat16 or float16, not torch.float32"
     for dims in ((60, 64), (264, 64), (64, 264)):
         reason = f"needs head sizes that are multiples of 8, up to 256, not {dims[0]} and {dims[1]}"
-        assert kernel.supports(demand(head_dim_qk=dims[0], head_dim_v=dims[1])) == reason
-    launching.lacks.cache_clear()
+        assert kernel.unsupported_reason(demand(head_dim_qk=dims[0], head_dim_v=dims[1])) == reason
+    launching.triton_unsupported_reason.cache_clear()
     monkeypatch.setattr(launching, "_is_installed", lambda: False)
-    assert kernel.supports(demand()) == "needs triton, which is not installed"
-    launching.lacks.cache_clear()
+    assert kernel.unsupported_reason(demand()) == "needs triton, which is not installed"
+    launching.triton_unsupported_reason.cache_clear()
     monkeypatch.setattr(launching, "_is_installed", lambda: True)
-    assert kernel.supports(demand()) is None
-    launching.lacks.cache_clear()
+    assert kernel.unsupported_reason(demand()) is None
+    launching.triton_unsupported_reason.cache_clear()
 
 
 def test_tiles_suit_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:

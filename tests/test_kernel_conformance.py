@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores
+from mesh_attention.kernels.merging import output_of
 from mesh_attention.kernels.reference import ReferenceKernel
-from mesh_attention.kernels.rows import output_of
 from mesh_attention.testing import kernel_conformance as suite
 from mesh_attention.testing.kernel_conformance import CHECKS, Check, Setting
 
@@ -42,7 +42,7 @@ class Broken(ReferenceKernel):
 
 
 class RefusesEverything(Broken):
-    def supports(self, demand: Demand) -> str | None:
+    def unsupported_reason(self, demand: Demand) -> str | None:
         return "has had enough"
 
 

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from mesh_attention import causal, documents, full, window
 from mesh_attention.kernels.base import CallMask, Demand, Kernel
 from mesh_attention.kernels.cpu import CpuFlashKernel
-from mesh_attention.kernels.merge import TorchMerging
-from mesh_attention.kernels.reference import ReferenceKernel
+from mesh_attention.kernels.merging import TorchMerging
+from mesh_attention.kernels.reference import ReferenceKernel, SlicedReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
-from mesh_attention.kernels.sliced import SlicedReferenceKernel
-from mesh_attention.testing.kernel_conformance import CHECKS, Check, Setting
-from mesh_attention.testing.masks import is_unmasked
+from mesh_attention.testing.kernel_conformance import CHECKS, Check, Setting, is_unmasked
 
 MASKS = {
     "full": ("full", full(), range(9), range(7)),
@@ -40,7 +38,7 @@ class SlicedOnCpu(SlicedReferenceKernel):
     def __init__(self) -> None:
         super().__init__(nbytes=4000)
 
-    def supports(self, demand: Demand) -> str | None:
+    def unsupported_reason(self, demand: Demand) -> str | None:
         return None
 
 
@@ -54,7 +52,7 @@ def test_conformance(kernel: Kernel, check: Check, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("changes", [{}, {"softcap": 1.5}, {"dv": 4}, {"lse_gradient": True}], ids=str)
 def test_a_refusal_reads_well_after_it(kernel: Kernel, changes: dict[str, Any]) -> None:
-    reason = kernel.supports(demand(**changes))
+    reason = kernel.unsupported_reason(demand(**changes))
     assert reason is None or reason.split()[0] in ("needs", "has", "cannot", "runs")
 
 

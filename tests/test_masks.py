@@ -10,7 +10,7 @@ from strategies import masks
 from mesh_attention import BlockKind, Mask, MaskError, Problem, causal, documents, full, window
 from mesh_attention.masks import _floor_sum
 from mesh_attention.plan.text import parse_mask
-from mesh_attention.testing.masks import is_unmasked
+from mesh_attention.testing.kernel_conformance import is_unmasked
 
 
 @st.composite

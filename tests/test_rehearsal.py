@@ -18,7 +18,7 @@ from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution import engine, rehearsal
 from mesh_attention.execution.compiled import compile_program, peers_of
 from mesh_attention.kernels.base import CallMask, Gradients, Kernel, RowGradient, Scores
-from mesh_attention.kernels.merge import TorchMerging
+from mesh_attention.kernels.merging import TorchMerging
 from mesh_attention.kernels.select import choose_kernel
 from mesh_attention.plan.steps import DIRECTIONS
 

@@ -21,7 +21,7 @@ from mesh_attention import LocalGroup, UsageError, causal, documents, full
 from mesh_attention.api import MeshAttention
 from mesh_attention.batches import shard_batch
 from mesh_attention.sequences import Row, cuts_of_restarts, join_rows, split_rows
-from mesh_attention.testing.masks import is_unmasked
+from mesh_attention.testing.kernel_conformance import is_unmasked
 from mesh_attention.transformers import register, unregister
 from mesh_attention.transformers.attention import LayerAttention, Memory, refuse_arguments
 from mesh_attention.transformers.masks import BatchMask, band_of, check_meanings, make_mask

@@ -20,7 +20,7 @@ from emulation.check_rate import patterns, seconds_of
 from emulation.contenders import Job
 from mesh_attention import causal, full
 from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
-from mesh_attention.kernels.merge import TorchMerging
+from mesh_attention.kernels.merging import TorchMerging
 from mesh_attention.kernels.select import choose_kernel
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 

@@ -11,8 +11,7 @@ from decode_cases import Call, Case, attend, make_call
 from torch import Tensor
 
 from mesh_attention.kernels.base import Demand
-from mesh_attention.kernels.decode import Blocks, Reach, TorchDecode, choose_decode
-from mesh_attention.kernels.decode_triton import TritonDecode
+from mesh_attention.kernels.decode import Blocks, Reach, TorchDecode, TritonDecode, choose_decode
 
 CUDA = torch.device("cuda")
 ROUNDINGS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from mesh_attention.kernels import fused, rows
-from mesh_attention.kernels.fused import FusedMerging
-from mesh_attention.kernels.merge import TorchMerging
+from mesh_attention.kernels import merging as merging_module
+from mesh_attention.kernels.merging import FusedMerging, TorchMerging
 from mesh_attention.kernels.select import choose_merging
 
 CUDA = torch.device("cuda")
@@ -69,15 +68,15 @@ def test_merging(check: Check, case: Case) -> None:
 
 @pytest.mark.parametrize(("check", "case"), pairs(ROW_CHECKS))
 def test_rows(check: RowCheck, case: Case) -> None:
-    check(fused, CUDA, case)
+    check(merging_module, CUDA, case)
 
 
 def test_fused_is_chosen_on_a_gpu() -> None:
     assert choose_merging(torch.device("cuda", 0)).name == "triton"
     do, delta = torch.randn(1, 2, 5, 16, device=CUDA), torch.randn(1, 2, 5, device=CUDA)
-    assert count_launches(lambda: rows.stand_in_rows(do, delta, delta)) == 1
-    assert count_launches(lambda: rows.row_delta(do, do, wide=torch.float32)) == 1
-    assert rows.stand_in_output(do, delta).transpose(1, 2).is_contiguous()  # as attention kernels want it
+    assert count_launches(lambda: merging_module.stand_in_rows(do, delta, delta)) == 1
+    assert count_launches(lambda: merging_module.row_delta(do, do, wide=torch.float32)) == 1
+    assert merging_module.stand_in_output(do, delta).transpose(1, 2).is_contiguous()  # as attention kernels want it
 
 
 def running(tokens: int, batch: int = 1) -> tuple[Tensor, Tensor]:
@@ -138,12 +137,12 @@ def test_large_merges_are_exact_and_give_the_same_bits_every_time() -> None:
 
 
 def test_another_number_of_tokens_is_not_another_compilation() -> None:
-    from mesh_attention.kernels import triton_kernels
+    from mesh_attention.kernels import merging_kernels
 
     merging = FusedMerging()
 
     def compiled() -> int:
-        return sum(len(caches[0]) for caches in triton_kernels.merge_rows.device_caches.values())
+        return sum(len(caches[0]) for caches in merging_kernels.merge_rows.device_caches.values())
 
     merging.merge_output(*running(16), *arriving(16))
     before = compiled()

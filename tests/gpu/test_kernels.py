@@ -22,9 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 from mesh_attention import LocalGroup, Mask, MeshAttention, causal, documents, full, window
 from mesh_attention.kernels import launching
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores
-from mesh_attention.kernels.reference import ReferenceKernel
+from mesh_attention.kernels.reference import ReferenceKernel, SlicedReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
-from mesh_attention.kernels.sliced import SlicedReferenceKernel
 from mesh_attention.kernels.windowed import INTERVALS
 from mesh_attention.testing import kernel_conformance as conformance
 from mesh_attention.testing.kernel_conformance import CHECKS, Check, Setting
@@ -135,7 +134,7 @@ def need(
         lse_gradient=False,
         deterministic=deterministic,
     )
-    reason = kernel.supports(demand)
+    reason = kernel.unsupported_reason(demand)
     if reason is not None:
         pytest.skip(f"{kernel.name} {reason}")
 

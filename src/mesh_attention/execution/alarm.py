@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mesh_attention.comm.reports import DIFFERENT_CALLS
 from mesh_attention.comm.watch import Watch
-from mesh_attention.kernels import fused
-from mesh_attention.kernels.launching import lacks
+from mesh_attention.kernels import merging
+from mesh_attention.kernels.launching import triton_unsupported_reason
 
 
 class Alarm:
@@ -36,8 +36,8 @@ class Alarm:
 
     def check(self, largest: Tensor, results: Sequence[Tensor], *, counts: bool = False) -> None:
         """Make all results NaN unless the largest hash and -hash of all ranks add up to 0; count the pass as over."""
-        if largest.is_cuda and lacks(largest.device) is None:
-            fused.check_marks(largest, self.state, self.seen, results, counts=counts)
+        if largest.is_cuda and triton_unsupported_reason(largest.device) is None:
+            merging.check_marks(largest, self.state, self.seen, results, counts=counts)
             return
         self.spoil.masked_fill_(largest.sum() != 0, torch.nan)
         spoil = self.spoil + self.seen[2].to(self.spoil.device, non_blocking=True)

@@ -15,7 +15,7 @@ from mesh_attention.execution.buffers import Buffer, token_format
 from mesh_attention.execution.engine import Engine
 from mesh_attention.execution.executor import Fields
 from mesh_attention.kernels.base import Kernel, RowGradient, Scores
-from mesh_attention.kernels.rows import delta_of, row_delta
+from mesh_attention.kernels.merging import delta_of, row_delta
 from mesh_attention.plan.steps import Item
 
 Kept = list[dict[Item, Buffer]]

@@ -27,7 +27,7 @@ from mesh_attention.execution.graphs import CapturedPasses, GraphMemory, Tensors
 from mesh_attention.execution.rehearsal import Nowhere, RehearsedKernel, RehearsedMerging, this_thread
 from mesh_attention.execution.together import PlanningTogether, plan_together
 from mesh_attention.kernels.base import Demand, Kernel, Scores
-from mesh_attention.kernels.merge import Merging
+from mesh_attention.kernels.merging import Merging
 from mesh_attention.kernels.select import choose_kernel, choose_merging
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.layout import Cached, Layout

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from mesh_attention.comm.base import Parcel, Sharing, Work
-from mesh_attention.kernels.bands import windows
 from mesh_attention.kernels.base import Demand, Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.intervals import is_ascending
-from mesh_attention.kernels.merge import Merging
+from mesh_attention.kernels.merging import Merging
+from mesh_attention.kernels.windowed import windows
 
 _LOCAL = local()
 _MADE: set[Hashable] = set()
@@ -64,8 +64,8 @@ class RehearsedKernel:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.name = kernel, kernel.name
 
-    def supports(self, demand: Demand) -> str | None:
-        return self.kernel.supports(demand)
+    def unsupported_reason(self, demand: Demand) -> str | None:
+        return self.kernel.unsupported_reason(demand)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         if _is_new(self.name, "forward", scores, q, k, v):
@@ -93,8 +93,8 @@ class RehearsedMerging:
     def __init__(self, merging: Merging) -> None:
         self.merging, self.name = merging, merging.name
 
-    def supports(self, device: torch.device) -> str | None:
-        return self.merging.supports(device)
+    def unsupported_reason(self, device: torch.device) -> str | None:
+        return self.merging.unsupported_reason(device)
 
     def start_output(self, *tensors: Tensor) -> None:
         self._once(self.merging.start_output, *tensors)

@@ -1,7 +1,8 @@
 """Compute: attention of one rectangle with its log-sum-exp, backward with an external one, and merging partials.
 
-Reading order: base (the protocol), reference (the truth), cpu (torch's flash on CPU), cuda (torch's cuDNN and flash),
-flash_attn (the package), alignment (tensors as these load them), windowed and bands (masks as windows that these take),
-intervals and interval_kernels (Triton, for softcap, gradients into the LSE and many documents), sliced (the rest, in
-slices), merge and rows, fused and triton_kernels (both of these in one pass), launching (Triton's kernels), select.
+Reading order: base (the protocol), reference (the truth, also in slices), cpu (torch's flash on CPU), windowed (masks
+as windows that flash kernels take), cuda (torch's cuDNN and flash), flash_attn (the packages), intervals (Triton, for
+softcap, gradients into the LSE and many documents), merging (partials, and the row sums of backward), decode (a few
+queries over a cache), select. Triton's code is in interval_kernels, merging_kernels and decode_kernels; launching
+launches it.
 """

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores
-from mesh_attention.kernels.reference import ReferenceKernel
-from mesh_attention.kernels.rows import output_of
-from mesh_attention.kernels.sliced import SlicedReferenceKernel, of_rows
+from mesh_attention.kernels.merging import output_of
+from mesh_attention.kernels.reference import ReferenceKernel, SlicedReferenceKernel, of_rows
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -19,7 +18,7 @@ _SLICED = SlicedReferenceKernel()
 class CpuFlashKernel:
     name = "cpu flash"
 
-    def supports(self, demand: Demand) -> str | None:
+    def unsupported_reason(self, demand: Demand) -> str | None:
         if demand.device != "cpu":
             return f"runs on cpu, not on {demand.device}"
         if demand.head_dim_qk != demand.head_dim_v:

@@ -16,17 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.alignment import aligned, all_aligned, tokens_first
-from mesh_attention.kernels.bands import Window
-from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores, dense_strides
+from mesh_attention.kernels.base import (
+    Demand,
+    Gradients,
+    aligned,
+    all_aligned,
+    dense_strides,
+    tokens_first,
+)
 from mesh_attention.kernels.windowed import (
     FlashRow,
-    WindowOp,
-    backward_by_windows,
-    forward_by_windows,
-    prepare_by_windows,
-    unfit,
-    without_infinity,
+    Window,
+    WindowedKernel,
+    fix_empty_row_lse,
+    flash_unsupported_reason,
 )
 
 _cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -56,7 +59,7 @@ class TorchFlashOp:
 
     is_deterministic: bool = False
 
-    def refuses(self, window: Window, head_dim_qk: int, head_dim_v: int) -> str | None:
+    def unsupported_reason(self, window: Window, head_dim_qk: int, head_dim_v: int) -> str | None:
         if head_dim_qk != head_dim_v:
             return f"torch's flash kernel needs one head size, not {head_dim_qk} and {head_dim_v}"
         if not torch.backends.cuda.is_flash_attention_available():
@@ -68,7 +71,7 @@ class TorchFlashOp:
         out, lse, *_ = _flash_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, False, False, scale=scale, **_reaches(window)
         )
-        return out.transpose(1, 2), without_infinity(lse)
+        return out.transpose(1, 2), fix_empty_row_lse(lse)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: FlashRow, window: Window, scale: float) -> Gradients:
         q, k, v, do, out = (aligned(x).transpose(1, 2) for x in (q, k, v, row.do, row.out))
@@ -82,26 +85,23 @@ class TorchFlashOp:
         return Gradients(*(gradient.transpose(1, 2) for gradient in grads))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class CudnnOp:
-    """cuDNN for unmasked and aligned causal windows that are not tiny; `rest` for all others."""
+    """cuDNN, for windows that are unmasked, or causal with as many queries as keys, and not tiny."""
 
-    rest: WindowOp
-
-    def refuses(self, window: Window, head_dim_qk: int, head_dim_v: int) -> str | None:
-        return None if _suits_cudnn(window) else self.rest.refuses(window, head_dim_qk, head_dim_v)
+    def unsupported_reason(self, window: Window, head_dim_qk: int, head_dim_v: int) -> str | None:
+        if not window.is_full and not window.is_causal:
+            return "cuDNN needs an unmasked or aligned causal window"
+        if min(len(window.q), len(window.kv)) < _FEWEST_FOR_CUDNN:
+            return f"cuDNN needs {_FEWEST_FOR_CUDNN} queries and keys or more"
+        return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
-        if not _suits_cudnn(window):
-            return self.rest.forward(q, k, v, window, scale)
         if not all_aligned(q, k, v):
             q, k, v = aligned(q), aligned(k), aligned(v)
-        found = _cudnn_forward(q, k, v, None, True, 0.0, window.right == 0, False, scale=scale)
-        return found[0], found[1].squeeze(-1)
+        out, lse, *_ = _cudnn_forward(q, k, v, None, True, 0.0, window.is_causal, False, scale=scale)
+        return out, lse.squeeze(-1)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: FlashRow, window: Window, scale: float) -> Gradients:
-        if not _suits_cudnn(window):
-            return self.rest.backward(q, k, v, row, window, scale)
         q, k, v = aligned(q), aligned(k), aligned(v)
         if 0 in q.stride():  # expanded: strides like Q's would leave the last axis of O not contiguous
             q = tokens_first(q)
@@ -117,67 +117,48 @@ class CudnnOp:
         return Gradients(*grads)
 
 
-class TorchFlashKernel:
+class TorchFlashKernel(WindowedKernel):
     """torch's copy of flash-attn 2; with `is_deterministic`, gradients have the same bits every time."""
 
     def __init__(self, *, is_deterministic: bool = False) -> None:
-        self.name = "torch flash, deterministic" if is_deterministic else "torch flash"
-        self._op = TorchFlashOp(is_deterministic)
+        name = "torch flash, deterministic" if is_deterministic else "torch flash"
+        super().__init__(name, (TorchFlashOp(is_deterministic),))
+        self._is_deterministic = is_deterministic
 
-    def supports(self, demand: Demand) -> str | None:
-        reason = unfit(demand)
+    def unsupported_reason(self, demand: Demand) -> str | None:
+        reason = flash_unsupported_reason(demand)
         if reason is not None:
             return reason
         if demand.head_dim_qk != demand.head_dim_v:
             return f"needs one head size, not {demand.head_dim_qk} and {demand.head_dim_v}"
-        if demand.deterministic and not self._op.is_deterministic:
+        if demand.deterministic and not self._is_deterministic:
             return NOT_DETERMINISTIC
-        return _refusal(torch.backends.cuda.can_use_flash_attention, demand)
-
-    def prepare(self, q: Tensor, v: Tensor, mask: CallMask) -> None:
-        prepare_by_windows(self._op, q, v, mask)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        return forward_by_windows(self._op, q, k, v, scores)
-
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
-        return backward_by_windows(self._op, q, k, v, row, scores)
+        return _torch_unsupported_reason(torch.backends.cuda.can_use_flash_attention, demand)
 
 
-class CudnnKernel:
+class CudnnKernel(WindowedKernel):
     """cuDNN where possible, torch's flash for windows; the fastest in plain torch on Hopper and Blackwell.
 
     If deterministic, cuDNN runs forward only and torch's flash backward, since cuDNN's gradients vary between runs.
     """
 
     def __init__(self, *, is_deterministic: bool = False) -> None:
-        self.name = "cudnn, deterministic" if is_deterministic else "cudnn"
-        flash = TorchFlashOp(is_deterministic)
-        self._forward: WindowOp = CudnnOp(rest=flash)
-        self._backward: WindowOp = flash if is_deterministic else self._forward
+        name, flash = "cudnn, deterministic" if is_deterministic else "cudnn", TorchFlashOp(is_deterministic)
+        super().__init__(name, (CudnnOp(), flash), backward_ops=(flash,) if is_deterministic else None)
         self._is_deterministic = is_deterministic
 
-    def supports(self, demand: Demand) -> str | None:
-        reason = unfit(demand) or _cudnn_is_unfit()
+    def unsupported_reason(self, demand: Demand) -> str | None:
+        reason = flash_unsupported_reason(demand) or _cudnn_unsupported_reason()
         if reason is not None:
             return reason
         if demand.deterministic and not self._is_deterministic:
             return NOT_DETERMINISTIC
         if demand.deterministic and demand.head_dim_qk != demand.head_dim_v:
             return f"needs one head size to be deterministic, not {demand.head_dim_qk} and {demand.head_dim_v}"
-        return _refusal(torch.backends.cuda.can_use_cudnn_attention, demand)
-
-    def prepare(self, q: Tensor, v: Tensor, mask: CallMask) -> None:
-        prepare_by_windows(self._forward, q, v, mask)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        return forward_by_windows(self._forward, q, k, v, scores)
-
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
-        return backward_by_windows(self._backward, q, k, v, row, scores)
+        return _torch_unsupported_reason(torch.backends.cuda.can_use_cudnn_attention, demand)
 
 
-def _cudnn_is_unfit() -> str | None:
+def _cudnn_unsupported_reason() -> str | None:
     major, minor = torch.cuda.get_device_capability()
     if major not in (9, 10):
         return f"runs better than flash on compute capability 9 and 10 only, not on {major}.{minor}"
@@ -187,7 +168,7 @@ def _cudnn_is_unfit() -> str | None:
     return None
 
 
-def _refusal(can_use: Callable[[Any], bool], demand: Demand) -> str | None:
+def _torch_unsupported_reason(can_use: Callable[[Any], bool], demand: Demand) -> str | None:
     """torch's own answer for these head sizes, forward and backward, on the current device."""
     with torch.enable_grad():  # without gradients, torch answers for forward alone
         q, v = (
@@ -200,14 +181,6 @@ def _refusal(can_use: Callable[[Any], bool], demand: Demand) -> str | None:
         f"cannot do {demand.dtype} with head sizes {demand.head_dim_qk} and {demand.head_dim_v} here, according to "
         f"torch.backends.cuda.{getattr(can_use, '__name__', 'can_use')}"
     )
-
-
-def _suits_cudnn(window: Window) -> bool:
-    """True for windows that are unmasked, or causal with as many queries as keys, and not tiny."""
-    q, kv, left, right = window
-    if left is not None or (right is not None and (right or len(q) != len(kv))):
-        return False
-    return len(q) >= _FEWEST_FOR_CUDNN and len(kv) >= _FEWEST_FOR_CUDNN
 
 
 def _laid_as(tensor: Tensor, q: Tensor) -> Tensor:

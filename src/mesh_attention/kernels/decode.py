@@ -5,14 +5,16 @@ A *block* here is a fixed number of token slots, which any sequence may use. A s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mesh_attention.kernels.base import Demand
-from mesh_attention.kernels.decode_triton import TritonDecode
+from mesh_attention.kernels.intervals import LARGEST_HEAD, _block, _factors
+from mesh_attention.kernels.launching import Launch, launch, stride_unit, triton_unsupported_reason, with_strides
 from mesh_attention.kernels.select import first_that_supports
 
 
@@ -41,7 +43,7 @@ class DecodeKernel(Protocol):
 
     name: str
 
-    def supports(self, demand: Demand) -> str | None:
+    def unsupported_reason(self, demand: Demand) -> str | None:
         """None if the kernel can do that; otherwise the reason, as in "needs …"."""
 
     def attend(
@@ -64,7 +66,7 @@ class TorchDecode:
 
     name = "torch"
 
-    def supports(self, demand: Demand) -> str | None:
+    def unsupported_reason(self, demand: Demand) -> str | None:
         return None
 
     def attend(
@@ -99,15 +101,6 @@ class TorchDecode:
         lse.copy_(top + total.log())
 
 
-DECODES: tuple[Callable[[], DecodeKernel], ...] = (TritonDecode, TorchDecode)
-"""Kernels in the order they are asked; torch's, which works anywhere, comes last."""
-
-
-def choose_decode(demand: Demand) -> DecodeKernel:
-    """The first kernel that supports the demand, with a scratch of its own."""
-    return first_that_supports("decoding", [make() for make in DECODES], demand)
-
-
 def _gather(x: Tensor, table: Tensor, span: range) -> Tensor:
     """(kv_heads, tokens, dim) of the tokens in `span`, in float32 or float64."""
     size = x.shape[1]
@@ -133,3 +126,238 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap
 
 def _widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+# Triton
+
+
+FILE = "decode_kernels"
+MOST_ROWS = {2: 64, 4: 16}
+"""Queries × heads of a group in one program, by the bytes of an element; further ones go to other programs, which read
+K and V again. Float32 has no tensor cores that are exact, and more rows do not fit into registers."""
+_TILE_NBYTES = 32768
+"""Bytes of K and V that a program loads at a time. It has up to three such tiles on their way."""
+
+
+class Tile(NamedTuple):
+    """Tokens that a program loads at a time, its warps, its stages of loading, and programs at once on an SM."""
+
+    cols: int
+    warps: int
+    stages: int
+    resident: int
+
+
+class TritonDecode:
+    """Triton kernels. `device_type` differs from "cuda" only under Triton's interpreter; `tile` replaces the one that
+    suits the call."""
+
+    name = "triton"
+
+    def __init__(self, device_type: str = "cuda", *, tile: Tile | None = None) -> None:
+        self.device_type = device_type
+        self._tile = tile
+        self._scratches: dict[tuple[torch.device, int], Tensor] = {}
+
+    def unsupported_reason(self, demand: Demand) -> str | None:
+        if demand.device != self.device_type:
+            return f"runs on {self.device_type}, not on {demand.device}"
+        if demand.dtype == torch.float64:
+            return "needs a dtype of at most 32 bits, not torch.float64"
+        dims = demand.head_dim_qk, demand.head_dim_v
+        if max(dims) > LARGEST_HEAD:
+            return f"needs head sizes up to {LARGEST_HEAD}, not {dims[0]} and {dims[1]}"
+        return triton_unsupported_reason(torch.device(demand.device))
+
+    def attend(
+        self, q: Tensor, blocks: Blocks, reach: Reach, *, scale: float, softcap: float, out: Tensor, lse: Tensor
+    ) -> None:
+        assert out.stride(-1) == 1
+        if q.stride(-1) != 1:
+            q = q.contiguous()
+        shapes = (q.shape, blocks.k.shape, blocks.v.shape, *(each.shape for each in reach), out.shape, lse.shape)
+        work = _work(shapes, q.dtype, q.device, self._tile)
+        if not work.sequences * work.queries:
+            return
+        scratch = self._scratch(q.device, work.scratch_size)
+        tensors = (q, *blocks, *reach, scratch)
+        launch(("attend_split", work, scale, softcap), tensors, lambda: _attend_launch(work, tensors, scale, softcap))
+        merged = (scratch, out, lse)
+        launch(("merge_splits", work), merged, lambda: _merge_launch(work, merged))
+
+    def merge(self, parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+        assert parts.shape == (*lses.shape, out.shape[-1])
+        assert out.shape[:-1] == lse.shape == lses.shape[1:]
+        assert out.stride(-1) == parts.stride(-1) == 1
+        if lse.numel():
+            tensors = (parts, lses, out, lse)
+            launch(("merge_parts", parts.shape), tensors, lambda: _parts_launch(tensors))
+
+    def _scratch(self, device: torch.device, size: int) -> Tensor:
+        """Kept for as long as the kernel, because captured launches know its address."""
+        key = device, 1 << (size - 1).bit_length()
+        found = self._scratches.get(key)
+        if found is None:
+            found = self._scratches[key] = torch.empty(key[1], dtype=torch.float32, device=device)
+        return found
+
+
+class _Work(NamedTuple):
+    """How a call is spread over programs; the same for every call with these shapes.
+
+    `rows` of one KV head go to one program. `splits` are the most that all sequences together are cut into, `aim` is
+    the number for the smallest size of a split, and `wave` splits run at once.
+    """
+
+    sequences: int
+    queries: int
+    heads: int
+    kv_heads: int
+    dim: int
+    dim_v: int
+    block_tokens: int
+    rows: int
+    row_tiles: int
+    splits: int
+    aim: int
+    wave: int
+    tile: Tile
+
+    @property
+    def scratch_size(self) -> int:
+        """For each split a part, its largest scores and its sums of weights; for each sequence its splits."""
+        return self.splits * self.queries * self.heads * (self.dim_v + 2) + 2 * self.sequences
+
+
+@lru_cache(maxsize=1024)
+def _work(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device, tile: Tile | None) -> _Work:
+    _check(*shapes)
+    sequences, queries, heads, dim = shapes[0]
+    _, block_tokens, kv_heads, dim_v = shapes[2]
+    all_rows = queries * (heads // kv_heads)
+    rows = min(MOST_ROWS[dtype.itemsize], max(16, 1 << (all_rows - 1).bit_length()))
+    row_tiles = -(-all_rows // rows)
+    tile = tile or _tile((_block(dim) + _block(dim_v)) * dtype.itemsize, rows, device)
+    wave = max(1, _sms(device) * tile.resident // (kv_heads * max(1, row_tiles)))
+    splits, aim = _most_splits(sequences, wave)
+    return _Work(
+        sequences, queries, heads, kv_heads, dim, dim_v, block_tokens, rows, row_tiles, splits, aim, wave, tile
+    )  # fmt: skip
+
+
+def _most_splits(sequences: int, wave: int) -> tuple[int, int]:
+    """The most splits of all sequences together, and the number to aim at.
+
+    A few sequences are cut into at most one wave: programs without a split would keep others from being spread evenly
+    over SMs. Many need some waves, so that the last one is not long.
+    """
+    return (wave, wave) if 2 * sequences <= wave else (sequences + 3 * wave, 3 * wave)
+
+
+def _tile(token_nbytes: int, rows: int, device: torch.device) -> Tile:
+    """A tile for K and V that take `token_nbytes` a token together."""
+    cols = max(16, min(128, 1 << (_TILE_NBYTES // token_nbytes).bit_length() - 1))
+    stages = 4 if rows < 64 and _shared_nbytes(device)[0] >= 4 * _TILE_NBYTES else 3
+    needed = (stages - 1) * _TILE_NBYTES + 8192
+    return Tile(cols, 4, stages, max(1, min(2, _shared_nbytes(device)[1] // needed)))
+
+
+@lru_cache(maxsize=64)
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@lru_cache(maxsize=64)
+def _shared_nbytes(device: torch.device) -> tuple[int, int]:
+    """Bytes of shared memory that a program may have, and an SM; on a CPU those of an H200."""
+    if device.type != "cuda":
+        return 232448, 233472
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin, properties.shared_memory_per_multiprocessor
+
+
+# Arguments
+
+
+def _attend_launch(work: _Work, tensors: Sequence[Tensor], scale: float, softcap: float) -> Launch:
+    q, k, v, table, first, stop, _ = tensors
+    assert k.stride(-1) == v.stride(-1) == table.stride(-1) == 1
+    assert table.dtype == first.dtype == stop.dtype == torch.int32
+    assert q.dtype == k.dtype == v.dtype
+    unit = stride_unit((q, k, v))
+    steps = [
+        *(tuple(stride // unit for stride in x.stride()[:-1]) for x in (q, k, v)),
+        *(table.stride()[:1], first.stride(), stop.stride(), ()),
+    ]
+    most = 1 << (work.sequences - 1).bit_length()
+    some = min(1 << (work.queries - 1).bit_length(), max(1, _PLANNED // most))
+    tries = max(16, min(64, _PLANNED // most))
+    rest = (
+        *(work.sequences, work.queries, work.kv_heads, work.row_tiles, work.splits, work.aim, work.wave),
+        *(*_factors(scale, softcap), work.heads // work.kv_heads),
+        *(work.dim, work.dim_v, _block(work.dim), _block(work.dim_v), unit, work.block_tokens, bool(softcap)),
+        *(work.rows, work.tile.cols, most, some, -(-work.queries // some), tries),
+    )
+    grid = (work.splits * work.row_tiles * work.kv_heads, 1, 1)
+    options = {"num_warps": work.tile.warps, "num_stages": work.tile.stages}
+    return Launch(FILE, "attend_split", grid, with_strides(steps, rest), options)
+
+
+_PLANNED = 1024
+"""Numbers that a program works with at once to find its split."""
+
+
+def _merge_launch(work: _Work, tensors: Sequence[Tensor]) -> Launch:
+    _, out, lse = tensors
+    steps = ((), out.stride()[:-1], lse.stride())
+    block, chunk, warps = _merge_tile(work.dim_v, work.splits)
+    rest = (work.queries, work.splits, work.heads, work.dim_v, block, chunk)
+    grid = (work.sequences * work.queries * work.heads, 1, 1)
+    return Launch(FILE, "merge_splits", grid, with_strides(steps, rest), {"num_warps": warps})
+
+
+def _parts_launch(tensors: Sequence[Tensor]) -> Launch:
+    parts, lses, out, lse = tensors
+    number, rows, dim = parts.shape
+    steps = (parts.stride()[:-1], lses.stride(), out.stride()[:-1], lse.stride())
+    block, chunk, warps = _merge_tile(dim, number)
+    rest = (number, dim, block, chunk)
+    return Launch(FILE, "merge_parts", (rows, 1, 1), with_strides(steps, rest), {"num_warps": warps})
+
+
+def _merge_tile(dim: int, number: int) -> tuple[int, int, int]:
+    """Dim rounded up, parts that a program loads at a time, and its warps: 16 elements or more for a thread."""
+    block = _block(dim)
+    chunk = min(8192 // block, 1 << (number - 1).bit_length() if number else 1)
+    return block, chunk, max(1, min(4, block * chunk // 512))
+
+
+def _check(
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    table: tuple[int, ...],
+    first: tuple[int, ...],
+    stop: tuple[int, ...],
+    out: tuple[int, ...],
+    lse: tuple[int, ...],
+) -> None:
+    """A kernel would read or write past the end of tensors whose shapes do not fit together."""
+    assert k == (*v[:3], q[3])
+    assert q[2] % v[2] == 0
+    assert out == (*q[:3], v[3])
+    assert lse == q[:3]
+    assert first == stop == q[:2]
+    assert table[0] == q[0]
+
+
+# Choice
+
+
+DECODES: tuple[Callable[[], DecodeKernel], ...] = (TritonDecode, TorchDecode)
+"""Kernels in the order they are asked; torch's, which works anywhere, comes last."""
+
+
+def choose_decode(demand: Demand) -> DecodeKernel:
+    """The first kernel that supports the demand, with a scratch of its own."""
+    return first_that_supports("decoding", [make() for make in DECODES], demand)

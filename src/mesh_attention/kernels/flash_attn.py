@@ -16,18 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.alignment import aligned
-from mesh_attention.kernels.bands import Window
-from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores
+from mesh_attention.kernels.base import Demand, Gradients, aligned
 from mesh_attention.kernels.cuda import NOT_DETERMINISTIC, TorchFlashOp
 from mesh_attention.kernels.windowed import (
     FlashRow,
-    WindowOp,
-    backward_by_windows,
-    forward_by_windows,
-    prepare_by_windows,
-    unfit,
-    without_infinity,
+    Window,
+    WindowedKernel,
+    fix_empty_row_lse,
+    flash_unsupported_reason,
 )
 
 
@@ -64,7 +60,7 @@ FLASH_ATTN_4 = Release(
 _FORWARD_NEEDS = ("q", "k", "v", "softmax_scale", "window_size_left", "window_size_right")
 _BACKWARD_NEEDS = (*_FORWARD_NEEDS, "dout", "out", "dq", "dk", "dv")
 _LSE_NAMES = ("softmax_lse", "lse")
-_GIVEN: dict[str, Any] = {
+_DEFAULTS: dict[str, Any] = {
     "dropout_p": 0.0,
     "causal": False,
     "is_causal": False,
@@ -85,10 +81,10 @@ class Function:
     parameters: Mapping[str, inspect.Parameter]
 
     def __call__(self, window: Window, **arguments: Any) -> Any:
-        given = _GIVEN | arguments
-        given |= {"window_size_left": self._reach("left", window.left)}
-        given |= {"window_size_right": self._reach("right", window.right)}
-        return self.call(**{name: value for name, value in given.items() if name in self.parameters})
+        kwargs = _DEFAULTS | arguments
+        kwargs |= {"window_size_left": self._reach("left", window.left)}
+        kwargs |= {"window_size_right": self._reach("right", window.right)}
+        return self.call(**{name: value for name, value in kwargs.items() if name in self.parameters})
 
     def _reach(self, side: str, reach: int | None) -> int | None:
         """The reach, with unbounded as None where None is the default, else -1."""
@@ -103,7 +99,7 @@ def _is_surplus(parameter: inspect.Parameter, needs: Collection[str]) -> bool:
         parameter.VAR_POSITIONAL,
         parameter.VAR_KEYWORD,
     )
-    return not is_optional and parameter.name not in (*needs, *_GIVEN, *_LSE_NAMES)
+    return not is_optional and parameter.name not in (*needs, *_DEFAULTS, *_LSE_NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +115,7 @@ def find_functions(release: Release) -> Functions | str:
         module = importlib.import_module(release.module)
     except ImportError as error:
         return f"cannot be imported ({error})"
-    found = []
+    functions = []
     for name, needs in ((release.forward, _FORWARD_NEEDS), (release.backward, _BACKWARD_NEEDS)):
         call = getattr(module, name, None)
         if call is None:
@@ -131,8 +127,8 @@ def find_functions(release: Release) -> Functions | str:
         surplus = [parameter.name for parameter in function.parameters.values() if _is_surplus(parameter, needs)]
         if surplus:
             return f"needs {', '.join(surplus)} for its {name}, which this version does not pass"
-        found.append(function)
-    return Functions(*found)
+        functions.append(function)
+    return Functions(*functions)
 
 
 def _parameters(call: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -142,44 +138,43 @@ def _parameters(call: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlashAttnOp:
-    """A package's functions; `rest` handles the windows that they do not take."""
+    """A package's functions."""
 
-    functions: Functions
-    takes_windows: bool
-    rest: WindowOp
+    release: Release
 
-    def refuses(self, window: Window, head_dim_qk: int, head_dim_v: int) -> str | None:
-        return None if self._takes(window) else self.rest.refuses(window, head_dim_qk, head_dim_v)
+    @property
+    def functions(self) -> Functions:
+        functions = find_functions(self.release)
+        assert isinstance(functions, Functions), "asked before unsupported_reason()"
+        return functions
+
+    def unsupported_reason(self, window: Window, head_dim_qk: int, head_dim_v: int) -> str | None:
+        if self.release.takes_windows or (window.left is None and window.right in (None, 0)):
+            return None
+        return f"{self.release.name} needs a window without a left reach, and causal or unbounded on the right"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
-        if not self._takes(window):
-            return self.rest.forward(q, k, v, window, scale)
         q, k, v = (aligned(x).transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = self.functions.forward(window, q=q, k=k, v=v, softmax_scale=scale)
-        return out.transpose(1, 2), without_infinity(lse)
+        return out.transpose(1, 2), fix_empty_row_lse(lse)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: FlashRow, window: Window, scale: float) -> Gradients:
-        if not self._takes(window):
-            return self.rest.backward(q, k, v, row, window, scale)
         q, k, v, do, out = (aligned(x).transpose(1, 2) for x in (q, k, v, row.do, row.out))
-        given = {"dout": do, "q": q, "k": k, "v": v, "out": out} | dict.fromkeys(_LSE_NAMES, row.lse.contiguous())
-        grads = {f"d{name}": torch.empty_like(given[name], memory_format=torch.contiguous_format) for name in "qkv"}
-        self.functions.backward(window, softmax_scale=scale, **given, **grads)
+        tensors = {"dout": do, "q": q, "k": k, "v": v, "out": out} | dict.fromkeys(_LSE_NAMES, row.lse.contiguous())
+        grads = {f"d{name}": torch.empty_like(tensors[name], memory_format=torch.contiguous_format) for name in "qkv"}
+        self.functions.backward(window, softmax_scale=scale, **tensors, **grads)
         return Gradients(*(gradient.transpose(1, 2) for gradient in grads.values()))
 
-    def _takes(self, window: Window) -> bool:
-        return self.takes_windows or (window.left is None and window.right in (None, 0))
 
-
-class FlashAttnKernel:
+class FlashAttnKernel(WindowedKernel):
     """A release of flash-attn, if it is installed."""
 
     def __init__(self, release: Release) -> None:
-        self.name, self._release = release.name, release
-        self._found: FlashAttnOp | None = None
+        super().__init__(release.name, (FlashAttnOp(release), TorchFlashOp()))
+        self._release = release
 
-    def supports(self, demand: Demand) -> str | None:
-        reason = unfit(demand)
+    def unsupported_reason(self, demand: Demand) -> str | None:
+        reason = flash_unsupported_reason(demand)
         if reason is not None:
             return reason
         if demand.deterministic:
@@ -192,22 +187,6 @@ class FlashAttnKernel:
             return f"runs on compute capability {_spell(self._release.capabilities)}, not on {major}.{minor}"
         functions = find_functions(self._release)
         return functions if isinstance(functions, str) else None
-
-    def prepare(self, q: Tensor, v: Tensor, mask: CallMask) -> None:
-        prepare_by_windows(self._op(), q, v, mask)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        return forward_by_windows(self._op(), q, k, v, scores)
-
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
-        return backward_by_windows(self._op(), q, k, v, row, scores)
-
-    def _op(self) -> FlashAttnOp:
-        if self._found is None:  # one op for all calls, since caches are keyed by it
-            functions = find_functions(self._release)
-            assert isinstance(functions, Functions), "asked without supports()"
-            self._found = FlashAttnOp(functions, self._release.takes_windows, rest=TorchFlashOp())
-        return self._found
 
 
 def _spell(numbers: range | tuple[int, ...]) -> str:

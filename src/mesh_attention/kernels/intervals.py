@@ -8,7 +8,7 @@ else of a mask. They add up in a fixed order, so the same call gives the same bi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,11 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.alignment import aligned, tokens_first
-from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores
-from mesh_attention.kernels.launching import Launch, lacks, launch
-from mesh_attention.kernels.rows import delta_of
-from mesh_attention.kernels.sliced import SlicedReferenceKernel
+from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores, aligned, tokens_first
+from mesh_attention.kernels.launching import Launch, launch, triton_unsupported_reason, with_strides
+from mesh_attention.kernels.merging import delta_of
+from mesh_attention.kernels.reference import SlicedReferenceKernel
 from mesh_attention.masks import Documents, Segment
 
 LARGEST_HEAD = 256
@@ -78,7 +77,7 @@ class IntervalKernel:
         self.device_type = device_type
         self._tiles = tiles
 
-    def supports(self, demand: Demand) -> str | None:
+    def unsupported_reason(self, demand: Demand) -> str | None:
         if demand.device != self.device_type:
             return f"runs on {self.device_type}, not on {demand.device}"
         if demand.dtype not in (torch.bfloat16, torch.float16):
@@ -86,7 +85,7 @@ class IntervalKernel:
         dims = demand.head_dim_qk, demand.head_dim_v
         if any(dim % 8 or dim > LARGEST_HEAD for dim in dims):
             return f"needs head sizes that are multiples of 8, up to {LARGEST_HEAD}, not {dims[0]} and {dims[1]}"
-        return lacks(torch.device(demand.device))
+        return triton_unsupported_reason(torch.device(demand.device))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         if not is_ascending(scores.mask):
@@ -138,13 +137,9 @@ class IntervalKernel:
             *(queries, keys, heads, heads // kv_heads, *_factors(abs(scores.scale), scores.softcap)),
             *(dim, dim_v, block, block_v, unit, bool(scores.softcap), tile.rows, tile.cols),
         )
-
-        def arguments(given: Sequence[Any]) -> list[Any]:
-            return [*(x for each, own in zip(given, steps, strict=True) for x in (each, *own)), *rest]
-
         grid = (batch * over_heads * -(-rows // tile.rows), 1, 1)
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        return Launch("interval_kernels", name, grid, arguments, options)
+        return Launch("interval_kernels", name, grid, with_strides(steps, rest), options)
 
 
 @lru_cache(maxsize=64)

@@ -64,8 +64,29 @@ def _launch_here(key: tuple[Any, ...], tensors: Sequence[Tensor], prepare: Calla
         run(*arguments(addresses), stream=torch._C._cuda_getCurrentRawStream(index))
 
 
+def with_strides(strides: Sequence[tuple[int, ...]], rest: tuple[Any, ...]) -> Arguments:
+    """Each tensor followed by its strides, then the rest."""
+
+    def arguments(tensors: Sequence[Any]) -> list[Any]:
+        return [*(x for tensor, own in zip(tensors, strides, strict=True) for x in (tensor, *own)), *rest]
+
+    return arguments
+
+
+def stride_unit(tensors: Sequence[Tensor]) -> int:
+    """Elements in a unit of strides: 16 bytes of the widest dtype if that divides all strides except those of the last
+    axis, else the largest power of two that does.
+
+    All tensors share it, so that a thread holds the same elements of each and threads exchange nothing.
+    """
+    unit = 16 // max(tensor.itemsize for tensor in tensors)
+    while any(stride % unit for tensor in tensors for stride in tensor.stride()[:-1]):
+        unit //= 2
+    return unit
+
+
 @lru_cache(maxsize=64)
-def lacks(device: torch.device) -> str | None:
+def triton_unsupported_reason(device: torch.device) -> str | None:
     """The reason why Triton's kernels cannot run on a device; None if they can."""
     if not _is_installed():
         return "needs triton, which is not installed"

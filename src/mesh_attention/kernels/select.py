@@ -17,10 +17,8 @@ from mesh_attention.kernels.base import Demand, Kernel
 from mesh_attention.kernels.cpu import CpuFlashKernel
 from mesh_attention.kernels.cuda import CudnnKernel, TorchFlashKernel
 from mesh_attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FlashAttnKernel
-from mesh_attention.kernels.fused import FusedMerging
-from mesh_attention.kernels.merge import Merging, TorchMerging
-from mesh_attention.kernels.reference import ReferenceKernel
-from mesh_attention.kernels.sliced import SlicedReferenceKernel
+from mesh_attention.kernels.merging import FusedMerging, Merging, TorchMerging
+from mesh_attention.kernels.reference import ReferenceKernel, SlicedReferenceKernel
 from mesh_attention.kernels.windowed import INTERVALS
 
 logger = logging.getLogger(__name__)
@@ -29,7 +27,7 @@ logger = logging.getLogger(__name__)
 class _Backend(Protocol):
     name: str
 
-    def supports(self, asked: Any, /) -> str | None: ...
+    def unsupported_reason(self, asked: Any, /) -> str | None: ...
 
 
 Backend = TypeVar("Backend", bound=_Backend)
@@ -71,7 +69,7 @@ def choose_merging(device: torch.device) -> Merging:
 
 def first_that_supports(what: str, ordered: Sequence[Backend], asked: Any) -> Backend:
     for one in ordered:
-        reason = one.supports(asked)
+        reason = one.unsupported_reason(asked)
         if reason is None:
             logger.info("%s: %s, for %s", what, one.name, asked)
             return one

@@ -3,8 +3,8 @@
     for check in CHECKS:
         check(MyKernel(), Setting(device="cuda", dtype=torch.bfloat16, head_dim=64, head_dim_v=128, seq=100))
 
-Two head sizes, softcap, a gradient into the LSE and determinism are optional: their checks pass if `supports` refuses.
-Everything else is required of every kernel.
+Two head sizes, softcap, a gradient into the LSE and determinism are optional: their checks pass if the kernel gives an
+`unsupported_reason` for them. Everything else is required of every kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores
 from mesh_attention.masks import Mask, Segment, causal, documents, full, window
-from mesh_attention.testing.masks import is_unmasked
 
 BATCH, HEADS = 2, 4
 
@@ -53,7 +52,7 @@ class Call(NamedTuple):
 
 
 def a_plain_call_is_supported(kernel: Kernel, setting: Setting) -> None:
-    reason = kernel.supports(_demand(setting))
+    reason = kernel.unsupported_reason(_demand(setting))
     assert reason is None, f"{kernel.name} {reason}; use a setting that it supports"
 
 
@@ -399,7 +398,7 @@ def _demand(setting: Setting, **asked: Any) -> Demand:
 
 
 def _supports(kernel: Kernel, setting: Setting, **asked: Any) -> bool:
-    return kernel.supports(_demand(setting, **asked)) is None
+    return kernel.unsupported_reason(_demand(setting, **asked)) is None
 
 
 # Truth
@@ -418,6 +417,17 @@ def _seen(mask: CallMask) -> Tensor:
     q_at, kv_at = ([x for segment in side for x in segment] for side in (mask.q, mask.kv))
     seen = [[mask.form == "full" or is_unmasked(mask.mask, x, y, mask.seq_q, mask.seq_kv) for y in kv_at] for x in q_at]
     return torch.tensor(seen, dtype=torch.bool).view(len(q_at), len(kv_at))
+
+
+def is_unmasked(mask: Mask, x: int, y: int, seq_q: int, seq_kv: int) -> bool:
+    """The definition of a mask, pair by pair: True if the query at position x sees the key at position y."""
+    docs = mask.documents
+    cuts_q, cuts_kv = (docs.q, docs.kv) if docs else ((0, seq_q), (0, seq_kv))
+    for q0, q1, kv0, kv1 in zip(cuts_q, cuts_q[1:], cuts_kv, cuts_kv[1:], strict=False):
+        if q0 <= x < q1 and kv0 <= y < kv1:
+            distance = (y - kv1) - (x - q1)  # bottom-right: the last query stands at the last key
+            return (mask.left is None or distance >= -mask.left) and (mask.right is None or distance <= mask.right)
+    return False
 
 
 def _truth(call: Call) -> tuple[Tensor, Tensor, Gradients]:

@@ -1,4 +1,5 @@
-"""The Triton kernels behind `fused`. Importing this imports triton; only `launching` does, when it first launches one.
+"""The Triton kernels behind `merging`. Importing this imports triton; only `launching` does, when it first launches
+one.
 
 A *row* is a token and a head. A program takes a tile of rows × dim, heads first, because heads are adjacent in memory.
 Every tensor is passed as its address and strides. The strides of tensors with dim, except the one over dim, are in
@@ -96,33 +97,14 @@ def _join(a, b, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=_PLAIN)
 def merge_rows(
-    a,
-    a_batch: tl.int64,
-    a_head: tl.int64,
-    a_token: tl.int64,
-    a_dim,
-    a_stat,
-    a_stat_batch: tl.int64,
-    a_stat_head: tl.int64,
-    a_stat_token: tl.int64,
-    b,
-    b_batch: tl.int64,
-    b_head: tl.int64,
-    b_token: tl.int64,
-    b_dim,
-    b_stat,
-    b_stat_batch: tl.int64,
-    b_stat_head: tl.int64,
-    b_stat_token: tl.int64,
-    tokens: tl.int64,
-    tiles: tl.int32,
-    heads: tl.constexpr,
-    dim: tl.constexpr,
-    block: tl.constexpr,
-    rows: tl.constexpr,
-    unit: tl.constexpr,
+    a, a_batch: tl.int64, a_head: tl.int64, a_token: tl.int64, a_dim,
+    a_stat, a_stat_batch: tl.int64, a_stat_head: tl.int64, a_stat_token: tl.int64,
+    b, b_batch: tl.int64, b_head: tl.int64, b_token: tl.int64, b_dim,
+    b_stat, b_stat_batch: tl.int64, b_stat_head: tl.int64, b_stat_token: tl.int64,
+    tokens: tl.int64, tiles: tl.int32,
+    heads: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, rows: tl.constexpr, unit: tl.constexpr,
     is_first: tl.constexpr,
-):
+):  # fmt: skip
     """Merge output b with its LSE into the running output a; if `is_first`, replace a without reading it."""
     batch, token, onward, head, is_row = _locate(tokens, tiles, heads, rows)
     a_lse_at = _rows(a_stat, a_stat_batch, a_stat_head, a_stat_token, batch, token, onward, head, 1)
@@ -144,25 +126,12 @@ def merge_rows(
 
 @triton.jit(do_not_specialize=_PLAIN)
 def add_rows(
-    a,
-    a_batch: tl.int64,
-    a_head: tl.int64,
-    a_token: tl.int64,
-    a_dim,
-    b,
-    b_batch: tl.int64,
-    b_head: tl.int64,
-    b_token: tl.int64,
-    b_dim,
-    tokens: tl.int64,
-    tiles: tl.int32,
-    heads: tl.constexpr,
-    dim: tl.constexpr,
-    block: tl.constexpr,
-    rows: tl.constexpr,
-    unit: tl.constexpr,
+    a, a_batch: tl.int64, a_head: tl.int64, a_token: tl.int64, a_dim,
+    b, b_batch: tl.int64, b_head: tl.int64, b_token: tl.int64, b_dim,
+    tokens: tl.int64, tiles: tl.int32,
+    heads: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, rows: tl.constexpr, unit: tl.constexpr,
     is_first: tl.constexpr,
-):
+):  # fmt: skip
     """a += b; if `is_first`, a = b without reading a."""
     batch, token, onward, head, is_row = _locate(tokens, tiles, heads, rows)
     a_at = _across(_rows(a, a_batch, a_head, a_token, batch, token, onward, head, unit), a_dim, block)
@@ -176,28 +145,12 @@ def add_rows(
 
 @triton.jit(do_not_specialize=_PLAIN)
 def dot_rows(
-    a,
-    a_batch: tl.int64,
-    a_head: tl.int64,
-    a_token: tl.int64,
-    a_dim,
-    b,
-    b_batch: tl.int64,
-    b_head: tl.int64,
-    b_token: tl.int64,
-    b_dim,
-    c_stat,
-    c_stat_batch: tl.int64,
-    c_stat_head: tl.int64,
-    c_stat_token: tl.int64,
-    tokens: tl.int64,
-    tiles: tl.int32,
-    heads: tl.constexpr,
-    dim: tl.constexpr,
-    block: tl.constexpr,
-    rows: tl.constexpr,
-    unit: tl.constexpr,
-):
+    a, a_batch: tl.int64, a_head: tl.int64, a_token: tl.int64, a_dim,
+    b, b_batch: tl.int64, b_head: tl.int64, b_token: tl.int64, b_dim,
+    c_stat, c_stat_batch: tl.int64, c_stat_head: tl.int64, c_stat_token: tl.int64,
+    tokens: tl.int64, tiles: tl.int32,
+    heads: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, rows: tl.constexpr, unit: tl.constexpr,
+):  # fmt: skip
     """c = rowsum(a∘b), in the dtype of c."""
     batch, token, onward, head, is_row = _locate(tokens, tiles, heads, rows)
     a_at = _across(_rows(a, a_batch, a_head, a_token, batch, token, onward, head, unit), a_dim, block)
@@ -212,38 +165,15 @@ def dot_rows(
 
 @triton.jit(do_not_specialize=_PLAIN)
 def stand_in_rows(
-    a,
-    a_batch: tl.int64,
-    a_head: tl.int64,
-    a_token: tl.int64,
-    a_dim,
-    a_stat,
-    a_stat_batch: tl.int64,
-    a_stat_head: tl.int64,
-    a_stat_token: tl.int64,
-    b,
-    b_batch: tl.int64,
-    b_head: tl.int64,
-    b_token: tl.int64,
-    b_dim,
-    b_stat,
-    b_stat_batch: tl.int64,
-    b_stat_head: tl.int64,
-    b_stat_token: tl.int64,
-    c_stat,
-    c_stat_batch: tl.int64,
-    c_stat_head: tl.int64,
-    c_stat_token: tl.int64,
-    tokens: tl.int64,
-    tiles: tl.int32,
-    heads: tl.constexpr,
-    dim: tl.constexpr,
-    block: tl.constexpr,
-    rows: tl.constexpr,
-    unit: tl.constexpr,
-    has_lse: tl.constexpr,
-):
-    """b with rowsum(b∘a) = a_stat, as `rows.stand_in_output`; if `has_lse`, also c_stat = b_stat with 0 for -inf."""
+    a, a_batch: tl.int64, a_head: tl.int64, a_token: tl.int64, a_dim,
+    a_stat, a_stat_batch: tl.int64, a_stat_head: tl.int64, a_stat_token: tl.int64,
+    b, b_batch: tl.int64, b_head: tl.int64, b_token: tl.int64, b_dim,
+    b_stat, b_stat_batch: tl.int64, b_stat_head: tl.int64, b_stat_token: tl.int64,
+    c_stat, c_stat_batch: tl.int64, c_stat_head: tl.int64, c_stat_token: tl.int64,
+    tokens: tl.int64, tiles: tl.int32,
+    heads: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, rows: tl.constexpr, unit: tl.constexpr,
+):  # fmt: skip
+    """b with rowsum(b∘a) = a_stat, as `merging.stand_in_output`, and c_stat = b_stat with 0 for -inf."""
     batch, token, onward, head, is_row = _locate(tokens, tiles, heads, rows)
     a_at = _across(_rows(a, a_batch, a_head, a_token, batch, token, onward, head, unit), a_dim, block)
     b_at = _across(_rows(b, b_batch, b_head, b_token, batch, token, onward, head, unit), b_dim, block)
@@ -258,27 +188,20 @@ def stand_in_rows(
     norm = tl.sum(scaled * scaled, axis=1)
     ratio = tl.where(norm > 0, delta / largest / norm, 0.0)
     tl.store(b_at, _cast(scaled * ratio[:, None], b.dtype.element_ty), mask=here)
-    if has_lse:
-        from_at = _rows(b_stat, b_stat_batch, b_stat_head, b_stat_token, batch, token, onward, head, 1)
-        to_at = _rows(c_stat, c_stat_batch, c_stat_head, c_stat_token, batch, token, onward, head, 1)
-        lse = tl.load(from_at, mask=is_row, other=0.0)
-        tl.store(to_at, tl.where(lse == float("-inf"), 0.0, lse), mask=is_row)
+    from_at = _rows(b_stat, b_stat_batch, b_stat_head, b_stat_token, batch, token, onward, head, 1)
+    to_at = _rows(c_stat, c_stat_batch, c_stat_head, c_stat_token, batch, token, onward, head, 1)
+    lse = tl.load(from_at, mask=is_row, other=0.0)
+    tl.store(to_at, tl.where(lse == float("-inf"), 0.0, lse), mask=is_row)
 
 
 @triton.jit(do_not_specialize=["a_size", "b_size", "c_size"])
 def check_marks(
-    largest,
-    state,
-    seen,
-    a,
-    a_size: tl.int64,
-    b,
-    b_size: tl.int64,
-    c,
-    c_size: tl.int64,
-    counts: tl.constexpr,
-    block: tl.constexpr,
-):
+    largest, state, seen,
+    a, a_size: tl.int64,
+    b, b_size: tl.int64,
+    c, c_size: tl.int64,
+    counts: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """Fill a, b and c with NaN if the state's first number is NaN, which it becomes unless the two numbers in `largest`
     add up to 0, or if the third number of `seen` is. If it `counts`, add 1 to the state's second number. The first two
     numbers of `seen` are a copy of the state."""
