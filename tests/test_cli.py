@@ -26,7 +26,7 @@ from mesh_attention import (
 )
 from mesh_attention.plan.counts import sampled_ranks
 from mesh_attention.plan.steps import Attend
-from mesh_attention.planning.limits import limits
+from mesh_attention.planning.costs import limits
 from mesh_attention.verification.rules import RULES
 from mesh_attention_lab.cli.main import COMMANDS, app, main
 from mesh_attention_lab.cli.terminal import PALETTE

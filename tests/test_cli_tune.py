@@ -18,7 +18,7 @@ from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.limits import limits
+from mesh_attention.planning.costs import limits
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined
 from mesh_attention.topology import Topology

@@ -19,7 +19,7 @@ from mesh_attention.plan.buffers import kernel_calls
 from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.serving import MOST_DECODED, cache_nbytes, layer_nbytes
 from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.limits import limits
+from mesh_attention.planning.costs import limits
 from mesh_attention.serving import CachedLayer
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Link, Topology

@@ -20,9 +20,8 @@ from mesh_attention.plan.text import parse_move
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import estimate_gpu_costs
 from mesh_attention.planning.greedy import greedy_moves
-from mesh_attention.planning.holding import ONE_SIZE, held_share
-from mesh_attention.planning.order import mask_of
-from mesh_attention.planning.policy import Policy, PolicyOrder
+from mesh_attention.planning.order import ONE_SIZE, held_share, mask_of
+from mesh_attention.planning.priced import Policy, PolicyOrder
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Link, Topology
 from mesh_attention.tuning.traffic import costs_on, plan_on

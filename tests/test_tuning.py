@@ -25,8 +25,7 @@ from mesh_attention.plan.blocks import elements_per_token
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Attend, Direction
 from mesh_attention.planning.choice import FAMILIES, Choice
-from mesh_attention.planning.costs import least_volume_degree, least_volume_tile
-from mesh_attention.planning.limits import limits
+from mesh_attention.planning.costs import least_volume_degree, least_volume_tile, limits
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning import tune as tune_module

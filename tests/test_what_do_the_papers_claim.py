@@ -30,7 +30,7 @@ from mesh_attention import make_plan, rank_costs
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.planning.choice import Method
-from mesh_attention.planning.limits import limits
+from mesh_attention.planning.costs import limits
 from mesh_attention.topology import Topology
 
 RESULTS = Path(script.__file__).parent / "results"

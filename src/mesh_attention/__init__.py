@@ -40,8 +40,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule import Schedule
 from mesh_attention.planning.choice import METHODS, Choice
-from mesh_attention.planning.costs import Costs, estimate_costs
-from mesh_attention.planning.limits import Limits, limits
+from mesh_attention.planning.costs import Costs, Limits, estimate_costs, limits
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate

@@ -1,1 +1,4 @@
-"""Choices: pure functions that return plans. Reading order: choice, costs, greedy, mesh, attention2d, registry."""
+"""Choices: pure functions that return plans.
+
+Reading order: choice, costs, order, greedy, priced, methods, waves, registry.
+"""

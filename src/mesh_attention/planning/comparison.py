@@ -12,8 +12,7 @@ from mesh_attention.plan.counts import RankCosts, imbalance, rank_costs, sampled
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.costs import received_by_tile
-from mesh_attention.planning.limits import limits
+from mesh_attention.planning.costs import limits, received_by_tile
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
 

@@ -26,8 +26,7 @@ from mesh_attention.plan.assignment import Axis, Tile
 from mesh_attention.plan.schedule import Move, Return, Route
 from mesh_attention.plan.steps import OUTPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.holding import ONE_SIZE, Sizes
-from mesh_attention.planning.order import Call, Order, mask_of
+from mesh_attention.planning.order import ONE_SIZE, Call, Order, Sizes, mask_of
 from mesh_attention.planning.priced import priced_moves
 
 

@@ -1,4 +1,10 @@
-"""The schedule by the price of calls: orders under several policies, and the best of them with every choice tried out.
+"""Cost-based orders: made under several policies, then the best of them with every choice tried out.
+
+While compute waits for the link, any call is better than none. Later, compute is the limit, and then a call should be
+large: it costs a launch, and adding up its partial results costs memory traffic for every row (and, backward, every
+column) it touches. So rows that wait for the same columns meet them in one rectangle, and of all such rectangles the
+one with the largest share of blocks in its price comes first. Rows with fewer pending columns wait for more. Once all
+shards have arrived, rows and columns are completed in turn, as few at a time as make a worthwhile call.
 
 Which policy is best depends on costs and tile, and making an order is cheap; so policies are changed one property at a
 time, and a change that makes the order better is kept. Then the order is made once more, and at every step each
@@ -10,16 +16,218 @@ The better of two orders has the lower price: its makespan, raised by `MEMORY_WO
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from mesh_attention.plan.assignment import Axis, Tile
 from mesh_attention.plan.schedule import Move, Route
 from mesh_attention.plan.steps import OUTPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.holding import ONE_SIZE, Sizes, held_share
-from mesh_attention.planning.policy import Policy, PolicyOrder
+from mesh_attention.planning.order import ONE_SIZE, Call, Order, Sizes, held_share, mask_of
+
+LARGE = 0.98
+"""A call of this worth need not be larger: its results take memory until they are added to the sums."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Rules by which an order decides. A call's worth is the share of its price that is blocks.
+
+    own_row_worth     blocks that a column's block in this rank's own row counts as when fetches are compared
+    most_ahead        on each axis, at most this many shards are fetched and not yet attended
+    window            (axis, n): at most n shards of this axis are fetched and not complete, which saves memory
+    completing_worth  a call that completes rows or columns takes the fewest that reach this worth
+    large_while       such calls must be LARGE while the blocks left exceed this many times the cost of the returns left
+    early_worth       before all columns have arrived, a call takes the fewest rows that reach this worth; None: LARGE
+    least_worth       a call of less worth is made only if it ends before the next shard arrives
+    """
+
+    own_row_worth: int = 1
+    most_ahead: int = 4
+    window: tuple[Axis, int] | None = None
+    completing_worth: float = 0.95
+    large_while: float | None = None
+    early_worth: float | None = None
+    least_worth: float = 0.0
+
+
+class PolicyOrder(Order):
+    """A schedule in the making. If `waits_its_turn`, a shard is fetched when the one before it on its axis has arrived:
+    along a ring, the neighbour that sends it must receive it first."""
+
+    def __init__(
+        self,
+        tile: Tile,
+        direction: Direction,
+        costs: Costs,
+        have: tuple[Kind, ...],
+        policy: Policy,
+        *,
+        waits_its_turn: bool,
+    ) -> None:
+        super().__init__(tile, direction, costs, have)
+        self.policy, self.waits_its_turn = policy, waits_its_turn
+        self.worths: dict[Call, float] = {}  # shared by all branches
+
+    def branch(self) -> PolicyOrder:
+        return cast("PolicyOrder", super().branch())
+
+    def complete_all(self, limit: float = float("inf")) -> float:
+        """Make the moves that are left, except the returns of its own row and column. Returns the makespan in blocks,
+        or infinity if it cannot stay below the limit."""
+        while self.blocks_left:
+            if self.now + self.blocks_left >= limit:
+                return float("inf")
+            self.step(self.choose())
+        self.post_returns()
+        return self.makespan
+
+    def step(self, call: Call | None) -> None:
+        """Make a call, with enough on the link to hide behind it; or wait for the next shard."""
+        if call is None:
+            self.fetch_something()
+            self.post_returns()
+            self.wait()
+        else:
+            self.fetch_behind(call)
+            self.post_returns()  # after the fetches: compute waits for fetches, not for returns
+            self.meet(call)
+
+    # The link
+
+    def fetch_something(self) -> None:
+        if not self.arrivals:
+            axes = [axis for axis in self.axes_left() if self._is_open(axis)] or self.axes_left()
+            self.fetch(axes, own_row_worth=self.policy.own_row_worth)
+
+    def fetch_behind(self, call: Call) -> None:
+        until, touched = self.now + self.costs.of_call(*call), self.touched_after(call)
+        while self.link_free < until:
+            axes = [axis for axis in self.axes_left() if self._may_run_ahead(axis, touched[axis])]
+            if not axes:
+                return
+            self.fetch(axes, own_row_worth=self.policy.own_row_worth)
+
+    def _may_run_ahead(self, axis: Axis, touched: int) -> bool:
+        have_landed = self.fetched[axis] == self.here[axis]
+        if not self._is_open(axis) or (self.waits_its_turn and not have_landed):
+            return False
+        return self.fetched[axis] - touched.bit_count() < self.policy.most_ahead + have_landed
+
+    def _is_open(self, axis: Axis) -> bool:
+        window = self.policy.window
+        return window is None or window[0] != axis or self.fetched[axis] - self.left[axis].count(0) < window[1]
+
+    # Compute
+
+    def choose(self) -> Call | None:
+        if not self.done[0]:
+            return (1, 1)  # its own block: needs no transfer, and its mask makes it a separate call anyway
+        if self.is_all_here:
+            return self._completing_call()
+        best, own = self._best_call(), self._own_row_call()
+        if best is not None and self.worth(best) >= self.policy.least_worth:
+            return best
+        self.fetch_something()
+        wait = self.arrivals[0][0] - self.now
+        for call in (best, own):
+            if call is not None and self.costs.of_call(*call) <= wait:
+                return call
+        is_worth_it = best is None and own is not None and self.worth(own) >= self.policy.least_worth
+        return own if is_worth_it else None
+
+    def _best_call(self) -> Call | None:
+        """The best call of rows that wait for the same columns, without its own row, which hides the last partials."""
+        has_all_cols, policy = self.here["col"] == self.tile.cols, self.policy
+        enough = policy.completing_worth if has_all_cols else policy.early_worth
+        found: list[tuple[bool, float, Call]] = []
+        for pending, rows in self.rows_by_pending().items():
+            others = rows if policy.window else [row for row in rows if row]
+            if others:
+                call = self._few(others, pending, LARGE if enough is None else enough)
+                is_enough = enough is not None and self.worth(call) >= enough
+                found.append((is_enough, pending.bit_count() if is_enough else self.worth(call), call))
+        return max(found, key=lambda one: one[:2])[2] if found else None
+
+    def _own_row_call(self) -> Call | None:
+        pending = ((1 << self.here["col"]) - 1) & ~self.done[0]
+        return (1, pending) if pending else None
+
+    def _completing_call(self) -> Call:
+        """The next call once all shards have arrived: for the row or column that releases more transfer per block."""
+        (row, row_worth), (col, col_worth) = self.next_to_complete("row"), self.next_to_complete("col")
+        wanted = self._completing_worth()
+        if col_worth > row_worth:
+            rows, cols = next((rows, cols) for rows, cols in self.cols_by_pending().items() if col in cols)
+            return self._few([c for c in cols if c >= col], rows, wanted, are_cols=True)
+        pending = self._pending(row)
+        alike = [r for r in range(row, self.tile.rows) if r == row or (row and self._pending(r) == pending)]
+        return self._few(alike, pending, wanted)
+
+    def _pending(self, row: int) -> int:
+        return self.all_cols & ~self.done[row]
+
+    def _completing_worth(self) -> float:
+        if self.policy.large_while is None:
+            return self.policy.completing_worth
+        to_return = sum(
+            self.costs.of(kind) * (self.sizes[axis] - self.next_return[axis]) for axis, kind in self.results.items()
+        )
+        return LARGE if self.blocks_left > self.policy.large_while * to_return else self.policy.completing_worth
+
+    def _few(self, offsets: list[int], others: int, wanted: float, *, are_cols: bool = False) -> Call:
+        """The call of the fewest of these offsets that reaches the wanted worth, or of all, with `others`."""
+        chosen = 0
+        for offset in offsets:
+            chosen |= 1 << offset
+            call = (others, chosen) if are_cols else (chosen, others)
+            if self.worth(call) >= wanted:
+                break
+        return call
+
+    # Possible calls
+
+    def rows_by_pending(self) -> dict[int, list[int]]:
+        """Rows, grouped by the columns that have arrived and that they have not met yet."""
+        here, found = (1 << self.here["col"]) - 1, dict[int, list[int]]()
+        for row in self.rows_here():
+            pending = here & ~self.done[row]
+            if pending:
+                found.setdefault(pending, []).append(row)
+        return found
+
+    def cols_by_pending(self) -> dict[int, list[int]]:
+        """Columns, grouped by the rows that have not met them yet. All shards must have arrived."""
+        found: dict[int, list[int]] = {}
+        for col in range(self.tile.cols):
+            rows = mask_of([row for row in range(self.tile.rows) if not self.done[row] >> col & 1])
+            if rows:
+                found.setdefault(rows, []).append(col)
+        return found
+
+    def alternatives(self) -> list[Call | None]:
+        """Other calls than the one that the policy chooses; None means to wait."""
+        found: list[Call | None] = [] if self.is_all_here else [None]
+        for pending, rows in self.rows_by_pending().items():
+            found += [(mask_of(rows[:count]), pending) for count in _some_counts(len(rows))]
+        if self.is_all_here and "col" in self.results:
+            for pending, cols in self.cols_by_pending().items():
+                found += [(pending, mask_of(cols[:count])) for count in _some_counts(len(cols))]
+        return list(dict.fromkeys(found))
+
+    def worth(self, call: Call) -> float:
+        worth = self.worths.get(call)
+        if worth is None:
+            worth = self.worths[call] = call[0].bit_count() * call[1].bit_count() / self.costs.of_call(*call)
+        return worth
+
+
+def _some_counts(count: int) -> list[int]:
+    return sorted({1, min(2, count), max(1, count // 2), max(1, count - 1), count})
+
+
+# The search
 
 Make = Callable[[Policy], PolicyOrder]
 Price = Callable[[PolicyOrder], float]

@@ -12,10 +12,9 @@ from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Meet, Move, Return, Schedule, Together
 from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Direction, Kind
-from mesh_attention.planning.attention2d import attention2d_moves
 from mesh_attention.planning.choice import Choice, ChoiceOptions, as_choice
 from mesh_attention.planning.costs import Costs, estimate_gpu_costs, even_costs
-from mesh_attention.planning.mesh import mesh_moves
+from mesh_attention.planning.methods import attention2d_moves, mesh_moves
 from mesh_attention.planning.waves import brings_input, in_waves
 from mesh_attention.problem import Problem
 

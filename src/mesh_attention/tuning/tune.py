@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -13,18 +13,17 @@ from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
-from mesh_attention.planning.choice import FAMILIES, Family, default_layout
-from mesh_attention.planning.limits import limits
+from mesh_attention.planning.choice import FAMILIES, Choice, Family, default_layout
+from mesh_attention.planning.costs import limits
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import complexity, of_fewest_bytes, shapes
 from mesh_attention.tuning.coarse import LONGER
-from mesh_attention.tuning.reasons import cannot_be_used, why_not
 from mesh_attention.tuning.result import FORECAST_ERROR, NEAR_TIE, Trial, Tuning
 from mesh_attention.tuning.rivals import startrail
 from mesh_attention.tuning.search import LARGE, PassSearch, Report, Tried, effort, quick_effort
-from mesh_attention.tuning.traffic import plan_on
-from mesh_attention.units import GIB, format_nbytes
+from mesh_attention.tuning.traffic import plan_on, traffic
+from mesh_attention.units import GIB, format_nbytes, format_time
 
 SAME_TIME = 0.005
 """Among choices of a pass within this share of the fastest, the simplest is taken."""
@@ -270,3 +269,59 @@ def _does_not_fit(searches: dict[Direction, PassSearch], limit: float) -> Memory
         f"no plan stays below {format_nbytes(limit)} per rank; the smallest needs {format_nbytes(least)}. "
         "Allow more, or spread the sequence over more ranks"
     )
+
+
+# Why the others lost
+
+
+def why_not(loser: Trial, chosen: Trial, near_tie: float) -> str:
+    """One line that names the largest cost of the loser."""
+    lost = loser.time_s - chosen.time_s
+    if lost <= near_tie * chosen.time_s:
+        return "about as fast, and not as simple" if loser.time_s < chosen.time_s or lost > 0 else "as fast"
+    exposed, computed = loser.exposed_s - chosen.exposed_s, loser.compute_s - chosen.compute_s
+    if computed > exposed:
+        return f"more and smaller kernel calls: computes {_ratio(loser.compute_s, chosen.compute_s)} as long"
+    times = f"{format_time(loser.exposed_s)} exposed, with the chosen {format_time(chosen.exposed_s)}"
+    if all(choice.is_collective for choice in loser.choices.values()):
+        return f"nothing overlaps: {times}"
+    if loser.between_nbytes > 1.2 * chosen.between_nbytes > 0:
+        return f"sends {_ratio(loser.between_nbytes, chosen.between_nbytes)} the bytes between nodes: {times}"
+    if loser.sent_nbytes > 1.2 * chosen.sent_nbytes > 0:
+        return f"sends {_ratio(loser.sent_nbytes, chosen.sent_nbytes)} the bytes: {times}"
+    return f"hides less behind compute: {times}"
+
+
+def cannot_be_used(
+    problem: Problem,
+    found: Collection[str],
+    searches: Mapping[Direction, PassSearch],
+    limit_nbytes: float,
+    candidates: Sequence[Choice],
+) -> dict[str, str]:
+    """The families that have no trial, and why."""
+    left_out: dict[str, str] = {}
+    for family in FAMILIES:
+        if family in found:
+            continue
+        needs = [[f.peak_nbytes for c, f in s.tried.items() if c.family == family] for s in searches.values()]
+        if all(needs):
+            most = max(map(min, needs))
+            left_out[family] = f"needs {format_nbytes(most)}, {format_nbytes(limit_nbytes)} allowed"
+        elif same := [choice for choice in candidates if choice.family == family]:
+            least_s = sum(
+                min(traffic(c, problem, search.topology, direction).bound_s for c in same)
+                for direction, search in searches.items()
+            )
+            left_out[family] = f"not simulated; takes at least {format_time(least_s)}"
+        elif family == "ulysses":
+            left_out[family] = f"{problem.kv_heads} KV heads cannot be spread over {problem.ranks} ranks"
+        elif family == "double ring":
+            left_out[family] = "needs several nodes of several ranks"
+        else:
+            left_out[family] = "every tile and degree possible here belongs to another method"
+    return left_out
+
+
+def _ratio(ours: float, theirs: float) -> str:
+    return f"{ours / theirs:.{2 if ours < 1.1 * theirs else 1}f} times" if theirs else "more"

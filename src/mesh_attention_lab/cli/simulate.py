@@ -17,7 +17,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import default_layout
 from mesh_attention.planning.comparison import MOST_TRANSFERS
-from mesh_attention.planning.limits import limits
+from mesh_attention.planning.costs import limits
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline, joined
 from mesh_attention.topology import Topology

@@ -1,7 +1,10 @@
-"""Mesh-Attention a×b: point-to-point transfers in a greedy order.
+"""The moves of each method on an a×b tile, for one wave and without Ulysses' exchanges.
 
-Ring-Attention is its one-row tile, pass-Q its one-column tile, LoongTrain's double ring the one-row tile with an inner
-tile of one row, on the ring route.
+Mesh-Attention makes point-to-point transfers in a greedy order. ATTENTION2D is the same grid with collectives instead
+of an order: gather, attend in large calls, reduce.
+
+Ring-Attention is mesh's one-row tile, pass-Q its one-column tile, LoongTrain's double ring the one-row tile with an
+inner tile of one row, on the ring route.
 
 In a ring of inner rings, shards that cross to the next inner ring are fetched early. The links between inner rings
 (between nodes) are slower than those inside, and carry one shard while the inner ring passes on several. Fetched in the
@@ -10,11 +13,13 @@ order of offsets, that shard would wait until the inner ring is done.
 
 from __future__ import annotations
 
+from itertools import chain
+
 from mesh_attention.errors import ScheduleError
-from mesh_attention.plan.assignment import Assignment, Axis
+from mesh_attention.plan.assignment import Assignment, Axis, Tile
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.schedule import Fetch, Meet, Move
-from mesh_attention.plan.steps import AXIS_OF, Direction, Kind
+from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Together
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import Costs, shard_sizes
 from mesh_attention.planning.greedy import greedy_moves
@@ -89,3 +94,22 @@ def _moved_up(moves: tuple[Move, ...], axis: Axis, offset: int, *, before_meet_o
 
 def _met(move: Meet, axis: Axis) -> tuple[int, ...]:
     return move.rows if axis == "row" else move.cols
+
+
+def attention2d_moves(tile: Tile, direction: Direction, *, have: tuple[Kind, ...]) -> tuple[Move, ...]:
+    """All-gather Q along rows and KV along columns, except kinds that the rank has, one attend of the whole tile,
+    reduce the results to their homes."""
+    return (
+        *(Together("gather", kind) for kind in INPUTS[direction] if _size(kind, tile) > 1 and kind not in have),
+        Meet(tuple(range(tile.rows)), tuple(range(tile.cols))),
+        *chain.from_iterable(_returns(kind, tile) for kind in OUTPUTS[direction]),
+    )
+
+
+def _returns(kind: Kind, tile: Tile) -> tuple[Move, ...]:
+    own = Return(kind, 0)
+    return (Together("reduce", kind), own) if _size(kind, tile) > 1 else (own,)
+
+
+def _size(kind: Kind, tile: Tile) -> int:
+    return tile.rows if AXIS_OF[kind] == "row" else tile.cols
