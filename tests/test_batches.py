@@ -53,7 +53,7 @@ def batches(draw: st.DrawFn) -> tuple[dict[str, Any], int, str]:
 def test_every_token_is_beside_its_label_and_position(case: tuple[dict[str, Any], int, str]) -> None:
     batch, ranks, layout = case
     if (batch["labels"][:, 1:] == -100).all():
-        with pytest.raises(UsageError, match="no token of the batch has a label that counts"):
+        with pytest.raises(UsageError, match="every label is -100 or padding"):
             cut(batch, ranks, layout)
         return
     parts = cut(batch, ranks, layout)
@@ -144,10 +144,10 @@ CUTS = torch.tensor([0, 5, 8, 16])
         ),
         ({"input_ids": IDS, "cu_seq_lens_q": [0, 16], "cu_seq_lens_k": [0, 16]}, "one at the end of every row"),
         ({"input_ids": IDS, "max_length_q": 8}, "max_length needs cu_seq_lens"),
-        ({"input_ids": IDS, "labels": IDS * 0 - 100}, "no token of the batch has a label that counts"),
+        ({"input_ids": IDS, "labels": IDS * 0 - 100}, "every label is -100 or padding"),
         (
             {"input_ids": IDS, "labels": IDS, "attention_mask": torch.tensor([[1] + [0] * 7] * 2) * 0},
-            "no token of the batch has a label that counts",
+            "every label is -100 or padding",
         ),
     ],
 )

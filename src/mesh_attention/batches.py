@@ -46,7 +46,7 @@ from mesh_attention.sequences import (
 
 IGNORED = -100
 """The label of a token without a label, as in transformers and torch."""
-KNOWN = (
+ACCEPTED = (
     "input_ids",
     "inputs_embeds",
     "labels",
@@ -61,7 +61,7 @@ Gradients = Literal["averaged", "summed"]
 
 _SHARDED = WeakTensorKeyDictionary()
 """The engines that each tensor of a sharded batch was sharded for, as weak references."""
-_KNOWN: WeakSet[Engines] = WeakSet()
+_ALL_ENGINES: WeakSet[Engines] = WeakSet()
 NEVER_RAN = (
     "{what} was given a sharded batch and did not call mesh attention, so every rank attended to its own tokens only; "
     'use model.set_attn_implementation("mesh_attention"). (Models that share a config object all use the '
@@ -76,13 +76,13 @@ def is_sharded(value: object) -> bool:
 
 def engines_of(values: Iterable[object]) -> list[Engines]:
     """The engines that a sharded batch needs; all that batches were sharded for, if its tensors were copied since."""
-    found = [_SHARDED[value]() for value in values if is_sharded(value)]
-    return [engines for engines in found or _KNOWN if engines is not None]
+    needed = [_SHARDED[value]() for value in values if is_sharded(value)]
+    return [engines for engines in needed or _ALL_ENGINES if engines is not None]
 
 
 def count_passes(engines: Iterable[Engines]) -> int | None:
     """How often they have run attention; None if no rank needs another's tokens."""
-    passes = [one.forward_passes for one in engines if one.ranks > 1]
+    passes = [each.forward_passes for each in engines if each.ranks > 1]
     return sum(passes) if passes else None
 
 
@@ -92,7 +92,7 @@ class LocalBatch(dict[str, Any]):
     def __init__(self, entries: Mapping[str, Any], attention: MeshAttention) -> None:
         super().__init__(entries)
         self._engines, self._passes = attention.engines, attention.engines.forward_passes
-        _KNOWN.add(self._engines)
+        _ALL_ENGINES.add(self._engines)
         for name, value in entries.items():
             if isinstance(value, Tensor) and name != "attention_mask":  # that one is the caller's own, of whole rows
                 _SHARDED[value] = ref(self._engines)
@@ -173,8 +173,8 @@ def count_items(batches: Iterable[Mapping[str, Any]], *, group: Group | None) ->
         raise UsageError(
             "count_items needs at least one batch with labels; pass all batches whose gradients are accumulated"
         )
-    for one in _groups(group):
-        dist.all_reduce(count, group=one)
+    for axis_group in _groups(group):
+        dist.all_reduce(count, group=axis_group)
     return count
 
 
@@ -216,12 +216,12 @@ def reduce_loss(
         raise UsageError(f"num_items={num_items!r}: expected this rank's number of labelled tokens as a whole number")
     groups = _groups(group)
     sums = torch.stack([loss_sum.detach().double(), items.double()])
-    for one in groups:  # over each axis in turn: the sum of all ranks
-        dist.all_reduce(sums, group=one)
+    for axis_group in groups:  # over each axis in turn: the sum of all ranks
+        dist.all_reduce(sums, group=axis_group)
     total, count = sums
     if total_items is not None:
         count = torch.as_tensor(total_items, device=sums.device).double()
-    factor = prod(dist.get_world_size(one) for one in groups) if gradients == "averaged" else 1
+    factor = prod(map(dist.get_world_size, groups)) if gradients == "averaged" else 1
     scale = torch.where(count > 0, factor / count, 0.0)
     mean: Tensor = _Mean.apply(loss_sum, (total / count).to(loss_sum.dtype), scale.to(loss_sum.dtype))  # type: ignore[no-untyped-call]
     return mean
@@ -259,27 +259,26 @@ class _Whole:
 def _read(batch: Mapping[str, Any], ranks: int, *, shift_labels: bool, may_lack_labels: bool) -> _Whole:
     if not isinstance(batch, Mapping):
         raise UsageError(f"the batch is {describe(batch)}: expected a dict of tensors, with input_ids or inputs_embeds")
-    given = {name: value for name, value in batch.items() if value is not None}
-    for name in given:
-        if name not in KNOWN:
+    batch = {name: value for name, value in batch.items() if value is not None}
+    for name in batch:
+        if name not in ACCEPTED:
             raise UsageError(
-                f"shard_batch does not know how to cut {name!r}; expected some of {', '.join(KNOWN)}; pass other "
+                f"shard_batch does not know how to cut {name!r}; expected some of {', '.join(ACCEPTED)}; pass other "
                 "arguments to the model directly; if one has a value for each token, pass attention.shard(value)"
             )
-    inputs = [name for name in ("input_ids", "inputs_embeds") if name in given]
+    inputs = [name for name in ("input_ids", "inputs_embeds") if name in batch]
     if len(inputs) != 1:
         raise UsageError(f"the batch holds {', '.join(inputs) or 'no tokens'}: expected input_ids or inputs_embeds")
-    rows, seq_len = _sizes(given, inputs[0], ranks)
-    tokens: dict[str, Tensor] = {inputs[0]: given[inputs[0]]}
-    mask = _per_token(given, "attention_mask", (rows, seq_len))
-    labels = _read_labels(given, mask, (rows, seq_len), shift_labels=shift_labels)
+    rows, seq_len = _sizes(batch, inputs[0], ranks)
+    tokens: dict[str, Tensor] = {inputs[0]: batch[inputs[0]]}
+    mask = _per_token(batch, "attention_mask", (rows, seq_len))
+    labels = _read_labels(batch, mask, (rows, seq_len), shift_labels=shift_labels)
     if labels is not None:
         tokens["shift_labels" if shift_labels else "labels"] = labels
-    positions = _per_token(given, "position_ids", (rows, seq_len), may_be_one_row=True)
-    found = _rows(given, positions, mask, (rows, seq_len))
-    device = tokens[inputs[0]].device
-    plain = torch.arange(seq_len, device=device)
-    if positions is not None and find_misplaced(positions, plain.to(positions.device), found) is not None:
+    positions = _per_token(batch, "position_ids", (rows, seq_len), may_be_one_row=True)
+    documents = _rows(batch, positions, mask, (rows, seq_len))
+    plain = torch.arange(seq_len, device=tokens[inputs[0]].device)
+    if positions is not None and find_misplaced(positions, plain.to(positions.device), documents) is not None:
         raise UsageError(
             "position_ids must count 0, 1, 2, … over the whole row or over each of its documents, so that a rank can "
             "check its own; leave them out, or give cu_seq_lens with them"
@@ -287,20 +286,20 @@ def _read(batch: Mapping[str, Any], ranks: int, *, shift_labels: bool, may_lack_
     counted = None if labels is None else (labels != IGNORED).sum()
     if counted is not None and not may_lack_labels and not counted:
         raise UsageError(
-            "no token of the batch has a label that counts: every label is -100, of padding, or of the first token of "
-            "a row, which nothing predicts; check how labels are made, skip such batches, or leave labels out"
+            "every label is -100 or padding (or of the first token of a row, which nothing predicts); check how labels "
+            "are made, skip such batches, or leave labels out"
         )
     return _Whole(
         tokens=tokens,
         position_ids=plain[None] if positions is None else positions,
-        rows=found,
+        rows=documents,
         attention_mask=mask,
         num_items=counted,
     )
 
 
-def _sizes(given: Mapping[str, Any], name: str, ranks: int) -> tuple[int, int]:
-    tensor, dims = given[name], 2 if name == "input_ids" else 3
+def _sizes(batch: Mapping[str, Any], name: str, ranks: int) -> tuple[int, int]:
+    tensor, dims = batch[name], 2 if name == "input_ids" else 3
     if not isinstance(tensor, Tensor) or tensor.dim() != dims:
         raise UsageError(f"{name} is {describe(tensor)}: expected (batch, tokens{', width' if dims == 3 else ''})")
     if tensor.shape[0] < 1 or tensor.shape[1] < ranks:
@@ -311,9 +310,9 @@ def _sizes(given: Mapping[str, Any], name: str, ranks: int) -> tuple[int, int]:
 
 
 def _per_token(
-    given: Mapping[str, Any], name: str, shape: tuple[int, int], *, may_be_one_row: bool = False
+    batch: Mapping[str, Any], name: str, shape: tuple[int, int], *, may_be_one_row: bool = False
 ) -> Tensor | None:
-    tensor = given.get(name)
+    tensor = batch.get(name)
     if tensor is None:
         return None
     shapes = [shape, (1, shape[1])] if may_be_one_row else [shape]
@@ -323,38 +322,38 @@ def _per_token(
 
 
 def _read_labels(
-    given: Mapping[str, Any], mask: Tensor | None, shape: tuple[int, int], *, shift_labels: bool
+    batch: Mapping[str, Any], mask: Tensor | None, shape: tuple[int, int], *, shift_labels: bool
 ) -> Tensor | None:
     """Labels, shifted to the token before over the whole row. As in transformers, documents do not interrupt it."""
-    labels, shifted = (_per_token(given, name, shape) for name in ("labels", "shift_labels"))
+    labels, shifted = (_per_token(batch, name, shape) for name in ("labels", "shift_labels"))
     if labels is not None and shifted is not None:
         raise UsageError("the batch has both labels and shift_labels; leave one out")
     if shifted is not None and not shift_labels:
         raise UsageError("the batch has shift_labels, but shift_labels=False asks for labels; give those instead")
     if labels is not None and shift_labels:
         shifted = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
-    found = shifted if shift_labels else labels
-    if found is None or mask is None:
-        return found
-    return found.masked_fill(mask.to(found.device) == 0, IGNORED)
+    labels = shifted if shift_labels else labels
+    if labels is None or mask is None:
+        return labels
+    return labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
 
 
 def _rows(
-    given: Mapping[str, Any], positions: Tensor | None, mask: Tensor | None, shape: tuple[int, int]
+    batch: Mapping[str, Any], positions: Tensor | None, mask: Tensor | None, shape: tuple[int, int]
 ) -> tuple[Row, ...]:
-    batch, seq_len = shape
-    documents: Sequence[tuple[int, ...]] = ((0, seq_len),) * batch
-    if any(name in given for name in CUTS):
-        documents = split_rows(read_documents(given), batch=batch)
+    rows, seq_len = shape
+    documents: Sequence[tuple[int, ...]] = ((0, seq_len),) * rows
+    if any(name in batch for name in CUTS):
+        documents = split_rows(read_documents(batch), batch=rows)
         if documents[0][-1] != seq_len:
             raise UsageError(
                 f"cu_seq_lens end at {documents[0][-1]} in each row, but the batch has {seq_len} tokens per row"
             )
-    elif any(name in given for name in LENGTHS):
+    elif any(name in batch for name in LENGTHS):
         raise UsageError("max_length needs cu_seq_lens_q and cu_seq_lens_k; give all of them or none")
     elif positions is not None and mask is None:
-        documents = cuts_of_restarts(positions) * (batch // positions.shape[0])
-    real = ((0, seq_len),) * batch if mask is None else real_tokens(mask)
+        documents = cuts_of_restarts(positions) * (rows // positions.shape[0])
+    real = ((0, seq_len),) * rows if mask is None else real_tokens(mask)
     return tuple(map(Row, documents, real))
 
 
@@ -374,9 +373,9 @@ def _local(attention: MeshAttention, whole: _Whole) -> dict[str, Any]:
 
 
 def _compare(attention: MeshAttention, batch: Mapping[str, Any]) -> None:
-    asked = {"operation": "shard_batch", **{name: _summary(value) for name, value in sorted(batch.items())}}
+    summary = {"operation": "shard_batch", **{name: _summary(value) for name, value in sorted(batch.items())}}
     try:
-        attention.engines.played.meet(asked)
+        attention.engines.played.meet(summary)
     except DisagreementError as error:
         raise DisagreementError(
             f"{error}. Every rank of the attention's group must get the same whole batch: a data sampler must "
@@ -397,9 +396,9 @@ def _summary(value: object) -> str:
 # A hash of a tensor, by which ranks notice that they were given different ones.
 
 
-PER_PLACE, PER_NUMBER, MIXED = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
+PLACE_FACTOR, NUMBER_FACTOR, MIXED_FACTOR = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 """Large odd numbers."""
-AT_ONCE = 1 << 22
+CHUNK = 1 << 22
 """Elements hashed together: embeddings of a long prompt would otherwise need several times their own memory."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -408,12 +407,12 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """A hash of a tensor's elements in their order, of 40 bits, on its device. Floats are hashed by their bits."""
     flat = tensor.detach().flatten()
     numbers = flat.view(INTEGERS[flat.element_size()]) if flat.is_floating_point() else flat
-    found = torch.zeros((), dtype=torch.long, device=flat.device)
-    for start in range(0, numbers.numel(), AT_ONCE):
-        part = numbers[start : start + AT_ONCE].long()
+    total = torch.zeros((), dtype=torch.long, device=flat.device)
+    for start in range(0, numbers.numel(), CHUNK):
+        part = numbers[start : start + CHUNK].long()
         places = torch.arange(start + 1, start + 1 + part.numel(), device=flat.device)
         # Overflow is fine. Both are mixed before the sum: a sum of products does not tell [5, 7] from [7, 6].
-        mixed = part * PER_NUMBER + places * PER_PLACE
-        mixed = (mixed ^ (mixed >> 32)) * MIXED
-        found = found + (mixed ^ (mixed >> 29)).sum()
-    return found & 0xFFFFFFFFFF
+        mixed = part * NUMBER_FACTOR + places * PLACE_FACTOR
+        mixed = (mixed ^ (mixed >> 32)) * MIXED_FACTOR
+        total = total + (mixed ^ (mixed >> 29)).sum()
+    return total & 0xFFFFFFFFFF

@@ -48,19 +48,19 @@ def real_tokens(attention_mask: Tensor) -> tuple[tuple[int, int], ...]:
     count = real.sum(1)
     start = real.int().argmax(1)  # the first real token
     stop = seq_len - real.flip(1).int().argmax(1)
-    found = torch.stack([start, stop, count], dim=1).tolist()
-    for row, (first, end, tokens) in enumerate(found):
+    runs = torch.stack([start, stop, count], dim=1).tolist()
+    for row, (first, end, tokens) in enumerate(runs):
         if tokens and end - first != tokens:
             raise MaskError(
                 f"row {row} of attention_mask has {end - first - tokens} masked tokens between real ones; expected "
                 "padding only at the start and at the end"
             )
-    return tuple((first, end) if tokens else (0, 0) for first, end, tokens in found)
+    return tuple((first, end) if tokens else (0, 0) for first, end, tokens in runs)
 
 
-def read_documents(given: Mapping[str, Any]) -> tuple[int, ...]:
+def read_documents(arguments: Mapping[str, Any]) -> tuple[int, ...]:
     """The boundaries in `cu_seq_lens_q/k`, in the flattened batch, checked against `max_length_q/k`."""
-    q, k = (given.get(name) for name in CUTS)
+    q, k = (arguments.get(name) for name in CUTS)
     if q is None or k is None:
         raise UsageError(f"{CUTS[0] if q is None else CUTS[1]} is missing; give both cu_seq_lens_q and cu_seq_lens_k")
     cuts = boundaries(CUTS[0], q)
@@ -69,7 +69,7 @@ def read_documents(given: Mapping[str, Any]) -> tuple[int, ...]:
             "cu_seq_lens_q and cu_seq_lens_k differ; expected the same, because each token is both query and key"
         )
     for name in LENGTHS:
-        length = given.get(name)
+        length = arguments.get(name)
         if length is not None and int(length) < longest_document(cuts):
             raise UsageError(f"{name}={int(length)} is less than the longest document, {longest_document(cuts)} tokens")
     return cuts
@@ -125,11 +125,11 @@ def find_misplaced(position_ids: Tensor, positions: Tensor, rows: Sequence[Row])
         )
     verdicts = []
     for number, row in enumerate(rows):
-        given = position_ids[number if position_ids.shape[0] > 1 else 0]
+        ids = position_ids[number if position_ids.shape[0] > 1 else 0]
         cuts = torch.tensor(row.boundaries(is_causal=False), device=positions.device)
         start = cuts[torch.bucketize(positions, cuts[1:-1], right=True)]
         padding = (positions < row.real[0]) | (positions >= row.real[1])
-        plain, restarted = ((given == due) | padding for due in (positions, positions - start))
+        plain, restarted = ((ids == due) | padding for due in (positions, positions - start))
         verdicts.append(plain.all() | restarted.all())
         if position_ids.shape[0] == 1 and len(set(rows)) == 1:
             break

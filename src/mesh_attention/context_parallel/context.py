@@ -1,6 +1,6 @@
 """torch's `context_parallel`, over a mesh: change the import, and the rest of a training script stays as it is.
 
-    from mesh_attention.context_parallel.context import context_parallel, context_parallel_unshard
+    from mesh_attention.context_parallel import context_parallel, context_parallel_unshard
 
     with context_parallel(device_mesh, buffers=[ids, labels, freqs], buffer_seq_dims=[1, 1, 0]):
         loss = model(ids, labels)      # scaled_dot_product_attention inside it spans all ranks
@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mesh_attention.api import MeshAttention, attention_of
-from mesh_attention.comm.marked import torch_group
 from mesh_attention.comm.torch_dist import TorchComm, process_group
 from mesh_attention.context_parallel.sdpa import MeshSdpa
 from mesh_attention.errors import UsageError
@@ -52,18 +51,18 @@ def context_parallel(
     """
     chosen = _checked(attention, mesh) if attention is not None else _default(mesh, "zigzag")
     with chosen.engines.played.telling:
-        ours = _sharded_tensors(buffers, buffer_seq_dims, no_restore_buffers)
-        lengths = [*(one.tokens for one in ours), *map(_whole_length, seq_lens)]
-        _check_nesting(chosen, ours)
+        if _THREAD.is_inside:
+            raise UsageError("context_parallel was entered inside another one; use one context, with all buffers")
+        tensors = _sharded_tensors(buffers, buffer_seq_dims, no_restore_buffers)
+        lengths = [*(tensor.tokens for tensor in tensors), *map(_whole_length, seq_lens)]
     chunked = chosen if attention is not None else _default(mesh, "chunks")
     mode = MeshSdpa(chosen, lengths=lengths, chunked=chunked)
-    contexts, entry = _open.contexts, (chosen, ours)
-    contexts.append(entry)
+    _THREAD.is_inside = True
     try:
-        with _sharded(ours, lambda tensor, dim: chosen.shard(tensor, dim=dim)), mode.entered():
+        with _sharded(tensors, lambda tensor, dim: chosen.shard(tensor, dim=dim)), mode.entered():
             yield
     finally:
-        contexts[:] = [one for one in contexts if one is not entry]
+        _THREAD.is_inside = False
 
 
 @torch.no_grad()
@@ -114,29 +113,12 @@ def _checked(attention: MeshAttention, mesh: DeviceMesh) -> MeshAttention:
     return attention
 
 
-class _Open(threading.local):
-    """The contexts that this thread is in."""
-
-    def __init__(self) -> None:
-        self.contexts: list[tuple[MeshAttention, Sequence[ShardedTensor]]] = []
+class _Thread(threading.local):
+    is_inside = False
+    """True in a context_parallel."""
 
 
-_open = _Open()
-
-
-def _check_nesting(attention: MeshAttention, tensors: Sequence[ShardedTensor]) -> None:
-    """Refuse what would go wrong in a context inside another one: attention would follow the inner one alone."""
-    for outer, sharded in _open.contexts:
-        spans = [(dist.get_process_group_ranks(torch_group(a.comms[0])), a.layout.name) for a in (attention, outer)]
-        if spans[0] != spans[1]:
-            (ranks, layout), (outer_ranks, outer_layout) = spans
-            raise UsageError(
-                f"context_parallel over ranks {ranks} ({layout}) was entered inside one over ranks {outer_ranks} "
-                f"({outer_layout}); expected the same ranks and layout: use one context, over one axis of all ranks"
-            )
-        for number, one in enumerate(tensors):
-            if any(one.tensor is other.tensor for other in sharded):
-                raise UsageError(f"buffers[{number}] is already sharded by an outer context_parallel; leave it out")
+_THREAD = _Thread()
 
 
 def _whole_length(tokens: object) -> int:
@@ -177,17 +159,17 @@ def _sharded_tensors(
     # By identity: == on tensors compares elements.
     if not all(any(buffer is kept for buffer in buffers) for kept in no_restore):
         raise UsageError("no_restore_buffers has a tensor that is not in buffers; expected a subset of buffers")
-    made: list[ShardedTensor] = []
+    tensors: list[ShardedTensor] = []
     for number, (tensor, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
         _check_tensor(number, tensor, dim)
         is_restored = not any(tensor is kept for kept in no_restore)
         new = ShardedTensor(tensor, dim % tensor.dim(), is_restored)
-        twin = next((known for known in made if known.tensor is tensor), None)
+        twin = next((other for other in tensors if other.tensor is tensor), None)
         if twin is None:
-            made.append(new)
+            tensors.append(new)
         elif twin.dim != new.dim:
             raise UsageError(f"buffers[{number}] is given twice, with dims {twin.dim} and {new.dim}; expected one dim")
-    return made
+    return tensors
 
 
 def _check_tensor(number: int, tensor: object, dim: object) -> None:
@@ -212,8 +194,8 @@ def _check_tensor(number: int, tensor: object, dim: object) -> None:
 def _sharded(tensors: Sequence[ShardedTensor], shard: Callable[[Tensor, int], Tensor]) -> Iterator[None]:
     """Shards the tensors inside; restores them afterwards, except those that are not to be restored."""
     with torch.no_grad():
-        shards = [shard(one.tensor, one.dim) for one in tensors]  # all of them, before any is changed
-        wholes = [one.tensor.detach() if one.is_restored else None for one in tensors]
+        shards = [shard(buffer.tensor, buffer.dim) for buffer in tensors]  # all of them, before any is changed
+        wholes = [buffer.tensor.detach() if buffer.is_restored else None for buffer in tensors]
     try:
         _set(tensors, shards)
         yield
@@ -224,6 +206,6 @@ def _sharded(tensors: Sequence[ShardedTensor], shard: Callable[[Tensor, int], Te
 def _set(tensors: Sequence[ShardedTensor], contents: Sequence[Tensor | None]) -> None:
     """Give each tensor the memory of another. Autograd notices, so backward through a graph that saved it raises."""
     with torch.no_grad():
-        for one, content in zip(tensors, contents, strict=True):
+        for buffer, content in zip(tensors, contents, strict=True):
             if content is not None:
-                one.tensor.set_(content)  # type: ignore[call-overload]
+                buffer.tensor.set_(content)  # type: ignore[call-overload]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -25,6 +24,7 @@ from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import flag
 from mesh_attention.context_parallel.dtensors import attend_dtensor
 from mesh_attention.context_parallel.unseen import (
+    answered_by,
     attends,
     is_called_by_us,
     passed_on,
@@ -113,25 +113,24 @@ class MeshSdpa(TorchFunctionMode):
         return query.shape[-2], key.shape[-2]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, call: dict[str, Any]) -> Tensor:
-        given = [_four_dims(x) for x in (query, key, value)]
+        tensors = [_four_dims(x) for x in (query, key, value)]
         if self.attention.tensor_format == "bhsd":
-            return self.attention(*given, **call)  # type: ignore[no-any-return]
-        return self.attention(*(x.transpose(1, 2) for x in given), **call).transpose(1, 2)  # type: ignore[no-any-return]
+            return self.attention(*tensors, **call)  # type: ignore[no-any-return]
+        return self.attention(*(x.transpose(1, 2) for x in tensors), **call).transpose(1, 2)  # type: ignore[no-any-return]
 
     def _attend_dtensors(self, query: Any, key: Any, value: Any, call: dict[str, Any]) -> Tensor:
         if self.chunked.tensor_format == "bhsd":
             return attend_dtensor(self.chunked, query, key, value, **call)  # type: ignore[no-any-return]
-        given = (x.transpose(1, 2) for x in (query, key, value))
-        return attend_dtensor(self.chunked, *given, **call).transpose(1, 2)  # type: ignore[no-any-return]
+        tensors = (x.transpose(1, 2) for x in (query, key, value))
+        return attend_dtensor(self.chunked, *tensors, **call).transpose(1, 2)  # type: ignore[no-any-return]
 
     def _multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """nn.MultiheadAttention: torch's own function, with its inner attention call sent here.
-
-        A function that torch hands to a mode runs without the mode, so its inner call would not be seen.
-        """
+        """nn.MultiheadAttention: torch's own function, with its inner attention call sent here."""
         with self._telling():
             _check_multi_head(func, args, kwargs)
-        return _with_names(func, has_torch_function=_nothing, scaled_dot_product_attention=self.attend)(*args, **kwargs)
+        # A function that torch hands to a mode runs without the mode, so the mode would not see its inner call.
+        with answered_by(self.attend):
+            return func(*args, **kwargs)
 
 
 class _FunctionsOfFunctions(TorchFunctionMode):
@@ -160,7 +159,7 @@ class _FunctionsOfFunctions(TorchFunctionMode):
             return run
 
         with torch._C.DisableTorchFunction():
-            return func(*(followed(given) if callable(given) else given for given in args), **kwargs)
+            return func(*(followed(arg) if callable(arg) else arg for arg in args), **kwargs)
 
 
 class WholeLengths:
@@ -175,7 +174,10 @@ class WholeLengths:
         own = attention.comms[0].rank
         self._wholes = {part[own]: n for n, part in parts.items()}
         # Every rank gets the same answer, no matter on which rank the parts coincide.
-        self._alike = {n: [m for m in parts if m != n and _coincide(parts[n], parts[m])] for n in parts}
+        self._alike = {
+            n: [m for m in parts if m != n and any(a == b for a, b in zip(parts[n], parts[m], strict=True))]
+            for n in parts
+        }
 
     def of(self, part: int) -> int:
         whole = self._wholes.get(part, part * self.ranks)
@@ -185,10 +187,6 @@ class WholeLengths:
                 "give buffers of one length, or pad them to lengths that differ by the number of ranks"
             )
         return whole
-
-
-def _coincide(parts: Sequence[int], others: Sequence[int]) -> bool:
-    return any(one == other for one, other in zip(parts, others, strict=True))
 
 
 def _check_arguments(attn_mask: object, dropout_p: object) -> None:
@@ -221,15 +219,15 @@ def _check_tensors(query: object, key: object, value: object, shares_heads: bool
         )
 
 
-def _check_multi_head(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given = inspect.signature(func).bind(*args, **kwargs)
-    given.apply_defaults()
-    if given.arguments["need_weights"]:
+def _check_multi_head(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    if bound.arguments["need_weights"]:
         raise UsageError(
             "nn.MultiheadAttention cannot return its weights (need_weights=True, the default) under "
             "context_parallel, because no rank has them for the whole sequence; use need_weights=False"
         )
-    if given.arguments["bias_k"] is not None or given.arguments["add_zero_attn"]:
+    if bound.arguments["bias_k"] is not None or bound.arguments["add_zero_attn"]:
         raise UsageError(
             "nn.MultiheadAttention with add_bias_kv or add_zero_attn adds a token on every rank under "
             "context_parallel, instead of one to the sequence; leave these arguments out"
@@ -273,20 +271,3 @@ def _role(func: Any) -> Literal["other", "sdpa", "multi-head", "fused", "higher-
 
 # torch.compile cannot trace function names, so this is evaluated once, while tracing.
 _role._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _with_names(func: FunctionType, **names: Callable[..., Any]) -> FunctionType:
-    """The same function with other values for some of its global names."""
-    missing = sorted(name for name in names if name not in func.__code__.co_names)
-    if missing:
-        raise UsageError(
-            f"{func.__name__} of torch {torch.__version__} does not call {', '.join(missing)}, so it is not supported"
-        )
-    made = FunctionType(func.__code__, func.__globals__ | names, func.__name__, func.__defaults__, func.__closure__)
-    made.__kwdefaults__ = func.__kwdefaults__
-    return made
-
-
-def _nothing(tensors: object) -> bool:
-    """Replaces has_torch_function: no argument is handed to a mode."""
-    return False

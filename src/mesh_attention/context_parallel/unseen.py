@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from types import FrameType
 from typing import Any, Protocol
@@ -25,13 +26,14 @@ from mesh_attention.errors import UsageError
 
 KEY = "DeferredInit"
 """A key that torch reserves for packages outside of it, and does not use itself."""
-WITHOUT_THE_WORD = ("_transformer_encoder_layer_fwd",)
-"""Attention functions without "attention" in their name."""
+SDPA = "aten::scaled_dot_product_attention"
+OTHER_NAMES = ("_transformer_encoder_layer_fwd",)
+"""Functions of torch that attend, without "attention" in their name."""
 
 
 def attends(name: str) -> bool:
     """True if a function of this name computes attention. Backward functions do not count: they follow forward."""
-    return ("attention" in name or "attn" in name or name in WITHOUT_THE_WORD) and "backward" not in name
+    return ("attention" in name or "attn" in name or name in OTHER_NAMES) and "backward" not in name
 
 
 def refusal(name: str) -> UsageError:
@@ -55,12 +57,22 @@ def is_called_by_us() -> bool:
 def refusing_unseen(mode: Mode) -> Iterator[None]:
     """Inside, attention that the mode does not see is refused. What a checkpoint recomputes runs under the mode."""
     _register()
-    _modes.stack.append(mode)
+    _THREAD.modes.append(mode)
     try:
         with torch._C._IncludeDispatchKeyGuard(_key()):
             yield
     finally:
-        _modes.stack.pop()
+        _THREAD.modes.pop()
+
+
+@contextmanager
+def answered_by(attend: Callable[..., Any]) -> Iterator[None]:
+    """Inside, calls of scaled_dot_product_attention that the mode does not see go to `attend`."""
+    before, _THREAD.attend = _THREAD.attend, attend
+    try:
+        yield
+    finally:
+        _THREAD.attend = before
 
 
 @contextmanager
@@ -70,14 +82,15 @@ def passed_on() -> Iterator[None]:
         yield
 
 
-class _Modes(threading.local):
-    """The modes of the contexts that this thread is in."""
+class _Thread(threading.local):
+    """The modes that this thread is in, and what answers attention that they do not see; None refuses it."""
 
     def __init__(self) -> None:
-        self.stack: list[Mode] = []
+        self.modes: list[Mode] = []
+        self.attend: Callable[..., Any] | None = None
 
 
-_modes = _Modes()
+_THREAD = _Thread()
 
 
 @lru_cache(maxsize=1)
@@ -88,13 +101,13 @@ def _key() -> torch._C.DispatchKey:
 @lru_cache(maxsize=1)
 def _register() -> list[Library]:
     """Once in a process, by its first context. The registrations last as long as the libraries returned."""
-    made = Library("_", "IMPL", KEY)  # type: ignore[no-untyped-call]
-    made.fallback(fallthrough_kernel, KEY)  # type: ignore[no-untyped-call]
+    everything = Library("_", "IMPL", KEY)  # type: ignore[no-untyped-call]
+    everything.fallback(fallthrough_kernel, KEY)  # type: ignore[no-untyped-call]
     # Operators of functions have tables of their own: those that exist, and those to come.
     _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_key())
     for operator in _ops._higher_order_ops.values():
         operator.fallthrough(_key())  # type: ignore[no-untyped-call]
-    libraries = {"_": made}
+    libraries = {"_": everything}
     for full_name in torch._C._dispatch_get_all_op_names():
         space, _, name = full_name.partition("::")
         is_ours = full_name == "mesh_attention::attend"
@@ -108,15 +121,17 @@ def _register() -> list[Library]:
 
 def _others(full_name: str, *args: Any, **kwargs: Any) -> Any:
     """Stands for an attention operator of torch, or of anybody else, inside a context."""
-    if not is_called_by_us():
-        raise refusal(full_name.partition("::")[2])
-    return _pass_on(full_name, *args, **kwargs)
+    if is_called_by_us():
+        return _pass_on(full_name, *args, **kwargs)
+    if _THREAD.attend is not None and full_name == SDPA:
+        return _THREAD.attend(*args, **kwargs)
+    raise refusal(full_name.partition("::")[2])
 
 
 def _ours(full_name: str, *args: Any, **kwargs: Any) -> Any:
     """Stands for our operator inside a context: what a compiled call becomes."""
-    if _modes.stack:
-        recompute_under(_modes.stack[-1])
+    if _THREAD.modes:
+        recompute_under(_THREAD.modes[-1])
     return _pass_on(full_name, *args, **kwargs)
 
 
@@ -144,11 +159,12 @@ class Mode(Protocol):
     def entered(self) -> AbstractContextManager[None]: ...
 
 
+@dataclass(frozen=True, eq=False)
 class RunUnderMode:
     """The function, always run under the mode."""
 
-    def __init__(self, mode: Mode, function: Callable[..., Any]) -> None:
-        self.mode, self.function = mode, function
+    mode: Mode
+    function: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.mode.entered():

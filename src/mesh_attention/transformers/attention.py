@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,13 +52,7 @@ HONOURED = (
 )
 PASSED_ON = ("position_ids", *CUTS, *LENGTHS)
 """Arguments of a model's call that its layers should pass on to attention; the mask carries them where they do not."""
-WITHOUT_EFFECT = (
-    "use_cache",
-    "num_items_in_batch",
-    "shift_labels",
-    "logits_to_keep",
-    "output_hidden_states",
-)
+PASSED_BY = ("use_cache", "num_items_in_batch", "shift_labels", "logits_to_keep", "output_hidden_states")
 """Arguments that pass through the layers and have no effect on attention."""
 
 
@@ -76,10 +71,10 @@ class Request:
 
     def groups(self) -> dict[tuple[int, ...], list[int]]:
         """Rows that can share a call, by their boundaries."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for number, row in enumerate(self.rows):
-            found.setdefault(row.boundaries(is_causal=self.mask.is_causal), []).append(number)
-        return found
+            groups.setdefault(row.boundaries(is_causal=self.mask.is_causal), []).append(number)
+        return groups
 
 
 class LayerAttention:
@@ -89,23 +84,21 @@ class LayerAttention:
         self.attention = attention
         self._is_to_meet = True
         self._trial: Trial | None = None
-        self.number = number_of(self)
+        self.number = LAYERS.number(self)
         self._documents: Memory[tuple[tuple[int, ...], ...]] = Memory()
         self._checked: Memory[None] = Memory()
-        self._positions: Memory[Tensor] = Memory()
 
-    def make_mask(self, **asked: Any) -> BatchMask:
+    def make_mask(self, **request: Any) -> BatchMask:
         """The mask of layers. Models request it in every forward, on every rank, before the first layer attends."""
         if self._trial is not None:
-            return self._trial.make_mask(**asked)
+            return self._trial.make_mask(**request)
         self._is_to_meet = True
-        given = getattr(CALL, "given", None) or {}
-        call = getattr(CALL, "cached", None)
-        if call is not None:
-            return make_cached_mask(call, **asked)
-        if given and given.get("attention_mask") is None and asked.get("attention_mask") is not None:
-            refuse_padding(asked.pop("attention_mask"))
-        return replace(make_mask(self.attention, **asked), given={name: given.get(name) for name in PASSED_ON})
+        if CALL.cached is not None:
+            return make_cached_mask(CALL.cached, **request)
+        inputs = CALL.inputs or {}
+        if inputs and inputs.get("attention_mask") is None and request.get("attention_mask") is not None:
+            refuse_padding(request.pop("attention_mask"))
+        return replace(make_mask(self.attention, **request), inputs={name: inputs.get(name) for name in PASSED_ON})
 
     def set_trial(self, trial: Trial | None) -> None:
         """Let a trial attend in place of this, until it is None again."""
@@ -137,8 +130,8 @@ class LayerAttention:
             for cuts, rows in groups.items()
         ]
         order = [row for rows in groups.values() for row in rows]
-        singles = dict(zip(order, (one for part in parts for one in part.unbind()), strict=True))
-        return torch.stack([singles[row] for row in range(len(order))]), None
+        singles = torch.cat(parts).unbind()
+        return torch.stack([singles[order.index(row)] for row in range(len(order))]), None
 
     def _attend(self, tensors: Sequence[Tensor], cuts: tuple[int, ...], request: Request) -> Tensor:
         attention, band = self.attention, request.mask.band
@@ -147,7 +140,7 @@ class LayerAttention:
         documents: Sequence[int] | Tensor | None = cuts if len(cuts) > 2 else None
         if torch.compiler.is_compiling():
             documents = checked_cuts(request.position_ids, cuts, request.rows, self.number)
-        given: Any = attention(
+        result: Any = attention(
             *(tensor.transpose(1, 2) if is_bshd else tensor for tensor in tensors),
             causal=request.mask.is_causal,
             window_size=(-1 if band.left is None else band.left, right),
@@ -158,9 +151,9 @@ class LayerAttention:
             seq_len=request.seq_len,
             return_lse=request.sinks is not None,
         )
-        out, lse = given if request.sinks is not None else (given, None)
+        out, lse = (result, result) if request.sinks is None else result
         out = out if is_bshd else out.transpose(1, 2)
-        return out if request.sinks is None or lse is None else with_sinks(out, lse, request.sinks)
+        return out if request.sinks is None else with_sinks(out, lse, request.sinks)
 
     def _attend_cached(
         self, module: nn.Module, tensors: Sequence[Tensor], mask: CachedMask, arguments: Mapping[str, Any]
@@ -171,15 +164,15 @@ class LayerAttention:
             check_mask(mask, arguments)
             sinks = check_sinks(arguments.get("s_aux"), heads=tensors[0].shape[1])
             layer = mask.call.cache.number_of_layer(mask.band.left)
-        given: Any = mask.call.part.attend(
+        result: Any = mask.call.part.attend(
             layer,
             *(tensor.transpose(1, 2) for tensor in as_autocast(*tensors)),
             softmax_scale=arguments.get("scaling"),
             softcap=arguments.get("softcap") or 0.0,
             return_lse=sinks is not None,
         )
-        out: Tensor = given if sinks is None else with_sinks(given[0], given[1], sinks)
-        return out
+        out, lse = (result, result) if sinks is None else result
+        return out if sinks is None else with_sinks(out, lse, sinks)
 
     # Checks
 
@@ -192,26 +185,24 @@ class LayerAttention:
         """
         if torch.compiler.is_compiling():  # the operator checks positions when it runs
             return self._request(module, tensors, mask, arguments)
-        found: list[Request] = []
-
-        def ask() -> None:
+        with self._meeting():
             request = self._request(module, tensors, mask, arguments)
             self._check_positions(request.position_ids, request.rows)
-            found.append(request)
-
-        self._meet(ask)
-        return found[0]
+        return request
 
     def check_agreed(self, position_ids: Tensor, rows: tuple[Row, ...]) -> None:
-        self._meet(lambda: self._check_positions(position_ids, rows))
+        """Raise on wrong position ids; once per forward, on every rank together."""
+        with self._meeting():
+            self._check_positions(position_ids, rows)
 
-    def _meet(self, check: Callable[[], None]) -> None:
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
         if not self._is_to_meet:
-            check()
+            yield
             return
         played = self.attention.engines.played
         with played.telling:
-            check()
+            yield
         played.meet({"operation": "a model's attention"})
         self._is_to_meet = False
 
@@ -220,15 +211,15 @@ class LayerAttention:
     ) -> Request:
         query, key, _ = tensors
         refuse_arguments(module, arguments)
-        known = check_mask(mask, arguments)
-        arguments = with_given(arguments, known)
+        batch_mask = check_mask(mask, arguments)
+        arguments = with_inputs(arguments, batch_mask)
         if query.shape[2] != key.shape[2]:
             raise UsageError(DECODING)
         batch, tokens = query.shape[0], query.shape[2]
-        seq_len, rows = self._rows(known, batch, tokens, arguments)
+        seq_len, rows = self._rows(batch_mask, batch, tokens, arguments)
         refuse_rotary(getattr(module, "config", None), self.attention, rows, seq_len)
         return Request(
-            mask=known,
+            mask=batch_mask,
             rows=rows,
             position_ids=check_shape(arguments.get("position_ids"), tokens),
             seq_len=seq_len,
@@ -267,12 +258,8 @@ class LayerAttention:
         return seq_len, tuple(map(Row, documents or ((0, seq_len),) * batch, real))
 
     def _check_positions(self, position_ids: Tensor, rows: tuple[Row, ...]) -> None:
-        seq_len, device = rows[0].cuts[-1], position_ids.device
-
         def check() -> None:
-            positions = self._positions.ask(
-                lambda: self.attention.position_ids(seq_len, device=device), seq_len, device
-            )
+            positions = self.attention.position_ids(rows[0].cuts[-1], device=position_ids.device)
             wrong = find_misplaced(position_ids, positions, rows)
             if wrong is not None:
                 raise UsageError(_misplaced(position_ids, wrong, rows[wrong], positions))
@@ -280,16 +267,16 @@ class LayerAttention:
         self._checked.ask(check, position_ids, rows)
 
 
-def with_given(arguments: Mapping[str, Any], mask: BatchMask) -> dict[str, Any]:
+def with_inputs(arguments: Mapping[str, Any], mask: BatchMask) -> dict[str, Any]:
     """The arguments, with positions and boundaries of the model's call where its layers do not pass them on.
 
     Some models pass on the positions of images as well, (3, batch, tokens).
     """
     missing = [name for name in PASSED_ON if arguments.get(name) is None]
     positions = arguments.get("position_ids")
-    if isinstance(positions, Tensor) and positions.dim() == 3 and mask.given.get("position_ids") is not None:
+    if isinstance(positions, Tensor) and positions.dim() == 3 and mask.inputs.get("position_ids") is not None:
         missing.append("position_ids")
-    return {**arguments, **{name: mask.given.get(name) for name in missing}}
+    return {**arguments, **{name: mask.inputs.get(name) for name in missing}}
 
 
 def check_shape(position_ids: object, tokens: int) -> Tensor:
@@ -304,10 +291,10 @@ def check_shape(position_ids: object, tokens: int) -> Tensor:
 
 
 def _misplaced(position_ids: Tensor, row: int, due: Row, positions: Tensor) -> str:
-    given = position_ids[min(row, position_ids.shape[0] - 1)]
-    shown = ", ".join(map(str, given[:4].tolist())), ", ".join(map(str, given[-2:].tolist()))
+    ids = position_ids[min(row, position_ids.shape[0] - 1)].tolist()
+    first, last = ", ".join(map(str, ids[:4])), ", ".join(map(str, ids[-2:]))
     return (
-        f"position_ids of row {row} ({shown[0]}, …, {shown[1]}) are not those of this rank's tokens, which are "
+        f"position_ids of row {row} ({first}, …, {last}) are not those of this rank's tokens, which are "
         f"{positions[0]} to {positions[-1]} of the whole sequence{' and its documents' if len(due.cuts) > 2 else ''}; "
         "pass position_ids from shard_batch or MeshAttention.position_ids to the model; if they restart for packed "
         "documents, or ranks hold unequal numbers of tokens, also pass cu_seq_lens_q/k of the whole sequence"
@@ -316,7 +303,7 @@ def _misplaced(position_ids: Tensor, row: int, due: Row, positions: Tensor) -> s
 
 def refuse_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
-        if name not in HONOURED and name not in WITHOUT_EFFECT and value is not None:
+        if name not in HONOURED and name not in PASSED_BY and value is not None:
             raise UsageError(
                 f"{type(module).__name__} passed {name} to attention, which mesh attention does not know; if it is "
                 "yours, leave it out; if it is the model's (such as a bias on scores), use another attn_implementation"
@@ -326,11 +313,11 @@ def refuse_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
             f"attention dropout is not supported, got {arguments['dropout']}; load the model with an attention dropout "
             "of 0 (attention_dropout=0, or attn_pdrop=0 and the like), or call model.eval()"
         )
-    if arguments.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+    config = getattr(module, "config", None)
+    if arguments.get("output_attentions") or getattr(config, "output_attentions", False):
         raise UsageError(
             "output_attentions is not supported: no rank has the attention weights; use eager attention instead"
         )
-    config = getattr(module, "config", None)
     refuse_mixing(config)
     refuse_router_loss(config, arguments)
 
@@ -365,9 +352,9 @@ def check_sinks(sinks: object, *, heads: int) -> Tensor | None:
 def find_layers(model: Any) -> LayerAttention | None:
     """The attention function of a model or of a part of it, if it is mesh attention."""
     for config in _configs(model.config):
-        found = AttentionInterface._global_mapping.get(str(getattr(config, "_attn_implementation", "")))
-        if isinstance(found, LayerAttention):
-            return found
+        layers = AttentionInterface._global_mapping.get(str(getattr(config, "_attn_implementation", "")))
+        if isinstance(layers, LayerAttention):
+            return layers
     return None
 
 
@@ -399,9 +386,9 @@ class Memory(Generic[Answer]):
             return answer()
         if self._last is not None and _are_same(self._last[0], about):
             return self._last[1]
-        given = answer()
-        self._last = [_mark(thing) for thing in about], given
-        return given
+        new = answer()
+        self._last = [_mark(thing) for thing in about], new
+        return new
 
 
 def _mark(thing: Any) -> Any:
@@ -425,45 +412,37 @@ def _is_same(mark: Any, thing: Any) -> bool:
 # The check of position ids as an operator of torch, for compiled layers: a compiler sees only shapes, this sees values
 
 
-class Checker(Protocol):
-    """Knows the positions of this rank's tokens."""
-
-    def check_agreed(self, position_ids: Tensor, rows: tuple[Row, ...]) -> None:
-        """Raise on wrong position ids; once a forward, on every rank together."""
+LAYERS: WeakRegistry[LayerAttention] = WeakRegistry()
 
 
-CHECKERS: WeakRegistry[Checker] = WeakRegistry()
-number_of = CHECKERS.number
-
-
-def checked_cuts(position_ids: Tensor, cuts: Sequence[int], rows: Sequence[Row], checker: int) -> Tensor:
+def checked_cuts(position_ids: Tensor, cuts: Sequence[int], rows: Sequence[Row], layers: int) -> Tensor:
     """`cuts` as a tensor, after checking the position ids of all rows.
 
     Attention is called with the result, so that no compiler removes the check as unused.
     """
     flat = [number for row in rows for number in (*row.real, *row.cuts)]
     sizes = [2 + len(row.cuts) for row in rows]
-    found: Tensor = torch.ops.mesh_attention.checked_cuts(position_ids, list(cuts), flat, sizes, checker)
-    return found
+    checked: Tensor = torch.ops.mesh_attention.checked_cuts(position_ids, list(cuts), flat, sizes, layers)
+    return checked
 
 
 @torch.library.custom_op(
     "mesh_attention::checked_cuts",
     mutates_args=(),
-    schema="(Tensor position_ids, SymInt[] cuts, SymInt[] rows, SymInt[] sizes, SymInt checker) -> Tensor",
+    schema="(Tensor position_ids, SymInt[] cuts, SymInt[] rows, SymInt[] sizes, SymInt layers) -> Tensor",
 )
 def _checked_cuts(
-    position_ids: Tensor, cuts: Sequence[int], rows: Sequence[int], sizes: Sequence[int], checker: int
+    position_ids: Tensor, cuts: Sequence[int], rows: Sequence[int], sizes: Sequence[int], layers: int
 ) -> Tensor:
     numbers = iter(rows)
     split = [[next(numbers) for _ in range(size)] for size in sizes]
-    found = CHECKERS.find(checker)
-    if found is None:
+    attention = LAYERS.find(layers)
+    if attention is None:
         raise UsageError("the attention that this model was compiled with no longer exists; compile the model again")
-    found.check_agreed(position_ids, tuple(Row(tuple(row[2:]), (row[0], row[1])) for row in split))
+    attention.check_agreed(position_ids, tuple(Row(tuple(row[2:]), (row[0], row[1])) for row in split))
     return torch.tensor(cuts)
 
 
 @_checked_cuts.register_fake
-def _(position_ids: Tensor, cuts: Sequence[int], rows: Sequence[int], sizes: Sequence[int], checker: int) -> Tensor:
+def _(position_ids: Tensor, cuts: Sequence[int], rows: Sequence[int], sizes: Sequence[int], layers: int) -> Tensor:
     return torch.empty(len(cuts), dtype=torch.int64, device="cpu")

@@ -34,15 +34,16 @@ from mesh_attention.transformers.models import refuse_rotary_ends
 from mesh_attention.transformers.probe import observe
 from mesh_attention.units import count
 
-Given = Mapping[str, Any]
+Inputs = Mapping[str, Any]
+"""The arguments of a model's call, by name."""
 
 
-def call_with_cache(model: Any, given: Given, layers: LayerAttention, try_model: Callable[[Given], None]) -> Any:
+def call_with_cache(model: Any, inputs: Inputs, layers: LayerAttention, try_model: Callable[[Inputs], None]) -> Any:
     """The model's output for a whole call, on every rank. `try_model` refuses models that ranks cannot run."""
-    cache: GenerationCache = given["past_key_values"]
+    cache: GenerationCache = inputs["past_key_values"]
     played = layers.attention.engines.played
     with played.telling:
-        new = _checked(model, cache, given, layers)
+        new = _checked(model, cache, inputs, layers)
     try_model({new.name: new.tokens, "position_ids": new.tokens})  # makes positions of its own
     with played.telling:
         cache.prepare(observe(model, layers, new.tokens.device), rows=len(new.counts), tokens=sum(new.counts))
@@ -60,30 +61,27 @@ def call_with_cache(model: Any, given: Given, layers: LayerAttention, try_model:
         cache.close()
     cache.columns += new.columns
     cache.is_to_meet = False
-    return out.to_tuple() if given.get("return_dict") is False else out
+    return out.to_tuple() if inputs.get("return_dict") is False else out
 
 
-def _checked(model: Any, cache: GenerationCache, given: Given, layers: LayerAttention) -> NewTokens:
+def _checked(model: Any, cache: GenerationCache, inputs: Inputs, layers: LayerAttention) -> NewTokens:
     if cache.attention is not layers.attention:
         raise UsageError("the GenerationCache is of another MeshAttention than the model's; use a new cache")
     if model.training:
         raise UsageError("a model in training mode cannot fill a GenerationCache; call model.eval() first")
-    if torch.is_grad_enabled() and any(one.requires_grad for one in (*_embeddings(given), *model.parameters())):
+    embeddings = [inputs["inputs_embeds"]] if isinstance(inputs.get("inputs_embeds"), Tensor) else []
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*embeddings, *model.parameters())):
         raise UsageError(
             "a GenerationCache keeps no gradients, but the model's parameters or inputs_embeds require them; use "
             "torch.no_grad()"
         )
     cache.check_usable()
-    return read_new_tokens(given, columns=cache.columns, lengths=cache.lengths if cache.sequences else [])
-
-
-def _embeddings(given: Given) -> list[Tensor]:
-    return [given["inputs_embeds"]] if isinstance(given.get("inputs_embeds"), Tensor) else []
+    return read_new_tokens(inputs, columns=cache.columns, lengths=cache.lengths if cache.sequences else [])
 
 
 def _compare(cache: GenerationCache, new: NewTokens) -> None:
     """Raise on every rank unless all were given the same tokens."""
-    asked = {
+    summary = {
         "operation": "a model's call with a cache",
         "new tokens": f"{tuple(new.tokens.shape)} {new.tokens.dtype} #{int(new.fingerprint()):010x}",
         "tokens of rows": str(new.counts),
@@ -91,7 +89,7 @@ def _compare(cache: GenerationCache, new: NewTokens) -> None:
         "logits_to_keep": f"{count(len(new.wanted), 'column')} #{hash(new.wanted) & 0xFFFFFFFFFF:010x}",
     }
     try:
-        cache.attention.engines.played.meet(asked)
+        cache.attention.engines.played.meet(summary)
     except DisagreementError as error:
         raise DisagreementError(
             f"{error}. Every rank of the attention's group must make the same call, with the same whole prompt"
@@ -117,13 +115,13 @@ class _Call:
         if min(spread):
             refuse_rotary_ends(self.model.config, self._ends())
             return None
-        found, done = [], 0
+        steps, done = [], 0
         while done < max(numbers):
             left = {row: number - done for row, number in counts.items() if number > done}
             size = min(MOST_DECODED, *left.values())
-            found.append((list(left), done, size))
+            steps.append((list(left), done, size))
             done += size
-        return found
+        return steps
 
     def _ends(self) -> list[int]:
         """For each rank, the position behind the last of its new tokens."""
@@ -191,16 +189,16 @@ class _Call:
         out = self._run(turn, local, positions, own or [0], of=local.shape[1])
         ours = out.logits[0, : len(own)].contiguous()
         logits = self._all_logits(ours).flatten(0, 1)
-        for found, places in zip(self._exchanged(ours, wanted), wanted, strict=True):
+        for part, places in zip(self._exchanged(ours, wanted), wanted, strict=True):
             if places:
-                logits[torch.tensor([slot for _, slot in places], device=logits.device)] = found
+                logits[torch.tensor([slot for _, slot in places], device=logits.device)] = part
         return _output(out, logits.view(len(new.counts), len(new.wanted), -1), cache)
 
     def _wanted_by_rank(self, turn: Turn, rows: Sequence[int]) -> list[list[tuple[int, int]]]:
         """For each rank, which of its tokens' logits are wanted: their number among its tokens, and their slot in the
         logits of all rows."""
         new, ranks = self.new, self.store.ranks
-        found: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        wanted: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         starts, at = {}, 0
         for row in rows:
             starts[row], at = at, at + new.counts[row]
@@ -210,8 +208,8 @@ class _Call:
                 place = new.place(row, column)
                 if place is not None:
                     rank, local = _find(shards, starts[row] + place)
-                    found[rank].append((local, row * len(new.wanted) + number))
-        return found
+                    wanted[rank].append((local, row * len(new.wanted) + number))
+        return wanted
 
     def _exchanged(self, ours: Tensor, wanted: Sequence[Sequence[object]]) -> list[Tensor]:
         """The wanted logits of every rank's tokens, from their ranks."""
@@ -219,33 +217,33 @@ class _Call:
         comm = played.comms_on(ours.device)[0]
         others = [rank for rank in range(comm.size) if rank != comm.rank]
         sizes = [len(places) for places in wanted]
-        found = [ours if rank == comm.rank else ours.new_empty((n, ours.shape[1])) for rank, n in enumerate(sizes)]
+        parts = [ours if rank == comm.rank else ours.new_empty((n, ours.shape[1])) for rank, n in enumerate(sizes)]
         if not others:
-            return found
+            return parts
         with played.ledger.talking():
             try:
                 comm.post(
                     [Parcel([ours.view(-1)], rank, "logits") for rank in others if ours.numel()],
-                    [Parcel([found[rank].view(-1)], rank, "logits") for rank in others if sizes[rank]],
+                    [Parcel([parts[rank].view(-1)], rank, "logits") for rank in others if sizes[rank]],
                 ).wait()
             except Exception as error:
                 raise TransportError(
                     f"rank {comm.rank}: failed while receiving logits from the other ranks: {error}"
                 ) from error
-        return found
+        return parts
 
     # The model
 
     def _run(self, part: Turn | Step, tokens: Tensor, positions: Tensor, wanted: Sequence[int], *, of: int) -> Any:
         """Run the model on these tokens; its logits are those of the wanted columns."""
-        given: dict[str, Any] = {self.new.name: tokens, "position_ids": positions.to(tokens.device)}
-        given |= {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        inputs: dict[str, Any] = {self.new.name: tokens, "position_ids": positions.to(tokens.device)}
+        inputs |= {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
         is_cut = list(wanted) != list(range(of))
         columns = torch.tensor(wanted, device=tokens.device)
         if self.keeps and is_cut:
-            given["logits_to_keep"] = columns
-        with _in_call(given, CachedCall(self.cache, part)):
-            out = nn.Module.__call__(self.model, **given)
+            inputs["logits_to_keep"] = columns
+        with _in_call(inputs, CachedCall(self.cache, part)):
+            out = nn.Module.__call__(self.model, **inputs)
         name = type(self.model).__name__
         self.cache.check_all_attended(part, name)
         logits = out.get("logits") if isinstance(out, ModelOutput) else None
@@ -279,25 +277,25 @@ def _output(out: Mapping[str, Any], logits: Any, cache: GenerationCache) -> Any:
 
 
 @contextmanager
-def _in_call(given: Given, call: CachedCall) -> Iterator[None]:
+def _in_call(inputs: Inputs, call: CachedCall) -> Iterator[None]:
     """Let the layers see the call. Compiled layers run uncompiled: shapes and tables change with every call."""
-    before = getattr(CALL, "given", None)
-    CALL.given, CALL.cached = given, call
+    before = CALL.inputs
+    CALL.inputs, CALL.cached = inputs, call
     call.cache.open()
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        CALL.given, CALL.cached = before, None
+        CALL.inputs, CALL.cached = before, None
         call.cache.close()
 
 
 # The new tokens of a call. Everything here is about the whole call, which is the same on every rank, and sends nothing
 
 
-INPUTS = ("input_ids", "inputs_embeds")
-KNOWN = (*INPUTS, "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict")
-WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+TOKENS = ("input_ids", "inputs_embeds")
+ACCEPTED = (*TOKENS, "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict")
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -324,21 +322,21 @@ class NewTokens:
 
     def place(self, row: int, column: int) -> int | None:
         """The number of a column among the row's new tokens; None for padding."""
-        found = column - self.columns + self.counts[row]
-        return found if found >= 0 else None
+        place = column - self.columns + self.counts[row]
+        return place if place >= 0 else None
 
     def fingerprint(self) -> Tensor:
         """A hash of the token ids or embeddings, of at most 40 bits, on their device."""
         return fingerprint(self.tokens)
 
 
-def read_new_tokens(given: Mapping[str, Any], *, columns: int, lengths: Sequence[int]) -> NewTokens:
+def read_new_tokens(inputs: Inputs, *, columns: int, lengths: Sequence[int]) -> NewTokens:
     """The new tokens of a call. The cache has `columns`, with padding, and rows of these `lengths` (none: empty)."""
-    _refuse_unknown(given)
-    names = [name for name in INPUTS if given.get(name) is not None]
+    _refuse_unknown(inputs)
+    names = [name for name in TOKENS if inputs.get(name) is not None]
     if len(names) != 1:
         raise UsageError(f"the model got {' and '.join(names) or 'no tokens'}: expected input_ids or inputs_embeds")
-    tokens = given[names[0]]
+    tokens = inputs[names[0]]
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 + (names[0] == "inputs_embeds") or 0 in tokens.shape:
         raise UsageError(f"{names[0]} is {describe(tokens)}: expected tokens, (rows, tokens, …)")
     rows, new = tokens.shape[:2]
@@ -348,23 +346,23 @@ def read_new_tokens(given: Mapping[str, Any], *, columns: int, lengths: Sequence
             f"the cache has {len(lengths)} rows, but the model got {rows}; give as many as in the last turn (num_beams "
             "and num_return_sequences multiply them)"
         )
-    counts = _counts(given.get("attention_mask"), rows, new, columns, lengths)
-    _check_positions(given.get("position_ids"), counts, lengths, new)
-    return NewTokens(name=names[0], tokens=tokens, counts=counts, wanted=_wanted(given.get("logits_to_keep"), new))
+    counts = _counts(inputs.get("attention_mask"), rows, new, columns, lengths)
+    _check_positions(inputs.get("position_ids"), counts, lengths, new)
+    return NewTokens(name=names[0], tokens=tokens, counts=counts, wanted=_wanted(inputs.get("logits_to_keep"), new))
 
 
-def _refuse_unknown(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
+def _refuse_unknown(inputs: Inputs) -> None:
+    for name, value in inputs.items():
         if name in OUTPUTS and not value:
             continue
         if name in OUTPUTS:
             raise UsageError(f"{name} is not supported with a GenerationCache: each rank has its own tokens only")
-        if name not in KNOWN and value is not None:
+        if name not in ACCEPTED and value is not None:
             raise UsageError(
-                f"the model got {name} and a GenerationCache; expected {', '.join(KNOWN)} only, because a rank does "
+                f"the model got {name} and a GenerationCache; expected {', '.join(ACCEPTED)} only, because a rank does "
                 f"not know its part of {name}; leave it out"
             )
-    if given.get("use_cache") is False:
+    if inputs.get("use_cache") is False:
         raise UsageError("use_cache=False contradicts the GenerationCache that was given; leave one of them out")
 
 
@@ -383,8 +381,8 @@ def _counts(mask: object, rows: int, new: int, columns: int, lengths: Sequence[i
     real = mask != 0
     old, own = real[:, :columns].sum(1), real[:, columns:]
     at_end = own.flip(1).int().cumprod(1).sum(1)
-    found = torch.stack([old, own.sum(1), at_end], 1).tolist()  # waits for the device once
-    for row, (held, own_count, last) in enumerate(found):
+    rows_counts = torch.stack([old, own.sum(1), at_end], 1).tolist()  # waits for the device once
+    for row, (held, own_count, last) in enumerate(rows_counts):
         if held != lengths[row]:
             raise MaskError(
                 f"row {row} of attention_mask has {held} real tokens of {columns} that are cached, but the cache has "
@@ -400,7 +398,7 @@ def _counts(mask: object, rows: int, new: int, columns: int, lengths: Sequence[i
                 f"row {row} of attention_mask has padding after real tokens; pad on the left only "
                 '(tokenizer.padding_side = "left")'
             )
-    return tuple(own_count for _, own_count, _ in found)
+    return tuple(own_count for _, own_count, _ in rows_counts)
 
 
 def _check_positions(position_ids: Any, counts: Sequence[int], lengths: Sequence[int], new: int) -> None:
@@ -428,7 +426,7 @@ def _wanted(kept: object, new: int) -> tuple[int, ...]:
     """The columns that `logits_to_keep` asks for."""
     if kept is None:
         kept = 0
-    if isinstance(kept, Tensor) and kept.dim() == 1 and kept.dtype in WHOLE:
+    if isinstance(kept, Tensor) and kept.dim() == 1 and kept.dtype in INTEGERS:
         columns = kept.tolist()
         if not columns:
             raise UsageError("logits_to_keep names no column; name at least one, or give 0 for all of them")

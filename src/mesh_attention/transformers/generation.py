@@ -27,9 +27,18 @@ INSTEAD = 'or generate with another implementation: model.set_attn_implementatio
 MODES = ("greedy_search", "sample", "beam_search", "beam_sample", "assisted_generation")
 NOT_COMPARED = ("transformers_version", "compile_config")
 """Settings that ranks may differ in."""
-_STATE = local()
-"""Of this thread's `generate`: the cache that it made or got, as `cache` (None until then), and the columns of the
-tokens that it was given, as `tokens`."""
+
+
+class _State(local):
+    """This thread's `generate`."""
+
+    cache: GenerationCache | None = None
+    """The cache that it made or was given."""
+    tokens: int | None = None
+    """The columns of the tokens that it was given."""
+
+
+_STATE = _State()
 
 
 def watch_generation() -> None:
@@ -49,12 +58,12 @@ def _generating(generate: Callable[..., Any]) -> Callable[..., Any]:
         layers = _layers_of(model)
         if layers is None:
             return generate(model, *args, **kwargs)
-        outer = getattr(_STATE, "cache", None), getattr(_STATE, "tokens", None)
+        outer = _STATE.cache, _STATE.tokens
         _STATE.cache = None
         try:
-            given = signature(generate).bind_partial(model, *args, **kwargs).arguments
-            refuse_arguments(given)
-            _STATE.tokens = _columns_of(given)
+            arguments = signature(generate).bind_partial(model, *args, **kwargs).arguments
+            refuse_arguments(arguments)
+            _STATE.tokens = _columns_of(arguments)
             return generate(model, *args, **kwargs)
         except DisagreementError:
             raise
@@ -74,16 +83,14 @@ def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
         layers = _layers_of(model)
         if layers is None:
             return prepare(model, generation_config, model_kwargs, *args, **kwargs)
-        asked = signature(prepare).bind(model, generation_config, model_kwargs, *args, **kwargs).arguments
-        mode = asked["generation_mode"]
+        arguments = signature(prepare).bind(model, generation_config, model_kwargs, *args, **kwargs).arguments
+        mode, batch = arguments["generation_mode"], arguments["batch_size"]
         refuse_settings(generation_config, str(getattr(mode, "value", mode)))
-        rows = asked["batch_size"] * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        rows = batch * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         cache = _cache_for(layers, model_kwargs.get("past_key_values"))
         mask = model_kwargs.get("attention_mask")
-        refuse_mask(
-            cache, generation_config, mask, repeats=mask.shape[0] // asked["batch_size"] if mask is not None else 1
-        )
-        tokens = rows * asked["max_cache_length"]
+        refuse_mask(cache, generation_config, mask, repeats=mask.shape[0] // batch if mask is not None else 1)
+        tokens = rows * arguments["max_cache_length"]
         if (generation_config.num_beams or 1) > 1:
             tokens += rows * layers.attention.ranks * BLOCK_TOKENS  # a beam that is copied needs a block at once
         cache.expect(tokens=tokens, rows=rows, max_rollback=generation_config.prompt_lookup_num_tokens or 0)
@@ -94,21 +101,21 @@ def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
     return prepares
 
 
-def _cache_for(layers: LayerAttention, given: object) -> GenerationCache:
-    if given is None:
+def _cache_for(layers: LayerAttention, past: object) -> GenerationCache:
+    if past is None:
         return GenerationCache(layers.attention)
-    if not isinstance(given, GenerationCache):
+    if not isinstance(past, GenerationCache):
         raise UsageError(
-            f"past_key_values is a {type(given).__name__}, which would be whole on every rank; leave it out, give the "
+            f"past_key_values is a {type(past).__name__}, which would be whole on every rank; leave it out, give the "
             f"past_key_values that generate returned, {INSTEAD}"
         )
-    return given
+    return past
 
 
-def _columns_of(given: Mapping[str, Any]) -> int | None:
+def _columns_of(arguments: Mapping[str, Any]) -> int | None:
     """The columns of the tokens that `generate` was given; None if there are none."""
-    others = given.get("kwargs", {})
-    for tokens in (others.get("inputs_embeds"), others.get("input_ids"), given.get("inputs")):
+    others = arguments.get("kwargs", {})
+    for tokens in (others.get("inputs_embeds"), others.get("input_ids"), arguments.get("inputs")):
         if isinstance(tokens, Tensor) and tokens.dim() > 1:
             return tokens.shape[1]
     return None
@@ -117,20 +124,20 @@ def _columns_of(given: Mapping[str, Any]) -> int | None:
 # Refusals
 
 
-def refuse_arguments(given: Mapping[str, Any]) -> None:
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of `generate` that lead away from its usual path."""
-    others = given.get("kwargs", {})
-    config = given.get("generation_config")
-    if given.get("custom_generate") is not None:
+    others = arguments.get("kwargs", {})
+    config = arguments.get("generation_config")
+    if arguments.get("custom_generate") is not None:
         raise UsageError(
             "custom_generate is not supported with mesh attention, nor are the modes that transformers loads in this "
             f"way (contrastive search, DoLa, group beams, constraints); leave these arguments out, {INSTEAD}"
         )
-    if given.get("assistant_model") is not None:
+    if arguments.get("assistant_model") is not None:
         raise UsageError(
             f"assistant_model is not supported with mesh attention; use prompt_lookup_num_tokens, {INSTEAD}"
         )
-    if any(isinstance(criterion, MaxTimeCriteria) for criterion in given.get("stopping_criteria") or ()):
+    if any(isinstance(criterion, MaxTimeCriteria) for criterion in arguments.get("stopping_criteria") or ()):
         raise UsageError(
             "MaxTimeCriteria is not supported: the ranks' clocks differ, and so would their texts; use max_new_tokens"
         )
@@ -195,12 +202,12 @@ def refuse_mask(cache: GenerationCache, settings: Any, mask: Tensor | None, *, r
 def share_settings(layers: LayerAttention, settings: Any, device: torch.device) -> None:
     """Compare settings with the other ranks. If tokens are sampled, all take the state of rank 0's generators."""
     played = layers.attention.engines.played
-    asked = {"operation": "generate"}
-    asked |= {name: str(value) for name, value in sorted(vars(settings).items()) if _is_compared(name, value)}
+    summary = {"operation": "generate"}
+    summary |= {name: str(value) for name, value in sorted(vars(settings).items()) if _is_compared(name, value)}
     is_first = layers.attention.comms[0].rank == 0
-    says = played.meet(asked, _random_states(device) if settings.do_sample and is_first else None)
+    messages = played.meet(summary, _random_states(device) if settings.do_sample and is_first else None)
     if settings.do_sample and not is_first:
-        _set_random_states(says[0], device)
+        _set_random_states(messages[0], device)
 
 
 def _is_compared(name: str, value: object) -> bool:
@@ -216,7 +223,7 @@ def _random_states(device: torch.device) -> list[str]:
 
 
 def _set_random_states(states: list[str], device: torch.device) -> None:
-    found: list[Tensor] = [torch.tensor(list(b64decode(state)), dtype=torch.uint8) for state in states]
-    torch.set_rng_state(found[0])
+    tensors = [torch.tensor(list(b64decode(state)), dtype=torch.uint8) for state in states]
+    torch.set_rng_state(tensors[0])
     if device.type == "cuda":
-        torch.cuda.set_rng_state(found[1], device)
+        torch.cuda.set_rng_state(tensors[1], device)

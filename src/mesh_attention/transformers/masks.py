@@ -27,10 +27,26 @@ if TYPE_CHECKING:
     from mesh_attention.transformers.cache import GenerationCache
 
 MaskFunction = Callable[..., Any]
-CALL = local()
-"""The model call that this thread is in: its arguments as `given`, because layers need some that not all models pass
-on; and with a `GenerationCache`, as `cached`, a `CachedCall`."""
-WITHOUT_EFFECT = ("allow_is_causal_skip", "allow_is_bidirectional_skip", "local_size", "dtype", "device", "config")
+
+
+class _ThreadCall(local):
+    """The model call that this thread is in."""
+
+    inputs: Mapping[str, Any] | None = None
+    """Its arguments, because layers need some that not all models pass on."""
+    cached: CachedCall | None = None
+    """The part of a call with a `GenerationCache` that runs now."""
+
+
+CALL = _ThreadCall()
+DENSE_MASK_ARGUMENTS = (
+    "allow_is_causal_skip",
+    "allow_is_bidirectional_skip",
+    "local_size",
+    "dtype",
+    "device",
+    "config",
+)
 """Arguments of mask functions that say how a dense mask is made, or repeat what the mask function says."""
 
 
@@ -38,13 +54,13 @@ WITHOUT_EFFECT = ("allow_is_causal_skip", "allow_is_bidirectional_skip", "local_
 class BatchMask:
     """The mask of a layer: a band, and the padding of the whole sequence (None: not given).
 
-    It is not a tensor, and stands for one only in attention. `given` are the arguments of the model's call.
+    It is not a tensor, and stands for one only in attention. `inputs` are the arguments of the model's call.
     """
 
     band: Mask
     seq_len: int | None = None
     real: tuple[tuple[int, int], ...] | None = None
-    given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    inputs: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def is_causal(self) -> bool:
@@ -89,10 +105,10 @@ def make_mask(
     q_length: int,
     kv_length: int,
     attention_mask: Tensor | None = None,
-    **asked: Any,
+    **request: Any,
 ) -> BatchMask:
     """Makes the mask of layers; transformers' models call it once per forward for each kind of layer."""
-    band = read_band(**asked)
+    band = read_band(**request)
     if attention_mask is None:
         if kv_length != q_length:
             raise UsageError(DECODING)
@@ -107,12 +123,12 @@ def make_cached_mask(
     attention_mask: Tensor | None = None,
     q_offset: object = 0,
     kv_offset: object = 0,
-    **asked: Any,
+    **request: Any,
 ) -> CachedMask:
     """Makes the mask of layers that attend to a cache, which knows the positions of its tokens."""
     if attention_mask is not None:
         refuse_padding(attention_mask)
-    band = read_band(**{name: value for name, value in asked.items() if name not in SIZES})
+    band = read_band(**{name: value for name, value in request.items() if name not in SIZES})
     if band.right != 0:
         raise MaskError(f"generation needs causal attention, but the model asks for the mask {band}")
     return CachedMask(band=band, call=call)
@@ -139,7 +155,7 @@ def read_band(
     **others: Any,
 ) -> Mask:
     """The band that a model asks for, without documents and padding."""
-    refuse_unknown(others, WITHOUT_EFFECT, of="the mask function")
+    refuse_unknown(others, DENSE_MASK_ARGUMENTS, of="the mask function")
     if use_vmap:
         raise MaskError(
             "the model adds a custom mask function (or_mask_function or and_mask_function), which mesh attention "
@@ -215,13 +231,13 @@ def _held(closure: MaskFunction, name: str) -> Any:
 
 def _kinds() -> dict[CodeType | None, str]:
     """Kinds of mask functions by their code, which all closures of one factory share."""
-    made = {
+    examples = {
         "and": masking_utils.and_masks(masking_utils.causal_mask_function),
         "sliding window": masking_utils.sliding_window_overlay(1),
         "sliding window both ways": masking_utils.sliding_window_bidirectional_overlay(1),
         "packed": masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)),
     }
-    return {function.__code__: kind for kind, function in made.items()}
+    return {function.__code__: kind for kind, function in examples.items()}
 
 
 _KINDS = _kinds()
@@ -233,20 +249,20 @@ def check_meanings() -> None:
     tokens, size = torch.arange(6), 6
     rows, columns = tokens[None, None, :, None], tokens[None, None, None, :]
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long)
-    known: tuple[MaskFunction, ...] = (
+    functions: tuple[MaskFunction, ...] = (
         masking_utils.causal_mask_function,
         masking_utils.bidirectional_mask_function,
         masking_utils.sliding_window_causal_mask_function(3),
         masking_utils.sliding_window_bidirectional_mask_function(2),
     )
-    for function in known:
-        said = function(zero, zero, rows, columns).expand(1, 1, size, size)[0, 0].tolist()
+    for function in functions:
+        allowed = function(zero, zero, rows, columns).expand(1, 1, size, size)[0, 0].tolist()
         band = band_of(function)
-        read = [
+        expected = [
             [bool(band.pairs(range(q, q + 1), range(k, k + 1), seq_q=size, seq_kv=size)) for k in range(size)]
             for q in range(size)
         ]
-        if said != read:
+        if allowed != expected:
             raise UsageError(
                 f"{getattr(function, '__qualname__', function)} of this version of transformers does not mask "
                 "as mesh attention expects; install another version of transformers or of mesh-attention"

@@ -84,8 +84,8 @@ def _mixes(config: object, why: str) -> str:
 
 
 def refuse_router_loss(config: object, arguments: Mapping[str, Any]) -> None:
-    asked = arguments.get("output_router_logits")
-    if getattr(config, "output_router_logits", False) if asked is None else asked:
+    argument = arguments.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if argument is None else argument:
         raise UsageError(
             "output_router_logits is not supported: the auxiliary loss of a router would cover this rank's tokens "
             "only, and be counted once for every rank; set config.output_router_logits to False, and compute that loss "
@@ -95,35 +95,19 @@ def refuse_router_loss(config: object, arguments: Mapping[str, Any]) -> None:
 
 def refuse_rotary(config: object, attention: MeshAttention, rows: Sequence[Row], seq_len: int) -> None:
     """Refuse rotary frequencies that depend on the largest position, where ranks could differ in it."""
-    for rotary in _rotaries(getattr(config, "rope_parameters", None)):
-        kind = str(rotary.get("rope_type", rotary.get("type", "default")))
-        limit = getattr(config, "max_position_embeddings", None)
-        if kind == "longrope":
-            limit = rotary.get("original_max_position_embeddings", limit)
-        elif "dynamic" not in kind:
-            continue
-        if limit is None or seq_len <= limit:
-            continue
-        if kind == "longrope" and limit < _least_end(attention, rows, seq_len):
-            continue
-        raise UsageError(_depends(config, kind, limit, seq_len))
+    for kind, limit in _rotary_limits(config):
+        if seq_len > limit and not (kind == "longrope" and limit < _least_end(attention, rows, seq_len)):
+            raise UsageError(_depends(config, kind, limit, seq_len))
 
 
 def refuse_rotary_ends(config: Any, ends: Sequence[int]) -> None:
     """Refuse rotary frequencies that depend on the largest position, if ranks differ in it; `ends` are those behind."""
     if len(set(ends)) == 1:
         return
-    for one in (config, getattr(config, "text_config", None)):
-        for rotary in _rotaries(getattr(one, "rope_parameters", None)):
-            kind = str(rotary.get("rope_type", rotary.get("type", "default")))
-            limit = getattr(one, "max_position_embeddings", None)
-            if kind == "longrope":
-                limit = rotary.get("original_max_position_embeddings", limit)
-            elif "dynamic" not in kind:
-                continue
-            if limit is None or max(ends) < limit or (kind == "longrope" and min(ends) > limit):
-                continue
-            raise UsageError(_depends(one, kind, limit, max(ends)))
+    for part in (config, getattr(config, "text_config", None)):
+        for kind, limit in _rotary_limits(part):
+            if max(ends) >= limit and not (kind == "longrope" and min(ends) > limit):
+                raise UsageError(_depends(part, kind, limit, max(ends)))
 
 
 def _depends(config: object, kind: str, limit: int, seq_len: int) -> str:
@@ -140,16 +124,17 @@ def _depends(config: object, kind: str, limit: int, seq_len: int) -> str:
     )
 
 
-def _rotaries(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """The rotary parameters of a model, or of each of its layer types."""
-    if not parameters:
-        return
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        for value in parameters.values():
-            if isinstance(value, Mapping):
-                yield value
-    else:
-        yield parameters
+def _rotary_limits(config: object) -> Iterator[tuple[str, int]]:
+    """Kinds of rotary frequencies that depend on the largest position, and the position beyond which they do."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, Mapping)]
+    for rotary in by_layer_type or [parameters]:
+        kind = str(rotary.get("rope_type", rotary.get("type", "default")))
+        limit = getattr(config, "max_position_embeddings", None)
+        if kind == "longrope":
+            limit = rotary.get("original_max_position_embeddings", limit)
+        if limit is not None and (kind == "longrope" or "dynamic" in kind):
+            yield kind, limit
 
 
 def _least_end(attention: MeshAttention, rows: Sequence[Row], seq_len: int) -> int:

@@ -90,7 +90,7 @@ def _check_name(name: str) -> None:
 
 TRIED: WeakKeyDictionary[nn.Module, dict[tuple[int, frozenset[str]], str | None]] = WeakKeyDictionary()
 """The kinds of calls that each model was tried with, and why it refuses padding on the left, if it does."""
-OF_NO_KIND = ("use_cache", "output_hidden_states", "return_dict", "num_items_in_batch")
+NOT_TRIED = ("use_cache", "output_hidden_states", "return_dict", "num_items_in_batch")
 """Arguments that need no trial of their own, so that ranks may differ in them."""
 UNCOMPILED = "mesh attention checks every call of a model; compile its layers one by one, or without fullgraph=True"
 
@@ -116,40 +116,31 @@ def _call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 # Parts of the model can be compiled.
 @torch.compiler.disable(recursive=False, reason=UNCOMPILED)  # type: ignore[no-untyped-call, untyped-decorator]
 def _watched(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    if getattr(CALL, "given", None) is not None:  # a part of a model that is being called
+    if CALL.inputs is not None:  # a part of a model that is being called
         return nn.Module.__call__(model, *args, **kwargs)
-    given, layers = _bind(model, args, kwargs), find_layers(model)
-    if layers is not None and isinstance(given.get("past_key_values"), GenerationCache):
-        return _call_with_cache(model, given, layers)
+    inputs, layers = _bind(model, args, kwargs), find_layers(model)
+    CALL.inputs = inputs
     try:
-        engines, passes = _enter(model, args, kwargs)
+        if layers is not None and isinstance(inputs.get("past_key_values"), GenerationCache):
+            return call_with_cache(model, inputs, layers, lambda inputs: _try_once(model, inputs, layers))
+        engines, passes = _check_call(model, inputs, layers)
         out = nn.Module.__call__(model, *args, **kwargs)
     finally:
-        CALL.given = None
+        CALL.inputs = None
     if passes is not None and passes == count_passes(engines):
         raise UsageError(NEVER_RAN.format(what=type(model).__name__))
     return out
 
 
-def _call_with_cache(model: Any, given: dict[str, Any], layers: LayerAttention) -> Any:
-    CALL.given = given
-    try:
-        return call_with_cache(model, given, layers, lambda inputs: _try_once(model, inputs, layers))
-    finally:
-        CALL.given = None
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _enter(
-    model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def _check_call(
+    model: PreTrainedModel, inputs: Mapping[str, Any], layers: LayerAttention | None
 ) -> tuple[Sequence[Engines], int | None]:
     """Check a call before it is made. Returns the engines it needs, and how often they have run."""
-    CALL.given = given = _bind(model, args, kwargs)
-    layers = find_layers(model)
-    engines = engines_of(given.values()) if layers is None else [layers.attention.engines]
+    engines = engines_of(inputs.values()) if layers is None else [layers.attention.engines]
     passes = count_passes(engines)
     if layers is not None:
-        _try_once(model, given, layers)
+        _try_once(model, inputs, layers)
     elif passes is not None:
         _refuse_config(model)
     return engines, passes
@@ -159,48 +150,48 @@ def _bind(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
     """The arguments of a call by name."""
     if not args:
         return dict(kwargs)
-    taken = signature(model.forward)
-    bound = taken.bind_partial(*args, **kwargs).arguments
-    for name, parameter in taken.parameters.items():
+    parameters = signature(model.forward)
+    bound = parameters.bind_partial(*args, **kwargs).arguments
+    for name, parameter in parameters.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             bound |= bound.pop(name, {})
     return bound
 
 
-def _try_once(model: Any, given: Mapping[str, Any], layers: LayerAttention) -> None:
+def _try_once(model: Any, inputs: Mapping[str, Any], layers: LayerAttention) -> None:
     """Try a model with the kinds of arguments that it is given, unless that was done before.
 
     The kind must not depend on values: ranks with other batches (data parallelism) may share parameters, which a trial
     gathers. So padding on the left is tried in any case, and refused once a batch has it.
     """
-    names = frozenset(name for name, value in given.items() if value is not None and name not in OF_NO_KIND)
+    names = frozenset(name for name, value in inputs.items() if value is not None and name not in NOT_TRIED)
     kind = layers.number, names
-    refusals = TRIED.setdefault(model, {})
-    mask = given.get("attention_mask")
+    unsupported_reasons = TRIED.setdefault(model, {})
+    mask = inputs.get("attention_mask")
     played = layers.attention.engines.played
     with played.telling:
-        _refuse_call(model, given)
-        if kind not in refusals:
+        _refuse_call(model, inputs)
+        if kind not in unsupported_reasons:
             _refuse_config(model)
-            try_model(model, given, layers.set_trial)
-            of_padding = _refusal_of_padding(model, given, layers) if isinstance(mask, Tensor) else None
-    if kind not in refusals:
+            try_model(model, inputs, layers.set_trial)
+            reason = _padding_unsupported_reason(model, inputs, layers) if isinstance(mask, Tensor) else None
+    if kind not in unsupported_reasons:
         played.meet({"operation": f"a model's first call with {', '.join(sorted(names))}"})
-        refusals[kind] = of_padding
-    refusal = refusals[kind]
-    if refusal is not None and mask is not None and bool((mask[:, 0] == 0).any()):
-        raise UsageError(refusal)
+        unsupported_reasons[kind] = reason
+    reason = unsupported_reasons[kind]
+    if reason is not None and mask is not None and bool((mask[:, 0] == 0).any()):
+        raise UsageError(reason)
 
 
-def _refuse_call(model: Any, given: Mapping[str, Any]) -> None:
+def _refuse_call(model: Any, inputs: Mapping[str, Any]) -> None:
     """Refuse what a trial does not show, because it depends on values or on training."""
-    kept = given.get("logits_to_keep")
+    kept = inputs.get("logits_to_keep")
     if isinstance(kept, Tensor) or kept:
         raise UsageError(
             "logits_to_keep was given, and each rank would keep its own last tokens; leave logits_to_keep out"
         )
-    has_labels = any(is_sharded(given.get(name)) for name in ("labels", "shift_labels"))
-    if has_labels and given.get("num_items_in_batch") is None:
+    has_labels = any(is_sharded(inputs.get(name)) for name in ("labels", "shift_labels"))
+    if has_labels and inputs.get("num_items_in_batch") is None:
         raise UsageError(
             "num_items_in_batch of the sharded batch was left out, so the loss would be the mean over this rank's "
             "labels; call the model with all entries of shard_batch, or without labels"
@@ -210,9 +201,10 @@ def _refuse_call(model: Any, given: Mapping[str, Any]) -> None:
             refuse_layerdrop(config)
 
 
-def _refusal_of_padding(model: Any, given: Mapping[str, Any], layers: LayerAttention) -> str | None:
+def _padding_unsupported_reason(model: Any, inputs: Mapping[str, Any], layers: LayerAttention) -> str | None:
+    """Why the model does not take padding on the left, if so."""
     try:
-        try_model(model, given, layers.set_trial, is_padded_left=True)
+        try_model(model, inputs, layers.set_trial, is_padded_left=True)
     except UsageError as refusal:
         return str(refusal)
     return None

@@ -182,7 +182,7 @@ def _count(local: Sequence[Mapping[str, Any]]) -> Tensor:
     count = count_items(local, group=None)
     if not count:
         raise UsageError(
-            "no token of this step has a label that counts: every label is -100, or of padding; check how labels are "
+            "every label of this step is -100 or padding; check how labels are "
             "made (a prompt may fill max_length), or leave such rows out"
         )
     return count
