@@ -43,8 +43,8 @@ def attend_dtensor(attention: MeshAttention, q: DTensor, k: DTensor, v: DTensor,
         seq = dims.index("seq")
         for tensor in (q, k):
             _check_layout(attention, tensor.shape[seq])
-    given = attention(*(x.to_local() for x in (q, k, v)), seq_len=q.shape[seq], seq_len_k=k.shape[seq], **call)
-    out, lse = given if isinstance(given, tuple) else (given, None)
+    result = attention(*(x.to_local() for x in (q, k, v)), seq_len=q.shape[seq], seq_len_k=k.shape[seq], **call)
+    out, lse = result if isinstance(result, tuple) else (result, None)
     whole = _placed(out, q, q.placements, (*q.shape[:-1], v.shape[-1]))
     if lse is None:
         return whole

@@ -227,11 +227,10 @@ _READ = WeakTensorKeyDictionary()
 def _numbers(name: str, cuts: Tensor) -> tuple[int, ...]:
     """Boundaries as numbers. Reading them waits for the device, so the layers of a model share one reading."""
     version = 0 if cuts.is_inference() else cuts._version
-    known = _READ.get(cuts)  # type: ignore[no-untyped-call]
-    if known is None or known[0] != version:
-        known = _READ[cuts] = version, boundaries(name, cuts)
-    found: tuple[int, ...] = known[1]
-    return found
+    reading: tuple[int, tuple[int, ...]] | None = _READ.get(cuts)  # type: ignore[no-untyped-call]
+    if reading is None or reading[0] != version:
+        reading = _READ[cuts] = version, boundaries(name, cuts)
+    return reading[1]
 
 
 def _brief(lengths: list[int]) -> str:
@@ -294,9 +293,9 @@ def _check_call(
             f"packed_seq_params.qkv_format={packed_seq_params.qkv_format!r}: expected thd; leave out packed_seq_params "
             "for unpacked sequences"
         )
-    known, kind = (UNPACKED, "unpacked") if packed_seq_params is None else (PACKED, "packed")
-    if mask_type not in known:
-        names = ", ".join(one.name for one in known)
+    supported, kind = (UNPACKED, "unpacked") if packed_seq_params is None else (PACKED, "packed")
+    if mask_type not in supported:
+        names = ", ".join(mask.name for mask in supported)
         raise UsageError(f"attn_mask_type={mask_type.name} for {kind} sequences: expected one of {names}")
     dims = 4 if packed_seq_params is None else 3
     if query.dim() != dims:

@@ -45,13 +45,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *operands: Any, out_val: Any = Non
     return _pairs(q, k, operands) * flops_per_pair("forward", qk=q.shape[3], v=v.shape[3])
 
 
-def _backward(*given: Any, out_val: Any = None) -> int:
-    q, k, v, *operands = given[5:]  # after dO, dLSE, O, LSE and the number of the pass
+def _backward(*arguments: Any, out_val: Any = None) -> int:
+    q, k, v, *operands = arguments[5:]  # after dO, dLSE, O, LSE and the number of the pass
     return _pairs(q, k, operands) * flops_per_pair("backward", qk=q.shape[3], v=v.shape[3])
 
 
-def _pairs(q: Tensor, k: Tensor, given: Sequence[Any]) -> int:
-    options, _, engines = Operands.unpack(given)
+def _pairs(q: Tensor, k: Tensor, operands: Sequence[Any]) -> int:
+    options, _, engines = Operands.unpack(operands)
     whole = options.seq_len_k or options.seq_len or k.shape[1] * engines_of(engines).ranks
     return q.shape[0] * q.shape[2] * q.shape[1] * whole
 

@@ -96,9 +96,9 @@ class InnerAttention(Module):  # type: ignore[misc]
         enable_gqa: bool = False,
         **others: Any,
     ) -> Tensor:
-        given = sorted(name for name, value in others.items() if value is not None)
-        if given:
-            raise UsageError(f"the model's attention asks for {', '.join(given)}, which is not supported")
+        unknown = sorted(name for name, value in others.items() if value is not None)
+        if unknown:
+            raise UsageError(f"the model's attention asks for {', '.join(unknown)}, which is not supported")
         if self.attention is None or not isinstance(attention_masks, tuple):
             raise UsageError(
                 f"mesh attention was called with masks {describe(attention_masks)}, outside of the model's forward or "
@@ -131,8 +131,9 @@ class _Parallelize:
                 module.attention = attention
         model.register_forward_pre_hook(_FindDocuments(attention), with_kwargs=True)
         if type(ac_config) is SelectiveAC.Config:
-            given = {field.name: getattr(ac_config, field.name) for field in fields(ac_config)}
-            ac_config = SavedAttention.Config(**given)
+            ac_config = SavedAttention.Config(
+                **{field.name: getattr(ac_config, field.name) for field in fields(ac_config)}
+            )
         without_cp = copy(parallel_dims)  # its meshes stay, FSDP's over cp among them
         without_cp.cp = 1  # so that torchtitan does not also apply its own context parallelism to attention
         settings = {"training": training, "parallelism": parallelism, "ac_config": ac_config} | others
@@ -168,13 +169,13 @@ class _FindDocuments:
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = ("tokens", "positions", "attention_masks")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if given.get("attention_masks") is not None:
+        inputs = dict(zip(names, args, strict=False)) | kwargs
+        if inputs.get("attention_masks") is not None:
             raise UsageError(
-                f"the model was given masks {describe(given['attention_masks'])}; expected none: mesh attention finds "
+                f"the model was given masks {describe(inputs['attention_masks'])}; expected none: mesh attention finds "
                 "documents in the positions"
             )
-        positions = given.get("positions")
+        positions = inputs.get("positions")
         if positions is None and self.attention.ranks > 1:
             raise UsageError("the model was given no positions; expected those of this rank's tokens")
         documents = () if positions is None else self.read(positions)

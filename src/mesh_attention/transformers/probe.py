@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers import Cache
 
+from mesh_attention.batches import IGNORED
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.integrations.pytorch import as_autocast
 from mesh_attention.sequences import CUTS, LENGTHS
@@ -31,7 +32,8 @@ from mesh_attention.transformers.masks import DECODING, BatchMask, read_band
 if TYPE_CHECKING:
     from mesh_attention.transformers.attention import LayerAttention
 
-WHOLE = 12
+TOKENS = 12
+"""Tokens of the whole sequence."""
 OWN = (3, 5, 8, 10)
 """Tokens of the second run: no two are neighbours, and none has the position that it would get by counting."""
 ROWS = 8
@@ -43,9 +45,6 @@ ITEMS = 7
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 FUSED = "fused_lm_head"
 """An argument of models that TRL changed: compute the loss without logits, which needs labels."""
-IGNORED = -100
-
-Call = Mapping[str, Any]
 
 
 @dataclass
@@ -57,9 +56,9 @@ class Trial:
     seen: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     later: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
-    def make_mask(self, *, batch_size: int, q_length: int, kv_length: int, **asked: Any) -> BatchMask:
-        asked.pop("attention_mask", None)  # padding is of no importance here: attention sees all tokens
-        return BatchMask(band=read_band(**asked))
+    def make_mask(self, *, batch_size: int, q_length: int, kv_length: int, **request: Any) -> BatchMask:
+        request.pop("attention_mask", None)  # padding is of no importance here: attention sees all tokens
+        return BatchMask(band=read_band(**request))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, mask: BatchMask) -> Tensor:
         if query.shape[2] != key.shape[2]:
@@ -76,35 +75,42 @@ class Trial:
         return functional.scaled_dot_product_attention(query, key, value, scale=scaling).transpose(1, 2)
 
     def differs(self) -> bool:
-        pairs = zip(self.seen, self.later, strict=False)
         return len(self.seen) != len(self.later) or any(
-            _is_other(one, other, self.own) for before, after in pairs for one, other in zip(before, after, strict=True)
+            _is_other(first, second, self.own)
+            for tensors in zip(self.seen, self.later, strict=True)
+            for first, second in zip(*tensors, strict=True)
         )
 
 
 def try_model(
-    model: nn.Module, call: Call, trials: Callable[[Trial | None], None], *, is_padded_left: bool = False
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    set_trial: Callable[[Trial | None], None],
+    *,
+    is_padded_left: bool = False,
 ) -> None:
     """Raise unless `model` gives a rank's tokens the results that they have in the whole sequence.
 
-    `call` are the arguments of its first call; `trials` installs a trial in the attention function, or removes it.
+    `inputs` are the arguments of its first call; `set_trial` installs a trial in the attention function, or removes it.
     """
     with undisturbed(model):
-        _Attempt(model, call, trials, PADDING if is_padded_left else 0).check()
+        _Attempt(model, inputs, set_trial, PADDING if is_padded_left else 0).check()
 
 
 class _Attempt:
-    def __init__(self, model: nn.Module, call: Call, trials: Callable[[Trial | None], None], padding: int) -> None:
-        self.model, self.call, self.trials, self.padding = model, call, trials, padding
+    def __init__(
+        self, model: nn.Module, inputs: Mapping[str, Any], set_trial: Callable[[Trial | None], None], padding: int
+    ) -> None:
+        self.model, self.inputs, self.set_trial, self.padding = model, inputs, set_trial, padding
         self.name = type(model).__name__.removeprefix("FSDP")
-        tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
+        tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
             raise UsageError(
                 f"{self.name} was called without input_ids or inputs_embeds; mesh attention runs models of one "
                 "sequence of tokens only; use another attn_implementation for this model"
             )
         self.tokens = tokens
-        self.whole = torch.arange(WHOLE, device=tokens.device)
+        self.whole = torch.arange(TOKENS, device=tokens.device)
         self.own = torch.tensor(OWN, device=tokens.device)
 
     def check(self) -> None:
@@ -122,13 +128,13 @@ class _Attempt:
             )
         trial.own = self.own
         where = " on a part of the sequence"
-        if "attention_mask" in self.call:
+        if "attention_mask" in self.inputs:
             where += ", perhaps because its own code uses attention_mask, which is of the whole sequence"
         own = self._run_first(trial, self.own, where=where, position_ids=self.own.repeat(ROWS, 1))
         other = _find_other(whole, own, self.own)
         if trial.differs() or other is not None:
             raise UsageError(self._why(whole, trial, other))
-        if self.call.get("labels") is not None:
+        if self.inputs.get("labels") is not None:
             self._check_loss(own, trial)
 
     def _run_first(self, trial: Trial, places: Tensor, *, where: str, **more: Any) -> Any:
@@ -143,33 +149,33 @@ class _Attempt:
             ) from error
 
     def _run(self, trial: Trial, places: Tensor, **more: Any) -> Any:
-        self.trials(trial)
+        self.set_trial(trial)
         try:
             return nn.Module.__call__(self.model, **self._arguments(places), **more)
         finally:
-            self.trials(None)
+            self.set_trial(None)
 
     def _arguments(self, places: Tensor) -> dict[str, Any]:
         """The call's arguments for these tokens, without labels, positions and boundaries."""
-        found: dict[str, Any] = {}
-        for name, given in self.call.items():
-            if name in (*LABELS, *CUTS, *LENGTHS, "position_ids", FUSED) or not isinstance(given, HARMLESS):
+        arguments: dict[str, Any] = {}
+        for name, argument in self.inputs.items():
+            if name in (*LABELS, *CUTS, *LENGTHS, "position_ids", FUSED) or not isinstance(argument, HARMLESS):
                 continue
-            value: Any = given
+            value: Any = argument
             if name == "input_ids":
                 value = usual_ids(self.model, self.tokens)[:, places].repeat(ROWS, 1)
             elif name == "inputs_embeds":
-                value = _random(WHOLE, value.shape[-1]).to(value)[places].repeat(ROWS, 1, 1)
+                value = _random(TOKENS, value.shape[-1]).to(value)[places].repeat(ROWS, 1, 1)
             elif name == "attention_mask" and isinstance(value, Tensor):
                 value = (self.whole >= self.padding).to(value.dtype).repeat(ROWS, 1)  # whole, on every rank
             elif isinstance(value, Tensor) and value.shape[:2] == self.tokens.shape[:2]:
                 value = value[:1, :1].expand(ROWS, len(places), *value.shape[2:])
             elif isinstance(value, Tensor) and value.shape[:1] == self.tokens.shape[:1]:
                 value = value[:1].expand(ROWS, *value.shape[1:])
-            found[name] = value
-        if "return_dict" in found:
-            found["return_dict"] = True  # outputs are told apart by name
-        return found
+            arguments[name] = value
+        if "return_dict" in arguments:
+            arguments["return_dict"] = True  # outputs are told apart by name
+        return arguments
 
     # What to say
 
@@ -210,7 +216,7 @@ class _Attempt:
         if not isinstance(logits, Tensor) or isinstance(logits, DTensor):
             what = "DTensor logits" if isinstance(logits, DTensor) else "no logits"
             raise UsageError(f"{self.name} returns {what}, so its loss cannot be checked; {WITHOUT_LABELS}")
-        is_shifted = self.call.get("shift_labels") is not None
+        is_shifted = self.inputs.get("shift_labels") is not None
         if self._has_loss(logits, trial, is_shifted=is_shifted):
             return
         if self._has_loss(logits, trial, is_shifted=not is_shifted):
@@ -227,17 +233,17 @@ class _Attempt:
         labels = (torch.arange(len(OWN), device=logits.device) % logits.shape[-1]).repeat(ROWS, 1)
         labels[:, 0] = IGNORED
         due = functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="sum") / ITEMS
-        given: dict[str, Any] = {"labels": labels, "num_items_in_batch": torch.tensor(ITEMS, device=labels.device)}
+        named: dict[str, Any] = {"labels": labels, "num_items_in_batch": torch.tensor(ITEMS, device=labels.device)}
         if is_shifted:
-            given |= {"labels": torch.full_like(labels, IGNORED), "shift_labels": labels}
-        if FUSED in self.call:
-            given[FUSED] = self.call[FUSED]
+            named |= {"labels": torch.full_like(labels, IGNORED), "shift_labels": labels}
+        if FUSED in self.inputs:
+            named[FUSED] = self.inputs[FUSED]
         again = Trial(own=self.own, seen=trial.seen)
         try:
-            found = get_output(self._run(again, self.own, position_ids=self.own.repeat(ROWS, 1), **given), "loss")
+            loss = get_output(self._run(again, self.own, position_ids=self.own.repeat(ROWS, 1), **named), "loss")
         except ERRORS:
             return False
-        return isinstance(found, Tensor) and bool((found - due).abs() <= _tolerance(logits) * due.abs())
+        return isinstance(loss, Tensor) and bool((loss - due).abs() <= _tolerance(logits) * due.abs())
 
 
 WITHOUT_LABELS = "call it without labels, and compute the loss from its outputs and shard_batch's labels (reduce_loss)"
@@ -261,10 +267,11 @@ def usual_ids(model: Any, like: Tensor) -> Tensor:
     special: set[int] = set()
     for name, value in (*vars(model.config).items(), *vars(config).items()):
         if "token" in name:
-            special |= {one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, int)}
-    size = getattr(config, "vocab_size", None) or WHOLE + len(special)
+            values = value if isinstance(value, list | tuple) else [value]
+            special |= {number for number in values if isinstance(number, int)}
+    size = getattr(config, "vocab_size", None) or TOKENS + len(special)
     ids = [number for number in range(size) if number not in special] or [0]
-    chosen = [ids[place * len(ids) // WHOLE] for place in range(WHOLE)]
+    chosen = [ids[place * len(ids) // TOKENS] for place in range(TOKENS)]
     return torch.tensor([chosen], dtype=like.dtype, device=like.device)
 
 
@@ -292,13 +299,13 @@ def _is_other(whole: Tensor, own: Tensor, places: Tensor | None, dim: int = 2) -
 
 def _find_other(whole: Any, own: Any, places: Tensor) -> tuple[str, bool] | None:
     """The first output that differs, and whether it has a value per token."""
-    found = dict(_tensors(own))
-    for name, one in _tensors(whole):
-        other = found.get(name)
-        if other is None or other.dim() != one.dim():
+    own_outputs = dict(_tensors(own))
+    for name, output in _tensors(whole):
+        other = own_outputs.get(name)
+        if other is None or other.dim() != output.dim():
             return name, True
-        dims = [dim for dim in range(one.dim()) if one.shape[dim] != other.shape[dim]]
-        if len(dims) > 1 or _is_other(one, other, places if dims else None, dims[0] if dims else 0):
+        dims = [dim for dim in range(output.dim()) if output.shape[dim] != other.shape[dim]]
+        if len(dims) > 1 or _is_other(output, other, places if dims else None, dims[0] if dims else 0):
             return name, bool(dims)
     return None
 
@@ -335,7 +342,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module.training = True
 
 
-# Observes what a model puts into a cache, by running it on a few tokens, instead of reading its config.
+# What a model puts into a cache, seen by running it on a few tokens, instead of reading its config
 
 
 _OBSERVED: WeakKeyDictionary[nn.Module, dict[object, Observed]] = WeakKeyDictionary()
@@ -345,21 +352,21 @@ def observe(model: Any, layers: LayerAttention, device: torch.device) -> Observe
     """The layers of a model as a cache sees them; looked at once for each dtype and device."""
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     key = layers.number, model.dtype, device, autocast
-    known = _OBSERVED.setdefault(model, {})
-    if key not in known:
-        known[key] = _look(model, layers, device)
-    return known[key]
+    observed = _OBSERVED.setdefault(model, {})
+    if key not in observed:
+        observed[key] = _look(model, layers, device)
+    return observed[key]
 
 
 def _look(model: Any, layers: LayerAttention, device: torch.device) -> Observed:
-    noted = _NotingCache()
-    trial = _Look(noted=noted)
+    cache = _NotingCache()
+    trial = _NotingTrial(cache)
     ids = usual_ids(model, torch.zeros(1, dtype=torch.long, device=device)).repeat(ROWS, 1)
-    positions = torch.arange(WHOLE, device=device).repeat(ROWS, 1)
+    positions = torch.arange(TOKENS, device=device).repeat(ROWS, 1)
     layers.set_trial(trial)
     try:
         with undisturbed(model):
-            nn.Module.__call__(model, input_ids=ids, position_ids=positions, past_key_values=noted, use_cache=True)
+            nn.Module.__call__(model, input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     except UsageError:
         raise
     except ERRORS as error:
@@ -369,9 +376,9 @@ def _look(model: Any, layers: LayerAttention, device: torch.device) -> Observed:
         ) from error
     finally:
         layers.set_trial(None)
-    if not trial.layers or trial.made is None:
+    if not trial.layers or trial.key is None:
         raise UsageError(f"{type(model).__name__} puts nothing into its cache, so it cannot generate on ranks")
-    return Observed(trial.layers, *trial.made)
+    return Observed(trial.layers, trial.key.dtype, trial.key.device)
 
 
 class _NotingCache(Cache):
@@ -388,17 +395,17 @@ class _NotingCache(Cache):
         return key_states, value_states
 
 
-class _Look(Trial):
+class _NotingTrial(Trial):
     """A trial that notes the heads, sizes and window of each layer that attends."""
 
-    def __init__(self, noted: _NotingCache) -> None:
+    def __init__(self, cache: _NotingCache) -> None:
         super().__init__()
-        self.noted = noted
+        self.cache = cache
         self.layers: dict[int, CachedLayer] = {}
-        self.made: tuple[torch.dtype, torch.device] | None = None
+        self.key: Tensor | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, mask: BatchMask) -> Tensor:
-        index, self.noted.last = self.noted.last, None
+        index, self.cache.last = self.cache.last, None
         if index is None:
             raise UsageError(OTHERS_KEYS)
         if not mask.is_causal:
@@ -406,6 +413,5 @@ class _Look(Trial):
         self.layers[index] = CachedLayer(
             kv_heads=key.shape[1], head_dim=key.shape[3], head_dim_v=value.shape[3], window=mask.band.left
         )
-        cast = as_autocast(key)[0]
-        self.made = cast.dtype, cast.device
+        self.key = as_autocast(key)[0]
         return super().attend(query, key, value, scaling, mask)

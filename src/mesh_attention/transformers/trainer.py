@@ -29,9 +29,10 @@ from mesh_attention.transformers.attention import find_layers
 
 Base: Any = object
 """In use, the Trainer class that follows the mixin."""
-STATES_DOCUMENTS = ("cu_seq_lens_q", "position_ids")
-OF_NO_USE = ("seq_idx",)
-"""What TRL adds to packed batches for recurrent layers, which mesh attention refuses. The names above say the same."""
+DOCUMENTS = ("cu_seq_lens_q", "position_ids")
+"""Arguments that state the documents of a packed batch."""
+DOCUMENTS_FOR_RECURRENCE = ("seq_idx",)
+"""What TRL adds to packed batches for recurrent layers; redundant next to `DOCUMENTS`."""
 
 
 class MeshTrainerMixin(Base):  # type: ignore[misc]
@@ -49,8 +50,8 @@ class MeshTrainerMixin(Base):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         refuse_parallelism(self.accelerator)
-        for refusal in refusals(self):
-            raise UsageError(refusal)
+        for reason in unsupported_reasons(self):
+            raise UsageError(reason)
         self.mesh_attention = self._find_attention()
         self._dp_cp = make_mesh(self.mesh_attention, self.args.device.type)
 
@@ -71,12 +72,12 @@ class MeshTrainerMixin(Base):  # type: ignore[misc]
         return local, _count(local) if local else None
 
     def _shard(self, batch: Mapping[str, Any], *, is_newest: bool = True) -> dict[str, Any]:
-        dropped = OF_NO_USE if any(batch.get(name) is not None for name in STATES_DOCUMENTS) else ()
-        known = {name: value for name, value in batch.items() if name not in dropped}
+        dropped = DOCUMENTS_FOR_RECURRENCE if any(batch.get(name) is not None for name in DOCUMENTS) else ()
+        whole = {name: value for name, value in batch.items() if name not in dropped}
         if is_newest:
-            known |= self._without_repeated(known)
+            whole |= self._without_repeated(whole)
         attention, shift = self.mesh_attention, self._loss_shifts_labels
-        local = dict(shard_batch(attention, known, shift_labels=shift, may_lack_labels=True))
+        local = dict(shard_batch(attention, whole, shift_labels=shift, may_lack_labels=True))
         # TRL counts tokens by the attention mask, and divides by this. Every rank has the mask of the whole sequence.
         self._tp_size = attention.ranks if "attention_mask" in local else 1
         return local
@@ -86,10 +87,10 @@ class MeshTrainerMixin(Base):  # type: ignore[misc]
         state = self.accelerator.gradient_state
         if not state.end_of_dataloader or state.remainder <= 0:
             return {}
-        found = {name: batch[name].clone() for name in ("labels", "shift_labels") if batch.get(name) is not None}
-        for labels in found.values():
+        new = {name: batch[name].clone() for name in ("labels", "shift_labels") if batch.get(name) is not None}
+        for labels in new.values():
             labels[max(0, state.remainder - self._dp_cp.get_local_rank(0) * len(labels)) :] = IGNORED
-        return found
+        return new
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         """Counts this rank's tokens, as Trainer adds up the counts of all ranks."""
@@ -111,10 +112,10 @@ class MeshTrainerMixin(Base):  # type: ignore[misc]
         kept = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
         def gather(tensor: Tensor) -> Tensor:
-            found: Tensor = self.accelerator.gather(tensor)
+            gathered: Tensor = self.accelerator.gather(tensor)
             if tensor.dim() == 0:
-                return found
-            return found.reshape(*self._dp_cp.shape, *tensor.shape)[:, 0].flatten(0, 1)[:kept]
+                return gathered
+            return gathered.reshape(*self._dp_cp.shape, *tensor.shape)[:, 0].flatten(0, 1)[:kept]
 
         return recursively_apply(gather, values, error_on_other_type=True)
 
@@ -132,8 +133,8 @@ class MeshTrainerMixin(Base):  # type: ignore[misc]
         with torch.no_grad(), self.compute_loss_context_manager():
             if "labels" in local:
                 with_outputs, count = not prediction_loss_only, _count([local])
-                found = self.compute_loss(model, dict(local), return_outputs=with_outputs, num_items_in_batch=count)
-                loss, outputs = found if with_outputs else (found, None)
+                result = self.compute_loss(model, dict(local), return_outputs=with_outputs, num_items_in_batch=count)
+                loss, outputs = result if with_outputs else (result, None)
                 loss = _mean(loss)
             elif not prediction_loss_only:
                 outputs = model(**local)
@@ -182,8 +183,8 @@ def _count(local: Sequence[Mapping[str, Any]]) -> Tensor:
     count = count_items(local, group=None)
     if not count:
         raise UsageError(
-            "every label of this step is -100 or padding; check how labels are "
-            "made (a prompt may fill max_length), or leave such rows out"
+            "every label of this step is -100 or padding; check how labels are made (a prompt may fill max_length), or "
+            "leave such rows out"
         )
     return count
 
@@ -195,13 +196,18 @@ def _mean(loss: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
-# Settings of Trainer that would go wrong, or that nobody has tried, when ranks share a sequence.
+# Settings
 
 
-def refusals(trainer: Any) -> Iterator[str]:
-    """What is wrong with a trainer's settings, and what to do instead."""
+def unsupported_reasons(trainer: Any) -> Iterator[str]:
+    """Why a trainer's settings would go wrong, or have not been tried, and what to do instead."""
     args, config = trainer.args, trainer.args.accelerator_config
-    yield from _refusals_of_stacks(trainer)
+    if trainer.is_deepspeed_enabled:
+        yield "DeepSpeed has not been tried with MeshTrainerMixin; use DDP, or FSDP with fsdp_version=2"
+    if trainer.is_distributed_loading_by_transformers or trainer.is_model_parallel:
+        yield "a model that was loaded in parts (device_map, distributed_config) is not supported; load it whole"
+    if args.n_gpu > 1:
+        yield f"one process has {args.n_gpu} GPUs; start one process per GPU with torchrun"
     if not trainer.model_accepts_loss_kwargs:
         yield (
             f"{type(trainer.model).__name__} takes no num_items_in_batch, so its loss would be a mean over each rank's "
@@ -236,12 +242,3 @@ def refusals(trainer: Any) -> Iterator[str]:
         yield "eval_use_gather_object=True is not supported; leave it out: rows are gathered as tensors"
     if getattr(args, "predict_with_generate", False):
         yield "predict_with_generate=True is not supported; call model.generate on every rank after training"
-
-
-def _refusals_of_stacks(trainer: Any) -> Iterator[str]:
-    if trainer.is_deepspeed_enabled:
-        yield "DeepSpeed has not been tried with MeshTrainerMixin; use DDP, or FSDP with fsdp_version=2"
-    if trainer.is_distributed_loading_by_transformers or trainer.is_model_parallel:
-        yield "a model that was loaded in parts (device_map, distributed_config) is not supported; load it whole"
-    if trainer.args.n_gpu > 1:
-        yield f"one process has {trainer.args.n_gpu} GPUs; start one process per GPU with torchrun"
