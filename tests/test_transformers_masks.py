@@ -20,10 +20,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from mesh_attention import LocalGroup, UsageError, causal, documents, full
 from mesh_attention.api import MeshAttention
 from mesh_attention.batches import shard_batch
-from mesh_attention.sequences import Row, cuts_of_restarts, join_rows, split_rows
+from mesh_attention.sequences import BatchRow, cuts_of_restarts, join_rows, split_rows
 from mesh_attention.testing.kernel_conformance import is_unmasked
 from mesh_attention.transformers import register, unregister
-from mesh_attention.transformers.attention import LayerAttention, Memory, refuse_arguments
+from mesh_attention.transformers.attention import LastAnswer, LayerAttention, refuse_arguments
 from mesh_attention.transformers.masks import BatchMask, band_of, check_meanings, make_mask
 from mesh_attention.transformers.models import refuse_mixing, refuse_rotary
 
@@ -97,7 +97,7 @@ def test_padding_is_honoured_for_all_real_tokens(function: Callable[..., Any], p
     assert made.real is not None
     said = dense(masking_utils.and_masks(function, masking_utils.padding_mask_function(padding)), rows, seq)
     for row in range(rows):
-        cuts = Row((0, seq), made.real[row]).boundaries(is_causal=made.is_causal)
+        cuts = BatchRow((0, seq), made.real[row]).boundaries(is_causal=made.is_causal)
         assert torch.equal(dense_row(made.band, cuts, seq)[padding[row]], said[row][padding[row]])
 
 
@@ -254,28 +254,28 @@ def test_what_is_without_effect_is_let_through() -> None:
 
 def test_position_ids_are_looked_at_once_a_forward() -> None:
     looked = []
-    memory: Memory[None] = Memory()
+    last: LastAnswer[None] = LastAnswer()
     first, other = torch.arange(4), torch.arange(4)
     for tensor in (first, first, other, other):
-        memory.ask(lambda: looked.append("at values"), tensor, 4)
+        last.ask(lambda: looked.append("at values"), tensor, 4)
     assert len(looked) == 2
     other.add_(1)
-    memory.ask(lambda: looked.append("at values"), other, 4)
-    memory.ask(lambda: looked.append("at values"), other, 5)
+    last.ask(lambda: looked.append("at values"), other, 4)
+    last.ask(lambda: looked.append("at values"), other, 5)
     assert len(looked) == 4
     del other  # another tensor may come to lie at its address
     for _ in range(3):
-        memory.ask(lambda: looked.append("at values"), torch.arange(1, 5), 5)
+        last.ask(lambda: looked.append("at values"), torch.arange(1, 5), 5)
     assert len(looked) == 7
 
 
 def test_tensors_of_inference_mode_are_looked_at_every_time() -> None:
     looked = []
-    memory: Memory[None] = Memory()
+    last: LastAnswer[None] = LastAnswer()
     with torch.inference_mode():
         ids = torch.arange(4)
         for _ in range(2):
-            memory.ask(lambda: looked.append("at values"), ids)
+            last.ask(lambda: looked.append("at values"), ids)
             ids.add_(1)
     assert len(looked) == 2
 
@@ -388,12 +388,12 @@ def test_long_rotary_is_let_through_when_every_rank_chooses_as_one_process_would
         config = SimpleNamespace(rope_parameters=parameters, max_position_embeddings=100)
         is_same = all((end > limit) == (seq > limit) for end in ends)
         with nullcontext() if is_same else pytest.raises(UsageError, match=r"\(longrope\)"):
-            refuse_rotary(config, attention, [Row((0, seq), (0, seq))], seq)
+            refuse_rotary(config, attention, [BatchRow((0, seq), (0, seq))], seq)
 
 
 def test_documents_and_padding_count_as_short_for_long_rotary() -> None:
     config = SimpleNamespace(rope_parameters={"rope_type": "longrope"}, max_position_embeddings=4)
-    for row in (Row((0, 20, 40), (0, 40)), Row((0, 40), (3, 40))):
+    for row in (BatchRow((0, 20, 40), (0, 40)), BatchRow((0, 40), (3, 40))):
         with pytest.raises(UsageError, match="without padding or documents"):
             refuse_rotary(config, alone(), [row], 40)
 

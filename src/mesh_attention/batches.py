@@ -34,7 +34,7 @@ from mesh_attention.execution.engine import Engines
 from mesh_attention.sequences import (
     CUTS,
     LENGTHS,
-    Row,
+    BatchRow,
     cuts_of_restarts,
     find_misplaced,
     join_rows,
@@ -251,7 +251,7 @@ class _Whole:
     tokens: dict[str, Tensor]
     """Per-token tensors, by the model's argument names."""
     position_ids: Tensor
-    rows: tuple[Row, ...]
+    rows: tuple[BatchRow, ...]
     attention_mask: Tensor | None
     num_items: Tensor | None
 
@@ -340,7 +340,7 @@ def _read_labels(
 
 def _rows(
     batch: Mapping[str, Any], positions: Tensor | None, mask: Tensor | None, shape: tuple[int, int]
-) -> tuple[Row, ...]:
+) -> tuple[BatchRow, ...]:
     rows, seq_len = shape
     documents: Sequence[tuple[int, ...]] = ((0, seq_len),) * rows
     if any(name in batch for name in CUTS):
@@ -354,7 +354,7 @@ def _rows(
     elif positions is not None and mask is None:
         documents = cuts_of_restarts(positions) * (rows // positions.shape[0])
     real = ((0, seq_len),) * rows if mask is None else real_tokens(mask)
-    return tuple(map(Row, documents, real))
+    return tuple(map(BatchRow, documents, real))
 
 
 def _local(attention: MeshAttention, whole: _Whole) -> dict[str, Any]:

@@ -23,7 +23,7 @@ LENGTHS = ("max_length_q", "max_length_k")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BatchRow:
     """One row of a batch: the boundaries of its documents, and the run of its tokens that are not padding."""
 
     cuts: tuple[int, ...]
@@ -113,7 +113,7 @@ def cuts_of_restarts(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def find_misplaced(position_ids: Tensor, positions: Tensor, rows: Sequence[Row]) -> int | None:
+def find_misplaced(position_ids: Tensor, positions: Tensor, rows: Sequence[BatchRow]) -> int | None:
     """The first row whose real tokens have wrong position ids, if any; it waits for the device once.
 
     `positions` are those of the tokens in the whole sequence. Position ids must equal these, or the distance from the

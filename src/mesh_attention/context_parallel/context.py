@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mesh_attention.api import MeshAttention, attention_of
-from mesh_attention.comm.torch_dist import TorchComm, process_group
+from mesh_attention.comm.torch_dist import process_group
+from mesh_attention.context_parallel.dtensors import ranks_of
 from mesh_attention.context_parallel.sdpa import MeshSdpa
 from mesh_attention.errors import UsageError
 
@@ -102,10 +103,8 @@ def _group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def _checked(attention: MeshAttention, mesh: DeviceMesh) -> MeshAttention:
-    group = _group(mesh)
-    comm = attention.comms[0] if isinstance(attention, MeshAttention) else None
-    due = dist.get_process_group_ranks(group)
-    ours = dist.get_process_group_ranks(comm.group) if isinstance(comm, TorchComm) else None
+    due = dist.get_process_group_ranks(_group(mesh))
+    ours = ranks_of(attention) if isinstance(attention, MeshAttention) else None
     if ours != due:
         raise UsageError(
             f"attention is {attention!r} over ranks {ours}; expected a MeshAttention over the mesh's ranks {due}"

@@ -53,14 +53,11 @@ def attend_dtensor(attention: MeshAttention, q: DTensor, k: DTensor, v: DTensor,
     return whole, _placed(lse, q, [_moved(p, dims, lse_dims) for p in q.placements], shape)
 
 
-def _check_tensors(attention: MeshAttention, q: object, k: object, v: object) -> Sequence[str]:
+def _check_tensors(attention: MeshAttention, q: Any, k: Any, v: Any) -> Sequence[str]:
     """Names of the dims of the inputs."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, DTensor):
             raise UsageError(f"{name} is a {type(tensor).__name__}; expected q, k and v to be DTensors, all or none")
-    assert isinstance(q, DTensor)
-    assert isinstance(k, DTensor)
-    assert isinstance(v, DTensor)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.device_mesh != q.device_mesh or tensor.placements != q.placements:
             raise UsageError(
@@ -113,14 +110,18 @@ def _check_group(attention: MeshAttention, mesh: DeviceMesh, axis: int) -> None:
         raise UsageError(f"this process is not part of {mesh}; only its ranks can attend to its DTensors")
     row: list[Any] = list(coordinate)
     row[axis] = slice(None)
-    due = mesh.mesh[tuple(row)].tolist()
-    comm = attention.comms[0]
-    ours = dist.get_process_group_ranks(comm.group) if isinstance(comm, TorchComm) else None
+    due, ours = mesh.mesh[tuple(row)].tolist(), ranks_of(attention)
     if ours != due:
         raise UsageError(
             f"the sequence is sharded over ranks {due} in this order (axis {axis} of the mesh), but the "
             f"MeshAttention has {'no process group' if ours is None else f'{ours}'}; make it from that axis"
         )
+
+
+def ranks_of(attention: MeshAttention) -> list[int] | None:
+    """The ranks of its process group, in order; None for a local group."""
+    comm = attention.comms[0]
+    return dist.get_process_group_ranks(comm.group) if isinstance(comm, TorchComm) else None
 
 
 def _check_layout(attention: MeshAttention, tokens: int) -> None:

@@ -199,15 +199,12 @@ def _check_arguments(attn_mask: object, dropout_p: object) -> None:
         raise UsageError(f"dropout_p={dropout_p} is not supported under context_parallel: expected 0")
 
 
-def _check_tensors(query: object, key: object, value: object, shares_heads: bool) -> None:
+def _check_tensors(query: Any, key: Any, value: Any, shares_heads: bool) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.is_nested:
             raise UsageError(
                 f"{name} is {_kind(tensor)}; expected a dense tensor (batch, heads, seq, dim) under context_parallel"
             )
-    assert isinstance(query, Tensor)
-    assert isinstance(key, Tensor)
-    assert isinstance(value, Tensor)
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
         raise UsageError(f"query, key and value have shapes {shapes}; expected the same batch: nothing is broadcast")

@@ -7,7 +7,6 @@ effect on attention, or refused.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 from transformers import AttentionInterface
 
 from mesh_attention.api import MeshAttention
@@ -22,7 +22,7 @@ from mesh_attention.arguments import describe
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.execution.operators import WeakRegistry
 from mesh_attention.integrations.pytorch import as_autocast, with_sinks
-from mesh_attention.sequences import CUTS, LENGTHS, Row, find_misplaced, read_documents, split_rows
+from mesh_attention.sequences import CUTS, LENGTHS, BatchRow, find_misplaced, read_documents, split_rows
 from mesh_attention.transformers.masks import (
     CALL,
     DECODING,
@@ -34,7 +34,7 @@ from mesh_attention.transformers.masks import (
     shard_length,
 )
 from mesh_attention.transformers.models import refuse_mixing, refuse_rotary, refuse_router_loss
-from mesh_attention.transformers.probe import Trial
+from mesh_attention.transformers.probe import TrialAttention
 
 HONOURED = (
     "scaling",
@@ -61,7 +61,7 @@ class Request:
     """A layer's arguments, checked: the mask of each row of the batch, the length of the whole sequence, the rest."""
 
     mask: BatchMask
-    rows: tuple[Row, ...]
+    rows: tuple[BatchRow, ...]
     position_ids: Tensor
     seq_len: int
     softmax_scale: float | None
@@ -83,10 +83,10 @@ class LayerAttention:
     def __init__(self, attention: MeshAttention) -> None:
         self.attention = attention
         self._is_to_meet = True
-        self._trial: Trial | None = None
+        self._trial: TrialAttention | None = None
         self.number = LAYERS.number(self)
-        self._documents: Memory[tuple[tuple[int, ...], ...]] = Memory()
-        self._checked: Memory[None] = Memory()
+        self._documents: LastAnswer[tuple[tuple[int, ...], ...]] = LastAnswer()
+        self._checked: LastAnswer[None] = LastAnswer()
 
     def make_mask(self, **request: Any) -> BatchMask:
         """The mask of layers. Models request it in every forward, on every rank, before the first layer attends."""
@@ -100,7 +100,7 @@ class LayerAttention:
             refuse_padding(request.pop("attention_mask"))
         return replace(make_mask(self.attention, **request), inputs={name: inputs.get(name) for name in PASSED_ON})
 
-    def set_trial(self, trial: Trial | None) -> None:
+    def set_trial(self, trial: TrialAttention | None) -> None:
         """Let a trial attend in place of this, until it is None again."""
         self._trial = trial
 
@@ -190,7 +190,7 @@ class LayerAttention:
             self._check_positions(request.position_ids, request.rows)
         return request
 
-    def check_agreed(self, position_ids: Tensor, rows: tuple[Row, ...]) -> None:
+    def check_agreed(self, position_ids: Tensor, rows: tuple[BatchRow, ...]) -> None:
         """Raise on wrong position ids; once per forward, on every rank together."""
         with self._meeting():
             self._check_positions(position_ids, rows)
@@ -231,7 +231,7 @@ class LayerAttention:
 
     def _rows(
         self, mask: BatchMask, batch: int, tokens: int, arguments: Mapping[str, Any]
-    ) -> tuple[int, tuple[Row, ...]]:
+    ) -> tuple[int, tuple[BatchRow, ...]]:
         """The whole length and the rows, from boundaries and padding if given; otherwise all ranks have equal parts."""
         packing = {name: arguments.get(name) for name in (*CUTS, *LENGTHS)}
         seq_len = mask.seq_len
@@ -255,9 +255,9 @@ class LayerAttention:
                 "cut inputs with shard_batch or MeshAttention.shard, and give cu_seq_lens of the whole sequence"
             )
         real = mask.real or ((0, seq_len),) * batch
-        return seq_len, tuple(map(Row, documents or ((0, seq_len),) * batch, real))
+        return seq_len, tuple(map(BatchRow, documents or ((0, seq_len),) * batch, real))
 
-    def _check_positions(self, position_ids: Tensor, rows: tuple[Row, ...]) -> None:
+    def _check_positions(self, position_ids: Tensor, rows: tuple[BatchRow, ...]) -> None:
         def check() -> None:
             positions = self.attention.position_ids(rows[0].cuts[-1], device=position_ids.device)
             wrong = find_misplaced(position_ids, positions, rows)
@@ -290,7 +290,7 @@ def check_shape(position_ids: object, tokens: int) -> Tensor:
     return position_ids
 
 
-def _misplaced(position_ids: Tensor, row: int, due: Row, positions: Tensor) -> str:
+def _misplaced(position_ids: Tensor, row: int, due: BatchRow, positions: Tensor) -> str:
     ids = position_ids[min(row, position_ids.shape[0] - 1)].tolist()
     first, last = ", ".join(map(str, ids[:4])), ", ".join(map(str, ids[-2:]))
     return (
@@ -371,7 +371,7 @@ def _configs(config: Any) -> Iterator[Any]:
 Answer = TypeVar("Answer")
 
 
-class Memory(Generic[Answer]):
+class LastAnswer(Generic[Answer]):
     """The last answer, valid for the same unchanged tensors and equal other arguments.
 
     Nothing is cached for tensors made in inference mode, which do not count writes, nor while a compiler traces, which
@@ -382,31 +382,13 @@ class Memory(Generic[Answer]):
         self._last: tuple[list[Any], Answer] | None = None
 
     def ask(self, answer: Callable[[], Answer], *about: Any) -> Answer:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or any(isinstance(thing, Tensor) and thing.is_inference() for thing in about):
             return answer()
-        if self._last is not None and _are_same(self._last[0], about):
-            return self._last[1]
-        new = answer()
-        self._last = [_mark(thing) for thing in about], new
-        return new
-
-
-def _mark(thing: Any) -> Any:
-    # Held weakly: this must not keep a batch alive, and an address means nothing once it is reused.
-    if not isinstance(thing, Tensor):
-        return thing
-    return None if thing.is_inference() else (weakref.ref(thing), thing._version)
-
-
-def _are_same(marks: list[Any], things: tuple[Any, ...]) -> bool:
-    return len(marks) == len(things) and all(map(_is_same, marks, things))
-
-
-def _is_same(mark: Any, thing: Any) -> bool:
-    if isinstance(thing, Tensor):
-        is_mark = isinstance(mark, tuple) and len(mark) == 2 and isinstance(mark[0], weakref.ref)
-        return is_mark and mark[0]() is thing and mark[1] == thing._version
-    return bool(type(mark) is type(thing) and mark == thing)
+        # Held weakly: this must not keep a batch alive, and an address means nothing once it is reused.
+        key = [(WeakIdRef(thing), thing._version) if isinstance(thing, Tensor) else thing for thing in about]
+        if self._last is None or self._last[0] != key:
+            self._last = key, answer()
+        return self._last[1]
 
 
 # The check of position ids as an operator of torch, for compiled layers: a compiler sees only shapes, this sees values
@@ -415,7 +397,7 @@ def _is_same(mark: Any, thing: Any) -> bool:
 LAYERS: WeakRegistry[LayerAttention] = WeakRegistry()
 
 
-def checked_cuts(position_ids: Tensor, cuts: Sequence[int], rows: Sequence[Row], layers: int) -> Tensor:
+def checked_cuts(position_ids: Tensor, cuts: Sequence[int], rows: Sequence[BatchRow], layers: int) -> Tensor:
     """`cuts` as a tensor, after checking the position ids of all rows.
 
     Attention is called with the result, so that no compiler removes the check as unused.
@@ -439,7 +421,7 @@ def _checked_cuts(
     attention = LAYERS.find(layers)
     if attention is None:
         raise UsageError("the attention that this model was compiled with no longer exists; compile the model again")
-    attention.check_agreed(position_ids, tuple(Row(tuple(row[2:]), (row[0], row[1])) for row in split))
+    attention.check_agreed(position_ids, tuple(BatchRow(tuple(row[2:]), (row[0], row[1])) for row in split))
     return torch.tensor(cuts)
 
 

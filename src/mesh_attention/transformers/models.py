@@ -12,7 +12,7 @@ from typing import Any
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import UsageError
-from mesh_attention.sequences import Row
+from mesh_attention.sequences import BatchRow
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
 HYBRIDS = (
@@ -93,7 +93,7 @@ def refuse_router_loss(config: object, arguments: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_rotary(config: object, attention: MeshAttention, rows: Sequence[Row], seq_len: int) -> None:
+def refuse_rotary(config: object, attention: MeshAttention, rows: Sequence[BatchRow], seq_len: int) -> None:
     """Refuse rotary frequencies that depend on the largest position, where ranks could differ in it."""
     for kind, limit in _rotary_limits(config):
         if seq_len > limit and not (kind == "longrope" and limit < _least_end(attention, rows, seq_len)):
@@ -137,7 +137,7 @@ def _rotary_limits(config: object) -> Iterator[tuple[str, int]]:
             yield kind, limit
 
 
-def _least_end(attention: MeshAttention, rows: Sequence[Row], seq_len: int) -> int:
+def _least_end(attention: MeshAttention, rows: Sequence[BatchRow], seq_len: int) -> int:
     """The smallest end among the ranks' tokens; 0 where positions may restart, so that it is unknown."""
     whole = (0, seq_len)
     if any(row.cuts != whole or row.real != whole for row in rows):

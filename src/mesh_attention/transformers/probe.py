@@ -48,7 +48,7 @@ FUSED = "fused_lm_head"
 
 
 @dataclass
-class Trial:
+class TrialAttention:
     """Attention during a trial: stores tensors of the whole sequence, then compares those of some of its tokens."""
 
     own: Tensor | None = None
@@ -85,7 +85,7 @@ class Trial:
 def try_model(
     model: nn.Module,
     inputs: Mapping[str, Any],
-    set_trial: Callable[[Trial | None], None],
+    set_trial: Callable[[TrialAttention | None], None],
     *,
     is_padded_left: bool = False,
 ) -> None:
@@ -99,7 +99,11 @@ def try_model(
 
 class _Attempt:
     def __init__(
-        self, model: nn.Module, inputs: Mapping[str, Any], set_trial: Callable[[Trial | None], None], padding: int
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        set_trial: Callable[[TrialAttention | None], None],
+        padding: int,
     ) -> None:
         self.model, self.inputs, self.set_trial, self.padding = model, inputs, set_trial, padding
         self.name = type(model).__name__.removeprefix("FSDP")
@@ -114,7 +118,7 @@ class _Attempt:
         self.own = torch.tensor(OWN, device=tokens.device)
 
     def check(self) -> None:
-        trial = Trial()
+        trial = TrialAttention()
         whole = self._run_first(trial, self.whole, where="")
         if not trial.seen:
             raise UsageError(
@@ -137,7 +141,7 @@ class _Attempt:
         if self.inputs.get("labels") is not None:
             self._check_loss(own, trial)
 
-    def _run_first(self, trial: Trial, places: Tensor, *, where: str, **more: Any) -> Any:
+    def _run_first(self, trial: TrialAttention, places: Tensor, *, where: str, **more: Any) -> Any:
         try:
             return self._run(trial, places, **more)
         except (UsageError, torch.OutOfMemoryError):
@@ -148,7 +152,7 @@ class _Attempt:
                 f"({_first_line(error)}); use another attn_implementation on whole sequences, or another model"
             ) from error
 
-    def _run(self, trial: Trial, places: Tensor, **more: Any) -> Any:
+    def _run(self, trial: TrialAttention, places: Tensor, **more: Any) -> Any:
         self.set_trial(trial)
         try:
             return nn.Module.__call__(self.model, **self._arguments(places), **more)
@@ -179,7 +183,7 @@ class _Attempt:
 
     # What to say
 
-    def _why(self, whole: Any, trial: Trial, other: tuple[str, bool] | None) -> str:
+    def _why(self, whole: Any, trial: TrialAttention, other: tuple[str, bool] | None) -> str:
         if not trial.differs() and other is not None and not other[1]:
             return (
                 f"{self.name} returns {other[0]}, which it computes from all tokens or from one (a pooled output); "
@@ -201,16 +205,16 @@ class _Attempt:
             "attn_implementation on whole sequences, or another model"
         )
 
-    def _again(self, trial: Trial, whole: Any, shift: int) -> bool:
+    def _again(self, trial: TrialAttention, whole: Any, shift: int) -> bool:
         """True if position ids of the whole sequence, moved by `shift`, make a difference to it."""
-        again = Trial(own=self.whole, seen=trial.seen)
+        again = TrialAttention(own=self.whole, seen=trial.seen)
         try:
             out = self._run(again, self.whole, position_ids=self.whole.repeat(ROWS, 1) + shift)
         except ERRORS:
             return True
         return again.differs() or _find_other(whole, out, self.whole) is not None
 
-    def _check_loss(self, own: Any, trial: Trial) -> None:
+    def _check_loss(self, own: Any, trial: TrialAttention) -> None:
         """Refuse a loss that is not the sum over this rank's labels, divided by the given number of labels."""
         logits = get_output(own, "logits")
         if not isinstance(logits, Tensor) or isinstance(logits, DTensor):
@@ -229,7 +233,7 @@ class _Attempt:
             f"over labels or shift_labels, divided by num_items_in_batch); {WITHOUT_LABELS}"
         )
 
-    def _has_loss(self, logits: Tensor, trial: Trial, *, is_shifted: bool) -> bool:
+    def _has_loss(self, logits: Tensor, trial: TrialAttention, *, is_shifted: bool) -> bool:
         labels = (torch.arange(len(OWN), device=logits.device) % logits.shape[-1]).repeat(ROWS, 1)
         labels[:, 0] = IGNORED
         due = functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="sum") / ITEMS
@@ -238,7 +242,7 @@ class _Attempt:
             named |= {"labels": torch.full_like(labels, IGNORED), "shift_labels": labels}
         if FUSED in self.inputs:
             named[FUSED] = self.inputs[FUSED]
-        again = Trial(own=self.own, seen=trial.seen)
+        again = TrialAttention(own=self.own, seen=trial.seen)
         try:
             loss = get_output(self._run(again, self.own, position_ids=self.own.repeat(ROWS, 1), **named), "loss")
         except ERRORS:
@@ -395,7 +399,7 @@ class _NotingCache(Cache):
         return key_states, value_states
 
 
-class _NotingTrial(Trial):
+class _NotingTrial(TrialAttention):
     """A trial that notes the heads, sizes and window of each layer that attends."""
 
     def __init__(self, cache: _NotingCache) -> None:
