@@ -23,11 +23,19 @@ from hypothesis import strategies as st
 
 from mesh_attention.kernels import decode, launching
 from mesh_attention.kernels.base import Demand
-from mesh_attention.kernels.decode import Blocks, DecodeKernel, Reach, Tile, TorchDecode, TritonDecode, choose_decode
+from mesh_attention.kernels.decode import (
+    Blocks,
+    DecodeKernel,
+    Reach,
+    SplitTile,
+    TorchDecode,
+    TritonDecode,
+    choose_decode,
+)
 
 CPU = torch.device("cpu")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-KERNEL: DecodeKernel = TritonDecode("cpu", tile=Tile(16, 4, 3, 1)) if IS_INTERPRETED else TorchDecode()
+KERNEL: DecodeKernel = TritonDecode("cpu", tile=SplitTile(16, 4, 3, 1)) if IS_INTERPRETED else TorchDecode()
 WIDE = torch.float32 if IS_INTERPRETED else torch.float64
 EXACT = {torch.float64: 1e-13, torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 EXAMPLES = 3 if IS_INTERPRETED else 60
@@ -147,7 +155,7 @@ def test_nan_stays_nan_when_merged() -> None:
 @interpreted
 def test_a_long_sequence_has_more_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sequence has one at least, also the one that sees nothing, and all have room in the scratch."""
-    kernel, call, launched = TritonDecode("cpu", tile=Tile(16, 4, 3, 1)), make_call(UNEVEN, WIDE, CPU), []
+    kernel, call, launched = TritonDecode("cpu", tile=SplitTile(16, 4, 3, 1)), make_call(UNEVEN, WIDE, CPU), []
     monkeypatch.setattr(decode, "launch", lambda key, *rest: (launched.append(key), launching.launch(key, *rest)))
     attend(kernel, call)
     (scratch,) = kernel._scratches.values()
@@ -162,7 +170,7 @@ def test_a_long_sequence_has_more_splits(monkeypatch: pytest.MonkeyPatch) -> Non
 @interpreted
 def test_the_scratch_is_kept() -> None:
     call = make_call(replace(TYPICAL, reaches=TYPICAL.reaches[:1]), WIDE, CPU)
-    kernel = TritonDecode("cpu", tile=Tile(16, 4, 3, 1))
+    kernel = TritonDecode("cpu", tile=SplitTile(16, 4, 3, 1))
     attend(kernel, call)
     (before,) = kernel._scratches.values()
     attend(kernel, call)
@@ -248,8 +256,8 @@ def test_stages_of_loading_suit_the_shared_memory(monkeypatch: pytest.MonkeyPatc
     """Of compute capability 8.9, 8.0 and 9.0; 64 rows need more of it."""
     for program, sm, stages, resident in ((101376, 102400, 3, 1), (166912, 167936, 4, 1), (232448, 233472, 4, 2)):
         monkeypatch.setattr(decode, "_shared_nbytes", lambda device, both=(program, sm): both)
-        assert decode._tile(512, 16, CPU) == Tile(64, 4, stages, resident)
-    assert decode._tile(512, 64, CPU) == Tile(64, 4, 3, 2)
+        assert decode._tile(512, 16, CPU) == SplitTile(64, 4, stages, resident)
+    assert decode._tile(512, 64, CPU) == SplitTile(64, 4, 3, 2)
 
 
 @in_plain_python

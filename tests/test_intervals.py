@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from mesh_attention import causal, documents, full, window
 from mesh_attention.kernels import intervals, launching
 from mesh_attention.kernels.base import CallMask, Demand, RowGradient, Scores
-from mesh_attention.kernels.intervals import SMALL_TILES, TILES, IntervalKernel, Tile, is_ascending
+from mesh_attention.kernels.intervals import SMALL_TILES, TILES, IntervalKernel, ProgramTile, is_ascending
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.testing import kernel_conformance as conformance
 from mesh_attention.testing.kernel_conformance import Check, Setting
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
-KERNEL = IntervalKernel("cpu", {name: {256: Tile(16, 16, 4, 1)} for name in TILES})
+KERNEL = IntervalKernel("cpu", {name: {256: ProgramTile(16, 16, 4, 1)} for name in TILES})
 CHECKS: tuple[Check, ...] = (
     conformance.bands_are_exact,
     conformance.tokens_in_several_segments_are_exact,

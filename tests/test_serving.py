@@ -22,8 +22,8 @@ from mesh_attention.errors import CacheFullError, UsageError
 from mesh_attention.plan.layout import Zigzag
 from mesh_attention.plan.serving import MEETINGS
 from mesh_attention.serving import ShardedCache, Turn
+from mesh_attention.serving.book import Shares, clip
 from mesh_attention.serving.running import MOST_STEPS
-from mesh_attention.serving.shares import Shares, clip
 from mesh_attention.testing.wrappers import Counting
 
 

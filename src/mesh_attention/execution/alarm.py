@@ -37,7 +37,7 @@ class Alarm:
     def check(self, largest: Tensor, results: Sequence[Tensor], *, counts: bool = False) -> None:
         """Make all results NaN unless the largest hash and -hash of all ranks add up to 0; count the pass as over."""
         if largest.is_cuda and triton_unsupported_reason(largest.device) is None:
-            merging.check_marks(largest, self.state, self.seen, results, counts=counts)
+            merging.poison_if_different(largest, self.state, self.seen, results, counts=counts)
             return
         self.spoil.masked_fill_(largest.sum() != 0, torch.nan)
         spoil = self.spoil + self.seen[2].to(self.spoil.device, non_blocking=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels.base import Demand
-from mesh_attention.kernels.intervals import LARGEST_HEAD, _block, _factors
+from mesh_attention.kernels.intervals import LARGEST_HEAD, padded_dim, score_factors
 from mesh_attention.kernels.launching import Launch, launch, stride_unit, triton_unsupported_reason, with_strides
 from mesh_attention.kernels.select import first_that_supports
 
@@ -82,8 +82,8 @@ class TorchDecode:
             k, v = (_gather(x, reach.table[at], span) for x in blocks)
             tokens = torch.arange(span.start, span.stop, device=q.device)
             mask = (tokens >= reach.first[at, :, None]) & (tokens < reach.stop[at, :, None])
-            found, sums = _attend(q[at], k, v, mask, scale, softcap)
-            out[at].copy_(found)
+            result, sums = _attend(q[at], k, v, mask, scale, softcap)
+            out[at].copy_(result)
             lse[at].copy_(sums)
 
     def merge(self, parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -105,8 +105,8 @@ def _gather(x: Tensor, table: Tensor, span: range) -> Tensor:
     """(kv_heads, tokens, dim) of the tokens in `span`, in float32 or float64."""
     size = x.shape[1]
     first = span.start // size
-    found = x[table[first : -(-span.stop // size)].long()].flatten(0, 1)
-    return _widen(found[span.start - first * size : span.stop - first * size].transpose(0, 1))
+    tokens = x[table[first : -(-span.stop // size)].long()].flatten(0, 1)
+    return _widen(tokens[span.start - first * size : span.stop - first * size].transpose(0, 1))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ _TILE_NBYTES = 32768
 """Bytes of K and V that a program loads at a time. It has up to three such tiles on their way."""
 
 
-class Tile(NamedTuple):
+class SplitTile(NamedTuple):
     """Tokens that a program loads at a time, its warps, its stages of loading, and programs at once on an SM."""
 
     cols: int
@@ -154,7 +154,7 @@ class TritonDecode:
 
     name = "triton"
 
-    def __init__(self, device_type: str = "cuda", *, tile: Tile | None = None) -> None:
+    def __init__(self, device_type: str = "cuda", *, tile: SplitTile | None = None) -> None:
         self.device_type = device_type
         self._tile = tile
         self._scratches: dict[tuple[torch.device, int], Tensor] = {}
@@ -196,10 +196,10 @@ class TritonDecode:
     def _scratch(self, device: torch.device, size: int) -> Tensor:
         """Kept for as long as the kernel, because captured launches know its address."""
         key = device, 1 << (size - 1).bit_length()
-        found = self._scratches.get(key)
-        if found is None:
-            found = self._scratches[key] = torch.empty(key[1], dtype=torch.float32, device=device)
-        return found
+        scratch = self._scratches.get(key)
+        if scratch is None:
+            scratch = self._scratches[key] = torch.empty(key[1], dtype=torch.float32, device=device)
+        return scratch
 
 
 class _Work(NamedTuple):
@@ -221,7 +221,7 @@ class _Work(NamedTuple):
     splits: int
     aim: int
     wave: int
-    tile: Tile
+    tile: SplitTile
 
     @property
     def scratch_size(self) -> int:
@@ -230,14 +230,16 @@ class _Work(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _work(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device, tile: Tile | None) -> _Work:
+def _work(
+    shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device, tile: SplitTile | None
+) -> _Work:
     _check(*shapes)
     sequences, queries, heads, dim = shapes[0]
     _, block_tokens, kv_heads, dim_v = shapes[2]
     all_rows = queries * (heads // kv_heads)
     rows = min(MOST_ROWS[dtype.itemsize], max(16, 1 << (all_rows - 1).bit_length()))
     row_tiles = -(-all_rows // rows)
-    tile = tile or _tile((_block(dim) + _block(dim_v)) * dtype.itemsize, rows, device)
+    tile = tile or _tile((padded_dim(dim) + padded_dim(dim_v)) * dtype.itemsize, rows, device)
     wave = max(1, _sms(device) * tile.resident // (kv_heads * max(1, row_tiles)))
     splits, aim = _most_splits(sequences, wave)
     return _Work(
@@ -254,12 +256,12 @@ def _most_splits(sequences: int, wave: int) -> tuple[int, int]:
     return (wave, wave) if 2 * sequences <= wave else (sequences + 3 * wave, 3 * wave)
 
 
-def _tile(token_nbytes: int, rows: int, device: torch.device) -> Tile:
+def _tile(token_nbytes: int, rows: int, device: torch.device) -> SplitTile:
     """A tile for K and V that take `token_nbytes` a token together."""
     cols = max(16, min(128, 1 << (_TILE_NBYTES // token_nbytes).bit_length() - 1))
     stages = 4 if rows < 64 and _shared_nbytes(device)[0] >= 4 * _TILE_NBYTES else 3
     needed = (stages - 1) * _TILE_NBYTES + 8192
-    return Tile(cols, 4, stages, max(1, min(2, _shared_nbytes(device)[1] // needed)))
+    return SplitTile(cols, 4, stages, max(1, min(2, _shared_nbytes(device)[1] // needed)))
 
 
 @lru_cache(maxsize=64)
@@ -294,8 +296,8 @@ def _attend_launch(work: _Work, tensors: Sequence[Tensor], scale: float, softcap
     tries = max(16, min(64, _PLANNED // most))
     rest = (
         *(work.sequences, work.queries, work.kv_heads, work.row_tiles, work.splits, work.aim, work.wave),
-        *(*_factors(scale, softcap), work.heads // work.kv_heads),
-        *(work.dim, work.dim_v, _block(work.dim), _block(work.dim_v), unit, work.block_tokens, bool(softcap)),
+        *(*score_factors(scale, softcap), work.heads // work.kv_heads),
+        *(work.dim, work.dim_v, padded_dim(work.dim), padded_dim(work.dim_v), unit, work.block_tokens, bool(softcap)),
         *(work.rows, work.tile.cols, most, some, -(-work.queries // some), tries),
     )
     grid = (work.splits * work.row_tiles * work.kv_heads, 1, 1)
@@ -327,7 +329,7 @@ def _parts_launch(tensors: Sequence[Tensor]) -> Launch:
 
 def _merge_tile(dim: int, number: int) -> tuple[int, int, int]:
     """Dim rounded up, parts that a program loads at a time, and its warps: 16 elements or more for a thread."""
-    block = _block(dim)
+    block = padded_dim(dim)
     chunk = min(8192 // block, 1 << (number - 1).bit_length() if number else 1)
     return block, chunk, max(1, min(4, block * chunk // 512))
 

@@ -44,11 +44,11 @@ _UNALIGNED = ["out", "lse", "parts", "lses", "first", "stop", "table"]
 def _block_ids(table, tile, stop, block_tokens: tl.constexpr, cols: tl.constexpr):
     """The blocks of a tile's tokens: one for all of them if tiles never cross blocks. Reads no entry past `stop`."""
     if block_tokens % cols == 0:
-        found = tl.load(table + tile * cols // block_tokens, mask=tile * cols < stop, other=0)
+        ids = tl.load(table + tile * cols // block_tokens, mask=tile * cols < stop, other=0)
     else:
         token = tile * cols + tl.arange(0, cols)
-        found = tl.load(table + token // block_tokens, mask=token < stop, other=0)
-    return found.to(tl.int64)
+        ids = tl.load(table + token // block_tokens, mask=token < stop, other=0)
+    return ids.to(tl.int64)
 
 
 @triton.jit

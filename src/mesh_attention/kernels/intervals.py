@@ -27,7 +27,7 @@ LARGEST_HEAD = 256
 _SLICED = SlicedReferenceKernel()
 
 
-class Tile(NamedTuple):
+class ProgramTile(NamedTuple):
     """What a program works on at a time, and how: rows it keeps, columns it walks over, warps, stages of loading."""
 
     rows: int
@@ -36,20 +36,20 @@ class Tile(NamedTuple):
     stages: int
 
 
-Tiles = Mapping[str, Mapping[int, Tile]]
+Tiles = Mapping[str, Mapping[int, ProgramTile]]
 """By kernel, and by the largest head size that a tile is for."""
 
 TILES: Tiles = {
-    "forward": {128: Tile(64, 64, 4, 3), 256: Tile(64, 64, 8, 2)},
-    "backward_queries": {128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2)},
-    "backward_keys": {128: Tile(64, 32, 4, 3), 256: Tile(64, 32, 8, 1)},
+    "forward": {128: ProgramTile(64, 64, 4, 3), 256: ProgramTile(64, 64, 8, 2)},
+    "backward_queries": {128: ProgramTile(128, 64, 8, 3), 256: ProgramTile(64, 32, 8, 2)},
+    "backward_keys": {128: ProgramTile(64, 32, 4, 3), 256: ProgramTile(64, 32, 8, 1)},
 }
 """The best of those tried on an H200, for masks that leave a query few keys; within 7 % of the best for others."""
 
 SMALL_TILES: Tiles = {
-    "forward": {128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)},
-    "backward_queries": {128: Tile(64, 32, 4, 2), 256: Tile(32, 16, 4, 1)},
-    "backward_keys": {128: Tile(64, 32, 4, 1), 256: Tile(32, 16, 4, 1)},
+    "forward": {128: ProgramTile(64, 32, 4, 2), 256: ProgramTile(32, 32, 4, 1)},
+    "backward_queries": {128: ProgramTile(64, 32, 4, 2), 256: ProgramTile(32, 16, 4, 1)},
+    "backward_keys": {128: ProgramTile(64, 32, 4, 1), 256: ProgramTile(32, 16, 4, 1)},
 }
 """For GPUs with less shared memory than `TILES` need: compute capability 8.6, 8.9 and 12."""
 
@@ -109,9 +109,9 @@ class IntervalKernel:
         at = intervals(scores.mask, q.device)
         delta = delta_of(row)
         q, k, v, do = _signed(_laid(q), scores), _laid(k), _laid(v), _laid(row.do)
-        given = (q, k, v, do, row.lse, delta)
-        self._launch("backward_keys", (*given, dk, dv, at.query_start, at.query_stop), scores)
-        self._launch("backward_queries", (*given, dq, at.key_start, at.key_stop), scores)
+        inputs = (q, k, v, do, row.lse, delta)
+        self._launch("backward_keys", (*inputs, dk, dv, at.query_start, at.query_stop), scores)
+        self._launch("backward_queries", (*inputs, dq, at.key_start, at.key_stop), scores)
         return Gradients(_signed(dq, scores), dk, dv)
 
     def prepare(self, q: Tensor, v: Tensor, mask: CallMask) -> None:
@@ -127,14 +127,14 @@ class IntervalKernel:
     def _prepare(self, name: str, tensors: tuple[Tensor, ...], scores: Scores) -> Launch:
         batch, heads, queries, dim = tensors[0].shape
         _, kv_heads, keys, dim_v = tensors[2].shape
-        block, block_v = _block(dim), _block(dim_v)
+        block, block_v = padded_dim(dim), padded_dim(dim_v)
         table = (self._tiles or _tiles(tensors[0].device))[name]
         tile = table[min(size for size in table if size >= max(block, block_v))]
         rows, over_heads = (keys, kv_heads) if name == "backward_keys" else (queries, heads)
         unit = 16 // tensors[0].itemsize
         steps = [_steps(tensor, unit) if name != "forward" or tensor.dim() == 4 else () for tensor in tensors]
         rest = (
-            *(queries, keys, heads, heads // kv_heads, *_factors(abs(scores.scale), scores.softcap)),
+            *(queries, keys, heads, heads // kv_heads, *score_factors(abs(scores.scale), scores.softcap)),
             *(dim, dim_v, block, block_v, unit, bool(scores.softcap), tile.rows, tile.cols),
         )
         grid = (batch * over_heads * -(-rows // tile.rows), 1, 1)
@@ -156,17 +156,17 @@ def _tiles(device: torch.device) -> Tiles:
 def is_ascending(mask: CallMask) -> bool:
     """True if the tokens of both sides are in the order of their positions, or positions do not matter."""
     return mask.form != "positions" or all(
-        a[-1] < b[0] for side in (mask.q, mask.kv) for a, b in pairwise([one for one in side if one])
+        a[-1] < b[0] for side in (mask.q, mask.kv) for a, b in pairwise([segment for segment in side if segment])
     )
 
 
 def intervals(mask: CallMask, device: torch.device) -> Intervals:
     """Made at the first call, which is before a CUDA graph is captured, and kept as long as the mask."""
     kept = _KEPT.setdefault(mask, {})
-    found = kept.get(device)
-    if found is None:
-        found = kept[device] = _intervals(mask, device)
-    return found
+    made = kept.get(device)
+    if made is None:
+        made = kept[device] = _intervals(mask, device)
+    return made
 
 
 _KEPT: WeakKeyDictionary[CallMask, dict[torch.device, Intervals]] = WeakKeyDictionary()
@@ -231,12 +231,12 @@ def _signed(tensor: Tensor, scores: Scores) -> Tensor:
     return -tensor if scores.scale < 0 else tensor
 
 
-def _factors(scale: float, softcap: float) -> tuple[float, float, float]:
+def score_factors(scale: float, softcap: float) -> tuple[float, float, float]:
     """From a product to its score, in units of log 2; from a product to the exponent of 2 in tanh; and the softcap."""
     unit = 1 / math.log(2)
     return scale * unit, 2 * unit * scale / softcap if softcap else 0.0, softcap * unit
 
 
-def _block(dim: int) -> int:
+def padded_dim(dim: int) -> int:
     """The head size of a tile: a power of two that tensor cores take."""
     return max(16, 1 << (dim - 1).bit_length())

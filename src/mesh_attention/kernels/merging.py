@@ -8,7 +8,7 @@ memory; plain torch runs anywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -213,19 +213,17 @@ def _tile(dim: int, itemsize: int) -> tuple[int, int]:
 # The alarm of `execution.alarm`
 
 
-def check_marks(largest: Tensor, state: Tensor, seen: Tensor, results: Sequence[Tensor], *, counts: bool) -> None:
+def poison_if_different(
+    largest: Tensor, state: Tensor, seen: Tensor, results: Sequence[Tensor], *, counts: bool
+) -> None:
     """`execution.alarm.Alarm.check` of up to three results without gaps in memory; `seen` is in pinned host memory."""
     sizes = [*(result.numel() for result in results), 0, 0, 0][:3]
     filled = [*results, state, state, state][:3]  # a rank without tokens has no results
-
-    def arguments(given: Sequence[Any]) -> list[Any]:
-        largest, state, seen, *results = given
-        return [largest, state, seen, *(x for pair in zip(results, sizes, strict=True) for x in pair), counts, 1024]
-
-    key = ("check_marks", *sizes, counts)
-    grid = (_SPOILING, 1, 1)
-    launch(key, (largest, state, seen, *filled), lambda: Launch(FILE, "check_marks", grid, arguments))
+    arguments = with_strides(((), (), (), *((size,) for size in sizes)), (counts, 1024))
+    key = ("poison_if_different", *sizes, counts)
+    grid = (_POISONING, 1, 1)
+    launch(key, (largest, state, seen, *filled), lambda: Launch(FILE, "poison_if_different", grid, arguments))
 
 
-_SPOILING = 64
+_POISONING = 64
 """Programs that fill results with NaN; as a rule they have nothing to do."""

@@ -181,9 +181,9 @@ def stand_in_rows(
     delta_at = _rows(a_stat, a_stat_batch, a_stat_head, a_stat_token, batch, token, onward, head, 1)
     delta = tl.load(delta_at, mask=is_row, other=0.0)
     wide = tl.load(a_at, mask=here, other=0.0).to(delta.dtype)
-    found = tl.max(tl.abs(wide), axis=1)
+    top = tl.max(tl.abs(wide), axis=1)
     tiny: tl.constexpr = 2.2250738585072014e-308 if delta.dtype == tl.float64 else 1.1754943508222875e-38
-    largest = tl.where(found < tiny, tiny, found)
+    largest = tl.where(top < tiny, tiny, top)
     scaled = wide * (1.0 / largest)[:, None]
     norm = tl.sum(scaled * scaled, axis=1)
     ratio = tl.where(norm > 0, delta / largest / norm, 0.0)
@@ -195,7 +195,7 @@ def stand_in_rows(
 
 
 @triton.jit(do_not_specialize=["a_size", "b_size", "c_size"])
-def check_marks(
+def poison_if_different(
     largest, state, seen,
     a, a_size: tl.int64,
     b, b_size: tl.int64,

@@ -69,10 +69,10 @@ class SlicedReferenceKernel:
         dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
         for rows in self._slices(q, k):
             upstream = RowGradient(*(None if x is None else x[:, :, rows] for x in row))  # type: ignore[arg-type]
-            found = _REFERENCE.backward(q[:, :, rows], k, v, upstream, of_rows(scores, rows))
-            dq[:, :, rows] = found.dq
-            dk += found.dk
-            dv += found.dv
+            part = _REFERENCE.backward(q[:, :, rows], k, v, upstream, of_rows(scores, rows))
+            dq[:, :, rows] = part.dq
+            dk += part.dk
+            dv += part.dv
         return Gradients(dq, dk, dv)
 
     def _slices(self, q: Tensor, k: Tensor) -> Iterator[slice]:
@@ -100,14 +100,14 @@ def _part(segments: tuple[Segment, ...], start: int, stop: int) -> tuple[Segment
 
 def _scored(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor, Tensor | float]:
     """Masked scores, and the slope of the softcap at each."""
-    found = q @ k.mT * scores.scale
+    products = q @ k.mT * scores.scale
     slope: Tensor | float = 1.0
     if scores.softcap:
-        bent = torch.tanh(found / scores.softcap)
-        found, slope = scores.softcap * bent, 1 - bent * bent
+        bent = torch.tanh(products / scores.softcap)
+        products, slope = scores.softcap * bent, 1 - bent * bent
     if scores.mask.form != "full":
-        found = found.masked_fill(~scores.mask.dense(q.device), -torch.inf)
-    return found, slope
+        products = products.masked_fill(~scores.mask.dense(q.device), -torch.inf)
+    return products, slope
 
 
 def _widen(x: Tensor) -> Tensor:

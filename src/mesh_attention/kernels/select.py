@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class _Backend(Protocol):
     name: str
 
-    def unsupported_reason(self, asked: Any, /) -> str | None: ...
+    def unsupported_reason(self, demand: Any, /) -> str | None: ...
 
 
 Backend = TypeVar("Backend", bound=_Backend)
@@ -67,11 +67,11 @@ def choose_merging(device: torch.device) -> Merging:
     return first_that_supports("merging", MERGINGS, device)
 
 
-def first_that_supports(what: str, ordered: Sequence[Backend], asked: Any) -> Backend:
-    for one in ordered:
-        reason = one.unsupported_reason(asked)
+def first_that_supports(what: str, ordered: Sequence[Backend], demand: Any) -> Backend:
+    for backend in ordered:
+        reason = backend.unsupported_reason(demand)
         if reason is None:
-            logger.info("%s: %s, for %s", what, one.name, asked)
-            return one
-        logger.info("%s: not %s: it %s", what, one.name, reason)
+            logger.info("%s: %s, for %s", what, backend.name, demand)
+            return backend
+        logger.info("%s: not %s: it %s", what, backend.name, reason)
     raise AssertionError(f"the last {what} supports everything")

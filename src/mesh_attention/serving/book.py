@@ -2,20 +2,156 @@
 
 Layers with the same window keep the same tokens, so they share a *table*: the blocks of each sequence, in the order of
 a rank's tokens. A rank's token i, counted from the first one that the table still has, is in ``blocks[i // size]``.
+
+A sequence grows by runs: a prompt, a chunk or a turn on the layout of its queries, or tokens that were decoded, which
+go round the ranks one by one. Each run begins with the rank that holds the fewest tokens, so that ranks never differ by
+more than a token unless the sequence is truncated. A rank stores its tokens in rising order of position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
-from mesh_attention.errors import UsageError
-from mesh_attention.plan.layout import Layout
-from mesh_attention.serving.blocks import BlockPool
-from mesh_attention.serving.shares import Shares
+from mesh_attention.errors import CacheFullError, UsageError
+from mesh_attention.masks import Segment
+from mesh_attention.plan.layout import Layout, Striped, join, shifted
+from mesh_attention.units import count
 
 Window = int | None
 """How many tokens before its own a query sees; None for all of them."""
+
+
+# Shares: the positions that each rank holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Tokens that were appended together. Rank `first` has the shard that the layout gives to rank 0, and so on.
+
+    Only the first `kept` tokens are left, if the sequence was truncated.
+    """
+
+    start: int
+    tokens: int
+    kept: int
+    layout: Layout
+    first: int
+
+    def segments(self, rank: int, ranks: int) -> tuple[Segment, ...]:
+        segments = self.layout.segments((rank - self.first) % ranks, tokens=self.tokens, ranks=ranks)
+        if self.kept < self.tokens:
+            segments = clip(segments, 0, self.kept)
+        return shifted(segments, self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The runs of one sequence."""
+
+    ranks: int
+    runs: tuple[Run, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return self.runs[-1].start + self.runs[-1].kept if self.runs else 0
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """The positions that a rank holds, in rising order, which is also the order in its memory."""
+        return join(segment for run in self.runs for segment in run.segments(rank, self.ranks))
+
+    def counts(self) -> list[int]:
+        """The number of tokens of each rank."""
+        return [sum(map(len, self.segments(rank))) for rank in range(self.ranks)]
+
+    def before(self, rank: int, position: int) -> int:
+        """The number of a rank's tokens before a position."""
+        return sum(map(len, clip(self.segments(rank), 0, position)))
+
+    def appended(self, tokens: int, layout: Layout, counts: Sequence[int] | None = None) -> Shares:
+        """The shares after a chunk or a turn, which begins with the rank that has the fewest tokens.
+
+        `counts` are those of the ranks, if they are known.
+        """
+        counts = self.counts() if counts is None else counts
+        first = min(range(self.ranks), key=lambda rank: counts[rank])
+        run = Run(start=self.length, tokens=tokens, kept=tokens, layout=layout, first=first)
+        return replace(self, runs=(*self.runs, run))
+
+    def decoded(self, tokens: int, counts: Sequence[int] | None = None) -> Shares:
+        """The shares after tokens that go round the ranks, where the last ones left off."""
+        last = self.runs[-1] if self.runs else None
+        if last is None or last.layout != Striped():
+            return self.appended(tokens, Striped(), counts)
+        more = last.kept + tokens  # who gets a token does not depend on how many follow
+        return replace(self, runs=(*self.runs[:-1], replace(last, tokens=more, kept=more)))
+
+    def truncate(self, length: int) -> Shares:
+        """The shares of the first `length` tokens."""
+        runs = [replace(run, kept=min(run.kept, length - run.start)) for run in self.runs if run.start < length]
+        return replace(self, runs=tuple(runs))
+
+
+def clip(segments: tuple[Segment, ...], low: int, high: int) -> tuple[Segment, ...]:
+    """The parts of segments from `low` up to, but not including, `high`."""
+    parts = (s[bisect_left(s, low) : bisect_left(s, high)] for s in segments)
+    return tuple(part for part in parts if part)
+
+
+# Blocks
+
+
+class BlockPool:
+    """Numbers of blocks, the parts of a cache's memory. A block that sequences share is free again when the last of
+    them gives it back.
+
+    All ranks give out the same blocks, as many as the rank with the most tokens needs, so that all of them run out of
+    memory at the same call.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.users = [0] * size
+        self.free = size
+
+    def take(self, number: int, *, after: int | None = None) -> list[int]:
+        """Free blocks, in a row if possible: behind block `after`, or else in the first gap that is large enough."""
+        if not number:
+            return []
+        if number > self.free:
+            raise CacheFullError(
+                f"the cache has {count(self.free, 'free block')} of {self.size:,} and needs {number:,} more; remove a "
+                "sequence, or make room with cache.reserve(tokens, sequences)"
+            )
+        blocks = self._row(number, after) or [block for block in range(self.size) if not self.users[block]][:number]
+        for block in blocks:
+            self.users[block] = 1
+        self.free -= number
+        return blocks
+
+    def share(self, blocks: list[int]) -> None:
+        """Let one more sequence use these blocks."""
+        for block in blocks:
+            self.users[block] += 1
+
+    def give_back(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.users[block] -= 1
+            self.free += not self.users[block]
+
+    def grow(self, size: int) -> None:
+        self.free += size - self.size
+        self.users += [0] * (size - self.size)
+        self.size = size
+
+    def _row(self, number: int, after: int | None) -> list[int]:
+        gaps = (b for b in range(self.size) if not self.users[b] and (b == 0 or self.users[b - 1]))
+        for start in chain([] if after is None else [after + 1], gaps):
+            if start + number <= self.size and not any(self.users[start : start + number]):
+                return list(range(start, start + number))
+        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +171,9 @@ class Entry:
     tables: Mapping[Window, Table]
     min_length: int = 0
     """The shortest length that it can still be truncated to: its windows have dropped what shorter ones need."""
+
+
+# The book
 
 
 @dataclass

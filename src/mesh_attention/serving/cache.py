@@ -10,8 +10,7 @@ import torch
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.plan.serving import BLOCK_TOKENS, MEETINGS, MOST_DECODED, WAYS, Meeting, Way, blocks_of_rank
-from mesh_attention.serving.blocks import BlockPool
-from mesh_attention.serving.book import Book, Window
+from mesh_attention.serving.book import BlockPool, Book, Window
 from mesh_attention.serving.checks import DTYPE_NAMES
 from mesh_attention.serving.decode import Step
 from mesh_attention.serving.memory import CachedLayer, Memory, cache_nbytes

@@ -22,10 +22,9 @@ from mesh_attention.execution.autograd import run_forward
 from mesh_attention.execution.engine import Engine
 from mesh_attention.masks import Segment
 from mesh_attention.plan.layout import Cached, Listed, join, shifted
-from mesh_attention.serving.book import Entry, Window
+from mesh_attention.serving.book import Entry, Window, clip
 from mesh_attention.serving.checks import by_rank, check_layer, check_tensors, check_turn, softmax_of
 from mesh_attention.serving.memory import slots_of
-from mesh_attention.serving.shares import clip
 
 if TYPE_CHECKING:
     from mesh_attention.serving.cache import ShardedCache

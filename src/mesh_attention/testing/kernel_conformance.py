@@ -125,14 +125,14 @@ def calls_over_parts_of_the_keys_add_up(kernel: Kernel, setting: Setting) -> Non
     lse = (q.double() @ k.double().mT * scores.scale).logsumexp(-1)
     delta = (out.detach() * row.do.double()).sum(-1)
     row = RowGradient(row.do, lse.to(row.lse.dtype), delta.to(row.lse.dtype))
-    lses, found = [], []
+    lses, parts = [], []
     for keys in (slice(0, cut), slice(cut, n)):
         part = Call(q, k[:, :, keys], v[:, :, keys], row, scores._replace(mask=_full(n, k[:, :, keys].shape[2])))
         lses.append(_check_exact(kernel, part)[1].double())
-        found.append(kernel.backward(*part))
+        parts.append(kernel.backward(*part))
     _check_lse(kernel, torch.logaddexp(*lses), lse, setting.dtype)
-    dq = found[0].dq.double() + found[1].dq.double()
-    ours = Gradients(dq, *(torch.cat(pair, 2) for pair in list(zip(*found, strict=True))[1:]))
+    dq = parts[0].dq.double() + parts[1].dq.double()
+    ours = Gradients(dq, *(torch.cat(pair, 2) for pair in list(zip(*parts, strict=True))[1:]))
     _check_gradients(kernel, ours, due, setting.dtype)
 
 
@@ -182,8 +182,8 @@ def scores_that_overflow_do_not_count(kernel: Kernel, setting: Setting) -> None:
         out, lse = kernel.forward(*call[:3], scores)
         assert not (lse > -torch.inf).any(), f"{kernel.name}: rows without a score above -inf have an LSE"
         assert not out.nan_to_num(0.0).any(), f"{kernel.name}: rows without a score above -inf have an output"
-        found = (x.nan_to_num(0.0) for x in kernel.backward(*call))
-        assert not any(x.any() for x in found), f"{kernel.name}: scores of -inf have gradients"
+        gradients = (x.nan_to_num(0.0) for x in kernel.backward(*call))
+        assert not any(x.any() for x in gradients), f"{kernel.name}: scores of -inf have gradients"
 
 
 def a_gradient_into_the_lse_is_exact_where_do_is_zero(kernel: Kernel, setting: Setting) -> None:
@@ -200,8 +200,8 @@ def the_output_may_be_given_instead_of_delta(kernel: Kernel, setting: Setting) -
     out, lse = out.to(setting.dtype), lse.to(call.row.lse.dtype)
     delta = (out.double() * call.row.do.double()).sum(-1)
     due = _truth(call._replace(row=RowGradient(call.row.do, lse, delta)))[2]
-    given = call._replace(row=RowGradient(call.row.do, lse, out=out))
-    _check_gradients(kernel, kernel.backward(*given), due, setting.dtype)
+    with_out = call._replace(row=RowGradient(call.row.do, lse, out=out))
+    _check_gradients(kernel, kernel.backward(*with_out), due, setting.dtype)
 
 
 def small_gradients_do_not_vanish(kernel: Kernel, setting: Setting) -> None:
@@ -272,11 +272,11 @@ def unusual_strides_are_followed(kernel: Kernel, setting: Setting) -> None:
     laid = [_overlapping(x) for x in (*call[:3], call.row.do)]
     changed = call._replace(q=laid[0], k=laid[1], v=laid[2], row=call.row._replace(do=laid[3]))
     _check_exact(kernel, _covered(changed), "with tokens that overlap in memory")
-    one = [x[:1] for x in (*call[:3], call.row.do, call.row.lse, _delta(call))]
+    single = [x[:1] for x in (*call[:3], call.row.do, call.row.lse, _delta(call))]
     for stride, is_expanded in product((0, 1, 10**6), (False, True)):
-        laid = [_expanded(x, (2,)) if is_expanded else _laid(x, (0, 2, 1, 3), 1) for x in one[:4]]
+        laid = [_expanded(x, (2,)) if is_expanded else _laid(x, (0, 2, 1, 3), 1) for x in single[:4]]
         q, k, v, do = (x.as_strided(x.shape, (stride, *x.stride()[1:])) for x in laid)
-        changed = Call(q, k, v, RowGradient(do, one[4], one[5]), call.scores)
+        changed = Call(q, k, v, RowGradient(do, single[4], single[5]), call.scores)
         _check_exact(kernel, _covered(changed), f"with a stride of {stride} over one batch entry")
 
 
@@ -284,11 +284,11 @@ def inputs_are_not_written_to(kernel: Kernel, setting: Setting) -> None:
     n = setting.seq
     for mask in (_full(n, n), _causal(n), _positions(window(3, 1), range(n), range(2, n), n)):
         call = _call(mask, setting)
-        given = (*call[:3], call.row.do, call.row.lse, _delta(call))
-        before = [x.clone() for x in given]
+        inputs = (*call[:3], call.row.do, call.row.lse, _delta(call))
+        before = [x.clone() for x in inputs]
         kernel.forward(*call[:3], call.scores)
         kernel.backward(*call)
-        assert all(map(torch.equal, before, given)), f"{kernel.name} writes to its inputs"
+        assert all(map(torch.equal, before, inputs)), f"{kernel.name} writes to its inputs"
 
 
 CHECKS: tuple[Check, ...] = (
@@ -392,23 +392,23 @@ def _delta(call: Call) -> Tensor:
     return call.row.delta
 
 
-def _demand(setting: Setting, **asked: Any) -> Demand:
+def _demand(setting: Setting, **changes: Any) -> Demand:
     plain = {"head_dim_v": setting.head_dim, "softcap": 0.0, "lse_gradient": False}
-    return Demand(device=setting.device, dtype=setting.dtype, head_dim_qk=setting.head_dim, **(plain | asked))
+    return Demand(device=setting.device, dtype=setting.dtype, head_dim_qk=setting.head_dim, **(plain | changes))
 
 
-def _supports(kernel: Kernel, setting: Setting, **asked: Any) -> bool:
-    return kernel.unsupported_reason(_demand(setting, **asked)) is None
+def _supports(kernel: Kernel, setting: Setting, **changes: Any) -> bool:
+    return kernel.unsupported_reason(_demand(setting, **changes)) is None
 
 
 # Truth
 
 
 def _scored(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
-    found = q @ k.repeat_interleave(HEADS // k.shape[1], 1).mT * scores.scale
+    products = q @ k.repeat_interleave(HEADS // k.shape[1], 1).mT * scores.scale
     if scores.softcap:
-        found = scores.softcap * torch.tanh(found / scores.softcap)
-    return found.masked_fill(~_seen(scores.mask).to(q.device), -torch.inf)
+        products = scores.softcap * torch.tanh(products / scores.softcap)
+    return products.masked_fill(~_seen(scores.mask).to(q.device), -torch.inf)
 
 
 @lru_cache(maxsize=16)
