@@ -131,13 +131,12 @@ class _Parallelize:
                 module.attention = attention
         model.register_forward_pre_hook(_FindDocuments(attention), with_kwargs=True)
         if type(ac_config) is SelectiveAC.Config:
-            ac_config = SavedAttention.Config(
-                **{field.name: getattr(ac_config, field.name) for field in fields(ac_config)}
-            )
+            settings = {field.name: getattr(ac_config, field.name) for field in fields(ac_config)}
+            ac_config = SavedAttention.Config(**settings)
         without_cp = copy(parallel_dims)  # its meshes stay, FSDP's over cp among them
         without_cp.cp = 1  # so that torchtitan does not also apply its own context parallelism to attention
-        settings = {"training": training, "parallelism": parallelism, "ac_config": ac_config} | others
-        return self.inner(model, parallel_dims=without_cp, **settings)
+        others |= {"training": training, "parallelism": parallelism, "ac_config": ac_config}
+        return self.inner(model, parallel_dims=without_cp, **others)
 
 
 def _check(training: Any, parallelism: Any) -> None:

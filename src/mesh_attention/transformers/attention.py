@@ -151,9 +151,9 @@ class LayerAttention:
             seq_len=request.seq_len,
             return_lse=request.sinks is not None,
         )
-        out, lse = (result, result) if request.sinks is None else result
+        out: Tensor = result if request.sinks is None else result[0]
         out = out if is_bshd else out.transpose(1, 2)
-        return out if request.sinks is None else with_sinks(out, lse, request.sinks)
+        return out if request.sinks is None else with_sinks(out, result[1], request.sinks)
 
     def _attend_cached(
         self, module: nn.Module, tensors: Sequence[Tensor], mask: CachedMask, arguments: Mapping[str, Any]
@@ -171,8 +171,8 @@ class LayerAttention:
             softcap=arguments.get("softcap") or 0.0,
             return_lse=sinks is not None,
         )
-        out, lse = (result, result) if sinks is None else result
-        return out if sinks is None else with_sinks(out, lse, sinks)
+        out: Tensor = result if sinks is None else with_sinks(result[0], result[1], sinks)
+        return out
 
     # Checks
 
