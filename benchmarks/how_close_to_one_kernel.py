@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "how_close_to_one_kernel"
-METHODS = ("ring", "mesh", "ulysses×mesh", "attention2d")
+METHODS = ("ring", "mesh", "ulysses+mesh", "attention2d")
 PROBLEMS = tuple(
     Problem.self_attention(seq=seq, heads=32, kv_heads=kv_heads, head_dim=128, ranks=256, mask=causal())
     for seq in (2**20, 2**19)
@@ -137,7 +137,7 @@ def _arguments() -> argparse.Namespace:
 def _replay(problem: Problem, cluster: Topology, given: argparse.Namespace, device: torch.device) -> Replayed:
     topology = replace(cluster, ranks=problem.ranks)
     rank = problem.ranks // 2 if given.rank is None else given.rank
-    methods = [method.replace("ulysses-", "ulysses×") for method in given.methods]
+    methods = [method.replace("ulysses-", "ulysses+") for method in given.methods]
     parts = tuned_parts(problem, topology, methods, directions=DIRECTIONS, layout="zigzag")
     is_captured = device.type == "cuda" and not given.no_graphs
     check_memory(parts, rank=rank, device=device, is_captured=is_captured)

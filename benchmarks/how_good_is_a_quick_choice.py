@@ -114,7 +114,7 @@ def _waits(ranks: int, mask: str) -> dict[str, object]:
 
 
 def _tuner(cluster: Topology, asked: Problem) -> Tuner:
-    return Tuner(cluster, default_layout(asked), memory_nbytes=None)
+    return Tuner(cluster, default_layout(asked), memory_limit=None)
 
 
 def _plans(tuner: Tuner, asked: Problem) -> list[Plan]:

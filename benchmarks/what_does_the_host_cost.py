@@ -42,7 +42,7 @@ HEADS, DIM = 16, 128
 WARM_UP = 5
 IN_A_ROW = 8
 DEFAULT = "default"
-CHOICES = ("mesh 2x2", "ulysses 2 × mesh 2x1", "ulysses", "ring")
+CHOICES = ("mesh 2x2", "ulysses 2 + mesh 2x1", "ulysses", "ring")
 PASSES = ("forward", "backward")
 LINES = 35
 """Functions that a profile lists."""

@@ -13,7 +13,7 @@ from mesh_attention import Choice, LocalGroup, MeshAttention, Problem, Tile, Zig
 from mesh_attention.errors import MeshAttentionError, ParseError, ScheduleError, TileError, UsageError
 from mesh_attention.plan.layout import LAYOUTS, PLANNED_LAYOUTS
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
-from mesh_attention.planning.choice import COLLECTIVE_METHODS, METHODS
+from mesh_attention.planning.choice import COLLECTIVE_METHODS, METHODS, as_choice
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import make_priced_plan
 
@@ -47,9 +47,16 @@ def choices(draw: st.DrawFn) -> Choice:
 @given(choices())
 def test_text_and_options_read_back(choice: Choice) -> None:
     assert Choice.parse(str(choice)) == choice
-    assert Choice.parse(str(choice).replace("×", "x")) == choice
+    assert Choice.parse(str(choice).upper()) == choice
+    assert str(choice).isascii()
     written = json.loads(json.dumps(choice.options))
     assert Choice.of(**written | {"keep": tuple(written["keep"])}) == choice
+
+
+@given(choices())
+def test_text_is_a_plain_scalar_of_yaml(choice: Choice) -> None:
+    yaml = pytest.importorskip("yaml")
+    assert yaml.safe_load(f"choice: {choice}") == {"choice": str(choice)}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +64,7 @@ def test_text_and_options_read_back(choice: Choice) -> None:
     [
         ("mesh", Choice()),
         ("ring, contiguous", Choice.of(method="ring", layout="contiguous")),
-        ("ulysses 8 × mesh 4x8, zigzag", Choice.of(tile="4x8", ulysses_degree=8, layout="zigzag")),
+        ("ulysses 8 + mesh 4x8, zigzag", Choice.of(tile="4x8", ulysses_degree=8, layout="zigzag")),
         ("ulysses 8", Choice(method="ulysses", ulysses_degree=8)),
         (
             "mesh 4x4, inner 2x2, route ring, partials ring, 1 block per call, keep q+kv",
@@ -68,6 +75,38 @@ def test_text_and_options_read_back(choice: Choice) -> None:
 def test_a_choice_reads_like_a_phrase(text: str, choice: Choice) -> None:
     assert str(choice) == text
     assert Choice.parse(text) == choice
+
+
+@pytest.mark.parametrize(
+    ("text", "choice"),
+    [
+        ("USP 8", Choice(method="ring", ulysses_degree=8)),
+        ("usp 8, striped", Choice.of(method="ring", ulysses_degree=8, layout="striped")),
+        ("double ring, inner 1x4", Choice.of(method="ring", route="ring", inner="1x4")),
+        ("Double Ring 1x16, inner 1x4", Choice.of(method="ring", tile="1x16", route="ring", inner="1x4")),
+        ("all-gather 1x16", Choice.of(method="attention2d", tile="1x16")),
+        ("Ulysses 2+Mesh 4x2", Choice.of(tile="4x2", ulysses_degree=2)),
+    ],
+)
+def test_a_familys_name_is_taken(text: str, choice: Choice) -> None:
+    assert as_choice(text) == choice
+    assert choice.resolved(PROBLEM, "forward").family in text.lower().replace(" 2", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("usp", "usp needs its ulysses_degree, such as 'usp 8'"),
+        ("double ring 1x8", "double ring needs its inner, such as 'double ring, inner 1x8'"),
+        ("double ring, inner 1x4, route direct", "states route twice"),
+        ("all-gather", "all-gather needs its tile, such as 'all-gather 1x16'"),
+        ("all-gather 2x8", "all-gather uses a tile of one row, got 2x8; use attention2d"),
+        ("ulysses+mesh", r"expected text such as 'mesh 4x8, zigzag' or 'ulysses 8 \+ mesh 4x8'"),
+    ],
+)
+def test_a_family_needs_what_makes_it_one(text: str, message: str) -> None:
+    with pytest.raises(ParseError, match=message):
+        Choice.parse(text)
 
 
 @pytest.mark.parametrize("text", ["", "mesh 4x8 zigzag extra", "mesh 4x8, spiral", "mesh, keep", "mesh, 4 blocks"])
@@ -93,11 +132,11 @@ def test_a_choice_is_checked_when_it_is_made(
         Choice.of(**options)  # type: ignore[arg-type]
 
 
-def test_settling_fills_in_what_was_left_open_and_changes_nothing_else() -> None:
-    settled = Choice(route="ring").settled(PROBLEM, "forward")
-    assert settled == Choice.of(tile=settled.tile, ulysses_degree=1, layout="zigzag", route="ring")
-    assert settled.settled(PROBLEM, "forward") == settled
-    assert Choice(method="ulysses").settled(replace(PROBLEM, ranks=8), "forward").ulysses_degree == 8
+def test_resolving_fills_in_what_was_left_open_and_changes_nothing_else() -> None:
+    resolved = Choice(route="ring").resolved(PROBLEM, "forward")
+    assert resolved == Choice.of(tile=resolved.tile, ulysses_degree=1, layout="zigzag", route="ring")
+    assert resolved.resolved(PROBLEM, "forward") == resolved
+    assert Choice(method="ulysses").resolved(replace(PROBLEM, ranks=8), "forward").ulysses_degree == 8
     with pytest.raises(ScheduleError, match="has no tile yet"):
         _ = Choice().assignment
 
@@ -107,7 +146,7 @@ def test_the_same_placement_has_one_spelling() -> None:
 
 
 def test_value_text_and_keywords_make_the_same_plan() -> None:
-    text, options = "ulysses 2 × mesh 2x4, zigzag", {"tile": (2, 4), "ulysses_degree": 2, "layout": "zigzag"}
+    text, options = "ulysses 2 + mesh 2x4, zigzag", {"tile": (2, 4), "ulysses_degree": 2, "layout": "zigzag"}
     plans = {make_plan(PROBLEM, text), make_plan(PROBLEM, Choice.parse(text)), make_plan(PROBLEM, **options)}  # type: ignore[arg-type]
     assert len(plans) == 1
     with pytest.raises(UsageError, match="tile cannot be combined with a choice"):
@@ -122,7 +161,7 @@ def test_a_priced_plan_is_ordered_by_the_price_and_collectives_have_none() -> No
         return Costs(q=8.0, kv=1.0)
 
     plan = make_priced_plan(PROBLEM, Choice.of(tile="4x4"), "forward", price)
-    assert asked == [Choice.of(tile="4x4").settled(PROBLEM, "forward")]
+    assert asked == [Choice.of(tile="4x4").resolved(PROBLEM, "forward")]
     assert plan == make_plan(PROBLEM, tile="4x4", costs=Costs(q=8.0, kv=1.0)) != make_plan(PROBLEM, tile="4x4")
     make_priced_plan(PROBLEM, Choice(method="attention2d"), "forward", price)
     assert len(asked) == 1
@@ -139,7 +178,7 @@ def test_mesh_attention_takes_a_choice() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["mesh 4x8, zigzag, striped", "ulysses 8 × ulysses 4", "mesh, route ring, route direct"]
+    "text", ["mesh 4x8, zigzag, striped", "ulysses 8 + ulysses 4", "mesh, route ring, route direct"]
 )
 def test_text_that_states_a_field_twice_is_refused(text: str) -> None:
     with pytest.raises(ParseError, match=r"states (layout|ulysses_degree|route) twice"):

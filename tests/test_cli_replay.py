@@ -31,7 +31,7 @@ run = test_cli.run
 SIZES = "--ranks 4 --seq 64 --heads 4 --head-dim 8 --dtype float32 --causal"
 REPLAY = f"replay {SIZES} --cluster h100 --device cpu --rounds 2 --methods ring,mesh,ulysses-mesh"
 PROBLEM = Problem.self_attention(seq=64, heads=4, head_dim=8, ranks=4, dtype="float32", mask=causal())
-METHODS = ("ring", "mesh", "ulysses×mesh")
+METHODS = ("ring", "mesh", "ulysses+mesh")
 WHATS = ("forward", "backward", "both")
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmarks" / "how_close_to_one_kernel.py"
 
@@ -76,7 +76,7 @@ def test_the_table_has_a_row_for_each_method_and_pass_and_for_both(run: Run, mon
     assert [row[0] for row in found[::4]] == list(METHODS)
     assert [row[0].split()[0] for row in found[:4]] == ["ring", "fwd", "bwd", "both"]
     assert re.match(r"fwd ring 1x4", found[1][0])
-    assert re.match(r"fwd ulysses 2 × pass-q 2x1", found[9][0])
+    assert re.match(r"fwd ulysses 2 \+ pass-q 2x1", found[9][0])
     for row in found:
         assert len(row) == (1 if row[0] in METHODS else 12)
         assert row[0] in METHODS or float(row[1].replace(",", "")) > 0
@@ -86,7 +86,7 @@ def test_the_table_has_a_row_for_each_method_and_pass_and_for_both(run: Run, mon
 def test_one_pass_has_no_row_for_both(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     found = rows(run(REPLAY).out)
-    assert [row[0].split()[0] for row in found] == ["ring", "fwd", "mesh", "fwd", "ulysses×mesh", "fwd"]
+    assert [row[0].split()[0] for row in found] == ["ring", "fwd", "mesh", "fwd", "ulysses+mesh", "fwd"]
 
 
 def test_the_one_kernel_has_a_line_of_its_own(run: Run) -> None:
@@ -217,7 +217,7 @@ def test_plan_files_that_do_not_fit_are_refused(run: Run, tmp_path: Path) -> Non
     ("more", "message"),
     [
         ("--methods ring,mseh", "--methods 'mseh': did you mean mesh?"),
-        ("--methods ulysses-mehs", "did you mean ulysses×mesh?"),
+        ("--methods ulysses-mehs", "did you mean ulysses+mesh?"),
         ("--methods 7", "expected some of ring, all-gather"),
         ("--methods ,", "nothing to replay: give --methods, or a --plan"),
         ("--rank 4", "--rank 4: expected a rank from 0 to 3"),
@@ -246,8 +246,8 @@ def test_plans_that_do_not_fit_are_refused_before_anything_runs(run: Run, monkey
 
 
 def test_methods_may_be_spelt_in_plain_letters() -> None:
-    for text in ("ulysses×mesh", "ulysses-mesh", "ulyssesxmesh", "Ulysses x Mesh", "ulysses_mesh"):
-        assert read_methods("--methods", text) == ("ulysses×mesh",)
+    for text in ("ulysses+mesh", "ulysses-mesh", "Ulysses + Mesh", "ulysses_mesh"):
+        assert read_methods("--methods", text) == ("ulysses+mesh",)
     assert read_methods("--methods", "ring, double-ring,best ,ring") == ("ring", "double ring", "best")
     with pytest.raises(UsageError, match="did you mean attention2d"):
         read_methods("--methods", "attention2")
@@ -317,8 +317,8 @@ def test_the_benchmark_prints_a_table_and_last_a_json_line(
     out = Outcome(0, *capsys.readouterr()).out.splitlines()
     facts = json.loads(out[-1])
     assert facts == json.loads((tmp_path / f"{BENCHMARK.stem}.json").read_text())
-    assert [row["method"] for row in facts["problems"][0]["rows"][::3]] == ["ring", "ulysses×mesh"]
-    assert [text.split()[3] for text in out if text.startswith("1k 2 KV")] == ["ring", "ulysses×mesh", "one"]
+    assert [row["method"] for row in facts["problems"][0]["rows"][::3]] == ["ring", "ulysses+mesh"]
+    assert [text.split()[3] for text in out if text.startswith("1k 2 KV")] == ["ring", "ulysses+mesh", "one"]
     written = (tmp_path / f"{BENCHMARK.stem}.txt").read_text()
     assert f"\ncommit {facts['commit']}\n" in written
     assert all(text in written for text in out[:-1])

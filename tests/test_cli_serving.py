@@ -60,7 +60,7 @@ def test_a_turn_as_json_can_be_read_back(run: Run) -> None:
     assert serving["cache_nbytes"] == cache_nbytes(PROBLEM, layers=4) == 4 * cache_nbytes(PROBLEM)
     assert [rival["name"] for rival in serving["rivals"]] == RIVALS
     for rival in serving["rivals"]:
-        assert Choice.of(**rival["choice"]).settled(PROBLEM, "forward").layout is not None
+        assert Choice.of(**rival["choice"]).resolved(PROBLEM, "forward").layout is not None
         assert rival["time_s"] > 0
     assert answer["directions"] == ["forward"]
     assert tuning.chosen.choices["forward"].options["layout"] == "turn"

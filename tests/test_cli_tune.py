@@ -224,7 +224,7 @@ def test_tune_as_json_agrees_with_the_library(run: Run, tuning: Tuning, topology
     assert answer["digests"] == {direction: plan.digest for direction, plan in plans.items()}
     assert answer["problem"] == asdict(PROBLEM) | {"mask": "causal"}
     assert answer["cluster"] == asdict(topology)
-    assert (answer["directions"], answer["memory_nbytes"]) == (["forward", "backward"], None)
+    assert (answer["directions"], answer["memory_limit"]) == (["forward", "backward"], None)
     assert answer["options"]["forward"]["tile"] == str(tuning.chosen.choices["forward"].assignment.tile)
 
 
@@ -240,7 +240,7 @@ def test_options_reach_the_tuner(run: Run) -> None:
         64,
     )
     assert (problem["batch"], problem["dtype"], problem["mask"]) == (2, "float16", "window(100,7)")
-    assert answer["memory_nbytes"] == 2**30
+    assert answer["memory_limit"] == 2**30
     assert {c["layout"] for t in answer["tuning"]["trials"] for c in t["choices"].values()} == {"striped"}
 
 
@@ -307,7 +307,7 @@ CHOICES = [
     ('MeshAttention(group, choice="attention2d', ["attention2d 4x4, striped"]),
     ("keep kv", ["attention2d 4x4, striped, keep kv"]),
     ("inner 2x4", ["mesh 4x4, striped, inner 2x4, 1 block per call"]),
-    ("ulysses 4 × mesh 2x2", ["ulysses 4 × mesh 2x2, striped, 1 block per call"]),
+    ("ulysses 4 + mesh 2x2", ["ulysses 4 + mesh 2x2, striped, 1 block per call"]),
     ("costs=Costs(q=", ["mesh 2x8, striped, 1 block per call"]),
     ("2 blocks per call", ["mesh 4x4, striped, route ring, 2 blocks per call"]),
     ('"backward":', ["mesh 4x4, striped, 1 block per call", "attention2d 4x4, striped"]),

@@ -141,7 +141,7 @@ def test_where_shards_are_left_out_a_ring_of_inner_rings_becomes_direct() -> Non
 # Parts of a cluster
 
 
-@pytest.mark.parametrize("text", ["ring 1x16", "ulysses 2 × ring 1x8", "attention2d 1x16", "attention2d 2x8"])
+@pytest.mark.parametrize("text", ["ring 1x16", "ulysses 2 + ring 1x8", "attention2d 1x16", "attention2d 2x8"])
 def test_a_local_mask_takes_as_long_on_a_part_of_the_cluster(text: str) -> None:
     asked, cluster = problem(64, tokens=64 * 4096, mask=window(4096, 0)), cluster_named("h100x64")
     part, on = part_of(asked, cluster)

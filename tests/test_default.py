@@ -187,7 +187,7 @@ def _measure_noise(group: Any, folder: str) -> tuple[float, str]:
         return error, plans_of(attention)[0]
 
 
-def test_times_that_make_no_sense_are_replaced_by_bytes(tmp_path: Path) -> None:
+def test_times_that_make_no_sense_are_replaced_by_a_volume_based_choice(tmp_path: Path) -> None:
     for error, plan in shared_pool().run(4, _measure_noise, str(tmp_path)):
         assert error < 1e-12
         assert plan.startswith("<Plan ulysses 4·1x1")
@@ -268,7 +268,7 @@ def test_prices_count_on_nccl_and_where_they_are_asked_for(
     assert (found is planning) == is_shared
 
 
-def test_in_one_process_the_default_goes_by_bytes_and_what_is_decided_stays() -> None:
+def test_in_one_process_the_default_is_volume_based_and_what_is_decided_stays() -> None:
     cases = {
         "ulysses 4·1x1": MeshAttention(LocalGroup(4)),
         "mesh 2x2": MeshAttention(LocalGroup(4), method="mesh"),

@@ -126,13 +126,13 @@ def test_rivals_are_the_three_of_other_systems_with_their_routes() -> None:
         ("pass-q 16x1", "a rank: queries travel."),
         ("ring 1x16", "a rank: keys and values travel."),
         ("mesh 8x2", "both travel, 8 shards of queries and 2 of keys and values to a rank."),
-        ("ulysses 4 × pass-q 4x1", "4 ranks trade heads for tokens, then queries travel."),
+        ("ulysses 4 + pass-q 4x1", "4 ranks trade heads for tokens, then queries travel."),
         ("ulysses 16", "16 ranks trade heads for tokens, then nothing else travels."),
     ],
 )
 def test_what_travels_is_told_in_words(choice: str, words: str) -> None:
     problem = problem_of(1024, 2**16, kv_heads=32)
-    assert travel_words(problem, Choice.parse(choice).settled(problem, "forward")).endswith(words)
+    assert travel_words(problem, Choice.parse(choice).resolved(problem, "forward")).endswith(words)
 
 
 def test_cached_keys_are_attended_by_all_queries_in_one_call() -> None:
@@ -154,8 +154,8 @@ def test_cached_keys_are_attended_by_all_queries_in_one_call() -> None:
 
 def test_short_rows_meet_in_calls_that_fill_the_device() -> None:
     problem, topology = problem_of(4096, 2**20, ranks=64), cluster_named("h100x64")
-    by_price = Choice.of(method="pass-q", layout="turn").settled(problem, "forward")
-    choices = [replace(by_price, blocks_per_call=blocks) for blocks in (None, 1, 8, 16)]
+    cost_based = Choice.of(method="pass-q", layout="turn").resolved(problem, "forward")
+    choices = [replace(cost_based, blocks_per_call=blocks) for blocks in (None, 1, 8, 16)]
     plans = [plan_on(topology, problem, choice, "forward") for choice in choices]
     priced, *counted = (simulate(plan, topology, priced_ranks=2).time_s for plan in plans)
     assert priced < 0.4 * min(counted)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs, window
 from mesh_attention.clusters import PRESETS, cluster_to_toml, read_cluster
 from mesh_attention.errors import TopologyError
-from mesh_attention.machine.choosing import Chosen, Tuner, by_bytes, find_alike
+from mesh_attention.machine.choosing import Chosen, Tuner, find_alike, volume_based
 from mesh_attention.machine.facts import Facts, Machine, likeness_of, placed, preset_machine, ranks_per_node, sharers
 from mesh_attention.machine.files import calibrated_file, keep_calibrated, keep_measured, measured, measured_file
 from mesh_attention.machine.planner import describe_choice, known_machine
@@ -130,7 +130,7 @@ def test_ranks_that_share_a_device_share_its_rates() -> None:
     assert share.memory_gib == 140 / 8
     assert "8 ranks on a GPU" in str(preset_machine(crowd))
     assert known_machine(alone).topology is not None
-    assert known_machine(crowd) == Machine(topology=None, source="by bytes, 8 ranks on a GPU")
+    assert known_machine(crowd) == Machine(topology=None, source="volume-based, 8 ranks on a GPU")
     pairs = [replace(one, uuid=str(rank // 2)) for rank, one in enumerate(ranks_on(*["a"] * 16, *["b"] * 16))]
     topology = placed(PRESETS["h200"].topology, pairs)
     assert (topology.nodes, topology.ranks_per_node, topology.nics_per_node) == (2, 16, 8)
@@ -208,7 +208,9 @@ def test_measure_is_for_running_groups_only(capsys: pytest.CaptureFixture[str]) 
 
 
 @given(st.sampled_from((2, 3, 4, 6, 8, 12)), st.sampled_from((1, 2, 4, 12)), st.booleans(), st.booleans())
-def test_the_choice_by_bytes_moves_the_fewest(ranks: int, kv_heads: int, is_causal: bool, has_gradient: bool) -> None:
+def test_the_volume_based_choice_moves_the_fewest(
+    ranks: int, kv_heads: int, is_causal: bool, has_gradient: bool
+) -> None:
     mask = causal() if is_causal else window(100, 100)
     problem = Problem.self_attention(
         seq=24 * 2 * ranks, heads=12, kv_heads=kv_heads, head_dim=8, ranks=ranks, dtype="float32", mask=mask
@@ -237,7 +239,7 @@ def _payload(plan: object, rank: int) -> int:
     return sum(nbytes.payload for nbytes in rank_costs(plan, rank).received.values())  # type: ignore[arg-type]
 
 
-def test_a_tie_by_bytes_goes_to_the_simpler() -> None:
+def test_a_volume_based_tie_goes_to_the_simpler() -> None:
     two, four = (Problem.self_attention(seq=64, heads=4, head_dim=8, ranks=ranks) for ranks in (2, 4))
     assert least_volume_choice(two, Zigzag(), DIRECTIONS[:1]) == Choice(ulysses_degree=1, layout=Zigzag())
     assert least_volume_choice(four, Zigzag(), DIRECTIONS) == Choice.parse("ulysses 4, zigzag, 2 waves of rows")
@@ -254,7 +256,7 @@ def test_a_choice_reads_back_and_makes_the_same_plans() -> None:
     problem, tuner = problem_of(8), Tuner(cluster_named("h200x8"), Zigzag(), None)
     for chosen in (
         tuner.choose(problem, needs_gradient=True)[0],
-        by_bytes(problem, least_volume_choice(problem, Zigzag(), DIRECTIONS)),
+        volume_based(problem, least_volume_choice(problem, Zigzag(), DIRECTIONS)),
     ):
         read = Chosen.from_json(json.loads(json.dumps(chosen.to_json())))
         assert read == chosen

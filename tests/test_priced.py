@@ -172,7 +172,7 @@ def test_a_number_of_blocks_that_is_given_is_kept_to() -> None:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("mask", [full(), causal(), window(9, 3), documents([0, 10, 37, 60])], ids=str)
 @pytest.mark.parametrize("route", ["ring", "direct"])
-def test_plans_by_price_are_right(mask: object, route: Route, direction: Direction) -> None:
+def test_cost_based_plans_are_right(mask: object, route: Route, direction: Direction) -> None:
     for ranks in (6, 12):
         problem = Problem.self_attention(seq=60, heads=2, head_dim=4, ranks=ranks, mask=mask)  # type: ignore[arg-type]
         for tile in tiles_of(ranks):
@@ -185,7 +185,7 @@ def test_plans_by_price_are_right(mask: object, route: Route, direction: Directi
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(2, 4), st.integers(2, 4), st.integers(1, 2), directions(), COSTS)
-def test_two_engines_agree_on_plans_by_price(
+def test_two_engines_agree_on_cost_based_plans(
     rows: int, cols: int, ulysses: int, direction: Direction, costs: Costs
 ) -> None:
     ranks = rows * cols * ulysses

@@ -191,7 +191,7 @@ def test_a_memory_limit_is_honoured() -> None:
     peaks = sorted(trial.peak_nbytes for trial in tune(asked, cluster, directions=DIRECTIONS).trials)
     assert peaks[0] < peaks[-1]
     for limit in (peaks[0], peaks[len(peaks) // 2]):
-        limited = tune(asked, cluster, directions=DIRECTIONS, memory_nbytes=limit)
+        limited = tune(asked, cluster, directions=DIRECTIONS, memory_limit=limit)
         assert all(trial.peak_nbytes <= limit for trial in limited.trials)
         for plan in tuned_plans(asked, cluster, limited.chosen).values():
             assert max(rank_costs(plan, rank).peak_nbytes for rank in range(8)) <= limit
@@ -199,7 +199,7 @@ def test_a_memory_limit_is_honoured() -> None:
 
 def test_what_is_gathered_is_kept_where_memory_allows() -> None:
     asked, cluster = problem(16, kv_heads=32, seq=1 << 17), with_nic(cluster_named("h100x16"), 5.0)
-    free, limited = (tune(asked, cluster, directions=DIRECTIONS, memory_nbytes=m) for m in (None, 60 * GIB))
+    free, limited = (tune(asked, cluster, directions=DIRECTIONS, memory_limit=m) for m in (None, 60 * GIB))
     assert not any(set(c.keep) - {"own"} for trial in free.trials for c in trial.choices.values())
     assert limited.chosen.time_s <= free.chosen.time_s * (1 + NEAR_TIE)
     kept = [trial for trial in limited.trials if any(set(c.keep) - {"own"} for c in trial.choices.values())]
@@ -210,7 +210,7 @@ def test_what_is_gathered_is_kept_where_memory_allows() -> None:
 
 def test_too_little_memory_is_refused_with_what_is_needed() -> None:
     with pytest.raises(MemoryLimitError, match=r"no plan stays below 1 B per rank; the smallest needs .* [MG]iB"):
-        tune(problem(8), cluster_named("h100x8"), memory_nbytes=1.0)
+        tune(problem(8), cluster_named("h100x8"), memory_limit=1.0)
 
 
 # Bounds
@@ -312,7 +312,7 @@ def test_names_say_what_the_field_calls_them() -> None:
     assert family(8, 1) == "pass-q"
     assert family(1, 8, method="attention2d") == "all-gather"
     assert family(1, 4, 2) == "usp"
-    assert family(2, 2, 2) == "ulysses×mesh"
+    assert family(2, 2, 2) == "ulysses+mesh"
     assert family(1, 1, 8) == "ulysses"
     assert family(1, 8, inner=Tile(1, 4), route="ring") == "double ring"
     assert family(1, 8, inner=Tile(1, 4), route="direct") == "ring"
@@ -335,7 +335,7 @@ def test_losers_say_why() -> None:
     limited = tune(
         problem(32, kv_heads=32, seq=1 << 19),
         cluster_named("h100x32"),
-        memory_nbytes=2 * min(t.peak_nbytes for t in found.trials),
+        memory_limit=2 * min(t.peak_nbytes for t in found.trials),
     )
     assert "iB allowed" in limited.left_out["all-gather"]
 
@@ -355,7 +355,7 @@ def test_the_cache_gives_back_what_was_found(tmp_path: Path, caplog: pytest.LogC
     assert not was_there
     assert look() == (found, True)
     assert not look(directions=DIRECTIONS)[1]
-    assert not look(memory_nbytes=1e12)[1]
+    assert not look(memory_limit=1e12)[1]
     assert not cached_tune(asked, with_nic(cluster, 1.0), folder=tmp_path)[1]
     for path in tmp_path.iterdir():
         path.write_text("no tuning")
@@ -398,7 +398,7 @@ def test_directions_must_be_a_list_of_them(directions: object) -> None:
 @pytest.mark.parametrize("limit", ["20GiB", -5, 0, True, float("nan")])
 def test_a_memory_limit_must_be_a_number(limit: object) -> None:
     with pytest.raises(UsageError, match="expected a number of bytes above 0"):
-        tune(problem(8), cluster_named("h100x8"), memory_nbytes=limit)  # type: ignore[arg-type]
+        tune(problem(8), cluster_named("h100x8"), memory_limit=limit)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="expected a number of bytes above 0"):
         MeshAttention(LocalGroup(8), cluster="h100", memory_limit=limit)  # type: ignore[arg-type]
 
@@ -509,7 +509,7 @@ def test_one_choice_is_simpler_than_two_and_one_method_than_a_product() -> None:
         made_trial(1, "ring 1x16", "ring 1x16"),
         made_trial(1, "mesh 4x4", "mesh 4x4"),
         made_trial(1, "mesh 4x4, 2 waves", "mesh 4x4, 2 waves"),
-        made_trial(1, "ulysses 2 × mesh 2x4", "ulysses 2 × mesh 2x4"),
+        made_trial(1, "ulysses 2 + mesh 2x4", "ulysses 2 + mesh 2x4"),
         made_trial(1, "ring 1x16", "ring 1x16, inner 1x8"),
     ]
     keys = [trial.complexity for trial in by_simplicity]
@@ -520,7 +520,7 @@ def test_equals_are_within_the_error_of_forecasts_and_the_simplest_of_them_has_a
     times = {"chosen": 1.01, "fastest": 1.0, "bound": 1.05, "simple": 1.089, "slower": 1.091}
     trials = (
         made_trial(times["chosen"], "mesh 4x4", "mesh 4x4"),
-        made_trial(times["fastest"], "ulysses 2 × mesh 2x4", "ulysses 2 × mesh 2x4"),
+        made_trial(times["fastest"], "ulysses 2 + mesh 2x4", "ulysses 2 + mesh 2x4"),
         made_trial(times["bound"], "mesh 2x8", "mesh 2x8", is_bound=True),
         made_trial(times["simple"], "pass-q 16x1", "pass-q 16x1"),
         made_trial(times["slower"], "ring 1x16", "ring 1x16"),
@@ -535,7 +535,7 @@ def test_equals_are_within_the_error_of_forecasts_and_the_simplest_of_them_has_a
 def test_both_passes_have_one_choice_if_it_is_about_as_fast() -> None:
     two = made_trial(1.0, "ring 1x16", "mesh 4x4")
     for time_s, is_chosen in ((1.019, True), (1.021, False)):
-        one = made_trial(time_s, "ulysses 2 × mesh 2x4", "ulysses 2 × mesh 2x4")
+        one = made_trial(time_s, "ulysses 2 + mesh 2x4", "ulysses 2 + mesh 2x4")
         chosen, *others = tune_module._ranked([two, one])
         assert (chosen == one) is is_chosen
         assert [other.family for other in others] == [two.family if is_chosen else one.family]
@@ -577,7 +577,7 @@ def test_tiles_of_the_fewest_bytes_and_one_of_every_family_are_left() -> None:
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 def test_the_pairs_of_one_place_are_those_of_all_counted_at_once(layout: str) -> None:
     asked = Problem.self_attention(seq=32 * 100 + 7, heads=8, kv_heads=8, head_dim=64, ranks=32, mask=causal())
-    for text in ("mesh 4x8", "ulysses 2 × mesh 2x8", "ring 1x32", "mesh 4x8, inner 2x4"):
+    for text in ("mesh 4x8", "ulysses 2 + mesh 2x8", "ring 1x32", "mesh 4x8, inner 2x4"):
         choice = Choice.parse(f"{text}, {layout}")
         assert choice.layout is not None
         found = needs(asked, choice.layout, choice.assignment)

@@ -49,7 +49,7 @@ def test_waves_move_the_bytes_and_do_the_work_of_one(plan: Plan) -> None:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
-    "text", ["ulysses 8 × mesh 1x2, zigzag", "ulysses 4 × attention2d 2x2, zigzag", "mesh 4x4, zigzag"]
+    "text", ["ulysses 8 + mesh 1x2, zigzag", "ulysses 4 + attention2d 2x2, zigzag", "mesh 4x4, zigzag"]
 )
 def test_waves_expose_less_and_take_less_memory(text: str, direction: str) -> None:
     cluster = cluster_named("h100x16")
@@ -61,7 +61,7 @@ def test_waves_expose_less_and_take_less_memory(text: str, direction: str) -> No
 
 
 def test_what_is_kept_as_exchanged_is_not_exchanged_again() -> None:
-    choice = Choice.parse("ulysses 8 × mesh 2x1, zigzag")
+    choice = Choice.parse("ulysses 8 + mesh 2x1, zigzag")
     again, once = (make_plan(LONG, replace(choice, keep=keep), direction="backward") for keep in ((), ("own",)))
     shard = 2**17 // 16 * 32 * 128 * 2
     saved = rank_costs(again, 0).received_nbytes - rank_costs(once, 0).received_nbytes
@@ -69,12 +69,12 @@ def test_what_is_kept_as_exchanged_is_not_exchanged_again() -> None:
 
 
 def test_in_the_last_wave_a_rank_finishes_its_own_rows_last() -> None:
-    plan = make_plan(LONG, "ulysses 8 × mesh 2x1, zigzag, 2 waves of rows")
+    plan = make_plan(LONG, "ulysses 8 + mesh 2x1, zigzag, 2 waves of rows")
     assert [move.wave for move in plan.schedule.moves if type(move).__name__ == "Meet"] == [0, 0, 1, 1]
     assert [move.rows for move in plan.schedule.moves if type(move).__name__ == "Meet"][-1] == (0,)
 
 
-@pytest.mark.parametrize("text", ["ulysses 4, 2 waves of rows", "ulysses 2 × mesh 2x1, 2 waves", "ulysses 4, keep own"])
+@pytest.mark.parametrize("text", ["ulysses 4, 2 waves of rows", "ulysses 2 + mesh 2x1, 2 waves", "ulysses 4, keep own"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_lost_or_swapped_exchange_is_noticed(text: str, direction: str) -> None:
     problem = Problem.self_attention(seq=64, heads=8, kv_heads=8, head_dim=4, ranks=4, mask=causal())
@@ -127,8 +127,8 @@ def test_a_part_of_the_callers_gradient_is_copied_and_counted(waves: int) -> Non
 
 def test_without_prices_transfers_take_no_longer_than_compute() -> None:
     small = replace(LONG, seq_q=8192, seq_kv=8192, dtype="float32")
-    for text in ("mesh 4x4", "ulysses 4 × mesh 2x2", "ring 1x16"):
-        grid = Choice.parse(text).settled(small, "forward").assignment
+    for text in ("mesh 4x4", "ulysses 4 + mesh 2x2", "ring 1x16"):
+        grid = Choice.parse(text).resolved(small, "forward").assignment
         costs = even_costs(small, grid, "forward")
         rows, cols = grid.tile.rows, grid.tile.cols
         traded = (costs.q + costs.kv + costs.o) * (1 - 1 / grid.ulysses)

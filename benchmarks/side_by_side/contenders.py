@@ -1,6 +1,6 @@
 """What is compared: names, and what each name stands for on a rank.
 
-A name says everything, so that it can be sent to other processes: "ours, ulysses 4 × mesh 2x1", "USP 4·2".
+A name says everything, so that it can be sent to other processes: "ours, ulysses 4 + mesh 2x1", "USP 4·2".
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class MeshAttention:
     `group` is a torch.distributed group, one axis of a DeviceMesh, or None for the default group. A `LocalGroup` plays
     all ranks in this process; inputs and results are then lists, one tensor per rank.
 
-    How to plan is a `choice` (a value, or its text, such as ``"ulysses 8 × mesh 4x8"``) or its fields as keywords:
+    How to plan is a `choice` (a value, or its text, such as ``"ulysses 8 + mesh 4x8"``) or its fields as keywords:
     `method`, `tile`, `ulysses_degree`, `inner`, `layout`, `route`, `partials`, `blocks_per_call`, `keep`. The layout is
     zigzag unless stated.
 

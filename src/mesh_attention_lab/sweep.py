@@ -22,7 +22,7 @@ from mesh_attention.tuning.traffic import plan_on, traffic
 
 Axis = Literal["ranks", "seq", "tile"]
 AXES: tuple[Axis, ...] = get_args(Axis)
-MAIN_METHODS = ("ring", "ulysses", "attention2d", "usp", "mesh", "ulysses×mesh")
+MAIN_METHODS = ("ring", "ulysses", "attention2d", "usp", "mesh", "ulysses+mesh")
 """Methods in the chart besides the chosen one; all of them would be too many."""
 OF_A_TILE = ("mesh", "attention2d")
 FEWEST_RANKS, FEWEST_TOKENS = 8, 65536

@@ -21,7 +21,7 @@ from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import format_nbytes
 
 GROUPINGS = (1, 4, 16, None)
-"""Blocks per call that are tried for a rival; None is by price."""
+"""Blocks per call that are tried for a rival; None is cost-based."""
 PRICED_RANKS = 8
 GROUPINGS_OF_MANY, PRICED_OF_MANY = (16,), 1
 """The same on many ranks, where every forecast takes a second."""
@@ -55,9 +55,9 @@ def _rivals(problem: Problem) -> Iterator[tuple[str, list[Choice]]]:
         ("pass-KV ring", Choice(method="ring", layout=Turn(), route="ring")),
         ("pass-Q ring", Choice(method="pass-q", layout=Turn(), route="ring")),
     ):
-        settled = choice.settled(problem, "forward")
+        resolved = choice.resolved(problem, "forward")
         groupings = GROUPINGS if problem.ranks < MANY_RANKS else GROUPINGS_OF_MANY
-        yield name, [replace(settled, blocks_per_call=blocks) for blocks in groupings]
+        yield name, [replace(resolved, blocks_per_call=blocks) for blocks in groupings]
     yield "all-gather", [Choice(method="attention2d", tile=Tile(1, problem.ranks), ulysses_degree=1, layout=Turn())]
 
 

@@ -181,7 +181,7 @@ class Judging:
         self.valid: list[tuple[str, str, Callable[[Path], str]]] = []
         for name, plan in {
             "moves": make_plan(PROBLEM),
-            "programs": make_plan(PROBLEM, "ulysses 2 × mesh 1x2", direction="backward").unrolled(),
+            "programs": make_plan(PROBLEM, "ulysses 2 + mesh 1x2", direction="backward").unrolled(),
         }.items():
             for suffix in (".json", ".txt"):
                 path = folder / f"{name}{suffix}"

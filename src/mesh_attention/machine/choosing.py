@@ -1,8 +1,8 @@
-"""A choice by price, and the plans that follow from it: the same on every rank that is given the same `Chosen`.
+"""A cost-based choice, and the plans that follow from it: the same on every rank that is given the same `Chosen`.
 
-A choice is made for the coarse form of a problem, which stands for all that are like it (`tuning.coarse`), and so are
-its plans. It also serves lengths up to twice as long and half as long, so that a new length of the same model need not
-wait. With a memory limit, each problem has its own.
+A choice is made for the coarse form of a problem, the representative of all that are like it (`tuning.coarse`), and so
+are its plans. It also serves lengths up to twice as long and half as long, so that a new length of the same model need
+not wait. With a memory limit, each problem has its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NEAR = 2.1
 
 
 class PassChoice(NamedTuple):
-    """A settled choice, and the costs that order its transfers; None for a method that has no order."""
+    """A resolved choice, and the costs that order its transfers; None for a method that has no order."""
 
     choice: Choice
     costs: Costs | None
@@ -47,13 +47,13 @@ class Chosen:
     passes: dict[Direction, PassChoice]
 
     def plans(self, problem: Problem, layout: Layout) -> Mapping[Direction, Plan]:
-        alike = problem if self.lengths is None else with_lengths(coarse(problem), *self.lengths)
-        plans = {direction: _plan(alike, direction, *one) for direction, one in self.passes.items()}
+        representative = problem if self.lengths is None else with_lengths(coarse(problem), *self.lengths)
+        plans = {direction: _plan(representative, direction, *chosen) for direction, chosen in self.passes.items()}
         return {direction: plan_like(plan, problem, layout) for direction, plan in plans.items()}
 
     def keeping_nothing(self) -> Chosen:
         """The same for a forward pass that can hand nothing but its results to backward."""
-        passes = {d: one._replace(choice=replace(one.choice, keep=())) for d, one in self.passes.items()}
+        passes = {d: chosen._replace(choice=replace(chosen.choice, keep=())) for d, chosen in self.passes.items()}
         return replace(self, passes=passes)
 
     def to_json(self) -> dict[str, Any]:
@@ -66,8 +66,8 @@ class Chosen:
     @classmethod
     def from_json(cls, written: Any) -> Chosen:
         passes = {
-            direction: PassChoice(Choice.of(**one["choice"]), None if one["costs"] is None else Costs(**one["costs"]))
-            for direction, one in written["passes"].items()
+            direction: PassChoice(Choice.of(**fields["choice"]), fields["costs"] and Costs(**fields["costs"]))
+            for direction, fields in written["passes"].items()
         }
         lengths = None if written["lengths"] is None else tuple(written["lengths"])
         return cls(lengths=lengths, passes=passes)
@@ -77,12 +77,12 @@ class Tuner:
     """Chooses for one machine, and remembers for which coarse problems it has. Both passes are tuned together; without
     gradients only forward is, and backward, which never runs, copies it."""
 
-    def __init__(self, topology: Topology, layout: Layout, memory_nbytes: float | None) -> None:
-        self.topology, self.layout, self.memory_nbytes = topology, layout, memory_nbytes
+    def __init__(self, topology: Topology, layout: Layout, memory_limit: float | None) -> None:
+        self.topology, self.layout, self.memory_limit = topology, layout, memory_limit
         self.known: dict[bool, dict[Problem, Tuning]] = {True: {}, False: {}}
 
     def choose(self, problem: Problem, *, needs_gradient: bool) -> tuple[Chosen, Tuning]:
-        if self.memory_nbytes is None:
+        if self.memory_limit is None:
             known = self.known[needs_gradient]
             alike = find_alike(coarse(problem), known, most_nbytes=self.topology.device.memory_gib * GIB)
             try:
@@ -90,7 +90,7 @@ class Tuner:
                 return chosen, known[alike]
             except MemoryLimitError:
                 pass  # the coarse form may be a little longer than the problem
-        return tuned(problem, self.topology, self.layout, needs_gradient, self.memory_nbytes, is_coarse=False)
+        return tuned(problem, self.topology, self.layout, needs_gradient, self.memory_limit, is_coarse=False)
 
 
 def find_alike(own: Problem, known: Mapping[Problem, Tuning], *, most_nbytes: float) -> Problem:
@@ -98,13 +98,13 @@ def find_alike(own: Problem, known: Mapping[Problem, Tuning], *, most_nbytes: fl
     if own.mask.documents is not None:  # they say where the sequence ends
         return own
     near = {
-        one: ratio
-        for one, tuning in known.items()
-        if (ratio := _ratio(own, one)) <= NEAR
-        and with_lengths(own, one.seq_q, one.seq_kv) == one
+        other: ratio
+        for other, tuning in known.items()
+        if (ratio := _ratio(own, other)) <= NEAR
+        and with_lengths(own, other.seq_q, other.seq_kv) == other
         and tuning.chosen.peak_nbytes * ratio <= most_nbytes
     }
-    return min(near, key=lambda one: near[one], default=own)
+    return min(near, key=lambda other: near[other], default=own)
 
 
 def with_lengths(problem: Problem, seq_q: int, seq_kv: int) -> Problem:
@@ -123,29 +123,29 @@ def tuned(
     topology: Topology,
     layout: Layout,
     needs_gradient: bool,
-    memory_nbytes: float | None,
+    memory_limit: float | None,
     *,
     is_coarse: bool,
 ) -> tuple[Chosen, Tuning]:
     """The choice for a problem, and the tuning it is from."""
     found, tuning = tuned_choices(
-        problem, topology, layout.text, needs_gradient, memory_nbytes=memory_nbytes, is_quick=is_coarse
+        problem, topology, layout.text, needs_gradient, memory_limit=memory_limit, is_quick=is_coarse
     )
     passes = {}
     for direction, open_choice in found.items():
-        choice = open_choice.settled(problem, direction)
+        choice = open_choice.resolved(problem, direction)
         costs = None if choice.is_collective else costs_on(topology, problem, choice, direction)
         passes[direction] = PassChoice(choice, costs)
     return Chosen(lengths=(problem.seq_q, problem.seq_kv) if is_coarse else None, passes=passes), tuning
 
 
-def by_bytes(problem: Problem, choice: Choice, *, price: Price | None = None) -> Chosen:
+def volume_based(problem: Problem, choice: Choice, *, price: Price | None = None) -> Chosen:
     """A choice for both passes; if calls have a price, it decides how large they are."""
     passes = {}
     for direction in DIRECTIONS:
-        settled = choice.settled(problem, direction)
-        costs = None if price is None or settled.is_collective else price(problem, settled, direction)
-        passes[direction] = PassChoice(settled, costs)
+        resolved = choice.resolved(problem, direction)
+        costs = None if price is None or resolved.is_collective else price(problem, resolved, direction)
+        passes[direction] = PassChoice(resolved, costs)
     return Chosen(lengths=None, passes=passes)
 
 

@@ -68,7 +68,7 @@ def _boot_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A cluster, and where its figures come from, in words. Without a cluster, plans are chosen by bytes."""
+    """A cluster, and where its figures come from, in words. Without a cluster, choices are volume-based."""
 
     topology: Topology | None
     source: str
@@ -96,7 +96,7 @@ def ranks_per_node(hosts: Sequence[str]) -> int:
 
 def sharers(facts: Sequence[Facts]) -> int:
     """The number of ranks on the device that most ranks share."""
-    return max(Counter(one.uuid for one in facts if one.uuid).values(), default=1)
+    return max(Counter(rank.uuid for rank in facts if rank.uuid).values(), default=1)
 
 
 # Devices
@@ -143,7 +143,7 @@ def preset_machine(facts: Sequence[Facts]) -> Machine:
     preset = PRESETS[like.preset].topology
     topology = placed(preset, facts)
     source = "preset" if like.is_own else f"preset nearest to {own.device!r}"
-    if len({one.device for one in facts}) > 1:
+    if len({rank.device for rank in facts}) > 1:
         source += "; ranks have different devices"
     shared = sharers(facts)
     return Machine(topology=topology, source=source if shared == 1 else f"{source}, {count(shared, 'rank')} on a GPU")
@@ -151,9 +151,9 @@ def preset_machine(facts: Sequence[Facts]) -> Machine:
 
 def placed(figures: Topology, facts: Sequence[Facts]) -> Topology:
     """A cluster with the nodes of these ranks. Ranks that share a device share its rates, its memory and its NIC."""
-    here, shared = ranks_per_node([one.host for one in facts]), sharers(facts)
+    here, shared = ranks_per_node([rank.host for rank in facts]), sharers(facts)
     nics = round(figures.nics_per_node / figures.ranks_per_node * here / shared)
-    memory_gib = min((one.memory_gib for one in facts if one.memory_gib), default=figures.device.memory_gib)
+    memory_gib = min((rank.memory_gib for rank in facts if rank.memory_gib), default=figures.device.memory_gib)
     return replace(
         figures,
         ranks=len(facts),

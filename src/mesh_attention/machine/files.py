@@ -30,9 +30,9 @@ def slug(device: str) -> str:
 
 def calibrated_file(device: str) -> Path | None:
     """``$XDG_CONFIG_HOME/mesh-attention/DEVICE.toml``, by default in ``~/.config``; None for a user without a home."""
-    named = os.environ.get("XDG_CONFIG_HOME")
+    folder = os.environ.get("XDG_CONFIG_HOME")
     try:
-        return Path(named or Path.home() / ".config") / "mesh-attention" / f"{slug(device)}.toml"
+        return Path(folder or Path.home() / ".config") / "mesh-attention" / f"{slug(device)}.toml"
     except RuntimeError:  # the user has no home directory
         return None
 
@@ -65,11 +65,11 @@ def measured_file(problem: Problem, facts: Sequence[Facts], transport: str) -> P
     folder = own_folder(cache_folder())
     if folder is None:
         return None
-    names = [(one.host.split()[0], one.device, one.uuid) for one in facts]
+    names = [(rank.host.split()[0], rank.device, rank.uuid) for rank in facts]
     # Every rank of a test may claim a host of its own; rank 0 alone asks.
     settings = sorted(item for item in os.environ.items() if item[0].startswith("NCCL_") and item[0] != "NCCL_HOSTID")
-    asked = (names, transport, settings, problem.dtype, problem.head_dim_qk, problem.head_dim_v)
-    return folder / f"measured-{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.toml"
+    key = (names, transport, settings, problem.dtype, problem.head_dim_qk, problem.head_dim_v)
+    return folder / f"measured-{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.toml"
 
 
 def measured(path: Path | None) -> Topology | None:

@@ -1,6 +1,6 @@
-"""`MachinePlanning`: plans by price for the machine that the ranks are on, or by bytes where prices are not known.
+"""`MachinePlanning`: cost-based plans for the machine that the ranks are on, or volume-based where costs are not known.
 
-Rank 0 chooses, and the other ranks make the same plans from its choice and its costs (`execution.together`). One line
+Rank 0 picks and broadcasts the strategy; every rank builds the same plans (`execution.together`). One line
 in the log says what was chosen, for which machine, and how to choose something else.
 """
 
@@ -16,7 +16,7 @@ import torch
 from mesh_attention.clusters import PRESETS
 from mesh_attention.comm.base import Comm, innermost
 from mesh_attention.errors import TopologyError, UsageError
-from mesh_attention.machine.choosing import Chosen, Tuner, by_bytes
+from mesh_attention.machine.choosing import Chosen, Tuner, volume_based
 from mesh_attention.machine.facts import (
     Facts,
     Machine,
@@ -49,12 +49,12 @@ class MachinePlanning:
     """Chooses method, degree, tile, placement and grouping. `rank` is this process's, or 0 if it plays all ranks.
 
     `cluster` is where prices come from: a cluster, a measurement by the ranks, or what is known about the machine. In
-    the last case, ranks that do not talk over NCCL go by bytes.
+    the last case, the choice of ranks that do not talk over NCCL is volume-based.
     """
 
     layout: Layout
     cluster: Topology | Literal["measure"] | None
-    memory_nbytes: float | None
+    memory_limit: float | None
     rank: int
     _measured: dict[Hashable, Machine] = field(default_factory=dict)
     _tuners: dict[tuple[Topology, Layout], Tuner] = field(default_factory=dict)
@@ -84,15 +84,15 @@ class MachinePlanning:
     def decides_what_to_keep(self) -> bool:
         return True
 
-    # Alone: in one process, or by bytes
+    # Alone: in one process, or volume-based
 
     def plans(
         self, problem: Problem, layout: Layout, *, on_gpu: bool, needs_gradient: bool, may_keep: bool
     ) -> Mapping[Direction, Plan]:
         if isinstance(self.cluster, Topology):
             machine = Machine(topology=self.cluster, source="given")
-            return self._by_price(problem, layout, machine, needs_gradient, may_keep).plans(problem, layout)
-        choice = self._by_bytes(problem, layout, needs_gradient, may_keep)
+            return self._cost_based(problem, layout, machine, needs_gradient, may_keep).plans(problem, layout)
+        choice = self._volume_based(problem, layout, needs_gradient, may_keep)
         return Planning(choice).plans(problem, layout, on_gpu=on_gpu, needs_gradient=needs_gradient)
 
     # Together
@@ -113,19 +113,19 @@ class MachinePlanning:
         if _key(problem) in self._measured:
             return False
         path = measured_file(problem, _read(facts), _transport(comm))
-        found = measured(path)
-        if found is None or found.ranks != len(facts):
+        cluster = measured(path)
+        if cluster is None or cluster.ranks != len(facts):
             return True
-        self._measured[_key(problem)] = Machine(topology=found, source=f"measured earlier, {path}")
+        self._measured[_key(problem)] = Machine(topology=cluster, source=f"measured earlier, {path}")
         return False
 
     def probe(self, problem: Problem, facts: Sequence[Any], comm: Comm, device: torch.device) -> None:
         known = _read(facts)
-        here = ranks_per_node([one.host for one in known])
+        here = ranks_per_node([rank.host for rank in known])
         times = probe(problem, comm=comm, device=device, ranks_per_node=here)
         if comm.rank != 0:
             return
-        unmeasured = Machine(topology=None, source="by bytes") if device.type == "cpu" else preset_machine(known)
+        unmeasured = Machine(topology=None, source="volume-based") if device.type == "cpu" else preset_machine(known)
         try:
             topology = fit_topology(
                 times,
@@ -150,29 +150,29 @@ class MachinePlanning:
     ) -> Any:
         machine = self._machine(problem, _read(facts))
         if machine.topology is None:
-            choice = self._by_bytes(problem, layout, needs_gradient, may_keep)
+            choice = self._volume_based(problem, layout, needs_gradient, may_keep)
             choice = replace(choice, layout=self._typical(layout))
-            return by_bytes(problem, choice, price=gpu_price if facts[0]["memory_gib"] else None).to_json()
-        return self._by_price(problem, layout, machine, needs_gradient, may_keep).to_json()
+            return volume_based(problem, choice, price=gpu_price if facts[0]["memory_gib"] else None).to_json()
+        return self._cost_based(problem, layout, machine, needs_gradient, may_keep).to_json()
 
     def plans_of(self, problem: Problem, layout: Layout, chosen: Any) -> Mapping[Direction, Plan]:
         return Chosen.from_json(chosen).plans(problem, layout)
 
     # Choosing
 
-    def _by_price(
+    def _cost_based(
         self, problem: Problem, layout: Layout, machine: Machine, needs_gradient: bool, may_keep: bool
     ) -> Chosen:
         assert machine.topology is not None
         topology, layout = machine.topology, self._typical(layout)
-        tuner = self._tuners.setdefault((topology, layout), Tuner(topology, layout, self.memory_nbytes))
+        tuner = self._tuners.setdefault((topology, layout), Tuner(topology, layout, self.memory_limit))
         chosen, tuning = tuner.choose(problem, needs_gradient=needs_gradient)
         chosen = chosen if may_keep else chosen.keeping_nothing()
         choices = {direction: chosen.passes[direction].choice for direction in tuning.chosen.choices}
         self._say((*choices.values(), machine), describe_choice(problem, machine, choices, tuning))
         return chosen
 
-    def _by_bytes(self, problem: Problem, layout: Layout, needs_gradient: bool, may_keep: bool) -> Choice:
+    def _volume_based(self, problem: Problem, layout: Layout, needs_gradient: bool, may_keep: bool) -> Choice:
         passes = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
         choice = least_volume_choice(problem, layout, passes, may_keep=needs_gradient and may_keep)
         if problem.ranks > 1:
@@ -192,24 +192,26 @@ class MachinePlanning:
 
 
 def known_machine(facts: Sequence[Facts]) -> Machine:
-    """The machine of these ranks: calibrated, or else the preset for the device, which knows no ranks that share one:
-    NCCL then sends through the host, however slow that is."""
-    found = calibrated(facts[0].device)
-    if found is None and (shared := sharers(facts)) > 1:
-        return Machine(topology=None, source=f"by bytes, {count(shared, 'rank')} on a GPU")
-    if found is None:
+    """The machine of these ranks: calibrated, or else the preset for the device.
+
+    Presets assume one rank per GPU: NCCL sends between ranks that share one through the host, however slow that is.
+    """
+    cluster = calibrated(facts[0].device)
+    if cluster is None and (shared := sharers(facts)) > 1:
+        return Machine(topology=None, source=f"volume-based, {count(shared, 'rank')} on a GPU")
+    if cluster is None:
         return preset_machine(facts)
-    if found.nodes == 1 and found.between == found.inside:  # it was measured within one node
-        found = replace(found, between=PRESETS[likeness_of(facts[0]).preset].topology.between)
-    return Machine(topology=placed(found, facts), source=f"calibrated, {calibrated_file(facts[0].device)}")
+    if cluster.nodes == 1 and cluster.between == cluster.inside:  # it was measured within one node
+        cluster = replace(cluster, between=PRESETS[likeness_of(facts[0]).preset].topology.between)
+    return Machine(topology=placed(cluster, facts), source=f"calibrated, {calibrated_file(facts[0].device)}")
 
 
 def describe_choice(problem: Problem, machine: Machine, choices: Mapping[Direction, Choice], tuning: Tuning) -> str:
     """One line: what was chosen, for which machine, why, and how to choose something else."""
     texts = {direction: str(choice) for direction, choice in choices.items()}
-    one, *differing = dict.fromkeys(texts.values())
-    what = "; ".join(f"{direction} {text}" for direction, text in texts.items()) if differing else one
-    times = ", ".join(f"{format_time(one.time_s)} {direction}" for direction, one in tuning.chosen.forecasts.items())
+    text, *differing = dict.fromkeys(texts.values())
+    what = "; ".join(f"{direction} {text}" for direction, text in texts.items()) if differing else text
+    times = ", ".join(f"{format_time(f.time_s)} {direction}" for direction, f in tuning.chosen.forecasts.items())
     others = [trial for trial in tuning.trials[1:] if not trial.is_bound]
     why = tuning.tie_words.rstrip(".")
     if others and not why:
@@ -223,7 +225,7 @@ def _describe(problem: Problem) -> str:
 
 
 def _read(facts: Sequence[Any]) -> list[Facts]:
-    return [Facts(**one) for one in facts]
+    return [Facts(**fields) for fields in facts]
 
 
 def _key(problem: Problem) -> Hashable:

@@ -1,10 +1,15 @@
 """`Choice`: how to plan, as one value. Planners, tuner, command line, tables and pages all speak of it.
 
 A choice says which method on which tile, times which Ulysses degree, on which layout and routes. Fields left open are
-filled in for a problem by `settled`; `make_plan` turns a settled choice into the plan of one pass. Its text reads back:
+filled in for a problem by `resolved`; `make_plan` turns a resolved choice into the plan of one pass. Its text reads
+back, in upper or lower case:
 
-    mesh · ring 1x8, zigzag · ulysses 8 × mesh 4x8, zigzag, inner 2x2, route ring, 4 blocks per call, keep q+kv
-    ulysses 8 × mesh 4x8, 4 waves, keep own · ulysses 8, 2 waves of rows
+    mesh
+    ring 1x8, zigzag
+    ulysses 8 + mesh 4x8, zigzag, inner 2x2, route ring, 4 blocks per call, keep q+kv
+    ulysses 8, 2 waves of rows
+
+The names of families are taken too: `usp 8`, `double ring, inner 1x8`, `all-gather 1x16`.
 """
 
 from __future__ import annotations
@@ -39,10 +44,17 @@ Family = Literal[
     "mesh",
     "usp",
     "double ring",
-    "ulysses×attention2d",
-    "ulysses×mesh",
+    "ulysses+attention2d",
+    "ulysses+mesh",
     "startrail",
 ]
+_HEAD = re.compile(r"(?:ulysses (?P<degree>\d{1,9}) ?\+ ?)?(?P<name>double ring|[a-z0-9-]+)(?: (?P<rest>\S+))?")
+_NAMED_FAMILIES = {
+    "usp": ("ring", "ulysses_degree", "usp 8"),
+    "double ring": ("ring", "inner", "double ring, inner 1x8"),
+    "all-gather": ("attention2d", "tile", "all-gather 1x16"),
+}
+"""Families that are named otherwise than their method: the method, and the field that makes it this family."""
 FAMILIES: tuple[Family, ...] = get_args(Family)[:-1]
 """Simplest first. StarTrail is left out: this library has no plan for it, only a bound (see `tuning.rivals`)."""
 
@@ -104,8 +116,8 @@ class Choice:
         if blocks is not None and (type(blocks) is not int or blocks < 1):
             raise ScheduleError(f"blocks_per_call={brief(blocks)}: expected a whole number of at least 1")
         if self.is_collective:
-            given = {"route": self.route == "ring", "partials": self.partials == "ring", "blocks_per_call": blocks}
-            surplus = [name for name, value in given.items() if value]
+            ordered = {"route": self.route == "ring", "partials": self.partials == "ring", "blocks_per_call": blocks}
+            surplus = [name for name, value in ordered.items() if value]
             if surplus:
                 raise ScheduleError(f"{self.method} uses collectives and has no {', '.join(surplus)}; use mesh instead")
         if self.tile is not None and self.inner is not None:  # the same placement has one spelling
@@ -114,30 +126,30 @@ class Choice:
     @classmethod
     def of(cls, **options: Unpack[ChoiceOptions]) -> Choice:
         """A choice from what a caller may write, such as ``tile="4x8", layout="zigzag"``."""
-        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        if given.get("tile") == "auto":
-            del given["tile"]
+        stated: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        if stated.get("tile") == "auto":
+            del stated["tile"]
         known = [field.name for field in fields(cls)]
-        for name in given:
+        for name in stated:
             if name not in known:
                 near = get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise UsageError(f"unknown argument {name!r}; {hint}expected some of {', '.join(known)}")
         for name in ("tile", "inner"):
-            if name in given:
-                given[name] = as_tile(given[name])
-        if isinstance(given.get("layout"), str):
-            given["layout"] = parse_layout(given["layout"])
-        if isinstance(given.get("keep"), list):
-            given["keep"] = tuple(given["keep"])
-        return cls(**given)
+            if name in stated:
+                stated[name] = as_tile(stated[name])
+        if isinstance(stated.get("layout"), str):
+            stated["layout"] = parse_layout(stated["layout"])
+        if isinstance(stated.get("keep"), list):
+            stated["keep"] = tuple(stated["keep"])
+        return cls(**stated)
 
     @property
     def options(self) -> dict[str, Any]:
         """The fields as plain values, for JSON; `Choice.of` reads them back."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        texts = {name: None if found[name] is None else str(found[name]) for name in ("tile", "inner")}
-        return found | texts | {"layout": None if self.layout is None else self.layout.text}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        texts = {name: None if values[name] is None else str(values[name]) for name in ("tile", "inner")}
+        return values | texts | {"layout": None if self.layout is None else self.layout.text}
 
     # The grid
 
@@ -149,11 +161,11 @@ class Choice:
     def assignment(self) -> Assignment:
         """The grid of a choice that has a tile."""
         if self.tile is None:
-            raise ScheduleError(f"{self} has no tile yet; use choice.settled(problem, direction) first")
+            raise ScheduleError(f"{self} has no tile yet; use choice.resolved(problem, direction) first")
         return Assignment(self.tile, self.ulysses_degree or 1, self.inner, self.waves, self.cut)
 
-    def settled(self, problem: Problem, direction: Direction) -> Choice:
-        """This choice with tile, degree and layout filled in for a pass of the problem, or an error if it does not fit.
+    def resolved(self, problem: Problem, direction: Direction) -> Choice:
+        """The choice with tile, degree and layout filled in for a pass of the problem, or an error if it does not fit.
 
         What is kept gathered must suit both passes, so both take forward's tile.
         """
@@ -202,11 +214,11 @@ class Choice:
         if self.is_collective:
             if tile.rows == 1 and ulysses == 1:
                 return "all-gather"
-            return "attention2d" if ulysses == 1 else "ulysses×attention2d"
+            return "attention2d" if ulysses == 1 else "ulysses+attention2d"
         if tile.rows == 1 and 1 < assignment.inner_size("col") < tile.cols and self.route == "ring":
             return "double ring"
         if ulysses > 1:
-            return "usp" if tile.rows == 1 else "ulysses×mesh"
+            return "usp" if tile.rows == 1 else "ulysses+mesh"
         return "ring" if tile.rows == 1 else "pass-q" if tile.cols == 1 else "mesh"
 
     def __str__(self) -> str:
@@ -214,13 +226,13 @@ class Choice:
         if self.method == "ulysses":
             method = "ulysses" if degree is None else f"ulysses {degree}"
         else:
-            method = self.method if degree in (None, 1) else f"ulysses {degree} × {self.method}"
+            method = self.method if degree in (None, 1) else f"ulysses {degree} + {self.method}"
         tile = "" if self.tile is None or self.method == "ulysses" else f" {self.tile}"
         return ", ".join([method + tile, *self._details()])
 
     def _details(self) -> list[str]:
         blocks = self.blocks_per_call
-        found = [
+        details = [
             "" if self.layout is None else self.layout.name,
             "" if self.inner is None else f"inner {self.inner}",
             "" if self.route == "direct" else f"route {self.route}",
@@ -229,29 +241,38 @@ class Choice:
             f"keep {'+'.join(self.keep)}" if self.keep else "",
             "" if self.waves == 1 else Assignment(Tile(1, 1), waves=self.waves, cut=self.cut).waves_text,
         ]
-        return [detail for detail in found if detail]
+        return [detail for detail in details if detail]
 
     @classmethod
     def parse(cls, text: str) -> Choice:
-        """Reads back what `str` gives; ``x`` may stand for ``×``."""
-        head, *details = (part.strip() for part in text.split(","))
-        found = re.fullmatch(r"(?:ulysses (?P<degree>\d{1,9}) [×x] )?(?P<method>[a-z0-9-]+)(?: (?P<rest>\S+))?", head)
-        if found is None:
-            raise ParseError(f"choice {text!r}: expected text such as 'mesh 4x8, zigzag' or 'ulysses 8 × mesh 4x8'")
-        stated: list[tuple[str, Any]] = [("method", found["method"])]
-        if found["degree"] is not None:
-            stated.append(("ulysses_degree", int(found["degree"])))
-        if found["rest"] is not None:
-            is_degree = found["method"] == "ulysses" and found["rest"].isdecimal() and len(found["rest"]) < 10
-            stated.append(("ulysses_degree", int(found["rest"])) if is_degree else ("tile", found["rest"]))
+        """Reads back what `str` gives, and the families' names, such as ``usp 8``; in upper or lower case."""
+        head, *details = (part.strip() for part in text.lower().split(","))
+        match = _HEAD.fullmatch(head)
+        if match is None:
+            raise ParseError(f"choice {text!r}: expected text such as 'mesh 4x8, zigzag' or 'ulysses 8 + mesh 4x8'")
+        name, rest = match["name"], match["rest"]
+        method, needed, example = _NAMED_FAMILIES.get(name, (name, None, ""))
+        stated: list[tuple[str, Any]] = [("method", method)]
+        if match["degree"] is not None:
+            stated.append(("ulysses_degree", int(match["degree"])))
+        if name == "double ring":
+            stated.append(("route", "ring"))
+        if rest is not None:
+            is_degree = name in ("ulysses", "usp") and rest.isdecimal() and len(rest) < 10
+            stated.append(("ulysses_degree", int(rest)) if is_degree else ("tile", rest))
         for detail in details:
             stated += _detail(detail, text).items()
         names = [name for name, _ in stated]
         twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
         if twice:
             raise ParseError(f"choice {text!r} states {', '.join(twice)} twice; state it once")
+        if needed is not None and needed not in names:
+            raise ParseError(f"choice {text!r}: {name} needs its {needed}, such as '{example}'")
         options: dict[str, Any] = dict(stated)
-        return cls.of(**options)
+        choice = cls.of(**options)
+        if name == "all-gather" and choice.assignment.tile.rows != 1:
+            raise ParseError(f"choice {text!r}: all-gather uses a tile of one row, got {choice.tile}; use attention2d")
+        return choice
 
 
 def as_choice(choice: Choice | str | None, **options: Unpack[ChoiceOptions]) -> Choice:

@@ -24,13 +24,13 @@ MOST_BLOCKS, BLOCKS_PER_CALL = 16384, 16
 
 
 def in_few_calls(choice: Choice, problem: Problem, direction: Direction) -> Choice:
-    """The settled choice, with several blocks per call if none are stated and a rank has very many."""
-    settled = choice.settled(problem, direction)
-    is_open = settled.blocks_per_call is None and not settled.is_collective
+    """The resolved choice, with several blocks per call if none are stated and a rank has very many."""
+    resolved = choice.resolved(problem, direction)
+    is_open = resolved.blocks_per_call is None and not resolved.is_collective
     return (
-        replace(settled, blocks_per_call=BLOCKS_PER_CALL)
-        if is_open and settled.assignment.places > MOST_BLOCKS
-        else settled
+        replace(resolved, blocks_per_call=BLOCKS_PER_CALL)
+        if is_open and resolved.assignment.places > MOST_BLOCKS
+        else resolved
     )
 
 
@@ -103,9 +103,9 @@ def _rivals(plan: Plan, choice: Choice, report: Report) -> Iterator[Plan]:
         wanted.append(replace(whole, method="ulysses"))
     for number, rival in enumerate(wanted):
         report(f"planning {rival.method}", number / len(wanted))
-        settled = in_few_calls(rival, plan.problem, plan.direction)
-        if settled.assignment.tile.rows + settled.assignment.tile.cols <= MOST_TRANSFERS:
-            yield make_plan(plan.problem, settled, direction=plan.direction)
+        resolved = in_few_calls(rival, plan.problem, plan.direction)
+        if resolved.assignment.tile.rows + resolved.assignment.tile.cols <= MOST_TRANSFERS:
+            yield make_plan(plan.problem, resolved, direction=plan.direction)
 
 
 def _mixed_degree(problem: Problem) -> int | None:

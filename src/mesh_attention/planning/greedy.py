@@ -42,8 +42,8 @@ def greedy_moves(
 ) -> tuple[Move, ...]:
     """The moves of one tile, from its own block to the last partial returned. Kinds in `have` are not fetched.
 
-    If `blocks_per_call` is None, every call is sized by its price, or is one block if `costs` has no call prices. If it
-    is a number, call prices are ignored.
+    If `blocks_per_call` is None, calls are cost-based: each is sized by its price, or is one block if `costs` has no
+    call prices. If it is a number, call prices are ignored.
     """
     if blocks_per_call is not None and (type(blocks_per_call) is not int or blocks_per_call < 1):
         raise ScheduleError(f"blocks_per_call={blocks_per_call!r}: expected a whole number of at least 1")

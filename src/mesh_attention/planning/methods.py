@@ -33,7 +33,7 @@ def mesh_moves(
 ) -> tuple[Move, ...]:
     """Fetch shards, except those of kinds that the rank has, and return partials, one by one, attending meanwhile.
 
-    The choice is settled.
+    The choice is resolved.
     """
     assignment = choice.assignment
     moves = greedy_moves(

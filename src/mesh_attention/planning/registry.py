@@ -21,7 +21,7 @@ from mesh_attention.problem import Problem
 Planner = Callable[..., Plan]
 """``planner(problem, direction=…, layout=…)`` gives a plan."""
 Price = Callable[[Problem, Choice, Direction], Costs]
-"""Costs of a settled choice: what transfers, and perhaps calls, take on some machine."""
+"""Costs of a resolved choice: what transfers, and perhaps calls, take on some machine."""
 
 
 def make_plan(
@@ -38,25 +38,25 @@ def make_plan(
     """
     if direction not in DIRECTIONS:
         raise ScheduleError(f"direction {direction!r}: expected {' or '.join(DIRECTIONS)}")
-    settled = as_choice(choice, **options).settled(problem, direction)
-    if costs is not None and settled.is_collective:
-        raise ScheduleError(f"{settled.method} uses collectives and has no costs; leave costs out or use mesh")
+    resolved = as_choice(choice, **options).resolved(problem, direction)
+    if costs is not None and resolved.is_collective:
+        raise ScheduleError(f"{resolved.method} uses collectives and has no costs; leave costs out or use mesh")
     if not isinstance(costs, Costs | None):
         raise ScheduleError(f"costs {costs!r}: expected Costs(...)")
-    costs = even_costs(problem, settled.assignment, direction) if costs is None else costs
+    costs = even_costs(problem, resolved.assignment, direction) if costs is None else costs
     schedule = Schedule(
-        moves=_moves(problem, settled, direction, costs.in_waves(settled.assignment)),
-        route=settled.route,
-        partials=settled.partials,
-        keep=settled.keep,
+        moves=_moves(problem, resolved, direction, costs.in_waves(resolved.assignment)),
+        route=resolved.route,
+        partials=resolved.partials,
+        keep=resolved.keep,
     )
-    assert settled.layout is not None
+    assert resolved.layout is not None
     return Plan(
-        method=settled.method,
+        method=resolved.method,
         direction=direction,
         problem=problem,
-        layout=settled.layout,
-        assignment=settled.assignment,
+        layout=resolved.layout,
+        assignment=resolved.assignment,
         schedule=schedule,
     )
 
@@ -119,7 +119,7 @@ def _check_fit(plan: Plan, problem: Problem, layout: Layout, direction: Directio
 
 
 def _moves(problem: Problem, choice: Choice, direction: Direction, costs: Costs) -> tuple[Move, ...]:
-    """The moves of a settled choice, in its waves."""
+    """The moves of a resolved choice, in its waves."""
     assignment, kept = choice.assignment, choice.keep if direction == "backward" else ()
     inputs = INPUTS[direction]
 
@@ -164,9 +164,9 @@ def _trade_heads(moves: Iterable[Move], direction: Direction, inputs: Iterable[K
 
 def make_priced_plan(problem: Problem, choice: Choice, direction: Direction, price: Price) -> Plan:
     """The plan of one pass in the order that suits a machine: settle the choice, price it, plan it."""
-    settled = choice.settled(problem, direction)
-    costs = None if settled.is_collective else price(problem, settled, direction)
-    return make_plan(problem, settled, direction=direction, costs=costs)
+    resolved = choice.resolved(problem, direction)
+    costs = None if resolved.is_collective else price(problem, resolved, direction)
+    return make_plan(problem, resolved, direction=direction, costs=costs)
 
 
 def gpu_price(problem: Problem, choice: Choice, direction: Direction) -> Costs:

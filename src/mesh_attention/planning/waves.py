@@ -5,8 +5,8 @@ only for the first inputs of the first wave and for the last results of the last
 
 Two clocks, in blocks of compute, say what is over when: one for compute, one for the link. Behind every meet, the link
 gets inputs of the next wave as long as it would be idle otherwise. Results are waited for when the link should be done
-with them. A wrong clock costs time, but nothing else: moves of a wave keep their order, except that inputs come earlier
-and the end of a wave later.
+with them. The clocks are heuristics: errors cost speed, never correctness. Moves of a wave keep their order, except
+that inputs come earlier and the end of a wave later.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Clocks:
         end = start + self.costs.of_call(mask_of(move.rows), mask_of(move.cols))
         self.now = start
         while self.link_free < end:
-            coming = next((one for one in following if brings_input(one, self.direction)), None)
+            coming = next((later for later in following if brings_input(later, self.direction)), None)
             if coming is None or self._depends_on(coming) > start:
                 break
             following.remove(coming)

@@ -53,13 +53,13 @@ def cached_tune(
     *,
     directions: Sequence[Direction] = ("forward",),
     layout: str | None = None,
-    memory_nbytes: float | None = None,
+    memory_limit: float | None = None,
     is_quick: bool = False,
     on_progress: Report | None = None,
     folder: Path | None = None,
 ) -> tuple[Tuning, bool]:
     """Call `tune`, or read its result from the cache on disk; the second value is True if it was read."""
-    asked = (RESULT_VERSION, code_digest(), problem, topology, tuple(directions), layout, memory_nbytes, is_quick)
+    asked = (RESULT_VERSION, code_digest(), problem, topology, tuple(directions), layout, memory_limit, is_quick)
     key = hashlib.sha256(repr(asked).encode()).hexdigest()[:32]
     folder = own_folder(folder or cache_folder())
     path = None if folder is None else folder / f"tuning-{key}.json"
@@ -77,7 +77,7 @@ def cached_tune(
         topology,
         directions=directions,
         layout=layout,
-        memory_nbytes=memory_nbytes,
+        memory_limit=memory_limit,
         is_quick=is_quick,
         on_progress=on_progress,
     )
@@ -125,8 +125,12 @@ def _check(found: Tuning, problem: Problem, directions: Sequence[Direction], lay
     """Raise unless every choice is one for this problem: its tile, degree and layout."""
     due = default_layout(problem) if layout is None else layout_named(layout)
     for trial in found.trials:
-        settled = {direction: choice.settled(problem, direction) for direction, choice in trial.choices.items()}
-        if (*settled,) != (*directions,) or settled != trial.choices or {c.layout for c in settled.values()} != {due}:
+        resolved = {direction: choice.resolved(problem, direction) for direction, choice in trial.choices.items()}
+        if (
+            (*resolved,) != (*directions,)
+            or resolved != trial.choices
+            or {c.layout for c in resolved.values()} != {due}
+        ):
             raise ParseError("its choices are for another problem")
     if found.chosen.is_bound:
         raise ParseError("it chooses a method that has no plan")

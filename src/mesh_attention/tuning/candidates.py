@@ -17,8 +17,8 @@ from mesh_attention.planning.methods import has_inner_rings
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 
-BY_PRICE = 1 << 16
-"""Rank of grouping by price among the numbers of blocks per call: it is the least simple."""
+COST_BASED_RANK = 1 << 16
+"""Rank of cost-based calls among the numbers of blocks per call: they are the least simple."""
 WAVES = (2, 4)
 MOST_RANKS_IN_ROWS = 64
 """Waves of rows are not uniform, so every rank is simulated; on more ranks that takes seconds."""
@@ -38,7 +38,7 @@ def complexity(choice: Choice) -> Complexity:
         int(choice.route != choice.partials),
         assignment.ulysses,
         assignment.tile.rows,
-        choice.blocks_per_call or BY_PRICE,
+        choice.blocks_per_call or COST_BASED_RANK,
         str(choice),
     )
 
@@ -95,12 +95,12 @@ def of_fewest_bytes(found: Sequence[Choice], problem: Problem, directions: Seque
 def waved(choice: Choice, problem: Problem) -> Iterator[Choice]:
     """The choice in several waves: of heads where a rank has several, otherwise of the rows of its Ulysses group."""
     heads, ulysses = problem.kv_heads // choice.assignment.ulysses, choice.assignment.ulysses
-    by_price = replace(choice, blocks_per_call=None)
+    cost_based = replace(choice, blocks_per_call=None)
     for waves in WAVES:
         if heads % waves == 0:
-            yield replace(by_price, waves=waves)
+            yield replace(cost_based, waves=waves)
     if heads % WAVES[0] and ulysses % WAVES[0] == 0 and problem.ranks <= MOST_RANKS_IN_ROWS:
-        yield replace(by_price, waves=WAVES[0], cut="rows")
+        yield replace(cost_based, waves=WAVES[0], cut="rows")
 
 
 def _method(tile: Tile) -> Method:

@@ -40,7 +40,7 @@ LONGER = 2 ** (0.5 / STEPS_PER_DOUBLING)
 
 
 def coarse(problem: Problem) -> Problem:
-    """The problem that stands for all that are like this one."""
+    """The representative of all problems that are like this one."""
     mask = problem.mask
     seq_q, seq_kv = (_length(tokens, problem.ranks) for tokens in (problem.seq_q, problem.seq_kv))
     left, right = (reach if not reach else _rounded(reach) for reach in (mask.left, mask.right))
@@ -54,7 +54,8 @@ def coarse(problem: Problem) -> Problem:
 
 def _typical(seen: float, tokens: int, ranks: int) -> list[int]:
     """Boundaries of documents in which a token is, on average, in one of `seen` tokens: lengths are spread as those of
-    independent cuts, in an order without a pattern. Those far shorter than a rank's tokens are made a little longer."""
+    independent cuts, in a fixed pseudo-random order. Those far shorter than a rank's tokens are made a little longer.
+    """
     mean = max(_rounded(seen / 2, doublings=2), tokens // (ranks * SHORTEST), 1)
     cuts = [0]
     while cuts[-1] < tokens:

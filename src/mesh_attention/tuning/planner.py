@@ -25,7 +25,7 @@ def tuned_choices(
     layout: str,
     needs_gradient: bool,
     *,
-    memory_nbytes: float | None = None,
+    memory_limit: float | None = None,
     is_quick: bool,
 ) -> tuple[dict[Direction, Choice], Tuning]:
     """The choice of each pass, and the tuning it is from; backward copies forward's if it never runs.
@@ -33,7 +33,7 @@ def tuned_choices(
     If `is_quick`, a problem with a local mask may be tuned on a part of its ranks.
     """
     directions = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
-    options: dict[str, Any] = {"layout": layout, "memory_nbytes": memory_nbytes, "is_quick": is_quick}
+    options: dict[str, Any] = {"layout": layout, "memory_limit": memory_limit, "is_quick": is_quick}
     part, on = part_of(problem, topology) if is_quick else (problem, topology)
     tuning, _ = cached_tune(part, on, directions=directions, **options)
     if part.ranks < problem.ranks:
@@ -67,10 +67,10 @@ def block_plan_on(topology: Topology, problem: Problem, choice: Choice, directio
 
 
 def in_blocks(choice: Choice, problem: Problem, direction: Direction) -> Choice:
-    """The settled choice, with the blocks per call that `block_plan_on` plans with."""
-    settled = in_few_calls(choice, problem, direction)
-    is_open = settled.blocks_per_call is None and not settled.is_collective
-    return replace(settled, blocks_per_call=1) if is_open else settled
+    """The resolved choice, with the blocks per call that `block_plan_on` plans with."""
+    resolved = in_few_calls(choice, problem, direction)
+    is_open = resolved.blocks_per_call is None and not resolved.is_collective
+    return replace(resolved, blocks_per_call=1) if is_open else resolved
 
 
 def ring_like(plan: Plan, topology: Topology) -> Plan:

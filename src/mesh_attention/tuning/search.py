@@ -23,10 +23,10 @@ from mesh_attention.tuning.traffic import Traffic, plan_on, traffic
 Report = Callable[[str, float], None]
 MOST_BLOCKS_PER_CALL = 16
 LONGEST_PRICED_FIRST, LONGEST_PRICED = 80, 512
-"""Rows plus columns of a tile whose calls are sized by price at the first try, and at all: planning takes time that
+"""Rows plus columns of a tile whose calls are cost-based at the first try, and at all: planning takes time that
 grows with the cube of this."""
 QUICK_RANKS = 224
-"""Ranks simulated for a pass, summed over candidates, in a quick search in which no rank stands for others."""
+"""Ranks simulated for a pass, summed over candidates, in a quick search in which no rank represents others."""
 FIRST_OF_FAMILY = 2.0
 """The first of a family are tried with other groupings if they are at most this many times slower than the best."""
 
@@ -199,7 +199,7 @@ class PassSearch:
         return min(found, key=lambda c: traffic(c, self.problem, self.topology, self.direction).estimate_s)
 
     def _regrouped(self, choice: Choice) -> Iterator[Choice]:
-        """The choice with calls sized by price, then, where a fixed size may be better, with nearby groupings."""
+        """The choice with cost-based calls, then, where a fixed size may be better, with nearby groupings."""
         if choice.is_collective:
             return
         if _is_priced(choice):
@@ -217,7 +217,7 @@ def _is_priced(choice: Choice) -> bool:
 
 
 def _first_try(choice: Choice) -> Choice:
-    """The choice with calls sized by price, except on ring routes, where waits between shards have no price, and for
+    """The choice with cost-based calls, except on ring routes, where waits between shards have no price, and for
     tiles so long that planning takes longer than simulating."""
     tile, is_direct = choice.assignment.tile, not choice.is_collective and choice.route == "direct"
     is_quick = tile.rows + tile.cols <= LONGEST_PRICED_FIRST

@@ -238,8 +238,8 @@ def costs_on(topology: Topology, problem: Problem, choice: Choice, direction: Di
         transfers = max(1, choice.assignment.size(AXIS_OF[kind]) - 1)
         busy = links.group_s(kind, route)
         found[kind] = max(1e-6, links.nic_s(busy.crossing_s), float(busy.inside_s.max())) / transfers / block_s
-    is_by_price = choice.blocks_per_call is None
-    return Costs(**found, **(_call_prices(problem, topology, direction, block_s) if is_by_price else {}))
+    is_cost_based = choice.blocks_per_call is None
+    return Costs(**found, **(_call_prices(problem, topology, direction, block_s) if is_cost_based else {}))
 
 
 def plan_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Plan:
@@ -336,7 +336,7 @@ def _busy_s(
     if problem.mask == full():
         return _compute_s(problem, topology, direction)
     if BlockMatrix(problem, layout, assignment).is_uniform:
-        # Layouts under which every place needs every shard of its groups spread the work evenly: one stands for all.
+        # Layouts under which every place needs every shard of its groups spread the work evenly: one represents all.
         whole, masked = pairs_of(problem, layout, assignment, assignment.places - 1)
         pairs = whole + masked / rate.masked
     else:

@@ -28,7 +28,7 @@ from mesh_attention.units import GIB, format_nbytes, format_time
 SAME_TIME = 0.005
 """Among choices of a pass within this share of the fastest, the simplest is taken."""
 PRICED_RANKS, PRICED_RANKS_AT_LAST = 4, 8
-"""Ranks whose calls are priced, where one could stand for all: in a search, and for the trials that it ends with."""
+"""Ranks whose calls are priced, where one could represent all: in a search, and for the trials that it ends with."""
 FAR_BEHIND = 1.6
 """Trials that are this many times slower than the fastest are not priced again: no forecast is that far off."""
 TRIED_EXCHANGED_ONCE = 3
@@ -43,16 +43,16 @@ def tune(
     *,
     directions: Sequence[Direction] = ("forward",),
     layout: str | None = None,
-    memory_nbytes: float | None = None,
+    memory_limit: float | None = None,
     is_quick: bool = False,
     on_progress: Report | None = None,
 ) -> Tuning:
     """The best trial of every family, the chosen one first; both passes together if both are asked for.
 
     If `is_quick`, only the most promising candidates are tried, so most families have no trial, or not their best; and
-    there is room in the device's memory for every problem that this one may stand for (see `coarse`).
+    there is room in the device's memory for every problem that this one may represent (see `coarse`).
 
-    `memory_nbytes` is what a call may allocate on a rank; if it is None, the device's memory. Gathered inputs that
+    `memory_limit` is what a call may allocate on a rank; if it is None, the device's memory. Gathered inputs that
     forward keeps for backward take memory in every layer of a model, so that is tried only if a limit is given. With
     Ulysses, forward may keep a rank's own inputs as exchanged: they take the memory that the caller's would.
     """
@@ -62,12 +62,10 @@ def tune(
             f"topology.with_ranks({problem.ranks}), or a problem with {topology.ranks} ranks"
         )
     report = on_progress or (lambda doing, fraction: None)
-    limit = (
-        memory_nbytes if memory_nbytes is not None else topology.device.memory_gib * GIB / (LONGER if is_quick else 1)
-    )
+    limit = memory_limit if memory_limit is not None else topology.device.memory_gib * GIB / (LONGER if is_quick else 1)
     _check_directions(directions)
-    if memory_nbytes is not None:
-        check_memory(memory_nbytes)
+    if memory_limit is not None:
+        check_memory(memory_limit)
     chosen_layout = default_layout(problem) if layout is None else layout_named(layout)
     found = list(shapes(problem, topology, layout=chosen_layout))
     is_uniform = BlockMatrix(problem, chosen_layout, found[0].assignment).is_uniform
@@ -83,14 +81,14 @@ def tune(
         wanted = LARGE if is_many else wanted
         searches[direction] = PassSearch(problem, topology, direction, wanted, limit, share)
         # Against a cache, ranks compute calls of different shapes; and their memory differs a little.
-        is_alike = is_many or (problem.seq_q == problem.seq_kv and (memory_nbytes is None or problem.ranks > ALL_RANKS))
+        is_alike = is_many or (problem.seq_q == problem.seq_kv and (memory_limit is None or problem.ranks > ALL_RANKS))
         priced = problem.ranks if not is_uniform else 1 if is_alike or is_quick else PRICED_RANKS
         searches[direction].run(found, priced_ranks=priced, is_uniform=is_uniform)
     trials = _trials(searches) + (_mixed(searches) if is_quick else [])
     if len(directions) == 2:
         trials += _one_choice(searches, () if is_quick else trials)
         trials += _exchanged_once(searches)
-        trials += _kept(searches, trials) if memory_nbytes is not None else []
+        trials += _kept(searches, trials) if memory_limit is not None else []
     if not trials:
         raise _does_not_fit(searches, limit)
     left_out: dict[str, str] = {}
@@ -157,7 +155,7 @@ def _simplest(tried: Sequence[Tried]) -> Tried:
 
 
 def _trial(tried: dict[Direction, Tried]) -> Trial:
-    """A trial of these choices. If its passes are of different families, it goes by the less simple one."""
+    """A trial of these choices. If its passes are of different families, it is listed under the more complex family."""
     return Trial(
         family=max((one.choice.family for one in tried.values()), key=FAMILIES.index),
         choices={direction: one.choice for direction, one in tried.items()},

@@ -119,7 +119,7 @@ def _methods(problem: Problem) -> dict[str, Choice]:
         tile = _squarest(problem.ranks // ULYSSES_DEGREE)
         found["ulysses × mesh"] = Choice(tile=tile, ulysses_degree=ULYSSES_DEGREE)
     # Refuses here what the processes would refuse.
-    return {name: choice.settled(problem, "forward") for name, choice in found.items()}
+    return {name: choice.resolved(problem, "forward") for name, choice in found.items()}
 
 
 def _squarest(places: int) -> Tile:

@@ -33,11 +33,11 @@ from mesh_attention_lab.replay.parts import BEST, Part, tuned_parts
 
 
 def read_methods(name: str, text: str) -> tuple[str, ...]:
-    """Method names; × may be left out, or written as x or a hyphen."""
-    spellings = {_key(known, times=x): known for known in (*FAMILIES, BEST) for x in ("", "x")}
+    """Method names, in upper or lower case; + may be left out, or written as a hyphen."""
+    spellings = {_key(known): known for known in (*FAMILIES, BEST)}
     found = []
     for given in filter(None, (part.strip() for part in text.split(","))):
-        key = _key(given, times="")
+        key = _key(given)
         if key not in spellings:
             near = get_close_matches(key, spellings, n=1)
             hint = f"did you mean {spellings[near[0]]}?" if near else f"expected some of {', '.join((*FAMILIES, BEST))}"
@@ -46,8 +46,8 @@ def read_methods(name: str, text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _key(name: str, *, times: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower().replace("×", times))
+def _key(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 _of_replay = partial(option, panel="Replay")

@@ -99,7 +99,7 @@ def tune_command(
         check_axis(given.against, asked)
 
     def tune_at(problem: Problem, topology: Topology, report: Report) -> tuple[Tuning, bool]:
-        options: dict[str, Any] = {"directions": directions, "memory_nbytes": given.memory}
+        options: dict[str, Any] = {"directions": directions, "memory_limit": given.memory}
         options |= {"layout": None if layout is None else layout.name, "on_progress": report}
         return (
             (tune(problem, topology, **options), False) if given.no_cache else cached_tune(problem, topology, **options)
@@ -114,7 +114,7 @@ def tune_command(
             topology=topology,
             # A file has a dot or a slash in its name.
             cluster=cluster_name(topology) if on.cluster.strip().isalnum() else on.cluster,
-            memory_nbytes=given.memory,
+            memory_limit=given.memory,
             tuning=tuning,
             is_from_cache=is_from_cache,
             plans=tuned_plans(asked, topology, tuning.chosen),
@@ -166,7 +166,7 @@ def _draw(answer: Answer, tune_at: Tune, axis: Axis, path: Path, report: Report)
         problem=answer.problem,
         topology=topology,
         tuning=answer.tuning,
-        limit_nbytes=topology.device.memory_gib * GIB if answer.memory_nbytes is None else answer.memory_nbytes,
+        limit_nbytes=topology.device.memory_gib * GIB if answer.memory_limit is None else answer.memory_limit,
         tune_at=lambda problem, topology, report: tune_at(problem, topology, report)[0],
         report=report,
     ).along(axis)
@@ -194,7 +194,7 @@ def _as_json(answer: Answer) -> dict[str, Any]:
         "problem": plan_to_json(next(iter(plans.values())))["problem"],
         "cluster": asdict(answer.topology),
         "directions": list(plans),
-        "memory_nbytes": answer.memory_nbytes,
+        "memory_limit": answer.memory_limit,
         "tuning": tuning_to_json(answer.tuning),
         "is_from_cache": answer.is_from_cache,
         "serving": None if answer.served is None else turn_as_json(answer.problem, *answer.turn, answer.served),
@@ -208,9 +208,7 @@ def _as_json(answer: Answer) -> dict[str, Any]:
         "forecast_error": FORECAST_ERROR,
         "code": {
             "short": short_code(answer, width=CODE_WIDTH),
-            "cluster": cluster_code(
-                answer.cluster, layout=layout, memory_nbytes=answer.memory_nbytes, width=CODE_WIDTH
-            ),
+            "cluster": cluster_code(answer.cluster, layout=layout, memory_limit=answer.memory_limit, width=CODE_WIDTH),
             "explicit": explicit_code(choices, plans, answer.topology, width=CODE_WIDTH),
         },
     }

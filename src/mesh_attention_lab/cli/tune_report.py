@@ -47,7 +47,7 @@ class Answer:
     problem: Problem
     topology: Topology
     cluster: str
-    memory_nbytes: int | None
+    memory_limit: int | None
     tuning: Tuning
     is_from_cache: bool
     plans: Mapping[Direction, Plan]
@@ -76,7 +76,7 @@ def print_tuning(answer: Answer) -> None:
         exact = "a call searches quickly, and may choose another; code for exactly this is below"
         print_fact(console, "choice", f"{', backward '.join(texts)}: {exact}")
     _print_equals(console, tuning)
-    limit = "" if answer.memory_nbytes is None else f", within {format_nbytes(answer.memory_nbytes)} per rank"
+    limit = "" if answer.memory_limit is None else f", within {format_nbytes(answer.memory_limit)} per rank"
     words = f"{problem_words(answer.problem, answer.layout)}{limit}"
     console.print(f"{' and '.join(answer.plans)}; {words}", style="bold")
     console.print(f"on {cluster_words(answer.topology)}")
@@ -98,11 +98,11 @@ def print_tuning(answer: Answer) -> None:
     console.print(_nbytes_words(tuning))
     console.print("\nto run exactly this", style="bold")
     console.print(explicit_code(chosen.choices, answer.plans, answer.topology, width=console.width), soft_wrap=True)
-    limit_nbytes = answer.memory_nbytes
+    limit_nbytes = answer.memory_limit
     # With a limit, a call searches as thoroughly as this command.
     console.print(f"\n{LET_CALLS_CHOOSE if limit_nbytes is None else 'or, for any length'}", style="bold")
     console.print(
-        cluster_code(answer.cluster, layout=answer.layout, memory_nbytes=limit_nbytes, width=console.width),
+        cluster_code(answer.cluster, layout=answer.layout, memory_limit=limit_nbytes, width=console.width),
         soft_wrap=True,
     )
     if len(answer.plans) < len(DIRECTIONS) and answer.served is None:
@@ -115,7 +115,7 @@ def print_tuning(answer: Answer) -> None:
 def short_code(answer: Answer, *, width: int) -> str:
     """A call that is as fast as the choice, if stating a choice alone is; or one that lets the tuner choose."""
     if answer.plain is None:
-        return _cluster_call(answer.cluster, layout=answer.layout, memory_nbytes=answer.memory_nbytes, width=width)
+        return _cluster_call(answer.cluster, layout=answer.layout, memory_limit=answer.memory_limit, width=width)
     return filled(f'MeshAttention(group, choice="{_stated(answer.plain)}")', width=width)
 
 
@@ -215,7 +215,7 @@ def _caption(answer: Answer, no_room: str) -> str:
         if is_cut
         else "",
         "2x4: query shards x KV shards of a rank; inner: the part of that grid in one node; a choice without blocks "
-        "per call groups them by price. exposed: the time in which the busiest rank does not compute. Bytes are what "
+        "per call has cost-based calls. exposed: the time in which the busiest rank does not compute. Bytes are what "
         "an average rank sends; × bound: relative to the lower bound.",
     ]
     if any(trial.is_bound for trial in tuning.trials):
@@ -249,18 +249,18 @@ DEFAULT_LAYOUT = "zigzag"
 """The default of `MeshAttention`."""
 
 
-def cluster_code(cluster: str, *, layout: str, memory_nbytes: int | None, width: int) -> str:
+def cluster_code(cluster: str, *, layout: str, memory_limit: int | None, width: int) -> str:
     """Code that lets every rank tune."""
-    return _cluster_call(cluster, layout=layout, memory_nbytes=memory_nbytes, width=width, name="attention = ")
+    return _cluster_call(cluster, layout=layout, memory_limit=memory_limit, width=width, name="attention = ")
 
 
-def _cluster_call(cluster: str, *, layout: str, memory_nbytes: int | None, width: int, name: str = "") -> str:
+def _cluster_call(cluster: str, *, layout: str, memory_limit: int | None, width: int, name: str = "") -> str:
     arguments = [f"cluster={json.dumps(cluster)}"]
     if layout not in (DEFAULT_LAYOUT, Turn.name):
         arguments.append(f'layout="{layout}"')
-    if memory_nbytes is not None:
-        power = next(power for power in (30, 20, 10, 0) if memory_nbytes % 2**power == 0)
-        arguments.append(f"memory_limit={memory_nbytes >> power}" + (f" * 2**{power}" if power else ""))
+    if memory_limit is not None:
+        power = next(power for power in (30, 20, 10, 0) if memory_limit % 2**power == 0)
+        arguments.append(f"memory_limit={memory_limit >> power}" + (f" * 2**{power}" if power else ""))
     return filled(f"{name}MeshAttention(group, {', '.join(arguments)})", width=width)
 
 
