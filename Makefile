@@ -18,8 +18,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # What a user installs, without development tools.
 demo: $(VENV)/installed
 	$(BIN)/mesh-attention demo
-	$(BIN)/mesh-attention plan --ranks 64 --seq 128k --heads 32 --kv-heads 8 --causal --save $(VENV)/demo-plan.json
-	$(BIN)/mesh-attention verify $(VENV)/demo-plan.json
+	$(BIN)/mesh-attention plan --ranks 64 --seq 128k --heads 32 --kv-heads 8 --causal --save $(VENV)/demo-plan.txt
+	$(BIN)/mesh-attention verify $(VENV)/demo-plan.txt
 
 # A worker runs whole files, so their fixtures are set up once. The recipes have a target of their own.
 test: $(VENV)/ready

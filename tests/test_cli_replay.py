@@ -176,7 +176,7 @@ def test_the_chart_is_written(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_plan_file_is_replayed_beside(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
+    path = tmp_path / "plan.txt"
     assert run(f"plan {SIZES} --tile 2x2 --save", path).code == 0
     found = as_json(run(f"{REPLAY} --backward --json --plan", path))
     row = found["rows"][-1]

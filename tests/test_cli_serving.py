@@ -9,7 +9,7 @@ import pytest
 import test_cli
 from test_cli import Run, as_json, assert_refused
 
-from mesh_attention import Problem, causal, cluster_named, make_plan, read_plan
+from mesh_attention import Problem, causal, cluster_named, make_plan, parse_plan
 from mesh_attention.plan.serving import cache_nbytes
 from mesh_attention.planning.choice import Choice
 from mesh_attention.tuning.decoding import forecast_decoding
@@ -69,17 +69,17 @@ def test_a_turn_as_json_can_be_read_back(run: Run) -> None:
 
 def test_prefill_is_another_name_of_new(run: Run) -> None:
     plans = [
-        as_json(run(f"plan --ranks 4 {how} {SIZES} --json"))["plan"]["problem"]
+        as_json(run(f"plan --ranks 4 {how} {SIZES} --json"))["problem"]
         for how in ("--prefill 1k", "--new 1k", "--new 1k --cached 0", "--seq 1k --causal")
     ]
     assert all(plan == plans[0] for plan in plans)
 
 
 def test_plan_simulate_and_draw_take_a_turn(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "turn.json"
+    file = tmp_path / "turn.txt"
     turn = f"--ranks 8 {TURN} --tile 4x2"
     assert run(f"plan {turn} --save", file).code == 0
-    saved = read_plan(file.read_text(encoding="utf-8"))
+    saved = parse_plan(file.read_text(encoding="utf-8"))
     planned = make_plan(PROBLEM, tile=(4, 2), layout="turn")
     assert (saved.digest, saved.layout.name) == (planned.unrolled().digest, "turn")
     out = run(f"simulate --cluster h100 {turn} --layers 3").out

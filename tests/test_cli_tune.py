@@ -12,7 +12,7 @@ import pytest
 import test_cli
 from test_cli import Run, as_json, assert_refused
 
-from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, read_plan
+from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, parse_plan
 from mesh_attention.clusters import cluster_to_toml, find_cluster
 from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.plan import Plan
@@ -511,7 +511,7 @@ def test_both_passes_follow_each_other(run: Run) -> None:
 def test_a_plan_file_is_simulated_as_it_is(run: Run, tmp_path: Path, topology: Topology) -> None:
     file = tmp_path / "plan.txt"
     run(f"plan --ranks 16 {SIZES} --head-dim 128 --tile 2x8 --inner 2x4 --backward --save", file)
-    plan = read_plan(file.read_text(encoding="utf-8"))
+    plan = parse_plan(file.read_text(encoding="utf-8"))
     assert str(plan.assignment.inner) == "2x4"
     answer = as_json(run("simulate --cluster h100 --ranks 16 --json", file))
     assert list(answer["forecasts"][0]["passes"]) == ["backward"]
@@ -522,8 +522,8 @@ def test_a_plan_file_is_simulated_as_it_is(run: Run, tmp_path: Path, topology: T
 def test_the_inner_tile_reaches_plan_and_forecast(run: Run) -> None:
     options = f"{SIZES} --tile 4x4 --route ring --partials ring"
     for inner in ("2x4", "4x2"):
-        plan = as_json(run(f"plan --ranks 16 {options} --head-dim 128 --inner {inner} --json"))["plan"]
-        assert plan["inner"] == inner
+        answer = as_json(run(f"plan --ranks 16 {options} --head-dim 128 --inner {inner} --json"))
+        assert str(parse_plan(answer["plan"]).assignment.inner) == inner
     between = [
         as_json(run(f"simulate --cluster h100x16 {options} {inner} --json"))["forecasts"][0]["passes"]["forward"]
         for inner in ("", "--inner 2x4")

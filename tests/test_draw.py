@@ -6,13 +6,14 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from mesh_attention import Plan, Problem, causal, cluster_named, make_plan, plan_to_json
+from mesh_attention import Plan, Problem, causal, cluster_named, make_plan
 from mesh_attention.plan.steps import Attend
 from mesh_attention.plan.text import format_step
 from mesh_attention_lab import scenes
@@ -152,8 +153,8 @@ def test_draw_says_what_it_drew_in_json(run: Run, tmp_path: Path) -> None:
 def test_a_saved_plan_is_drawn_as_it_is(run: Run, tmp_path: Path) -> None:
     problem = Problem.self_attention(seq=4096, heads=8, kv_heads=4, head_dim=64, ranks=4, mask=causal())
     plan = make_plan(problem, tile=(4, 1), direction="backward").unrolled()
-    file = tmp_path / "plan.json"
-    file.write_text(json.dumps(plan_to_json(plan)))
+    file = tmp_path / "plan.txt"
+    file.write_text(str(plan))
     answer = json.loads(run("draw --cluster h100x4 --json --out", tmp_path / "out", "--plan", file).out)
     assert answer["digests"] == {"backward": plan.digest}
     found = page_data(tmp_path / "out" / "explorer.html")["scenes"]
@@ -163,10 +164,11 @@ def test_a_saved_plan_is_drawn_as_it_is(run: Run, tmp_path: Path) -> None:
 
 def test_a_broken_plan_is_not_drawn(run: Run, tmp_path: Path) -> None:
     problem = Problem.self_attention(seq=4096, heads=8, head_dim=64, ranks=4)
-    broken = plan_to_json(make_plan(problem, tile=(2, 2)).unrolled())
-    broken["programs"][1]["steps"] = broken["programs"][1]["steps"][:-3]
-    file = tmp_path / "plan.json"
-    file.write_text(json.dumps(broken))
+    plan = make_plan(problem, tile=(2, 2)).unrolled()
+    first, second, *rest = plan.programs or ()
+    broken = plan.with_programs((first, replace(second, steps=second.steps[:-3]), *rest))
+    file = tmp_path / "plan.txt"
+    file.write_text(str(broken))
     code, out, err = run("draw --cluster h100x4 --out", tmp_path / "out", "--plan", file)
     assert (code, out) == (1, "")
     assert "breaks the rules in " in err

@@ -24,7 +24,6 @@ from mesh_attention.errors import (
 )
 from mesh_attention.masks import BlockKind, Mask, causal, documents, full, window
 from mesh_attention.plan.assignment import Assignment, Tile
-from mesh_attention.plan.codec import parse_plan, plan_from_json, plan_to_json, read_plan
 from mesh_attention.plan.counts import RankCosts, flops_by_rank, imbalance, rank_costs
 from mesh_attention.plan.layout import (
     Chunks,
@@ -36,7 +35,7 @@ from mesh_attention.plan.layout import (
     permutation,
     position_ids,
 )
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, parse_plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule import Schedule
 from mesh_attention.planning.choice import METHODS, Choice
@@ -119,12 +118,9 @@ __all__ = [
     "mesh_attention",
     "parse_plan",
     "permutation",
-    "plan_from_json",
-    "plan_to_json",
     "position_ids",
     "rank_costs",
     "read_cluster",
-    "read_plan",
     "simulate",
     "tune",
     "tuned_plans",

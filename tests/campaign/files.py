@@ -183,10 +183,9 @@ class Judging:
             "moves": make_plan(PROBLEM),
             "programs": make_plan(PROBLEM, "ulysses 2 + mesh 1x2", direction="backward").unrolled(),
         }.items():
-            for suffix in (".json", ".txt"):
-                path = folder / f"{name}{suffix}"
-                write_plan_file(path, plan)
-                self.valid.append((path.name, path.read_text(), judge_plan))
+            path = folder / f"{name}.txt"
+            write_plan_file(path, plan)
+            self.valid += [(path.name, path.read_text(), judge_plan)] * 2
         self.valid.append(("cluster.toml", CLUSTER, judge_cluster))
         with patch.object(cache, "tune", lambda *_, **__: self.tuning):
             self.cached()

@@ -1,11 +1,11 @@
-"""The text form of items, steps, moves, masks and plans: one line each, and every line can be read back."""
+"""The text form of items, steps, moves and masks: one line each, and every line can be read back."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from dataclasses import replace
+from typing import Literal, TypeVar
 
 from typing_extensions import assert_never
 
@@ -16,12 +16,8 @@ from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Together
 from mesh_attention.plan.steps import FORMS, KINDS, Item, Kind, Step
 from mesh_attention.units import brief
 
-if TYPE_CHECKING:
-    from mesh_attention.plan.plan import Plan
-
 Parsed = TypeVar("Parsed")
 
-HEADER = "mesh-attention plan 2"
 MOST_NUMBERS = 1 << 20
 """The most numbers in one list, so that a typo does not fill the memory."""
 
@@ -252,32 +248,3 @@ def _boundaries(text: str) -> list[int]:
     if not all(0 < len(cut) < 19 for cut in cuts):
         raise ParseError(f"documents({brief(text)}): expected positions, such as documents(0,100,250)")
     return [int(cut) for cut in cuts]
-
-
-# Plans
-
-
-def format_plan(plan: Plan) -> str:
-    """The whole plan. Equal plans have equal text."""
-    problem = " ".join(f"{f.name}={getattr(plan.problem, f.name)}" for f in fields(plan.problem) if f.name != "mask")
-    lines = [
-        HEADER,
-        f"method {plan.method}",
-        f"direction {plan.direction}",
-        f"problem {problem}",
-        f"mask {plan.problem.mask}",
-        f"layout {plan.layout.text}",
-        f"tile {plan.assignment.tile}",
-        f"ulysses {plan.assignment.ulysses}",
-        f"route {plan.schedule.route}",
-        f"partials {plan.schedule.partials}",
-        f"keep {','.join(plan.schedule.keep) or 'nothing'}",
-    ]
-    if plan.assignment.inner is not None:
-        lines.append(f"inner {plan.assignment.inner}")
-    if plan.assignment.waves > 1:
-        lines.append(f"waves {plan.assignment.waves} of {plan.assignment.cut}")
-    if plan.programs is None:
-        lines += ["moves", *(f"  {format_move(move)}" for move in plan.schedule.moves)]
-    lines += map(str, plan.programs or ())
-    return "\n".join(lines) + "\n"

@@ -11,9 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from stat import S_IWGRP, S_IWOTH
 from tempfile import NamedTemporaryFile
+from typing import Any
 
 from mesh_attention.errors import ParseError
-from mesh_attention.plan.codec import read_json
 from mesh_attention.plan.layout import layout_named
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import default_layout
@@ -22,6 +22,7 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import RESULT_VERSION, Tuning, tuning_from_json, tuning_to_json
 from mesh_attention.tuning.search import Report
 from mesh_attention.tuning.tune import tune
+from mesh_attention.units import brief
 
 log = logging.getLogger(__name__)
 PARTS = (
@@ -115,10 +116,35 @@ def own_folder(folder: Path | None) -> Path | None:
 
 
 def _read(path: Path, asked: str) -> Tuning:
-    written = read_json(path.read_text(encoding="utf-8"))
+    written = _read_json(path.read_text(encoding="utf-8"))
     if not isinstance(written, dict) or written.keys() != {"asked", "tuning"} or written["asked"] != asked:
         raise ParseError("expected the tuning of this problem on this cluster")
     return tuning_from_json(written["tuning"])
+
+
+def _read_json(text: str) -> object:
+    """JSON, strictly: each key once, and no NaN or Infinity."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        raise ParseError("not JSON: brackets are nested too deep") from None
+    except ParseError:
+        raise
+    except ValueError as error:  # also numbers of thousands of digits
+        raise ParseError(f"not JSON: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ParseError(f"not JSON: a second {brief(twice)} in an object; expected each key once")
+    return made
+
+
+def _no_constant(name: str) -> None:
+    raise ParseError(f"not JSON: {name} is not a number")
 
 
 def _check(found: Tuning, problem: Problem, directions: Sequence[Direction], layout: str | None) -> None:

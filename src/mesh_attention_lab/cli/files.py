@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from os.path import isdir  # unlike Path.is_dir, it answers False for a name that is too long
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mesh_attention.errors import ParseError, PlanError, UsageError, writing
-from mesh_attention.plan.codec import plan_to_json, read_plan
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, parse_plan
 from mesh_attention.plan.program import Program
+from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import count
 from mesh_attention.verification.rules import check
@@ -35,7 +36,7 @@ def read_plan_file(path: Path) -> Plan:
     except OSError as error:
         raise UsageError(f"{path}: expected a plan file: {_reason(error)}; {WRITES_ONE}") from error
     try:
-        return read_plan(text)
+        return parse_plan(text)
     except UsageError as error:
         raise ParseError(f"{path} is not a plan file: {error}; {WRITES_ONE}") from error
 
@@ -63,13 +64,15 @@ def checked_plan_for(path: Path, topology: Topology, report: Report) -> Plan:
 
 
 def write_plan_file(path: Path, plan: Plan) -> None:
-    """JSON for .json, text for anything else."""
-    is_json = path.suffix.lower() == ".json"
-    text = json.dumps(plan_to_json(plan), indent=1) + "\n" if is_json else str(plan)
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(str(plan), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--save {path}: {_reason(error)}; save elsewhere") from error
+
+
+def problem_to_json(problem: Problem) -> dict[str, Any]:
+    """The fields of a problem, for answers as JSON; the mask as text."""
+    return asdict(problem) | {"mask": str(problem.mask)}
 
 
 def _reason(error: OSError) -> str:

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.buffers import held_nbytes
-from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import transfers
@@ -25,7 +24,15 @@ from mesh_attention.units import BYTES, FLOPS, count, format_nbytes, format_toge
 from mesh_attention.verification.rules import RULES, check, format_breaches
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.command import argument, group, option
-from mesh_attention_lab.cli.files import Report, output_file, progress, read_plan_file, unroll, write_plan_file
+from mesh_attention_lab.cli.files import (
+    Report,
+    output_file,
+    problem_to_json,
+    progress,
+    read_plan_file,
+    unroll,
+    write_plan_file,
+)
 from mesh_attention_lab.cli.tables import (
     LABEL_WIDTH,
     Column,
@@ -54,9 +61,9 @@ class PlanOptions:
     all_steps: bool = opt.of_output("--all-steps", "Show all its steps, however many.", default=False)
     save: Path | None = opt.of_output(
         "--save",
-        "Write every rank's steps: as JSON if it ends in .json, else text.",
+        "Write every rank's steps to a plan file, as text.",
         "FILE",
-        output_file("plan.json"),
+        output_file("plan.txt"),
         None,
     )
     json: bool = opt.json_option()
@@ -76,7 +83,7 @@ def plan_command(
         saved = "" if given.save is None else _save(plan, given.save, report)
     if given.json:
         program = {"rank": given.rank, "steps": [asdict(row) for row in steps]}
-        answer = {"plan": plan_to_json(plan), "digest": plan.digest, "program": program}
+        answer = {"plan": str(plan), "digest": plan.digest, "problem": problem_to_json(asked), "program": program}
         typer.echo(json.dumps(answer | {"comparison": asdict(comparison)}))
         return
     console = plain_console()
@@ -229,7 +236,7 @@ def _verdict(plan: Plan, comparison: Comparison) -> str:
 
 @group
 class VerifyOptions:
-    file: Path = argument("FILE", "A plan, text or JSON.")
+    file: Path = argument("FILE", "A plan file.")
     json: bool = option("--json", "Print one JSON object and nothing else.", default=False)
 
 

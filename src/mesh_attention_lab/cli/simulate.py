@@ -10,7 +10,6 @@ from typing import Any
 
 import typer
 
-from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.counts import MANY_RANKS, sampled_ranks
 from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.plan import Plan
@@ -27,7 +26,7 @@ from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import format_nbytes, format_time, three_digits
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.command import argument, group
-from mesh_attention_lab.cli.files import Report, checked_plan_for, progress
+from mesh_attention_lab.cli.files import Report, checked_plan_for, problem_to_json, progress
 from mesh_attention_lab.cli.scale import refuse_uneven
 from mesh_attention_lab.cli.serving_report import cache_words, layers_words
 from mesh_attention_lab.cli.tables import (
@@ -170,7 +169,7 @@ def _as_json(forecasts: Sequence[Forecasts], topology: Topology) -> dict[str, An
     plans = list(forecasts[0].plans.values())
     bound_s, bound_nbytes = _bounds(plans, topology)
     return {
-        "problem": plan_to_json(plans[0])["problem"],
+        "problem": problem_to_json(plans[0].problem),
         "cluster": asdict(topology),
         "layout": plans[0].layout.name,
         "is_exact": all(one.whole.is_exact for one in forecasts),

@@ -11,7 +11,6 @@ from typing import Any
 import typer
 
 from mesh_attention.errors import ParseError, UsageError
-from mesh_attention.plan.codec import plan_to_json
 from mesh_attention.plan.counts import sampled_ranks
 from mesh_attention.plan.layout import Layout
 from mesh_attention.planning.choice import default_layout
@@ -27,7 +26,7 @@ from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.units import GIB, parse_nbytes
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.command import group
-from mesh_attention_lab.cli.files import Report, progress
+from mesh_attention_lab.cli.files import Report, problem_to_json, progress
 from mesh_attention_lab.cli.scale import refuse_uneven
 from mesh_attention_lab.cli.serving_report import Served, decoding_as_json, print_decoding, turn_as_json
 from mesh_attention_lab.cli.tables import cluster_name, head_words, mask_words, new_words, token_words
@@ -189,9 +188,11 @@ def _title(answer: Answer, axis: Axis) -> str:
 
 
 def _as_json(answer: Answer) -> dict[str, Any]:
-    choices, plans, layout = answer.tuning.chosen.choices, answer.plans, next(iter(answer.plans.values())).layout.name
+    choices, plans = answer.tuning.chosen.choices, answer.plans
+    first = next(iter(plans.values()))
+    layout = first.layout.name
     return {
-        "problem": plan_to_json(next(iter(plans.values())))["problem"],
+        "problem": problem_to_json(first.problem),
         "cluster": asdict(answer.topology),
         "directions": list(plans),
         "memory_limit": answer.memory_limit,
