@@ -31,14 +31,12 @@ from mesh_attention import Problem, causal
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.topology import Topology
 from mesh_attention.units import format_size
-from mesh_attention_lab.cli.replay_report import bar_groups
+from mesh_attention_lab.cli.replay import bar_groups
 from mesh_attention_lab.drawing.canvas import save_chart
 from mesh_attention_lab.drawing.rates import BarGroup, rate_chart
-from mesh_attention_lab.replay.cluster import measure_cluster
-from mesh_attention_lab.replay.device import Environment, check_memory, environment_of, find_device
-from mesh_attention_lab.replay.parts import tuned_parts
+from mesh_attention_lab.replay.device import Environment, check_memory, environment_of, find_device, measure_cluster
 from mesh_attention_lab.replay.replay import replay
-from mesh_attention_lab.replay.result import Replayed, Row, kernel_as_json, row_as_json, rows_of
+from mesh_attention_lab.replay.result import Replayed, Row, kernel_as_json, row_as_json, rows_of, tuned_parts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

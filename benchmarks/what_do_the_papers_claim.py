@@ -26,7 +26,7 @@ from rich.table import Table
 from run_facts import start_result
 
 from mesh_attention_lab.cli.files import progress
-from mesh_attention_lab.cli.tables import cluster_words
+from mesh_attention_lab.cli.terminal import cluster_words
 
 SHORT: dict[Paper, str] = {"Mesh-Attention": "Mesh", "ATTENTION2D": "2D", "derived": "derived"}
 CAPTION = (

@@ -19,9 +19,8 @@ from mesh_attention import Problem, causal, cluster_named, make_plan
 from mesh_attention.errors import UsageError
 from mesh_attention.topology import Topology
 from mesh_attention_lab.cli.main import main
-from mesh_attention_lab.cli.replay import read_methods
-from mesh_attention_lab.cli.replay_report import replay_columns
-from mesh_attention_lab.cli.tables import fitting
+from mesh_attention_lab.cli.replay import parse_methods, replay_columns
+from mesh_attention_lab.cli.terminal import fitting
 from mesh_attention_lab.drawing.rates import Bar, BarGroup, rate_chart
 from mesh_attention_lab.replay.result import Row
 
@@ -113,7 +112,7 @@ def test_where_the_host_would_be_the_limit_is_marked(answer: Any) -> None:
     columns = {column.header.split()[0]: column for column in replay_columns(["ring", slow, fast], is_cuda=True)}
     assert [cell.endswith("!") for cell in columns["host"].cells] == [False, True, False]
     assert replay_columns([slow], is_cuda=False)[7].cells == ["–"]
-    kept, _ = fitting(list(columns.values()), width=90, gaps=(2,))
+    kept = fitting(list(columns.values()), width=90)
     assert {"time", "TFLOP/s", "exposed", "error"} <= {column.header.split()[0] for column in kept}
 
 
@@ -157,7 +156,7 @@ def test_without_a_cluster_this_device_and_its_link_are_measured(run: Run, monke
         measured.append(problem)
         return cluster_named("laptopx4")
 
-    monkeypatch.setattr("mesh_attention_lab.replay.cluster.measure_cluster", measure)
+    monkeypatch.setattr("mesh_attention_lab.replay.device.measure_cluster", measure)
     found = as_json(run(f"replay {SIZES} --device cpu --rounds 1 --methods ring --json"))
     assert measured == [PROBLEM]
     assert found["is_measured"]
@@ -247,10 +246,10 @@ def test_plans_that_do_not_fit_are_refused_before_anything_runs(run: Run, monkey
 
 def test_methods_may_be_spelt_in_plain_letters() -> None:
     for text in ("ulysses+mesh", "ulysses-mesh", "Ulysses + Mesh", "ulysses_mesh"):
-        assert read_methods("--methods", text) == ("ulysses+mesh",)
-    assert read_methods("--methods", "ring, double-ring,best ,ring") == ("ring", "double ring", "best")
+        assert parse_methods("--methods", text) == ("ulysses+mesh",)
+    assert parse_methods("--methods", "ring, double-ring,best ,ring") == ("ring", "double ring", "best")
     with pytest.raises(UsageError, match="did you mean attention2d"):
-        read_methods("--methods", "attention2")
+        parse_methods("--methods", "attention2")
 
 
 def test_help_names_the_options(run: Run) -> None:

@@ -17,18 +17,19 @@ from test_draw import check_trace, page_data
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, rank_costs
 from mesh_attention.machine.fit import CallTime, Measurement, MemoryTimes
 from mesh_attention_lab.cli import demo as demo_command_module
-from mesh_attention_lab.cli import demo_report
 from mesh_attention_lab.cli.demo import _methods, _problem, _report, _row, _verdict
 from mesh_attention_lab.cli.demo_worker import Measured, Seen, make_inputs
 from mesh_attention_lab.cli.main import main
 from mesh_attention_lab.launch import WorkerError, run_processes
-from mesh_attention_lab.recorder import record
+from mesh_attention_lab.recording import record
 
 # Smaller forecasts than the demo's; test_page.py has 64 ranks.
 PROGRAM = """import sys
-from mesh_attention_lab.cli import demo_report
+
 from mesh_attention_lab.cli.main import main
-demo_report.FORECAST_RANKS = (6, 8)
+from mesh_attention_lab.cli import demo
+
+demo.FORECAST_RANKS = (6, 8)
 sys.exit(main())
 """
 COMMAND = [sys.executable, "-c", PROGRAM, "demo"]
@@ -131,7 +132,7 @@ NONSENSE = Measurement(
 
 
 def test_inconsistent_times_are_replaced_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_report, "FORECAST_RANKS", (4,))
+    monkeypatch.setattr(demo_command_module, "FORECAST_RANKS", (4,))
     page, reason = report_of(tmp_path / "report")
     assert reason is None
     assert page is not None

@@ -21,9 +21,8 @@ from test_imports import modules_after
 
 from mesh_attention.errors import UsageError
 from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined, rank_tracks
-from mesh_attention_lab.drawing.canvas import save_chart
+from mesh_attention_lab.drawing.canvas import linear_ticks, log_ticks, save_chart, spaced
 from mesh_attention_lab.drawing.gantt import gantt
-from mesh_attention_lab.drawing.scales import linear_ticks, log_ticks, spaced
 from mesh_attention_lab.drawing.times import Box, ChartPoint, along, clearest, spread, time_chart
 from mesh_attention_lab.drawing.trace import to_perfetto, write_trace
 

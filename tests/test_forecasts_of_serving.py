@@ -35,10 +35,10 @@ from mesh_attention.tuning.decoding import (
 from mesh_attention.tuning.decoding import travel_words as decode_travel_words
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.tuning.tune import tune
+from mesh_attention_lab.cli.serving import travel_words, turn_rivals
 from mesh_attention_lab.replay import decoding as replayed
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
 from mesh_attention_lab.replay.transport import JoinedComm
-from mesh_attention_lab.turns import travel_words, turn_rivals
 
 CPU = torch.device("cpu")
 NODES = cluster_named("h100x16")

@@ -24,7 +24,7 @@ from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution.operators import Operands
 from mesh_attention.integrations.pytorch import flop_formulas, saved_attention
 from mesh_attention.testing.wrappers import Counting
-from mesh_attention_lab.recorder import record
+from mesh_attention_lab.recording import record
 from mesh_attention_lab.replay.transport import ReplayComm
 
 # torch 2.11's own, when it compiles

@@ -27,7 +27,7 @@ from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.timeline import Span
 from mesh_attention_lab.drawing.page import Scene, page, write_page
 from mesh_attention_lab.drawing.page.document import page_data
-from mesh_attention_lab.drawing.page.relative import program_text
+from mesh_attention_lab.drawing.page.passes import program_text
 
 SCENES = all_kinds()
 DATA = page_data(SCENES)

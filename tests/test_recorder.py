@@ -29,10 +29,10 @@ from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.testing.wrappers import Delaying, Failing
 from mesh_attention.timeline import Span, Timeline
-from mesh_attention_lab import observer, recorder
+from mesh_attention_lab import recording as recording_module
 from mesh_attention_lab.drawing.gantt import gantt
 from mesh_attention_lab.drawing.trace import to_perfetto
-from mesh_attention_lab.recorder import RecordedPass, Recording, record
+from mesh_attention_lab.recording import RecordedPass, Recording, record
 
 RANKS, TOKENS = 4, 96
 METHODS = methods(RANKS, 2)
@@ -244,18 +244,18 @@ def recorded_here(group: Any, options: dict[str, Any], delay_s: float, clock_s: 
     comm = TorchComm(group)
     attention = MeshAttention(Delaying(comm, delay_s) if delay_s else comm, **options)
     q, k, v = (attention.shard(tensor).requires_grad_() for tensor in whole_inputs())
-    saved = observer.time, recorder.time, recorder._machine
+    saved = recording_module.time, recording_module._machine
     if clock_s:
         wrong = SimpleNamespace(perf_counter=lambda: time.perf_counter() + clock_s * comm.rank)
-        observer.time, recorder.time = wrong, wrong  # type: ignore[assignment]
-        recorder._machine = lambda: f"machine {comm.rank // 2}"
+        recording_module.time = wrong  # type: ignore[assignment]
+        recording_module._machine = lambda: f"machine {comm.rank // 2}"
     try:
         with record(attention) as recording:
             out = attention(q, k, v, causal=True, seq_len=TOKENS)
             torch.autograd.grad((out * out).sum(), (q, k, v))
         return list(recording.passes())
     finally:
-        observer.time, recorder.time, recorder._machine = saved  # type: ignore[assignment]
+        recording_module.time, recording_module._machine = saved  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(

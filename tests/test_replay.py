@@ -14,13 +14,11 @@ from mesh_attention.execution.compiled import compile_program
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.testing.wrappers import Counting
 from mesh_attention.topology import Topology
-from mesh_attention_lab.cli.replay_report import bar_groups
+from mesh_attention_lab.cli.replay import bar_groups
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
-from mesh_attention_lab.replay.cluster import measure_link
-from mesh_attention_lab.replay.device import check_memory
-from mesh_attention_lab.replay.parts import BEST, Part, tuned_parts
+from mesh_attention_lab.replay.device import check_memory, measure_link
 from mesh_attention_lab.replay.replay import replay
-from mesh_attention_lab.replay.result import Contender, KernelPass, Pass, Replayed, rows_of
+from mesh_attention_lab.replay.result import BEST, Contender, KernelPass, Part, Pass, Replayed, rows_of, tuned_parts
 from mesh_attention_lab.replay.transport import ReplayComm, SilentComm
 
 CPU = torch.device("cpu")

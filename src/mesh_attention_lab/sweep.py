@@ -10,9 +10,8 @@ from typing_extensions import assert_never
 
 from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.plan.assignment import tiles_of
-from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import Choice, default_layout
-from mesh_attention.problem import Problem
+from mesh_attention.problem import Direction, Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import shapes

@@ -7,7 +7,7 @@ import torch
 from mesh_attention import LocalGroup, MeshAttention
 from mesh_attention.plan.steps import Attend
 from mesh_attention.plan.text import format_step
-from mesh_attention_lab.recorder import record
+from mesh_attention_lab.recording import record
 
 
 def test_steps_are_timed_on_the_device() -> None:

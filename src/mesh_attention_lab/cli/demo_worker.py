@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from mesh_attention.machine.fit import Measurement
 from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.planning.choice import Choice
-from mesh_attention.problem import Problem
+from mesh_attention.problem import DIRECTIONS, Problem
 from mesh_attention.timeline import Timeline
 from mesh_attention_lab.launch import joined_group, note_progress
 
@@ -162,7 +161,7 @@ class Demo:
         import torch
         import torch.distributed as dist
 
-        from mesh_attention_lab.recorder import record
+        from mesh_attention_lab.recording import record
 
         self.notes.tell(f"{name}: recorded run")
         with record(attention) as recording:

@@ -3,72 +3,78 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import Direction
+from mesh_attention.problem import Direction
 from mesh_attention.tuning.planner import block_plan_on
 from mesh_attention.units import count
 from mesh_attention_lab.cli import options as opt
-from mesh_attention_lab.cli.command import group
 from mesh_attention_lab.cli.files import checked_plan_for, make_folder, progress
-from mesh_attention_lab.cli.tables import cluster_name, cluster_words
+from mesh_attention_lab.cli.terminal import cluster_name, cluster_words
 from mesh_attention_lab.scenes import explorer_scenes, scene_of, write_explorer
 
 MOST_RANKS = 128
 PAGE = "explorer.html"
 
 
-@group
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrawClusterOptions(opt.ClusterOptions):
-    cluster: str = opt.of_problem(
-        "--cluster",
-        "Cluster for the forecasts: NAMExRANKS, such as h100x16, or a .toml file.",
-        "CLUSTER",
-        default="h100",
-    )
+    cluster: Annotated[
+        str,
+        opt.OfProblem(
+            "--cluster",
+            help="Cluster for the forecasts: NAMExRANKS, such as h100x16, or a .toml file.",
+            metavar="CLUSTER",
+        ),
+    ] = "h100"
 
 
-@group
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrawOptions:
-    plan: Path | None = opt.of_plan("--plan", "A plan file, instead of a problem and a choice.", "FILE", default=None)
-    out: Path = opt.of_output("--out", "The folder to write into.", "FOLDER", default=Path("pictures"))
-    json: bool = opt.json_option()
+    plan: Annotated[
+        Path | None, opt.OfPlan("--plan", help="A plan file, instead of a problem and a choice.", metavar="FILE")
+    ] = None
+    out: Annotated[Path, opt.OfOutput("--out", help="The folder to write into.", metavar="FOLDER")] = Path("pictures")
+    json: opt.AsJson = False
 
 
 def draw_command(
     context: typer.Context,
-    on: DrawClusterOptions,
-    problem: opt.PlannedProblemOptions,
-    choice: opt.ChoiceOptions,
-    given: DrawOptions,
+    cluster_options: DrawClusterOptions,
+    problem_options: opt.PlannedProblemOptions,
+    choice_options: opt.ChoiceOptions,
+    options: DrawOptions,
 ) -> None:
     """Draw a plan: one page to explore it next to the other methods, and a trace.
 
     Exit code 0: done. 1: the plan file breaks a rule. 2: invalid input.
     """
-    topology = on.topology
+    topology = cluster_options.topology
     if topology.ranks > MOST_RANKS:
         raise UsageError(
             f"{topology.ranks:,} ranks are more than the page shows; expected at most {MOST_RANKS}: use fewer --ranks, "
             "or see 'mesh-attention simulate' for numbers"
         )
     with progress("planning") as report:
-        if given.plan is not None:
-            opt.refuse_with_file(context, given.plan, opt.PlannedProblemOptions, opt.ChoiceOptions)
-            plan = checked_plan_for(given.plan, topology, report)
+        if options.plan is not None:
+            opt.refuse_with_file(context, options.plan, opt.PlannedProblemOptions, opt.ChoiceOptions)
+            plan = checked_plan_for(options.plan, topology, report)
             plans: dict[Direction, Plan] = {plan.direction: plan}
         else:
-            asked = problem.problem(topology.ranks)
-            wanted, directions = problem.choice(choice.choice), problem.passes(both=not problem.is_turn)
-            plans = {d: block_plan_on(topology, asked, wanted, d) for d in directions}
-        make_folder("--out", given.out)
+            problem = problem_options.problem(topology.ranks)
+            choice = problem_options.choice(choice_options.choice)
+            directions = problem_options.passes(both=not problem_options.is_turn)
+            plans = {d: block_plan_on(topology, problem, choice, d) for d in directions}
+        make_folder("--out", options.out)
         subject = scene_of(plans, topology, report=report)
         scenes = explorer_scenes([subject], topology, report=report)
-        page = given.out / PAGE
+        page = options.out / PAGE
         trace = write_explorer(
             page,
             scenes,
@@ -76,7 +82,7 @@ def draw_command(
             title=f"{subject.method} {subject.tile} over {count(topology.ranks, 'rank')}",
             notes=[f"Times are forecasts on {cluster_words(topology)}.", "Other numbers of ranks: the same machines."],
         )
-    if given.json:
+    if options.json:
         answer = {
             "files": {"explorer": str(page), "trace": str(trace)},
             "cluster": cluster_name(topology),

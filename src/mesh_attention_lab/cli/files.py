@@ -19,7 +19,6 @@ from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import count
 from mesh_attention.verification.rules import check
-from mesh_attention_lab.cli.command import Read
 from mesh_attention_lab.drawing.canvas import FORMATS, new_figure
 
 WRITES_ONE = "'mesh-attention plan --save FILE' writes one"
@@ -80,23 +79,20 @@ def _reason(error: OSError) -> str:
     return reason[0].lower() + reason[1:]
 
 
-# Readers of options that name a file to write: they refuse before any work is done
+# Files and folders to write: what cannot be written is refused before any work is done
 
 
-def output_file(example: str) -> Read:
-    def read(option: str, text: str) -> Path:
-        path = Path(text)
-        if not isdir(path.parent):
-            raise UsageError(f"{option} {path}: {path.parent} does not exist; create it or write elsewhere")
-        if isdir(path):
-            raise UsageError(f"{option} {path}: is a directory; give a file name, such as {path / example}")
-        return path
-
-    return read
+def output_file(option: str, text: str, *, example: str) -> Path:
+    path = Path(text)
+    if not isdir(path.parent):
+        raise UsageError(f"{option} {path}: {path.parent} does not exist; create it or write elsewhere")
+    if isdir(path):
+        raise UsageError(f"{option} {path}: is a directory; give a file name, such as {path / example}")
+    return path
 
 
 def chart_file(option: str, text: str) -> Path:
-    path: Path = output_file("chart.png")(option, text)
+    path = output_file(option, text, example="chart.png")
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"{option} {path}: expected a file name that ends in {' or '.join(FORMATS)}")
     new_figure(height_in=1.0)  # refuses where matplotlib is missing

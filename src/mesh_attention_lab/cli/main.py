@@ -16,9 +16,9 @@ import typer
 from mesh_attention import __version__
 from mesh_attention.errors import PlanError, UsageError
 from mesh_attention_lab.cli.calibrate import calibrate_command
-from mesh_attention_lab.cli.command import command
 from mesh_attention_lab.cli.demo import demo_command
 from mesh_attention_lab.cli.draw import draw_command
+from mesh_attention_lab.cli.options import command
 from mesh_attention_lab.cli.plan import plan_command, verify_command
 from mesh_attention_lab.cli.replay import replay_command
 from mesh_attention_lab.cli.simulate import simulate_command
@@ -78,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _complain(str(error))
     except _ClickError as error:
-        return _complain(_with_help(error, arguments[0]))
+        # An option whose value the library refuses: its message says all.
+        refusal = error.__cause__
+        return _complain(str(refusal) if isinstance(refusal, UsageError) else _with_help(error, arguments[0]))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EIO):
             raise

@@ -1,102 +1,178 @@
-"""The options that commands share: how each is spelled and explained, and the value it stands for."""
+"""The options that commands share: annotated types and groups of them, and the values that they stand for.
+
+A group is a dataclass whose fields are options. A command takes groups and single options, and `command` lists their
+fields for typer, which reads the parameters of a function.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
 from mesh_attention.clusters import PRESETS, find_cluster
 from mesh_attention.errors import ParseError, UsageError
 from mesh_attention.masks import Mask, causal, documents, full, window
-from mesh_attention.plan.assignment import CUTS, Cut, Tile
+from mesh_attention.plan.assignment import CUTS, Assignment, Cut, Tile
+from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.layout import LAYOUTS, Layout, Turn, layout_named
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.plan.serving import MOST_DECODED, WAYS, Way
-from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
+from mesh_attention.plan.steps import Keep
 from mesh_attention.planning.choice import METHODS, Choice
-from mesh_attention.problem import ITEMSIZE, Problem
+from mesh_attention.problem import DIRECTIONS, ITEMSIZE, Direction, Problem
 from mesh_attention.topology import Topology
+from mesh_attention.tuning.coarse import part_of
 from mesh_attention.units import parse_size, parse_whole
-from mesh_attention_lab.cli.command import Read, group, option, options_given
 from mesh_attention_lab.cli.files import chart_file, output_file
+from mesh_attention_lab.cli.terminal import mask_words
 
 HEAD_DIM = 128
 KEEPS: dict[str, tuple[Keep, ...]] = {",".join(keep): keep for keep in KEEPABLE if keep}
 
 
-# Readers
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """The function with a parameter for each field of its groups instead of the groups."""
+    hints = get_type_hints(function, include_extras=True)
+    del hints["return"]
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+
+    @wraps(function)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        function(**values)
+
+    parameters: list[Parameter] = []
+    for name, parameter in signature(function).parameters.items():
+        if name in groups:
+            of_group = get_type_hints(groups[name], include_extras=True)
+            listed = signature(groups[name]).parameters.values()
+            parameters += [field.replace(annotation=of_group[field.name]) for field in listed]
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
-def one_of(names: Sequence[str]) -> Read:
-    def read(name: str, text: str) -> str:
+# Parsers
+
+
+def parsed(name: str, parse: Callable[[str, str], Any]) -> Callable[[str], Any]:
+    """A parser for typer, whose errors are the library's. It is called with defaults too, which are values already."""
+
+    def parser(text: Any) -> Any:
+        try:
+            return parse(name, text) if isinstance(text, str) else text
+        except UsageError as error:  # typer would replace the message of a ValueError
+            raise typer.BadParameter(str(error)) from error
+
+    return parser
+
+
+def one_of(names: Sequence[str]) -> Callable[[str, str], str]:
+    def parse(name: str, text: str) -> str:
         if text not in names:
             raise ParseError(f"{name} {text!r}: expected one of {', '.join(names)}")
         return text
 
-    return read
+    return parse
 
 
-def read_rank(name: str, text: str) -> int:
-    return parse_whole(name, text, least=0)
-
-
-def _read_window(name: str, text: str) -> Mask:
+def _parse_window(name: str, text: str) -> Mask:
     reaches = [-1 if part.strip() == "-1" else parse_size(name, part) for part in text.split(",")]
     if len(reaches) != 2:
         raise ParseError(f"{name} {text!r}: expected LEFT,RIGHT in tokens, such as 4096,0; -1 is unbounded")
     return window(*reaches)
 
 
-def _read_documents(name: str, text: str) -> Mask:
+def _parse_documents(name: str, text: str) -> Mask:
     return documents([parse_size(name, cut) for cut in text.split(",")])
 
 
-def _read_tile(name: str, text: str) -> Tile:
+def _parse_tile(name: str, text: str) -> Tile:
     try:
         return Tile.parse(text)
     except ParseError as error:
         raise ParseError(f"{name}: {error}") from error
 
 
-def _read_tile_or_auto(name: str, text: str) -> Tile | None:
+def _parse_tile_or_auto(name: str, text: str) -> Tile | None:
     try:
-        return None if text == "auto" else _read_tile(name, text)
+        return None if text == "auto" else _parse_tile(name, text)
     except ParseError as error:
         raise ParseError(f"{error}, or auto") from error
 
 
-def _read_layout(name: str, text: str) -> Layout:
-    return layout_named(text)
-
-
-def _read_keep(name: str, text: str) -> tuple[Keep, ...]:
+def _parse_keep(name: str, text: str) -> tuple[Keep, ...]:
     if text not in KEEPS:
         raise ParseError(f"{name} {text!r}: expected one of {' '.join(KEEPS)}")
     return KEEPS[text]
 
 
+# Options of several commands, by the panel of the help in which they stand
+
+OfProblem = partial(typer.Option, rich_help_panel="Problem")
+OfPlan = partial(typer.Option, rich_help_panel="Plan")
+OfOutput = partial(typer.Option, rich_help_panel="Output")
+
+
+def whole_number(name: str, help_text: str, option: Any = OfProblem, least: int = 1) -> Any:
+    """An option that is a whole number."""
+    return option(name, help=help_text, metavar="N", parser=parsed(name, partial(parse_whole, least=least)))
+
+
+def tokens(name: str, help_text: str, *names: str) -> Any:
+    return OfProblem(name, *names, help=help_text, metavar="SIZE", parser=parsed(name, parse_size))
+
+
+Ranks = Annotated[int, whole_number("--ranks", "Number of ranks that share the work.")]
+Heads = whole_number("--heads", "Query heads.")
+Layers = Annotated[
+    int, whole_number("--layers", "Serving: layers of the model, which times and cache are multiplied by.")
+]
+BothPasses = Annotated[bool, OfPlan("--backward", help="Forward and backward together.")]
+LayoutOption = Annotated[
+    Layout | None,
+    OfPlan(
+        "--layout",
+        help=f"{', '.join(LAYOUTS)}; the one that suits the mask if left out.",
+        metavar="NAME",
+        parser=parsed("--layout", lambda name, text: layout_named(text)),
+    ),
+]
+AsJson = Annotated[bool, OfOutput("--json", help="Print one JSON object and nothing else.")]
+TraceFile = Annotated[
+    Path | None,
+    OfOutput(
+        "--trace",
+        help="Write a timeline of the ranks for ui.perfetto.dev (JSON).",
+        metavar="FILE",
+        parser=parsed("--trace", partial(output_file, example="trace.json")),
+    ),
+]
+ChartFile = Annotated[
+    Path | None,
+    OfOutput(
+        "--chart",
+        help="Draw a chart: .png, .svg or .pdf. Needs matplotlib.",
+        metavar="FILE",
+        parser=parsed("--chart", chart_file),
+    ),
+]
+
+
 # The problem
 
-of_problem = partial(option, panel="Problem")
-of_plan = partial(option, panel="Plan")
-of_output = partial(option, panel="Output")
 
-
-def _seq(**settings: Any) -> Any:
-    help_text = "Tokens of the whole sequence: 4096, 128k, 1m (k is 1024)."
-    return of_problem("--seq", help_text, "SIZE", parse_size, **settings)
-
-
-def _heads(**settings: Any) -> Any:
-    return of_problem("--heads", "Query heads.", "N", parse_whole, **settings)
-
-
-@group
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedProblemOptions:
     """A problem, which is left out if a plan file states it.
 
@@ -106,36 +182,44 @@ class PlannedProblemOptions:
 
     otherwise: ClassVar[str] = "describe the problem, or give a plan file instead"
 
-    seq: int | None = _seq(default=None)
-    heads: int | None = _heads(default=None)
-    head_dim: int = of_problem("--head-dim", "Head size.", "N", parse_whole, HEAD_DIM)
-    seq_kv: int | None = of_problem("--seq-kv", "Number of keys, if it differs from --seq.", "SIZE", parse_size, None)
-    kv_heads: int | None = of_problem("--kv-heads", "Key/value heads, if fewer.", "N", parse_whole, None)
-    head_dim_v: int | None = of_problem("--head-dim-v", "Head size of V, if it differs.", "N", parse_whole, None)
-    batch: int = of_problem("--batch", "Number of sequences in the batch.", "N", parse_whole, 1)
-    dtype: str = of_problem("--dtype", f"One of {', '.join(ITEMSIZE)}.", "NAME", default="bfloat16")
-    causal: bool = of_problem("--causal", "A query sees the keys up to its own position.", default=False)
-    window: Mask | None = of_problem(
-        "--window", "A query sees LEFT keys before it and RIGHT after it; -1 is all.", "LEFT,RIGHT", _read_window, None
-    )
-    documents: Mask | None = of_problem(
-        "--documents",
-        "Packed documents as running totals (cu_seqlens), such as 0,48k,128k.",
-        "0,…,SEQ",
-        _read_documents,
-        None,
-    )
-    new: int | None = of_problem(
-        "--new",
-        "Serving: new tokens of a prompt or a turn, instead of --seq. Both names are the same option.",
-        "SIZE",
-        parse_size,
-        None,
-        also="--prefill",
-    )
-    cached: int | None = of_problem(
-        "--cached", "Serving: tokens before the new ones whose keys and values are cached; 0.", "SIZE", parse_size, None
-    )
+    seq: Annotated[int | None, tokens("--seq", "Tokens of the whole sequence: 4096, 128k, 1m (k is 1024).")] = None
+    heads: Annotated[int | None, Heads] = None
+    head_dim: Annotated[int, whole_number("--head-dim", "Head size.")] = HEAD_DIM
+    seq_kv: Annotated[int | None, tokens("--seq-kv", "Number of keys, if it differs from --seq.")] = None
+    kv_heads: Annotated[int | None, whole_number("--kv-heads", "Key/value heads, if fewer.")] = None
+    head_dim_v: Annotated[int | None, whole_number("--head-dim-v", "Head size of V, if it differs.")] = None
+    batch: Annotated[int, whole_number("--batch", "Number of sequences in the batch.")] = 1
+    dtype: Annotated[str, OfProblem("--dtype", help=f"One of {', '.join(ITEMSIZE)}.", metavar="NAME")] = "bfloat16"
+    causal: Annotated[bool, OfProblem("--causal", help="A query sees the keys up to its own position.")] = False
+    window: Annotated[
+        Mask | None,
+        OfProblem(
+            "--window",
+            help="A query sees LEFT keys before it and RIGHT after it; -1 is all.",
+            metavar="LEFT,RIGHT",
+            parser=parsed("--window", _parse_window),
+        ),
+    ] = None
+    documents: Annotated[
+        Mask | None,
+        OfProblem(
+            "--documents",
+            help="Packed documents as running totals (cu_seqlens), such as 0,48k,128k.",
+            metavar="0,…,SEQ",
+            parser=parsed("--documents", _parse_documents),
+        ),
+    ] = None
+    new: Annotated[
+        int | None,
+        tokens(
+            "--new",
+            "Serving: new tokens of a prompt or a turn, instead of --seq. Both names are the same option.",
+            "--prefill",
+        ),
+    ] = None
+    cached: Annotated[
+        int | None, tokens("--cached", "Serving: tokens before the new ones whose keys and values are cached; 0.")
+    ] = None
 
     @property
     def is_turn(self) -> bool:
@@ -203,73 +287,58 @@ class PlannedProblemOptions:
         return DIRECTIONS if both else DIRECTIONS[:1]
 
 
-@group
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemOptions(PlannedProblemOptions):
     """A problem that must be given."""
 
     otherwise: ClassVar[str] = "give the length of the sequence, or for serving --new and --cached"
 
-    heads: int = _heads()
+    heads: Annotated[int, Heads]
 
 
-@group
-class LayersOption:
-    layers: int = of_problem(
-        "--layers", "Serving: layers of the model, which times and cache are multiplied by.", "N", parse_whole, 1
-    )
-
-    def check(self, *, is_served: bool) -> int:
-        if self.layers > 1 and not is_served:
-            raise UsageError("--layers needs --new or --decode; other problems are of one layer")
-        return self.layers
+def check_layers(layers: int, *, is_served: bool) -> None:
+    if layers > 1 and not is_served:
+        raise UsageError("--layers needs --new or --decode; other problems are of one layer")
 
 
-@group
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOptions:
-    decode: bool = of_problem(
-        "--decode",
-        "Serving: one decoded step; --batch sequences of --cached tokens, with --new tokens each (1 if left out).",
-        default=False,
-    )
-    way: Way | None = of_problem(
-        "--way",
-        "With --decode: every rank runs the same tokens, or sequences are spread over ranks; any if left out.",
-        "|".join(WAYS),
-        one_of(WAYS),
-        None,
-    )
+    decode: Annotated[
+        bool,
+        OfProblem(
+            "--decode",
+            help="Serving: one decoded step; --batch sequences of --cached tokens, with --new tokens each (1 if left "
+            "out).",
+        ),
+    ] = False
+    way: Annotated[
+        Way | None,
+        OfProblem(
+            "--way",
+            help="With --decode: every rank runs the same tokens, or sequences are spread over ranks; any if left out.",
+            metavar="|".join(WAYS),
+            parser=parsed("--way", one_of(WAYS)),
+        ),
+    ] = None
 
-    def check(self) -> bool:
+    def __post_init__(self) -> None:
         if self.way is not None and not self.decode:
             raise UsageError("--way needs --decode")
-        return self.decode
 
 
-def refuse_with(what: str, given: Mapping[str, object]) -> None:
-    """Raise if any of these options is given together with `what`."""
-    found = [name for name, value in given.items() if value not in (None, False)]
-    if found:
-        it = "it" if len(found) == 1 else "them"
-        raise UsageError(f"{', '.join(found)} cannot be combined with {what}; leave {it} out")
-
-
-@group
-class RanksOption:
-    ranks: int = of_problem("--ranks", "Number of ranks that share the work.", "N", parse_whole)
-
-
-@group
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
     """A cluster, and a number of ranks if it differs from the cluster's."""
 
-    cluster: str = of_problem(
-        "--cluster",
-        f"NAMExRANKS, such as h100x256 ({', '.join(PRESETS)}), or a .toml file that 'calibrate' wrote.",
-        "CLUSTER",
-    )
-    ranks: int | None = of_problem(
-        "--ranks", "Number of ranks, if it differs from the cluster's.", "N", parse_whole, None
-    )
+    cluster: Annotated[
+        str,
+        OfProblem(
+            "--cluster",
+            help=f"NAMExRANKS, such as h100x256 ({', '.join(PRESETS)}), or a .toml file that 'calibrate' wrote.",
+            metavar="CLUSTER",
+        ),
+    ]
+    ranks: Annotated[int | None, whole_number("--ranks", "Number of ranks, if it differs from the cluster's.")] = None
 
     @property
     def topology(self) -> Topology:
@@ -280,67 +349,90 @@ class ClusterOptions:
 # The plan
 
 
-def layout_option() -> Any:
-    help_text = f"{', '.join(LAYOUTS)}; the one that suits the mask if left out."
-    return of_plan("--layout", help_text, "NAME", _read_layout, None)
+def _name(name: str, help_text: str, names: Sequence[str]) -> Any:
+    """An option that is one of some names."""
+    return OfPlan(name, help=help_text, metavar="|".join(names), parser=parsed(name, one_of(names)))
 
 
-def both_passes_option() -> Any:
-    return of_plan("--backward", "Forward and backward together.", default=False)
-
-
-@group
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceOptions:
     """Options of a `Choice`."""
 
-    method: str = of_plan("--method", f"Planner: {', '.join(METHODS)}.", "NAME", default="mesh")
-    tile: Tile | None = of_plan(
-        "--tile",
-        "Query shards x KV shards that a rank computes; auto moves the fewest bytes.",
-        "AxB|auto",
-        _read_tile_or_auto,
-        None,
-        show_default="auto",
-    )
-    ulysses_degree: int | None = of_plan(
-        "--ulysses-degree", "Ranks that trade heads for tokens; 1 if left out.", "N", parse_whole, None
-    )
-    inner: Tile | None = of_plan("--inner", "The part of the grid that one node holds.", "AxB", _read_tile, None)
-    layout: Layout | None = layout_option()
-    route: Route | None = of_plan(
-        "--route", "How shards travel; direct if left out.", "|".join(ROUTES), one_of(ROUTES), None
-    )
-    partials: Route | None = of_plan(
-        "--partials", "How partials travel; direct if left out.", "|".join(ROUTES), one_of(ROUTES), None
-    )
-    blocks_per_call: int | None = of_plan(
-        "--blocks-per-call", "Blocks that one kernel call attends.", "N", parse_whole, None
-    )
-    keep: tuple[Keep, ...] | None = of_plan(
-        "--keep",
-        "Inputs that forward keeps for backward: own as exchanged by Ulysses, q and kv gathered.",
-        "|".join(KEEPS),
-        _read_keep,
-        None,
-    )
-    waves: int | None = of_plan(
-        "--waves", "Parts of the heads, or rows, that follow each other.", "N", parse_whole, None
-    )
-    cut: Cut | None = of_plan(
-        "--cut", "What waves are cut from; heads if left out.", "|".join(CUTS), one_of(CUTS), None
-    )
+    method: Annotated[str, OfPlan("--method", help=f"Planner: {', '.join(METHODS)}.", metavar="NAME")] = "mesh"
+    tile: Annotated[
+        Tile | None,
+        OfPlan(
+            "--tile",
+            help="Query shards x KV shards that a rank computes; auto moves the fewest bytes.",
+            metavar="AxB|auto",
+            parser=parsed("--tile", _parse_tile_or_auto),
+            show_default="auto",
+        ),
+    ] = None
+    ulysses_degree: Annotated[
+        int | None, whole_number("--ulysses-degree", "Ranks that trade heads for tokens; 1 if left out.", OfPlan)
+    ] = None
+    inner: Annotated[
+        Tile | None,
+        OfPlan(
+            "--inner",
+            help="The part of the grid that one node holds.",
+            metavar="AxB",
+            parser=parsed("--inner", _parse_tile),
+        ),
+    ] = None
+    layout: LayoutOption = None
+    route: Annotated[Route | None, _name("--route", "How shards travel; direct if left out.", ROUTES)] = None
+    partials: Annotated[Route | None, _name("--partials", "How partials travel; direct if left out.", ROUTES)] = None
+    blocks_per_call: Annotated[
+        int | None, whole_number("--blocks-per-call", "Blocks that one kernel call attends.", OfPlan)
+    ] = None
+    keep: Annotated[
+        Any,  # tuple[Keep, ...] | None, which typer would read as an option of several values
+        OfPlan(
+            "--keep",
+            help="Inputs that forward keeps for backward: own as exchanged by Ulysses, q and kv gathered.",
+            metavar="|".join(KEEPS),
+            parser=parsed("--keep", _parse_keep),
+        ),
+    ] = None
+    waves: Annotated[
+        int | None, whole_number("--waves", "Parts of the heads, or rows, that follow each other.", OfPlan)
+    ] = None
+    cut: Annotated[Cut | None, _name("--cut", "What waves are cut from; heads if left out.", CUTS)] = None
 
     @property
     def choice(self) -> Choice:
-        return Choice.of(**{one.name: getattr(self, one.name) for one in fields(self)})
+        return Choice.of(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
-def refuse_with_file(context: typer.Context, file: Path, *groups: Any) -> None:
+# Refusals
+
+
+def refuse_with(what: str, options: Mapping[str, object]) -> None:
+    """Raise if any of these options is given together with `what`."""
+    names = [name for name, value in options.items() if value not in (None, False)]
+    if names:
+        it = "it" if len(names) == 1 else "them"
+        raise UsageError(f"{', '.join(names)} cannot be combined with {what}; leave {it} out")
+
+
+def refuse_with_file(context: typer.Context, file: Path, *groups: Any, also: Sequence[str] = ()) -> None:
     """A plan file states the problem and the plan, so options that state them again are refused."""
-    given = options_given(context, *groups)
-    if given:
-        it = "it" if len(given) == 1 else "them"
-        raise UsageError(f"{', '.join(given)} cannot be combined with {file}, which states {it}; leave {it} out")
+    names = options_given(context, *(field.name for group in groups for field in fields(group)), *also)
+    if names:
+        it = "it" if len(names) == 1 else "them"
+        raise UsageError(f"{', '.join(names)} cannot be combined with {file}, which states {it}; leave {it} out")
+
+
+def options_given(context: typer.Context, *names: str) -> list[str]:
+    """Which of these parameters the command line states, as it spells them."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [
+        f"--{name.replace('_', '-')}"
+        for name, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    ]
 
 
 def check_rank(rank: int, ranks: int) -> int:
@@ -349,17 +441,17 @@ def check_rank(rank: int, ranks: int) -> int:
     return rank
 
 
-# The output
-
-
-def json_option() -> Any:
-    return of_output("--json", "Print one JSON object and nothing else.", default=False)
-
-
-def trace_option() -> Any:
-    help_text = "Write a timeline of the ranks for ui.perfetto.dev (JSON)."
-    return of_output("--trace", help_text, "FILE", output_file("trace.json"), None)
-
-
-def chart_option() -> Any:
-    return of_output("--chart", "Draw a chart: .png, .svg or .pdf. Needs matplotlib.", "FILE", chart_file, None)
+def refuse_uneven(problem: Problem, layout: Layout, topology: Topology) -> None:
+    """Raise where each of many ranks would have to be simulated, because a mask gives each its own steps."""
+    if problem.ranks < MANY_RANKS or BlockMatrix(problem, layout, Assignment(Tile(1, problem.ranks))).is_uniform:
+        return
+    part, _ = part_of(problem, topology)
+    hint = (
+        f"a part takes as long as the whole: use --ranks {part.ranks} --seq {part.seq_q}"
+        if part.ranks < MANY_RANKS
+        else f"use fewer than {MANY_RANKS:,} ranks"
+    )
+    raise UsageError(
+        f"{problem.ranks:,} ranks with the mask {mask_words(problem)} on the layout {layout.name}: each rank has its "
+        f"own steps, and simulating all of them takes hours; {hint}"
+    )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
+from typing import Annotated
 
 import typer
 from rich import box
@@ -14,7 +16,6 @@ from rich.table import Table
 
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.buffers import held_nbytes
-from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import transfers
 from mesh_attention.plan.text import format_step
@@ -23,7 +24,6 @@ from mesh_attention.planning.registry import make_plan
 from mesh_attention.units import BYTES, FLOPS, count, format_nbytes, format_together
 from mesh_attention.verification.rules import RULES, check, format_breaches
 from mesh_attention_lab.cli import options as opt
-from mesh_attention_lab.cli.command import argument, group, option
 from mesh_attention_lab.cli.files import (
     Report,
     output_file,
@@ -33,9 +33,10 @@ from mesh_attention_lab.cli.files import (
     unroll,
     write_plan_file,
 )
-from mesh_attention_lab.cli.tables import (
-    LABEL_WIDTH,
+from mesh_attention_lab.cli.terminal import (
     Column,
+    choice_words,
+    draw_matrix,
     mask_words,
     plain_console,
     print_first,
@@ -44,8 +45,6 @@ from mesh_attention_lab.cli.tables import (
     tile_reason,
     times,
 )
-from mesh_attention_lab.cli.terminal import draw_matrix
-from mesh_attention_lab.cli.tune_report import filled
 
 WHOLE_PROGRAM = 40
 """Programs up to this many steps are shown whole."""
@@ -54,44 +53,47 @@ LONGEST_STEP = 160
 """Characters of a step that are shown; collectives of large groups have thousands."""
 
 
-@group
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    backward: bool = opt.of_plan("--backward", "Plan the backward pass instead of the forward one.", default=False)
-    rank: int = opt.of_output("--rank", "The rank whose steps are shown.", "N", opt.read_rank, 0)
-    all_steps: bool = opt.of_output("--all-steps", "Show all its steps, however many.", default=False)
-    save: Path | None = opt.of_output(
-        "--save",
-        "Write every rank's steps to a plan file, as text.",
-        "FILE",
-        output_file("plan.txt"),
-        None,
+    backward: Annotated[bool, opt.OfPlan("--backward", help="Plan the backward pass instead of the forward one.")] = (
+        False
     )
-    json: bool = opt.json_option()
+    rank: Annotated[int, opt.whole_number("--rank", "The rank whose steps are shown.", opt.OfOutput, least=0)] = 0
+    all_steps: Annotated[bool, opt.OfOutput("--all-steps", help="Show all its steps, however many.")] = False
+    save: Annotated[
+        Path | None,
+        opt.OfOutput(
+            "--save",
+            help="Write every rank's steps to a plan file, as text.",
+            metavar="FILE",
+            parser=opt.parsed("--save", partial(output_file, example="plan.txt")),
+        ),
+    ] = None
+    json: opt.AsJson = False
 
 
 def plan_command(
-    over: opt.RanksOption, problem: opt.ProblemOptions, choice: opt.ChoiceOptions, given: PlanOptions
+    ranks: opt.Ranks, problem_options: opt.ProblemOptions, choice_options: opt.ChoiceOptions, options: PlanOptions
 ) -> None:
     """Make a plan, show it, and compare it with the plans of the other methods."""
-    asked = problem.problem(over.ranks)
+    problem = problem_options.problem(ranks)
     with progress("planning") as report:
-        direction = problem.passes(both=given.backward)[-1]
-        wanted = in_few_calls(problem.choice(choice.choice), asked, direction)
-        plan = make_plan(asked, wanted, direction=direction)
-        steps = _step_rows(plan, given.rank)  # first: it refuses a rank that does not exist
-        comparison = compare(plan, wanted, report=report)
-        saved = "" if given.save is None else _save(plan, given.save, report)
-    if given.json:
-        program = {"rank": given.rank, "steps": [asdict(row) for row in steps]}
-        answer = {"plan": str(plan), "digest": plan.digest, "problem": problem_to_json(asked), "program": program}
+        direction = problem_options.passes(both=options.backward)[-1]
+        choice = in_few_calls(problem_options.choice(choice_options.choice), problem, direction)
+        plan = make_plan(problem, choice, direction=direction)
+        steps = _step_rows(plan, options.rank)  # first: it refuses a rank that does not exist
+        comparison = compare(plan, choice, report=report)
+        saved = "" if options.save is None else _save(plan, options.save, report)
+    if options.json:
+        program = {"rank": options.rank, "steps": [asdict(row) for row in steps]}
+        answer = {"plan": str(plan), "digest": plan.digest, "problem": problem_to_json(problem), "program": program}
         typer.echo(json.dumps(answer | {"comparison": asdict(comparison)}))
         return
     console = plain_console()
     this = next(row for row in comparison.rows if row.is_this_plan)
-    stated = replace(wanted, layout=None) if wanted.layout == Turn() else wanted  # a cache states where its tokens are
     print_first(
         console,
-        write=filled(f'MeshAttention(group, choice="{stated}")', width=console.width - LABEL_WIDTH),
+        write=f'MeshAttention(group, choice="{choice_words(choice)}")',
         time="depends on the cluster: see mesh-attention simulate, or tune",
         moves=f"{format_nbytes(this.received_nbytes)} to a rank{_of_ring(this)}",
         memory=f"{format_nbytes(this.peak_nbytes)} per rank, for the buffers of a call",
@@ -99,12 +101,12 @@ def plan_command(
     console.print(_headline(plan), style="bold")
     console.print()
     console.print(draw_matrix(plan, width=console.width))
-    console.print(f"\nsteps of rank {given.rank}", style="bold")
-    console.print(_step_table(steps, all_steps=given.all_steps))
+    console.print(f"\nsteps of rank {options.rank}", style="bold")
+    console.print(_step_table(steps, all_steps=options.all_steps))
     console.print("\ncompared with the other methods", style="bold")
     bold = [row.is_this_plan for row in comparison.rows]
-    print_table(console, _comparison_columns(comparison), bold=bold, gaps=(3, 2, 1))
-    console.print(_comparison_caption(comparison, ranks=asked.ranks), style="dim")
+    print_table(console, _comparison_columns(comparison), bold=bold)
+    console.print(_comparison_caption(comparison, ranks=ranks), style="dim")
     console.print(_verdict(plan, comparison))
     if saved:
         console.print(f"\n{saved}")
@@ -234,25 +236,30 @@ def _verdict(plan: Plan, comparison: Comparison) -> str:
 # verify
 
 
-@group
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    file: Path = argument("FILE", "A plan file.")
-    json: bool = option("--json", "Print one JSON object and nothing else.", default=False)
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A plan file.", show_default=False)]
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False
 
 
-def verify_command(given: VerifyOptions) -> None:
+def verify_command(options: VerifyOptions) -> None:
     """Prove that a plan is right, or show every rule it breaks.
 
     Exit code 0: the plan is right. 1: it breaks a rule. 2: the file is not a plan.
     """
-    with progress(f"reading {given.file.name}") as report:
-        plan = read_plan_file(given.file)
+    with progress(f"reading {options.file.name}") as report:
+        plan = read_plan_file(options.file)
         unrolled = unroll(plan, report)
         breaches = check(unrolled, on_progress=report)
     ranks, steps = plan.problem.ranks, sum(len(program.steps) for program in unrolled.programs or ())
-    if given.json:
-        found = [asdict(breach) for breach in breaches]
-        answer = {"ok": not found, "breaches": found, "ranks": ranks, "steps": steps, "rules": list(RULES)}
+    if options.json:
+        answer = {
+            "ok": not breaches,
+            "breaches": list(map(asdict, breaches)),
+            "ranks": ranks,
+            "steps": steps,
+            "rules": list(RULES),
+        }
         typer.echo(json.dumps(answer | {"digest": plan.digest}))
     elif breaches:
         typer.echo(format_breaches(plan, breaches))

@@ -6,17 +6,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from mesh_attention.plan.counts import MANY_RANKS, sampled_ranks
 from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import default_layout
 from mesh_attention.planning.comparison import MOST_TRANSFERS
 from mesh_attention.planning.costs import limits
+from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline, joined
 from mesh_attention.topology import Topology
@@ -25,13 +25,13 @@ from mesh_attention.tuning.result import Forecast
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import format_nbytes, format_time, three_digits
 from mesh_attention_lab.cli import options as opt
-from mesh_attention_lab.cli.command import argument, group
 from mesh_attention_lab.cli.files import Report, checked_plan_for, problem_to_json, progress
-from mesh_attention_lab.cli.scale import refuse_uneven
-from mesh_attention_lab.cli.serving_report import cache_words, layers_words
-from mesh_attention_lab.cli.tables import (
+from mesh_attention_lab.cli.serving import cache_words, layers_words
+from mesh_attention_lab.cli.terminal import (
+    SHADES,
     Column,
     cluster_words,
+    draw_lanes,
     plain_console,
     print_fact,
     print_first,
@@ -39,78 +39,76 @@ from mesh_attention_lab.cli.tables import (
     problem_words,
     times,
 )
-from mesh_attention_lab.cli.terminal import SHADES, draw_lanes
 from mesh_attention_lab.drawing.canvas import save_chart
 from mesh_attention_lab.drawing.gantt import gantt
 from mesh_attention_lab.drawing.trace import write_trace
 
 
-@group
-class Passes:
-    backward: bool = opt.both_passes_option()
-
-
-@group
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    file: Path | None = argument("PLAN", "A plan file, instead of a problem and a choice.", None)
-    trace: Path | None = opt.trace_option()
-    chart: Path | None = opt.chart_option()
-    json: bool = opt.json_option()
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="PLAN", help="A plan file, instead of a problem and a choice.", show_default=False),
+    ] = None
+    trace: opt.TraceFile = None
+    chart: opt.ChartFile = None
+    json: opt.AsJson = False
 
 
 def simulate_command(
     context: typer.Context,
-    on: opt.ClusterOptions,
-    problem: opt.PlannedProblemOptions,
-    model: opt.LayersOption,
-    choice: opt.ChoiceOptions,
-    which: Passes,
-    given: SimulateOptions,
+    cluster_options: opt.ClusterOptions,
+    problem_options: opt.PlannedProblemOptions,
+    choice_options: opt.ChoiceOptions,
+    options: SimulateOptions,
+    layers: opt.Layers = 1,
+    backward: opt.BothPasses = False,
 ) -> None:
     """Forecast a plan on a cluster: time, exposed communication, bytes and memory, next to ring.
 
     Exit code 0: done. 1: the plan file breaks a rule. 2: invalid input.
     """
-    topology = on.topology
+    topology = cluster_options.topology
     is_many = topology.ranks >= MANY_RANKS
     shown_ranks = sorted({topology.ranks - 1} if is_many else {0, topology.ranks // 2, topology.ranks - 1})
     with progress("planning") as report:
-        if given.file is not None:
-            opt.refuse_with_file(context, given.file, opt.PlannedProblemOptions, opt.ChoiceOptions, Passes)
-            plan = checked_plan_for(given.file, topology, report)
+        if options.file is not None:
+            opt.refuse_with_file(context, options.file, opt.PlannedProblemOptions, opt.ChoiceOptions, also=["backward"])
+            plan = checked_plan_for(options.file, topology, report)
             plans: dict[Direction, Plan] = {plan.direction: plan}
-            refuse_uneven(plan.problem, plan.layout, topology)
-            what = str(given.file)
+            opt.refuse_uneven(plan.problem, plan.layout, topology)
+            what = str(options.file)
         else:
-            asked = problem.problem(topology.ranks)
-            wanted, directions = problem.choice(choice.choice), problem.passes(both=which.backward)
-            refuse_uneven(asked, wanted.layout or default_layout(asked), topology)
-            choices = {d: in_blocks(wanted, asked, d) for d in directions}
-            plans = {d: plan_on(topology, asked, one, d) for d, one in choices.items()}
-            what = ", backward ".join(dict.fromkeys(str(one) for one in choices.values()))
+            problem = problem_options.problem(topology.ranks)
+            wanted = problem_options.choice(choice_options.choice)
+            opt.refuse_uneven(problem, wanted.layout or default_layout(problem), topology)
+            choices = {d: in_blocks(wanted, problem, d) for d in problem_options.passes(both=backward)}
+            plans = {d: plan_on(topology, problem, choice, d) for d, choice in choices.items()}
+            what = ", backward ".join(dict.fromkeys(map(str, choices.values())))
         is_turn = next(iter(plans.values())).layout == Turn()
-        layers = model.check(is_served=is_turn)
-        spans_of = {*shown_ranks, *(sampled_ranks(topology.ranks) if given.trace else ())}
+        opt.check_layers(layers, is_served=is_turn)
+        spans_of = {*shown_ranks, *(sampled_ranks(topology.ranks) if options.trace else ())}
         forecasts = [_forecast(plans, topology, spans_of, report)]
         has_ring = topology.ranks <= MOST_TRANSFERS
         ring = {direction: ring_like(plan, topology) for direction, plan in plans.items()} if has_ring else plans
         if ring != plans:
             forecasts.append(_forecast(ring, topology, set(), report))
         whole = forecasts[0].whole
-        if given.trace is not None:
-            report(f"writing {given.trace.name}", 1.0)
-            write_trace(given.trace, whole)
-        if given.chart is not None:
-            report(f"drawing {given.chart.name}", 1.0)
-            save_chart(gantt(whole, ranks=shown_ranks, why=_why_these(shown_ranks, topology.ranks)), given.chart)
-    if given.json:
+        if options.trace is not None:
+            report(f"writing {options.trace.name}", 1.0)
+            write_trace(options.trace, whole)
+        if options.chart is not None:
+            report(f"drawing {options.chart.name}", 1.0)
+            save_chart(gantt(whole, ranks=shown_ranks, why=_why_these(shown_ranks, topology.ranks)), options.chart)
+    if options.json:
         files = {
-            name: None if path is None else str(path) for name, path in (("trace", given.trace), ("chart", given.chart))
+            name: None if path is None else str(path)
+            for name, path in (("trace", options.trace), ("chart", options.chart))
         }
         typer.echo(json.dumps(_as_json(forecasts, topology) | files | {"layers": layers}))
         return
     _print(what, forecasts, topology, shown_ranks, layers=layers if is_turn else None)
-    for path in (given.trace, given.chart):
+    for path in (options.trace, options.chart):
         if path is not None:
             typer.echo(f"wrote {path}")
 
@@ -208,7 +206,7 @@ def _print(
         print_fact(console, "cache", cache_words(plan.problem, layers))
         console.print()
     columns = _columns(forecasts, topology)
-    print_table(console, columns, bold=[label == "time" for label in columns[0].cells], gaps=(3, 2, 1))
+    print_table(console, columns, bold=[label == "time" for label in columns[0].cells])
     console.print(_caption(forecasts, topology), style="dim")
     for direction, timeline in this.timelines.items():
         console.print(f"\n{direction}, {format_time(timeline.time_s)}", style="bold")

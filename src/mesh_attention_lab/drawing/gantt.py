@@ -9,7 +9,7 @@ from mesh_attention.errors import UsageError
 from mesh_attention.timeline import LANES, Lane, Timeline, Track, rank_tracks
 from mesh_attention.units import format_time
 from mesh_attention_lab.drawing import canvas
-from mesh_attention_lab.drawing.scales import Scale, linear_ticks
+from mesh_attention_lab.drawing.canvas import Scale, linear_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

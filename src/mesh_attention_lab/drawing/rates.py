@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mesh_attention.errors import UsageError
 from mesh_attention_lab.drawing import canvas
-from mesh_attention_lab.drawing.scales import Scale, round_ticks
+from mesh_attention_lab.drawing.canvas import Scale, round_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

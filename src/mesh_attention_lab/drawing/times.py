@@ -13,7 +13,7 @@ from typing_extensions import assert_never
 from mesh_attention.errors import UsageError
 from mesh_attention.units import format_size
 from mesh_attention_lab.drawing import canvas
-from mesh_attention_lab.drawing.scales import Scale, number_scale, text_scale, time_scale
+from mesh_attention_lab.drawing.canvas import Scale, number_scale, text_scale, time_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

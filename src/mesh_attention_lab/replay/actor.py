@@ -25,8 +25,8 @@ from mesh_attention.machine.timing import kernel_for
 from mesh_attention.masks import causal, full
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import AXIS_OF, INPUTS, Direction, Item, Kind
-from mesh_attention.problem import Problem
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, Item, Kind
+from mesh_attention.problem import Direction, Problem
 
 
 class Actor:

@@ -1,6 +1,6 @@
 """Replay of decoding: one rank's step of one layer, with real K and V, the real kernel, and copies for exchanges.
 
-Each exchange is one copy in each direction (see `comm.replay.JoinedComm`). The layers of a small model take turns, so
+Each exchange is one copy in each direction (see `transport.JoinedComm`). The layers of a small model take turns, so
 that the device reads its memory and not its cache.
 """
 

@@ -13,12 +13,11 @@ from mesh_attention.comm.base import Comm
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.machine.timing import rest
-from mesh_attention.plan.steps import Direction
+from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
-from mesh_attention_lab.replay.parts import Part
-from mesh_attention_lab.replay.result import Contender, KernelPass, Pass, Replayed
+from mesh_attention_lab.replay.result import Contender, KernelPass, Part, Pass, Replayed
 from mesh_attention_lab.replay.transport import ReplayComm, SilentComm
 
 REST_S = 0.2

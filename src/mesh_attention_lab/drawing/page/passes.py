@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
 from math import floor, log10
 from typing import Any
 
+from typing_extensions import assert_never
+
 from mesh_attention.errors import UsageError
 from mesh_attention.masks import BlockKind, Segment
-from mesh_attention.plan.assignment import Axis
+from mesh_attention.plan import steps
+from mesh_attention.plan.assignment import Assignment, Axis
 from mesh_attention.plan.counts import RankCosts, rank_costs
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item, Kind, Step, transfers
-from mesh_attention.plan.text import format_end
+from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.problem import Problem
 from mesh_attention.timeline import LANES, Lane, Span, Timeline, rank_tracks
-from mesh_attention_lab.drawing.page.relative import program_text
 
 Data = dict[str, Any]
 TICKS = 1e5
@@ -182,3 +186,126 @@ def _pair(problem: Problem, q: Segment, kv: Segment) -> str:
     lower = problem.mask.pairs(q[-1:], kv[:1], **lengths) > 0
     upper = problem.mask.pairs(q[:1], kv[-1:], **lengths) > 0
     return PART if lower == upper else LOWER if lower else UPPER
+
+
+AS_IT_IS = "="
+"""First letter of a program's text whose numbers are not offsets."""
+
+
+class _NotRelativeError(Exception):
+    """A number is not an offset of this rank."""
+
+
+def program_text(assignment: Assignment, program: Program) -> str:
+    """One line for each step, in offsets if every number has one."""
+    view = _View(assignment, program.rank)
+    try:
+        return "\n".join(view.text(step) for step in program.steps)
+    except _NotRelativeError:
+        return AS_IT_IS + "\n".join(map(format_step, program.steps))
+
+
+@dataclass(frozen=True)
+class _View:
+    """The grid as one rank sees it."""
+
+    assignment: Assignment
+    rank: int
+
+    @property
+    def place(self) -> int:
+        return self.assignment.place(self.rank)
+
+    @cached_property
+    def offsets(self) -> dict[Axis, dict[int, int]]:
+        axes: tuple[Axis, ...] = ("row", "col")
+        return {
+            axis: {self.assignment.peer(axis, self.place, k): k for k in range(self.assignment.size(axis))}
+            for axis in axes
+        }
+
+    def text(self, step: steps.Step) -> str:
+        match step:
+            case steps.Recv() | steps.Send():
+                return format_step(self._transfer(step))
+            case steps.Collective():
+                return self._collective(step)
+            case steps.Exchange():
+                return self._exchange(step)
+            case steps.Attend(rows, cols, grads):
+                return format_step(steps.Attend(self._rising(rows), self._rising(cols), self._rising(grads)))
+            case steps.Pack(before, after) | steps.Unpack(before, after):
+                return format_step(type(step)(self._item(before), self._item(after)))
+            case steps.Merge(item) | steps.Clear(item) | steps.Finish(item) | steps.Free(item):
+                return format_step(type(step)(self._item(item)))
+            case _:
+                assert_never(step)
+
+    def _transfer(self, step: steps.Recv | steps.Send) -> steps.Recv | steps.Send:
+        item = self._item(step.item)
+        if isinstance(step, steps.Recv):
+            return steps.Recv(item, self._peer(step.item.kind, step.source))
+        return steps.Send(item, self._peer(step.item.kind, step.dest))
+
+    def _collective(self, step: steps.Collective) -> str:
+        transfers: tuple[steps.Send | steps.Recv, ...] = (*step.sends, *step.recvs)
+        axis = steps.AXIS_OF[transfers[0].item.kind] if transfers else "row"
+        places = self.assignment.group(axis, self.place)
+        head_slice = self.assignment.head_slice(self.rank)
+        if step.group != tuple(self.assignment.rank(place, head_slice=head_slice) for place in places):
+            raise _NotRelativeError
+        moved = "; ".join(format_step(self._transfer(transfer)) for transfer in transfers)
+        return f"{step.op} over {axis}: {moved}".rstrip()
+
+    def _exchange(self, step: steps.Exchange) -> str:
+        if step.group != tuple(self.assignment.ulysses_group(self.rank)):
+            raise _NotRelativeError
+        sends = tuple(steps.Send(self._piece(send.item), self._distance(send.dest)) for send in step.sends)
+        recvs = tuple(steps.Recv(self._piece(recv.item), self._distance(recv.source)) for recv in step.recvs)
+        return format_step(steps.Exchange(self._item(step.before), self._item(step.after), (0,), sends, recvs))
+
+    # Numbers
+
+    def _rising(self, items: tuple[steps.Item, ...]) -> tuple[steps.Item, ...]:
+        """The items by offset. They must be in order of shard, so that the page can restore that order."""
+        if any(a.shard > b.shard for a, b in pairwise(items)):
+            raise _NotRelativeError
+        return tuple(sorted(map(self._item, items), key=lambda item: item.shard))
+
+    def _item(self, item: steps.Item) -> steps.Item:
+        if item.form in ("home", "staged"):
+            return item._replace(shard=self._own(item.shard))
+        if item.form == "piece":
+            raise _NotRelativeError
+        source = None if item.source is None else self._peer(item.kind, item.source)
+        return item._replace(shard=self._offset(item.kind, item.shard), source=source)
+
+    def _piece(self, item: steps.Item) -> steps.Item:
+        if item.form != "piece" or item.source is None:
+            raise _NotRelativeError
+        turned = (item.source - self.assignment.head_slice(self.rank)) % self.assignment.ulysses
+        return item._replace(shard=self._distance(item.shard), source=turned)
+
+    def _own(self, rank: int) -> int:
+        if rank != self.rank:
+            raise _NotRelativeError
+        return 0
+
+    def _offset(self, kind: steps.Kind, place: int) -> int:
+        offset = self.offsets[steps.AXIS_OF[kind]].get(place)
+        if offset is None:
+            raise _NotRelativeError
+        return offset
+
+    def _peer(self, kind: steps.Kind, rank: int) -> int:
+        """The offset of a rank that computes the same heads."""
+        if self.assignment.head_slice(rank) != self.assignment.head_slice(self.rank):
+            raise _NotRelativeError
+        return self._offset(kind, self.assignment.place(rank))
+
+    def _distance(self, rank: int) -> int:
+        """The number of ranks by which a rank of the Ulysses group is ahead of this one."""
+        group = self.assignment.ulysses_group(self.rank)
+        if rank not in group:
+            raise _NotRelativeError
+        return (rank - self.rank) % len(group)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mesh_attention.problem import Problem
 from mesh_attention.units import count, format_nbytes, format_time
-from mesh_attention_lab.cli.tables import (
+from mesh_attention_lab.cli.terminal import (
     Column,
     cluster_words,
     head_words,
