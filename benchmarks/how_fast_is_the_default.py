@@ -60,7 +60,7 @@ class Shared:
 def seconds(attention: MeshAttention, tokens: int) -> float:
     q, kv = torch.empty(1, tokens, 32, 128, dtype=torch.bfloat16), torch.empty(1, tokens, 8, 128, dtype=torch.bfloat16)
     start = time.perf_counter()
-    engine = attention.engines.find([[q, kv, kv]], CallOptions(causal=True), gradient=True)
+    engine = attention.calls.engine([[q, kv, kv]], CallOptions(causal=True), gradient=True)
     engine.programs("backward")
     return time.perf_counter() - start
 

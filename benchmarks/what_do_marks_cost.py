@@ -37,8 +37,8 @@ def measure(rank: int, ranks: int, store: str, kind: str, rounds: int, tokens: i
     where = {"init_method": f"file://{store}", "rank": rank, "world_size": ranks}
     dist.init_process_group("nccl" if is_cuda else "gloo", **where, device_id=device if is_cuda else None)
     marked, plain = MeshAttention(**method), MeshAttention(**method)
-    (comm,) = plain.engines.played.comms_on(device)
-    plain.engines.played._on[device] = [comm.inner]  # type: ignore[attr-defined]
+    (comm,) = plain.session.comms_on(device)
+    plain.session._on[device] = [comm.inner]  # type: ignore[attr-defined]
     dtype = torch.bfloat16 if is_cuda else torch.float32
     q, k, v, d_out = (torch.randn(1, tokens, HEADS, DIM, device=device, dtype=dtype) for _ in range(4))
     inputs = [x.requires_grad_() for x in (q, k, v)]

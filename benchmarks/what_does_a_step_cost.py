@@ -20,9 +20,8 @@ from torch import Tensor
 
 from mesh_attention import Problem, causal, make_plan
 from mesh_attention.arguments import Softmax
-from mesh_attention.comm.base import Parcel, Work
+from mesh_attention.comm.base import Parcel, Work, drive
 from mesh_attention.execution.compiled import compile_program
-from mesh_attention.execution.driving import drive
 from mesh_attention.execution.engine import Outputs
 from mesh_attention.execution.executor import Executor
 from mesh_attention.kernels.base import Demand, Gradients, RowGradient, Scores

@@ -290,11 +290,11 @@ def test_autocast_changes_nothing() -> None:
 
 
 def test_configurations_used_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mesh_attention.execution.engine.MOST_ENGINES", 3)
+    monkeypatch.setattr("mesh_attention.execution.call.MAX_ENGINES", 3)
     made = attention()
     for window in (1, 2, 3, 4, 5):
         made(*tensors(), window_size=(window, 0))
-    assert len(made.engines.known) == 3
+    assert len(made.calls.engines) == 3
 
 
 @pytest.mark.parametrize(

@@ -147,14 +147,14 @@ def test_bytes_on_the_wire_and_bytes_held_are_the_plans(name: str, ranks: int) -
         q, k, v, d_out, _ = whole_tensors(case)
         shards = [attention.shard(t.requires_grad_()) for t in (q, k, v)]
         outs = attention(*shards, seq_len=case.seq_q, seq_len_k=case.seq_kv, **case.call)
-        (engine,) = attention.engines.known.values()
+        (engine,) = attention.calls.engines.values()
         assert_counts_are_the_plans(comms, attention, engine.meters, "forward")
         torch.autograd.grad((attention.unshard(outs) * d_out).sum(), (q, k, v))
         assert_counts_are_the_plans(comms, attention, engine.meters, "backward")
 
 
 def assert_counts_are_the_plans(comms: list[Counting], attention: Any, meters: Any, direction: Direction) -> None:
-    (engine,) = attention.engines.known.values()
+    (engine,) = attention.calls.engines.values()
     for comm, compiled, meter in zip(comms, engine.programs(direction), meters, strict=True):
         costs = rank_costs(compiled.plan, comm.rank)
         assert comm.sent_nbytes == {kind: size.total for kind, size in costs.sent.items()}

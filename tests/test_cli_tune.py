@@ -282,9 +282,7 @@ def planned(code: str, problem: Problem) -> dict[str, str]:
     names: dict[str, Any] = {"group": LocalGroup(problem.ranks), "MeshAttention": MeshAttention}
     exec(code, names)
     attention = names["attention"]
-    plans = attention.engines.planning.plans(
-        problem, attention.layout, on_gpu=False, needs_gradient=True, may_keep=True
-    )
+    plans = attention.calls.strategy.plans(problem, attention.layout, on_gpu=False, needs_gradient=True, may_keep=True)
     return {direction: plan.digest for direction, plan in plans.items()}
 
 
@@ -352,7 +350,7 @@ def test_the_first_line_is_a_call_that_is_as_fast(run: Run, tuning: Tuning, topo
         return
     assert answer["code"]["short"] == f'MeshAttention(group, choice="{plain}")'
     attention = MeshAttention(LocalGroup(16), choice=plain)
-    plans = attention.engines.planning.plans(PROBLEM, attention.layout, on_gpu=True, needs_gradient=True)
+    plans = attention.calls.strategy.plans(PROBLEM, attention.layout, on_gpu=True, needs_gradient=True)
     assert sum(simulate(plan, topology).time_s for plan in plans.values()) <= chosen.time_s * (1 + NEAR_TIE)
 
 

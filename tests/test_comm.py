@@ -10,11 +10,10 @@ import torch
 from pool import shared_pool
 
 from mesh_attention.api import MeshAttention
-from mesh_attention.comm.base import Comm, Parcel
+from mesh_attention.comm.base import Comm, Parcel, drive, drive_together
 from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import StalledError, TransportError
-from mesh_attention.execution.driving import drive, drive_together
 from mesh_attention.testing.comm_conformance import CHECKS, Check
 from mesh_attention.testing.wrappers import Counting, Delaying, Failing
 

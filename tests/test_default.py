@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from mesh_attention.errors import TopologyError
 from mesh_attention.execution import engine
 from mesh_attention.execution.autograd import attend as attend_with
 from mesh_attention.machine import choosing, planner
-from mesh_attention.machine.planner import MachinePlanning
+from mesh_attention.machine.planner import TunedStrategy
 from mesh_attention.plan.layout import Listed, Zigzag, join, position_ids, shifted
 from mesh_attention.planning.choice import Choice
 from mesh_attention.tuning import planner as tuning_planner
@@ -45,7 +46,7 @@ def attend(attention: MeshAttention, heads: int = 4, seq: int = SEQ, **options: 
 
 
 def plans_of(attention: MeshAttention) -> list[str]:
-    return [repr(one.programs("forward")[0].plan) for one in attention.engines.known.values()]
+    return [repr(one.programs("forward")[0].plan) for one in attention.calls.engines.values()]
 
 
 def fail(*given: Any, **named: Any) -> Any:
@@ -263,9 +264,9 @@ class _Comm:
 def test_prices_count_on_nccl_and_where_they_are_asked_for(
     device: str, is_nccl: bool, cluster: Any, is_shared: bool
 ) -> None:
-    planning = MachinePlanning(Zigzag(), cluster, None, 0)
-    found = planning.together(_Comm(is_capturable=is_nccl), torch.device(device))  # type: ignore[arg-type]
-    assert (found is planning) == is_shared
+    strategy = TunedStrategy(Zigzag(), cluster, None, 0)
+    talk = SimpleNamespace(comm=_Comm(is_capturable=is_nccl), device=torch.device(device))
+    assert strategy._is_cost_based(talk) == is_shared  # type: ignore[arg-type]
 
 
 def test_in_one_process_the_default_is_volume_based_and_what_is_decided_stays() -> None:
@@ -304,7 +305,7 @@ def _trained(group: Any, folder: str, cluster: str | None) -> list[tuple[list[st
                     torch.distributed.all_reduce(mine, group=group)
                 theirs = torch.autograd.grad((due.transpose(1, 2) * weights).sum(), leaves)
                 error = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
-            (one,) = attention.engines.known.values()
+            (one,) = attention.calls.engines.values()
             found.append(([*one.programs("forward")[0].plan.schedule.keep], error))
     return found
 
@@ -365,7 +366,7 @@ def test_a_layout_of_one_call_is_tuned_as_zigzag() -> None:
     shards = [tokens[:, position_ids(layout, rank, tokens=24, ranks=2)] for rank in range(2)]
     tensors = [(shard, shard, shard) for shard in shards]
     options = CallOptions(causal=True, cu_seqlens_q=cuts)
-    found = attention.engines.find(tensors, options, layout=layout)
+    found = attention.calls.engine(tensors, options, layout=layout)
     outs = attend_with(found, [tensor for rank in tensors for tensor in rank])[0::2]
     heads_first = [tokens[:, a:b].transpose(1, 2) for a, b in pairwise(cuts)]
     due = torch.cat([scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2) for x in heads_first], 1)

@@ -14,11 +14,11 @@ from pool import shared_pool
 
 from mesh_attention import DisagreementError, LocalGroup, ProblemError, UsageError
 from mesh_attention.api import MeshAttention, mesh_attention
+from mesh_attention.comm.base import drive_together
 from mesh_attention.comm.local import LocalComm
 from mesh_attention.comm.torch_dist import ROOM, TorchComm
 from mesh_attention.execution import engine
-from mesh_attention.execution.agreement import agree
-from mesh_attention.execution.driving import drive_together
+from mesh_attention.session.agreement import Question, ask
 
 
 def _inputs() -> list[torch.Tensor]:
@@ -192,4 +192,4 @@ def test_agreement_texts_fit_into_one_message_and_still_tell_long_values_apart()
     assert max(map(len, sent)) < ROOM - 100
     asked = [{"mask": f"{list(range(2000))} and {last}"} for last in (1, 2)]
     with pytest.raises(DisagreementError, match="mask is "):
-        drive_together([agree(comm, asked=one) for comm, one in zip(comms, asked, strict=True)])
+        drive_together([ask(comm, Question(asked=mask)) for comm, mask in zip(comms, asked, strict=True)])

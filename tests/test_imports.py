@@ -11,6 +11,7 @@ import mesh_attention
 from mesh_attention.tuning.cache import PARTS
 
 ROOT = Path(mesh_attention.__file__).parent
+LAB = ROOT.parent / "mesh_attention_lab"
 
 # Each part may import itself and the parts to its left.
 VALUES = ("errors", "units", "masks", "problem")
@@ -29,7 +30,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "tuning": (*VALUES, "plan", "planning", "simulation", "topology", "timeline"),
     "kernels": VALUES,
     "comm": VALUES,
-    "execution": (*VALUES, "arguments", "plan", "topology", "timeline", "kernels", "comm"),
+    "session": (*VALUES, "plan", "kernels", "comm"),
+    "execution": (*VALUES, "arguments", "plan", "kernels", "comm", "session"),
     "machine": (
         *VALUES,
         "plan",
@@ -38,6 +40,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "topology",
         "clusters",
         "comm",
+        "session",
         "execution",
         "kernels",
     ),
@@ -53,13 +56,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "clusters",
         "kernels",
         "comm",
+        "session",
         "execution",
         "machine",
     ),
-    "serving": (*VALUES, "plan", "kernels", "comm", "execution", "arguments", "api"),
+    "serving": (*VALUES, "plan", "kernels", "comm", "session", "execution", "arguments", "api"),
     "sequences": VALUES,
-    "batches": (*VALUES, "sequences", "comm", "execution", "arguments", "api"),
-    "integrations": (*VALUES, "sequences", "plan", "comm", "execution", "arguments", "api"),
+    "batches": (*VALUES, "sequences", "comm", "session", "execution", "arguments", "api"),
+    "integrations": (*VALUES, "sequences", "plan", "comm", "session", "execution", "arguments", "api"),
     "context_parallel": (*VALUES, "plan", "kernels", "comm", "arguments", "api", "integrations"),
     "transformers": (
         *VALUES,
@@ -67,6 +71,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "batches",
         "plan",
         "comm",
+        "session",
         "execution",
         "arguments",
         "api",
@@ -76,7 +81,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "testing": (*VALUES, "plan", "kernels", "comm"),
 }
 WITH_TORCH = (
-    *("kernels", "comm", "execution", "machine"),
+    *("kernels", "comm", "session", "execution", "machine"),
     *("arguments", "api", "serving", "sequences", "batches", "context_parallel", "transformers", "integrations"),
     "testing",
 )
@@ -146,7 +151,27 @@ def test_the_test_for_directions_can_fail(tmp_path: Path) -> None:
 def test_torch_distributed_is_imported_where_groups_are_handled_only() -> None:
     for path in ROOT.rglob("*.py"):
         if any(name.startswith("torch.distributed") for name in imported_modules(path)):
-            assert _part(path) in ("comm", "batches", *STACKS, "testing"), path
+            assert _part(path) in ("comm", "session", "batches", *STACKS, "testing"), path
+
+
+def test_only_the_session_shares_texts_or_raises_for_another_rank() -> None:
+    """Transports carry texts and wrappers pass them on; what they say, and what follows, is the session's."""
+    for path in (*ROOT.rglob("*.py"), *LAB.rglob("*.py")):
+        if _is_in(path, "comm", "session"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                assert ast.unparse(node.exc.func) != "DisagreementError", path
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "share":
+                whose = ast.unparse(node.func.value)
+                assert whose in WRAPPED or not whose.endswith("comm"), f"{path}: {whose}.share"
+
+
+WRAPPED = ("self.inner",)
+
+
+def _is_in(path: Path, *parts: str) -> bool:
+    return path.is_relative_to(ROOT) and _part(path) in (*parts, "testing")
 
 
 def test_a_tuning_is_forgotten_when_anything_it_may_follow_from_changes() -> None:

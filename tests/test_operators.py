@@ -165,7 +165,7 @@ def test_fake_tensors_get_shapes_and_nothing_is_run() -> None:
         out, lse = attention(q, k, v, causal=True, return_lse=True)
     assert (out.shape, out.dtype) == ((2, 10**6, 8, 32), torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 8, 10**6), torch.float32)
-    assert not attention.engines.known
+    assert not attention.calls.engines
 
 
 def test_flops_are_counted_as_torch_counts_them() -> None:

@@ -231,9 +231,9 @@ def test_one_rank_is_refused() -> None:
 def test_passes_as_cuda_graphs_are_refused() -> None:
     attention = MeshAttention(LocalGroup(2))
     tensors = [list(rank) for rank in zip(*(attention.shard(tensor) for tensor in whole_inputs()), strict=True)]
-    engine = attention.engines.find(tensors, CallOptions())
+    engine = attention.calls.engine(tensors, CallOptions())
     with pytest.raises(UsageError, match=r"record\(\) cannot look into CUDA graphs; use a Mesh"):
-        Recording(attention.comms).watched(replace(engine, captured=object()), tensors[0][0].device)  # type: ignore[arg-type]
+        Recording(attention.comms).observed(replace(engine, captured=object()), tensors[0][0].device)  # type: ignore[arg-type]
 
 
 # Processes

@@ -208,7 +208,7 @@ def test_a_step_sends_the_bytes_of_its_plan(ranks: int, queries: int, way: str, 
     sequences = [model.new() for _ in range(5)]
     model.decode(sequences, queries, way=way, meeting=meeting)
     assert model.error < 1e-12
-    (plan,) = cache.kept.by_plan
+    (plan,) = cache.steps.by_plan
     assert [comm.sent_nbytes.total() for comm in counting] == [plan.sent_nbytes(rank) for rank in range(ranks)]
     assert sum(map(plan.sent_nbytes, range(ranks))) == sum(map(plan.received_nbytes, range(ranks)))
 
@@ -260,8 +260,8 @@ def test_a_cache_is_released_with_the_last_reference() -> None:
     chat = model.new()
     model.prefill({chat: 9})
     model.decode([chat])
-    (steps,) = cache.kept.by_plan.values()
-    gone = [ref(cache), ref(steps), ref(next(iter(cache.kept.layers.values())))]
+    (steps,) = cache.steps.by_plan.values()
+    gone = [ref(cache), ref(steps), ref(next(iter(cache.steps.layers.values())))]
     gc.disable()
     try:
         del model, cache, steps
@@ -305,7 +305,7 @@ def test_more_shapes_than_are_kept() -> None:
     for number in [*range(1, 21), 3, 20, 1]:
         model.decode(chats[:number])
     assert model.error < 1e-12
-    assert len(model.cache.kept.by_plan) == MOST_STEPS
+    assert len(model.cache.steps.by_plan) == MOST_STEPS
 
 
 def test_a_failed_reserve_can_be_repeated_with_less(monkeypatch: pytest.MonkeyPatch) -> None:

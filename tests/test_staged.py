@@ -20,11 +20,10 @@ from pool import shared_pool
 from run_ranks import RankError, RankPool
 
 from mesh_attention.api import MeshAttention
-from mesh_attention.comm.base import Comm, Parcel
-from mesh_attention.comm.staged import CudaStage, HostStage, StagedComm, comm_for
-from mesh_attention.comm.torch_dist import START_AGAIN, TorchComm
+from mesh_attention.comm.base import Comm, Parcel, drive
+from mesh_attention.comm.staged import CudaStage, HostStage, StagedComm
+from mesh_attention.comm.torch_dist import START_AGAIN, TorchComm, comm_for
 from mesh_attention.errors import ProblemError, TransportError
-from mesh_attention.execution.driving import drive
 from mesh_attention.testing.comm_conformance import CHECKS
 from mesh_attention.testing.wrappers import Counting, Delaying
 

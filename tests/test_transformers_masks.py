@@ -448,8 +448,8 @@ def test_several_names_stand_for_several_groups(attention: MeshAttention) -> Non
     try:
         model = make_model("llama", "another_mesh")
         model(**shard_batch(other, tokens(1, 9)))
-        assert other.engines.known
-        assert not attention.engines.known
+        assert other.calls.engines
+        assert not attention.calls.engines
     finally:
         unregister("another_mesh")
     with pytest.raises(KeyError, match="another_mesh"):

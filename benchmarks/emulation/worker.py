@@ -162,7 +162,7 @@ def attend(attention: MeshAttention, given: Sequence[Tensor], job: Job) -> list[
     q, k, v, d_out = given
     if job.cached:
         options = CallOptions(causal=True, seq_len=job.seq, seq_len_k=job.cached + job.seq)
-        engine = attention.engines.find([(q, k, v)], options, layout=Turn(), gradient=False)
+        engine = attention.calls.engine([(q, k, v)], options, layout=Turn(), gradient=False)
         return [run_forward(engine, [q, k, v])[0][0]]
     out = attention(q, k, v, causal=True, seq_len=job.seq)
     return [out.detach(), *(torch.autograd.grad(out, (q, k, v), d_out) if job.backward else ())]

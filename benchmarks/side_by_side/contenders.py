@@ -156,7 +156,7 @@ def _ours(name: str) -> Contender:
     attention = MeshAttention(**options)
 
     def plan() -> str:
-        engine = next(reversed(attention.engines.known.values()), None)
+        engine = next(reversed(attention.calls.engines.values()), None)
         if engine is None:
             return ""
         plans = [engine.programs(direction)[0].plan for direction in DIRECTIONS]

@@ -31,18 +31,19 @@ from mesh_attention.clusters import MEASURE, find_cluster
 from mesh_attention.comm.base import Comm
 from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.torch_dist import Group, process_group
-from mesh_attention.errors import DisagreementError, ProblemError, ScheduleError, UsageError
+from mesh_attention.errors import ProblemError, ScheduleError, UsageError
 from mesh_attention.execution import sharding
 from mesh_attention.execution.autograd import attend
-from mesh_attention.execution.driving import PlayedRanks
-from mesh_attention.execution.engine import MOST_ENGINES, Engine, Engines
+from mesh_attention.execution.call import MAX_ENGINES, Calls
+from mesh_attention.execution.engine import Engine
 from mesh_attention.execution.operators import Operands, number_of, refused, untraced
-from mesh_attention.machine.planner import MachinePlanning
-from mesh_attention.plan.layout import Cached, Turn, Zigzag
+from mesh_attention.machine.planner import TunedStrategy
+from mesh_attention.plan.layout import LAYOUTS, Cached, Turn, Zigzag
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import Choice, ChoiceOptions, as_choice
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.registry import Planner, Planning
+from mesh_attention.planning.registry import Planner, StatedStrategy
+from mesh_attention.session.session import Session
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.tune import check_memory
 from mesh_attention.verification.rules import BrokenPlanError, verify
@@ -89,8 +90,8 @@ class MeshAttention:
         costs: Costs | None = None,
         **options: Unpack[ChoiceOptions],
     ) -> None:
-        played = PlayedRanks(group)
-        self.comms, self.is_local = played.comms, played.is_local
+        self.session = Session(group)
+        self.comms, self.is_local = self.session.comms, self.session.is_local
         if tensor_format not in ("bshd", "bhsd"):
             raise UsageError(f"tensor_format {tensor_format!r}: expected bshd or bhsd")
         self.tensor_format = tensor_format
@@ -103,7 +104,7 @@ class MeshAttention:
         choice = as_choice(choice, **options)
         self.layout = choice.layout or Zigzag()
         if isinstance(self.layout, Turn | Cached):
-            raise UsageError(f"layout {self.layout.name} is of a cache, not of inputs; use ShardedCache, or zigzag")
+            raise UsageError(f"layout {self.layout.name!r} describes a KV cache; inputs need {', '.join(LAYOUTS)}")
         decided = [name for name in given if name != "layout" and options.get(name) != "auto"]
         if planner is not None and decided:
             raise UsageError(f"{', '.join(decided)} cannot be combined with planner=; give it to the planner instead")
@@ -117,22 +118,28 @@ class MeshAttention:
             if cluster is None:
                 raise UsageError("memory_limit= needs cluster=, because it is the tuner that keeps to it")
             check_memory(memory_limit)
-        planning: Planning | MachinePlanning
+        strategy: StatedStrategy | TunedStrategy
         if decided:
-            planning = Planning(choice, costs=costs, planner=planner, prove=prove)
+            strategy = StatedStrategy(choice, costs=costs, planner=planner, prove=prove)
         else:
-            known = _find_cluster(cluster, played)
-            planning = MachinePlanning(self.layout, known, memory_limit, played.comms[0].rank)
-        self.engines = Engines(played, self.layout, planning, cuda_graphs=flag("cuda_graphs", cuda_graphs))
-        self._number = number_of(self.engines)
+            known = _find_cluster(cluster, self.session)
+            strategy = TunedStrategy(self.layout, known, memory_limit, self.rank)
+        self.calls = Calls(self.session, self.layout, strategy, cuda_graphs=flag("cuda_graphs", cuda_graphs))
+        self._number = number_of(self.calls)
         self._has_operator = not self.is_local and not choice.keep
         self._is_one_rank = not self.is_local and self.ranks == 1
         self._ready: dict[object, Callable[..., tuple[Tensor, ...]]] = {}
         """On one rank, what to run for a call like an earlier one, without checking it again."""
 
     @property
+    def rank(self) -> int:
+        """This rank's number in the group; 0 in a local group."""
+        return self.session.rank
+
+    @property
     def ranks(self) -> int:
-        return self.engines.ranks
+        """Ranks in the group."""
+        return self.session.size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshAttention:
         """The same object: a copy of a model runs on the same group, by the same plans."""
@@ -189,14 +196,14 @@ class MeshAttention:
         if ready is not None:
             results = ready(q, k, v)
             return results if return_lse else results[0]
-        with self.engines.played.telling:
+        with self.session.telling():
             flag("return_lse", return_lse)
             refuse_others(others)
             ranks = self._by_rank(q, k, v)
             tensors = [[self._to_bshd(tensor) for tensor in rank] for rank in ranks]
             check_dimensions(ranks)
             check_plain(tensor for rank in ranks for tensor in rank)
-        engine = self.engines.find(tensors, options)
+        engine = self.calls.engine(tensors, options)
         if key is not None and q is tensors[0][0]:
             self._remember(key, engine, tensors[0])
         results = attend(engine, [tensor for rank in tensors for tensor in rank])
@@ -223,7 +230,7 @@ class MeshAttention:
             if torch.compiler.is_compiling():
                 out = refused(error.args[0], q, self._number)  # before torch 2.13, str(error) cannot be traced
                 return (out, out) if return_lse is True else out
-            with self.engines.played.telling:
+            with self.session.telling():
                 raise
         out, lse, _ = torch.ops.mesh_attention.attend(*tensors, *operands.pack())
         out = self._from_bshd(out, like=q)
@@ -232,7 +239,7 @@ class MeshAttention:
     def _remember(self, key: object, engine: Engine, tensors: Sequence[Tensor]) -> None:
         if engine.single_call is None or any(map(is_arriving, tensors)):
             return
-        if len(self._ready) >= MOST_ENGINES:
+        if len(self._ready) >= MAX_ENGINES:
             self._ready.clear()
         device = tensors[0].device
         if needs_gradient(tensors) or torch.is_autocast_enabled(device.type):
@@ -285,12 +292,7 @@ class MeshAttention:
             if not isinstance(local, list | tuple) or len(local) != self.ranks:
                 raise UsageError(f"got {_describe_list(local)}; expected a list of {self.ranks} tensors, one per rank")
             return sharding.join_shards(local, self.layout, dim=dim)
-        played = self.engines.played
-        with played.telling:
-            sharding.check_shard(local, dim)
-            comm = played.comms_on(local.device)[0]
-        with played.ledger.talking(UsageError, DisagreementError):
-            return sharding.unshard(local, self.layout, comm, dim=dim)
+        return sharding.unshard(local, self.layout, self.session, dim=dim)
 
     def position_ids(self, seq_len: int, *, device: torch.device | None = None) -> Any:
         """The position in the whole sequence of each of this rank's tokens (in a local group: a list, one per rank)."""
@@ -315,7 +317,7 @@ def mesh_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = Non
     try:
         attention = attention_of(chosen, **settings)
     except Exception:
-        with PlayedRanks(chosen).telling:
+        with Session(chosen).telling():
             raise
     return attention(q, k, v, **arguments)
 
@@ -352,11 +354,11 @@ def _prove(plan: Plan) -> None:
         raise ScheduleError(f"the planner's plan is wrong: {error}") from error
 
 
-def _find_cluster(cluster: Topology | str | None, played: PlayedRanks) -> Topology | Literal["measure"] | None:
+def _find_cluster(cluster: Topology | str | None, session: Session) -> Topology | Literal["measure"] | None:
     if cluster is None:
         return None
     if cluster == MEASURE:
-        if played.is_local:
+        if session.is_local:
             raise UsageError('cluster="measure" needs ranks in processes of their own; a local group has no links')
         return "measure"
     topology = find_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -364,4 +366,4 @@ def _find_cluster(cluster: Topology | str | None, played: PlayedRanks) -> Topolo
         raise UsageError(
             f'cluster {cluster!r}: expected a name such as h100x256, a .toml file, "measure" or a Topology'
         )
-    return topology.with_ranks(played.size)
+    return topology.with_ranks(session.size)

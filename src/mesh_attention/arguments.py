@@ -41,6 +41,18 @@ class Softmax:
     softcap: float = 0.0
 
 
+class TensorKind(NamedTuple):
+    """What a call's problem depends on in a tensor (batch, tokens, heads, dim)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorKind:
+        return cls(tensor.shape, tensor.dtype, tensor.device)
+
+
 class CallOptions(NamedTuple):
     """Everything a call asks for besides its tensors; the names are flash-attn's.
 
@@ -101,9 +113,9 @@ class CallOptions(NamedTuple):
             raise UsageError(f"softcap={self.softcap}: expected 0 (off) or {FACTOR_RANGE}")
         return Softmax(scale=float(scale), softcap=float(self.softcap))
 
-    def problem(self, tensors: Sequence[Tensor], ranks: int) -> Problem:
-        """The problem this call poses, judged by one rank's tensors (batch, tokens, heads, dim)."""
-        q, k, v = tensors
+    def problem(self, q: TensorKind, k: TensorKind, v: TensorKind, *, ranks: int) -> Problem:
+        """The problem this call poses, judged by one rank's tensors."""
+        check_fit(q, k, v)
         seq_k = self.seq_len if self.seq_len_k is None else self.seq_len_k
         cuts_k = self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
         problem = Problem(
@@ -216,13 +228,14 @@ def check_dimensions(ranks: Sequence[Sequence[Tensor]]) -> None:
         raise ProblemError(f"q, k and v have {sorted(dimensions)} dimensions: expected the same, 3 or 4")
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_fit(q: TensorKind, k: TensorKind, v: TensorKind) -> None:
+    """Refuse tensors that do not fit each other."""
     for name, ours, theirs in (("k", q, k), ("v", q, v)):
         if ours.dtype != theirs.dtype or ours.device != theirs.device:
             raise ProblemError(
                 f"q is {ours.dtype} on {ours.device} and {name} is {theirs.dtype} on {theirs.device}; expected the same"
             )
-    if q.is_meta:
+    if q.device.type == "meta":
         raise ProblemError("got tensors on meta, which have no numbers; expected dense tensors on another device")
     if k.shape[:3] != v.shape[:3]:
         raise ProblemError(f"k is {tuple(k.shape)} and v is {tuple(v.shape)}: batch, tokens and heads must be the same")
@@ -266,13 +279,13 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str], *, of: str) -> No
             raise UsageError(f"unknown argument {name!r} of {of}; {hint}expected some of {', '.join(known)}")
 
 
-def _whole_length(given: int | None, cuts: Boundaries, tensor: Tensor, ranks: int) -> int:
-    if given is not None:
-        return given
+def _whole_length(seq_len: int | None, cuts: Boundaries, tensor: TensorKind, ranks: int) -> int:
+    if seq_len is not None:
+        return seq_len
     return int(cuts[-1]) if cuts is not None else int(tensor.shape[1]) * ranks
 
 
-def _dtype_name(tensor: Tensor) -> str:
+def _dtype_name(tensor: TensorKind) -> str:
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
         raise ProblemError(f"q is {tensor.dtype}: expected one of {', '.join(ITEMSIZE)}")

@@ -29,8 +29,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import describe
 from mesh_attention.comm.torch_dist import Group, process_group
-from mesh_attention.errors import DisagreementError, UsageError
-from mesh_attention.execution.engine import Engines
+from mesh_attention.errors import UsageError
+from mesh_attention.execution.call import Calls
 from mesh_attention.sequences import (
     CUTS,
     LENGTHS,
@@ -43,6 +43,7 @@ from mesh_attention.sequences import (
     real_tokens,
     split_rows,
 )
+from mesh_attention.session.agreement import Question
 
 IGNORED = -100
 """The label of a token without a label, as in transformers and torch."""
@@ -60,8 +61,8 @@ Gradients = Literal["averaged", "summed"]
 
 
 _SHARDED = WeakTensorKeyDictionary()
-"""The engines that each tensor of a sharded batch was sharded for, as weak references."""
-_ALL_ENGINES: WeakSet[Engines] = WeakSet()
+"""The `Calls` that each tensor of a sharded batch was sharded for, as weak references."""
+_ALL_CALLS: WeakSet[Calls] = WeakSet()
 NEVER_RAN = (
     "{what} was given a sharded batch and did not call mesh attention, so every rank attended to its own tokens only; "
     'use model.set_attn_implementation("mesh_attention"). (Models that share a config object all use the '
@@ -74,15 +75,15 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, Tensor) and value in _SHARDED
 
 
-def engines_of(values: Iterable[object]) -> list[Engines]:
-    """The engines that a sharded batch needs; all that batches were sharded for, if its tensors were copied since."""
+def calls_of(values: Iterable[object]) -> list[Calls]:
+    """The `Calls` that a sharded batch needs; all that batches were sharded for, if its tensors were copied since."""
     needed = [_SHARDED[value]() for value in values if is_sharded(value)]
-    return [engines for engines in needed or _ALL_ENGINES if engines is not None]
+    return [calls for calls in needed or _ALL_CALLS if calls is not None]
 
 
-def count_passes(engines: Iterable[Engines]) -> int | None:
+def count_passes(every: Iterable[Calls]) -> int | None:
     """How often they have run attention; None if no rank needs another's tokens."""
-    passes = [each.forward_passes for each in engines if each.ranks > 1]
+    passes = [calls.forward_passes for calls in every if calls.session.size > 1]
     return sum(passes) if passes else None
 
 
@@ -91,15 +92,15 @@ class LocalBatch(dict[str, Any]):
 
     def __init__(self, entries: Mapping[str, Any], attention: MeshAttention) -> None:
         super().__init__(entries)
-        self._engines, self._passes = attention.engines, attention.engines.forward_passes
-        _ALL_ENGINES.add(self._engines)
+        self._calls, self._passes = attention.calls, attention.calls.forward_passes
+        _ALL_CALLS.add(self._calls)
         for name, value in entries.items():
             if isinstance(value, Tensor) and name != "attention_mask":  # that one is the caller's own, of whole rows
-                _SHARDED[value] = ref(self._engines)
+                _SHARDED[value] = ref(self._calls)
 
     def check_that_attention_ran(self) -> None:
         """Raise if the model did not call mesh attention: it would silently attend to this rank's tokens alone."""
-        if self._engines.ranks > 1 and self._engines.forward_passes == self._passes:
+        if self._calls.session.size > 1 and self._calls.forward_passes == self._passes:
             raise UsageError(NEVER_RAN.format(what="the model"))
 
 
@@ -134,7 +135,7 @@ def shard_batch(
             "shard_batch needs one rank per process, but all ranks of a local group are in this process; use a "
             "torch.distributed group, which may have one process"
         )
-    with attention.engines.played.telling if is_compared else nullcontext():
+    with attention.session.telling() if is_compared else nullcontext():
         whole = _read(batch, attention.ranks, shift_labels=shift_labels, may_lack_labels=may_lack_labels)
     if is_compared:
         _compare(attention, batch)
@@ -374,13 +375,11 @@ def _local(attention: MeshAttention, whole: _Whole) -> dict[str, Any]:
 
 def _compare(attention: MeshAttention, batch: Mapping[str, Any]) -> None:
     summary = {"operation": "shard_batch", **{name: _summary(value) for name, value in sorted(batch.items())}}
-    try:
-        attention.engines.played.meet(summary)
-    except DisagreementError as error:
-        raise DisagreementError(
-            f"{error}. Every rank of the attention's group must get the same whole batch: a data sampler must "
-            "distinguish data-parallel ranks only, and shuffle the same way on all others"
-        ) from None
+    advice = (
+        "Every rank of the attention's group must get the same whole batch: a data sampler must distinguish "
+        "data-parallel ranks only, and shuffle the same way on all others"
+    )
+    attention.session.agree(Question(asked=summary, advice=advice))
 
 
 def _summary(value: object) -> str:

@@ -25,7 +25,6 @@ notes its parcels, and is driven through a generator that notes how long it wait
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -39,13 +38,16 @@ import torch
 
 from mesh_attention.comm.base import Comm, Parcel, Sharing, Work
 from mesh_attention.errors import UsageError
+from mesh_attention.execution.call import Calls
 from mesh_attention.execution.compiled import Compiled, Instruction
-from mesh_attention.execution.engine import Engine, Engines
+from mesh_attention.execution.engine import Engine
 from mesh_attention.plan.counts import program_flops
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.steps import Free, Recv, Send, transfers
 from mesh_attention.plan.text import format_end, format_step
+from mesh_attention.session.agreement import Question
+from mesh_attention.session.session import Session
 from mesh_attention.timeline import Lane, RankTimes, Span, Timeline
 from mesh_attention.topology import LinkClass
 
@@ -55,21 +57,21 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class Recordable(Protocol):
     """A `MeshAttention`, as far as a recording needs it."""
 
-    engines: Engines
+    calls: Calls
 
 
 @contextmanager
 def record(attention: Recordable) -> Iterator[Recording]:
     """Note when each step of every pass inside the block happens. `Recording.passes` gives the timelines."""
-    engines = attention.engines
-    if engines.ranks == 1:
+    calls = attention.calls
+    if calls.session.size == 1:
         raise UsageError("record() needs two or more ranks: on one rank a call is a single kernel without steps")
-    recording = Recording(engines.played.comms)
-    engines.watchers.append(recording.watched)
+    recording = Recording(calls.session)
+    calls.observers.append(recording.observed)
     try:
         yield recording
     finally:
-        engines.watchers.remove(recording.watched)
+        calls.observers.remove(recording.observed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,22 +84,23 @@ class RecordedPass:
 class Recording:
     """The notes of the ranks that this process plays."""
 
-    comms: Sequence[Comm]
+    session: Session
     _engines: dict[int, tuple[Engine, Engine]] = field(default_factory=dict)
     _observers: list[Observer] = field(default_factory=list)
+    _device: torch.device | None = None
 
-    def watched(self, engine: Engine, device: torch.device) -> Engine:
+    def observed(self, engine: Engine, device: torch.device) -> Engine:
         """An engine that runs the same passes and notes them."""
         if engine.captured is not None:
             raise UsageError("record() cannot look into CUDA graphs; use a MeshAttention without cuda_graphs")
         if id(engine) not in self._engines:
-            self._engines[id(engine)] = engine, self._watched(engine, device)
+            self._engines[id(engine)] = engine, self._observed(engine, device)
         return self._engines[id(engine)][1]
 
-    def _watched(self, engine: Engine, device: torch.device) -> Engine:
+    def _observed(self, engine: Engine, device: torch.device) -> Engine:
         if not self._observers:  # one for each rank, shared by all engines
             self._observers = [Observer(is_alone=len(engine.comms) == 1) for _ in engine.comms]
-            self.comms = engine.comms  # these know the device that ranks meet on
+            self._device = device
         observers = self._observers
         return replace(
             engine,
@@ -106,23 +109,21 @@ class Recording:
                 observer.watched(compiled, device)
                 for compiled, observer in zip(engine.programs(direction), observers, strict=True)
             ],
-            drive=lambda ranks: engine.drive([o.steps(rank) for rank, o in zip(ranks, observers, strict=True)]),
+            observed=lambda ranks: engine.observed([o.steps(rank) for rank, o in zip(ranks, observers, strict=True)]),
         )
 
     def passes(self) -> tuple[RecordedPass, ...]:
         """Every pass that ran to its end, in order, with the spans of all ranks. All ranks must call this."""
-        met = [sharing.result() for sharing in [comm.share("") for comm in self.comms]]
+        meeting = Question(asked={"operation": "a recording's passes"})
+        self.session.agree(*[meeting] * len(self.session.comms), device=self._device)
         now_s = time.perf_counter()
-        assert all(len(texts) == self.comms[0].size for texts in met)
-        notes = [_whole(observer) for observer in self._observers] or [[] for _ in self.comms]
+        notes = [_whole(observer) for observer in self._observers] or [[] for _ in self.session.comms]
         own = [
             _RankReport(machine=_machine(), now_s=now_s, passes=[asdict(_pass_spans(one)) for one in mine])
             for mine in notes
         ]
-        sharings = [comm.share(json.dumps(asdict(report))) for comm, report in zip(self.comms, own, strict=True)]
-        reports = [_RankReport(**json.loads(text)) for text in sharings[0].result()]
-        for sharing in sharings:
-            sharing.wait()
+        questions = [Question(asked=meeting.asked, says=asdict(report)) for report in own]
+        reports = [_RankReport(**answer.says) for answer in self.session.agree(*questions, device=self._device)]
         counts = {len(report.passes) for report in reports}
         if len(counts) > 1:
             raise UsageError(f"ranks recorded {sorted(counts)} passes; record the same calls on every rank")

@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 import mesh_attention
 from mesh_attention import MeshAttention, MeshAttentionError
 from mesh_attention.comm.torch_dist import TorchComm
-from mesh_attention.execution.engine import Engines
+from mesh_attention.execution.call import Calls
 
 RANKS = 4
 TIMEOUT_S, SLACK_S, LATE_S = 5.0, 5.0, 1.5
@@ -125,7 +125,7 @@ class Rank:
     @property
     def kernel(self) -> type:
         """The class of the kernel of earlier calls."""
-        (engine, *_) = self.attention.engines.known.values()
+        (engine, *_) = self.attention.calls.engines.values()
         return type(next(iter(engine.kernels.values())))
 
     @property
@@ -224,7 +224,7 @@ def in_agreement(rank: Rank) -> Attack:
     raises = rank.fault in ("raise", "out of memory")
 
     def attack() -> bool:
-        where = (Engines, "_configuration") if raises else (TorchComm, "share")
+        where = (Calls, "_check_graphs") if raises else (TorchComm, "share")
         with rank.failing_in(*where, after=not raises):
             return rank.forward(rank.question(**new))
 

@@ -177,7 +177,7 @@ class Calls:
         return found if found != "NaN" else self.answer(self.attend(**named))
 
     def with_fault(self, name: str) -> str:
-        from mesh_attention.comm.marked import Marked
+        from mesh_attention.session.call_ids import CheckedComm
 
         if name.startswith("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -186,7 +186,7 @@ class Calls:
         if name.startswith("late"):
             time.sleep(LATE_S if name == "late in time" else TIMEOUT_S + SLACK_S)
         if name == "error":
-            with mock.patch.object(Marked, "close", side_effect=MadeToFailError("made to fail")):
+            with mock.patch.object(CheckedComm, "close", side_effect=MadeToFailError("made to fail")):
                 return self.without()
         named = {
             "other shape": {"tokens": 512}, "other call": {"softmax_scale": 0.5}, "new call": {"softmax_scale": 0.25},

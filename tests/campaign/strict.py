@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from mesh_attention.arguments import Softmax
-from mesh_attention.comm.base import Comm, Parcel, Work
+from mesh_attention.comm.base import Comm, Parcel, Work, drive
 from mesh_attention.execution.buffers import Buffer, token_format
 from mesh_attention.execution.compiled import compile_program, lay_out
-from mesh_attention.execution.driving import drive
 from mesh_attention.execution.engine import Outputs
 from mesh_attention.execution.executor import Executor
 from mesh_attention.kernels.reference import ReferenceKernel

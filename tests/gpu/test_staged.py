@@ -12,10 +12,9 @@ from attention_cases import BY_NAME, dense_answer, relative_error, whole_tensors
 from run_ranks import RankPool
 
 from mesh_attention.api import MeshAttention
-from mesh_attention.comm.base import Parcel
-from mesh_attention.comm.staged import StagedComm, comm_for
-from mesh_attention.comm.torch_dist import TorchComm
-from mesh_attention.execution.driving import drive
+from mesh_attention.comm.base import Parcel, drive
+from mesh_attention.comm.staged import StagedComm
+from mesh_attention.comm.torch_dist import TorchComm, comm_for
 from mesh_attention.testing.comm_conformance import CHECKS
 
 DEVICE = "cuda"
@@ -51,7 +50,7 @@ def errors_of(group: Any, options: dict[str, Any], dtype: torch.dtype) -> list[f
     inputs = [t.requires_grad_() for t in (q, k, v)]
     out = attention(*inputs, seq_len=case.seq_q, **case.call)
     gradients = torch.autograd.grad((out * d_out).sum(), inputs)
-    assert isinstance(attention.engines.played.comms_on(q.device)[0].inner, StagedComm)
+    assert isinstance(attention.session.comms_on(q.device)[0].inner, StagedComm)
     due = [attention.shard(t) for t in (truth.out, *truth.gradients)]
     errors = [relative_error(ours.cpu(), theirs) for ours, theirs in zip((out, *gradients), due, strict=True)]
     return [*errors, relative_error(attention.unshard(out).cpu(), truth.out)]

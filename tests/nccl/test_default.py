@@ -25,7 +25,7 @@ def default_calls(group: Any) -> tuple[dict[str, float], list[str]]:
     attention, errors, chosen = MeshAttention(group), {}, []
     for name, dtype in CASES.items():
         errors[name] = Attended(attention, name, dtype).error()
-        *_, engine = attention.engines.known.values()
+        *_, engine = attention.calls.engines.values()
         for direction in DIRECTIONS:
             plan = engine.programs(direction)[0].plan
             keep = f", keeps {' '.join(plan.schedule.keep)}" if plan.schedule.keep else ""

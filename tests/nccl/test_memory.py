@@ -49,7 +49,7 @@ def _passes(attention: MeshAttention, *, waits: bool) -> list[Taken]:
         gradients = torch.autograd.grad(out, leaves, d_out)
         backward = _since(before, waits)
         del out, gradients
-    (engine,) = attention.engines.known.values()
+    (engine,) = attention.calls.engines.values()
     found = []
     for direction, (allocated, held) in zip(DIRECTIONS, (forward, backward), strict=True):
         (compiled,) = engine.programs(direction)

@@ -1,18 +1,25 @@
 """The protocol of a transport. Transfers are posted, and waited for later; between two ranks, messages arrive in order.
 
+A rank's work is a generator that yields what it waits for: `drive` advances one and blocks, `drive_together` advances
+several on one thread, moving on to the next when one has to wait.
+
 An item travels as chunks: contiguous byte tensors, one for each of its spans of tokens. Both ends cut it the same way.
 `label` names the kind of item; transports ignore it, wrappers may use it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-MARK = "mark"
-"""The label of a mark, which is not an item (see `marked`)."""
+from mesh_attention.errors import StalledError
+
+Result = TypeVar("Result")
+
+CALL_ID = "call id"
+"""The label of a call id, which is not an item (see `session.call_ids`)."""
 
 
 class Work(Protocol):
@@ -64,3 +71,53 @@ def innermost(comm: Any) -> Any:
     while hasattr(comm, "inner"):
         comm = comm.inner
     return comm
+
+
+# Driving. A rank's work is a generator that yields what it waits for. (Threads would not do: autograd runs all CUDA
+# backward work of a process on one thread, so ranks that wait for each other there would wait for ever.)
+
+
+def drive(rank: Generator[Work, None, Result]) -> Result:
+    """Advance one generator, blocking on each thing it waits for."""
+    try:
+        work = next(rank)
+        while True:
+            try:
+                work.wait()
+            except Exception as error:
+                work = rank.throw(error)
+            else:
+                work = next(rank)
+    except StopIteration as stop:
+        result: Result = stop.value
+        return result
+
+
+def drive_together(ranks: Sequence[Generator[Work, None, Result]]) -> list[Result]:
+    """Advance several generators on this thread until all have returned."""
+    results: dict[int, Result] = {}
+    waiting: dict[int, Work | None] = dict.fromkeys(range(len(ranks)))
+    while waiting:
+        moved = False
+        for rank in list(waiting):
+            work = waiting[rank]
+            while work is None or work.is_done():
+                moved = True
+                try:
+                    work = waiting[rank] = next(ranks[rank])
+                except StopIteration as stop:
+                    results[rank] = stop.value
+                    del waiting[rank]
+                    break
+        if not moved and not any(_finishes(work) for work in waiting.values() if work is not None):
+            raise StalledError(f"ranks {', '.join(map(str, waiting))} wait for each other and nothing moves")
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _finishes(work: Work) -> bool:
+    """True if the work only needs time, as behind a delaying wrapper."""
+    try:
+        work.wait()
+    except StalledError:
+        return False
+    return True

@@ -1,7 +1,7 @@
 """torch.distributed over Gloo for tensors on a CUDA device: every chunk goes through pinned host memory.
 
 For groups without NCCL, and for several ranks on one GPU, which NCCL usually refuses. Tensors in host memory go the
-same way, with plain copies. Where the group's backend can send them itself, use `torch_dist`; `comm_for` chooses.
+same way, with plain copies. Where the group's backend can send them itself, use `torch_dist`, whose `comm_for` chooses.
 
 *Out:* a chunk is copied to the host on a separate stream, after the work queued before the post. A thread waits for the
 copy and sends it, in the order of posting, so that `post` never waits for the device. *In:* the receive is posted at
@@ -23,27 +23,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mesh_attention.comm.base import Comm, Parcel, Sharing, Work
+from mesh_attention.comm.base import Parcel, Sharing, Work
 from mesh_attention.comm.torch_dist import (
     FIRST_TAG,
     START_AGAIN,
     GatheredTexts,
     Group,
-    TorchComm,
     WeakGroup,
     backends,
     process_group,
     reason_of,
 )
 from mesh_attention.errors import ProblemError, TransportError
-
-
-def comm_for(group: Group | None, device: torch.device) -> Comm:
-    """A transport for tensors on a device: by the group's backend, or staged where that is Gloo and the device CUDA."""
-    chosen = process_group(group)
-    if device.type == "cuda" and backends(chosen).get("cuda", "gloo") == "gloo":
-        return StagedComm(chosen)
-    return TorchComm(chosen, device)
 
 
 class StagedComm:

@@ -21,11 +21,11 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
-from torch.distributed import ProcessGroup
+from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 
-from mesh_attention.comm.base import Parcel, Sharing, Work
+from mesh_attention.comm.base import Comm, Parcel, Sharing, Work, innermost
 from mesh_attention.errors import ProblemError, TransportError
 
 Group = ProcessGroup | DeviceMesh
@@ -36,6 +36,8 @@ ROOM = 4096
 """Bytes of every rank's first message of a sharing, header included. Longer texts take a second one."""
 FIRST_TAG = 1_000_000
 """Gloo's tag of a parcel with tag 0. Smaller ones are left to the caller's own messages on the same group."""
+_LARGEST = AllreduceOptions()
+_LARGEST.reduceOp = ReduceOp(ReduceOp.MAX)
 LOOK_UP_S = 2.0
 """Seconds to find out who is missing after a sharing failed; the store may be out of reach as well."""
 
@@ -96,6 +98,16 @@ class TorchComm:
         self._reached[0].update(dests)
         self._reached[1].update(sources)
 
+    def reduce_to_largest(self, tensor: torch.Tensor) -> None:
+        """Replace each number, in place, by the largest of all ranks."""
+        try:
+            backend: Any = self.group._get_backend(tensor.device)
+            backend.allreduce([tensor], _LARGEST).wait()
+        except Exception as error:
+            raise TransportError(
+                f"rank {self.rank}, at the end of the pass: {reason_of(error)}; {START_AGAIN}"
+            ) from error
+
     def share(self, text: str) -> Sharing:
         return GatheredTexts(text, self.group, self.size, self._connection)
 
@@ -115,6 +127,22 @@ def process_group(group: Group | None) -> ProcessGroup:
             "of a DeviceMesh, or None for the default group"
         )
     return chosen
+
+
+def comm_for(group: Group | None, device: torch.device) -> Comm:
+    """A transport for tensors on a device: by the group's backend, or staged where that is Gloo and the device CUDA."""
+    chosen = process_group(group)
+    if device.type == "cuda" and backends(chosen).get("cuda", "gloo") == "gloo":
+        from mesh_attention.comm.staged import StagedComm  # it builds on this module
+
+        return StagedComm(chosen)
+    return TorchComm(chosen, device)
+
+
+def torch_group(comm: Any) -> Any:
+    """The process group beneath a transport and its wrappers; None if there is none."""
+    comm = innermost(comm)
+    return comm.group if isinstance(comm, TorchComm) else None
 
 
 def backends(group: ProcessGroup) -> dict[str, str]:

@@ -51,7 +51,7 @@ def context_parallel(
     of tokens.
     """
     chosen = _checked(attention, mesh) if attention is not None else _default(mesh, "zigzag")
-    with chosen.engines.played.telling:
+    with chosen.session.telling():
         if _THREAD.is_inside:
             raise UsageError("context_parallel was entered inside another one; use one context, with all buffers")
         tensors = _sharded_tensors(buffers, buffer_seq_dims, no_restore_buffers)

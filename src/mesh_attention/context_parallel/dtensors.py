@@ -30,7 +30,7 @@ def attend_dtensor(attention: MeshAttention, q: DTensor, k: DTensor, v: DTensor,
 
     Arguments are those of a call of `attention`, without the whole lengths, which DTensors know.
     """
-    with attention.engines.played.telling:
+    with attention.session.telling():
         dims = _check_tensors(attention, q, k, v)
         for name in ("seq_len", "seq_len_k"):
             if name in call:

@@ -102,7 +102,7 @@ class MeshSdpa(TorchFunctionMode):
 
     def _telling(self) -> AbstractContextManager[None]:
         """Lets the other ranks know of a refusal. What a compiler cannot trace is refused when it runs."""
-        return nullcontext() if torch.compiler.is_compiling() else self.attention.engines.played.telling
+        return nullcontext() if torch.compiler.is_compiling() else self.attention.session.telling()
 
     def _whole_lengths(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
         """The whole lengths of queries and keys."""

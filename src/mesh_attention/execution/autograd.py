@@ -40,7 +40,7 @@ class AttentionFunction(torch.autograd.Function):
         raws, ctx.kept = _as_tensors(kept)
         ctx.shapes = [tensor.shape for tensor in tensors] if engine.keeps_all_inputs else None
         # A tensor, so that a checkpoint replaces it as well when it runs forward again.
-        forward_pass = torch.tensor(engine.ledger.passes, device="cpu")
+        forward_pass = torch.tensor(engine.session.state.passes, device="cpu")
         ctx.save_for_backward(forward_pass, *outs, *raws, *(tensors if ctx.shapes is None else ()))
         ctx.set_materialize_grads(False)
         return outs
@@ -62,8 +62,11 @@ class AttentionFunction(torch.autograd.Function):
         return None, *(gradient if need else None for gradient, need in zip(given, needed, strict=True))
 
 
-def run_forward(engine: Engine, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Kept]:
-    """O and LSE of every rank, and what each keeps for backward; without a gradient."""
+def run_forward(engine: Engine, tensors: Sequence[Tensor], *, context: int = 0) -> tuple[tuple[Tensor, ...], Kept]:
+    """O and LSE of every rank, and what each keeps for backward; without a gradient.
+
+    `context` is what ranks compare besides the call, such as the layer of a cache and its history.
+    """
     tensors = [arrived(tensor) for tensor in tensors]
     device = tensors[0].device
     kernel = engine.kernel_for(device, lse_gradient=False)
@@ -71,7 +74,8 @@ def run_forward(engine: Engine, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor
         if engine.single_call is not None:
             return engine.single_forward(device)(*tensors), []
         ranks = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
-        results, kept = engine.run("forward", [_forward_inputs(*rank) for rank in ranks], _tokens(ranks), kernel)
+        inputs = [_forward_inputs(*rank) for rank in ranks]
+        results, kept = engine.run("forward", inputs, _tokens(ranks), kernel, context=context)
     outs = (tensor for result in results for tensor in (_heads_first(result["o"]["o"]), result["o"]["lse"]))
     return tuple(outs), kept
 
@@ -123,7 +127,7 @@ def _backward(
     inputs = [
         _backward_inputs(rank, outs[2 * i : 2 * i + 2], gradients[2 * i : 2 * i + 2]) for i, rank in enumerate(ranks)
     ]
-    results, _ = engine.run("backward", inputs, _tokens(ranks), kernel, kept, forward_pass)
+    results, _ = engine.run("backward", inputs, _tokens(ranks), kernel, kept=kept, forward_pass=forward_pass)
     return [
         _heads_first(field)
         for result in results

@@ -1,280 +1,53 @@
-"""Engines: everything a call needs that outlives it, made at the first call of a configuration and then kept.
-
-`Engines.find` works out the problem and its plans, lets the ranks agree on them, and keeps the result. An `Engine` runs
-passes: it compiles each rank's program once and hands it to executors.
-"""
+"""An engine runs the passes of one call: it compiles each rank's program once and hands it to executors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from mesh_attention.arguments import CallOptions, Softmax, check_tensors, needs_gradient
+from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Work
-from mesh_attention.comm.marked import Marked
-from mesh_attention.errors import DisagreementError, UsageError
-from mesh_attention.execution.agreement import Configuration, agree_on_call, number_of_call
 from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Meter, fields_of
 from mesh_attention.execution.compiled import Compiled, compile_program, describe_post, peers_of
-from mesh_attention.execution.driving import Ledger, PlayedRanks
 from mesh_attention.execution.executor import Executor, Fields
-from mesh_attention.execution.graphs import CapturedPasses, GraphMemory, Tensors
-from mesh_attention.execution.rehearsal import Nowhere, RehearsedKernel, RehearsedMerging, this_thread
-from mesh_attention.execution.together import PlanningTogether, plan_together
+from mesh_attention.execution.graphs import CapturedPasses, Tensors
+from mesh_attention.execution.warm_up import DryComm, DryKernel, DryMerging, this_thread
 from mesh_attention.kernels.base import Demand, Kernel, Scores
 from mesh_attention.kernels.merging import Merging
 from mesh_attention.kernels.select import choose_kernel, choose_merging
-from mesh_attention.plan.assignment import Assignment, Tile
-from mesh_attention.plan.layout import Cached, Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import INPUTS, Direction, Item
 from mesh_attention.problem import Problem
+from mesh_attention.session.session import Session
 
-MOST_ENGINES = 128
-"""Configurations kept, the most recently used ones; ranks make the same calls, so they drop the same ones."""
-Drive = Callable[[Sequence[Generator[Work, None, dict[str, Fields]]]], list[dict[str, Fields]]]
-
-
-class Planning(Protocol):
-    """Makes the plans of both passes, the same on every rank (`planning.registry.Planning`)."""
-
-    @property
-    def decides_what_to_keep(self) -> bool:
-        """True if plans depend on `may_keep`."""
-
-    def plans(
-        self, problem: Problem, layout: Layout, *, on_gpu: bool, needs_gradient: bool, may_keep: bool
-    ) -> Mapping[Direction, Plan]:
-        """The plans as each rank makes them alone."""
-
-    def together(self, comm: Comm, device: torch.device) -> PlanningTogether | None:
-        """How the ranks plan as one; None if each plans alone."""
+Pass = Generator[Work, None, dict[str, Fields]]
+"""One rank's part of a pass, which yields what it waits for."""
 
 
-class Engines:
-    """The engines of one group, by configuration.
-
-    They do not refer to the `MeshAttention` they belong to, so that a group is released with the last reference to it:
-    left to the garbage collector, it may outlive the process group, and Gloo's threads do not survive that.
-    """
-
-    def __init__(self, played: PlayedRanks, layout: Layout, planning: Planning, *, cuda_graphs: bool) -> None:
-        self.played, self.layout, self.planning, self.cuda_graphs = played, layout, planning, cuda_graphs
-        self.known: dict[Hashable, Engine] = {}
-        self._meanings: dict[tuple[Any, ...], Hashable] = {}
-        """The keys of `known` by how a call was spelled; to avoid working them out again."""
-        self.forward_passes = 0
-        """Forward passes asked for so far, except those that one rank makes as a single kernel call."""
-        self.watchers: list[Callable[[Engine, torch.device], Engine]] = []
-        """Wrap every engine that is found, while recordings are made."""
-        self._graph_memories: dict[torch.device, GraphMemory] = {}
-
-    @property
-    def ranks(self) -> int:
-        return self.played.size
-
-    def find(
-        self,
-        tensors: Sequence[Sequence[Tensor]],
-        options: CallOptions,
-        *,
-        layout: Layout | None = None,
-        gradient: bool | None = None,
-        may_keep: bool = True,
-    ) -> Engine:
-        """The engine for inputs like these, q, k and v of each rank played here, on this layout or the usual one.
-
-        `gradient` says whether there will be a backward pass, where tensors and grad mode do not; `may_keep`, whether
-        forward can hand anything but its results to it.
-        """
-        self.forward_passes += 1
-        with self.played.telling:
-            options = options.checked()
-            flat = [tensor for rank in tensors for tensor in rank]
-            gradient = needs_gradient(flat) if gradient is None else gradient
-            may_keep = may_keep and gradient and not self.cuda_graphs and self.planning.decides_what_to_keep
-            layout = layout or self.layout
-            kinds = ((tensor.shape, tensor.dtype, tensor.device) for tensor in flat)
-            spelling = (options, layout, gradient, may_keep, *kinds)
-            if spelling not in self._meanings:
-                if len(self._meanings) >= 4 * MOST_ENGINES:
-                    self._meanings.clear()
-                self._meanings[spelling] = self._meaning(spelling, tensors)
-            key = self._meanings[spelling]
-            engine = self.known.pop(key, None)
-        engine = engine or self._new(tensors, options, layout, gradient, may_keep)
-        if not isinstance(layout, Cached):  # the next turn of a cache has another layout
-            self.known[key] = engine  # the most recently used comes last
-        if len(self.known) > MOST_ENGINES:
-            del self.known[next(iter(self.known))]
-        for watch in self.watchers:
-            engine = watch(engine, flat[0].device)
-        return engine
-
-    def _meaning(self, spelling: tuple[Any, ...], tensors: Sequence[Sequence[Tensor]]) -> Hashable:
-        """A key of the call that does not depend on its spelling: arguments may be given or left to their defaults.
-
-        Otherwise a rank with one spelling would ask for agreement while others, with another, find what they know.
-        """
-        options, *others = spelling
-        try:
-            problem = options.problem(tensors[0], self.ranks)
-            return (problem, options.softmax(problem), options.deterministic, *others)
-        except UsageError:
-            return spelling  # refused later, on every rank
-
-    def _new(
-        self,
-        tensors: Sequence[Sequence[Tensor]],
-        options: CallOptions,
-        layout: Layout,
-        gradient: bool,
-        may_keep: bool,
-    ) -> Engine:
-        with self.played.telling:
-            device = tensors[0][0].device
-            found = self._configuration(tensors, options, layout, gradient, may_keep)
-            comms = self.played.comms_on(device)
-        found = replace(found, plans=self._plans(found, comms[0], tensors[0]))
-        with self.played.telling:
-            _check_keep(found.plans, cuda_graphs=self.cuda_graphs)
-            number = number_of_call(found, tensors[0])
-            captured = None if isinstance(layout, Cached) else self._captured(device)
-            engine = Engine.of(found, self.played, comms, number, captured)
-            engine.prepare(device)
-        with self.played.ledger.talking(UsageError, DisagreementError):
-            self.played.drive([agree_on_call(comm, found, rank) for comm, rank in zip(comms, tensors, strict=True)])
-        return engine
-
-    def _configuration(
-        self,
-        tensors: Sequence[Sequence[Tensor]],
-        options: CallOptions,
-        layout: Layout,
-        gradient: bool,
-        may_keep: bool,
-    ) -> Configuration:
-        """The call, still without plans."""
-        for rank in tensors:
-            check_tensors(*rank)
-        device = tensors[0][0].device
-        self._check_graphs(device)
-        problem = options.problem(tensors[0], self.ranks)
-        return Configuration(
-            options=options,
-            problem=problem,
-            layout=layout,
-            softmax=options.softmax(problem),
-            gradient=gradient,
-            may_keep=may_keep,
-            cuda_graphs=self.cuda_graphs,
-        )
-
-    def _plans(self, found: Configuration, comm: Comm, tensors: Sequence[Tensor]) -> Mapping[Direction, Plan]:
-        device = tensors[0].device
-        together = None if self.played.is_local else self.planning.together(comm, device)
-        if together is not None:
-            return plan_together(together, self.played, found, tensors)
-        with self.played.telling:
-            passes = {"needs_gradient": found.gradient, "may_keep": found.may_keep}
-            return self.planning.plans(found.problem, found.layout, on_gpu=device.type == "cuda", **passes)
-
-    def _check_graphs(self, device: torch.device) -> None:
-        if not self.cuda_graphs:
-            return
-        if device.type != "cuda":
-            raise UsageError(f"cuda_graphs=True needs CUDA tensors, got {device}")
-        if not all(comm.is_capturable for comm in self.played.comms_on(device)):
-            raise UsageError(
-                "cuda_graphs=True needs transfers that a CUDA graph can capture, and this group's cannot be; "
-                "use NCCL, or leave cuda_graphs out"
-            )
-
-    def _captured(self, device: torch.device) -> CapturedPasses | None:
-        if not self.cuda_graphs:
-            return None
-        if device not in self._graph_memories:
-            self._graph_memories[device] = GraphMemory(device)
-        return CapturedPasses(self._graph_memories[device])
-
-
-def _check_keep(plans: Mapping[Direction, Plan], *, cuda_graphs: bool) -> None:
-    forward, backward = plans["forward"], plans["backward"]
-    kept = [(plan.schedule.keep, _grid_of_kept(plan)) for plan in (forward, backward)]
-    same = kept[0] == kept[1]
-    if (forward.schedule.keep or backward.schedule.keep) and not same:
-        raise UsageError(
-            f"{forward!r} keeps {forward.schedule.keep} on tile {forward.assignment}, but {backward!r} expects "
-            f"{backward.schedule.keep} on tile {backward.assignment}; plan both passes with the same keep, Ulysses "
-            "degree and waves, and with the same tile if q or kv is kept"
-        )
-    if cuda_graphs and forward.schedule.keep:
-        raise UsageError(
-            f"{forward!r} keeps {', '.join(forward.schedule.keep)} for backward, which CUDA graphs cannot hand over; "
-            "leave out cuda_graphs, keep or memory_limit"
-        )
-
-
-def _grid_of_kept(plan: Plan) -> Assignment:
-    """The grid, as far as kept items depend on it: a place's own shard does not depend on the tile."""
-    grid, is_own = plan.assignment, plan.schedule.keep == ("own",)
-    return replace(grid, tile=Tile(1, 1), inner=None) if is_own else grid
-
-
-@dataclass(frozen=True)
+@dataclass
 class Engine:
-    """Runs the passes of one configuration for the ranks played here."""
+    """Runs the passes of one call for the ranks played here."""
 
     problem: Problem
     softmax: Softmax
     deterministic: bool
+    session: Session
     comms: Sequence[Comm]
-    ledger: Ledger
-    marked: Marked | None
-    """The transport that marks passes, beneath `comms`; None where one process plays all ranks."""
-    number: int
-    """A hash of the call, equal on all ranks."""
+    call_id: int
+    """Covers everything that ranks agreed on for this call."""
     programs: Callable[[Direction], Sequence[Compiled]]
-    drive: Drive
     captured: CapturedPasses | None = None
     """The passes that are launched as CUDA graphs. They can keep nothing for each other."""
+    observed: Callable[[list[Pass]], list[Pass]] = list
+    """Wraps the ranks' parts of every pass; a recording notes there how long they wait."""
     kernels: dict[tuple[torch.device, bool, bool], Kernel] = field(default_factory=dict)
-    rehearsed: set[Hashable] = field(default_factory=set)
+    warmed_up: set[Hashable] = field(default_factory=set)
     meters: list[Meter] = field(default_factory=list)
     """Memory of the last pass that ran step by step, one meter for each rank played here."""
-
-    @classmethod
-    def of(
-        cls,
-        configuration: Configuration,
-        played: PlayedRanks,
-        comms: Sequence[Comm],
-        number: int,
-        captured: CapturedPasses | None,
-    ) -> Engine:
-        plans = configuration.plans
-
-        @lru_cache(maxsize=2)
-        def programs(direction: Direction) -> list[Compiled]:
-            return [compile_program(plans[direction], comm.rank) for comm in comms]
-
-        return cls(
-            problem=configuration.problem,
-            softmax=configuration.softmax,
-            deterministic=configuration.options.deterministic,
-            comms=comms,
-            ledger=played.ledger,
-            marked=comms[0] if isinstance(comms[0], Marked) else None,
-            number=number,
-            programs=programs,
-            drive=played.drive,
-            captured=captured,
-        )
 
     def run(
         self,
@@ -282,40 +55,44 @@ class Engine:
         inputs: Sequence[Mapping[str, Fields]],
         tokens: Sequence[dict[str, int]],
         kernel: Kernel,
+        *,
         kept: Sequence[Mapping[Item, Buffer]] | None = None,
         forward_pass: int | Tensor = 0,
+        context: int = 0,
     ) -> tuple[Tensors, list[dict[Item, Buffer]]]:
         """One pass of every rank played here: its results, and what it keeps for backward.
 
         `tokens` are the local lengths of q and kv; `kept` is what the forward pass kept, and `forward_pass` its number.
+        `context` is what ranks compare besides the call.
         """
-        given = kept or [{} for _ in self.comms]
-        with self.ledger.talking():
-            if self.marked is not None:
-                mark = self._mark(direction, inputs[0], forward_pass)
-                inputs = [{**inputs[0], "mark": {"mark": mark}}]
-                describe = partial(describe_post, self.programs(direction)[0])
-                self.marked.watch(mark.device, self.ledger.history, direction, describe)
+        device = inputs[0]["q"]["q"].device
+        with self.session.call():
+            pass_id = self.session.begin_pass(
+                hash((self.call_id, direction == "backward", context)),
+                device,
+                forward_pass=forward_pass,
+                direction=direction,
+                describe=partial(describe_post, self.programs(direction)[0]),
+            )
+            run_pass = partial(self._run, direction, tokens, kernel, device)
             if self.captured is None:
-                return self._run(direction, inputs, tokens, kernel, given)
-            return self.captured.run(
-                (direction, kernel.name), inputs, lambda own: self._run(direction, own, tokens, kernel, given)[0]
-            ), [{} for _ in self.comms]
-
-    def _mark(self, direction: Direction, inputs: Mapping[str, Fields], forward_pass: int | Tensor) -> Tensor:
-        """The mark of the pass that begins now. A graph reads it like an input."""
-        device = inputs["q"]["q"].device if self.comms[0].is_capturable else None
-        return self.ledger.mark(self.number + (direction == "backward"), device, forward_pass)
+                return run_pass(inputs, pass_id, kept or [{} for _ in self.comms])
+            nothing: list[dict[Item, Buffer]] = [{} for _ in self.comms]
+            results = self.captured.run(
+                (direction, kernel.name), inputs, pass_id, lambda own, own_id: run_pass(own, own_id, nothing)[0]
+            )
+            return results, nothing
 
     def _run(
         self,
         direction: Direction,
-        inputs: Sequence[Mapping[str, Fields]],
         tokens: Sequence[dict[str, int]],
         kernel: Kernel,
+        device: torch.device,
+        inputs: Sequence[Mapping[str, Fields]],
+        pass_id: Tensor | None,
         kept: Sequence[Mapping[Item, Buffer]],
     ) -> tuple[list[dict[str, Fields]], list[dict[Item, Buffer]]]:
-        device = next(iter(inputs[0]["q"].values())).device
         merging = choose_merging(device)
 
         def executors_over(comms: Sequence[Comm], kernel: Kernel, merging: Merging) -> list[Executor]:
@@ -325,32 +102,27 @@ class Engine:
                     comm=comm,
                     kernel=kernel,
                     softmax=self.softmax,
-                    inputs=given,
+                    inputs=fields,
                     device=device,
                     new_output=Outputs(self.problem, lengths, device),
                     merging=merging,
-                    kept=of_rank,
+                    kept=held,
                 )
-                for compiled, comm, given, lengths, of_rank in zip(
+                for compiled, comm, fields, lengths, held in zip(
                     self.programs(direction), comms, inputs, tokens, kept, strict=True
                 )
             ]
 
-        if self.marked is not None and self.marked.is_capturable:
-            part = direction, kernel.name, this_thread()
-            if part not in self.rehearsed:
-                self.rehearsed.add(part)
-                nowhere = [Nowhere(comm.rank, comm.size) for comm in self.comms]
-                rehearsals = executors_over(nowhere, RehearsedKernel(kernel), RehearsedMerging(merging))
-                self.drive([rehearsal.run() for rehearsal in rehearsals])
-                del rehearsals  # and their memory
-                self.marked.reach(*peers_of(self.programs(direction)[0]))
+        if self.session.needs_warm_up(device) and (direction, kernel.name, this_thread()) not in self.warmed_up:
+            self.warmed_up.add((direction, kernel.name, this_thread()))
+            dry_comms = [DryComm(comm.rank, comm.size) for comm in self.comms]
+            dry_runs = executors_over(dry_comms, DryKernel(kernel), DryMerging(merging))
+            self.session.drive([dry_run.run() for dry_run in dry_runs])
+            del dry_runs  # and their memory
+            self.session.connect(device, *peers_of(self.programs(direction)[0]))
         executors = executors_over(self.comms, kernel, merging)
-        if self.marked is not None:
-            self.marked.open(inputs[0]["mark"]["mark"], self.ledger.history)
-        results = self.drive([executor.run() for executor in executors])
-        if self.marked is not None:
-            self.marked.close([tensor for fields in results[0].values() for tensor in fields.values()])
+        ranks = self.observed([executor.run() for executor in executors])
+        results = self.session.run_pass(ranks, pass_id, device, _tensors_of)
         self.meters[:] = [executor.meter for executor in executors]
         for executor, result, lengths in zip(executors, results, tokens, strict=True):
             _fill_in_empty(result, executor.new_output, direction, lengths)
@@ -397,10 +169,10 @@ class Engine:
     def kernel_for(self, device: torch.device, *, lse_gradient: bool) -> Kernel:
         """The kernel of a pass. Kept, because choosing one takes longer than a small call should."""
         key = device, lse_gradient, self.deterministic or torch.are_deterministic_algorithms_enabled()
-        found = self.kernels.get(key)
-        if found is None:
-            found = self.kernels[key] = choose_kernel(self._demand(*key))
-        return found
+        kernel = self.kernels.get(key)
+        if kernel is None:
+            kernel = self.kernels[key] = choose_kernel(self._demand(*key))
+        return kernel
 
     def _demand(self, device: torch.device, lse_gradient: bool, deterministic: bool) -> Demand:
         return Demand(
@@ -412,6 +184,24 @@ class Engine:
             lse_gradient=lse_gradient,
             deterministic=deterministic,
         )
+
+
+def compile_programs(
+    plans: Mapping[Direction, Plan], comms: Sequence[Comm]
+) -> Callable[[Direction], Sequence[Compiled]]:
+    """The programs of the ranks played here, by direction; each is compiled at first use."""
+    known: dict[Direction, list[Compiled]] = {}
+
+    def programs(direction: Direction) -> list[Compiled]:
+        if direction not in known:
+            known[direction] = [compile_program(plans[direction], comm.rank) for comm in comms]
+        return known[direction]
+
+    return programs
+
+
+def _tensors_of(result: Mapping[str, Fields]) -> list[Tensor]:
+    return [tensor for fields in result.values() for tensor in fields.values()]
 
 
 @dataclass(frozen=True)

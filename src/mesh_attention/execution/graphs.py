@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from mesh_attention.execution.rehearsal import this_thread
+from mesh_attention.execution.warm_up import this_thread
 
 Result = TypeVar("Result")
 Tensors = Sequence[Mapping[str, Mapping[str, Tensor]]]
@@ -78,24 +78,33 @@ class CapturedPasses:
     def __init__(self, memory: GraphMemory) -> None:
         self.memory = memory
         self._seen: set[Hashable] = set()
-        self._passes: dict[Hashable, tuple[Tensors, CapturedGraph[Tensors]]] = {}
+        self._passes: dict[Hashable, tuple[Tensors, Tensor | None, CapturedGraph[Tensors]]] = {}
 
-    def run(self, key: Hashable, inputs: Tensors, run_pass: Callable[[Tensors], Tensors]) -> Tensors:
-        """The results for these inputs, copied out of the graph's memory."""
+    def run(
+        self,
+        key: Hashable,
+        inputs: Tensors,
+        pass_id: Tensor | None,
+        run_pass: Callable[[Tensors, Tensor | None], Tensors],
+    ) -> Tensors:
+        """The results for these inputs, copied out of the graph's memory. A graph reads the pass's id like an input."""
         if key not in self._passes:
             if (key, this_thread()) not in self._seen:
                 self._seen.add((key, this_thread()))
-                return run_pass(_canonical_copies(inputs))
+                return run_pass(_canonical_copies(inputs), pass_id)
             with torch.inference_mode(False), torch.no_grad():  # later calls need not be in inference mode
-                own = _canonical_copies(inputs)
-            graph = CapturedGraph(lambda: run_pass(own), self.memory.device, pool=self.memory.pool)
-            self._passes[key] = own, graph
-        copies, graph = self._passes[key]
+                copies = _canonical_copies(inputs)
+                copied_id = None if pass_id is None else pass_id.clone()
+            graph = CapturedGraph(lambda: run_pass(copies, copied_id), self.memory.device, pool=self.memory.pool)
+            self._passes[key] = copies, copied_id, graph
+        own, own_id, graph = self._passes[key]
         self.memory.begin()
-        for rank, given in zip(copies, inputs, strict=True):
-            for kind, fields in rank.items():
+        if own_id is not None and pass_id is not None:
+            own_id.copy_(pass_id)
+        for own_fields, fields_by_kind in zip(own, inputs, strict=True):
+            for kind, fields in own_fields.items():
                 for name, tensor in fields.items():
-                    tensor.copy_(given[kind][name])
+                    tensor.copy_(fields_by_kind[kind][name])
         results = _copies(graph.launch())
         self.memory.end()
         return results

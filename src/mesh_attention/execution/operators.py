@@ -2,7 +2,7 @@
 tensors, FLOP counters.
 
 `mesh_attention::attend` and `mesh_attention::attend_backward` take one rank's tensors, the call's options, and the
-number of the caller's engines. They run the same engines as a plain call; their results are contiguous and share no
+number of the caller's `Calls`. They run the same engines as a plain call; their results are contiguous and share no
 memory. Only tensors go from forward to backward: O, LSE and the number of the forward pass. So plans that keep
 something for backward are refused.
 """
@@ -21,7 +21,8 @@ from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it 
 from mesh_attention.arguments import Boundaries, CallOptions
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.autograd import NO_SECOND_DERIVATIVES, run_backward, run_forward
-from mesh_attention.execution.engine import Engine, Engines
+from mesh_attention.execution.call import Calls
+from mesh_attention.execution.engine import Engine
 
 SCHEMA_TYPES: dict[Any, str] = {
     bool: "bool",
@@ -32,7 +33,7 @@ SCHEMA_TYPES: dict[Any, str] = {
     Boundaries: "Tensor?",
 }
 SCHEMA = ", ".join(f"{SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(CallOptions).items())
-SCHEMA = f"{SCHEMA}, bool gradient, SymInt engines"
+SCHEMA = f"{SCHEMA}, bool gradient, SymInt calls"
 
 
 class Operands(NamedTuple):
@@ -40,15 +41,15 @@ class Operands(NamedTuple):
 
     options: CallOptions
     gradient: bool
-    engines: int
+    calls: int
 
     @classmethod
     def unpack(cls, given: Sequence[Any]) -> Operands:
-        *options, gradient, engines = given
-        return cls(CallOptions(*options), gradient, engines)
+        *options, gradient, calls = given
+        return cls(CallOptions(*options), gradient, calls)
 
     def pack(self) -> tuple[Any, ...]:
-        return (*self.options, self.gradient, self.engines)
+        return (*self.options, self.gradient, self.calls)
 
 
 T = TypeVar("T")
@@ -71,18 +72,18 @@ class WeakRegistry(Generic[T]):
         return self._objects.get(number)
 
 
-ENGINES: WeakRegistry[Engines] = WeakRegistry()
-number_of = ENGINES.number
+CALLS: WeakRegistry[Calls] = WeakRegistry()
+number_of = CALLS.number
 
 
-def engines_of(number: int) -> Engines:
-    found = ENGINES.find(number)
-    if found is None:
+def calls_of(number: int) -> Calls:
+    calls = CALLS.find(number)
+    if calls is None:
         raise UsageError(
             "the MeshAttention that this operator was traced with no longer exists; keep it as long as the compiled "
             "code that uses it"
         )
-    return found
+    return calls
 
 
 @_disable_dynamo
@@ -105,7 +106,7 @@ def attend_operator(q: Tensor, k: Tensor, v: Tensor, *operands: Any) -> tuple[Te
     """O and LSE of this rank, and the number of the pass; tensors are (batch, tokens, heads, dim)."""
     engine = _engine((q, k, v), Operands.unpack(operands))
     (out, lse), _ = run_forward(engine, (q, k, v))
-    forward_pass = torch.full((), engine.ledger.passes, device=q.device)
+    forward_pass = torch.full((), engine.session.state.passes, device=q.device)
     return out.contiguous(), lse.contiguous(), forward_pass
 
 
@@ -142,7 +143,7 @@ def _(
 
 
 def _engine(tensors: Sequence[Tensor], operands: Operands) -> Engine:
-    engine = engines_of(operands.engines).find([tensors], operands.options, gradient=operands.gradient, may_keep=False)
+    engine = calls_of(operands.calls).engine([tensors], operands.options, gradient=operands.gradient, may_keep=False)
     plan = engine.programs("forward")[0].plan
     if plan.schedule.keep:
         raise UsageError(
@@ -155,23 +156,23 @@ def _engine(tensors: Sequence[Tensor], operands: Operands) -> Engine:
 # Refusals
 
 
-def refused(reason: str, like: object, engines: int) -> Tensor:
+def refused(reason: str, like: object, calls: int) -> Tensor:
     """Refuse a call when the compiled graph runs: a compiler that meets an error tells no other rank of it."""
     tensor = like if isinstance(like, Tensor) else torch.empty(0)
-    found: Tensor = torch.ops.mesh_attention.refuse(tensor, reason, engines)
+    found: Tensor = torch.ops.mesh_attention.refuse(tensor, reason, calls)
     return found
 
 
 @torch.library.custom_op(
-    "mesh_attention::refuse", mutates_args=(), schema="(Tensor like, str reason, SymInt engines) -> Tensor"
+    "mesh_attention::refuse", mutates_args=(), schema="(Tensor like, str reason, SymInt calls) -> Tensor"
 )
-def _refuse(like: Tensor, reason: str, engines: int) -> Tensor:
-    with engines_of(engines).played.telling:
+def _refuse(like: Tensor, reason: str, calls: int) -> Tensor:
+    with calls_of(calls).session.telling():
         raise UsageError(reason)
 
 
 @_refuse.register_fake
-def _(like: Tensor, reason: str, engines: int) -> Tensor:
+def _(like: Tensor, reason: str, calls: int) -> Tensor:
     return like.new_empty(like.shape)
 
 
@@ -186,8 +187,8 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> No
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *(given if isinstance(given, Tensor) else None for given in inputs))
     ctx.others = tuple(None if isinstance(given, Tensor) else given for given in inputs)
-    # Backward finds its engines by the same number. (While tracing, nothing can be said about what will run when.)
-    ctx.engines = ENGINES.find(inputs[-1]) if type(inputs[-1]) is int else None
+    # Backward finds its calls by the same number. (While tracing, nothing can be said about what will run when.)
+    ctx.calls = CALLS.find(inputs[-1]) if type(inputs[-1]) is int else None
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:

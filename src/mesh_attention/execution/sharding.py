@@ -8,12 +8,12 @@ from operator import index
 import torch
 from torch import Tensor
 
-from mesh_attention.comm.base import Comm, Parcel
+from mesh_attention.comm.base import Parcel
 from mesh_attention.errors import ProblemError, TransportError, UsageError
-from mesh_attention.execution.agreement import agree, find_difference
-from mesh_attention.execution.driving import drive
 from mesh_attention.plan.layout import Layout, inverse_permutation
 from mesh_attention.plan.layout import position_ids as positions
+from mesh_attention.session.agreement import Question, find_difference
+from mesh_attention.session.session import Session
 
 
 def position_ids(layout: Layout, rank: int, *, tokens: int, ranks: int, device: torch.device | None = None) -> Tensor:
@@ -34,25 +34,37 @@ def shard(whole: Tensor, layout: Layout, rank: int, *, ranks: int, dim: int = 1)
     return whole.index_select(dim, ids)
 
 
-def unshard(local: Tensor, layout: Layout, comm: Comm, *, dim: int = 1) -> Tensor:
+def unshard(local: Tensor, layout: Layout, session: Session, *, dim: int = 1) -> Tensor:
     """The whole sequence, on every rank, from all ranks' tokens. Not differentiable: for inspecting results.
 
     Ranks compare their shards each time, because a transport need not notice a message of the wrong length.
     """
-    ours = local.detach().movedim(dim, 0).contiguous()
+    with session.telling():
+        check_shard(local, dim)
+        ours = local.detach().movedim(dim, 0).contiguous()
+        session.comms_on(ours.device)
     asked = {"operation": "unshard", "layout": layout.name, "dim": str(dim % local.dim()), **_form(local, dim)}
-    lengths = [held["tokens"] for held in drive(agree(comm, asked=asked, holds={"tokens": ours.shape[0]}))]
+    question = Question(asked=asked, holds={"tokens": ours.shape[0]})
+    lengths = [answer.holds["tokens"] for answer in session.agree(question, device=ours.device)]
     _check_lengths(lengths, layout)
-    shards = [ours if rank == comm.rank else ours.new_empty((n, *ours.shape[1:])) for rank, n in enumerate(lengths)]
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    try:
-        comm.post(
-            [Parcel([ours.view(-1)], rank, "unshard") for rank in others if ours.numel()],
-            [Parcel([shards[rank].view(-1)], rank, "unshard") for rank in others if shards[rank].numel()],
-        ).wait()
-    except Exception as error:
-        raise TransportError(f"rank {comm.rank}, unshard: waited for the other ranks' shards: {error}") from error
+    shards = gather(ours, lengths, session, label="unshard")
     return join_shards([shard.movedim(0, dim) for shard in shards], layout, dim=dim)
+
+
+def gather(ours: Tensor, lengths: Sequence[int], session: Session, *, label: str) -> list[Tensor]:
+    """The contiguous tensors of all ranks, whose first dimensions are known; ranks have agreed on them."""
+    comm = session.comms_on(ours.device)[0]
+    every = [ours if rank == comm.rank else ours.new_empty((n, *ours.shape[1:])) for rank, n in enumerate(lengths)]
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    with session.call():
+        try:
+            comm.post(
+                [Parcel([ours.view(-1)], rank, label) for rank in others if ours.numel()],
+                [Parcel([every[rank].view(-1)], rank, label) for rank in others if every[rank].numel()],
+            ).wait()
+        except Exception as error:
+            raise TransportError(f"rank {comm.rank}, {label}: waited for the other ranks: {error}") from error
+    return every
 
 
 def join_shards(shards: Sequence[Tensor], layout: Layout, *, dim: int = 1) -> Tensor:

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mesh_attention.api import MeshAttention
-from mesh_attention.comm.marked import torch_group
+from mesh_attention.comm.torch_dist import torch_group
 from mesh_attention.errors import UsageError
 
 

@@ -61,7 +61,7 @@ class MeshDistributedAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int, rotary_pos_emb: None = None, *args: Any
     ) -> Tensor:
         """This rank's output, in the form of `query`."""
-        with self.attention.engines.played.telling:
+        with self.attention.session.telling():
             self._check(query, key, batch_dim_idx, rotary_pos_emb, args)
         is_tokens_first = self.gather_idx == 0
         tensors = [tensor.transpose(0, 1) if is_tokens_first else tensor for tensor in (query, key, value)]

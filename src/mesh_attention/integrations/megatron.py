@@ -103,7 +103,7 @@ class MeshCoreAttention(MegatronModule):  # type: ignore[misc] # Megatron has no
     ) -> Tensor:
         """From this rank's (tokens, batch, heads, dim), the output (tokens, batch, heads · dim); packed, no batch."""
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        with self.attention.engines.played.telling:
+        with self.attention.session.telling():
             _check_call(query, key, mask_type, attention_mask, attention_bias, packed_seq_params)
             packed = None if packed_seq_params is None else self._packed(packed_seq_params, tokens=query.shape[0])
             if packed is None:
@@ -137,7 +137,7 @@ class MeshCoreAttention(MegatronModule):  # type: ignore[misc] # Megatron has no
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _attend_packed(self, tensors: tuple[Tensor, ...], options: CallOptions, packed: Packed) -> tuple[Tensor, ...]:
         options = options._replace(cu_seqlens_q=packed.cuts)
-        engine = self.attention.engines.find([tensors], options, layout=packed.layout)
+        engine = self.attention.calls.engine([tensors], options, layout=packed.layout)
         return attend(engine, tensors)
 
     def sharded_state_dict(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from mesh_attention.execution.operators import Operands, engines_of
+from mesh_attention.execution.operators import Operands, calls_of
 from mesh_attention.problem import flops_per_pair
 
 
@@ -51,8 +51,8 @@ def _backward(*arguments: Any, out_val: Any = None) -> int:
 
 
 def _pairs(q: Tensor, k: Tensor, operands: Sequence[Any]) -> int:
-    options, _, engines = Operands.unpack(operands)
-    whole = options.seq_len_k or options.seq_len or k.shape[1] * engines_of(engines).ranks
+    options, _, calls = Operands.unpack(operands)
+    whole = options.seq_len_k or options.seq_len or k.shape[1] * calls_of(calls).session.size
     return q.shape[0] * q.shape[2] * q.shape[1] * whole
 
 

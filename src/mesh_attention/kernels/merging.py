@@ -210,13 +210,13 @@ def _tile(dim: int, itemsize: int) -> tuple[int, int]:
     return block, max(1, _TILE_NBYTES // (itemsize * block))
 
 
-# The alarm of `execution.alarm`
+# Spoiling the results of a pass in which ids differ
 
 
 def poison_if_different(
     largest: Tensor, state: Tensor, seen: Tensor, results: Sequence[Tensor], *, counts: bool
 ) -> None:
-    """`execution.alarm.Alarm.check` of up to three results without gaps in memory; `seen` is in pinned host memory."""
+    """`Poison.check` (session/) of up to three results without gaps in memory; `seen` is in pinned host memory."""
     sizes = [*(result.numel() for result in results), 0, 0, 0][:3]
     filled = [*results, state, state, state][:3]  # a rank without tokens has no results
     arguments = with_strides(((), (), (), *((size,) for size in sizes)), (counts, 1024))

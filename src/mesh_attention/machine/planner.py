@@ -1,7 +1,7 @@
-"""`MachinePlanning`: cost-based plans for the machine that the ranks are on, or volume-based where costs are not known.
+"""`TunedStrategy`: cost-based plans for the machine that the ranks are on, or volume-based where costs are not known.
 
-Rank 0 picks and broadcasts the strategy; every rank builds the same plans (`execution.together`). One line
-in the log says what was chosen, for which machine, and how to choose something else.
+Rank 0 picks and broadcasts the strategy; every rank builds the same plans. One line in the log says what was
+chosen, for which machine, and how to choose something else.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from mesh_attention.clusters import PRESETS
 from mesh_attention.comm.base import Comm, innermost
 from mesh_attention.errors import TopologyError, UsageError
+from mesh_attention.execution.call import PlanningTalk
 from mesh_attention.machine.choosing import Chosen, Tuner, volume_based
 from mesh_attention.machine.facts import (
     Facts,
@@ -34,7 +35,7 @@ from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Listed, Turn, Zi
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice, least_volume_choice
-from mesh_attention.planning.registry import Planning, gpu_price
+from mesh_attention.planning.registry import StatedStrategy, gpu_price
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Tuning
@@ -45,7 +46,7 @@ OVERRIDE = 'to decide yourself: MeshAttention(group, choice="â€¦") or cluster=â€
 
 
 @dataclass
-class MachinePlanning:
+class TunedStrategy:
     """Chooses method, degree, tile, placement and grouping. `rank` is this process's, or 0 if it plays all ranks.
 
     `cluster` is where prices come from: a cluster, a measurement by the ranks, or what is known about the machine. In
@@ -84,31 +85,47 @@ class MachinePlanning:
     def decides_what_to_keep(self) -> bool:
         return True
 
-    # Alone: in one process, or volume-based
-
     def plans(
-        self, problem: Problem, layout: Layout, *, on_gpu: bool, needs_gradient: bool, may_keep: bool
+        self,
+        problem: Problem,
+        layout: Layout,
+        *,
+        on_gpu: bool,
+        needs_gradient: bool,
+        may_keep: bool,
+        talk: PlanningTalk | None = None,
     ) -> Mapping[Direction, Plan]:
+        """Rank 0 picks and broadcasts a cost-based strategy; every rank builds the same plans."""
+        passes = {"needs_gradient": needs_gradient, "may_keep": may_keep}
+        if talk is not None and self._is_cost_based(talk):
+            return self._plans_of_rank_0(problem, layout, talk, **passes)
         if isinstance(self.cluster, Topology):
             machine = Machine(topology=self.cluster, source="given")
-            return self._cost_based(problem, layout, machine, needs_gradient, may_keep).plans(problem, layout)
-        choice = self._volume_based(problem, layout, needs_gradient, may_keep)
-        return Planning(choice).plans(problem, layout, on_gpu=on_gpu, needs_gradient=needs_gradient)
+            return self._cost_based(problem, layout, machine, **passes).plans(problem, layout)
+        choice = self._volume_based(problem, layout, **passes)
+        return StatedStrategy(choice).plans(problem, layout, on_gpu=on_gpu, needs_gradient=needs_gradient)
 
-    # Together
+    def _is_cost_based(self, talk: PlanningTalk) -> bool:
+        has_prices = self.cluster is not None or (talk.device.type == "cuda" and talk.comm.is_capturable)
+        return has_prices and talk.comm.size > 1 and self._has_known_layout
 
-    def together(self, comm: Comm, device: torch.device) -> MachinePlanning | None:
-        has_prices = self.cluster is not None or (device.type == "cuda" and comm.is_capturable)
-        return self if has_prices and comm.size > 1 and self._has_known_layout else None
+    def _plans_of_rank_0(
+        self, problem: Problem, layout: Layout, talk: PlanningTalk, *, needs_gradient: bool, may_keep: bool
+    ) -> Mapping[Direction, Plan]:
+        """Ranks say which host and device they have, measure if need be, and take what rank 0 chooses."""
+        comm = talk.comm
+        facts = talk.share("chosen by rank 0", facts_of(talk.device).as_json)
+        if self.cluster == "measure":
+            is_wanted = comm.rank == 0 and self._wants_probe(problem, facts, comm)
+            if talk.share("to be measured", is_wanted)[0]:
+                with talk.session.call(UsageError):
+                    self._probe(problem, facts, comm, talk.device)
+        chosen = None
+        if comm.rank == 0:
+            chosen = self._choose(problem, layout, facts, needs_gradient=needs_gradient, may_keep=may_keep).to_json()
+        return Chosen.from_json(talk.share("read from rank 0", chosen)[0]).plans(problem, layout)
 
-    @property
-    def measures(self) -> bool:
-        return self.cluster == "measure"
-
-    def facts(self, device: torch.device) -> dict[str, Any]:
-        return facts_of(device).as_json
-
-    def wants_probe(self, problem: Problem, facts: Sequence[Any], comm: Comm) -> bool:
+    def _wants_probe(self, problem: Problem, facts: Sequence[Any], comm: Comm) -> bool:
         """True unless this object, or a file of an earlier job, has a measurement of these ranks."""
         if _key(problem) in self._measured:
             return False
@@ -119,7 +136,7 @@ class MachinePlanning:
         self._measured[_key(problem)] = Machine(topology=cluster, source=f"measured earlier, {path}")
         return False
 
-    def probe(self, problem: Problem, facts: Sequence[Any], comm: Comm, device: torch.device) -> None:
+    def _probe(self, problem: Problem, facts: Sequence[Any], comm: Comm, device: torch.device) -> None:
         known = _read(facts)
         here = ranks_per_node([rank.host for rank in known])
         times = probe(problem, comm=comm, device=device, ranks_per_node=here)
@@ -145,23 +162,18 @@ class MachinePlanning:
         )
         self._measured[_key(problem)] = Machine(topology=topology, source="measured")
 
-    def choose(
+    def _choose(
         self, problem: Problem, layout: Layout, facts: Sequence[Any], *, needs_gradient: bool, may_keep: bool
-    ) -> Any:
+    ) -> Chosen:
         machine = self._machine(problem, _read(facts))
         if machine.topology is None:
-            choice = self._volume_based(problem, layout, needs_gradient, may_keep)
+            choice = self._volume_based(problem, layout, needs_gradient=needs_gradient, may_keep=may_keep)
             choice = replace(choice, layout=self._typical(layout))
-            return volume_based(problem, choice, price=gpu_price if facts[0]["memory_gib"] else None).to_json()
-        return self._cost_based(problem, layout, machine, needs_gradient, may_keep).to_json()
-
-    def plans_of(self, problem: Problem, layout: Layout, chosen: Any) -> Mapping[Direction, Plan]:
-        return Chosen.from_json(chosen).plans(problem, layout)
-
-    # Choosing
+            return volume_based(problem, choice, price=gpu_price if facts[0]["memory_gib"] else None)
+        return self._cost_based(problem, layout, machine, needs_gradient=needs_gradient, may_keep=may_keep)
 
     def _cost_based(
-        self, problem: Problem, layout: Layout, machine: Machine, needs_gradient: bool, may_keep: bool
+        self, problem: Problem, layout: Layout, machine: Machine, *, needs_gradient: bool, may_keep: bool
     ) -> Chosen:
         assert machine.topology is not None
         topology, layout = machine.topology, self._typical(layout)
@@ -172,7 +184,7 @@ class MachinePlanning:
         self._say((*choices.values(), machine), describe_choice(problem, machine, choices, tuning))
         return chosen
 
-    def _volume_based(self, problem: Problem, layout: Layout, needs_gradient: bool, may_keep: bool) -> Choice:
+    def _volume_based(self, problem: Problem, layout: Layout, *, needs_gradient: bool, may_keep: bool) -> Choice:
         passes = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
         choice = least_volume_choice(problem, layout, passes, may_keep=needs_gradient and may_keep)
         if problem.ranks > 1:
@@ -182,7 +194,7 @@ class MachinePlanning:
     def _machine(self, problem: Problem, facts: Sequence[Facts]) -> Machine:
         if isinstance(self.cluster, Topology):
             return Machine(topology=self.cluster, source="given")
-        return self._measured[_key(problem)] if self.measures else known_machine(facts)
+        return self._measured[_key(problem)] if self.cluster == "measure" else known_machine(facts)
 
     def _say(self, what: Hashable, line: str) -> None:
         """Log the line, unless the same choice for the same machine has been logged before."""

@@ -1,4 +1,4 @@
-"""`make_plan`: the plan of one pass, by the method that a choice names. `Planning`: the plans of both passes."""
+"""`make_plan`: the plan of one pass, by the method that a choice names. `StatedStrategy`: the plans of both passes."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def make_plan(
 
 
 @dataclass(frozen=True)
-class Planning:
-    """Makes the plans of both passes of a problem, by a choice or by a planner.
+class StatedStrategy:
+    """Makes the plans of both passes of a problem, by the caller's choice or planner, alike on every rank.
 
     `prove` raises for a plan that breaks a rule; it is given the plans of a planner, if they will run.
     """
@@ -74,7 +74,14 @@ class Planning:
     prove: Callable[[Plan], None] | None = None
 
     def plans(
-        self, problem: Problem, layout: Layout, *, on_gpu: bool, needs_gradient: bool, may_keep: bool = True
+        self,
+        problem: Problem,
+        layout: Layout,
+        *,
+        on_gpu: bool,
+        needs_gradient: bool,
+        may_keep: bool = True,
+        talk: object = None,
     ) -> dict[Direction, Plan]:
         plans = {direction: self._plan(problem, layout, direction, on_gpu) for direction in DIRECTIONS}
         for direction, plan in plans.items():
@@ -86,9 +93,6 @@ class Planning:
     @property
     def decides_what_to_keep(self) -> bool:
         return False
-
-    def together(self, comm: object, device: object) -> None:
-        """Every rank makes the same plans, so each plans alone."""
 
     def _plan(self, problem: Problem, layout: Layout, direction: Direction, on_gpu: bool) -> Plan:
         if self.planner is not None:

@@ -15,7 +15,8 @@ from mesh_attention.serving.checks import DTYPE_NAMES
 from mesh_attention.serving.decode import Step
 from mesh_attention.serving.memory import CachedLayer, Memory, cache_nbytes
 from mesh_attention.serving.prefill import Grown, Turn, new_tokens
-from mesh_attention.serving.running import Ground, KeptSteps
+from mesh_attention.serving.running import StepCache, StepContext
+from mesh_attention.session.agreement import Question
 from mesh_attention.units import brief, count, format_nbytes
 
 
@@ -60,23 +61,24 @@ class ShardedCache:
         if not isinstance(attention, MeshAttention):
             raise UsageError(f"attention is a {type(attention).__name__}; expected a MeshAttention")
         self.attention, self.dtype = attention, dtype
-        self.block_tokens, self.tokens, self.most_sequences, self.max_rollback = (
-            block_tokens,
-            tokens,
-            sequences,
-            max_rollback,
-        )
-        with attention.engines.played.telling:
+        self.block_tokens, self.tokens = block_tokens, tokens
+        self.most_sequences, self.max_rollback = sequences, max_rollback
+        with attention.session.telling():
             blocks = _blocks(layers, attention.ranks, tokens, sequences, block_tokens, max_rollback)
             _check_dtype(dtype)
             self.layers, self.device = tuple(layers), _device(device)
             self.memories = [Memory(self.layers, blocks, block_tokens, dtype, self.device) for _ in attention.comms]
+        asked = {"operation": "a cache", "layers": str(self.layers), "dtype": str(dtype)}
+        asked |= {"block_tokens": str(block_tokens), "max_rollback": str(max_rollback)}
+        self.history = hash((attention.session.count_cache(), Question(asked=asked).call_id))
+        """A hash of the cache and of all that was done to it, equal on all ranks; it is part of the ids of calls."""
         pools = {window: BlockPool(number) for window, number in blocks.items()}
         self.book = Book(attention.ranks, attention.layout, block_tokens, pools, max_rollback)
         self.last: set[int] | None = None
         """The layers that attended in the last turn or step. Not the turn itself, which refers to its cache."""
         self._open = Open(set(range(len(self.layers))), {})
-        self.kept = KeptSteps(Ground(attention.engines, self.layers, self.memories, self.device))
+        context = StepContext(attention.session, attention.calls.cuda_graphs, self.layers, self.memories, self.device)
+        self.steps = StepCache(context)
 
     # Memory
 
@@ -105,13 +107,13 @@ class ShardedCache:
         """Make room for `tokens` tokens in total, if there is less. Moves the cache, one layer at a time."""
         sequences = self.most_sequences if sequences is None else sequences
         sizes = {"block_tokens": self.block_tokens, "max_rollback": self.max_rollback}
-        with self.attention.engines.played.telling:
+        with self.attention.session.telling():
             _blocks(self.layers, self.ranks, tokens, sequences, **sizes)  # refuses what is not a number
             tokens, sequences = max(tokens, self.tokens), max(sequences, self.most_sequences)
             blocks = _blocks(self.layers, self.ranks, tokens, sequences, **sizes)
             blocks = {window: max(number, self.book.pools[window].size) for window, number in blocks.items()}
             if any(number > self.book.pools[window].size for window, number in blocks.items()):
-                self.kept.drop()  # their tables and graphs refer to the old memory
+                self.steps.drop()  # their tables and graphs refer to the old memory
                 for memory in self.memories:
                     memory.grow(blocks)
         for window, number in blocks.items():
@@ -139,6 +141,7 @@ class ShardedCache:
     def new(self) -> int:
         """A new, empty sequence, as the number by which other calls know it."""
         self._refuse_one_more()
+        self._note(1)
         return self.book.new()
 
     def length(self, sequence: int) -> int:
@@ -148,6 +151,7 @@ class ShardedCache:
     def remove(self, sequence: int) -> None:
         """Forget a sequence."""
         self.book.remove(sequence)
+        self._note(2, sequence)
         self._end_turn_of(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
@@ -158,6 +162,7 @@ class ShardedCache:
         if type(length) is not int or length < 0:
             raise UsageError(f"length={length!r}: expected a whole number of at least 0")
         self.book.truncate(sequence, length)
+        self._note(3, sequence, length)
         self._end_turn_of(sequence)
 
     def fork(self, sequence: int) -> int:
@@ -165,6 +170,7 @@ class ShardedCache:
         self.book.entry(sequence)
         self._refuse_one_more()
         self._refuse_unfinished()
+        self._note(4, sequence)
         return self.book.fork(sequence)
 
     def _refuse_one_more(self) -> None:
@@ -214,6 +220,10 @@ class ShardedCache:
         self._begin(step)
         return step
 
+    def _note(self, *numbers: int) -> None:
+        """Add what was done to the history. Of numbers only: hashes of texts differ from process to process."""
+        self.history = hash((self.history, *numbers))
+
     def _begin(self, turn: Turn | Step) -> None:
         self.last = turn.attended
         lengths = {number: grown.before.shares.length for number, grown in turn.sequences.items()}
@@ -244,6 +254,7 @@ class ShardedCache:
         for memory in self.memories:
             memory.copy(self.book.copied)
         self.book.copied.clear()
+        self._note(5, int(is_decoded), *(number for pair in checked.items() for number in pair))
         return {number: Grown(before[number], self.book.entries[number]) for number in checked}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mesh_attention.arguments import CallOptions
 from mesh_attention.errors import ProblemError, UsageError
-from mesh_attention.plan.serving import MEETINGS, WAYS, DecodePlan, Meeting, Way, choose_meeting
+from mesh_attention.plan.serving import DecodePlan, Meeting, Way, choose_meeting
 from mesh_attention.serving.book import Window
 from mesh_attention.serving.checks import DTYPE_NAMES, by_rank, check_tensors, check_turn, softmax_of
 from mesh_attention.serving.prefill import Grown
@@ -80,35 +80,35 @@ class Step:
         Tensors are (sequences, queries, heads, dim); in a local group, lists of them. With `return_lse`, also the LSE
         (sequences, heads, queries).
         """
-        cache, played = self.cache, self.cache.attention.engines.played
+        cache = self.cache
         key = None if cache.attention.is_local else self._key(layer, q, k, v, softmax_scale, softcap)
         is_due = self.attended is cache.last and layer not in self.attended
-        running = cache.kept.ready.get(key) if is_due else None
+        running = cache.steps.ready.get(key) if is_due else None
         if running is not None:  # a decoded token waits for every line of this, in every layer
             return self._run(layer, running, [(q, k, v)], return_lse=return_lse)
-        with played.telling:
+        with cache.attention.session.telling():
             check_turn(cache, self, layer)
             ranks = by_rank(cache, q, k, v)
             running = self._running(layer, ranks, softmax_scale, softcap)
         if key is not None:
-            cache.kept.ready[key] = running
+            cache.steps.ready[key] = running
         return self._run(layer, running, ranks, return_lse=return_lse)
 
     def _run(self, layer: int, running: LayerSteps, ranks: Sequence[Sequence[Tensor]], *, return_lse: bool) -> Any:
-        steps, is_local = running.steps, self.cache.attention.is_local
-        with self.cache.attention.engines.played.ledger.talking():
+        steps, attention = running.steps, self.cache.attention
+        with attention.session.call():
             if steps not in self._prepared:
                 steps.prepare(self)
                 self._prepared.append(steps)
-            # On NCCL, comparing marks takes a collective: one layer of a step does it for all.
-            is_marked = steps.marked is not None and not (self.attended and steps.marked.is_capturable)
-            results = running.run(ranks, self._mark(running) if is_marked else None)
+            # On NCCL, comparing ids takes a collective: one layer of a step does it for all.
+            is_compared = not (self.attended and steps.comms[0].is_capturable)
+            results = running.run(ranks, self._begin_pass(running) if is_compared else None)
             self.attended.add(layer)
             outs = [out.clone() for out, _ in results]  # the next layer uses the same buffers
             if not return_lse:
-                return outs if is_local else outs[0]
+                return outs if attention.is_local else outs[0]
             lses = [lse.transpose(1, 2).clone() for _, lse in results]
-        return (outs, lses) if is_local else (outs[0], lses[0])
+        return (outs, lses) if attention.is_local else (outs[0], lses[0])
 
     def _key(self, layer: int, q: Any, k: Any, v: Any, scale: Any, softcap: Any) -> tuple[Any, ...] | None:
         """Key of a call: equal for calls that need no further check; None if this one has to be checked."""
@@ -127,17 +127,13 @@ class Step:
         for rank, comm in zip(ranks, cache.attention.comms, strict=True):
             check_tensors(cache, layer, rank, (len(plan.own[comm.rank]), self.queries))
         softmax = softmax_of(cache.layers[layer], CallOptions(softmax_scale=scale, softcap=softcap))
-        return cache.kept.layer(plan, layer, softmax)
+        return cache.steps.layer(plan, layer, softmax)
 
-    def _mark(self, running: LayerSteps) -> Tensor:
-        """The mark of this layer's pass: which tokens, of which sequences, in which layer, attended and merged how."""
-        steps, softmax = running.steps, running.softmax
-        plan, ledger = steps.plan, self.cache.attention.engines.played.ledger
-        lengths = tuple((number, grown.after.shares.length) for number, grown in self.sequences.items())
-        how = plan.heads, self.queries, WAYS.index(plan.way), MEETINGS.index(plan.meeting)
-        number = hash((running.layer, softmax.scale, softmax.softcap, *how, *lengths))  # of numbers: as on other ranks
-        device = self.cache.device if steps.comms[0].is_capturable else None
-        return ledger.mark(number & 0xFFFFFFFFFFFF, device, self.fingerprint)
+    def _begin_pass(self, running: LayerSteps) -> Tensor | None:
+        """The id of this layer's pass: which layer, attended and merged how, in which cache, after which history."""
+        number = hash((running.call_id, self.cache.history)) & 0xFFFFFFFFFFFF  # of numbers: as on other ranks
+        session, device = self.cache.attention.session, self.cache.device
+        return session.begin_pass(number, device, forward_pass=self.fingerprint)
 
     def reach(self, rank: int, window: Window) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """For each sequence and query, the first token of this rank that it sees, and the one behind the last; then the

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mesh_attention.arguments import CallOptions
+from mesh_attention.arguments import CallOptions, TensorKind
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.autograd import run_forward
 from mesh_attention.execution.engine import Engine
@@ -25,6 +25,7 @@ from mesh_attention.plan.layout import Cached, Listed, join, shifted
 from mesh_attention.serving.book import Entry, Window, clip
 from mesh_attention.serving.checks import by_rank, check_layer, check_tensors, check_turn, softmax_of
 from mesh_attention.serving.memory import slots_of
+from mesh_attention.session.agreement import Question
 
 if TYPE_CHECKING:
     from mesh_attention.serving.cache import ShardedCache
@@ -76,7 +77,7 @@ class Turn:
         self.cache, self.sequences = cache, sequences
         self.attended: set[int] = set()
         self._known: dict[Window, Seen] = {}
-        self._has_met = False
+        self._is_agreed = False
 
     @property
     def tokens(self) -> int:
@@ -140,14 +141,14 @@ class Turn:
         tokens).
         """
         cache = self.cache
-        with cache.attention.engines.played.telling:
+        with cache.attention.session.telling():
             check_turn(cache, self, layer)
             ranks = by_rank(cache, q, k, v)
             for (_, tokens, _), rank in zip(self._sizes(layer), ranks, strict=True):
                 check_tensors(cache, layer, rank, (1, tokens))
             options = CallOptions(softmax_scale=softmax_scale, softcap=softcap)
             softmax_of(cache.layers[layer], options)
-        self._meet()
+        self._agree()
         window = cache.layers[layer].window
         tensors = [
             (rank_q, *self._keys(number, layer, window, rank_k[0], rank_v[0]))
@@ -155,7 +156,8 @@ class Turn:
         ]
         engine = self._engine(tensors, window, options)
         with torch.no_grad():
-            results, _ = run_forward(engine, [tensor for rank in tensors for tensor in rank])
+            flat = [tensor for rank in tensors for tensor in rank]
+            results, _ = run_forward(engine, flat, context=hash((cache.history, layer)))
         self.attended.add(layer)
         outs, lses = list(results[0::2]), list(results[1::2])
         if not cache.attention.is_local:
@@ -185,23 +187,26 @@ class Turn:
 
     def _engine(self, tensors: Sequence[Sequence[Tensor]], window: Window, options: CallOptions) -> Engine:
         seen = self._seen(window)
-        key = options, tensors[0][0].shape
-        if key in seen.engines:
-            return seen.engines[key]
-        options = seen.options._replace(softmax_scale=options.softmax_scale, softcap=options.softcap)
-        engines = self.cache.attention.engines
-        found = engines.find(tensors, options, layout=self.layout(window), gradient=False, may_keep=False)
-        seen.engines[key] = found
-        return found
+        key = options, *(TensorKind.of(tensor) for rank in tensors for tensor in rank)
+        if key not in seen.engines:
+            options = seen.options._replace(softmax_scale=options.softmax_scale, softcap=options.softcap)
+            calls, layout = self.cache.attention.calls, self.layout(window)
+            seen.engines[key] = calls.engine(tensors, options, layout=layout, gradient=False, may_keep=False)
+        return seen.engines[key]
 
-    def _meet(self) -> None:
-        """Raise on every rank unless all have these sequences; once in a turn."""
-        played = self.cache.attention.engines.played
-        if self._has_met or played.is_local or self.cache.ranks == 1:
+    def _agree(self) -> None:
+        """Raise on every rank unless all have these sequences, after the same history; once in a turn."""
+        session = self.cache.attention.session
+        if self._is_agreed or session.is_local or session.size == 1:
             return
         sequences = ", ".join(f"{number} from {g.before.shares.length}" for number, g in self.sequences.items())
-        played.meet({"operation": "a turn of a cache", "sequences": sequences})
-        self._has_met = True
+        asked = {
+            "operation": "a turn of a cache",
+            "sequences": sequences,
+            "history": str(self.cache.history),
+        }
+        session.agree(Question(asked=asked))
+        self._is_agreed = True
 
     def _sizes(self, layer: int) -> list[tuple[int, int, int]]:
         """For each rank played here: its number, its new tokens, and the keys that it has for the turn."""

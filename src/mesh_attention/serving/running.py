@@ -16,15 +16,15 @@ from torch import Tensor
 
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work
-from mesh_attention.comm.marked import Marked
 from mesh_attention.execution.buffers import DTYPES
-from mesh_attention.execution.engine import Engines
 from mesh_attention.execution.graphs import CapturedGraph, GraphMemory
 from mesh_attention.kernels.base import Demand
 from mesh_attention.kernels.decode import DecodeKernel, Reach, TorchDecode, choose_decode
 from mesh_attention.plan.serving import DecodePlan
 from mesh_attention.serving.book import Window
 from mesh_attention.serving.memory import CachedLayer, Memory
+from mesh_attention.session.agreement import Question
+from mesh_attention.session.session import Session
 
 if TYPE_CHECKING:
     from mesh_attention.serving.decode import Step
@@ -147,13 +147,13 @@ class StepEngine:
         )
         if plan.ranks > 1:
             yield from self._meet(kernel)
-        found = self.results
+        results = self.results
         if plan.way == "spread":
             mine = self.own if plan.ranks > 1 else range(plan.rows)
             shape = (len(plan.own[self.comm.rank]), *shape[1:])
             rows = slice(mine.start, mine.stop)
-            return found.out[rows].view(*shape, plan.head_dim_v), found.lse[rows].view(shape)
-        return found.out.view(*shape, plan.head_dim_v), found.lse.view(shape)
+            return results.out[rows].view(*shape, plan.head_dim_v), results.lse[rows].view(shape)
+        return results.out.view(*shape, plan.head_dim_v), results.lse.view(shape)
 
     def _meet(self, kernel: DecodeKernel) -> Generator[Work, None, None]:
         """Partials of all ranks, merged: the own rows, and in the way `same` then those of the others."""
@@ -206,14 +206,15 @@ class StepEngine:
 
 
 @dataclass(frozen=True)
-class Ground:
-    """The engines, layers, memories and device that steps share.
+class StepContext:
+    """The session, layers, memories and device that the steps of a cache share.
 
     It does not refer to the cache, so that a cache and its graphs are released with the last reference to it: left to
     the garbage collector, they may go while another graph is captured, which spoils that one.
     """
 
-    engines: Engines
+    session: Session
+    cuda_graphs: bool
     layers: Sequence[CachedLayer]
     memories: Sequence[Memory]
     device: torch.device
@@ -227,16 +228,15 @@ class Ground:
 class Steps:
     """Steps of one shape, for the ranks played here: their engines and states, and what their graphs read."""
 
-    def __init__(self, ground: Ground, plan: DecodePlan) -> None:
-        self.ground, self.plan = ground, plan
-        self.comms = ground.engines.played.comms_on(ground.device)
-        self.marked = self.comms[0] if isinstance(self.comms[0], Marked) else None
+    def __init__(self, context: StepContext, plan: DecodePlan) -> None:
+        self.context, self.plan = context, plan
+        self.comms = context.session.comms_on(context.device)
         self.states: dict[Window, list[StepState]] = {}
         self.tables: dict[Window, list[tuple[int, ...]]] = {}
         self.is_new = True
         with torch.inference_mode(False):  # later steps need not be in inference mode
-            self.engines = [StepEngine(plan, comm, ground.device) for comm in self.comms]
-            self.mark = torch.zeros((1, 1, 2), dtype=torch.int64, device=ground.device)
+            self.engines = [StepEngine(plan, comm, context.device) for comm in self.comms]
+            self.pass_id = torch.zeros((1, 1, 2), dtype=torch.int64, device=context.device)
         self.inputs: list[list[Tensor]] = []
 
     def prepare(self, step: Step) -> None:
@@ -245,28 +245,28 @@ class Steps:
         for window, pool in step.cache.book.pools.items():
             if window not in self.states:
                 with torch.inference_mode(False):
-                    self.states[window] = [StepState.empty(shape, pool.size, self.ground.device) for _ in self.comms]
+                    self.states[window] = [StepState.empty(shape, pool.size, self.context.device) for _ in self.comms]
             tables = [grown.after.tables[window].blocks for grown in step.sequences.values()]
             is_same = tables == self.tables.get(window)
             self.tables[window] = tables
             for comm, state in zip(self.comms, self.states[window], strict=True):
                 state.update([] if is_same else [list(blocks) for blocks in tables], *step.reach(comm.rank, window))
 
-    def reach_others(self) -> None:
+    def connect(self) -> None:
         """Connect with all ranks before the first step, where a transport has to."""
-        if self.is_new and self.marked is not None:
+        if self.is_new:
             self.is_new = False
-            others = [rank for rank in range(self.plan.ranks) if rank != self.marked.rank]
-            self.marked.reach(others, others)
+            others = [rank for rank in range(self.plan.ranks) if rank != self.comms[0].rank]
+            self.context.session.connect(self.context.device, others, others)
 
-    def copy_in(self, tensors: Sequence[Sequence[Tensor]], mark: Tensor | None) -> None:
+    def copy_in(self, tensors: Sequence[Sequence[Tensor]], pass_id: Tensor | None) -> None:
         """Copy what graphs read."""
         if not self.inputs:
             with torch.inference_mode(False), torch.no_grad():
                 self.inputs = [[tensor.contiguous().clone() for tensor in rank] for rank in tensors]
         torch._foreach_copy_([t for rank in self.inputs for t in rank], [t for rank in tensors for t in rank])
-        if mark is not None:
-            self.mark.copy_(mark)
+        if pass_id is not None:
+            self.pass_id.copy_(pass_id)
 
 
 class LayerSteps:
@@ -274,52 +274,54 @@ class LayerSteps:
 
     def __init__(self, steps: Steps, layer: int, softmax: Softmax) -> None:
         self.steps, self.layer, self.softmax = steps, layer, softmax
-        kernel, ground = steps.engines[0].kernel_for(softmax.softcap), steps.ground
-        self.window = ground.layers[layer].window
-        self.is_captured = ground.engines.cuda_graphs and kernel.name != TorchDecode.name  # which reads on the host
+        kernel, context = steps.engines[0].kernel_for(softmax.softcap), steps.context
+        self.window = context.layers[layer].window
+        self.is_captured = context.cuda_graphs and kernel.name != TorchDecode.name  # which reads on the host
+        self.call_id = Question(
+            asked={
+                "operation": "a decoded step",
+                "layer": str(layer),
+                "plan": str(steps.plan),
+                "cached layer": str(context.layers[layer]),
+                "softmax": str(softmax),
+            }
+        ).call_id
         self.seen: set[bool] = set()
         self.graphs: dict[bool, CapturedGraph[list[tuple[Tensor, Tensor]]]] = {}
-        """With a mark, and without one."""
+        """With a pass id, and without one."""
 
-    def run(self, tensors: Sequence[Sequence[Tensor]], mark: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    def run(self, tensors: Sequence[Sequence[Tensor]], pass_id: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """Output and LSE of each rank played here. The next layer overwrites them."""
-        is_marked = mark is not None
-        if not self.is_captured or is_marked not in self.seen:
-            self.seen.add(is_marked)
-            self.steps.reach_others()
-            return self._run(tensors, mark)
+        has_id = pass_id is not None
+        if not self.is_captured or has_id not in self.seen:
+            self.seen.add(has_id)
+            self.steps.connect()
+            return self._run(tensors, pass_id)
         steps = self.steps
-        steps.copy_in(tensors, mark)
-        if is_marked not in self.graphs:
-            ground, own_mark = steps.ground, steps.mark if is_marked else None
-            self.graphs[is_marked] = CapturedGraph(
-                lambda: self._run(steps.inputs, own_mark), ground.device, pool=ground.graph_pool
+        steps.copy_in(tensors, pass_id)
+        if has_id not in self.graphs:
+            context, own_id = steps.context, steps.pass_id if has_id else None
+            self.graphs[has_id] = CapturedGraph(
+                lambda: self._run(steps.inputs, own_id), context.device, pool=context.graph_pool
             )
-        return self.graphs[is_marked].launch()
+        return self.graphs[has_id].launch()
 
-    def _run(self, tensors: Sequence[Sequence[Tensor]], mark: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-        steps, ground, marked = self.steps, self.steps.ground, self.steps.marked
-        played = ground.engines.played
-        if mark is not None and marked is not None:
-            marked.open(mark, played.ledger.history)
-        results = played.drive(
-            [
-                engine.run(memory, self.layer, state, rank, self.softmax)
-                for engine, memory, state, rank in zip(
-                    steps.engines, ground.memories, steps.states[self.window], tensors, strict=True
-                )
-            ]
-        )
-        if mark is not None and marked is not None:
-            marked.close([steps.engines[0].results.typed])
-        return results
+    def _run(self, tensors: Sequence[Sequence[Tensor]], pass_id: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        steps, context = self.steps, self.steps.context
+        ranks = [
+            engine.run(memory, self.layer, state, rank, self.softmax)
+            for engine, memory, state, rank in zip(
+                steps.engines, context.memories, steps.states[self.window], tensors, strict=True
+            )
+        ]
+        return context.session.run_pass(ranks, pass_id, context.device, lambda _: [steps.engines[0].results.typed])
 
 
-class KeptSteps:
+class StepCache:
     """Buffers and graphs that a cache keeps between its steps. Dropped when its memory moves."""
 
-    def __init__(self, ground: Ground) -> None:
-        self.ground = ground
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
         self.by_plan: dict[DecodePlan, Steps] = {}
         self.layers: dict[tuple[DecodePlan, int, Softmax], LayerSteps] = {}
         self.ready: dict[object, LayerSteps] = {}
@@ -330,7 +332,7 @@ class KeptSteps:
         if plan not in self.by_plan:
             if len(self.by_plan) >= MOST_STEPS:
                 self._drop_oldest()
-            self.by_plan[plan] = Steps(self.ground, plan)
+            self.by_plan[plan] = Steps(self.context, plan)
         key = plan, layer, softmax
         if key not in self.layers:
             self.layers[key] = LayerSteps(self.by_plan[plan], layer, softmax)

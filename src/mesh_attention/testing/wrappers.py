@@ -7,27 +7,27 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mesh_attention.comm.base import MARK, Comm, Parcel, Sharing, Work
+from mesh_attention.comm.base import CALL_ID, Comm, Parcel, Sharing, Work
 from mesh_attention.errors import TransportError
 
 
 @dataclass
 class Counting:
-    """Counts bytes by label, both ways, and messages sent. Marks, which a plan does not count, are counted apart."""
+    """Counts bytes by label, both ways, and messages sent. Call ids, which a plan does not count, are counted apart."""
 
     inner: Comm
     sent_nbytes: Counter[str] = field(default_factory=Counter)
     received_nbytes: Counter[str] = field(default_factory=Counter)
     messages: int = 0
-    marks: int = 0
+    call_ids: int = 0
     shared: int = 0
 
     def __post_init__(self) -> None:
         self.rank, self.size, self.is_capturable = self.inner.rank, self.inner.size, self.inner.is_capturable
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
-        items_out, items_in = ([p for p in parcels if p.label != MARK] for parcels in (sends, recvs))
-        self.marks += len(sends) - len(items_out)
+        items_out, items_in = ([p for p in parcels if p.label != CALL_ID] for parcels in (sends, recvs))
+        self.call_ids += len(sends) - len(items_out)
         self.messages += sum(len(parcel.chunks) for parcel in items_out)
         for parcel in items_out:
             self._count(parcel, self.sent_nbytes)

@@ -23,6 +23,7 @@ from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.execution.operators import WeakRegistry
 from mesh_attention.integrations.pytorch import as_autocast, with_sinks
 from mesh_attention.sequences import CUTS, LENGTHS, BatchRow, find_misplaced, read_documents, split_rows
+from mesh_attention.session.agreement import Question
 from mesh_attention.transformers.masks import (
     CALL,
     DECODING,
@@ -159,7 +160,7 @@ class LayerAttention:
         self, module: nn.Module, tensors: Sequence[Tensor], mask: CachedMask, arguments: Mapping[str, Any]
     ) -> Tensor:
         """Attention of new tokens to a cache and themselves, (rows, tokens, heads, dim)."""
-        with self.attention.engines.played.telling:
+        with self.attention.session.telling():
             refuse_arguments(module, arguments)
             check_mask(mask, arguments)
             sinks = check_sinks(arguments.get("s_aux"), heads=tensors[0].shape[1])
@@ -200,10 +201,10 @@ class LayerAttention:
         if not self._is_to_meet:
             yield
             return
-        played = self.attention.engines.played
-        with played.telling:
+        session = self.attention.session
+        with session.telling():
             yield
-        played.meet({"operation": "a model's attention"})
+        session.agree(Question(asked={"operation": "a model's attention"}))
         self._is_to_meet = False
 
     def _request(

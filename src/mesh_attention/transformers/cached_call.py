@@ -23,10 +23,11 @@ from transformers.utils.generic import ModelOutput
 
 from mesh_attention.arguments import describe
 from mesh_attention.batches import fingerprint
-from mesh_attention.comm.base import Parcel
-from mesh_attention.errors import DisagreementError, MaskError, TransportError, UsageError
+from mesh_attention.errors import MaskError, UsageError
+from mesh_attention.execution.sharding import gather
 from mesh_attention.plan.serving import MOST_DECODED
 from mesh_attention.serving import Step, Turn
+from mesh_attention.session.agreement import Question
 from mesh_attention.transformers.attention import LayerAttention
 from mesh_attention.transformers.cache import GenerationCache
 from mesh_attention.transformers.masks import CALL, CachedCall
@@ -41,11 +42,11 @@ Inputs = Mapping[str, Any]
 def call_with_cache(model: Any, inputs: Inputs, layers: LayerAttention, try_model: Callable[[Inputs], None]) -> Any:
     """The model's output for a whole call, on every rank. `try_model` refuses models that ranks cannot run."""
     cache: GenerationCache = inputs["past_key_values"]
-    played = layers.attention.engines.played
-    with played.telling:
+    session = layers.attention.session
+    with session.telling():
         new = _checked(model, cache, inputs, layers)
     try_model({new.name: new.tokens, "position_ids": new.tokens})  # makes positions of its own
-    with played.telling:
+    with session.telling():
         cache.prepare(observe(model, layers, new.tokens.device), rows=len(new.counts), tokens=sum(new.counts))
         cache.fill_rows(len(new.counts))
         call = _Call(model, cache, new)
@@ -88,12 +89,8 @@ def _compare(cache: GenerationCache, new: NewTokens) -> None:
         "cached tokens": str(cache.lengths),
         "logits_to_keep": f"{count(len(new.wanted), 'column')} #{hash(new.wanted) & 0xFFFFFFFFFF:010x}",
     }
-    try:
-        cache.attention.engines.played.meet(summary)
-    except DisagreementError as error:
-        raise DisagreementError(
-            f"{error}. Every rank of the attention's group must make the same call, with the same whole prompt"
-        ) from None
+    advice = "Every rank of the attention's group must make the same call, with the same whole prompt"
+    cache.attention.session.agree(Question(asked=summary, advice=advice))
 
 
 class _Call:
@@ -213,24 +210,7 @@ class _Call:
 
     def _exchanged(self, ours: Tensor, wanted: Sequence[Sequence[object]]) -> list[Tensor]:
         """The wanted logits of every rank's tokens, from their ranks."""
-        played = self.cache.attention.engines.played
-        comm = played.comms_on(ours.device)[0]
-        others = [rank for rank in range(comm.size) if rank != comm.rank]
-        sizes = [len(places) for places in wanted]
-        parts = [ours if rank == comm.rank else ours.new_empty((n, ours.shape[1])) for rank, n in enumerate(sizes)]
-        if not others:
-            return parts
-        with played.ledger.talking():
-            try:
-                comm.post(
-                    [Parcel([ours.view(-1)], rank, "logits") for rank in others if ours.numel()],
-                    [Parcel([parts[rank].view(-1)], rank, "logits") for rank in others if sizes[rank]],
-                ).wait()
-            except Exception as error:
-                raise TransportError(
-                    f"rank {comm.rank}: failed while receiving logits from the other ranks: {error}"
-                ) from error
-        return parts
+        return gather(ours, [len(places) for places in wanted], self.cache.attention.session, label="logits")
 
     # The model
 

@@ -19,6 +19,7 @@ from transformers import GenerationMixin, MaxTimeCriteria, PreTrainedModel
 
 from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.plan.serving import BLOCK_TOKENS
+from mesh_attention.session.agreement import Question
 from mesh_attention.transformers.attention import LayerAttention, find_layers
 from mesh_attention.transformers.cache import GenerationCache
 from mesh_attention.units import count
@@ -69,7 +70,7 @@ def _generating(generate: Callable[..., Any]) -> Callable[..., Any]:
             raise
         except Exception as error:
             if _STATE.cache is None or _STATE.cache.is_to_meet:  # the other ranks wait for this one
-                layers.attention.engines.played.telling.tell(error)
+                layers.attention.session.tell(error)
             raise
         finally:
             _STATE.cache, _STATE.tokens = outer
@@ -201,13 +202,14 @@ def refuse_mask(cache: GenerationCache, settings: Any, mask: Tensor | None, *, r
 
 def share_settings(layers: LayerAttention, settings: Any, device: torch.device) -> None:
     """Compare settings with the other ranks. If tokens are sampled, all take the state of rank 0's generators."""
-    played = layers.attention.engines.played
+    session = layers.attention.session
     summary = {"operation": "generate"}
     summary |= {name: str(value) for name, value in sorted(vars(settings).items()) if _is_compared(name, value)}
-    is_first = layers.attention.comms[0].rank == 0
-    messages = played.meet(summary, _random_states(device) if settings.do_sample and is_first else None)
+    is_first = session.rank == 0
+    says = _random_states(device) if settings.do_sample and is_first else None
+    answers = session.agree(Question(asked=summary, says=says))
     if settings.do_sample and not is_first:
-        _set_random_states(messages[0], device)
+        _set_random_states(answers[0].says, device)
 
 
 def _is_compared(name: str, value: object) -> bool:

@@ -24,10 +24,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from mesh_attention.api import MeshAttention
-from mesh_attention.batches import NEVER_RAN, count_passes, engines_of, is_sharded
+from mesh_attention.batches import NEVER_RAN, calls_of, count_passes, is_sharded
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.engine import Engines
+from mesh_attention.execution.call import Calls
 from mesh_attention.sequences import CUTS
+from mesh_attention.session.agreement import Question
 from mesh_attention.transformers.attention import LayerAttention, find_layers
 from mesh_attention.transformers.cache import GenerationCache
 from mesh_attention.transformers.cached_call import call_with_cache
@@ -123,11 +124,11 @@ def _watched(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     try:
         if layers is not None and isinstance(inputs.get("past_key_values"), GenerationCache):
             return call_with_cache(model, inputs, layers, lambda inputs: _try_once(model, inputs, layers))
-        engines, passes = _check_call(model, inputs, layers)
+        every, passes = _check_call(model, inputs, layers)
         out = nn.Module.__call__(model, *args, **kwargs)
     finally:
         CALL.inputs = None
-    if passes is not None and passes == count_passes(engines):
+    if passes is not None and passes == count_passes(every):
         raise UsageError(NEVER_RAN.format(what=type(model).__name__))
     return out
 
@@ -135,15 +136,15 @@ def _watched(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_call(
     model: PreTrainedModel, inputs: Mapping[str, Any], layers: LayerAttention | None
-) -> tuple[Sequence[Engines], int | None]:
-    """Check a call before it is made. Returns the engines it needs, and how often they have run."""
-    engines = engines_of(inputs.values()) if layers is None else [layers.attention.engines]
-    passes = count_passes(engines)
+) -> tuple[Sequence[Calls], int | None]:
+    """Check a call before it is made. Returns the `Calls` it needs, and how often they have run."""
+    every = calls_of(inputs.values()) if layers is None else [layers.attention.calls]
+    passes = count_passes(every)
     if layers is not None:
         _try_once(model, inputs, layers)
     elif passes is not None:
         _refuse_config(model)
-    return engines, passes
+    return every, passes
 
 
 def _bind(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,15 +169,15 @@ def _try_once(model: Any, inputs: Mapping[str, Any], layers: LayerAttention) -> 
     kind = layers.number, names
     unsupported_reasons = TRIED.setdefault(model, {})
     mask = inputs.get("attention_mask")
-    played = layers.attention.engines.played
-    with played.telling:
+    session = layers.attention.session
+    with session.telling():
         _refuse_call(model, inputs)
         if kind not in unsupported_reasons:
             _refuse_config(model)
             try_model(model, inputs, layers.set_trial)
             reason = _padding_unsupported_reason(model, inputs, layers) if isinstance(mask, Tensor) else None
     if kind not in unsupported_reasons:
-        played.meet({"operation": f"a model's first call with {', '.join(sorted(names))}"})
+        session.agree(Question(asked={"operation": f"a model's first call with {', '.join(sorted(names))}"}))
         unsupported_reasons[kind] = reason
     reason = unsupported_reasons[kind]
     if reason is not None and mask is not None and bool((mask[:, 0] == 0).any()):

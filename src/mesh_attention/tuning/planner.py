@@ -9,7 +9,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice, default_layout
 from mesh_attention.planning.comparison import in_few_calls
-from mesh_attention.planning.registry import Planning
+from mesh_attention.planning.registry import StatedStrategy
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
@@ -54,7 +54,7 @@ def plain_choice(problem: Problem, topology: Topology, trial: Trial) -> Choice |
         return None
     for choice in dict.fromkeys((replace(first, blocks_per_call=None), first)):
         layout = choice.layout or default_layout(problem)
-        plans = Planning(choice).plans(problem, layout, on_gpu=True, needs_gradient=False)
+        plans = StatedStrategy(choice).plans(problem, layout, on_gpu=True, needs_gradient=False)
         times_s = [simulate(plans[direction], topology).time_s for direction in trial.choices]
         if sum(times_s) <= trial.time_s * (1 + NEAR_TIE):
             return choice

@@ -120,7 +120,7 @@ class Demo:
         attention = MeshAttention(counting, choice=choice)
         *given, d_out = (attention.shard(tensor) for tensor in self.inputs)
         q, k, v = (tensor.requires_grad_() for tensor in given)
-        engine = attention.engines.find([[q, k, v]], CallOptions(causal=True, seq_len=seq))
+        engine = attention.calls.engine([[q, k, v]], CallOptions(causal=True, seq_len=seq))
         out = attention(q, k, v, causal=True, seq_len=seq)
         forward_peak = engine.meters[0].peak
         results = [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)]

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from mesh_attention.arguments import Softmax
-from mesh_attention.comm.base import Comm
+from mesh_attention.comm.base import Comm, drive
 from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, fields_of, token_format
 from mesh_attention.execution.compiled import Compiled, compile_program
-from mesh_attention.execution.driving import drive
 from mesh_attention.execution.engine import Outputs
 from mesh_attention.execution.executor import Executor, Fields
 from mesh_attention.kernels.base import CallMask, RowGradient, Scores

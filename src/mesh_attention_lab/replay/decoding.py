@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from mesh_attention.arguments import Softmax
-from mesh_attention.comm.base import Comm, Parcel
+from mesh_attention.comm.base import Comm, Parcel, drive
 from mesh_attention.errors import MemoryLimitError
 from mesh_attention.execution.buffers import DTYPES
-from mesh_attention.execution.driving import drive
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.kernels.decode import TorchDecode
 from mesh_attention.machine.fit import fit_line

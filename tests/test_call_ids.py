@@ -17,7 +17,7 @@ from torch import Tensor
 from mesh_attention import LocalGroup, MeshAttention, masks
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import DisagreementError, MeshAttentionError, TransportError
-from mesh_attention.execution.driving import Ledger
+from mesh_attention.session.session import Session
 from mesh_attention.testing.wrappers import Counting, Failing
 
 TOKENS, HEADS, DIM = 8, 4, 8
@@ -121,7 +121,7 @@ def spell_differently(group: Any) -> list[Tensor]:
     mine = inputs(dist.get_rank(group))
     outs = [attention(*mine, causal=True)]
     outs += [attention(*mine, **SPELLINGS[(i + dist.get_rank(group)) % len(SPELLINGS)]) for i in range(len(SPELLINGS))]
-    assert len(attention.engines.known) == 1
+    assert len(attention.calls.engines) == 1
     return outs
 
 
@@ -137,7 +137,7 @@ def fail_in_mid_call(group: Any) -> list[str]:
     with new_group(group, 2.0) as made:
         attention = MeshAttention(made, method="ring")
         attention(*inputs(rank))
-        (engine,) = attention.engines.known.values()
+        (engine,) = attention.calls.engines.values()
         kernel = engine.kernel_for(torch.device("cpu"), lse_gradient=False)
         if rank == 0:
             (key,) = engine.kernels
@@ -195,7 +195,7 @@ def test_a_local_group_goes_on_after_a_failure() -> None:
 def test_one_rank_goes_on_after_a_failure() -> None:
     """It has sent nothing that could meet a later call."""
     attention = MeshAttention(LocalGroup(1).comm(0))
-    with pytest.raises(torch.OutOfMemoryError), attention.engines.played.ledger.talking():
+    with pytest.raises(torch.OutOfMemoryError), attention.session.call():
         raise torch.OutOfMemoryError
     attention(*inputs(0), cu_seqlens_q=[0, 3, TOKENS])
 
@@ -276,13 +276,24 @@ def test_a_device_that_sees_another_mark_spoils_the_results_of_all_ranks(pool: R
 
 
 def test_a_refusal_does_not_fail_a_group() -> None:
-    ledger = Ledger()
-    with pytest.raises(DisagreementError), ledger.talking(DisagreementError):
+    session = Session(TwoRanks())
+    with pytest.raises(DisagreementError), session.call(DisagreementError):
         raise DisagreementError("refused before anything was sent")
-    with pytest.raises(KeyboardInterrupt), ledger.talking(DisagreementError):
+    with pytest.raises(KeyboardInterrupt), session.call(DisagreementError):
         raise KeyboardInterrupt
-    with pytest.raises(TransportError, match="KeyboardInterrupt"), ledger.talking():
+    with pytest.raises(TransportError, match="KeyboardInterrupt"), session.call():
         pass
+
+
+class TwoRanks:
+    """A transport as seen by one of two ranks; nothing is sent."""
+
+    rank, size, is_capturable = 0, 2, False
+
+    def share(self, text: str) -> Any:
+        raise AssertionError("nothing is to be sent")
+
+    post = share
 
 
 @pytest.mark.parametrize("seq_q", [1, 3, 6])

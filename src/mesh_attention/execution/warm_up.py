@@ -1,9 +1,9 @@
-"""Rehearsals: a pass without transfers, before its first run on NCCL, so that every kernel is on the device by then.
+"""Warm-up: a dry run of a pass, before its first run on NCCL, so that every kernel is on the device by then.
 
 The first launch of a kernel loads it, and that may wait until the device is idle. In a pass, the device may be waiting
 for another rank by then, whose host waits in a first launch of its own: all would wait for each other for ever. So a
 rank first walks the same steps with a transport that carries nothing. Each kind of kernel call and merge is really made
-once, on whatever is in memory; those made before, in this or another rehearsal, are left out.
+once, on whatever is in memory; those made before, in this or another dry run, are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def this_thread() -> Hashable:
     return token
 
 
-class Nowhere:
+class DryComm:
     """A transport that carries nothing; nobody waits."""
 
     is_capturable = False
@@ -58,7 +58,7 @@ class _Done:
         return None
 
 
-class RehearsedKernel:
+class DryKernel:
     """Makes each call of another form once."""
 
     def __init__(self, kernel: Kernel) -> None:
@@ -87,7 +87,7 @@ class RehearsedKernel:
             self.kernel.prepare(q, v, scores.mask)
 
 
-class RehearsedMerging:
+class DryMerging:
     """Makes each operation on another form of tensors once."""
 
     def __init__(self, merging: Merging) -> None:

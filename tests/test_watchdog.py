@@ -13,13 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
-from mesh_attention.comm import watch as watching
-from mesh_attention.comm.marked import Marked
-from mesh_attention.comm.reports import DIFFERENT_CALLS, Report, judge
 from mesh_attention.comm.torch_dist import reason_of
-from mesh_attention.comm.watch import STORE_IS_SILENT, Watch, WatchedPass
 from mesh_attention.errors import TransportError
-from mesh_attention.execution.alarm import Alarm
+from mesh_attention.session import watchdog
+from mesh_attention.session.call_ids import CheckedComm, Poison
+from mesh_attention.session.reports import DIFFERENT_CALLS, Report, judge
+from mesh_attention.session.watchdog import STORE_IS_SILENT, Watchdog, WatchedPass
 
 RANKS, PATIENCE_S = 4, 1.5
 
@@ -119,12 +118,12 @@ class Ranks:
         self.aborted: dict[int, float] = {}
         self.watches = {rank: self._watch(rank) for rank in range(RANKS) if rank not in silent}
 
-    def _watch(self, rank: int) -> Watch:
+    def _watch(self, rank: int) -> Watchdog:
         def abort() -> None:
             self.done[rank].append("abort")
             self.aborted[rank] = time.monotonic()
 
-        return Watch(
+        return Watchdog(
             rank=rank,
             size=RANKS,
             store=self.store,
@@ -168,7 +167,7 @@ class Pending:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
     for name, seconds in {"TICK_S": 0.05, "STALL_S": 0.2, "SILENT_S": 0.6, "SETTLE_S": 0.5}.items():
-        monkeypatch.setattr(watching, name, seconds)
+        monkeypatch.setattr(watchdog, name, seconds)
     made: list[Ranks] = []
 
     def start(*given: Any) -> Ranks:
@@ -201,9 +200,9 @@ def test_a_late_rank_is_named_by_all_and_told(started: Callable[..., Ranks]) -> 
 
 
 def test_ranks_abort_at_about_the_same_time(started: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "TICK_S", 0.3)
-    monkeypatch.setattr(watching, "STALL_S", 10.0)  # so that only one rank asks
-    monkeypatch.setattr(watching, "SETTLE_S", 2.0)
+    monkeypatch.setattr(watchdog, "TICK_S", 0.3)
+    monkeypatch.setattr(watchdog, "STALL_S", 10.0)  # so that only one rank asks
+    monkeypatch.setattr(watchdog, "SETTLE_S", 2.0)
     ranks = started()
     ranks.begin(0, 1, 3)
     ranks.begin(2, history=8)
@@ -236,7 +235,7 @@ def test_a_silent_rank_is_named_soon_once_transfers_have_failed(started: Callabl
 def test_another_call_is_named_as_soon_as_all_have_answered(
     started: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "SILENT_S", 10.0)
+    monkeypatch.setattr(watchdog, "SILENT_S", 10.0)
     ranks = started()
     ranks.begin(0, 1, 3)
     ranks.begin(2, history=8)
@@ -301,7 +300,7 @@ def test_a_post_that_torch_refused_is_where_a_rank_waits() -> None:
             raise TransportError("refused")
 
     watched = WatchedPass(3, 7, "backward", lambda index: (f"post {index}", (1,)))
-    marked = Marked(Refusing(), watched=watched)  # type: ignore[arg-type]
+    marked = CheckedComm(Refusing(), watched=watched)  # type: ignore[arg-type]
     marked.open(torch.zeros(2, dtype=torch.int64), 7)
     with pytest.raises(TransportError):
         marked.post((), ())
@@ -328,7 +327,7 @@ def _refuse(store: Any) -> None:
 
 
 def test_results_are_spoilt_once_a_rank_gave_up() -> None:
-    alarm, same = Alarm(torch.device("cpu")), torch.tensor([5, -5])
+    alarm, same = Poison(torch.device("cpu")), torch.tensor([5, -5])
     before, after = torch.ones(3), torch.ones(3, dtype=torch.bfloat16)
     alarm.check(same, [before], counts=True)
     alarm.give_up()

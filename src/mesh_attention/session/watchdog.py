@@ -1,4 +1,4 @@
-"""The watch on a group whose transfers run on a device, as with NCCL: nothing tells the host there that a rank waits.
+"""The watchdog of a group whose transfers run on a device, as with NCCL, where the host does not see a rank wait.
 
 The device counts the passes that are over in host memory, so watching costs a pass nothing. If one is not over for a
 while, this rank asks the others through the group's store what they do, and each of them answers, whatever its calls
@@ -25,7 +25,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
-from mesh_attention.comm.reports import Report, Verdict, describe, judge
+from mesh_attention.session.reports import Report, Verdict, describe, judge
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
@@ -101,13 +101,13 @@ class Waiting:
     since: float
 
 
-class Watch:
+class Watchdog:
     """Watches the passes of one group on one device.
 
     `patience_s` is how long a rank may wait, and `passes_over` reads how many passes are over. `spoil` makes the
     results of all others NaN, and `abort`, which may take long, makes them end. `counts` are the sharings and passes
     that this rank has begun on the group. `has_failed` says that the backend has given up on the group's transfers,
-    `failure` is an error of this rank's calls, and the watch ends when it is no longer `is_alive`.
+    `failure` is an error of this rank's calls, and the watchdog ends when it is no longer `is_alive`.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Watch:
             try:
                 self._look(time.monotonic())
             except Exception:
-                logger.debug("the watch could not look", exc_info=True)
+                logger.debug("the watchdog could not look", exc_info=True)
             if self.verdict is not None or not self.is_alive():
                 break
         self.exchange.is_over.wait(SILENT_S)  # so that the others hear why
@@ -199,26 +199,26 @@ class Watch:
         if not self._has_told:
             self._tell_failure()
         self.exchange.is_asking = (waiting is not None and is_stalled) or self.trouble is not None
-        found = self.exchange.found
-        if any(other.failure for other in found.reports.values()):
-            self._give_up(judge(self.exchange.report, found.reports, ()))
+        others = self.exchange.others
+        if any(other.failure for other in others.reports.values()):
+            self._give_up(judge(self.exchange.report, others.reports, ()))
         elif self.exchange.is_asking:
-            self._judge(waiting, found, now, has_failed=has_failed or self.trouble is not None)
+            self._judge(waiting, others, now, has_failed=has_failed or self.trouble is not None)
         else:
             self._asked = None
 
-    def _judge(self, waiting: Waiting | None, found: Found, now: float, *, has_failed: bool) -> None:
+    def _judge(self, waiting: Waiting | None, others: OtherRanks, now: float, *, has_failed: bool) -> None:
         is_late = waiting is not None and now - waiting.since > self.patience_s()
         asked = self._asked = self._asked or now
-        have_answered = len(found.heard) == self.size - 1 and min(found.heard.values()) > asked
+        have_answered = len(others.heard) == self.size - 1 and min(others.heard.values()) > asked
         if now - asked < SILENT_S and not is_late and not have_answered:
             return
         if now - self.exchange.heard > SILENT_S:
             if has_failed or is_late:
                 self._give_up(Verdict(STORE_IS_SILENT, describe(self.exchange.report), True))
             return
-        silent = [rank for rank, heard in found.heard.items() if now - max(heard, asked) > SILENT_S]
-        verdict = judge(self.exchange.report, found.reports, silent)
+        silent = [rank for rank, heard in others.heard.items() if now - max(heard, asked) > SILENT_S]
+        verdict = judge(self.exchange.report, others.reports, silent)
         if self.trouble is not None and waiting is None and not verdict.is_certain and not silent:
             verdict = Verdict(self.trouble, verdict.here, True)  # nobody knows more
         if verdict.is_certain or is_late or (has_failed and (silent or now - asked > SILENT_S)):
@@ -276,7 +276,7 @@ STORE_IS_SILENT = "the group's store does not answer: the process that keeps it,
 
 
 @dataclass
-class Found:
+class OtherRanks:
     """The last reports of the other ranks, and when each of them last answered."""
 
     reports: dict[int, Report] = field(default_factory=dict)
@@ -291,7 +291,7 @@ class Exchange:
         self.report = Report(rank)
         self.is_asking, self.is_settling = False, False
         self.heard = time.monotonic()
-        self.found = Found()
+        self.others = OtherRanks()
         self.is_over, self.has_told, self._wake = Event(), Event(), Event()
         self._beat, self._asked_by_others = 0, 0
         self._texts: dict[int, bytes] = {}
@@ -316,7 +316,7 @@ class Exchange:
 
     def have_given_up(self, silent: Sequence[int]) -> bool:
         """True if all ranks have given up that ever answered and are not silent."""
-        return all(other.failure for rank, other in self.found.reports.items() if rank not in silent)
+        return all(other.failure for rank, other in self.others.reports.items() if rank not in silent)
 
     def _turn(self, store: Any) -> None:
         asked = store.add("asked", 1 if self.is_asking else 0)
@@ -336,12 +336,12 @@ class Exchange:
             ranks = [rank for rank in ranks if store.check([_key(rank)])]
         now = time.monotonic()
         texts = store.multi_get([_key(rank) for rank in ranks]) if ranks else []
-        reports, heard = {}, {rank: self.found.heard.get(rank, 0.0) for rank in range(self.size) if rank != self.rank}
+        reports, heard = {}, {rank: self.others.heard.get(rank, 0.0) for rank in range(self.size) if rank != self.rank}
         for rank, text in zip(ranks, texts, strict=True):
             reports[rank] = Report.from_text(text.decode().partition(" ")[2])
             if self._texts.get(rank) != text:
                 self._texts[rank], heard[rank] = text, now
-        self.found = Found(reports, heard)
+        self.others = OtherRanks(reports, heard)
 
 
 def _key(rank: int) -> str:
@@ -350,6 +350,6 @@ def _key(rank: int) -> str:
 
 def _own_store(store: Any) -> Any:
     """A connection of its own: the caller's may be waiting for something else."""
-    made = PrefixStore("mesh-attention watch", store.clone())
+    made = PrefixStore("mesh-attention watchdog", store.clone())
     made.set_timeout(timedelta(seconds=SILENT_S))
     return made

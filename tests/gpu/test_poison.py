@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from mesh_attention.execution.alarm import Alarm
+from mesh_attention.session.call_ids import Poison
 
 
 def test_results_are_spoilt_once_a_rank_gave_up_also_in_a_graph() -> None:
-    alarm, same = Alarm(torch.device("cuda", 0)), torch.tensor([5, -5], device="cuda")
+    alarm, same = Poison(torch.device("cuda", 0)), torch.tensor([5, -5], device="cuda")
     results = [torch.ones(3000, device="cuda", dtype=torch.bfloat16), torch.ones(7, device="cuda")]
     alarm.check(same, results, counts=True)
     torch.cuda.synchronize()
@@ -28,7 +28,7 @@ def test_results_are_spoilt_once_a_rank_gave_up_also_in_a_graph() -> None:
 
 
 def test_a_launch_that_waits_for_the_device_does_not_hold_up_giving_up() -> None:
-    alarm = Alarm(torch.device("cuda", 0))
+    alarm = Poison(torch.device("cuda", 0))
     torch.cuda._sleep(2_000_000_000)
     alarm.give_up()
     assert not torch.cuda.current_stream().query()

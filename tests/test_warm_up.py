@@ -15,7 +15,7 @@ from mesh_attention.api import MeshAttention
 from mesh_attention.comm import torch_dist
 from mesh_attention.comm.base import Parcel
 from mesh_attention.comm.torch_dist import TorchComm
-from mesh_attention.execution import engine, rehearsal
+from mesh_attention.execution import engine, warm_up
 from mesh_attention.execution.compiled import compile_program, peers_of
 from mesh_attention.kernels.base import CallMask, Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.merging import TorchMerging
@@ -34,15 +34,15 @@ class Alone:
     def __init__(self, log: list[Any]) -> None:
         self.log = log
 
-    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> rehearsal._Done:
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> warm_up._Done:
         for parcel in recvs:
             for chunk in parcel.chunks:
                 chunk.zero_()
         self.log.append("post")
-        return rehearsal._Done()
+        return warm_up._Done()
 
     def share(self, text: str) -> Any:
-        class Shared(rehearsal._Done):
+        class Shared(warm_up._Done):
             def result(self) -> list[str]:
                 return [text] * RANKS
 
@@ -91,7 +91,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     monkeypatch.setattr(engine, "choose_kernel", lambda demand: Noted(choose_kernel(demand), found))
     monkeypatch.setattr(engine, "choose_merging", lambda device: NotedMerging(found))
-    monkeypatch.setattr(rehearsal, "_MADE", set())
+    monkeypatch.setattr(warm_up, "_MADE", set())
     return found
 
 
@@ -137,7 +137,7 @@ def test_what_was_made_once_is_not_made_again(log: list[Any]) -> None:
 def test_every_mask_is_prepared_even_where_a_call_like_it_was_made_before(log: list[Any]) -> None:
     attention = MeshAttention(Alone(log), method="ring")
     attention(*[torch.randn(1, 32, 4, 8)] * 3, causal=True)
-    (one,) = attention.engines.known.values()
+    (one,) = attention.calls.engines.values()
     (kernel,) = one.kernels.values()
     before = log[: log.index("post")]
     made, prepared = kernel.masks, [entry[1] for entry in before if entry[0] == "prepared"]  # type: ignore[attr-defined]

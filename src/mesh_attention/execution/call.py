@@ -1,0 +1,261 @@
+"""A call, in five stages: canonical options, problem, plans, program, agreement.
+
+Whatever one rank refuses in a stage, all ranks raise. What the stages make is an `Engine`, which is kept: later calls
+like it go straight to its passes. The program is compiled before ranks agree, so that a rank where this fails can
+still tell the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mesh_attention.arguments import CallOptions, Softmax, TensorKind, needs_gradient
+from mesh_attention.comm.base import Comm
+from mesh_attention.errors import UsageError
+from mesh_attention.execution.engine import Engine, compile_programs
+from mesh_attention.execution.graphs import CapturedPasses, GraphMemory
+from mesh_attention.plan.assignment import Assignment, Axis, Tile
+from mesh_attention.plan.layout import Cached, Layout
+from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.problem import Problem
+from mesh_attention.session.agreement import Question
+from mesh_attention.session.session import Session
+
+MAX_ENGINES = 128
+"""Engines kept, the most recently used ones; ranks make the same calls, so they drop the same ones."""
+Kinds = tuple[TensorKind, TensorKind, TensorKind]
+"""Those of one rank's q, k and v."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call in its canonical form: equal calls are equal values, however their arguments were spelled.
+
+    Otherwise a rank with one spelling would ask for agreement while others, with another, find what they know.
+    """
+
+    problem: Problem
+    softmax: Softmax
+    deterministic: bool
+    layout: Layout
+    gradient: bool
+    may_keep: bool
+    cuda_graphs: bool
+
+
+@lru_cache(maxsize=4 * MAX_ENGINES)
+def pose(options: CallOptions, kinds: Kinds, ranks: int) -> tuple[Problem, Softmax]:
+    """The problem of a call and its scores, from options in canonical form and one rank's tensors."""
+    problem = options.problem(*kinds, ranks=ranks)
+    return problem, options.softmax(problem)
+
+
+@dataclass(frozen=True)
+class PlanningTalk:
+    """How ranks plan a call as one: they share texts, each of which is also an agreement on the call.
+
+    A rank that fails between two sharings tells the others in the next, so nobody is left waiting.
+    """
+
+    session: Session
+    device: torch.device
+    asked: Mapping[str, str]
+
+    @property
+    def comm(self) -> Comm:
+        return self.session.comms_on(self.device)[0]
+
+    def share(self, step: str, says: Any) -> list[Any]:
+        """What every rank says at a step of planning; any JSON."""
+        asked = {**self.asked, **{f"{direction} plan": step for direction in DIRECTIONS}}
+        answers = self.session.agree(Question(asked=asked, says=says), device=self.device)
+        return [answer.says for answer in answers]
+
+
+class Strategy(Protocol):
+    """Makes the plans of both passes, the same on every rank."""
+
+    @property
+    def decides_what_to_keep(self) -> bool:
+        """True if plans depend on `may_keep`."""
+
+    def plans(
+        self,
+        problem: Problem,
+        layout: Layout,
+        *,
+        on_gpu: bool,
+        needs_gradient: bool,
+        may_keep: bool,
+        talk: PlanningTalk | None,
+    ) -> Mapping[Direction, Plan]:
+        """The plans; `talk` is None where one process plays all ranks."""
+
+
+class Calls:
+    """The engines of one `MeshAttention`, by call.
+
+    They do not refer to the `MeshAttention` they belong to, so that a group is released with the last reference to it:
+    left to the garbage collector, it may outlive the process group, and Gloo's threads do not survive that.
+    """
+
+    def __init__(self, session: Session, layout: Layout, strategy: Strategy, *, cuda_graphs: bool) -> None:
+        self.session, self.layout, self.strategy, self.cuda_graphs = session, layout, strategy, cuda_graphs
+        self.engines: dict[Hashable, Engine] = {}
+        self.forward_passes = 0
+        """Forward passes asked for so far, except those that one rank makes as a single kernel call."""
+        self.observers: list[Callable[[Engine, torch.device], Engine]] = []
+        """Wrap the engine of every call, while recordings are made."""
+        self._graph_memories: dict[torch.device, GraphMemory] = {}
+
+    def engine(
+        self,
+        tensors: Sequence[Sequence[Tensor]],
+        options: CallOptions,
+        *,
+        layout: Layout | None = None,
+        gradient: bool | None = None,
+        may_keep: bool = True,
+    ) -> Engine:
+        """The engine for inputs like these, q, k and v of each rank played here, on this layout or the usual one.
+
+        `gradient` says whether there will be a backward pass, where tensors and grad mode do not; `may_keep`, whether
+        forward can hand anything but its results to it.
+        """
+        self.forward_passes += 1
+        with self.session.telling():
+            options = options.checked()
+            if gradient is None:
+                gradient = needs_gradient(tensor for rank in tensors for tensor in rank)
+            kinds: list[Kinds] = [tuple(map(TensorKind.of, rank)) for rank in tensors]  # type: ignore[misc]
+            problem, softmax = pose(options, kinds[0], self.session.size)
+            call = Call(
+                problem=problem,
+                softmax=softmax,
+                deterministic=options.deterministic,
+                layout=layout or self.layout,
+                gradient=gradient,
+                may_keep=may_keep and gradient and not self.cuda_graphs and self.strategy.decides_what_to_keep,
+                cuda_graphs=self.cuda_graphs,
+            )
+            key = call, *kinds
+            engine = self.engines.pop(key, None)
+        engine = engine or self._new_engine(call, options, kinds)
+        if not isinstance(call.layout, Cached):  # the next turn of a cache has another layout
+            self.engines[key] = engine  # the most recently used comes last
+        if len(self.engines) > MAX_ENGINES:
+            del self.engines[next(iter(self.engines))]
+        for observe in self.observers:
+            engine = observe(engine, kinds[0][0].device)
+        return engine
+
+    def _new_engine(self, call: Call, options: CallOptions, kinds: Sequence[Kinds]) -> Engine:
+        """Plans, program and agreement of a call that is new to this rank."""
+        device, session = kinds[0][0].device, self.session
+        with session.telling():
+            comms = session.comms_on(device)
+            self._check_graphs(device, comms)
+            # In a local group, each rank judges by its own tensors, as it would in a process of its own.
+            asked = [_asked(call, pose(options, own, session.size)[0], device) for own in kinds]
+        talk = None if session.is_local else PlanningTalk(session, device, asked[0])
+        passes = {"needs_gradient": call.gradient, "may_keep": call.may_keep}
+        with session.telling():
+            plans = self.strategy.plans(call.problem, call.layout, on_gpu=device.type == "cuda", talk=talk, **passes)
+            _check_keep(plans, cuda_graphs=self.cuda_graphs)
+            planned = {f"{direction} plan": f"{plan!r}" for direction, plan in plans.items()}
+            questions = [
+                Question(asked={**rank, **planned}, holds=_holds(own), expected=_shard_sizes(call, session.size))
+                for rank, own in zip(asked, kinds, strict=True)
+            ]
+            engine = Engine(
+                problem=call.problem,
+                softmax=call.softmax,
+                deterministic=call.deterministic,
+                session=session,
+                comms=comms,
+                call_id=questions[0].call_id,
+                programs=compile_programs(plans, comms),
+                captured=None if isinstance(call.layout, Cached) else self._captured(device),
+            )
+            engine.prepare(device)
+        session.agree(*questions, device=device)
+        return engine
+
+    def _check_graphs(self, device: torch.device, comms: Sequence[Comm]) -> None:
+        if not self.cuda_graphs:
+            return
+        if device.type != "cuda":
+            raise UsageError(f"cuda_graphs=True needs CUDA tensors, got {device}")
+        if not all(comm.is_capturable for comm in comms):
+            raise UsageError(
+                "cuda_graphs=True needs transfers that a CUDA graph can capture, and this group's cannot be; "
+                "use NCCL, or leave cuda_graphs out"
+            )
+
+    def _captured(self, device: torch.device) -> CapturedPasses | None:
+        if not self.cuda_graphs:
+            return None
+        if device not in self._graph_memories:
+            self._graph_memories[device] = GraphMemory(device)
+        return CapturedPasses(self._graph_memories[device])
+
+
+# What ranks compare
+
+
+def _asked(call: Call, problem: Problem, device: torch.device) -> dict[str, str]:
+    return {
+        "operation": "attention",
+        **{field.name: str(getattr(problem, field.name)) for field in fields(problem)},
+        "softmax": str(call.softmax),
+        "device": device.type,
+        "deterministic": str(call.deterministic),
+        "cuda_graphs": str(call.cuda_graphs),
+        "gradient": "needed" if call.gradient else "not needed",
+        "keeping inputs for backward": "possible" if call.may_keep else "impossible (compiled, or in a dispatch mode)",
+    }
+
+
+def _holds(kinds: Kinds) -> dict[str, int]:
+    q, k, _ = kinds
+    return {"q": q.shape[1], "kv": k.shape[1]}
+
+
+def _shard_sizes(call: Call, ranks: int) -> Callable[[int], dict[str, int]]:
+    """The tokens of q and of kv that any rank must hold."""
+    problem = call.problem
+    sides: tuple[tuple[str, Axis, int], ...] = (("q", "row", problem.seq_q), ("kv", "col", problem.seq_kv))
+    layouts = [(name, call.layout.along(axis, problem), tokens) for name, axis, tokens in sides]
+    return lambda rank: {
+        name: sum(map(len, layout.segments(rank, tokens=tokens, ranks=ranks))) for name, layout, tokens in layouts
+    }
+
+
+def _check_keep(plans: Mapping[Direction, Plan], *, cuda_graphs: bool) -> None:
+    forward, backward = plans["forward"], plans["backward"]
+    kept = [(plan.schedule.keep, _grid_of_kept(plan)) for plan in (forward, backward)]
+    same = kept[0] == kept[1]
+    if (forward.schedule.keep or backward.schedule.keep) and not same:
+        raise UsageError(
+            f"{forward!r} keeps {forward.schedule.keep} on tile {forward.assignment}, but {backward!r} expects "
+            f"{backward.schedule.keep} on tile {backward.assignment}; plan both passes with the same keep, Ulysses "
+            "degree and waves, and with the same tile if q or kv is kept"
+        )
+    if cuda_graphs and forward.schedule.keep:
+        raise UsageError(
+            f"{forward!r} keeps {', '.join(forward.schedule.keep)} for backward, which CUDA graphs cannot hand over; "
+            "leave out cuda_graphs, keep or memory_limit"
+        )
+
+
+def _grid_of_kept(plan: Plan) -> Assignment:
+    """The grid, as far as kept items depend on it: a place's own shard does not depend on the tile."""
+    grid, is_own = plan.assignment, plan.schedule.keep == ("own",)
+    return replace(grid, tile=Tile(1, 1), inner=None) if is_own else grid

@@ -1,0 +1,291 @@
+"""`Session`: the ranks of a group as one rank of them sees it. All talk between ranks goes through it.
+
+It holds the transports of the ranks that this process plays, lets ranks agree, tells them about an error on this one,
+gives every call its id, connects ranks before they need it, and refuses to go on after a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from threading import RLock, Thread, current_thread
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mesh_attention.comm.base import Comm, Work, drive, drive_together, innermost
+from mesh_attention.comm.local import LocalComm, LocalGroup
+from mesh_attention.comm.torch_dist import START_AGAIN, Group, TorchComm, comm_for
+from mesh_attention.errors import DisagreementError, TransportError, UsageError
+from mesh_attention.session.agreement import Answer, Question, ask, tell
+from mesh_attention.session.call_ids import NEW_GROUP, CheckedComm, Describe, Poison, make_call_id
+
+Result = TypeVar("Result")
+IS_TOLD = "_mesh_attention_is_told"
+"""An attribute of errors that the other ranks know of."""
+
+
+@dataclass
+class GroupState:
+    """What all sessions on one group share: the calls made on it so far, and why it failed.
+
+    Where one process plays all ranks, failures are not sticky, because all ranks fail together and drop what they
+    posted, and threads take turns.
+    """
+
+    forgets_failures: bool
+    lock: RLock = field(default_factory=RLock)
+    passes: int = 0
+    history: int = 0
+    """A hash of the ids of all calls so far."""
+    failure: str | None = None
+    caches: int = 0
+    """KV caches made so far."""
+    poisons: dict[torch.device, Poison] = field(default_factory=dict)
+    thread: Thread | None = None
+
+    def poison(self, device: torch.device) -> Poison:
+        if device not in self.poisons:
+            self.poisons[device] = Poison(device)
+        return self.poisons[device]
+
+
+_STATES: WeakKeyDictionary[Any, GroupState] = WeakKeyDictionary()
+
+
+def _state_of(comm: Comm, *, forgets_failures: bool) -> GroupState:
+    """The state of a transport's group, the same for all transports on that group."""
+    comm, state = innermost(comm), GroupState(forgets_failures)
+    try:
+        return _STATES.setdefault(getattr(comm, "group", comm), state)
+    except TypeError:  # a transport that cannot be hashed or referred to weakly
+        return state
+
+
+class Session:
+    """One rank's part in a group; in a local group, which one process plays, that of all ranks.
+
+    `comms` are the transports of the ranks played here.
+    """
+
+    def __init__(self, group: Group | LocalGroup | Comm | Sequence[Comm] | None) -> None:
+        self.comms: list[Comm]
+        self.is_local = isinstance(group, LocalGroup | list | tuple)
+        if isinstance(group, LocalGroup):
+            self.comms = [group.comm(rank) for rank in range(group.size)]
+        elif isinstance(group, list | tuple):
+            self.comms = list(group)
+            if not group or not all(hasattr(comm, "share") for comm in group):
+                raise UsageError(f"group is {group!r}; expected a list of transports, one for each rank played here")
+        elif hasattr(group, "share"):
+            self.comms = [group]  # type: ignore[list-item]
+        else:
+            self.comms = [TorchComm(group)]  # type: ignore[arg-type]
+        self.state = _state_of(self.comms[0], forgets_failures=self.is_local or self.size == 1)
+        self._on: dict[torch.device, list[Comm]] = {}
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group; 0 in a local group."""
+        return self.comms[0].rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in the whole group."""
+        return self.comms[0].size
+
+    def comms_on(self, device: torch.device) -> list[Comm]:
+        """Transports for tensors on a device: Gloo cannot send from a GPU, so those go through host memory."""
+        if self.is_local:
+            return self.comms
+        if device not in self._on:
+            (comm,) = self.comms
+            transport = comm_for(comm.group, device) if isinstance(comm, TorchComm) else comm
+            self._on[device] = [transport if self.size == 1 else CheckedComm(transport, self.state)]
+        return self._on[device]
+
+    def drive(self, ranks: Sequence[Generator[Work, None, Result]]) -> list[Result]:
+        """Advance one generator for each rank played here until all have returned."""
+        if not self.is_local:
+            return [drive(ranks[0])]
+        try:
+            return drive_together(ranks)
+        except BaseException:
+            for comm in map(innermost, self.comms):
+                if isinstance(comm, LocalComm):
+                    comm.group.forget()  # what was posted before the error would meet the wrong transfers later
+            raise
+
+    # Agreement
+
+    def agree(self, *questions: Question, device: torch.device | None = None) -> list[Answer]:
+        """Raise on every rank unless all state the same; otherwise, the answers of all ranks.
+
+        There is one question for each rank played here. `device` is that of the call's tensors, if there are any: its
+        first agreement connects the group on it.
+        """
+        comms = self.comms if device is None else self.comms_on(device)
+        try:
+            with self.call(UsageError, DisagreementError):
+                answers = self.drive([ask(comm, question) for comm, question in zip(comms, questions, strict=True)])
+        except DisagreementError as error:
+            setattr(error, IS_TOLD, True)
+            raise
+        return answers[0]
+
+    @contextmanager
+    def telling(self, device: torch.device | None = None) -> Iterator[None]:
+        """Tell the other ranks about an error inside the block, so that they do not wait; then it is raised here.
+
+        For whatever a rank does between the beginning of a call and the agreement on it.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.tell(error)
+            raise
+
+    def tell(self, error: Exception) -> None:
+        """Tell the other ranks about an error, unless they know of it."""
+        if self.is_local or self.size == 1 or getattr(error, IS_TOLD, False) or _is_faked():
+            return
+        setattr(error, IS_TOLD, True)
+        # If they cannot be told, the error itself is still what matters here.
+        with suppress(Exception), self.call(), _disable_current_modes():
+            tell(self._newest_comm(), error)
+
+    def _newest_comm(self) -> Comm:
+        """The transport that other ranks listen on: NCCL shares texts on the device of their tensors."""
+        return next(reversed(self._on.values()))[0] if self._on else self.comms[0]
+
+    # Calls
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing more is sent on this group; None while all is well, as far as the host knows."""
+        for poison in self.state.poisons.values():
+            self.state.failure = self.state.failure or poison.verdict()
+        return self.state.failure
+
+    @contextmanager
+    def call(self, *refusals: type[Exception]) -> Iterator[None]:
+        """Talk to other ranks: one thread at a time, and none after a failure.
+
+        An error other than `refusals` leaves the group failed: messages of the failed call may still be under way, and
+        would be taken for those of the next one.
+        """
+        state = self.state
+        with state.lock:
+            self._check_thread()
+            if self.failure is not None:
+                raise TransportError(
+                    f"an earlier call on this group failed: {state.failure}. Its messages may still be under way, so "
+                    f"nothing more is sent on this group; {NEW_GROUP}"
+                )
+            try:
+                yield
+            except refusals:
+                raise
+            except BaseException as error:
+                if state.forgets_failures:
+                    raise
+                why = self._explanation(error)
+                state.failure = why or f"{type(error).__name__}: {error}"
+                if why is not None:
+                    raise TransportError(f"{why}; {START_AGAIN}") from error
+                raise
+
+    def _explanation(self, error: BaseException) -> str | None:
+        """Why a transfer failed, as far as the other ranks know; None if nobody was asked."""
+        if not isinstance(error, TransportError):
+            return None
+        watchdogs = [poison.watchdog for poison in self.state.poisons.values() if poison.watchdog is not None]
+        asked = [dog for dog in watchdogs if dog.verdict is not None or dog.is_in_a_pass]
+        return next((why for dog in asked if (why := dog.explain(str(error)))), None)
+
+    def _check_thread(self) -> None:
+        """Refuse a second thread: which of them goes first would differ from rank to rank, and no id would tell."""
+        state = self.state
+        is_backward = torch._C._current_graph_task_id() != -1  # autograd has threads of its own
+        if state.forgets_failures or is_backward:
+            return
+        now = current_thread()
+        if state.thread is None or not state.thread.is_alive():
+            state.thread = now
+        if state.thread is not now:
+            state.failure = state.failure or f"threads {state.thread.name} and {now.name} both made calls on it"
+            raise UsageError(
+                f"threads {state.thread.name} and {now.name} both make calls on one group, and their order would "
+                "differ from rank to rank; give each thread its own group and MeshAttention"
+            )
+
+    def count_cache(self) -> int:
+        """The number of a new KV cache among those of the group, equal on all ranks."""
+        self.state.caches += 1
+        return self.state.caches
+
+    def begin_pass(
+        self,
+        call_id: int,
+        device: torch.device,
+        *,
+        forward_pass: int | Tensor = 0,
+        describe: Describe | None = None,
+        direction: str = "forward",
+    ) -> Tensor | None:
+        """The id of the pass that begins now, for its transport to compare; None where nothing needs comparing.
+
+        `call_id` covers whatever must be equal on all ranks. The pass's id also covers all passes before it, and for a
+        backward pass the `forward_pass` it belongs to. With `describe`, the watchdog of the device watches the pass.
+        """
+        comm, state = self.comms_on(device)[0], self.state
+        if not isinstance(comm, CheckedComm):
+            return None
+        on_device = device if comm.is_capturable else None
+        state.passes += 1
+        known = int(forward_pass) if on_device is None else 0  # reading it from a device would wait
+        state.history = hash((state.history, call_id, known))  # of whole numbers, so it is the same in every process
+        pass_id = make_call_id(state.passes, state.history, on_device, forward_pass)
+        if describe is not None:
+            comm.watch(device, state.history, direction, describe)
+        return pass_id
+
+    def run_pass(
+        self,
+        ranks: Sequence[Generator[Work, None, Result]],
+        pass_id: Tensor | None,
+        device: torch.device,
+        results_of: Callable[[Result], Sequence[Tensor]],
+    ) -> list[Result]:
+        """Advance the ranks played here through a pass, whose id travels beside their transfers.
+
+        On NCCL, results of a pass in which ids differ become NaN.
+        """
+        if pass_id is None:
+            return self.drive(ranks)
+        comm = self.comms_on(device)[0]
+        assert isinstance(comm, CheckedComm)
+        comm.open(pass_id, self.state.history)
+        results = self.drive(ranks)
+        comm.close(results_of(results[0]))
+        return results
+
+    def needs_warm_up(self, device: torch.device) -> bool:
+        """True if a first pass must not load kernels or connect ranks, because its waits are on the device."""
+        comm = self.comms_on(device)[0]
+        return isinstance(comm, CheckedComm) and comm.is_capturable
+
+    def connect(self, device: torch.device, dests: Collection[int], sources: Collection[int]) -> None:
+        """Connect with the ranks of a pass, where a transport has to; all ranks, before they first run it."""
+        comm = innermost(self.comms_on(device)[0])
+        if self.needs_warm_up(device) and isinstance(comm, TorchComm):
+            comm.reach(dests, sources)
+
+
+def _is_faked() -> bool:
+    """True if tensors are fake: then no rank sends anything."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
