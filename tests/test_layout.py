@@ -110,7 +110,7 @@ def test_listed_layouts_that_leave_tokens_out_are_refused(shards: Any, complaint
 
 def test_a_listed_layout_is_of_one_length() -> None:
     layout = Listed(((range(4),), (range(4, 6),)))
-    with pytest.raises(ProblemError, match="this listed layout is of 6 tokens on 2 ranks"):
+    with pytest.raises(ProblemError, match="this listed layout was built for 6 tokens on 2 ranks"):
         layout.segments(0, tokens=7, ranks=2)
 
 

@@ -133,7 +133,7 @@ PRESETS = {
 
 
 def cluster_named(text: str) -> Topology:
-    """A preset with a number of ranks: ``h100x256``. A name alone stands for one node."""
+    """A preset with a number of ranks: ``h100x256``. A name alone means one node."""
     wanted = text.strip().lower()
     if wanted == MEASURE:
         raise TopologyError(
@@ -155,11 +155,11 @@ def cluster_named(text: str) -> Topology:
 
 def _with_ranks(topology: Topology, text: str, rest: str) -> Topology:
     # mi300x256 is 256 of them, as is mi300xx256.
-    found = re.fullmatch(r"x?([0-9]{1,9})" if topology.name.endswith("x") else r"x([0-9]{1,9})", rest)
-    if found is None or int(found[1]) < 1:
+    ranks = re.fullmatch(r"x?([0-9]{1,9})" if topology.name.endswith("x") else r"x([0-9]{1,9})", rest)
+    if ranks is None or int(ranks[1]) < 1:
         example = f"{topology.name.removesuffix('x')}x64"
         raise ParseError(f"cluster {text!r}: expected a number of ranks after the name, 1 or more, such as {example}")
-    return topology.with_ranks(int(found[1]))
+    return topology.with_ranks(int(ranks[1]))
 
 
 def find_cluster(text: str) -> Topology:

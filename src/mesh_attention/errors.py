@@ -9,7 +9,7 @@ MeshAttentionError
 │   ├── TopologyError                 an impossible cluster, or one that does not fit the plan
 │   ├── MemoryLimitError              no plan stays below the memory limit
 │   ├── CacheFullError                more tokens than a cache has room for
-│   └── ParseError                    text or JSON that is not a plan, a step or a size
+│   └── ParseError                    text, JSON or TOML that cannot be read: a plan, a cluster, a size
 ├── PlanError                         a plan that breaks a rule (see verification/)
 ├── WorkerError                       a process that was started here and failed (comm/launch)
 ├── DisagreementError                 ranks that were called with different arguments, or are in different calls
@@ -61,7 +61,7 @@ class CacheFullError(UsageError):
 
 
 class ParseError(UsageError):
-    """Text or JSON that cannot be read."""
+    """Text, JSON or TOML that cannot be read."""
 
 
 class PlanError(MeshAttentionError):

@@ -154,12 +154,12 @@ def documents(cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int] | None = 
     return Mask(documents=Documents(q, kv))
 
 
-def boundaries(name: str, given: Iterable[int]) -> tuple[int, ...]:
+def boundaries(name: str, totals: Iterable[int]) -> tuple[int, ...]:
     """Document boundaries as numbers: running totals that start at 0. Reading a tensor waits for its device."""
     try:
-        cuts = tuple(index(cut) for cut in (given.tolist() if hasattr(given, "tolist") else given))
+        cuts = tuple(index(cut) for cut in (totals.tolist() if hasattr(totals, "tolist") else totals))
     except (TypeError, NotImplementedError):  # the second for a tensor on meta
-        raise MaskError(f"{name}={given!r}: expected running totals, whole numbers in one dimension") from None
+        raise MaskError(f"{name}={totals!r}: expected running totals, whole numbers in one dimension") from None
     if len(cuts) < 2 or cuts[0] != 0 or any(a > b for a, b in pairwise(cuts)):
         raise MaskError(f"{name}={shorten_boundaries(cuts)}: expected running totals that start at 0 and never fall")
     return cuts
@@ -231,9 +231,9 @@ def _pairs_up_to(lead: int, num_q: int, q_step: int, num_kv: int, kv_step: int) 
     """Number of pairs (u, w) with ``w * kv_step <= lead + u * q_step``, for u below num_q and w below num_kv."""
     first = min(num_q, max(0, -(lead // q_step)))  # the first u that reaches any w
     whole = min(num_q, max(0, -((lead - (num_kv - 1) * kv_step) // q_step)))  # the first u that reaches all
-    some = whole - first
+    partly = whole - first  # the number of u that reach some w, but not all
     start = lead + first * q_step
-    return _floor_sum(some, kv_step, q_step, start) + some + (num_q - whole) * num_kv
+    return _floor_sum(partly, kv_step, q_step, start) + partly + (num_q - whole) * num_kv
 
 
 def _floor_sum(count: int, divisor: int, slope: int, start: int) -> int:

@@ -55,7 +55,7 @@ class Timeline:
 
     `ranks` holds the totals of every rank, `spans` those of the requested ranks. `sent_nbytes` is the sum over all
     ranks, by link class. `is_exact` is True if every rank's calls were priced one by one; otherwise the prices of some
-    places stand for those of their neighbours. (The order in which ranks that share a link are served is an assumption
+    places represent those of their neighbours. (The order in which ranks that share a link are served is an assumption
     either way.) `joined_compute_s` is only given for joined passes: the sum of their `compute_s`.
     """
 

@@ -6,11 +6,14 @@ Everything shown to a person goes through here: three significant digits and a u
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mesh_attention.errors import ParseError
 
 GIB = 2**30
+
+Report = Callable[[str, float], None]
+"""Hears of progress: the current activity, and the fraction done."""
 
 Units = tuple[tuple[str, int], ...]
 BYTES: Units = (("B", 1), ("KiB", 1024), ("MiB", 1024**2), ("GiB", GIB), ("TiB", 1024**4))
@@ -38,10 +41,10 @@ def brief(value: object) -> str:
 
 def parse_size(option: str, text: str) -> int:
     """``4096``, ``128k`` or ``1m``; k is 1024."""
-    found = re.fullmatch(r"([0-9]{1,18})([km]?)", text.strip().lower())
-    if found is None:
+    match = re.fullmatch(r"([0-9]{1,18})([km]?)", text.strip().lower())
+    if match is None:
         raise ParseError(f"{option} {text!r}: expected a whole number such as 4096, 128k or 1m (k is 1024)")
-    return int(found[1]) * _TOKENS[found[2]]
+    return int(match[1]) * _TOKENS[match[2]]
 
 
 def parse_whole(option: str, text: str, *, least: int = 1) -> int:
@@ -52,8 +55,8 @@ def parse_whole(option: str, text: str, *, least: int = 1) -> int:
 
 def parse_nbytes(option: str, text: str) -> int:
     """``20GiB``, ``512MiB`` or ``20g``; g is 1024³. A number without a unit is refused, and so is GB."""
-    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([kmgt])(?:ib)?", text.strip().lower())
-    nbytes = 0 if found is None else int(float(found[1]) * _NBYTES[found[2]])
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([kmgt])(?:ib)?", text.strip().lower())
+    nbytes = 0 if match is None else int(float(match[1]) * _NBYTES[match[2]])
     if nbytes < 1:
         raise ParseError(f"{option} {text!r}: expected bytes above 0 with a unit, such as 20GiB, 512MiB or 20g (GiB)")
     return nbytes

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mesh_attention.errors import MeshAttentionError, UsageError
-from mesh_attention.units import count
+from mesh_attention.units import Report, count
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from mesh_attention.comm.base import Comm
 
 POLL_S = 0.2
-Report = Callable[[str, float], None]
 
 
 class WorkerError(MeshAttentionError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import gcd
 from pathlib import Path
@@ -18,6 +18,7 @@ from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.planner import block_plan_on, ring_like
+from mesh_attention.units import Report
 from mesh_attention_lab.drawing.page import Scene, write_page
 from mesh_attention_lab.drawing.trace import write_trace
 
@@ -26,7 +27,6 @@ OFFERED_RANKS = (4, 16, 64)
 ALL_SPANS, SOME_SPANS = 16, 8
 """Spans of all ranks are kept up to this many ranks; of more ranks, those of a few."""
 TRACE = "trace.json"
-Report = Callable[[str, float], None]
 
 
 def method_name(plan: Plan) -> str:

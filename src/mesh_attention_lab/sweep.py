@@ -16,8 +16,9 @@ from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import shapes
 from mesh_attention.tuning.result import Forecast, Tuning
-from mesh_attention.tuning.search import Report, groupings
+from mesh_attention.tuning.search import groupings
 from mesh_attention.tuning.traffic import plan_on, traffic
+from mesh_attention.units import Report
 
 Axis = Literal["ranks", "seq", "tile"]
 AXES: tuple[Axis, ...] = get_args(Axis)

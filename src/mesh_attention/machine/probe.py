@@ -13,17 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mesh_attention.comm.base import Comm
 from mesh_attention.machine.fit import CallTime, Measurement, MemoryTimes, MessageTime
-from mesh_attention.machine.timing import (
-    BRIEF,
-    THOROUGH,
-    Effort,
-    Report,
-    kernel_for,
-    time_kernel,
-    time_links,
-    time_memory,
-)
+from mesh_attention.machine.timing import BRIEF, THOROUGH, Effort, kernel_for, time_kernel, time_links, time_memory
 from mesh_attention.problem import Problem
+from mesh_attention.units import Report
 
 KERNELS_UNTIL, MEMORY_UNTIL = 0.7, 0.75
 """Share of each part in the time of a measurement."""

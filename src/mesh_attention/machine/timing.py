@@ -27,15 +27,13 @@ from mesh_attention.problem import Direction, Problem
 from mesh_attention.session.agreement import Question
 from mesh_attention.session.session import Session
 from mesh_attention.topology import LinkClass
-from mesh_attention.units import GIB
+from mesh_attention.units import GIB, Report
 
 MOST_CALLS = 1000
 LEAST_SAMPLES, MOST_SAMPLES, BRIEF_SAMPLES = 3, 15, 5
 LONGEST_CALL_S = 0.6
 """Sizes whose longest call would take more are left out."""
 
-Report = Callable[[str, float], None]
-"""Gets the current task and the fraction done."""
 
 # How much to measure
 

@@ -13,7 +13,7 @@ from mesh_attention.plan.layout import Layout, join
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, Direction, Item, Keep, Kind
 from mesh_attention.problem import RUNNING_LSE_NBYTES, Problem
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
 class Bytes(NamedTuple):
@@ -50,8 +50,8 @@ class BlockMatrix:
         key = (axis, place, part)
         if key not in self._shards:
             parts = self.assignment.parts("row") if self.assignment.cut == "rows" and axis == "col" else (part,)
-            members = [self.assignment.members("row", place, one) for one in parts]
-            joined = (join(s for rank in some for s in self.home_segments(axis, rank)) for some in members)
+            members = [self.assignment.members("row", place, row_part) for row_part in parts]
+            joined = (join(s for rank in ranks for s in self.home_segments(axis, rank)) for ranks in members)
             self._shards[key] = tuple(sorted(chain.from_iterable(joined), key=lambda segment: segment.start))
         return self._shards[key]
 
@@ -68,12 +68,12 @@ class BlockMatrix:
 
     def home_segments(self, axis: Axis, rank: int) -> tuple[Segment, ...]:
         """The positions one rank is home to."""
-        found = self._homes.get((axis, rank))
-        if found is None:
+        segments = self._homes.get((axis, rank))
+        if segments is None:
             tokens = self.problem.seq_q if axis == "row" else self.problem.seq_kv
             layout = self.layout.along(axis, self.problem)
-            found = self._homes[axis, rank] = layout.segments(rank, tokens=tokens, ranks=self.problem.ranks)
-        return found
+            segments = self._homes[axis, rank] = layout.segments(rank, tokens=tokens, ranks=self.problem.ranks)
+        return segments
 
     def is_live(self, row: int, col: int, part: int = 0) -> bool:
         """True if the mask leaves any pair of the block, or of this part of its rows."""
@@ -134,36 +134,38 @@ class BlockMatrix:
         return _is_uniform(self.problem, self.layout, assignment.ulysses, len(assignment.members("row", 0, 0)))
 
     def kept(self, keep: tuple[Keep, ...], rank: int) -> tuple[tuple[Item, ...], ...]:
-        """What a rank leaves in forward and has in backward: for each part of each kept kind, the shards that it
-        gathers, including its own; or its own alone."""
+        """The items that a rank leaves in forward and has in backward.
+
+        For each part of each kept kind, they are the shards that it gathers, including its own; or its own alone.
+        """
         assignment, place = self.assignment, self.assignment.place(rank)
-        found: list[tuple[Item, ...]] = []
+        groups: list[tuple[Item, ...]] = []
         for kind in INPUTS["forward"]:
             axis = AXIS_OF[kind]
             shards = assignment.group(axis, place) if kind in keep else (place,) if "own" in keep else ()
             for part in assignment.parts(axis) if shards else ():
                 if kind in keep:
-                    found.append(tuple(Item(kind, s, part=part) for s in shards if self.needs(axis, place, s, part)))
+                    groups.append(tuple(Item(kind, s, part=part) for s in shards if self.needs(axis, place, s, part)))
                 elif self.is_exchanged(kind, rank, part):
-                    found.append((Item(kind, place, "kept", part=part),))
-        return tuple(found)
+                    groups.append((Item(kind, place, "kept", part=part),))
+        return tuple(groups)
 
     def is_exchanged(self, kind: Kind, rank: int, part: int) -> bool:
         """True if any rank of a Ulysses group uses an input: then all take part in its exchange."""
         axis, place = AXIS_OF[kind], self.assignment.place(rank)
         parts = self.assignment.parts(axis) if self.assignment.cut == "rows" else (part,)
-        return any(self.is_wanted(axis, place, one) for one in parts)
+        return any(self.is_wanted(axis, place, each) for each in parts)
 
     def is_wanted(self, axis: Axis, shard: int, part: int) -> bool:
         """True if any place attends this part of a shard."""
         return any(self.needs(axis, member, shard, part) for member in self.assignment.group(axis, shard))
 
-    def remember(self, key: Hashable, work_out: Callable[[], Found]) -> Found:
+    def remember(self, key: Hashable, compute: Callable[[], Value]) -> Value:
         """The value stored under this key, computed at the first call."""
         if key not in self._remembered:
-            self._remembered[key] = work_out()
-        found: Found = self._remembered[key]
-        return found
+            self._remembered[key] = compute()
+        value: Value = self._remembered[key]
+        return value
 
     def nbytes(self, item: Item) -> Bytes:
         """Bytes of an item in memory; running sums are wider than the items that travel."""

@@ -105,8 +105,8 @@ def held_nbytes(
 def _results(done: Iterable[Effects]) -> dict[Item, tuple[Item, ...]]:
     """The caller's results: those of all waves are parts of one tensor."""
     by_kind: dict[str, list[Item]] = {}
-    for one in done:
-        for item in one.writes:
+    for effect in done:
+        for item in effect.writes:
             if item.form == "home":
                 by_kind.setdefault(item.kind, []).append(item)
     return {item: tuple(group) for group in by_kind.values() for item in group}
@@ -119,8 +119,8 @@ def _total(allocation: tuple[Item, ...], matrix: BlockMatrix) -> int:
 # Kernel calls
 
 
-MOST_KEYS = 8
-"""Keys that all queries see are attended by themselves if they are so many times the others."""
+MANY_KEYS = 8
+"""Keys that all queries see get calls of their own if they are at least this many times the other keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def _seen_by_all(kinds_of: Sequence[Mapping[_Slot, BlockKind]], cols: list[_Slot
     all queries. If they are fewer, or all, it is better to attend them together with the rest."""
     first = list(takewhile(lambda col: all(kinds[col] is BlockKind.FULL for kinds in kinds_of), cols))
     tokens, rest = (sum(len(slot.segment) for slot in part) for part in (first, cols[len(first) :]))
-    return first if tokens >= MOST_KEYS * rest > 0 else []
+    return first if tokens >= MANY_KEYS * rest > 0 else []
 
 
 def _is_plain_causal(rows: list[_Slot], cols: list[_Slot], matrix: BlockMatrix) -> bool:

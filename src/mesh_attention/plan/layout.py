@@ -115,7 +115,7 @@ class Listed(Layout):
         segments = [segment for shard in self.shards for segment in shard]
         tokens = sum(map(len, segments))
         object.__setattr__(self, "tokens", tokens)
-        object.__setattr__(self, "_hash", hash(self.shards))  # asked for often, and slow to work out
+        object.__setattr__(self, "_hash", hash(self.shards))  # hashed at every lookup of a plan, and slow to compute
         seen = bytearray(tokens) if tokens <= MOST_LISTED else bytearray()
         for segment in segments:
             if not segment or segment.step < 1 or segment[0] < 0 or segment[-1] >= len(seen):
@@ -140,8 +140,8 @@ class Listed(Layout):
     def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
         if (tokens, ranks) != (self.tokens, len(self.shards)):
             raise ProblemError(
-                f"{count(tokens, 'token')} on {count(ranks, 'rank')}: this listed layout is of "
-                f"{count(self.tokens, 'token')} on {count(len(self.shards), 'rank')}"
+                f"{count(tokens, 'token')} on {count(ranks, 'rank')}: this listed layout was built "
+                f"for {count(self.tokens, 'token')} on {count(len(self.shards), 'rank')}"
             )
         return self.shards[rank]
 
@@ -210,10 +210,10 @@ def layout_named(name: str) -> Layout:
 
 def parse_layout(text: str) -> Layout:
     """A layout from its `text`."""
-    if found := re.fullmatch(r"cached\(([^/]*)/([^/]*)\)", text):
-        return Cached(parse_layout(found[1]), parse_layout(found[2]))
-    if found := re.fullmatch(r"listed\(([^()]*)\)", text):
-        return Listed(tuple(tuple(map(_parse_segment, filter(None, s.split("+")))) for s in found[1].split("|")))
+    if sides := re.fullmatch(r"cached\(([^/]*)/([^/]*)\)", text):
+        return Cached(parse_layout(sides[1]), parse_layout(sides[2]))
+    if shards := re.fullmatch(r"listed\(([^()]*)\)", text):
+        return Listed(tuple(tuple(map(_parse_segment, filter(None, s.split("+")))) for s in shards[1].split("|")))
     return layout_named(text)
 
 
@@ -222,10 +222,10 @@ def _segment_text(segment: Segment) -> str:
 
 
 def _parse_segment(text: str) -> Segment:
-    found = re.fullmatch(r"(\d{1,12}):(\d{1,12})(?::([1-9]\d{0,11}))?", text)
-    if found is None:
+    bounds = re.fullmatch(r"(\d{1,12}):(\d{1,12})(?::([1-9]\d{0,11}))?", text)
+    if bounds is None:
         raise ParseError(f"segment {brief(text)}: expected START:STOP or START:STOP:STEP")
-    return range(int(found[1]), int(found[2]), int(found[3] or 1))
+    return range(int(bounds[1]), int(bounds[2]), int(bounds[3] or 1))
 
 
 def position_ids(layout: Layout, rank: int, *, tokens: int, ranks: int) -> list[int]:

@@ -49,44 +49,44 @@ def stops(steps: Sequence[Step], *, done: Sequence[Effects] | None = None) -> li
     turn_at = {turn.start: turn for turn in turns(steps)}
     arriving: set[Item] = set()
     leaving: set[Item] = set()
-    found = []
+    program_stops = []
     index = 0
     while index < len(steps):
         span = turn_at.get(index, range(index, index + 1))
         here = steps[span.start : span.stop]
         changes = every[span.start : span.stop]
         # An item that is freed unread is waited for too: its buffer must not go while data may still arrive in it.
-        arrivals = tuple([i for one in changes for i in (*one.reads, *one.frees) if i in arriving])
-        departures = tuple([item for one in changes for item in one.frees if item in leaving])
+        arrivals = tuple([i for change in changes for i in (*change.reads, *change.frees) if i in arriving])
+        departures = tuple([item for change in changes for item in change.frees if item in leaving])
         arriving.difference_update(arrivals)
         leaving.difference_update(departures)
         for step in here:
             coming, going = in_flight(step)
             arriving.update(coming)
             leaving.update(going)
-        found.append(Stop(span, index in turn_at, tuple(dict.fromkeys(arrivals)), departures))
+        program_stops.append(Stop(span, index in turn_at, tuple(dict.fromkeys(arrivals)), departures))
         index = span.stop
-    return found
+    return program_stops
 
 
 def turns(steps: Sequence[Step]) -> list[range]:
     """The indices of each turn. A turn begins and ends with a send or a receive."""
-    found: list[range] = []
+    closed: list[range] = []
     received: set[Item] = set()
     start = stop = None
     has_sent = False
     for index, step in enumerate(steps):
         if (isinstance(step, Send) and step.item in received) or (isinstance(step, Recv) and has_sent):
-            found, start, received = _closed(found, start, stop), None, set()
+            closed, start, received = _closed(closed, start, stop), None, set()
         if isinstance(step, Send | Recv):
             start, stop = index if start is None else start, index + 1
             has_sent = isinstance(step, Send)
             if isinstance(step, Recv):
                 received.add(step.item)
         elif not isinstance(step, Pack):
-            found, start, received, has_sent = _closed(found, start, stop), None, set(), False
-    return _closed(found, start, stop)
+            closed, start, received, has_sent = _closed(closed, start, stop), None, set(), False
+    return _closed(closed, start, stop)
 
 
-def _closed(found: list[range], start: int | None, stop: int | None) -> list[range]:
-    return found if start is None or stop is None else [*found, range(start, stop)]
+def _closed(turns: list[range], start: int | None, stop: int | None) -> list[range]:
+    return turns if start is None or stop is None else [*turns, range(start, stop)]

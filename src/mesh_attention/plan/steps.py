@@ -41,7 +41,7 @@ INPUTS: dict[Direction, tuple[Kind, ...]] = {"forward": ("q", "kv"), "backward":
 OUTPUTS: dict[Direction, tuple[Kind, ...]] = {"forward": ("o",), "backward": ("dq", "dkv")}
 KINDS: tuple[Kind, ...] = ("q", "kv", "do", "o", "dq", "dkv")
 Keep = Literal["own", "q", "kv"]
-"""What forward leaves to backward: gathered Q or KV; or own, the inputs of this rank's own place as exchanged."""
+"""Items that forward leaves to backward: gathered Q or KV; or own, the inputs of this rank's own place as exchanged."""
 Form = Literal["whole", "running", "home", "piece", "staged", "kept"]
 FORMS: tuple[Form, ...] = ("whole", "running", "home", "piece", "staged", "kept")
 

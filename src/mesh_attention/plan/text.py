@@ -18,7 +18,7 @@ from mesh_attention.units import brief
 
 Parsed = TypeVar("Parsed")
 
-MOST_NUMBERS = 1 << 20
+MAX_NUMBERS = 1 << 20
 """The most numbers in one list, so that a typo does not fill the memory."""
 
 # Items and steps
@@ -49,10 +49,10 @@ _ITEM = re.compile(r"(?:(home|staged|kept):)?([a-z]+)(\d{1,9})(?:\.(\d{1,9}))?(?
 
 
 def parse_item(text: str) -> Item:
-    found = _ITEM.fullmatch(text)
-    if found is None or (found[1] and (found[5] or found[6] or found[7])):
+    match = _ITEM.fullmatch(text)
+    if match is None or (match[1] and (match[5] or match[6] or match[7])):
         raise ParseError(f"item {brief(text)}: expected one such as q3, q3.1, o3~, o3@5, home:q3, staged:q3 or q3/1")
-    prefix, kind, shard, part, tilde, source, heads = found.groups()
+    prefix, kind, shard, part, tilde, source, heads = match.groups()
     item = Item(_kind(kind), int(shard), part=int(part or 0))
     if prefix:
         return item._replace(form=next(form for form in FORMS if form == prefix))
@@ -113,11 +113,11 @@ def _parse_items(text: str) -> tuple[Item, ...]:
 
 
 def _parse_transfers(text: str) -> tuple[tuple[steps.Send, ...], tuple[steps.Recv, ...]]:
-    found = [parse_step(part.strip()) for part in text.split(";") if part.strip()]
-    for step in found:
+    ends = [parse_step(part.strip()) for part in text.split(";") if part.strip()]
+    for step in ends:
         if not isinstance(step, steps.Send | steps.Recv):
             raise ParseError(f"'{format_step(step)}' inside a collective: expected only sends and receives")
-    return tuple(s for s in found if isinstance(s, steps.Send)), tuple(s for s in found if isinstance(s, steps.Recv))
+    return tuple(s for s in ends if isinstance(s, steps.Send)), tuple(s for s in ends if isinstance(s, steps.Recv))
 
 
 def _parse_collective(op: Literal["gather", "reduce"], group: str, transfers: str) -> steps.Collective:
@@ -155,8 +155,8 @@ def parse_step(text: str) -> Step:
 
 def _parse(what: str, text: str, forms: Iterable[tuple[str, Callable[..., Parsed]]], expected: str) -> Parsed:
     for form, build in forms:
-        if found := re.fullmatch(form, text):
-            return build(*found.groups())
+        if match := re.fullmatch(form, text):
+            return build(*match.groups())
     raise ParseError(f"{what} {brief(text)}: expected {expected}")
 
 
@@ -191,8 +191,8 @@ _MOVE_FORMS: tuple[tuple[str, Callable[..., Move]], ...] = (
 
 def parse_move(text: str) -> Move:
     kinds = "fetch, meet, return, gather, reduce, exchange or unpack"
-    found = re.fullmatch(r"(\d{1,9}): (.*)", text)
-    wave, rest = (int(found[1]), found[2]) if found else (0, text)
+    prefixed = re.fullmatch(r"(\d{1,9}): (.*)", text)
+    wave, rest = (int(prefixed[1]), prefixed[2]) if prefixed else (0, text)
     move = _parse("move", rest, _MOVE_FORMS, f"{kinds}, such as 'fetch kv 1', '1: fetch kv 1' or 'meet 0,1 x 0-3'")
     return replace(move, wave=wave)
 
@@ -211,13 +211,13 @@ def format_numbers(numbers: Iterable[int]) -> str:
 def parse_numbers(text: str) -> tuple[int, ...]:
     numbers: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
-        if not 0 <= last - first < MOST_NUMBERS:
+        run = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
+        first, last = (int(run[1]), int(run[2] or run[1])) if run else (0, -1)
+        if not 0 <= last - first < MAX_NUMBERS:
             raise ParseError(f"numbers {brief(text)}: expected such as 0,1 or 0-3,8")
         numbers.extend(range(first, last + 1))
-        if len(numbers) > MOST_NUMBERS:
-            raise ParseError(f"numbers {brief(text)}: expected at most {MOST_NUMBERS:,}")
+        if len(numbers) > MAX_NUMBERS:
+            raise ParseError(f"numbers {brief(text)}: expected at most {MAX_NUMBERS:,}")
     return tuple(numbers)
 
 
@@ -227,23 +227,23 @@ def parse_numbers(text: str) -> tuple[int, ...]:
 def parse_mask(text: str) -> Mask:
     mask = full()
     for part in text.split("&"):
-        mask &= _parse_one_mask(part.strip())
+        mask &= _parse_mask_part(part.strip())
     return mask
 
 
-def _parse_one_mask(text: str) -> Mask:
+def _parse_mask_part(text: str) -> Mask:
     if text == "full":
         return full()
     if text == "causal":
         return causal()
-    if found := re.fullmatch(r"window\((-?\d{1,18}),\s*(-?\d{1,18})\)", text):
-        return window(int(found[1]), int(found[2]))
-    if found := re.fullmatch(r"documents\(([\d,]+)(?:\|([\d,]+))?\)", text):
-        return documents(_boundaries(found[1]), _boundaries(found[2]) if found[2] else None)
+    if reach := re.fullmatch(r"window\((-?\d{1,18}),\s*(-?\d{1,18})\)", text):
+        return window(int(reach[1]), int(reach[2]))
+    if sides := re.fullmatch(r"documents\(([\d,]+)(?:\|([\d,]+))?\)", text):
+        return documents(_parse_boundaries(sides[1]), _parse_boundaries(sides[2]) if sides[2] else None)
     raise ParseError(f"mask {brief(text)}: expected full, causal, window(LEFT,RIGHT) or documents(0,…), joined by '&'")
 
 
-def _boundaries(text: str) -> list[int]:
+def _parse_boundaries(text: str) -> list[int]:
     cuts = text.split(",")
     if not all(0 < len(cut) < 19 for cut in cuts):
         raise ParseError(f"documents({brief(text)}): expected positions, such as documents(0,100,250)")

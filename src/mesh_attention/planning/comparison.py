@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
@@ -15,8 +15,8 @@ from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import limits, received_by_tile
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
+from mesh_attention.units import Report
 
-Report = Callable[[str, float], None]
 MOST_TRANSFERS = 8192
 """Rows plus columns of a tile, up to which a plan is compared: one rank's program takes seconds to build."""
 MOST_BLOCKS, BLOCKS_PER_CALL = 16384, 16

@@ -116,7 +116,7 @@ class LockstepEngine:
         self.shown, self.kinds = shown, kinds
         self.jobs, self.rank = priced[0].jobs, priced[0].rank
         self.matrix, self.network, self.recorder = matrix, network, recorder
-        self.seconds = np.array([[job.seconds for job in one.jobs] for one in priced])[seconds_of[kinds.ranks]].T
+        self.seconds = np.array([[job.seconds for job in rank.jobs] for rank in priced])[seconds_of[kinds.ranks]].T
         self.all = np.arange(len(kinds.ranks))
         self.deltas = self._deltas()
         self.transfers: dict[Delta, PeerTransfer] = {}
@@ -181,14 +181,14 @@ class LockstepEngine:
         assignment, rank = self.matrix.assignment, self.rank
         place, head_slice = assignment.place(rank), assignment.head_slice(rank)
         axes: tuple[Axis, ...] = ("row", "col")
-        found = {
+        deltas = {
             assignment.rank(assignment.peer(axis, place, offset), head_slice=head_slice): Delta(axis, offset)
             for axis in axes
             for offset in range(1, assignment.size(axis))
         }
         for offset in range(1, assignment.ulysses):
-            found[place * assignment.ulysses + (head_slice - offset) % assignment.ulysses] = Delta(None, offset)
-        return found
+            deltas[place * assignment.ulysses + (head_slice - offset) % assignment.ulysses] = Delta(None, offset)
+        return deltas
 
     def peers(self, delta: Delta, ranks: Any) -> Any:
         """The ranks `delta` before these; whole numbers or arrays of them."""

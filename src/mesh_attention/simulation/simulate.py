@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import numpy as np
 
@@ -14,11 +14,11 @@ from mesh_attention.simulation.jobs import Prices, RankJobs, rank_jobs
 from mesh_attention.simulation.lockstep import LockstepEngine, NotUniformError, alike, all_different
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
+from mesh_attention.units import Report
 
 EXACT_RANKS = 64
 """Up to this many ranks, every rank's calls are priced by default."""
 SAMPLED_RANKS = 8
-Report = Callable[[str, float], None]
 
 
 def simulate(
@@ -33,8 +33,8 @@ def simulate(
 
     Uniform plans, in which all ranks run the same steps (full masks, and causal ones on zigzag and striped layouts),
     are simulated for all ranks at once. On more than `EXACT_RANKS` ranks, the calls of `priced_ranks` evenly spread
-    ranks are priced and stand for those of their neighbours; waiting and links are simulated for every rank. From
-    `MANY_RANKS` on, the last rank's calls stand for all by default. Any other plan is simulated rank by rank.
+    ranks are priced and represent those of their neighbours; waiting and links are simulated for every rank. From
+    `MANY_RANKS` on, the last rank's calls represent all by default. Any other plan is simulated rank by rank.
     """
     if plan.problem.ranks != topology.ranks:
         raise TopologyError(
@@ -73,7 +73,7 @@ def _in_lockstep(
         raise NotUniformError("jobs of different kinds")
     nearest = np.abs(np.arange(ranks)[:, None] - sampled[None, :]).argmin(axis=1)
     recorder = Recorder(ranks, spans_of)
-    jobs_of = {one.rank: one.jobs for one in priced}
+    jobs_of = {each.rank: each.jobs for each in priced}
     shown = {rank: jobs_of.get(rank) or rank_jobs(plan, rank, prices).jobs for rank in recorder.spans_of}
     network = Network(topology)
     is_folded = len(priced) == 1 and not network.is_shared
@@ -99,7 +99,7 @@ def _timeline(plan: Plan, recorder: Recorder, priced: list[RankJobs], *, is_exac
         name=f"{plan.method} {plan.assignment} {plan.direction}",
         ranks=recorder.rank_times(),
         sent_nbytes=recorder.sent,
-        peak_nbytes=max(one.peak_nbytes for one in priced),
+        peak_nbytes=max(each.peak_nbytes for each in priced),
         flops=plan.problem.flops(plan.direction),
         spans=tuple(sorted(recorder.spans, key=lambda span: (span.rank, span.start_s))),
         is_exact=is_exact,

@@ -20,9 +20,8 @@ from mesh_attention.planning.choice import default_layout
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import RESULT_VERSION, Tuning, tuning_from_json, tuning_to_json
-from mesh_attention.tuning.search import Report
 from mesh_attention.tuning.tune import tune
-from mesh_attention.units import brief
+from mesh_attention.units import Report, brief
 
 log = logging.getLogger(__name__)
 PARTS = (

@@ -6,7 +6,7 @@ The result does not depend on measured time, so every rank of a group finds the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mesh_attention.plan.assignment import Tile
@@ -19,8 +19,8 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import complexity, waved
 from mesh_attention.tuning.result import Forecast
 from mesh_attention.tuning.traffic import Traffic, plan_on, traffic
+from mesh_attention.units import Report
 
-Report = Callable[[str, float], None]
 MOST_BLOCKS_PER_CALL = 16
 LONGEST_PRICED_FIRST, LONGEST_PRICED = 80, 512
 """Rows plus columns of a tile whose calls are cost-based at the first try, and at all: planning takes time that

@@ -21,9 +21,9 @@ from mesh_attention.tuning.candidates import complexity, of_fewest_bytes, shapes
 from mesh_attention.tuning.coarse import LONGER
 from mesh_attention.tuning.result import FORECAST_ERROR, NEAR_TIE, Trial, Tuning
 from mesh_attention.tuning.rivals import startrail
-from mesh_attention.tuning.search import LARGE, PassSearch, Report, Tried, effort, quick_effort
+from mesh_attention.tuning.search import LARGE, PassSearch, Tried, effort, quick_effort
 from mesh_attention.tuning.traffic import plan_on, traffic
-from mesh_attention.units import GIB, format_nbytes, format_time
+from mesh_attention.units import GIB, Report, format_nbytes, format_time
 
 SAME_TIME = 0.005
 """Among choices of a pass within this share of the fastest, the simplest is taken."""

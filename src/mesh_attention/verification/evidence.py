@@ -124,19 +124,19 @@ class Evidence:
         rank, calls = program.rank, self.calls[program.rank]
         sent: Counter[Transfer] = Counter()
         received: Counter[Transfer] = Counter()
-        found: dict[int, list[End]] = {}
+        ends: dict[int, list[End]] = {}
         for index, step in enumerate(program.steps):
             sends, recvs = transfers(step)
             if not sends and not recvs:
                 continue
             call = calls.get(index)
-            here = found[index] = []
+            here = ends[index] = []
             for item, dest in ((send.item, send.dest) for send in sends):
                 here.append(_noted(Transfer(rank, dest, item, call, 0), sent, self.sends, (rank, index, item)))
             for item, source in ((recv.item, recv.source) for recv in recvs):
                 bare = item if item.form == "piece" else item._replace(source=None)
                 here.append(_noted(Transfer(source, rank, bare, call, 0), received, self.recvs, (rank, index, item)))
-        return found
+        return ends
 
 
 def _noted(
@@ -214,7 +214,7 @@ def circles(stuck: list[Wait]) -> list[list[Wait]]:
     """The closed circles among waiting ranks; every stuck rank waits, directly or not, for one of them."""
     by_rank = {wait.rank: wait for wait in stuck}
     seen: set[int] = set()
-    found = []
+    closed = []
     for start in by_rank:
         path: list[int] = []
         rank = start
@@ -223,5 +223,5 @@ def circles(stuck: list[Wait]) -> list[list[Wait]]:
             path.append(rank)
             rank = by_rank[rank].waits_for
         if rank in path:
-            found.append([by_rank[member] for member in path[path.index(rank) :]])
-    return found
+            closed.append([by_rank[member] for member in path[path.index(rank) :]])
+    return closed

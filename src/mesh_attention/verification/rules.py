@@ -27,7 +27,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Item, Kind, in_flight, running, staged, transfers
 from mesh_attention.plan.text import format_item, format_step
-from mesh_attention.units import count
+from mesh_attention.units import Report, count
 from mesh_attention.verification.evidence import (
     Breach,
     CollectiveId,
@@ -239,10 +239,10 @@ class _Partials:
 
     def computed(self, parts: tuple[Part, ...]) -> Counter[Origin]:
         """How often each contribution is among the parts, counting what transfers brought."""
-        found: Counter[Origin] = Counter()
+        times: Counter[Origin] = Counter()
         for part in parts:
-            found.update(self._brought(part) if isinstance(part, Transfer) else (part,))
-        return found
+            times.update(self._brought(part) if isinstance(part, Transfer) else (part,))
+        return times
 
     def _brought(self, transfer: Transfer) -> Counter[Origin]:
         """The contributions in a transfer. In a circle of transfers, which the rule of progress reports, there are
@@ -359,7 +359,7 @@ class BrokenPlanError(PlanError):
         self.breaches = breaches
 
 
-def check(plan: Plan, *, on_progress: Callable[[str, float], None] | None = None) -> tuple[Breach, ...]:
+def check(plan: Plan, *, on_progress: Report | None = None) -> tuple[Breach, ...]:
     """Every breach of the rule of forms or, if there is none, of the other rules, which rely on it.
 
     `on_progress` gets the current task and the fraction done.

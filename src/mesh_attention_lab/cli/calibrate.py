@@ -30,8 +30,8 @@ from mesh_attention.machine.fit import (
 )
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import KernelRate, Link, LinkClass, Topology
-from mesh_attention.units import count, format_nbytes, format_time, three_digits
-from mesh_attention_lab.cli.files import Report, output_file, progress
+from mesh_attention.units import Report, count, format_nbytes, format_time, three_digits
+from mesh_attention_lab.cli.files import output_file, progress
 from mesh_attention_lab.cli.options import HEAD_DIM, parsed, whole_number
 from mesh_attention_lab.cli.terminal import Column, plain_console, print_table
 from mesh_attention_lab.launch import check_gpus, joined_group, note_progress, ranks_here, run_processes

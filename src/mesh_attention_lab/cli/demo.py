@@ -25,9 +25,9 @@ from mesh_attention.plan.assignment import Tile, tiles_of
 from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import DIRECTIONS, Problem
 from mesh_attention.topology import Topology
-from mesh_attention.units import BYTES, count, format_nbytes, format_time, format_together, parse_size
+from mesh_attention.units import BYTES, Report, count, format_nbytes, format_time, format_together, parse_size
 from mesh_attention_lab.cli.demo_worker import TIMED_RUNS, Counts, Measured, Seen, work
-from mesh_attention_lab.cli.files import Report, make_folder, progress
+from mesh_attention_lab.cli.files import make_folder, progress
 from mesh_attention_lab.cli.options import parsed, whole_number
 from mesh_attention_lab.cli.terminal import (
     Column,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from os.path import isdir  # unlike Path.is_dir, it answers False for a name that is too long
@@ -17,7 +17,7 @@ from mesh_attention.plan.plan import Plan, parse_plan
 from mesh_attention.plan.program import Program
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.units import count
+from mesh_attention.units import Report, count
 from mesh_attention.verification.rules import check
 from mesh_attention_lab.drawing.canvas import FORMATS, new_figure
 
@@ -111,10 +111,6 @@ def make_folder(option: str, folder: Path) -> None:
 
 
 # Progress, on stderr: nothing is left behind, and nothing shown where stderr is not a terminal
-
-
-Report = Callable[[str, float], None]
-"""Called with the current activity and the fraction done."""
 
 
 @contextmanager

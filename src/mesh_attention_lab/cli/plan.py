@@ -21,18 +21,10 @@ from mesh_attention.plan.steps import transfers
 from mesh_attention.plan.text import format_step
 from mesh_attention.planning.comparison import MOST_TRANSFERS, Comparison, Row, compare, in_few_calls
 from mesh_attention.planning.registry import make_plan
-from mesh_attention.units import BYTES, FLOPS, count, format_nbytes, format_together
+from mesh_attention.units import BYTES, FLOPS, Report, count, format_nbytes, format_together
 from mesh_attention.verification.rules import RULES, check, format_breaches
 from mesh_attention_lab.cli import options as opt
-from mesh_attention_lab.cli.files import (
-    Report,
-    output_file,
-    problem_to_json,
-    progress,
-    read_plan_file,
-    unroll,
-    write_plan_file,
-)
+from mesh_attention_lab.cli.files import output_file, problem_to_json, progress, read_plan_file, unroll, write_plan_file
 from mesh_attention_lab.cli.terminal import (
     Column,
     choice_words,

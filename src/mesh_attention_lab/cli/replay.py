@@ -24,9 +24,9 @@ from mesh_attention.planning.choice import FAMILIES
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.decoding import CANDIDATES, decode_plan
-from mesh_attention.units import BYTES, TIMES, count, format_together, three_digits
+from mesh_attention.units import BYTES, TIMES, Report, count, format_together, three_digits
 from mesh_attention_lab.cli import options as opt
-from mesh_attention_lab.cli.files import Report, checked_plan, progress
+from mesh_attention_lab.cli.files import checked_plan, progress
 from mesh_attention_lab.cli.replay_decoding import DecodingPlayed, decoding_as_json, print_decoding
 from mesh_attention_lab.cli.terminal import (
     NO_NUMBER,

@@ -20,9 +20,8 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.decoding import DecodeForecast, forecast_as_json
 from mesh_attention.tuning.decoding import travel_words as decode_travel_words
 from mesh_attention.tuning.result import Forecast
-from mesh_attention.tuning.search import Report
 from mesh_attention.tuning.traffic import plan_on
-from mesh_attention.units import GIB, format_nbytes, format_time
+from mesh_attention.units import GIB, Report, format_nbytes, format_time
 from mesh_attention_lab.cli.terminal import (
     LABEL_WIDTH,
     Column,

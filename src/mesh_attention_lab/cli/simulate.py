@@ -23,9 +23,9 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.planner import in_blocks, ring_like
 from mesh_attention.tuning.result import Forecast
 from mesh_attention.tuning.traffic import plan_on
-from mesh_attention.units import format_nbytes, format_time, three_digits
+from mesh_attention.units import Report, format_nbytes, format_time, three_digits
 from mesh_attention_lab.cli import options as opt
-from mesh_attention_lab.cli.files import Report, checked_plan_for, problem_to_json, progress
+from mesh_attention_lab.cli.files import checked_plan_for, problem_to_json, progress
 from mesh_attention_lab.cli.serving import cache_words, layers_words
 from mesh_attention_lab.cli.terminal import (
     SHADES,

@@ -31,6 +31,7 @@ from mesh_attention.units import (
     BYTES,
     GIB,
     TIMES,
+    Report,
     count,
     format_nbytes,
     format_time,
@@ -39,7 +40,7 @@ from mesh_attention.units import (
     three_digits,
 )
 from mesh_attention_lab.cli import options as opt
-from mesh_attention_lab.cli.files import Report, problem_to_json, progress
+from mesh_attention_lab.cli.files import problem_to_json, progress
 from mesh_attention_lab.cli.serving import (
     Served,
     decoding_as_json,

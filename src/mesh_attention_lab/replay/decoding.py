@@ -28,11 +28,10 @@ from mesh_attention.serving.memory import CachedLayer, Memory, cache_nbytes
 from mesh_attention.serving.running import StepEngine, StepState
 from mesh_attention.topology import MOST, Device, KernelRate, Link, Topology
 from mesh_attention.tuning.decoding import forecast_plan, kv_nbytes
-from mesh_attention.units import GIB, format_nbytes
+from mesh_attention.units import GIB, Report, format_nbytes
 from mesh_attention_lab.replay.device import free_nbytes
 from mesh_attention_lab.replay.transport import JoinedComm, SilentComm
 
-Report = Callable[[str, float], None]
 IN_TURN_NBYTES = {"cuda": 2**30, "cpu": 0}
 """K and V of all layers that take turns: many times the cache of a device."""
 MOST_LAYERS = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -22,7 +22,7 @@ from mesh_attention.machine.timing import sample_s, time_kernel, time_memory
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Link, Topology
-from mesh_attention.units import count, format_nbytes
+from mesh_attention.units import Report, count, format_nbytes
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
 from mesh_attention_lab.replay.result import Part
 from mesh_attention_lab.replay.transport import ReplayComm
@@ -154,7 +154,6 @@ def free_nbytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-Report = Callable[[str, float], None]
 MESSAGE_NBYTES = (2**20, 2**22, 2**24, 2**26)
 MESSAGES_IN_A_ROW, SAMPLES = 8, 5
 

@@ -16,14 +16,13 @@ from mesh_attention.machine.timing import rest
 from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
+from mesh_attention.units import Report
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
 from mesh_attention_lab.replay.result import Contender, KernelPass, Part, Pass, Replayed
 from mesh_attention_lab.replay.transport import ReplayComm, SilentComm
 
 REST_S = 0.2
 CAPTURES = 3
-Report = Callable[[str, float], None]
-"""Called with a description of the current work and the fraction done."""
 
 
 def replay(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +13,7 @@ from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Trial
 from mesh_attention.tuning.tune import tune, tuned_plans
+from mesh_attention.units import Report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +41,7 @@ def tuned_parts(
     *,
     directions: Sequence[Direction],
     layout: str | None = None,
-    on_progress: Callable[[str, float], None] | None = None,
+    on_progress: Report | None = None,
 ) -> list[Part]:
     """One part for each method, in the order asked for."""
     unknown = [method for method in methods if method not in (*FAMILIES, BEST)]
