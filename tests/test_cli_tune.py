@@ -24,12 +24,13 @@ from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
-from mesh_attention.tuning.planner import plain_choice, ring_like
 from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning, tuning_from_json
 from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention_lab.cli.terminal import Column, busy_shares, draw_lanes, fitting, print_table, shade
 from mesh_attention_lab.cli.tune import explicit_code
+from mesh_attention_lab.comparison import choice_without_costs, usual_ring_plan
 from mesh_attention_lab.drawing.times import ChartPoint
+from mesh_attention_lab.rivals import startrail
 from mesh_attention_lab.sweep import MAIN_METHODS, doubled
 
 run = test_cli.run
@@ -97,7 +98,7 @@ def test_tune_says_what_was_asked_and_on_what(run: Run) -> None:
 
 def test_the_table_has_every_method_once_in_the_tuners_order(run: Run, tuning: Tuning) -> None:
     rows = table_rows(run(f"{TUNE} --backward").out)
-    assert list(rows) == [trial.family for trial in tuning.trials]
+    assert [family for family in rows if family != "startrail"] == [trial.family for trial in tuning.trials]
     assert rows[tuning.chosen.family][1] == "1.00"
 
 
@@ -105,8 +106,6 @@ def test_every_number_of_the_table_is_the_trials(run: Run, tuning: Tuning, monke
     monkeypatch.setenv("COLUMNS", "200")
     rows = table_rows(run(f"{TUNE} --backward").out)
     for trial in tuning.trials:
-        if trial.is_bound:
-            continue
         times, slower, exposed, between, sent, against, tflops, peak = rows[trial.family][:8]
         flops = sum(limits(PROBLEM, direction).flops for direction in DIRECTIONS)
         shown = [times, slower, exposed, between, sent, against, tflops, peak]
@@ -127,10 +126,10 @@ def test_every_number_of_the_table_is_the_trials(run: Run, tuning: Tuning, monke
     assert rows[tuning.trials[-1].family][8] == tuning.trials[-1].reason
 
 
-def test_a_bound_is_marked_and_nothing_else_is(run: Run, tuning: Tuning) -> None:
+def test_a_bound_is_marked_and_nothing_else_is(run: Run) -> None:
     out = run(f"{TUNE} --backward").out
     marked = {family for family, cells in table_rows(out).items() if cells[0].startswith("≥")}
-    assert marked == {trial.family for trial in tuning.trials if trial.is_bound} == {"startrail"}
+    assert marked == {"startrail"}
     assert "≥: an estimated lower bound" in " ".join(out.split())
 
 
@@ -188,13 +187,14 @@ def test_one_rank_has_one_way(run: Run) -> None:
 def test_nothing_is_wider_than_the_terminal(
     run: Run, monkeypatch: pytest.MonkeyPatch, columns: int, options: str
 ) -> None:
-    whole = as_json(run(f"{TUNE} {options} --json"))["tuning"]["trials"]
+    answer = as_json(run(f"{TUNE} {options} --json"))
+    families = {trial["family"] for trial in (*answer["tuning"]["trials"], answer["bound"])}
     monkeypatch.setenv("COLUMNS", str(columns))
     out = run(f"{TUNE} {options}").out
     assert max(len(line) for line in out.splitlines() if not is_code(line)) <= columns
     assert "…" not in out
     rows = table_rows(out)
-    assert list(rows) == [trial["family"] for trial in whole], "a method is cut or wrapped"
+    assert set(rows) == families, "a method is cut or wrapped"
     numbers = [cell for cells in rows.values() for cell in cells if not re.match("[a-z]", cell)]
     assert all(re.fullmatch(r"≥?[\d,]+(\.\d+)?|–", cell) for cell in numbers), "a number is cut or wrapped"
     dropped = {80: 4, 100: 1, 140: 0}[columns]
@@ -203,7 +203,7 @@ def test_nothing_is_wider_than_the_terminal(
 
 
 def test_the_reasons_are_whole_however_narrow_the_terminal(
-    run: Run, tuning: Tuning, monkeypatch: pytest.MonkeyPatch
+    run: Run, tuning: Tuning, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = run(f"{TUNE} --backward").out.splitlines()
@@ -211,7 +211,10 @@ def test_the_reasons_are_whole_however_narrow_the_terminal(
     start = next(i for i, line in enumerate(lines) if line.startswith("───")) + 1
     stop = next(i for i, line in enumerate(lines) if line.startswith("The first is chosen"))
     read = " ".join(" ".join(line[column:] for line in lines[start:stop]).split())
-    assert read == " ".join(trial.reason for trial in tuning.trials if trial.reason)
+    bound = startrail(tuning, PROBLEM, topology, memory_limit=None)
+    assert bound is not None
+    others = sorted((*tuning.trials[1:], bound), key=lambda trial: trial.time_s)
+    assert read == " ".join(trial.reason for trial in others)
 
 
 # tune, in numbers
@@ -246,7 +249,7 @@ def test_options_reach_the_tuner(run: Run) -> None:
 
 def test_memory_leaves_out_what_needs_more(run: Run) -> None:
     answer = as_json(run(f"{TUNE} --memory 80MiB --json"))["tuning"]
-    peaks = [f["peak_nbytes"] for t in answer["trials"] if not t["is_bound"] for f in t["forecasts"].values()]
+    peaks = [f["peak_nbytes"] for t in answer["trials"] for f in t["forecasts"].values()]
     assert max(peaks) <= 80 * 2**20
     assert re.fullmatch(r"needs \S+ MiB, 80.0 MiB allowed", answer["left_out"]["all-gather"])
 
@@ -344,7 +347,7 @@ def test_a_near_tie_is_said_to_be_one(run: Run, topology: Topology) -> None:
 
 def test_the_first_line_is_a_call_that_is_as_fast(run: Run, tuning: Tuning, topology: Topology) -> None:
     answer, chosen = as_json(run(f"{TUNE} --backward --json")), tuning.chosen
-    plain = plain_choice(PROBLEM, topology, chosen)
+    plain = choice_without_costs(PROBLEM, topology, chosen)
     if plain is None:
         assert answer["code"]["short"] == 'MeshAttention(group, cluster="h100x16")'
         return
@@ -354,25 +357,26 @@ def test_the_first_line_is_a_call_that_is_as_fast(run: Run, tuning: Tuning, topo
     assert sum(simulate(plan, topology).time_s for plan in plans.values()) <= chosen.time_s * (1 + NEAR_TIE)
 
 
-def test_no_plain_choice_stands_for_two_or_for_one_that_is_faster(tuning: Tuning, topology: Topology) -> None:
+def test_no_choice_without_costs_stands_for_two_or_for_one_that_is_faster(tuning: Tuning, topology: Topology) -> None:
     one = Choice.parse("ring 1x16, zigzag")
     trial = replace(tuning.chosen, choices=dict.fromkeys(DIRECTIONS, one))
     slow = {d: replace(forecast, time_s=9.0) for d, forecast in trial.forecasts.items()}
     fast = {d: replace(forecast, time_s=1e-9) for d, forecast in trial.forecasts.items()}
-    assert plain_choice(PROBLEM, topology, replace(trial, forecasts=slow)) == one
-    assert plain_choice(PROBLEM, topology, replace(trial, forecasts=fast)) is None
+    assert choice_without_costs(PROBLEM, topology, replace(trial, forecasts=slow)) == one
+    assert choice_without_costs(PROBLEM, topology, replace(trial, forecasts=fast)) is None
     two = {"forward": one, "backward": Choice.parse("mesh 2x8, zigzag")}
-    assert plain_choice(PROBLEM, topology, replace(trial, choices=two, forecasts=slow)) is None  # type: ignore[arg-type]
+    assert choice_without_costs(PROBLEM, topology, replace(trial, choices=two, forecasts=slow)) is None  # type: ignore[arg-type]
 
 
 def test_methods_within_the_error_are_grouped_and_the_simplest_is_named(run: Run, tuning: Tuning) -> None:
     out = run(f"{TUNE} --backward").out
     words = " ".join(out.split())
-    equal = [trial.family for trial in tuning.equals if not trial.is_bound and trial is not tuning.chosen]
+    equal = [trial.family for trial in tuning.equals if trial is not tuning.chosen]
     assert equal
     assert f"equal within 9 %, the error of forecasts: {', '.join(equal)} simplest " in words
     rows = out[out.index("───") : out.index("The first is chosen")].split("\n" + " " * 60)[0]
-    assert [family for family in table_rows(out) if f"\n{family} " in rows] == [t.family for t in tuning.equals]
+    above = [family for family in table_rows(out) if f"\n{family} " in rows and family != "startrail"]
+    assert above == [trial.family for trial in tuning.equals]
     simplest = next(iter(tuning.simplest.choices.values()))
     named = "of them all, the first line" if tuning.simplest is tuning.chosen else f"{simplest}; "
     assert f"simplest {named}" in words
@@ -490,7 +494,7 @@ def test_ring_stands_beside_it(run: Run, topology: Topology) -> None:
         plan = make_plan(PROBLEM, method="attention2d", tile=(2, 8), layout="striped", direction=direction)
         simulated(answer, plan, topology)
         found = answer["forecasts"][1]["passes"][direction]
-        ring = ring_like(plan, topology)
+        ring = usual_ring_plan(plan, topology)
         assert found["time_s"] == pytest.approx(simulate(ring, topology).time_s, rel=0.01)
     assert len(as_json(run(f"{SIMULATE} --method ring --route ring --partials ring --json"))["forecasts"]) == 1
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, verify
 from mesh_attention.machine import choosing
-from mesh_attention.machine.choosing import Tuner
+from mesh_attention.machine.choosing import Tuner, tuned_choices
 from mesh_attention.masks import Mask, documents, full, window
 from mesh_attention.plan.assignment import Assignment, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix
@@ -24,9 +24,7 @@ from mesh_attention.plan.layout import LAYOUTS, Contiguous, Zigzag
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.planning.choice import as_choice
 from mesh_attention.simulation.simulate import simulate
-from mesh_attention.tuning import planner as planner_module
-from mesh_attention.tuning.coarse import LONGER, can_be_widened, coarse, part_of, plan_like, widened
-from mesh_attention.tuning.planner import tuned_choices
+from mesh_attention.tuning.coarse import LONGER, can_be_widened, coarse, part_of, retargeted, widened
 from mesh_attention.tuning.result import NEAR_TIE
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.tuning.tune import tune
@@ -74,8 +72,8 @@ def test_new_lengths_and_new_batches_of_documents_need_no_new_choice(monkeypatch
         tuned.append(asked)
         return cached(asked, *rest, **options)  # type: ignore[arg-type]
 
-    cached = planner_module.cached_tune
-    monkeypatch.setattr(planner_module, "cached_tune", counted)
+    cached = choosing.cached_tune
+    monkeypatch.setattr(choosing, "cached_tune", counted)
     with no_history():
         tuner = Tuner(cluster_named("h100x4"), Zigzag(), None)
         for tokens in range(8000, 8400, 37):
@@ -132,8 +130,8 @@ def test_where_shards_are_left_out_a_ring_of_inner_rings_becomes_direct() -> Non
     asked = problem(8, tokens=4096, mask=full())
     plan = make_plan(asked, "ring 1x8, contiguous, inner 1x4, route ring, 1 block per call")
     short = replace(asked, seq_q=5, seq_kv=5)  # three ranks have no tokens
-    assert plan_like(plan, replace(asked, seq_q=4000, seq_kv=4000), plan.layout).schedule.route == "ring"
-    found = plan_like(plan, short, plan.layout)
+    assert retargeted(plan, replace(asked, seq_q=4000, seq_kv=4000), plan.layout).schedule.route == "ring"
+    found = retargeted(plan, short, plan.layout)
     assert found.schedule.route == "direct"
     verify(found)
 
@@ -161,7 +159,7 @@ def test_a_choice_with_rows_is_not_widened() -> None:
     with no_history(), pytest.MonkeyPatch.context() as patch:
         found = tune(*part_of(asked, cluster), directions=DIRECTIONS)
         mesh, ring = (next(t for t in found.trials if t.family == family) for family in ("mesh", "ring"))
-        patch.setattr(planner_module, "cached_tune", lambda *_, **__: (replace(found, trials=(mesh, ring)), False))
+        patch.setattr(choosing, "cached_tune", lambda *_, **__: (replace(found, trials=(mesh, ring)), False))
         choices, _ = tuned_choices(asked, cluster, "contiguous", needs_gradient=True, is_quick=True)
         assert {str(choice.assignment) for choice in choices.values()} == {"1x64"}
 
@@ -197,7 +195,7 @@ def test_a_quick_choice_is_about_as_fast_as_a_thorough_one(mask: Mask, cluster: 
 
 def test_a_near_tie_is_said_to_be_one() -> None:
     found = tune(problem(8, tokens=8 * 4096, kv_heads=32), cluster_named("h100x8"), directions=DIRECTIONS)
-    times = sorted(trial.time_s for trial in found.trials if not trial.is_bound)
+    times = sorted(trial.time_s for trial in found.trials)
     alike = sum(time_s <= times[0] * (1 + NEAR_TIE) for time_s in times)
     assert found.chosen in found.near_ties
     assert len(found.near_ties) == alike

@@ -27,7 +27,6 @@ from mesh_attention.machine import choosing, planner
 from mesh_attention.machine.planner import TunedStrategy
 from mesh_attention.plan.layout import Listed, Zigzag, join, position_ids, shifted
 from mesh_attention.planning.choice import Choice
-from mesh_attention.tuning import planner as tuning_planner
 
 SEQ = 64
 
@@ -310,8 +309,11 @@ def _trained(group: Any, folder: str, cluster: str | None) -> list[tuple[list[st
     return found
 
 
+TUNED_CHOICES = choosing.tuned_choices
+
+
 def _ulysses(problem: Any, *given: Any, **named: Any) -> Any:
-    choices, tuning = tuning_planner.tuned_choices(problem, *given, **named)
+    choices, tuning = TUNED_CHOICES(problem, *given, **named)
     keep: Any = ("own",) if given[2] else ()
     return dict.fromkeys(choices, Choice(method="ulysses", layout=Zigzag(), keep=keep)), tuning
 

@@ -44,7 +44,7 @@ BAD_TUNINGS: dict[str, tuple[Callable[[str], str], str]] = {
     # how a file is changed, and what is said of it
     "empty": (lambda text: "", "not JSON"),
     "deep": (lambda text: "[" * 100_000, "brackets are nested too deep"),
-    "digits": (lambda text: text.replace('"version": 2', f'"version": {"9" * 5000}'), "not JSON"),
+    "digits": (lambda text: text.replace('"version": 3', f'"version": {"9" * 5000}'), "not JSON"),
     "a key twice": (lambda text: text.replace('"asked"', '"asked": 1, "asked"', 1), "a second 'asked'"),
     "NaN": (change(*TRIAL, "forecasts", "forward", "time_s", to=float("nan")), "NaN is not a number"),
     "asked": (change("asked", to="something else"), "expected the tuning of this problem on this cluster"),
@@ -66,7 +66,6 @@ BAD_TUNINGS: dict[str, tuple[Callable[[str], str], str]] = {
         change(*TRIAL, to=lambda t: t | {k: {"forward": t[k]["forward"]} for k in ("choices", "forecasts")}),
         "are for another problem",
     ),
-    "bound": (change(*TRIAL, "is_bound", to=True), "it chooses a method that has no plan"),
 }
 
 

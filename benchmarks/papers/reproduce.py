@@ -16,7 +16,7 @@ from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.rivals import startrail_units
+from mesh_attention_lab.rivals import startrail_units
 from papers.figures import (
     BEST_TILES,
     FIGURES,

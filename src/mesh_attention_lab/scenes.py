@@ -17,8 +17,8 @@ from mesh_attention.problem import Direction, Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.planner import block_plan_on, ring_like
 from mesh_attention.units import Report
+from mesh_attention_lab.comparison import single_block_plan, usual_ring_plan
 from mesh_attention_lab.drawing.page import Scene, write_page
 from mesh_attention_lab.drawing.trace import write_trace
 
@@ -73,8 +73,8 @@ def rival_scenes(
 
 
 def _plan(problem: Problem, topology: Topology, direction: Direction, choice: Choice) -> Plan:
-    plan = block_plan_on(topology, problem, choice, direction)
-    return ring_like(plan, topology) if plan.method == "ring" else plan
+    plan = single_block_plan(topology, problem, choice, direction)
+    return usual_ring_plan(plan, topology) if plan.method == "ring" else plan
 
 
 def _choices(problem: Problem, layout: Layout, *, tiles: int) -> Iterator[Choice]:

@@ -21,8 +21,8 @@ from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import Price, make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.coarse import coarse, plan_like
-from mesh_attention.tuning.planner import tuned_choices
+from mesh_attention.tuning.cache import cached_tune
+from mesh_attention.tuning.coarse import can_be_widened, coarse, part_of, retargeted, widened
 from mesh_attention.tuning.result import Tuning
 from mesh_attention.tuning.traffic import costs_on
 from mesh_attention.units import GIB
@@ -49,7 +49,7 @@ class Chosen:
     def plans(self, problem: Problem, layout: Layout) -> Mapping[Direction, Plan]:
         representative = problem if self.lengths is None else with_lengths(coarse(problem), *self.lengths)
         plans = {direction: _plan(representative, direction, *chosen) for direction, chosen in self.passes.items()}
-        return {direction: plan_like(plan, problem, layout) for direction, plan in plans.items()}
+        return {direction: retargeted(plan, problem, layout) for direction, plan in plans.items()}
 
     def keeping_nothing(self) -> Chosen:
         """The same for a forward pass that can hand nothing but its results to backward."""
@@ -137,6 +137,33 @@ def tuned(
         costs = None if choice.is_collective else costs_on(topology, problem, choice, direction)
         passes[direction] = PassChoice(choice, costs)
     return Chosen(lengths=(problem.seq_q, problem.seq_kv) if is_coarse else None, passes=passes), tuning
+
+
+def tuned_choices(
+    problem: Problem,
+    topology: Topology,
+    layout: str,
+    needs_gradient: bool,
+    *,
+    memory_limit: float | None = None,
+    is_quick: bool,
+) -> tuple[dict[Direction, Choice], Tuning]:
+    """The choice of each pass, and the tuning it is from; backward copies forward's if it never runs.
+
+    If `is_quick`, a problem with a local mask may be tuned on a part of its ranks.
+    """
+    directions = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
+    options: dict[str, Any] = {"layout": layout, "memory_limit": memory_limit, "is_quick": is_quick}
+    part, on = part_of(problem, topology) if is_quick else (problem, topology)
+    tuning, _ = cached_tune(part, on, directions=directions, **options)
+    if part.ranks < problem.ranks:
+        trials = tuple(trial for trial in tuning.trials if all(map(can_be_widened, trial.choices.values())))
+        if trials:
+            tuning = replace(tuning, trials=trials)
+        else:
+            tuning, _ = cached_tune(problem, topology, directions=directions, **options)
+    chosen = tuning.chosen.choices
+    return {d: widened(chosen.get(d, chosen["forward"]), problem.ranks) for d in DIRECTIONS}, tuning
 
 
 def volume_based(problem: Problem, choice: Choice, *, price: Price | None = None) -> Chosen:

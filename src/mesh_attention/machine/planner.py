@@ -224,7 +224,7 @@ def describe_choice(problem: Problem, machine: Machine, choices: Mapping[Directi
     text, *differing = dict.fromkeys(texts.values())
     what = "; ".join(f"{direction} {text}" for direction, text in texts.items()) if differing else text
     times = ", ".join(f"{format_time(f.time_s)} {direction}" for direction, f in tuning.chosen.forecasts.items())
-    others = [trial for trial in tuning.trials[1:] if not trial.is_bound]
+    others = tuning.trials[1:]
     why = tuning.tie_words.rstrip(".")
     if others and not why:
         why = f"next best {others[0].family} with {format_time(others[0].time_s)} in all"

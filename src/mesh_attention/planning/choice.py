@@ -46,7 +46,6 @@ Family = Literal[
     "double ring",
     "ulysses+attention2d",
     "ulysses+mesh",
-    "startrail",
 ]
 _HEAD = re.compile(r"(?:ulysses (?P<degree>\d{1,9}) ?\+ ?)?(?P<name>double ring|[a-z0-9-]+)(?: (?P<rest>\S+))?")
 _NAMED_FAMILIES = {
@@ -55,8 +54,8 @@ _NAMED_FAMILIES = {
     "all-gather": ("attention2d", "tile", "all-gather 1x16"),
 }
 """Families that are named otherwise than their method: the method, and the field that makes it this family."""
-FAMILIES: tuple[Family, ...] = get_args(Family)[:-1]
-"""Simplest first. StarTrail is left out: this library has no plan for it, only a bound (see `tuning.rivals`)."""
+FAMILIES: tuple[Family, ...] = get_args(Family)
+"""Simplest first."""
 
 
 class ChoiceOptions(TypedDict, total=False):

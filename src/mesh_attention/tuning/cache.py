@@ -157,8 +157,6 @@ def _check(found: Tuning, problem: Problem, directions: Sequence[Direction], lay
             or {c.layout for c in resolved.values()} != {due}
         ):
             raise ParseError("its choices are for another problem")
-    if found.chosen.is_bound:
-        raise ParseError("it chooses a method that has no plan")
 
 
 def _write(path: Path, asked: str, tuning: Tuning) -> None:

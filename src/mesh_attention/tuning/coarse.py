@@ -113,8 +113,8 @@ def widened(choice: Choice, ranks: int) -> Choice:
     return choice if cols == assignment.tile.cols else replace(choice, tile=Tile(assignment.tile.rows, cols))
 
 
-def plan_like(plan: Plan, problem: Problem, layout: Layout) -> Plan:
-    """The plan for another problem of as many ranks and heads, with direct routes if that one has no use for rings."""
+def retargeted(plan: Plan, problem: Problem, layout: Layout) -> Plan:
+    """The plan, for another problem of as many ranks and heads, with direct routes if that one has no use for rings."""
     schedule = plan.schedule
     has_rings = "ring" in (schedule.route, schedule.partials) and has_inner_rings(plan.assignment)
     if has_rings and not BlockMatrix(problem, layout, plan.assignment).is_uniform:

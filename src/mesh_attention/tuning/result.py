@@ -12,7 +12,7 @@ from mesh_attention.timeline import Timeline
 from mesh_attention.tuning.candidates import Complexity, complexity
 from mesh_attention.units import brief
 
-RESULT_VERSION = 2
+RESULT_VERSION = 3
 NEAR_TIE = 0.02
 """Among trials within this share of the fastest, the simplest is chosen. Forecasts cannot tell them apart, and a choice
 that is simpler but not the fastest may cost this much, no more."""
@@ -56,15 +56,13 @@ class Forecast:
 class Trial:
     """A choice for each pass that was asked for, with its forecast.
 
-    `is_bound`: this library has no plan for the method, and the numbers are lower bounds (see `rivals`). `reason` says
-    why it is not chosen.
+    `reason` says why it is not chosen.
     """
 
     family: Family
     choices: dict[Direction, Choice]
     forecasts: dict[Direction, Forecast]
     reason: str = ""
-    is_bound: bool = False
 
     @property
     def time_s(self) -> float:
@@ -118,20 +116,19 @@ class Tuning:
     @property
     def near_ties(self) -> tuple[Trial, ...]:
         """Trials about as fast as the fastest, the chosen one among them."""
-        usable = [trial for trial in self.trials if not trial.is_bound]
-        fastest = min(trial.time_s for trial in usable)
-        return tuple(trial for trial in usable if trial.time_s <= fastest * (1 + NEAR_TIE))
+        fastest = min(trial.time_s for trial in self.trials)
+        return tuple(trial for trial in self.trials if trial.time_s <= fastest * (1 + NEAR_TIE))
 
     @property
     def equals(self) -> tuple[Trial, ...]:
         """Trials that a forecast cannot tell from the fastest: the difference is within its error."""
-        fastest = min(trial.time_s for trial in self.trials if not trial.is_bound)
+        fastest = min(trial.time_s for trial in self.trials)
         return tuple(trial for trial in self.trials if trial.time_s <= fastest * (1 + FORECAST_ERROR))
 
     @property
     def simplest(self) -> Trial:
         """The simplest of the trials that are equal; another than the chosen one may be slower by the error."""
-        return min((t for t in self.equals if not t.is_bound), key=lambda trial: trial.complexity)
+        return min(self.equals, key=lambda trial: trial.complexity)
 
     @property
     def tie_words(self) -> str:
@@ -147,11 +144,13 @@ class Tuning:
 
 def tuning_to_json(tuning: Tuning) -> dict[str, Any]:
     """The tuning as plain values, with choices as options that `Choice.of` reads back."""
-    trials = [
-        {**asdict(replace(trial, choices={})), "choices": {d: choice.options for d, choice in trial.choices.items()}}
-        for trial in tuning.trials
-    ]
+    trials = list(map(trial_to_json, tuning.trials))
     return {"version": RESULT_VERSION, **asdict(replace(tuning, trials=())), "trials": trials}
+
+
+def trial_to_json(trial: Trial) -> dict[str, Any]:
+    choices = {direction: choice.options for direction, choice in trial.choices.items()}
+    return {**asdict(replace(trial, choices={})), "choices": choices}
 
 
 def tuning_from_json(written: object) -> Tuning:
@@ -177,14 +176,13 @@ def _trial(written: object) -> Trial:
         raise ParseError(f"passes {brief(list(choices))}: expected some of {', '.join(DIRECTIONS)}")
     if given["family"] not in get_args(Family):
         raise ParseError(f"family {brief(given['family'])}: expected one of {', '.join(get_args(Family))}")
-    if not isinstance(given["reason"], str) or not isinstance(given["is_bound"], bool):
-        raise ParseError("expected a text as reason and true or false as is_bound")
+    if not isinstance(given["reason"], str):
+        raise ParseError("expected a text as reason")
     return Trial(
         family=given["family"],
         choices={d: Choice.of(**_fields(given, *_names(Choice))) for d, given in choices.items()},
         forecasts={d: Forecast(**_numbers(_fields(f, *_names(Forecast)))) for d, f in forecasts.items()},
         reason=given["reason"],
-        is_bound=given["is_bound"],
     )
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import FAMILIES, Choice, Family
-from mesh_attention.planning.comparison import MOST_TRANSFERS
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
@@ -21,6 +20,8 @@ from mesh_attention.tuning.result import Forecast
 from mesh_attention.tuning.traffic import Traffic, plan_on, traffic
 from mesh_attention.units import Report
 
+MOST_TRANSFERS = 8192
+"""Rows plus columns of a tile up to which plans are made: one rank's program takes seconds to build."""
 MOST_BLOCKS_PER_CALL = 16
 LONGEST_PRICED_FIRST, LONGEST_PRICED = 80, 512
 """Rows plus columns of a tile whose calls are cost-based at the first try, and at all: planning takes time that

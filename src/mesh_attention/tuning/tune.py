@@ -20,7 +20,6 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import complexity, of_fewest_bytes, shapes
 from mesh_attention.tuning.coarse import LONGER
 from mesh_attention.tuning.result import FORECAST_ERROR, NEAR_TIE, Trial, Tuning
-from mesh_attention.tuning.rivals import startrail
 from mesh_attention.tuning.search import LARGE, PassSearch, Tried, effort, quick_effort
 from mesh_attention.tuning.traffic import plan_on, traffic
 from mesh_attention.units import GIB, Report, format_nbytes, format_time
@@ -94,11 +93,10 @@ def tune(
     left_out: dict[str, str] = {}
     if not is_quick:
         left_out = cannot_be_used(problem, {trial.family for trial in trials}, searches, limit, found)
-        trials += [] if is_many else startrail(found, searches)
     simulated = sum(len(search.tried) for search in searches.values())
     if is_uniform and not is_quick and not is_many:
         trials = _priced_again(trials, searches)
-        if all(trial.is_bound for trial in trials):
+        if not trials:
             raise _does_not_fit(searches, limit)
     least = {direction: limits(problem, direction) for direction in directions}
     rates = {"forward": topology.device.forward.tflops, "backward": topology.device.backward.tflops}
@@ -238,7 +236,7 @@ def _ranked(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     """The chosen one, then the best of every other family with the reason why it is not chosen, fastest first."""
     best = [_best([t for t in trials if t.family == family]) for family in dict.fromkeys(t.family for t in trials)]
     best.sort(key=lambda trial: trial.time_s)
-    near = _near([trial for trial in best if not trial.is_bound], NEAR_TIE)
+    near = _near(best, NEAR_TIE)
     chosen = min(near, key=lambda trial: trial.complexity)
     losers = [replace(trial, reason=why_not(trial, chosen, NEAR_TIE)) for trial in best if trial is not chosen]
     return (chosen, *losers)

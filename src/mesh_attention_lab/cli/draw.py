@@ -12,11 +12,11 @@ import typer
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.plan import Plan
 from mesh_attention.problem import Direction
-from mesh_attention.tuning.planner import block_plan_on
 from mesh_attention.units import count
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import checked_plan_for, make_folder, progress
 from mesh_attention_lab.cli.terminal import cluster_name, cluster_words
+from mesh_attention_lab.comparison import single_block_plan
 from mesh_attention_lab.scenes import explorer_scenes, scene_of, write_explorer
 
 MOST_RANKS = 128
@@ -70,7 +70,7 @@ def draw_command(
             problem = problem_options.problem(topology.ranks)
             choice = problem_options.choice(choice_options.choice)
             directions = problem_options.passes(both=not problem_options.is_turn)
-            plans = {d: block_plan_on(topology, problem, choice, d) for d in directions}
+            plans = {d: single_block_plan(topology, problem, choice, d) for d in directions}
         make_folder("--out", options.out)
         subject = scene_of(plans, topology, report=report)
         scenes = explorer_scenes([subject], topology, report=report)

@@ -19,8 +19,8 @@ from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import transfers
 from mesh_attention.plan.text import format_step
-from mesh_attention.planning.comparison import MOST_TRANSFERS, Comparison, Row, compare, in_few_calls
 from mesh_attention.planning.registry import make_plan
+from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.units import BYTES, FLOPS, Report, count, format_nbytes, format_together
 from mesh_attention.verification.rules import RULES, check, format_breaches
 from mesh_attention_lab.cli import options as opt
@@ -37,6 +37,7 @@ from mesh_attention_lab.cli.terminal import (
     tile_reason,
     times,
 )
+from mesh_attention_lab.comparison import Comparison, Grouping, Row, compare
 
 WHOLE_PROGRAM = 40
 """Programs up to this many steps are shown whole."""
@@ -71,7 +72,7 @@ def plan_command(
     problem = problem_options.problem(ranks)
     with progress("planning") as report:
         direction = problem_options.passes(both=options.backward)[-1]
-        choice = in_few_calls(problem_options.choice(choice_options.choice), problem, direction)
+        choice = Grouping.COST_BASED.resolve(problem_options.choice(choice_options.choice), problem, direction)
         plan = make_plan(problem, choice, direction=direction)
         steps = _step_rows(plan, options.rank)  # first: it refuses a rank that does not exist
         comparison = compare(plan, choice, report=report)

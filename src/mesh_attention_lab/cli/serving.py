@@ -13,13 +13,13 @@ from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.serving import cache_nbytes, kv_token_nbytes
 from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.comparison import MOST_TRANSFERS
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.decoding import DecodeForecast, forecast_as_json
 from mesh_attention.tuning.decoding import travel_words as decode_travel_words
 from mesh_attention.tuning.result import Forecast
+from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import GIB, Report, format_nbytes, format_time
 from mesh_attention_lab.cli.terminal import (

@@ -14,14 +14,13 @@ from mesh_attention.plan.counts import MANY_RANKS, sampled_ranks
 from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import default_layout
-from mesh_attention.planning.comparison import MOST_TRANSFERS
 from mesh_attention.planning.costs import limits
 from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline, joined
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.planner import in_blocks, ring_like
 from mesh_attention.tuning.result import Forecast
+from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import Report, format_nbytes, format_time, three_digits
 from mesh_attention_lab.cli import options as opt
@@ -39,6 +38,7 @@ from mesh_attention_lab.cli.terminal import (
     problem_words,
     times,
 )
+from mesh_attention_lab.comparison import Grouping, usual_ring_plan
 from mesh_attention_lab.drawing.canvas import save_chart
 from mesh_attention_lab.drawing.gantt import gantt
 from mesh_attention_lab.drawing.trace import write_trace
@@ -82,7 +82,9 @@ def simulate_command(
             problem = problem_options.problem(topology.ranks)
             wanted = problem_options.choice(choice_options.choice)
             opt.refuse_uneven(problem, wanted.layout or default_layout(problem), topology)
-            choices = {d: in_blocks(wanted, problem, d) for d in problem_options.passes(both=backward)}
+            choices = {
+                d: Grouping.SINGLE_BLOCKS.resolve(wanted, problem, d) for d in problem_options.passes(both=backward)
+            }
             plans = {d: plan_on(topology, problem, choice, d) for d, choice in choices.items()}
             what = ", backward ".join(dict.fromkeys(map(str, choices.values())))
         is_turn = next(iter(plans.values())).layout == Turn()
@@ -90,7 +92,7 @@ def simulate_command(
         spans_of = {*shown_ranks, *(sampled_ranks(topology.ranks) if options.trace else ())}
         forecasts = [_forecast(plans, topology, spans_of, report)]
         has_ring = topology.ranks <= MOST_TRANSFERS
-        ring = {direction: ring_like(plan, topology) for direction, plan in plans.items()} if has_ring else plans
+        ring = {direction: usual_ring_plan(plan, topology) for direction, plan in plans.items()} if has_ring else plans
         if ring != plans:
             forecasts.append(_forecast(ring, topology, set(), report))
         whole = forecasts[0].whole

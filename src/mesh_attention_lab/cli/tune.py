@@ -23,8 +23,7 @@ from mesh_attention.timeline import joined
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
 from mesh_attention.tuning.decoding import forecast_decoding
-from mesh_attention.tuning.planner import plain_choice
-from mesh_attention.tuning.result import FORECAST_ERROR, Trial, Tuning, tuning_to_json
+from mesh_attention.tuning.result import FORECAST_ERROR, Trial, Tuning, trial_to_json, tuning_to_json
 from mesh_attention.tuning.traffic import costs_on
 from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.units import (
@@ -66,9 +65,11 @@ from mesh_attention_lab.cli.terminal import (
     problem_words,
     token_words,
 )
+from mesh_attention_lab.comparison import choice_without_costs
 from mesh_attention_lab.drawing.canvas import save_chart
 from mesh_attention_lab.drawing.times import ChartPoint, ChartX, time_chart
 from mesh_attention_lab.drawing.trace import write_trace
+from mesh_attention_lab.rivals import Bound, startrail
 from mesh_attention_lab.sweep import AXES, Axis, Sweep, Sweeper, check_axis
 
 CHART_X: dict[Axis, ChartX] = {"ranks": "ranks", "seq": "sequence length", "tile": "tile"}
@@ -165,7 +166,8 @@ def tune_command(
             tuning=tuning,
             is_from_cache=is_from_cache,
             plans=tuned_plans(problem, topology, tuning.chosen),
-            plain=plain_choice(problem, topology, tuning.chosen),
+            bound=startrail(tuning, problem, topology, memory_limit=options.memory),
+            plain=choice_without_costs(problem, topology, tuning.chosen),
             served=Served(layers=options.layers, rivals=rivals) if is_turn else None,
         )
         if options.trace is not None:
@@ -245,6 +247,7 @@ def _as_json(answer: Answer) -> dict[str, Any]:
         "directions": list(plans),
         "memory_limit": answer.memory_limit,
         "tuning": tuning_to_json(answer.tuning),
+        "bound": None if answer.bound is None else trial_to_json(answer.bound),
         "is_from_cache": answer.is_from_cache,
         "serving": None if answer.served is None else turn_as_json(answer.problem, *answer.turn, answer.served),
         "digests": {direction: plan.digest for direction, plan in plans.items()},
@@ -280,9 +283,17 @@ class Answer:
     tuning: Tuning
     is_from_cache: bool
     plans: Mapping[Direction, Plan]
+    bound: Bound | None
+    """Of a method that this library has no plan for."""
     plain: Choice | None
     """A choice for both passes that is as fast without costs; None if there is none."""
     served: Served | None = None
+
+    @property
+    def shown(self) -> tuple[Trial, ...]:
+        """The trials and the bound: the chosen one, then the others, fastest first."""
+        chosen, *others = self.tuning.trials
+        return chosen, *sorted((*others, *filter(None, [self.bound])), key=lambda trial: trial.time_s)
 
     @property
     def layout(self) -> str:
@@ -312,9 +323,9 @@ def print_tuning(answer: Answer) -> None:
     if answer.served is not None:
         print_turn(console, answer.problem, answer.topology, *answer.turn, answer.served)
         console.print()
-    columns = _columns(tuning, has_nodes=answer.topology.nodes > 1)
-    bold = [trial is chosen for trial in tuning.trials]
-    no_room = print_table(console, columns, bold=bold, gap_after=len(tuning.equals) % len(tuning.trials))
+    columns = _columns(answer.shown, tuning, has_nodes=answer.topology.nodes > 1)
+    bold = [trial is chosen for trial in answer.shown]
+    no_room = print_table(console, columns, bold=bold, gap_after=_equal_rows(answer) % len(answer.shown))
     console.print(_caption(answer, no_room), style="dim")
     if tuning.left_out:
         console.print("\nleft out", style="bold")
@@ -348,7 +359,7 @@ def _time_words(answer: Answer) -> str:
 def _print_equals(console: Console, tuning: Tuning) -> None:
     """Say which methods a forecast cannot tell from the chosen one, and name the simplest."""
     chosen, simplest = tuning.chosen, tuning.simplest
-    equal = [trial.family for trial in tuning.equals if trial is not chosen and not trial.is_bound]
+    equal = [trial.family for trial in tuning.equals if trial is not chosen]
     if not equal:
         return
     error = f"{FORECAST_ERROR:.0%}".replace("%", " %")
@@ -364,8 +375,14 @@ def _print_equals(console: Console, tuning: Tuning) -> None:
 # The table
 
 
-def _columns(tuning: Tuning, *, has_nodes: bool) -> list[Column]:
-    trials, chosen = tuning.trials, tuning.chosen
+def _equal_rows(answer: Answer) -> int:
+    """The rows that a forecast cannot tell from the fastest: the difference is within its error."""
+    fastest_s = min(trial.time_s for trial in answer.tuning.trials)
+    return sum(trial.time_s <= fastest_s * (1 + FORECAST_ERROR) for trial in answer.shown)
+
+
+def _columns(trials: Sequence[Trial], tuning: Tuning, *, has_nodes: bool) -> list[Column]:
+    chosen = tuning.chosen
     times = [trial.time_s for trial in trials] + [trial.exposed_s for trial in trials]
     time_unit, time_texts = format_together([round(max(0.0, s) * 1e9) for s in times], TIMES, below=1000)
     sent = [trial.between_nbytes for trial in trials] + [trial.sent_nbytes for trial in trials]
@@ -398,18 +415,18 @@ def _name(trial: Trial) -> str:
 
 
 def _at_least(trials: Sequence[Trial], texts: Sequence[str]) -> list[str]:
-    return [f"≥{text}" if trial.is_bound else text for trial, text in zip(trials, texts, strict=True)]
+    return [f"≥{text}" if isinstance(trial, Bound) else text for trial, text in zip(trials, texts, strict=True)]
 
 
 def _known(trials: Sequence[Trial], texts: Sequence[str]) -> list[str]:
-    return [NO_NUMBER if trial.is_bound else text for trial, text in zip(trials, texts, strict=True)]
+    return [NO_NUMBER if isinstance(trial, Bound) else text for trial, text in zip(trials, texts, strict=True)]
 
 
 def _against_bound(trial: Trial, tuning: Tuning) -> str:
     # Inputs that forward keeps for backward are not sent again: the bound does not hold.
     if not tuning.bound_nbytes or any(choice.keep for choice in trial.choices.values()):
         return NO_NUMBER
-    return f"{'≥' if trial.is_bound else ''}{trial.sent_nbytes / tuning.bound_nbytes:.2f}"
+    return f"{'≥' if isinstance(trial, Bound) else ''}{trial.sent_nbytes / tuning.bound_nbytes:.2f}"
 
 
 def _tflops(trial: Trial) -> float:
@@ -420,7 +437,7 @@ def _tflops(trial: Trial) -> float:
 
 def _caption(answer: Answer, no_room: str) -> str:
     tuning = answer.tuning
-    is_cut = len(tuning.equals) < len(tuning.trials)
+    is_cut = _equal_rows(answer) < len(answer.shown)
     words = [
         f"The first is chosen. {tuning.tie_words}".strip(),
         f"Below the empty line: more than {FORECAST_ERROR:.0%} slower than the fastest.".replace("%", " %")
@@ -430,7 +447,7 @@ def _caption(answer: Answer, no_room: str) -> str:
         "per call has cost-based calls. exposed: the time in which the busiest rank does not compute. Bytes are what "
         "an average rank sends; × bound: relative to the lower bound.",
     ]
-    if any(trial.is_bound for trial in tuning.trials):
+    if answer.bound is not None:
         words.append("≥: an estimated lower bound; this library has no plan for that method.")
     source = "Read from the cache." if answer.is_from_cache else f"{count(tuning.simulated, 'plan')} simulated."
     return " ".join(filter(None, [*words, no_room, source]))

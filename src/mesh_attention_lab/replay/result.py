@@ -48,7 +48,7 @@ def tuned_parts(
     if unknown:
         raise UsageError(f"method {unknown[0]!r}: expected some of {', '.join((*FAMILIES, BEST))}")
     tuning = tune(problem, topology, directions=directions, layout=layout, on_progress=on_progress)
-    trials: dict[str, Trial] = {trial.family: trial for trial in reversed(tuning.trials) if not trial.is_bound}
+    trials: dict[str, Trial] = {trial.family: trial for trial in reversed(tuning.trials)}
     parts: list[Part] = []
     for method in dict.fromkeys(methods):
         trial = tuning.trials[0] if method == BEST else trials.get(method)

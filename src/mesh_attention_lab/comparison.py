@@ -1,9 +1,10 @@
-"""Compares a plan with those that the other methods make of the same problem, in numbers."""
+"""A plan next to those that the other methods make of the same problem, and how their blocks are grouped into calls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from math import gcd
 from typing import Any
 
@@ -11,27 +12,61 @@ from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.counts import RankCosts, imbalance, rank_costs, sampled_ranks
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.choice import Choice
+from mesh_attention.planning.choice import Choice, default_layout
 from mesh_attention.planning.costs import limits, received_by_tile
-from mesh_attention.planning.registry import make_plan
+from mesh_attention.planning.registry import StatedStrategy, make_plan
 from mesh_attention.problem import Problem
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.topology import Topology
+from mesh_attention.tuning.result import NEAR_TIE, Trial
+from mesh_attention.tuning.search import MOST_TRANSFERS
+from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import Report
 
-MOST_TRANSFERS = 8192
-"""Rows plus columns of a tile, up to which a plan is compared: one rank's program takes seconds to build."""
 MOST_BLOCKS, BLOCKS_PER_CALL = 16384, 16
 """Blocks of a rank up to which each is a call unless a number is stated; and the number where there are more."""
 
 
-def in_few_calls(choice: Choice, problem: Problem, direction: Direction) -> Choice:
-    """The resolved choice, with several blocks per call if none are stated and a rank has very many."""
-    resolved = choice.resolved(problem, direction)
-    is_open = resolved.blocks_per_call is None and not resolved.is_collective
-    return (
-        replace(resolved, blocks_per_call=BLOCKS_PER_CALL)
-        if is_open and resolved.assignment.places > MOST_BLOCKS
-        else resolved
-    )
+class Grouping(Enum):
+    """How blocks are grouped into kernel calls where a choice does not say."""
+
+    COST_BASED = "the costs of a plan size its calls; without call prices, a call is one block"
+    SINGLE_BLOCKS = "a call is one block"
+
+    def resolve(self, choice: Choice, problem: Problem, direction: Direction) -> Choice:
+        """The resolved choice, grouped. Where a rank has very many blocks, several of them are a call."""
+        resolved = choice.resolved(problem, direction)
+        if resolved.is_collective or resolved.blocks_per_call is not None:
+            return resolved
+        if resolved.assignment.places > MOST_BLOCKS:
+            return replace(resolved, blocks_per_call=BLOCKS_PER_CALL)
+        return resolved if self is Grouping.COST_BASED else replace(resolved, blocks_per_call=1)
+
+
+def single_block_plan(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Plan:
+    """The plan on a cluster with one block per call, where the choice does not say."""
+    return plan_on(topology, problem, Grouping.SINGLE_BLOCKS.resolve(choice, problem, direction), direction)
+
+
+def usual_ring_plan(plan: Plan, topology: Topology) -> Plan:
+    """Ring-Attention as it is usually run: shards and partials travel along the ring, one block per call."""
+    choice = Choice(method="ring", layout=plan.layout, route="ring", partials="ring", keep=plan.schedule.keep)
+    return single_block_plan(topology, plan.problem, choice, plan.direction)
+
+
+def choice_without_costs(problem: Problem, topology: Topology, trial: Trial) -> Choice | None:
+    """One choice for all passes of a trial that is as fast without costs, by the prices of a Hopper GPU or with its own
+    grouping; None if there is none."""
+    first, *others = trial.choices.values()
+    if any(other != first for other in others):
+        return None
+    for choice in dict.fromkeys((replace(first, blocks_per_call=None), first)):
+        layout = choice.layout or default_layout(problem)
+        plans = StatedStrategy(choice).plans(problem, layout, on_gpu=True, needs_gradient=False)
+        times_s = [simulate(plans[direction], topology).time_s for direction in trial.choices]
+        if sum(times_s) <= trial.time_s * (1 + NEAR_TIE):
+            return choice
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +138,7 @@ def _rivals(plan: Plan, choice: Choice, report: Report) -> Iterator[Plan]:
         wanted.append(replace(whole, method="ulysses"))
     for number, rival in enumerate(wanted):
         report(f"planning {rival.method}", number / len(wanted))
-        resolved = in_few_calls(rival, plan.problem, plan.direction)
+        resolved = Grouping.COST_BASED.resolve(rival, plan.problem, plan.direction)
         if resolved.assignment.tile.rows + resolved.assignment.tile.cols <= MOST_TRANSFERS:
             yield make_plan(plan.problem, resolved, direction=plan.direction)
 
