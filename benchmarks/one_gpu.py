@@ -13,7 +13,8 @@ from shutil import which
 
 import torch
 import torch.distributed as dist
-from run_ranks import share_one_gpu
+
+from mesh_attention_lab.launch import share_one_gpu
 
 MPS = "nvidia-cuda-mps-control"
 MPS_S = 20

@@ -20,9 +20,9 @@ import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 from run_facts import start_result
-from run_ranks import share_one_gpu
 
 from mesh_attention import MeshAttention
+from mesh_attention_lab.launch import share_one_gpu
 
 DIM = 128
 HEADS = 16

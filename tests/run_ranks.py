@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -21,40 +20,12 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerContext, SpawnContext
+from mesh_attention_lab.launch import process_context, share_one_gpu
 
 START_S = 120
 """Seconds that the workers may take to import torch and find each other."""
-SLOW_IMPORTS = (
-    *("mesh_attention.api", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-    *("transformers.modeling_utils", "hypothesis", "pytest"),
-)
-"""Imported once for all workers if this process has imported them."""
-
-
-def process_context() -> ForkServerContext | SpawnContext:
-    """A forkserver with torch imported, or spawn if the system has no fork."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", *(name for name in SLOW_IMPORTS if name in sys.modules)])
-    return context
-
-
-def share_one_gpu(rank: int) -> None:
-    """Make NCCL see this process as a host of its own, so that ranks can share a GPU; call it before making a group."""
-    os.environ.update(
-        NCCL_HOSTID=f"host{rank}",
-        NCCL_NET="Socket",
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_MAX_NCHANNELS="2",
-        NCCL_IB_DISABLE="1",
-        NCCL_P2P_DISABLE="1",
-        NCCL_SHM_DISABLE="1",
-    )
 
 
 class RankError(AssertionError):

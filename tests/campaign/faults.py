@@ -30,7 +30,6 @@ from unittest import mock
 import torch
 import torch._dynamo  # checkpointing imports it, which takes longer than the group's timeout; so it is loaded before
 import torch.distributed as dist
-from run_ranks import process_context
 from torch import Tensor
 from torch.distributed import TCPStore
 from torch.utils.checkpoint import checkpoint
@@ -39,6 +38,7 @@ import mesh_attention
 from mesh_attention import MeshAttention, MeshAttentionError
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution.call import Calls
+from mesh_attention_lab.launch import process_context
 
 RANKS = 4
 TIMEOUT_S, SLACK_S, LATE_S = 5.0, 5.0, 1.5

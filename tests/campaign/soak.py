@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from run_ranks import process_context
 from torch import Tensor
 from torch.distributed import TCPStore
 
 from mesh_attention import DisagreementError, MeshAttention, UsageError, mesh_attention
+from mesh_attention_lab.launch import process_context
 
 RANKS = 4
 CALLS_PER_ROUND = 20
