@@ -36,7 +36,7 @@ from mesh_attention_lab.drawing.canvas import save_chart
 from mesh_attention_lab.drawing.rates import BarGroup, rate_chart
 from mesh_attention_lab.replay.device import Environment, check_memory, environment_of, find_device, measure_cluster
 from mesh_attention_lab.replay.replay import replay
-from mesh_attention_lab.replay.result import Replayed, Row, kernel_as_json, row_as_json, rows_of, tuned_parts
+from mesh_attention_lab.replay.result import Replayed, ReplayRow, kernel_as_json, row_as_json, rows_of, tuned_parts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -179,7 +179,7 @@ def _table_lines(problem: Problem, replayed: Replayed) -> list[str]:
     return [*lines, _line(kernel)]
 
 
-def _cells(problem: Problem, rows: Sequence[Row]) -> list[str]:
+def _cells(problem: Problem, rows: Sequence[ReplayRow]) -> list[str]:
     forward, backward, both = rows
     errors = [row.memory_error for row in (forward, backward)]
     known = [error for error in errors if error is not None]
@@ -196,7 +196,7 @@ def _cells(problem: Problem, rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _times(row: Row) -> str:
+def _times(row: ReplayRow) -> str:
     return "–" if row.times_ring is None else f"{row.times_ring:.2f}"
 
 

@@ -22,7 +22,7 @@ from mesh_attention_lab.cli.main import main
 from mesh_attention_lab.cli.replay import parse_methods, replay_columns
 from mesh_attention_lab.cli.terminal import fitting
 from mesh_attention_lab.drawing.rates import Bar, BarGroup, rate_chart
-from mesh_attention_lab.replay.result import Row
+from mesh_attention_lab.replay.result import ReplayRow
 
 run = test_cli.run
 """The fixture."""
@@ -107,8 +107,8 @@ def test_narrow_terminals_have_room_and_are_told_what_is_left_out(
 
 
 def test_where_the_host_would_be_the_limit_is_marked(answer: Any) -> None:
-    fields = {name: answer["rows"][0][name] for name in Row.__dataclass_fields__}
-    slow, fast = (Row(**{**fields, "time_s": 1.0, "host_s": host_s}) for host_s in (1.5, 0.5))
+    fields = {name: answer["rows"][0][name] for name in ReplayRow.__dataclass_fields__}
+    slow, fast = (ReplayRow(**{**fields, "time_s": 1.0, "host_s": host_s}) for host_s in (1.5, 0.5))
     columns = {column.header.split()[0]: column for column in replay_columns(["ring", slow, fast], is_cuda=True)}
     assert [cell.endswith("!") for cell in columns["host"].cells] == [False, True, False]
     assert replay_columns([slow], is_cuda=False)[7].cells == ["–"]
@@ -280,12 +280,11 @@ def test_no_grid_line_goes_through_a_value_above_its_bar() -> None:
     figure = rate_chart([group], unit="TFLOP/s", expected="forecast", line="one kernel")
     figure.canvas.draw()
     axes = figure.axes[0]
-    inside, above = axes.texts
-    assert inside.get_bbox_patch() is None
-    ground = above.get_bbox_patch()
-    assert ground is not None
-    assert ground.get_facecolor() == (1.0, 1.0, 1.0, 1.0)
-    assert above.get_zorder() > max(line.get_zorder() for line in axes.get_ygridlines())
+    for above in axes.texts:
+        ground = above.get_bbox_patch()
+        assert ground is not None
+        assert ground.get_facecolor() == (1.0, 1.0, 1.0, 1.0)
+        assert above.get_zorder() > max(line.get_zorder() for line in axes.get_ygridlines())
 
 
 @pytest.mark.parametrize("groups", [[], [BarGroup(name="x", bars=())]])

@@ -18,7 +18,7 @@ from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan
 from mesh_attention.machine.fit import CallTime, Measurement, MemoryTimes
 from mesh_attention_lab.cli import demo as demo_command_module
 from mesh_attention_lab.cli.demo import _methods, _problem, _report, _row, _verdict
-from mesh_attention_lab.cli.demo_worker import Measured, Seen, make_inputs
+from mesh_attention_lab.cli.demo_worker import Measured, RankResults, make_inputs
 from mesh_attention_lab.cli.main import main
 from mesh_attention_lab.launch import WorkerError, run_processes
 from mesh_attention_lab.recording import record
@@ -104,7 +104,7 @@ def report_of(folder: Path) -> tuple[Path | None, str | None]:
             torch.autograd.grad([o.sum() for o in out], [*q, *k, *v])
         passes = tuple((one.plan, one.timeline) for one in recording.passes())
         measured.append(Measured(**NOTHING, passes=passes))
-    return _report(folder, problem, methods, Seen(methods=measured, calibration=NONSENSE), best="mesh")
+    return _report(folder, problem, methods, RankResults(methods=measured, calibration=NONSENSE), best="mesh")
 
 
 NOTHING: Any = dict.fromkeys(("forward_error", "gradient_error"), 0.0) | {
@@ -155,7 +155,7 @@ def test_the_table_stays_when_there_is_no_report(
     """As the command goes on when processes have run and the folder turns out to be of no use."""
     monkeypatch.chdir(tmp_path)
     Path("mesh-attention-report").write_text("mine")
-    seen = Seen(methods=[Measured(**NOTHING)] * len(METHODS), calibration=NONSENSE)
+    seen = RankResults(methods=[Measured(**NOTHING)] * len(METHODS), calibration=NONSENSE)
     monkeypatch.setattr(demo_command_module, "run_processes", lambda *_, **__: [seen] * 4)
     assert main(["demo", "--ranks", "4", "--seq", "512"]) == 0
     said = capsys.readouterr()
@@ -192,7 +192,7 @@ def test_a_process_that_fails_is_named_with_its_error() -> None:
 def test_a_process_that_fails_is_exit_code_1_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*_: object, **__: object) -> list[Seen]:
+    def fail(*_: object, **__: object) -> list[RankResults]:
         raise WorkerError("rank 1 failed: Traceback\n  line 2")
 
     monkeypatch.setattr(demo_command_module, "run_processes", fail)

@@ -23,7 +23,7 @@ from mesh_attention.errors import UsageError
 from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined, rank_tracks
 from mesh_attention_lab.drawing.canvas import linear_ticks, log_ticks, save_chart, spaced
 from mesh_attention_lab.drawing.gantt import gantt
-from mesh_attention_lab.drawing.times import Box, ChartPoint, along, clearest, spread, time_chart
+from mesh_attention_lab.drawing.times import ChartPoint, time_chart
 from mesh_attention_lab.drawing.trace import to_perfetto, write_trace
 
 TWO_NS_IN_US = 0.002
@@ -436,9 +436,7 @@ def test_any_points_make_a_readable_chart(drawn: tuple[Any, list[ChartPoint]]) -
     figure = time_chart(points, x=x, title="Forward, 32 heads of 128, causal")
     assert_nothing_is_cut_off(figure)
     assert sum(map(len, lines(figure).values())) == 2 * len(points)
-    last = max(xy[0] for line in lines(figure).values() for xy in line)
-    labels = [text for text in figure.axes[0].texts if text.xy[0] == last]  # type: ignore[attr-defined]
-    assert_apart(labels)
+    assert_apart(figure.legends[0].get_texts())
     assert_apart([label for label in figure.axes[0].get_yticklabels() if label.get_visible()])
     if not any(label.get_rotation() for label in figure.axes[0].get_xticklabels()):
         assert_apart(figure.axes[0].get_xticklabels())
@@ -454,28 +452,13 @@ def assert_apart(labels: list[Text]) -> None:
         assert min(overlap) <= 2, f"{one.get_text()!r} covers {other.get_text()!r}"
 
 
-def test_the_label_of_a_line_that_ends_early_is_near_its_end() -> None:
-    points = [*scaling(3), ChartPoint("ulysses", 8, 0.1, 0.0)]
-    figure = time_chart(points, x="ranks")
-    figure.canvas.draw()
-    axes = figure.axes[0]
-    (label,) = [text for text in axes.texts if text.get_text() == "ulysses"]
-    end_x, end_y = axes.transData.transform((8, 0.1))
-    box = Text.get_window_extent(label)
-    assert 0 < box.x0 - end_x < 60
-    assert abs((box.y0 + box.y1) / 2 - end_y) < 60
-
-
-@pytest.mark.parametrize("end_s", [2.0, 2.05, 3.95, 4.0, 4.1])
-def test_the_label_of_a_line_that_ends_early_is_clear_of_grid_lines(end_s: float) -> None:
-    points = [ChartPoint("ring", 8, 0.2, 0.0), ChartPoint("ring", 64, 8.0, 0.0), ChartPoint("mesh", 8, end_s, 0.0)]
-    figure = time_chart(points, x="ranks")
-    figure.canvas.draw()
-    axes = figure.axes[0]
-    (label,) = [text for text in axes.texts if text.get_text() == "mesh"]
-    box = Text.get_window_extent(label)
-    rules = [axes.transData.transform((8, tick))[1] for tick in axes.get_yticks()]
-    assert [rule for rule in rules if box.y0 + 2 < rule < box.y1 - 2] == []
+def test_every_method_is_named_beside_the_axes_in_the_order_of_its_end() -> None:
+    figure = time_chart([*scaling(3), ChartPoint("ulysses", 8, 0.1, 0.0)], x="ranks")
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["ulysses", "method 2", "method 1", "method 0"]
+    drawn = {line.get_label(): line for line in figure.axes[0].lines}
+    for text, handle in zip(legend.get_texts(), legend.get_lines(), strict=True):
+        assert handle.get_color() == drawn[f"{text.get_text()}: time"].get_color()
 
 
 def test_long_names_and_titles_are_kept_on_the_sheet() -> None:
@@ -585,33 +568,3 @@ def test_ticks_of_a_log_axis_have_room(values: list[int]) -> None:
     assert set(kept) <= set(values)
     assert kept[-1] == max(values)
     assert len(kept) <= 11
-
-
-@given(st.lists(st.floats(-50, 150), min_size=1, max_size=10))
-def test_labels_make_room_for_each_other(wanted: list[float]) -> None:
-    places = spread(wanted, gap=10, low=0, high=100)
-    assert all(-1e-6 <= place <= 100 + 1e-6 for place in places)
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    for before, after in pairwise(order):
-        assert places[after] - places[before] >= 10 - 1e-6
-
-
-@given(st.lists(st.integers(0, 10), min_size=1, max_size=10))
-def test_labels_with_room_stay_where_they_are(steps: list[int]) -> None:
-    wanted = [10.0 * i + sum(steps[: i + 1]) for i in range(len(steps))]
-    assert spread(wanted, gap=10, low=0, high=1000) == pytest.approx(wanted)
-
-
-def test_a_label_stands_where_it_covers_the_least() -> None:
-    boxes = [Box(0, 0, 10, 10), Box(20, 0, 30, 10), Box(40, 0, 50, 10)]
-    points = [(1.0, 5.0), (2.0, 5.0), (25.0, 5.0), (35.0, 5.0), (45.0, 11.0)]
-    assert clearest(boxes, taken=[], points=points) == 2
-    assert clearest(boxes, taken=[Box(45, 0, 60, 10)], points=points) == 1
-    assert clearest(boxes, taken=[], points=[]) == 0
-
-
-def test_a_line_is_followed_without_holes() -> None:
-    found = along([(0, 0), (10, 0), (10, 4)], every=3.0)
-    assert (found[0], found[-1]) == ((0, 0), (10, 4))
-    assert all(max(abs(x1 - x0), abs(y1 - y0)) <= 3 for (x0, y0), (x1, y1) in pairwise(found))
-    assert along([(1, 2)], every=3.0) == [(1, 2)]

@@ -3,8 +3,8 @@
     with record(attention) as recording:
         out = attention(q, k, v, causal=True)
         out.sum().backward()
-    for one in recording.passes():        # on every rank of the group: they share what they noted
-        print(one.timeline.name, one.timeline.time_s)
+    for recorded in recording.passes():        # on every rank of the group: they share what they noted
+        print(recorded.timeline.name, recorded.timeline.time_s)
 
 Spans have the simulator's names. Times are seconds since the first rank began the pass. *compute* is a step at work:
 its kernel calls and copies, and posting. *wait* is a step that cannot begin, or a collective that is not over. *send*
@@ -119,7 +119,7 @@ class Recording:
         now_s = time.perf_counter()
         notes = [_whole(observer) for observer in self._observers] or [[] for _ in self.session.comms]
         own = [
-            _RankReport(machine=_machine(), now_s=now_s, passes=[asdict(_pass_spans(one)) for one in mine])
+            _RankReport(machine=_machine(), now_s=now_s, passes=[asdict(_pass_spans(of_pass)) for of_pass in mine])
             for mine in notes
         ]
         questions = [Question(asked=meeting.asked, says=asdict(report)) for report in own]
@@ -127,7 +127,7 @@ class Recording:
         counts = {len(report.passes) for report in reports}
         if len(counts) > 1:
             raise UsageError(f"ranks recorded {sorted(counts)} passes; record the same calls on every rank")
-        plans = [one.compiled.plan for one in notes[0]]
+        plans = [of_pass.compiled.plan for of_pass in notes[0]]
         return tuple(
             RecordedPass(plan=plan, timeline=_timeline(plan, reports, number)) for number, plan in enumerate(plans)
         )
@@ -155,7 +155,7 @@ class _RankReport:
     passes: list[dict[str, Any]]
 
 
-def _whole(observer: Observer) -> list[Notes]:
+def _whole(observer: Observer) -> list[PassNotes]:
     return [notes for notes in observer.passes if notes.is_whole]
 
 
@@ -167,7 +167,7 @@ def _machine() -> str:
 # From notes to spans
 
 
-def _pass_spans(notes: Notes) -> _PassSpans:
+def _pass_spans(notes: PassNotes) -> _PassSpans:
     compiled = notes.compiled
     start_s, stop_s = (notes.clock.seconds(notes.moments[at].mark) for at in (0, -1))
     program = Program(rank=compiled.rank, steps=compiled.steps, peak_nbytes=compiled.peak_nbytes)
@@ -186,7 +186,7 @@ def _pass_spans(notes: Notes) -> _PassSpans:
     )
 
 
-def _lane_spans(notes: Notes) -> list[Span]:
+def _lane_spans(notes: PassNotes) -> list[Span]:
     """Compute and wait, without gaps. A step that waits before it has posted anything has not begun its work."""
     spans: list[Span] = []
     steps, rank = notes.compiled.steps, notes.compiled.rank
@@ -220,7 +220,7 @@ def _lane_spans(notes: Notes) -> list[Span]:
     return spans
 
 
-def _transfer_spans(posted: Posted, notes: Notes) -> Iterator[Span]:
+def _transfer_spans(posted: Posted, notes: PassNotes) -> Iterator[Span]:
     rank = notes.compiled.rank
     start = notes.clock.seconds(posted.posted)
     stop = notes.clock.seconds(notes.moments[-1].mark if posted.seen is None else posted.seen)
@@ -237,24 +237,24 @@ def _timeline(plan: Plan, reports: Sequence[_RankReport], number: int) -> Timeli
     passes = [_PassSpans(**report.passes[number]) for report in reports]
     is_one_machine = len({report.machine for report in reports}) == 1
     shifts = [0.0 if is_one_machine else -report.now_s for report in reports]
-    zero_s = min(one.start_s + shift for one, shift in zip(passes, shifts, strict=True))
+    zero_s = min(rank.start_s + shift for rank, shift in zip(passes, shifts, strict=True))
     spans = [
         span._replace(start_s=span.start_s + shift - zero_s, stop_s=span.stop_s + shift - zero_s)
-        for one, shift in zip(passes, shifts, strict=True)
-        for span in map(Span._make, one.spans)
+        for rank, shift in zip(passes, shifts, strict=True)
+        for span in map(Span._make, rank.spans)
     ]
     sent: dict[LinkClass, int] = {"inside": 0, "between": 0}
-    for one, report in zip(passes, reports, strict=True):
-        for dest, nbytes in one.sent.items():
+    for rank, report in zip(passes, reports, strict=True):
+        for dest, nbytes in rank.sent.items():
             sent["inside" if report.machine == reports[int(dest)].machine else "between"] += nbytes
     return Timeline(
         name=f"{plan.method} {plan.assignment} {plan.direction}",
         ranks=tuple(
-            _times(one.rank, spans, one.stop_s + shift - zero_s) for one, shift in zip(passes, shifts, strict=True)
+            _times(rank.rank, spans, rank.stop_s + shift - zero_s) for rank, shift in zip(passes, shifts, strict=True)
         ),
         sent_nbytes=sent,
-        peak_nbytes=max(one.peak_nbytes for one in passes),
-        flops=sum(one.flops for one in passes),
+        peak_nbytes=max(rank.peak_nbytes for rank in passes),
+        flops=sum(rank.flops for rank in passes),
         spans=tuple(sorted(spans, key=lambda span: (span.rank, span.start_s))),
     )
 
@@ -344,7 +344,7 @@ class Posted:
 
 
 @dataclass
-class Notes:
+class PassNotes:
     """One pass of one rank. A pass that was interrupted has no `end`.
 
     With `has_waiters`, each post has a thread that waits for it.
@@ -366,7 +366,7 @@ class Observer:
 
     def __init__(self, *, is_alone: bool) -> None:
         self.is_alone = is_alone
-        self.passes: list[Notes] = []
+        self.passes: list[PassNotes] = []
 
     def watched(self, compiled: Compiled, device: torch.device) -> Compiled:
         """The same program, which is noted as it is walked."""
@@ -393,7 +393,7 @@ class Observer:
     def begin(self, compiled: Compiled, device: torch.device) -> None:
         # On CUDA, a wait acts on the stream of the thread that waits; ranks of one thread must not block it.
         has_waiters = self.is_alone and device.type == "cpu"
-        self.passes.append(Notes(compiled, clock_of(device), has_waiters))
+        self.passes.append(PassNotes(compiled, clock_of(device), has_waiters))
 
     def note(self, what: Literal["step", "post", "wait", "go", "end"], instruction: Instruction | None = None) -> None:
         now = self.passes[-1]

@@ -82,10 +82,10 @@ def _choices(problem: Problem, layout: Layout, *, tiles: int) -> Iterator[Choice
     yield Choice(method="ring", layout=layout)
     if layout == Turn():
         yield Choice(method="pass-q", layout=layout)
-    found = _tiles(problem, layout, degree=1)[:tiles]
-    if found:
-        yield Choice(method="attention2d", tile=found[0], layout=layout)
-    for tile in sorted(found, key=lambda tile: tile.rows):
+    grids = _tiles(problem, layout, degree=1)[:tiles]
+    if grids:
+        yield Choice(method="attention2d", tile=grids[0], layout=layout)
+    for tile in sorted(grids, key=lambda tile: tile.rows):
         yield Choice(tile=tile, layout=layout)
     for degree in divisors(gcd(problem.ranks, problem.kv_heads))[:0:-1]:
         grid = _tiles(problem, layout, degree=degree)
@@ -113,10 +113,10 @@ def explorer_scenes(first: Sequence[Scene], topology: Topology, *, report: Repor
         def report_part(doing: str, fraction: float, done: int = number) -> None:
             report(doing, (done + fraction) / len(counts))
 
-        asked = replace(problem, ranks=ranks)
+        rescaled = replace(problem, ranks=ranks)
         cluster = topology.with_ranks(ranks)
-        found = rival_scenes(asked, cluster, layout=plan.layout, directions=directions, report=report_part)
-        scenes += [scene for scene in found if not any(_is_same(scene, other) for other in scenes)]
+        rivals = rival_scenes(rescaled, cluster, layout=plan.layout, directions=directions, report=report_part)
+        scenes += [scene for scene in rivals if not any(_is_same(scene, other) for other in scenes)]
     return scenes
 
 
@@ -150,10 +150,10 @@ def write_explorer(
 
 def timelines_of(scenes: Sequence[Scene]) -> dict[str, Timeline]:
     """Every pass of every scene once, forecast and, where it ran, measured, by a name that tells them apart."""
-    found: dict[str, Timeline] = {}
+    named: dict[str, Timeline] = {}
     for scene in scenes:
         for kind, timelines in (("forecast", scene.forecasts), ("measured", scene.measured)):
             for direction in scene.directions:
                 if direction in timelines:
-                    found.setdefault(f"{scene.method} {scene.tile} {direction}, {kind}", timelines[direction])
-    return found
+                    named.setdefault(f"{scene.method} {scene.tile} {direction}, {kind}", timelines[direction])
+    return named

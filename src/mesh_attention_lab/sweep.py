@@ -19,9 +19,10 @@ from mesh_attention.tuning.result import Forecast, Tuning
 from mesh_attention.tuning.search import groupings
 from mesh_attention.tuning.traffic import plan_on, traffic
 from mesh_attention.units import Report
+from mesh_attention_lab.drawing.times import ChartPoint
 
-Axis = Literal["ranks", "seq", "tile"]
-AXES: tuple[Axis, ...] = get_args(Axis)
+SweepAxis = Literal["ranks", "seq", "tile"]
+AXES: tuple[SweepAxis, ...] = get_args(SweepAxis)
 MAIN_METHODS = ("ring", "ulysses", "attention2d", "usp", "mesh", "ulysses+mesh")
 """Methods in the chart besides the chosen one; all of them would be too many."""
 OF_A_TILE = ("mesh", "attention2d")
@@ -34,22 +35,14 @@ TuneAt = Callable[[Problem, Topology, Report], Tuning]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    method: str
-    x: int | str
-    time_s: float
-    exposed_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
     """The points, and the values at which no plan fits into memory."""
 
-    points: tuple[Point, ...]
+    points: tuple[ChartPoint, ...]
     left_out: tuple[str, ...]
 
 
-def check_axis(axis: Axis, problem: Problem) -> None:
+def check_axis(axis: SweepAxis, problem: Problem) -> None:
     if axis == "seq" and problem.mask.documents is not None:
         raise UsageError("packed documents fix the length; use ranks or tile instead of seq, or leave documents out")
 
@@ -65,7 +58,7 @@ class Sweeper:
     tune_at: TuneAt
     report: Report
 
-    def along(self, axis: Axis) -> Sweep:
+    def along(self, axis: SweepAxis) -> Sweep:
         problem, topology = self.problem, self.topology
         check_axis(axis, problem)
         match axis:
@@ -81,7 +74,7 @@ class Sweeper:
                 assert_never(axis)
 
     def _tunings(self, cases: Sequence[tuple[int, Problem, Topology]]) -> Sweep:
-        points: list[Point] = []
+        points: list[ChartPoint] = []
         left_out: list[str] = []
         families = list(dict.fromkeys((*MAIN_METHODS, self.tuning.chosen.family)))
         for number, (at, problem, topology) in enumerate(cases):
@@ -91,7 +84,7 @@ class Sweeper:
                 left_out.append(f"{at:,}")
                 continue
             points += [
-                Point(method=trial.family, x=at, time_s=trial.time_s, exposed_s=trial.exposed_s)
+                ChartPoint(method=trial.family, x=at, time_s=trial.time_s, exposed_s=trial.exposed_s)
                 for trial in tuning.trials
                 if trial.family in families
             ]
@@ -103,10 +96,10 @@ class Sweeper:
         chosen = self.tuning.chosen.choices
         first = next(iter(chosen.values()))
         degree = first.assignment.ulysses
-        found = shapes(self.problem, self.topology, layout=first.layout or default_layout(self.problem))
-        candidates = [choice for choice in found if choice.assignment.ulysses == degree]
+        all_shapes = shapes(self.problem, self.topology, layout=first.layout or default_layout(self.problem))
+        candidates = [choice for choice in all_shapes if choice.assignment.ulysses == degree]
         tiles = tiles_of(self.problem.ranks // degree)
-        points: list[Point] = []
+        points: list[ChartPoint] = []
         left_out: list[str] = []
         for number, (tile, method) in enumerate((tile, method) for tile in tiles for method in OF_A_TILE):
             self.report(f"simulating {method} {tile}", number / len(tiles) / len(OF_A_TILE))
@@ -116,7 +109,7 @@ class Sweeper:
             fitting = [f for f in forecasts if f is not None and f.peak_nbytes <= self.limit_nbytes]
             if len(fitting) == len(forecasts):
                 time_s, exposed_s = sum(f.time_s for f in fitting), sum(f.exposed_s for f in fitting)
-                points.append(Point(method=method, x=str(tile), time_s=time_s, exposed_s=exposed_s))
+                points.append(ChartPoint(method=method, x=str(tile), time_s=time_s, exposed_s=exposed_s))
             elif same:
                 left_out.append(f"{method} {tile}")
         return Sweep(points=tuple(points), left_out=tuple(left_out))

@@ -26,7 +26,7 @@ from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import DIRECTIONS, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import BYTES, Report, count, format_nbytes, format_time, format_together, parse_size
-from mesh_attention_lab.cli.demo_worker import TIMED_RUNS, Counts, Measured, Seen, work
+from mesh_attention_lab.cli.demo_worker import TIMED_RUNS, Measured, MethodCounts, RankResults, work
 from mesh_attention_lab.cli.files import make_folder, progress
 from mesh_attention_lab.cli.options import parsed, whole_number
 from mesh_attention_lab.cli.terminal import (
@@ -115,7 +115,7 @@ def demo_command(options: DemoOptions) -> None:
 
 
 def _report(
-    folder: Path, problem: Problem, methods: Iterable[str], first: Seen, *, best: str
+    folder: Path, problem: Problem, methods: Iterable[str], first: RankResults, *, best: str
 ) -> tuple[Path | None, str | None]:
     """The page, or the reason why it was not written: the results are right without it."""
     try:
@@ -160,7 +160,7 @@ def _squarest(places: int) -> Tile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Counts):
+class MethodRow(MethodCounts):
     """Each number is that of the worst rank."""
 
     method: str
@@ -172,9 +172,11 @@ class Row(Counts):
         return self.is_as_planned and max(self.forward_error, self.gradient_error) <= LARGEST_ERROR
 
 
-def _row(method: str, choice: Choice, seen: Sequence[Measured]) -> Row:
-    worst: dict[str, Any] = {field.name: max(getattr(rank, field.name) for rank in seen) for field in fields(Counts)}
-    return Row(
+def _row(method: str, choice: Choice, seen: Sequence[Measured]) -> MethodRow:
+    worst: dict[str, Any] = {
+        field.name: max(getattr(rank, field.name) for rank in seen) for field in fields(MethodCounts)
+    }
+    return MethodRow(
         method=method,
         tile=str(choice.assignment),
         **worst | {"is_as_planned": all(rank.is_as_planned for rank in seen)},
@@ -188,7 +190,7 @@ def _facts(problem: Problem) -> dict[str, Any]:
     return facts | {"dtype": problem.dtype, "mask": str(problem.mask), "cores": os.cpu_count()}
 
 
-def _print(problem: Problem, rows: Sequence[Row]) -> None:
+def _print(problem: Problem, rows: Sequence[MethodRow]) -> None:
     console = plain_console()
     console.print(
         f"attention forward and backward, {mask_words(problem)}, {size_words(problem)}; "
@@ -210,7 +212,7 @@ def _print(problem: Problem, rows: Sequence[Row]) -> None:
             console.print(f"{row.method} {row.tile} is wrong: see its errors and its counts above", style="bold red")
 
 
-def _columns(rows: Sequence[Row]) -> list[Column]:
+def _columns(rows: Sequence[MethodRow]) -> list[Column]:
     received_unit, received = format_together([row.received_nbytes for row in rows], BYTES, below=10_000)
     peak_unit, peaks = format_together([row.peak_nbytes for row in rows], BYTES, below=10_000)
     return [
@@ -226,11 +228,11 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
-def _best(rows: Sequence[Row]) -> Row:
+def _best(rows: Sequence[MethodRow]) -> MethodRow:
     return min(rows, key=lambda row: row.received_nbytes)
 
 
-def _verdict(methods: Mapping[str, Choice], rows: Sequence[Row]) -> str:
+def _verdict(methods: Mapping[str, Choice], rows: Sequence[MethodRow]) -> str:
     """The method that moved the fewest bytes, and the reason."""
     ring, best = rows[0], _best(rows)
     if best.received_nbytes >= ring.received_nbytes:
@@ -252,14 +254,14 @@ FORECAST_TOKENS = 131072
 
 
 def write_report(
-    folder: Path, problem: Problem, methods: Iterable[str], seen: Seen, *, best: str, report: Report
+    folder: Path, problem: Problem, methods: Iterable[str], seen: RankResults, *, best: str, report: Report
 ) -> Path:
     """Write the page, which is returned, and a trace next to it. `seen` are the results of rank 0, with recordings. The
     page opens on the `best` method."""
     make_folder("--report", folder)
     assert seen.calibration is not None  # passes were recorded
     here, is_fitted = machine_at_hand(seen.calibration, ranks=problem.ranks)
-    measured = [_measured_scene(*one, here, report) for one in zip(methods, seen.methods, strict=True)]
+    measured = [_measured_scene(*passes, here, report) for passes in zip(methods, seen.methods, strict=True)]
     opening = next(scene for scene in measured if scene.method == best)
     page = folder / PAGE
     write_explorer(

@@ -33,7 +33,7 @@ CALIBRATION_STEPS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class MethodCounts:
     """One method, forward and backward together, on one rank or the worst.
 
     Errors are the largest difference from the reference, relative to the largest value of the whole reference.
@@ -49,7 +49,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured(Counts):
+class Measured(MethodCounts):
     """One rank; `passes` are of all ranks, on rank 0."""
 
     times_s: tuple[float, ...]
@@ -57,14 +57,14 @@ class Measured(Counts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class RankResults:
     """Results of one rank; a calibration only if passes were recorded."""
 
     methods: list[Measured]
     calibration: Measurement | None = None
 
 
-def work(problem: Problem, methods: Mapping[str, Choice], is_recorded: bool, progress_file: Path) -> Seen:
+def work(problem: Problem, methods: Mapping[str, Choice], is_recorded: bool, progress_file: Path) -> RankResults:
     """Measure each method on this rank. The launcher has set rank, size and address in the environment."""
     import torch
     import torch.distributed as dist
@@ -72,7 +72,7 @@ def work(problem: Problem, methods: Mapping[str, Choice], is_recorded: bool, pro
     torch.set_num_threads(1)  # the ranks share this machine's cores
     with joined_group(use_gpus=False, is_local=True) as (comm, _):
         steps = 1 + len(methods) * (1 + TIMED_RUNS + is_recorded) + CALIBRATION_STEPS * is_recorded
-        notes = Notes(progress_file if comm.rank == 0 else None, steps=steps)
+        notes = ProgressNotes(progress_file if comm.rank == 0 else None, steps=steps)
         notes.tell("attention in one process")
         inputs, truth = make_inputs(problem), [torch.empty(shape) for shape in _shapes(problem)]
         if comm.rank == 0:
@@ -80,11 +80,11 @@ def work(problem: Problem, methods: Mapping[str, Choice], is_recorded: bool, pro
         for tensor in truth:
             dist.broadcast(tensor, src=0)
         demo = Demo(problem, inputs, truth, notes, is_recorded)
-        found = [demo.measure(name, choice) for name, choice in methods.items()]
-        return Seen(methods=found, calibration=calibrate(problem, notes) if is_recorded else None)
+        results = [demo.measure(name, choice) for name, choice in methods.items()]
+        return RankResults(methods=results, calibration=calibrate(problem, notes) if is_recorded else None)
 
 
-class Notes:
+class ProgressNotes:
     """Reports to the launcher, through a file, the current activity and the fraction of all steps that are done."""
 
     def __init__(self, path: Path | None, *, steps: int) -> None:
@@ -103,7 +103,7 @@ class Demo:
     problem: Problem
     inputs: Sequence[Tensor]
     truth: Sequence[Tensor]
-    notes: Notes
+    notes: ProgressNotes
     is_recorded: bool
 
     def measure(self, name: str, choice: Choice) -> Measured:
@@ -118,8 +118,8 @@ class Demo:
         self.notes.tell(f"{name}: compare and count")
         seq, counting = self.problem.seq_q, Counting(TorchComm())
         attention = MeshAttention(counting, choice=choice)
-        *given, d_out = (attention.shard(tensor) for tensor in self.inputs)
-        q, k, v = (tensor.requires_grad_() for tensor in given)
+        *shards, d_out = (attention.shard(tensor) for tensor in self.inputs)
+        q, k, v = (tensor.requires_grad_() for tensor in shards)
         engine = attention.calls.engine([[q, k, v]], CallOptions(causal=True, seq_len=seq))
         out = attention(q, k, v, causal=True, seq_len=seq)
         forward_peak = engine.meters[0].peak
@@ -170,10 +170,10 @@ class Demo:
             dist.barrier()
             torch.autograd.grad(out, qkv, d_out)
         passes = recording.passes()
-        return tuple((one.plan, one.timeline) for one in passes) if dist.get_rank() == 0 else ()
+        return tuple((recorded.plan, recorded.timeline) for recorded in passes) if dist.get_rank() == 0 else ()
 
 
-def calibrate(problem: Problem, notes: Notes) -> Measurement:
+def calibrate(problem: Problem, notes: ProgressNotes) -> Measurement:
     """Measure this machine for forecasts, as `mesh-attention calibrate` does."""
     import torch
 

@@ -250,8 +250,8 @@ class PlannedProblemOptions:
         return self._served(ranks, "--decode", new=new, cached=self.cached)
 
     def _served(self, ranks: int, what: str, *, new: int, cached: int) -> Problem:
-        given = {"--seq": self.seq, "--seq-kv": self.seq_kv, "--window": self.window, "--documents": self.documents}
-        refuse_with(what, given)
+        others = {"--seq": self.seq, "--seq-kv": self.seq_kv, "--window": self.window, "--documents": self.documents}
+        refuse_with(what, others)
         return self._problem(ranks, new, new + cached, causal())
 
     def _problem(self, ranks: int, seq_q: int, seq_kv: int, mask: Mask) -> Problem:
@@ -270,16 +270,16 @@ class PlannedProblemOptions:
             mask=mask,
         )
 
-    def layout(self, given: Layout | None) -> Layout | None:
+    def layout(self, layout: Layout | None) -> Layout | None:
         """The layout to plan with; None is the one that suits the mask."""
         if not self.is_turn:
-            return given
-        refuse_with("--new", {"--layout": None if given == Turn() else given})
+            return layout
+        refuse_with("--new", {"--layout": None if layout == Turn() else layout})
         return Turn()
 
-    def choice(self, given: Choice) -> Choice:
+    def choice(self, choice: Choice) -> Choice:
         """The choice on the layout to plan with."""
-        return replace(given, layout=self.layout(given.layout))
+        return replace(choice, layout=self.layout(choice.layout))
 
     def passes(self, *, both: bool) -> tuple[Direction, ...]:
         if self.is_turn:

@@ -24,7 +24,14 @@ from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.units import BYTES, FLOPS, Report, count, format_nbytes, format_together
 from mesh_attention.verification.rules import RULES, check, format_breaches
 from mesh_attention_lab.cli import options as opt
-from mesh_attention_lab.cli.files import output_file, problem_to_json, progress, read_plan_file, unroll, write_plan_file
+from mesh_attention_lab.cli.files import (
+    output_file,
+    problem_to_json,
+    progress,
+    read_plan_file,
+    unroll,
+    write_plan_file,
+)
 from mesh_attention_lab.cli.terminal import (
     Column,
     choice_words,

@@ -43,7 +43,7 @@ from mesh_attention_lab.replay.result import (
     BEST,
     Part,
     Replayed,
-    Row,
+    ReplayRow,
     kernel_as_json,
     row_as_json,
     rows_of,
@@ -290,7 +290,7 @@ class Played:
 
 def print_replay(played: Played) -> None:
     console, replayed = plain_console(), played.replayed
-    directions = " and ".join(one.direction for one in replayed.kernel)
+    directions = " and ".join(timed.direction for timed in replayed.kernel)
     console.print(
         f"replay of rank {replayed.rank} of {played.problem.ranks:,} on {played.environment.device}: {directions}; "
         f"{problem_words(played.problem, played.layout)}",
@@ -300,13 +300,13 @@ def print_replay(played: Played) -> None:
     console.print(WHAT_IT_IS)
     console.print()
     rows = rows_of(replayed)
-    lines: list[Row | str] = []
+    lines: list[ReplayRow | str] = []
     for row, before in zip(rows, (None, *rows), strict=False):
         lines += [row] if before is not None and before.method == row.method else [row.method, row]
     left_out = print_table(
         console, replay_columns(lines, is_cuda=played.is_cuda), bold=[isinstance(line, str) for line in lines]
     )
-    rates = " and ".join(f"{three_digits(one.tflops)} TFLOP/s {one.direction}" for one in replayed.kernel)
+    rates = " and ".join(f"{three_digits(timed.tflops)} TFLOP/s {timed.direction}" for timed in replayed.kernel)
     console.print(f"one kernel with as much work, {played.kernel_words}: {rates}")
     console.print(_caption(played, rows, left_out), style="dim")
 
@@ -322,7 +322,7 @@ def _setting_words(played: Played) -> str:
     return f"{words}; link {link.gb_per_s:g} GB/s each way at once, {link.latency_us:g} µs"
 
 
-def replay_columns(lines: Sequence[Row | str], *, is_cuda: bool) -> list[Column]:
+def replay_columns(lines: Sequence[ReplayRow | str], *, is_cuda: bool) -> list[Column]:
     """A line is a row, or the name of the method of the rows that follow."""
     rows = [line for line in lines if not isinstance(line, str)]
     seconds = [s for row in rows for s in (row.time_s, row.exposed_s, row.host_s if is_cuda else 0.0, row.forecast_s)]
@@ -357,7 +357,7 @@ def _percent(value: float | None) -> str:
     return NO_NUMBER if value is None else f"{100 * value:+.1f}"
 
 
-def _caption(played: Played, rows: Sequence[Row], left_out: str) -> str:
+def _caption(played: Played, rows: Sequence[ReplayRow], left_out: str) -> str:
     words = [
         f"Times are medians of {count(played.rounds, 'round')}, ± half their range. × ring: speed relative to ring. "
         "exposed: the time that transfers add. host: the time to queue the pass step by step. peak: measured "
@@ -387,8 +387,8 @@ def as_json(played: Played) -> dict[str, Any]:
         "rounds": played.rounds,
         "rows": [row_as_json(row) for row in rows_of(played.replayed)],
         "one_kernel": [
-            kernel_as_json(one) | dict(zip(("tokens", "kv_tokens"), played.kernel_tokens, strict=True))
-            for one in played.replayed.kernel
+            kernel_as_json(timed) | dict(zip(("tokens", "kv_tokens"), played.kernel_tokens, strict=True))
+            for timed in played.replayed.kernel
         ],
     }
 

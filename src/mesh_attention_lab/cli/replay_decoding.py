@@ -39,31 +39,28 @@ class DecodingPlayed:
 
 
 def print_decoding(played: DecodingPlayed) -> None:
-    console, problem, found = plain_console(), played.problem, played.decoding
+    console, problem, decoding = plain_console(), played.problem, played.decoding
     console.print(
-        f"replay of rank {found.rank} of {problem.ranks:,} on {played.environment.device}: decode; "
+        f"replay of rank {decoding.rank} of {problem.ranks:,} on {played.environment.device}: decode; "
         f"{new_words(problem)}, {head_words(problem)}",
         style="bold",
     )
     console.print(_setting_words(played))
     console.print(WHAT_IT_IS)
     console.print()
-    read = f"{found.read_gb_per_s / 1e3:.3g} TB/s"
-    print_fact(
-        console,
-        "read",
-        f"{format_nbytes(found.nbytes)} of keys and values at {read}, this device's rate: {format_time(found.read_s)}",
-    )
+    read, took = f"{decoding.read_gb_per_s / 1e3:.3g} TB/s", format_time(decoding.read_s)
+    words = f"{format_nbytes(decoding.nbytes)} of keys and values at {read}, this device's rate: {took}"
+    print_fact(console, "read", words)
     print_fact(
         console,
         "attend",
-        f"{format_time(found.attend_s)}, {found.attend_gb_per_s / 1e3:.3g} TB/s, "
-        f"{found.attend_gb_per_s / found.read_gb_per_s:.1%} of that rate",
+        f"{format_time(decoding.attend_s)}, {decoding.attend_gb_per_s / 1e3:.3g} TB/s, "
+        f"{decoding.attend_gb_per_s / decoding.read_gb_per_s:.1%} of that rate",
     )
     console.print()
-    no_room = print_table(console, _columns(found))
+    no_room = print_table(console, _columns(decoding))
     words = (
-        f"Times are of one layer: medians of {count(len(found.attend_times_s), 'round')}. time: with exchanges and "
+        f"Times are of one layer: medians of {count(len(decoding.attend_times_s), 'round')}. time: with exchanges and "
         "merging. × read: relative to the time to read keys and values. alone: without exchanges. sent: by this rank. "
         "error: error of the forecast."
     )
@@ -73,28 +70,28 @@ def print_decoding(played: DecodingPlayed) -> None:
 
 
 def _setting_words(played: DecodingPlayed) -> str:
-    on, found = played.environment, played.decoding
+    on, decoding = played.environment, played.decoding
     versions = ", ".join(f"{name} {number}" for name, number in on.versions.items())
-    queued = "from CUDA graphs" if found.is_captured else "step by step"
-    words = f"kernel {on.kernel}, {count(found.layers, 'layer')} in turn, {queued}; {versions}"
+    queued = "from CUDA graphs" if decoding.is_captured else "step by step"
+    words = f"kernel {on.kernel}, {count(decoding.layers, 'layer')} in turn, {queued}; {versions}"
     if not played.is_measured:
-        return f"{words}; forecasts for {cluster_words(found.topology)}"
-    link, device = found.topology.between, found.topology.device
+        return f"{words}; forecasts for {cluster_words(decoding.topology)}"
+    link, device = decoding.topology.between, decoding.topology.device
     return (
         f"{words}; link {link.gb_per_s:g} GB/s each way at once, {link.latency_us:g} µs; fixed times of a call "
         f"{device.forward.call_us:g} µs, of a merge {device.launch_us:g} µs"
     )
 
 
-def _columns(found: PlayedDecoding) -> list[Column]:
-    steps = found.steps
+def _columns(decoding: PlayedDecoding) -> list[Column]:
+    steps = decoding.steps
     return [
         Column(header="way, meeting", cells=[step.plan.name for step in steps], is_text=True),
         Column(header="time", cells=[format_time(step.time_s) for step in steps]),
-        Column(header="×\nread", cells=[f"{step.time_s / found.read_s:.2f}" for step in steps]),
+        Column(header="×\nread", cells=[f"{step.time_s / decoding.read_s:.2f}" for step in steps]),
         Column(header="alone", cells=[format_time(step.silent_s) for step in steps]),
         Column(header="exchanges", cells=[str(step.plan.exchanges) for step in steps], drop=2),
-        Column(header="sent", cells=[format_nbytes(step.plan.sent_nbytes(found.rank)) for step in steps], drop=1),
+        Column(header="sent", cells=[format_nbytes(step.plan.sent_nbytes(decoding.rank)) for step in steps], drop=1),
         Column(header="forecast", cells=[format_time(step.forecast_s) for step in steps]),
         Column(header="error\n%", cells=[f"{100 * _error(step):+.1f}" for step in steps]),
     ]
@@ -105,27 +102,27 @@ def _error(step: PlayedStep) -> float:
 
 
 def decoding_as_json(played: DecodingPlayed) -> dict[str, Any]:
-    found = played.decoding
+    decoding = played.decoding
     return {
         "command": played.command,
         **asdict(played.environment),
         "problem": asdict(played.problem) | {"mask": str(played.problem.mask)},
-        "cluster": asdict(found.topology),
+        "cluster": asdict(decoding.topology),
         "is_measured": played.is_measured,
-        "is_recorded": found.is_captured,
-        "rank": found.rank,
-        "layers": found.layers,
-        "kv_nbytes": found.nbytes,
-        "read_gb_per_s": found.read_gb_per_s,
-        "read_s": found.read_s,
-        "attend_s": found.attend_s,
-        "attend_times_s": found.attend_times_s,
-        "attend_gb_per_s": found.attend_gb_per_s,
+        "is_recorded": decoding.is_captured,
+        "rank": decoding.rank,
+        "layers": decoding.layers,
+        "kv_nbytes": decoding.nbytes,
+        "read_gb_per_s": decoding.read_gb_per_s,
+        "read_s": decoding.read_s,
+        "attend_s": decoding.attend_s,
+        "attend_times_s": decoding.attend_times_s,
+        "attend_gb_per_s": decoding.attend_gb_per_s,
         "steps": [
             asdict(step)
             | {"name": step.plan.name, "time_s": step.time_s, "silent_s": step.silent_s}
-            | {"sent_nbytes": step.plan.sent_nbytes(found.rank), "against_read": step.time_s / found.read_s}
+            | {"sent_nbytes": step.plan.sent_nbytes(decoding.rank), "against_read": step.time_s / decoding.read_s}
             | {"forecast_error": _error(step)}
-            for step in found.steps
+            for step in decoding.steps
         ],
     }

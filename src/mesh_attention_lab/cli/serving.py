@@ -55,13 +55,13 @@ def turn_rivals(problem: Problem, topology: Topology, *, report: Report) -> tupl
     that their programs take too long to build."""
     if problem.ranks > MOST_TRANSFERS:
         return ()
-    found = []
+    rivals = []
     for number, (name, choices) in enumerate(_rivals(problem)):
         report(f"simulating {name}", number / 3)
         forecasts = {choice: _forecast(choice, problem, topology) for choice in choices}
         best = min(forecasts, key=lambda choice: forecasts[choice].time_s)
-        found.append(Rival(name=name, choice=best, forecast=forecasts[best]))
-    return tuple(found)
+        rivals.append(Rival(name=name, choice=best, forecast=forecasts[best]))
+    return tuple(rivals)
 
 
 def _rivals(problem: Problem) -> Iterator[tuple[str, list[Choice]]]:
@@ -134,11 +134,11 @@ def print_turn(
     print_fact(console, "tile", str(replace(choice, layout=None)))
     print_fact(console, "why", travel_words(problem, choice))
     for number, rival in enumerate(served.rivals):
-        found = rival.forecast
-        is_large = found.peak_nbytes > topology.device.memory_gib * GIB
-        needs = f", needs {format_nbytes(found.peak_nbytes)} of memory" if is_large else ""
-        slower = f"{found.time_s / time_s:.2f} times as long" if time_s else ""
-        text = f"{rival.name:13} {format_time(served.layers * found.time_s)}, {slower}{needs}"
+        forecast = rival.forecast
+        is_large = forecast.peak_nbytes > topology.device.memory_gib * GIB
+        needs = f", needs {format_nbytes(forecast.peak_nbytes)} of memory" if is_large else ""
+        slower = f"{forecast.time_s / time_s:.2f} times as long" if time_s else ""
+        text = f"{rival.name:13} {format_time(served.layers * forecast.time_s)}, {slower}{needs}"
         console.print(f"{'' if number else 'against':{LABEL_WIDTH}}{text}")
 
 
@@ -173,23 +173,25 @@ def print_decoding(problem: Problem, topology: Topology, forecasts: Sequence[Dec
     print_fact(console, "sent", f"{format_nbytes(chosen.sent_nbytes)} a layer, by the busiest rank")
     print_fact(console, "why", decode_travel_words(problem))
     console.print()
-    no_room = print_table(console, _columns(forecasts), bold=[one is chosen for one in forecasts])
+    no_room = print_table(console, _columns(forecasts), bold=[forecast is chosen for forecast in forecasts])
     console.print(_caption(no_room), style="dim")
 
 
 def _columns(forecasts: Sequence[DecodeForecast]) -> list[Column]:
-    parts = [s for one in forecasts for s in (one.time_s, one.attend_s, one.exchange_s, one.merge_s)]
+    parts = [
+        s for forecast in forecasts for s in (forecast.time_s, forecast.attend_s, forecast.exchange_s, forecast.merge_s)
+    ]
     texts = [format_time(s) for s in parts]
     fastest = forecasts[0].time_s
     return [
-        Column(header="way, meeting", cells=[one.name for one in forecasts], is_text=True),
+        Column(header="way, meeting", cells=[forecast.name for forecast in forecasts], is_text=True),
         Column(header="time", cells=texts[::4]),
-        Column(header="×\nfirst", cells=[f"{one.time_s / fastest:.2f}" for one in forecasts]),
+        Column(header="×\nfirst", cells=[f"{forecast.time_s / fastest:.2f}" for forecast in forecasts]),
         Column(header="attend", cells=texts[1::4]),
         Column(header="exchange", cells=texts[2::4]),
         Column(header="merge", cells=texts[3::4], drop=2),
-        Column(header="sent", cells=[format_nbytes(one.sent_nbytes) for one in forecasts], drop=1),
-        Column(header="why not", cells=[one.reason for one in forecasts], is_text=True, least_width=18),
+        Column(header="sent", cells=[format_nbytes(forecast.sent_nbytes) for forecast in forecasts], drop=1),
+        Column(header="why not", cells=[forecast.reason for forecast in forecasts], is_text=True, least_width=18),
     ]
 
 

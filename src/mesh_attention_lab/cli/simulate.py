@@ -161,8 +161,8 @@ def _bounds(plans: Sequence[Plan], topology: Topology) -> tuple[float, float]:
     """Lower bounds: seconds of compute, and bytes that an average rank receives."""
     rates = {"forward": topology.device.forward.tflops, "backward": topology.device.backward.tflops}
     least = {plan.direction: limits(plan.problem, plan.direction) for plan in plans}
-    bound_s = sum(one.flops / (rates[direction] * 1e12) for direction, one in least.items())
-    return bound_s, sum(one.received_nbytes for one in least.values())
+    bound_s = sum(limit.flops / (rates[direction] * 1e12) for direction, limit in least.items())
+    return bound_s, sum(limit.received_nbytes for limit in least.values())
 
 
 def _as_json(forecasts: Sequence[Forecasts], topology: Topology) -> dict[str, Any]:
@@ -172,20 +172,20 @@ def _as_json(forecasts: Sequence[Forecasts], topology: Topology) -> dict[str, An
         "problem": problem_to_json(plans[0].problem),
         "cluster": asdict(topology),
         "layout": plans[0].layout.name,
-        "is_exact": all(one.whole.is_exact for one in forecasts),
+        "is_exact": all(forecast.whole.is_exact for forecast in forecasts),
         "bound_s": bound_s,
         "bound_nbytes": bound_nbytes,
         "forecasts": [
             {
-                "method": one.method,
+                "method": forecast.method,
                 "passes": {
                     d: {"tile": str(plan.assignment.tile), "ulysses": plan.assignment.ulysses, "digest": plan.digest}
-                    | one.facts(d)
-                    for d, plan in one.plans.items()
+                    | forecast.facts(d)
+                    for d, plan in forecast.plans.items()
                 },
-                "together": one.facts(),
+                "together": forecast.facts(),
             }
-            for one in forecasts
+            for forecast in forecasts
         ],
     }
 
@@ -230,19 +230,19 @@ def _time_words(this: Forecasts, topology: Topology, layers: int | None) -> str:
     share = f"; {bound_s / this.whole.time_s:.0%}".replace("%", " %") + " of one kernel's rate"
     if layers is not None:
         return f"{layers_words(this.whole.time_s, layers)}{share}"
-    passes = ", ".join(f"{format_time(one.time_s)} {direction}" for direction, one in this.timelines.items())
+    passes = ", ".join(f"{format_time(timeline.time_s)} {direction}" for direction, timeline in this.timelines.items())
     return (passes if len(this.timelines) == 1 else f"{format_time(this.whole.time_s)}: {passes}") + share
 
 
 def _columns(forecasts: Sequence[Forecasts], topology: Topology) -> list[Column]:
     columns = [Column(header="", cells=list(_cells(forecasts[0].facts(), topology)), is_text=True)]
-    for one in forecasts:
-        for direction, plan in one.plans.items():
+    for forecast in forecasts:
+        for direction, plan in forecast.plans.items():
             header = f"{plan.method}\n{plan.assignment}\n{direction}"
-            columns.append(Column(header=header, cells=list(_cells(one.facts(direction), topology).values())))
-        if len(one.plans) > 1:
-            cells = list(_cells(one.facts(), topology).values())
-            columns.append(Column(header=f"{one.method}\n\nboth", cells=cells))
+            columns.append(Column(header=header, cells=list(_cells(forecast.facts(direction), topology).values())))
+        if len(forecast.plans) > 1:
+            cells = list(_cells(forecast.facts(), topology).values())
+            columns.append(Column(header=f"{forecast.method}\n\nboth", cells=cells))
     return columns
 
 
@@ -267,10 +267,10 @@ def _cells(facts: Mapping[str, Any], topology: Topology) -> dict[str, str]:
 
 def _caption(forecasts: Sequence[Forecasts], topology: Topology) -> str:
     bound_s, bound_nbytes = _bounds(list(forecasts[0].plans.values()), topology)
-    ring = "ring: shards are passed on along the ring, one block per call. " if len(forecasts) > 1 else ""
+    ring = "ring: shards are passed on along the ring, forecast block per call. " if len(forecasts) > 1 else ""
     prices = (
         "Prices are exact: every rank's calls are priced."
-        if all(one.whole.is_exact for one in forecasts)
+        if all(forecast.whole.is_exact for forecast in forecasts)
         else "Prices are sampled: only some ranks' calls are priced."
     )
     if topology.ranks >= MANY_RANKS:

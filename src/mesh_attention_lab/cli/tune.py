@@ -67,12 +67,12 @@ from mesh_attention_lab.cli.terminal import (
 )
 from mesh_attention_lab.comparison import choice_without_costs
 from mesh_attention_lab.drawing.canvas import save_chart
-from mesh_attention_lab.drawing.times import ChartPoint, ChartX, time_chart
+from mesh_attention_lab.drawing.times import ChartX, time_chart
 from mesh_attention_lab.drawing.trace import write_trace
 from mesh_attention_lab.rivals import Bound, startrail
-from mesh_attention_lab.sweep import AXES, Axis, Sweep, Sweeper, check_axis
+from mesh_attention_lab.sweep import AXES, Sweep, SweepAxis, Sweeper, check_axis
 
-CHART_X: dict[Axis, ChartX] = {"ranks": "ranks", "seq": "sequence length", "tile": "tile"}
+CHART_X: dict[SweepAxis, ChartX] = {"ranks": "ranks", "seq": "sequence length", "tile": "tile"}
 Tune = Callable[[Problem, Topology, Report], tuple[Tuning, bool]]
 """The tuning, and True if it was read from the cache."""
 
@@ -101,7 +101,7 @@ class TuneOptions:
     ] = None
     chart: opt.ChartFile = None
     against: Annotated[
-        Axis | None,
+        SweepAxis | None,
         opt.OfOutput(
             "--against",
             help="The x axis of --chart.",
@@ -157,7 +157,7 @@ def tune_command(
         tuning, is_from_cache = tune_at(problem, topology, report)
         rivals = turn_rivals(problem, topology, report=report) if is_turn else ()
         report("checking what to write", 1.0)
-        answer = Answer(
+        answer = TuneAnswer(
             problem=problem,
             topology=topology,
             # A file has a dot or a slash in its name.
@@ -203,14 +203,14 @@ def _tune_decoding(
     print_decoding(problem, topology, forecasts, options.layers)
 
 
-def _write_trace(answer: Answer, path: Path, report: Report) -> None:
+def _write_trace(answer: TuneAnswer, path: Path, report: Report) -> None:
     topology = answer.topology
     spans_of = sampled_ranks(topology.ranks)
     timelines = [simulate(plan, topology, spans_of=spans_of, on_progress=report) for plan in answer.plans.values()]
     write_trace(path, joined(timelines))
 
 
-def _draw(answer: Answer, tune_at: Tune, axis: Axis, path: Path, report: Report) -> dict[str, Any]:
+def _draw(answer: TuneAnswer, tune_at: Tune, axis: SweepAxis, path: Path, report: Report) -> dict[str, Any]:
     """Draw the chart; returns what it shows."""
     topology = answer.topology
     sweep: Sweep = Sweeper(
@@ -222,12 +222,13 @@ def _draw(answer: Answer, tune_at: Tune, axis: Axis, path: Path, report: Report)
         report=report,
     ).along(axis)
     report(f"drawing {path.name}", 1.0)
-    points, title = [asdict(point) for point in sweep.points], _title(answer, axis)
-    save_chart(time_chart([ChartPoint(**point) for point in points], x=CHART_X[axis], title=title), path)
-    return {"path": str(path), "points": points, "x": CHART_X[axis], "title": title, "left_out": list(sweep.left_out)}
+    x, title = CHART_X[axis], _title(answer, axis)
+    save_chart(time_chart(sweep.points, x=x, title=title), path)
+    points, left_out = list(map(asdict, sweep.points)), list(sweep.left_out)
+    return {"path": str(path), "points": points, "x": x, "title": title, "left_out": left_out}
 
 
-def _title(answer: Answer, axis: Axis) -> str:
+def _title(answer: TuneAnswer, axis: SweepAxis) -> str:
     problem, chosen = answer.problem, answer.tuning.chosen.choices
     words = [head_words(problem), mask_words(problem), " and ".join(chosen)]
     if axis != "seq":
@@ -239,7 +240,7 @@ def _title(answer: Answer, axis: Axis) -> str:
     return ", ".join(words)
 
 
-def _as_json(answer: Answer) -> dict[str, Any]:
+def _as_json(answer: TuneAnswer) -> dict[str, Any]:
     choices, plans = answer.tuning.chosen.choices, answer.plans
     return {
         "problem": problem_to_json(answer.problem),
@@ -273,7 +274,7 @@ SHORT: dict[Direction, str] = {"forward": "fwd", "backward": "bwd"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class TuneAnswer:
     """A tuning, its problem, and the plans of the choice. `cluster` is the argument that `MeshAttention` takes."""
 
     problem: Problem
@@ -306,7 +307,7 @@ class Answer:
         return chosen.choices["forward"], chosen.time_s
 
 
-def print_tuning(answer: Answer) -> None:
+def print_tuning(answer: TuneAnswer) -> None:
     console, tuning, chosen = plain_console(), answer.tuning, answer.tuning.chosen
     memory = f"{format_nbytes(chosen.peak_nbytes)} per rank, for the buffers of a call"
     print_first(console, write=short_code(answer), time=_time_words(answer), memory=memory)
@@ -347,12 +348,14 @@ def print_tuning(answer: Answer) -> None:
 # The first lines
 
 
-def _time_words(answer: Answer) -> str:
+def _time_words(answer: TuneAnswer) -> str:
     tuning, chosen = answer.tuning, answer.tuning.chosen
     share = f"; {tuning.bound_s / chosen.time_s:.0%}".replace("%", " %") + " of one kernel's rate"
     if answer.served is not None:
         return f"{layers_words(chosen.time_s, answer.served.layers)}{share}"
-    passes = ", ".join(f"{format_time(one.time_s)} {direction}" for direction, one in chosen.forecasts.items())
+    passes = ", ".join(
+        f"{format_time(forecast.time_s)} {direction}" for direction, forecast in chosen.forecasts.items()
+    )
     return (passes if len(chosen.forecasts) == 1 else f"{format_time(chosen.time_s)}: {passes}") + share
 
 
@@ -375,7 +378,7 @@ def _print_equals(console: Console, tuning: Tuning) -> None:
 # The table
 
 
-def _equal_rows(answer: Answer) -> int:
+def _equal_rows(answer: TuneAnswer) -> int:
     """The rows that a forecast cannot tell from the fastest: the difference is within its error."""
     fastest_s = min(trial.time_s for trial in answer.tuning.trials)
     return sum(trial.time_s <= fastest_s * (1 + FORECAST_ERROR) for trial in answer.shown)
@@ -435,7 +438,7 @@ def _tflops(trial: Trial) -> float:
     return operations / trial.time_s if trial.time_s else 0.0
 
 
-def _caption(answer: Answer, no_room: str) -> str:
+def _caption(answer: TuneAnswer, no_room: str) -> str:
     tuning = answer.tuning
     is_cut = _equal_rows(answer) < len(answer.shown)
     words = [
@@ -476,14 +479,14 @@ DEFAULT_LAYOUT = "zigzag"
 """The default of `MeshAttention`."""
 
 
-def short_code(answer: Answer) -> str:
+def short_code(answer: TuneAnswer) -> str:
     """A call that is as fast as the choice, if stating a choice alone is; or one that lets the tuner choose."""
     return (
         cluster_code(answer) if answer.plain is None else f'MeshAttention(group, choice="{choice_words(answer.plain)}")'
     )
 
 
-def cluster_code(answer: Answer) -> str:
+def cluster_code(answer: TuneAnswer) -> str:
     """A call that lets every rank tune."""
     arguments = ["group", f"cluster={json.dumps(answer.cluster)}"]
     if answer.layout not in (DEFAULT_LAYOUT, Turn.name):

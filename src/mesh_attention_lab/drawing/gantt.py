@@ -39,9 +39,9 @@ def gantt(timeline: Timeline, *, ranks: Sequence[int] | None = None, why: str = 
     return figure
 
 
-def _shown_ranks(there: Sequence[int], asked: Sequence[int] | None, name: str) -> Sequence[int]:
+def _shown_ranks(there: Sequence[int], wanted: Sequence[int] | None, name: str) -> Sequence[int]:
     """The ranks that were asked for, or all; refuses ranks without spans, and more ranks than a picture holds."""
-    shown = there if asked is None else tuple(dict.fromkeys(asked))
+    shown = there if wanted is None else tuple(dict.fromkeys(wanted))
     missing = [rank for rank in shown if rank not in there]
     if missing or not shown:
         raise UsageError(f"timeline {name!r} has no spans of ranks {missing}; it has those of {list(there)}")

@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 
 BAR, GROUP_GAP = 0.86, 0.9
 """The part of its place that a bar fills, and the gap between groups, in bars."""
-LIGHT = ("#e69f00", "#56b4e9", "#cc79a7", "#999933")
-"""Colours on which ink is read better than white."""
 LABEL_GAP_IN, MARK_IN = 0.06, 0.05
 """Between a label and what is near it, and half the height of a mark."""
 ABOVE_GRID: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-"""The ground of a label outside its bar, so that no grid line goes through it."""
+"""The background of a label, so that no grid line goes through it."""
 HEIGHT_IN, LEGEND_ROW_IN, LEGEND_ENTRY_IN = 3.2, 0.22, 0.55
 LINE_LOOK: dict[str, Any] = {"color": canvas.INK, "linewidth": 1.8}
 EXPECTED_LOOK: dict[str, Any] = {"marker": "D", "color": "white", "markeredgecolor": canvas.INK, "linestyle": "none"}
@@ -53,7 +51,7 @@ def rate_chart(
     names = list(dict.fromkeys(bar.name for group in groups for bar in group.bars))
     colours = {name: canvas.COLOURS[number % len(canvas.COLOURS)] for number, name in enumerate(names)}
     values = [value for group in groups for value in _values(group)]
-    high = 1.08 * max(values) or 1.0
+    high = 1.12 * max(values) or 1.0
     up = Scale(kind="linear", low=0.0, high=high, ticks=round_ticks(high), label=unit)
     entries = [*(canvas.shorten(name, most=canvas.LONGEST_LABEL) for name in names), line, expected]
     columns = _legend_columns(entries)
@@ -109,7 +107,7 @@ def _draw_bar(axes: Axes, bar: Bar, *, at: float, colour: str, width_in: float) 
     text = f"{bar.value:,.0f}" if bar.value >= 100 else f"{bar.value:.3g}"
     text_in = canvas.text_width_in([text], size=canvas.SMALL_SIZE)
     is_upright = text_in + 0.04 > width_in
-    foot_in, is_inside = _label_foot(axes, bar, tall_in=text_in if is_upright else canvas.SMALL_SIZE / 72)
+    foot_in = _label_foot(axes, bar, tall_in=text_in if is_upright else canvas.SMALL_SIZE / 72)
     axes.annotate(
         text,
         (at, 0),
@@ -119,21 +117,18 @@ def _draw_bar(axes: Axes, bar: Bar, *, at: float, colour: str, width_in: float) 
         va="bottom",
         rotation=90 if is_upright else 0,
         fontsize=canvas.SMALL_SIZE,
-        color=canvas.INK if colour in LIGHT or not is_inside else "white",
-        bbox=None if is_inside else ABOVE_GRID,
+        color=canvas.INK,
+        bbox=ABOVE_GRID,
         zorder=5,
     )
 
 
-def _label_foot(axes: Axes, bar: Bar, *, tall_in: float) -> tuple[float, bool]:
-    """Inches above the axis, and True if that is inside the bar: at its foot if there is room, otherwise above it."""
+def _label_foot(axes: Axes, bar: Bar, *, tall_in: float) -> float:
+    """Inches above the axis: above the bar, and above its mark if that is in the way."""
     scale = HEIGHT_IN / axes.get_ylim()[1]
     top_in, mark_in = scale * bar.value, -1.0 if bar.expected is None else scale * bar.expected
-    inside_in = LABEL_GAP_IN + tall_in + LABEL_GAP_IN
-    if top_in > inside_in and not -MARK_IN <= mark_in < inside_in + MARK_IN:
-        return LABEL_GAP_IN, True
-    is_in_the_way = top_in - MARK_IN < mark_in < top_in + tall_in + MARK_IN + LABEL_GAP_IN
-    return (mark_in + MARK_IN if is_in_the_way else top_in) + LABEL_GAP_IN, False
+    is_in_the_way = top_in - MARK_IN < mark_in < top_in + tall_in + MARK_IN + 2 * LABEL_GAP_IN
+    return (mark_in + MARK_IN if is_in_the_way else top_in) + LABEL_GAP_IN
 
 
 def _legend_columns(entries: Sequence[str]) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from typing_extensions import assert_never
 
@@ -19,15 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Point = tuple[float, float]
 ChartX = Literal["ranks", "sequence length", "tile"]
 
 MARKERS = "os^DvPX"
 TIME_LOOK: dict[str, Any] = {"linewidth": 2.0, "markersize": 5.0}
 EXPOSED_LOOK: dict[str, Any] = TIME_LOOK | {"linewidth": 1.3, "linestyle": (0, (4, 2)), "markerfacecolor": "white"}
 LABELS_IN_HEIGHT = 16
-BESIDE = tuple((12.0, dy) for dy in (0.0, 8.0, -8.0, 11.0, -11.0, 22.0, -22.0, 33.0, -33.0))
-"""Places for the label of a line that ends early, in points from its end."""
+GAP_IN, HANDLE_IN = 0.15, 0.3
+"""Between the axes and the names of methods, and the piece of line before a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +48,11 @@ def time_chart(points: Iterable[ChartPoint], *, x: ChartX, title: str = "") -> F
     places = _places(points, x)
     across = _x_scale(places, x)
     up = time_scale([point.time_s for point in points], [point.exposed_s for point in points])
-    labels = [canvas.shorten(method, most=canvas.LONGEST_LABEL) for method in lines]
-    figure, axes = _comparison_axes(across, up, labels, has_title=bool(title))
+    labels = {method: canvas.shorten(method, most=canvas.LONGEST_LABEL) for method in lines}
+    figure, axes = _comparison_axes(across, up, list(labels.values()), has_title=bool(title))
     for number, (method, line) in enumerate(lines.items()):
         _draw_line(axes, method, [(places[p.x], p.time_s, p.exposed_s) for p in line], number)
-    _label_ends(axes, labels, [(places[line[-1].x], line[-1].time_s) for line in lines.values()])
-    _explain(axes)
+    _explain(figure, axes, labels, left=axes.get_position().x1 + GAP_IN / canvas.WIDTH_IN)
     canvas.write_titles(figure, title)
     return figure
 
@@ -108,9 +105,9 @@ def _x_scale(places: dict[float | str, float], x: ChartX) -> Scale:
 
 
 def _comparison_axes(across: Scale, up: Scale, labels: Sequence[str], *, has_title: bool) -> tuple[Figure, Axes]:
-    """Axes with room for ticks, labels on the right and a title; ticks of x are slanted if they would overlap."""
+    """Axes with room for ticks, methods on the right and a title; ticks of x are slanted if they would overlap."""
     left = canvas.EDGE_IN + 0.35 + canvas.text_width_in(up.tick_texts, size=canvas.TEXT_SIZE)
-    right = 0.4 + canvas.text_width_in(labels, size=canvas.TEXT_SIZE)
+    right = 2 * GAP_IN + HANDLE_IN + 0.15 + canvas.text_width_in(labels, size=canvas.TEXT_SIZE)
     tick_in = canvas.text_width_in(across.tick_texts, size=canvas.TEXT_SIZE)
     is_slanted = len(across.ticks) > 1 and tick_in + 0.05 > (canvas.WIDTH_IN - left - right) / len(across.ticks)
     bottom = 0.6 + 0.7 * tick_in if is_slanted else 0.65
@@ -131,131 +128,26 @@ def _draw_line(axes: Axes, method: str, line: Sequence[tuple[float, float, float
     axes.plot(xs, exposed, label=f"{method}: exposed communication", zorder=2.5, **look, **EXPOSED_LOOK)
 
 
-def _label_ends(axes: Axes, labels: Sequence[str], ends: Sequence[Point]) -> None:
-    """Write each method beside its last point, with a line to it."""
-    from matplotlib.patheffects import withStroke
-
-    for number, offset in _label_offsets(axes, labels, ends).items():
-        colour = canvas.COLOURS[number % len(canvas.COLOURS)]
-        stroke = {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4, "relpos": (0, 0.5)}
-        axes.annotate(
-            labels[number],
-            ends[number],
-            xytext=offset,
-            textcoords="offset points",
-            va="center_baseline",
-            fontsize=canvas.TEXT_SIZE,
-            color=canvas.darker(colour),
-            parse_math=False,
-            annotation_clip=False,
-            path_effects=[withStroke(linewidth=3, foreground="white")],
-            arrowprops=stroke,
-            zorder=4,
-        )
-
-
-def _label_offsets(axes: Axes, labels: Sequence[str], ends: Sequence[Point]) -> dict[int, Point]:
-    """Offsets in points. Labels at the last x make room for each other; earlier ones stand where they cover least."""
-    spots = _in_points(axes, ends)
-    widths = [72 * canvas.text_width_in([label], size=canvas.TEXT_SIZE) for label in labels]
-    lasts = [number for number, end in enumerate(ends) if end[0] == max(x for x, _ in ends)]
-    low, high = (edge * 72 / axes.figure.dpi for edge in (axes.bbox.y0, axes.bbox.y1))
-    rooms = spread([spots[number][1] for number in lasts], gap=1.25 * canvas.TEXT_SIZE, low=low, high=high)
-    offsets = {number: (20.0, room - spots[number][1]) for number, room in zip(lasts, rooms, strict=True)}
-    taken = [Box(-inf, high, inf, inf), Box(-inf, -inf, inf, low)]
-    taken += [_label_box(widths[number], spots[number], offset) for number, offset in offsets.items()]
-    points = [point for line in axes.lines for point in along(_in_points(axes, line.get_xydata()), every=4.0)]
-    rules = [y for _, y in _in_points(axes, [(ends[0][0], tick) for tick in axes.get_yticks()])]
-    for number in sorted(set(range(len(ends))) - set(lasts)):
-        choices = [_label_box(widths[number], spots[number], offset) for offset in BESIDE]
-        best = clearest(choices, taken=taken, points=points, rules=rules)
-        offsets[number] = BESIDE[best]
-        taken.append(choices[best])
-    return offsets
-
-
-def _in_points(axes: Axes, places: Any) -> list[Point]:
-    """Places in the data, measured from the lower left corner of the sheet."""
-    return [
-        (float(x) * 72 / axes.figure.dpi, float(y) * 72 / axes.figure.dpi) for x, y in axes.transData.transform(places)
-    ]
-
-
-def _label_box(width: float, spot: Point, offset: Point) -> Box:
-    left, middle = spot[0] + offset[0], spot[1] + offset[1]
-    return Box(left, middle - 0.6 * canvas.TEXT_SIZE, left + width, middle + 0.6 * canvas.TEXT_SIZE)
-
-
-def _explain(axes: Axes) -> None:
-    """Solid is time, dashed is exposed communication; once for all methods."""
+def _explain(figure: Figure, axes: Axes, labels: Mapping[str, str], *, left: float) -> None:
+    """Above the axes, solid is time and dashed exposed communication; beside them, methods as their lines end."""
     from matplotlib.lines import Line2D
 
     solid = Line2D([], [], color=canvas.FADED, marker="o", label="time", **TIME_LOOK)
     dashed = Line2D([], [], color=canvas.FADED, marker="o", label="exposed communication", **EXPOSED_LOOK)
     canvas.explain(axes, [solid, dashed], columns=2, handle_length=3.0)
-
-
-# Labels beside the ends of lines, where they cover neither each other nor, if possible, a line
-
-
-class Box(NamedTuple):
-    left: float
-    bottom: float
-    right: float
-    top: float
-
-    def covers(self, point: Point) -> bool:
-        return self.left <= point[0] <= self.right and self.bottom <= point[1] <= self.top
-
-    def meets(self, other: Box) -> bool:
-        return (
-            self.left < other.right and other.left < self.right and self.bottom < other.top and other.bottom < self.top
-        )
-
-
-def spread(wanted: Sequence[float], *, gap: float, low: float, high: float) -> list[float]:
-    """The places nearest to those wanted, in their order, at least `gap` apart and from `low` to `high`.
-
-    If there is not room for all, they begin at `low` and continue above `high`.
-    """
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    # Less the gaps below each, labels that push each other meet at one place: the mean of what they wanted.
-    groups: list[list[float]] = []
-    for number, i in enumerate(order):
-        groups.append([wanted[i] - number * gap])
-        while len(groups) > 1 and _mean(groups[-2]) > _mean(groups[-1]):
-            groups[-2:] = [groups[-2] + groups[-1]]
-    highest = high - gap * (len(wanted) - 1)
-    met = [max(low, min(highest, _mean(group))) for group in groups for _ in group]
-    places = [0.0] * len(wanted)
-    for number, i in enumerate(order):
-        places[i] = met[number] + number * gap
-    return places
-
-
-def clearest(
-    boxes: Sequence[Box], *, taken: Sequence[Box], points: Sequence[Point], rules: Sequence[float] = ()
-) -> int:
-    """Index of the box that overlaps the fewest taken ones, then covers the fewest points, then is crossed by the
-    fewest `rules`, which are horizontal; the first if several do."""
-    return min(
-        range(len(boxes)),
-        key=lambda i: (
-            sum(boxes[i].meets(other) for other in taken),
-            sum(boxes[i].covers(point) for point in points),
-            sum(boxes[i].bottom <= rule <= boxes[i].top for rule in rules),
-        ),
+    lines: dict[object, Any] = {line.get_label(): line for line in axes.lines}
+    handles = {text: lines[f"{method}: time"] for method, text in labels.items()}
+    by_end = sorted(handles.items(), key=lambda entry: float(entry[1].get_ydata()[-1]), reverse=True)
+    legend = figure.legend(
+        [line for _, line in by_end],
+        [text for text, _ in by_end],
+        loc="upper left",
+        bbox_to_anchor=(left, axes.get_position().y1),
+        frameon=False,
+        fontsize=canvas.TEXT_SIZE,
+        labelcolor=canvas.FADED,
+        borderaxespad=0,
+        handlelength=HANDLE_IN * 72 / canvas.TEXT_SIZE,
     )
-
-
-def along(corners: Sequence[Point], *, every: float) -> list[Point]:
-    """Points of the line through the corners, no farther apart than `every` either way."""
-    found = list(corners[:1])
-    for (x0, y0), (x1, y1) in pairwise(corners):
-        steps = int(max(abs(x1 - x0), abs(y1 - y0)) / every) + 1
-        found += [(x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps) for i in range(1, steps + 1)]
-    return found
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    for text in legend.get_texts():
+        text.set_parse_math(False)

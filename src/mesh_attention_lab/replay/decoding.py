@@ -113,16 +113,16 @@ def replay_decoding(
     report("reading memory", 0.0)
     read_gb_per_s = measure_read(device)
     report("filling the cache", 0.1)
-    stage = Stage(problem, device=device)
+    cache = FilledCache(problem, device=device)
     silence = SilentComm(rank, problem.ranks, device=device)
-    first = Actor(plans[0], stage, silence)
+    first = DecodeActor(plans[0], cache, silence)
     is_captured = cuda_graphs and device.type == "cuda" and first.kernel.name != TorchDecode.name
     on = topology or _measured(problem, first, read_gb_per_s, device=device, is_captured=is_captured)
     runs: list[Callable[[], object]] = [first.attend]
     for plan in plans:
         # A transport for each plan: graphs refer to its memory, which it replaces for larger messages.
         comm = JoinedComm(rank, problem.ranks, device=device)
-        runs += [Actor(plan, stage, comm).run, Actor(plan, stage, silence).run]
+        runs += [DecodeActor(plan, cache, comm).run, DecodeActor(plan, cache, silence).run]
     timers = []
     for number, run in enumerate(runs):
         report("preparing steps", 0.2 + 0.4 * number / len(runs))
@@ -131,12 +131,12 @@ def replay_decoding(
         report("playing steps", 0.6 + 0.4 * number / rounds)
         for timer in timers:
             timer.once()
-    attend, *rest_of = [tuple(s / stage.layers for s in timer.times_s) for timer in timers]
+    attend, *rest_of = [tuple(s / cache.layers for s in timer.times_s) for timer in timers]
     return PlayedDecoding(
         rank=rank,
         kernel=first.kernel.name,
         is_captured=is_captured,
-        layers=stage.layers,
+        layers=cache.layers,
         nbytes=kv_nbytes(problem),
         read_gb_per_s=read_gb_per_s,
         attend_times_s=attend,
@@ -153,7 +153,7 @@ def replay_decoding(
     )
 
 
-class Stage:
+class FilledCache:
     """K and V of the layers that take turns, on the rank with the most tokens, and where each sequence's are."""
 
     def __init__(self, problem: Problem, *, device: torch.device) -> None:
@@ -161,16 +161,16 @@ class Stage:
         self.tokens = -(-problem.seq_kv // problem.ranks)
         blocks = -(-self.tokens // BLOCK_TOKENS)
         layer = CachedLayer(kv_heads=problem.kv_heads, head_dim=problem.head_dim_qk, head_dim_v=problem.head_dim_v)
-        given: dict[Window, int] = {None: problem.batch * blocks}
-        one = cache_nbytes([layer], given, BLOCK_TOKENS, problem.itemsize)
-        self.layers = within(-(-IN_TURN_NBYTES[device.type] // one), 2, MOST_LAYERS)
+        blocks_by_window: dict[Window, int] = {None: problem.batch * blocks}
+        layer_nbytes = cache_nbytes([layer], blocks_by_window, BLOCK_TOKENS, problem.itemsize)
+        self.layers = within(-(-IN_TURN_NBYTES[device.type] // layer_nbytes), 2, MOST_LAYERS)
         free = free_nbytes(device)
-        if self.layers * one > free:
+        if self.layers * layer_nbytes > free:
             raise MemoryLimitError(
-                f"K and V of {self.layers} layers need {format_nbytes(self.layers * one)}, but {device} has "
+                f"K and V of {self.layers} layers need {format_nbytes(self.layers * layer_nbytes)}, but {device} has "
                 f"{format_nbytes(free)} free; use more ranks, fewer sequences or fewer cached tokens"
             )
-        self.memory = Memory([layer] * self.layers, given, BLOCK_TOKENS, DTYPES[problem.dtype], device)
+        self.memory = Memory([layer] * self.layers, blocks_by_window, BLOCK_TOKENS, DTYPES[problem.dtype], device)
         for stored in self.memory.stored:
             for tensor in stored:
                 tensor.normal_()
@@ -190,12 +190,12 @@ class Stage:
         return [slot for start in starts for slot in (*others, start + self.tokens - 1)]
 
 
-class Actor:
+class DecodeActor:
     """One rank's steps under one plan, for all layers in turn."""
 
-    def __init__(self, plan: DecodePlan, stage: Stage, comm: Comm) -> None:
-        self.plan, self.stage = plan, stage
-        self.engine = StepEngine(plan, comm, stage.device)
+    def __init__(self, plan: DecodePlan, cache: FilledCache, comm: Comm) -> None:
+        self.plan, self.cache = plan, cache
+        self.engine = StepEngine(plan, comm, cache.device)
         self.softmax = Softmax(scale=plan.head_dim_qk**-0.5)
         self.kernel = self.engine.kernel_for(0.0)
         for rows in (self.engine.arrived, self.engine.merged, self.engine.partials):
@@ -217,21 +217,21 @@ class Actor:
         plan = self.plan
         sequences = plan.sequences if is_of_all else len(plan.own[self.engine.comm.rank])
         size = (sequences, plan.queries, heads, dim)
-        return torch.randn(size, device=self.stage.device, dtype=DTYPES[plan.dtype])
+        return torch.randn(size, device=self.cache.device, dtype=DTYPES[plan.dtype])
 
     def run(self) -> None:
-        for layer in range(self.stage.layers):
-            drive(self.engine.run(self.stage.memory, layer, self.stage.state, self.tensors, self.softmax))
+        for layer in range(self.cache.layers):
+            drive(self.engine.run(self.cache.memory, layer, self.cache.state, self.tensors, self.softmax))
 
     def attend(self) -> None:
         """The attention calls alone."""
-        plan, stage, partials = self.plan, self.stage, self.engine.partials
+        plan, cache, partials = self.plan, self.cache, self.engine.partials
         shape = (plan.sequences, plan.queries, plan.heads)
-        for stored in stage.memory.stored:
+        for stored in cache.memory.stored:
             self.kernel.attend(
                 self.queries,
                 stored,
-                stage.state.reach,
+                cache.state.reach,
                 scale=self.softmax.scale,
                 softcap=0.0,
                 out=partials.out.view(*shape, plan.head_dim_v),
@@ -293,13 +293,15 @@ def measure_exchange(problem: Problem, *, device: torch.device) -> Link:
 
 
 def _measured(
-    problem: Problem, actor: Actor, read_gb_per_s: float, *, device: torch.device, is_captured: bool
+    problem: Problem, actor: DecodeActor, read_gb_per_s: float, *, device: torch.device, is_captured: bool
 ) -> Topology:
     """This device and its link to the host. The fixed times of calls are those of calls that do next to nothing."""
-    tiny = Actor(
-        actor.plan, Stage(replace(problem, seq_kv=max(problem.seq_q, problem.ranks)), device=device), actor.engine.comm
+    tiny = DecodeActor(
+        actor.plan,
+        FilledCache(replace(problem, seq_kv=max(problem.seq_q, problem.ranks)), device=device),
+        actor.engine.comm,
     )
-    call_s = _Timer(tiny.attend, device, is_captured=is_captured).median_s(3) / tiny.stage.layers
+    call_s = _Timer(tiny.attend, device, is_captured=is_captured).median_s(3) / tiny.cache.layers
     part = torch.randn((1, 1, problem.head_dim_v), device=device, dtype=DTYPES[problem.dtype])
     lse = torch.zeros((1, 1), device=device, dtype=torch.float64 if problem.itemsize == 8 else torch.float32)
     merge = (part, lse, torch.empty_like(part[0]), torch.empty_like(lse[0]))

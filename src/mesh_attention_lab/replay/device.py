@@ -83,15 +83,15 @@ def _versions() -> dict[str, str]:
     """CUDA and cuDNN are those that torch was built with."""
     from mesh_attention import __version__
 
-    found = {"mesh-attention": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions = {"mesh-attention": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
+        versions["cuda"] = torch.version.cuda
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None  # type: ignore[no-untyped-call]
     if cudnn is not None:
-        found["cudnn"] = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+        versions["cudnn"] = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
     with suppress(PackageNotFoundError):
-        found["triton"] = version("triton")
-    return found
+        versions["triton"] = version("triton")
+    return versions
 
 
 # Memory

@@ -108,7 +108,7 @@ class Contender:
     def plan_words(self, direction: Direction) -> str:
         """The plan of one pass; descriptions of passes that differ follow each other."""
         texts = self.description.split("; ")
-        at = [one.direction for one in self.passes].index(direction)
+        at = [timed.direction for timed in self.passes].index(direction)
         return texts[at] if len(texts) == len(self.passes) else self.description
 
 
@@ -122,8 +122,8 @@ class Replayed:
 
     def share(self, passes: Sequence[Pass]) -> float:
         """Rate of these passes, relative to the one kernel on the same work."""
-        rates = {one.direction: one.tflops * 1e12 for one in self.kernel}
-        return sum(one.flops / rates[one.direction] for one in passes) / sum(one.time_s for one in passes)
+        rates = {timed.direction: timed.tflops * 1e12 for timed in self.kernel}
+        return sum(timed.flops / rates[timed.direction] for timed in passes) / sum(timed.time_s for timed in passes)
 
 
 # Rows: each pass of a method, and both together
@@ -135,7 +135,7 @@ BASE = "ring"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ReplayRow:
     """One pass of a method, or both one after the other; `times_s` has every round.
 
     `share` is relative to one kernel's rate, `times_ring` the speed relative to ring. For both passes, the memory is
@@ -180,10 +180,10 @@ class Row:
         return None if not self.peak_nbytes else self.plan_nbytes / self.peak_nbytes - 1
 
 
-def rows_of(replayed: Replayed) -> list[Row]:
+def rows_of(replayed: Replayed) -> list[ReplayRow]:
     """Rows of each method: forward, backward, and both if both were played."""
     ring = next((contender for contender in replayed.contenders if contender.name == BASE), None)
-    ring_s = {} if ring is None else {what: sum(one.time_s for one in passes) for what, passes in _takes(ring)}
+    ring_s = {} if ring is None else {what: sum(timed.time_s for timed in passes) for what, passes in _takes(ring)}
     return [
         _row(contender, what, passes, ring_s=ring_s.get(what), share=replayed.share(passes))
         for contender in replayed.contenders
@@ -192,19 +192,21 @@ def rows_of(replayed: Replayed) -> list[Row]:
 
 
 def _takes(contender: Contender) -> list[tuple[What, tuple[Pass, ...]]]:
-    takes: list[tuple[What, tuple[Pass, ...]]] = [(one.direction, (one,)) for one in contender.passes]
+    takes: list[tuple[What, tuple[Pass, ...]]] = [(timed.direction, (timed,)) for timed in contender.passes]
     return takes if len(takes) == 1 else [*takes, ("both", contender.passes)]
 
 
-def _row(contender: Contender, what: What, passes: tuple[Pass, ...], *, ring_s: float | None, share: float) -> Row:
+def _row(
+    contender: Contender, what: What, passes: tuple[Pass, ...], *, ring_s: float | None, share: float
+) -> ReplayRow:
     summed = ("flops", "time_s", "exposed_s", "compute_s", "host_s", "forecast_s")
-    totals: dict[str, Any] = {name: sum(getattr(one, name) for one in passes) for name in summed}
-    largest = max(passes, key=lambda one: one.plan_nbytes)
-    return Row(
+    totals: dict[str, Any] = {name: sum(getattr(timed, name) for timed in passes) for name in summed}
+    largest = max(passes, key=lambda timed: timed.plan_nbytes)
+    return ReplayRow(
         method=contender.name,
         plan="" if what == "both" else contender.plan_words(what),
         what=what,
-        times_s=tuple(map(sum, zip(*(one.times_s for one in passes), strict=True))),
+        times_s=tuple(map(sum, zip(*(timed.times_s for timed in passes), strict=True))),
         share=share,
         times_ring=None if ring_s is None else ring_s / totals["time_s"],
         plan_nbytes=largest.plan_nbytes,
@@ -213,10 +215,10 @@ def _row(contender: Contender, what: What, passes: tuple[Pass, ...], *, ring_s: 
     )
 
 
-def row_as_json(row: Row) -> dict[str, Any]:
+def row_as_json(row: ReplayRow) -> dict[str, Any]:
     figures = ("tflops", "spread", "forecast_tflops", "forecast_error", "memory_error")
     return asdict(row) | {name: getattr(row, name) for name in figures}
 
 
-def kernel_as_json(one: KernelPass) -> dict[str, Any]:
-    return asdict(one) | {"time_s": one.time_s, "tflops": one.tflops}
+def kernel_as_json(timed: KernelPass) -> dict[str, Any]:
+    return asdict(timed) | {"time_s": timed.time_s, "tflops": timed.tflops}

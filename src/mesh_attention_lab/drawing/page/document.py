@@ -77,10 +77,10 @@ class Scene:
     def _check_timelines(self) -> None:
         for name, timelines in (("forecast", self.forecasts), ("measured", self.measured)):
             for direction, timeline in timelines.items():
-                given = [times.rank for times in timeline.ranks]
-                if given != list(range(self.ranks)):
+                timed_ranks = [times.rank for times in timeline.ranks]
+                if timed_ranks != list(range(self.ranks)):
                     raise UsageError(
-                        f"scene {self.method!r}: its {name} {direction} timeline has times of ranks {given}; "
+                        f"scene {self.method!r}: its {name} {direction} timeline has times of ranks {timed_ranks}; "
                         f"expected those of each of the {self.ranks} ranks, in order"
                     )
 
@@ -153,7 +153,7 @@ def page_data(scenes: Sequence[Scene], opening: Scene | None = None) -> dict[str
     problems: dict[Problem, int] = {}
     grids: dict[tuple[Problem, Layout, int], int] = {}
     patterns: list[dict[str, object]] = []
-    found = []
+    drawn = []
     for scene in scenes:
         problem = next(iter(scene.plans.values())).problem
         passes = {}
@@ -165,7 +165,7 @@ def page_data(scenes: Sequence[Scene], opening: Scene | None = None) -> dict[str
                 grids[grid] = len(patterns)
                 patterns.append(block_patterns(plan))
             passes[direction] = {**data, "grid": grids[grid]}
-        found.append(
+        drawn.append(
             {
                 "ranks": scene.ranks,
                 "method": scene.method,
@@ -175,7 +175,7 @@ def page_data(scenes: Sequence[Scene], opening: Scene | None = None) -> dict[str
             }
         )
     opens = 0 if opening is None else scenes.index(opening)
-    return {"problems": [_problem(p) for p in problems], "grids": patterns, "scenes": found, "opens": opens}
+    return {"problems": [_problem(p) for p in problems], "grids": patterns, "scenes": drawn, "opens": opens}
 
 
 def _problem(problem: Problem) -> dict[str, Any]:

@@ -134,8 +134,8 @@ def _numbered(steps: Sequence[Step]) -> dict[tuple[Lane, int | None, str], int]:
     """The number of each transfer among the program's sends, or among its receives."""
     sends = [(at, format_end(send)) for at, step in enumerate(steps) for send in transfers(step)[0]]
     recvs = [(at, format_end(recv)) for at, step in enumerate(steps) for recv in transfers(step)[1]]
-    found: dict[tuple[Lane, int | None, str], int] = {("send", *send): number for number, send in enumerate(sends)}
-    return found | {("recv", *recv): number for number, recv in enumerate(recvs)}
+    numbers: dict[tuple[Lane, int | None, str], int] = {("send", *send): number for number, send in enumerate(sends)}
+    return numbers | {("recv", *recv): number for number, recv in enumerate(recvs)}
 
 
 def _short(value: float) -> float:
