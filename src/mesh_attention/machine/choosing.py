@@ -128,11 +128,11 @@ def tuned(
     is_coarse: bool,
 ) -> tuple[Chosen, Tuning]:
     """The choice for a problem, and the tuning it is from."""
-    found, tuning = tuned_choices(
+    choices, tuning = tuned_choices(
         problem, topology, layout.text, needs_gradient, memory_limit=memory_limit, is_quick=is_coarse
     )
     passes = {}
-    for direction, open_choice in found.items():
+    for direction, open_choice in choices.items():
         choice = open_choice.resolved(problem, direction)
         costs = None if choice.is_collective else costs_on(topology, problem, choice, direction)
         passes[direction] = PassChoice(choice, costs)

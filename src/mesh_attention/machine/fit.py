@@ -185,13 +185,13 @@ def is_duplex(messages: Sequence[MessageTime]) -> bool:
 def _fit_nics(messages: Sequence[MessageTime], ranks_per_node: int, *, full_duplex: bool) -> tuple[Link, int]:
     """Number of NICs: how many times the rate of one pair alone all pairs reach together."""
     pairs = max(message.pairs for message in messages)
-    one, all_at_once = (
+    single, all_at_once = (
         fit_link([m for m in messages if m.pairs == count], full_duplex=full_duplex) for count in (1, pairs)
     )
     together = pairs * all_at_once.gb_per_s
-    nics = max(1, min(ranks_per_node, round(together / one.gb_per_s)))
-    rate = min(one.gb_per_s, together / nics)
-    return Link(gb_per_s=_rounded(rate), latency_us=one.latency_us), nics
+    nics = max(1, min(ranks_per_node, round(together / single.gb_per_s)))
+    rate = min(single.gb_per_s, together / nics)
+    return Link(gb_per_s=_rounded(rate), latency_us=single.latency_us), nics
 
 
 # How good the fit is

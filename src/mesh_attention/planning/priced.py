@@ -141,14 +141,14 @@ class PolicyOrder(Order):
         """The best call of rows that wait for the same columns, without its own row, which hides the last partials."""
         has_all_cols, policy = self.here["col"] == self.tile.cols, self.policy
         enough = policy.completing_worth if has_all_cols else policy.early_worth
-        found: list[tuple[bool, float, Call]] = []
+        calls: list[tuple[bool, float, Call]] = []
         for pending, rows in self.rows_by_pending().items():
             others = rows if policy.window else [row for row in rows if row]
             if others:
                 call = self._few(others, pending, LARGE if enough is None else enough)
                 is_enough = enough is not None and self.worth(call) >= enough
-                found.append((is_enough, pending.bit_count() if is_enough else self.worth(call), call))
-        return max(found, key=lambda one: one[:2])[2] if found else None
+                calls.append((is_enough, pending.bit_count() if is_enough else self.worth(call), call))
+        return max(calls, key=lambda ranked: ranked[:2])[2] if calls else None
 
     def _own_row_call(self) -> Call | None:
         pending = ((1 << self.here["col"]) - 1) & ~self.done[0]
@@ -190,31 +190,31 @@ class PolicyOrder(Order):
 
     def rows_by_pending(self) -> dict[int, list[int]]:
         """Rows, grouped by the columns that have arrived and that they have not met yet."""
-        here, found = (1 << self.here["col"]) - 1, dict[int, list[int]]()
+        here, by_pending = (1 << self.here["col"]) - 1, dict[int, list[int]]()
         for row in self.rows_here():
             pending = here & ~self.done[row]
             if pending:
-                found.setdefault(pending, []).append(row)
-        return found
+                by_pending.setdefault(pending, []).append(row)
+        return by_pending
 
     def cols_by_pending(self) -> dict[int, list[int]]:
         """Columns, grouped by the rows that have not met them yet. All shards must have arrived."""
-        found: dict[int, list[int]] = {}
+        by_pending: dict[int, list[int]] = {}
         for col in range(self.tile.cols):
             rows = mask_of([row for row in range(self.tile.rows) if not self.done[row] >> col & 1])
             if rows:
-                found.setdefault(rows, []).append(col)
-        return found
+                by_pending.setdefault(rows, []).append(col)
+        return by_pending
 
     def alternatives(self) -> list[Call | None]:
         """Other calls than the one that the policy chooses; None means to wait."""
-        found: list[Call | None] = [] if self.is_all_here else [None]
+        calls: list[Call | None] = [] if self.is_all_here else [None]
         for pending, rows in self.rows_by_pending().items():
-            found += [(mask_of(rows[:count]), pending) for count in _some_counts(len(rows))]
+            calls += [(mask_of(rows[:count]), pending) for count in _some_counts(len(rows))]
         if self.is_all_here and "col" in self.results:
             for pending, cols in self.cols_by_pending().items():
-                found += [(pending, mask_of(cols[:count])) for count in _some_counts(len(cols))]
-        return list(dict.fromkeys(found))
+                calls += [(pending, mask_of(cols[:count])) for count in _some_counts(len(cols))]
+        return list(dict.fromkeys(calls))
 
     def worth(self, call: Call) -> float:
         worth = self.worths.get(call)

@@ -59,15 +59,15 @@ def cached_tune(
     folder: Path | None = None,
 ) -> tuple[Tuning, bool]:
     """Call `tune`, or read its result from the cache on disk; the second value is True if it was read."""
-    asked = (RESULT_VERSION, code_digest(), problem, topology, tuple(directions), layout, memory_limit, is_quick)
-    key = hashlib.sha256(repr(asked).encode()).hexdigest()[:32]
+    request = (RESULT_VERSION, code_digest(), problem, topology, tuple(directions), layout, memory_limit, is_quick)
+    key = hashlib.sha256(repr(request).encode()).hexdigest()[:32]
     folder = own_folder(folder or cache_folder())
     path = None if folder is None else folder / f"tuning-{key}.json"
     if path is not None:
         try:
-            found = _read(path, repr(asked))
-            _check(found, problem, directions, layout)
-            return found, True
+            tuning = _read(path, repr(request))
+            _check(tuning, problem, directions, layout)
+            return tuning, True
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:  # a UsageError is a ValueError, and so are bytes that are not text
@@ -82,7 +82,7 @@ def cached_tune(
         on_progress=on_progress,
     )
     if path is not None:
-        _write(path, repr(asked), tuning)
+        _write(path, repr(request), tuning)
     return tuning, False
 
 
@@ -100,11 +100,11 @@ def own_folder(folder: Path | None) -> Path | None:
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.stat()
+        status = folder.stat()
     except OSError as error:
         log.warning("tunings are not cached: %s", error)
         return None
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & (S_IWGRP | S_IWOTH)):
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & (S_IWGRP | S_IWOTH)):
         log.warning(
             "%s is not used as a cache, because another user owns it or can write to it; use chmod 700, or set "
             "XDG_CACHE_HOME",
@@ -114,9 +114,9 @@ def own_folder(folder: Path | None) -> Path | None:
     return folder
 
 
-def _read(path: Path, asked: str) -> Tuning:
+def _read(path: Path, request: str) -> Tuning:
     written = _read_json(path.read_text(encoding="utf-8"))
-    if not isinstance(written, dict) or written.keys() != {"asked", "tuning"} or written["asked"] != asked:
+    if not isinstance(written, dict) or written.keys() != {"request", "tuning"} or written["request"] != request:
         raise ParseError("expected the tuning of this problem on this cluster")
     return tuning_from_json(written["tuning"])
 
@@ -146,10 +146,10 @@ def _no_constant(name: str) -> None:
     raise ParseError(f"not JSON: {name} is not a number")
 
 
-def _check(found: Tuning, problem: Problem, directions: Sequence[Direction], layout: str | None) -> None:
+def _check(tuning: Tuning, problem: Problem, directions: Sequence[Direction], layout: str | None) -> None:
     """Raise unless every choice is one for this problem: its tile, degree and layout."""
     due = default_layout(problem) if layout is None else layout_named(layout)
-    for trial in found.trials:
+    for trial in tuning.trials:
         resolved = {direction: choice.resolved(problem, direction) for direction, choice in trial.choices.items()}
         if (
             (*resolved,) != (*directions,)
@@ -159,11 +159,11 @@ def _check(found: Tuning, problem: Problem, directions: Sequence[Direction], lay
             raise ParseError("its choices are for another problem")
 
 
-def _write(path: Path, asked: str, tuning: Tuning) -> None:
+def _write(path: Path, request: str, tuning: Tuning) -> None:
     try:
         # Ranks of one machine may write at once: each writes a temporary file, then moves it here.
         with NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8", suffix=".part") as part:
-            json.dump({"asked": asked, "tuning": tuning_to_json(tuning)}, part)
+            json.dump({"request": request, "tuning": tuning_to_json(tuning)}, part)
         os.replace(part.name, path)
     except OSError as error:
         log.warning("could not cache the tuning: %s", error)

@@ -74,16 +74,16 @@ def _of_tile(
             yield replace(greedy, route=route, partials=partials)
 
 
-def of_fewest_bytes(found: Sequence[Choice], problem: Problem, directions: Sequence[Direction]) -> list[Choice]:
+def of_fewest_bytes(candidates: Sequence[Choice], problem: Problem, directions: Sequence[Direction]) -> list[Choice]:
     """The candidates of the tiles that move the fewest bytes over these passes. Those of every other family come last,
     one of each, so that something can be said of it."""
     nbytes: Counter[tuple[int, Tile]] = Counter()
-    for ulysses in dict.fromkeys(choice.assignment.ulysses for choice in found):
-        layout = found[0].layout or default_layout(problem)
+    for ulysses in dict.fromkeys(choice.assignment.ulysses for choice in candidates):
+        layout = candidates[0].layout or default_layout(problem)
         for direction in directions:
             for tile, received in received_by_tile(problem, layout, direction, ulysses).items():
                 nbytes[ulysses, tile] += round(received)
-    by_nbytes = sorted(found, key=lambda c: nbytes[c.assignment.ulysses, c.assignment.tile])
+    by_nbytes = sorted(candidates, key=lambda c: nbytes[c.assignment.ulysses, c.assignment.tile])
     tiles = list(dict.fromkeys((c.assignment.ulysses, c.assignment.tile) for c in by_nbytes))[:MOST_TILES]
     kept = [c for c in by_nbytes if (c.assignment.ulysses, c.assignment.tile) in tiles]
     first: dict[Family, Choice] = {}
@@ -121,11 +121,11 @@ def placements(tile: Tile, ulysses: int, topology: Topology) -> list[Tile | None
     places = topology.ranks_per_node // ulysses
     if topology.nodes == 1 or places < 2 or topology.ranks_per_node % ulysses:
         return [None]
-    found: list[Tile | None] = [None]
+    tiles: list[Tile | None] = [None]
     for rows in divisors(places):
         inner = Tile(rows, places // rows)
         if tile.rows % inner.rows == 0 and tile.cols % inner.cols == 0:
             normal = Assignment(tile, ulysses, inner).inner
-            if normal not in found:
-                found.append(normal)
-    return found
+            if normal not in tiles:
+                tiles.append(normal)
+    return tiles

@@ -76,7 +76,9 @@ def forecast_decoding(problem: Problem, topology: Topology, *, way: Way | None =
             "takes more"
         )
     plans = [decode_plan(problem, *candidate) for candidate in CANDIDATES if way in (None, candidate[0])]
-    first, *others = sorted((forecast_plan(plan, problem, topology) for plan in plans), key=lambda one: one.time_s)
+    first, *others = sorted(
+        (forecast_plan(plan, problem, topology) for plan in plans), key=lambda forecast: forecast.time_s
+    )
     losers = [*others, _pass_kv(problem, topology)]
     return first, *(_with_reason(loser, first) for loser in losers)
 

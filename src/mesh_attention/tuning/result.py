@@ -155,34 +155,34 @@ def trial_to_json(trial: Trial) -> dict[str, Any]:
 
 def tuning_from_json(written: object) -> Tuning:
     """The opposite of `tuning_to_json`. Raises a `UsageError` if `written` is something else."""
-    given = _fields(written, "version", "trials", "left_out", "bound_s", "bound_nbytes", "simulated")
-    if given["version"] != RESULT_VERSION:
-        raise ParseError(f"version {brief(given['version'])}, expected {RESULT_VERSION}")
-    trials, left_out = given["trials"], given["left_out"]
+    values = _fields(written, "version", "trials", "left_out", "bound_s", "bound_nbytes", "simulated")
+    if values["version"] != RESULT_VERSION:
+        raise ParseError(f"version {brief(values['version'])}, expected {RESULT_VERSION}")
+    trials, left_out = values["trials"], values["left_out"]
     if not isinstance(trials, list) or not trials:
         raise ParseError(f"trials {brief(trials)}: expected a list of at least one")
     if not isinstance(left_out, dict) or not all(isinstance(reason, str) for reason in left_out.values()):
         raise ParseError(f"left_out {brief(left_out)}: expected reasons")
-    numbers = _numbers({name: given[name] for name in ("bound_s", "bound_nbytes", "simulated")})
+    numbers = _numbers({name: values[name] for name in ("bound_s", "bound_nbytes", "simulated")})
     return Tuning(trials=tuple(map(_trial, trials)), left_out=left_out, **numbers)
 
 
 def _trial(written: object) -> Trial:
-    given = _fields(written, *_names(Trial))
-    choices, forecasts = given["choices"], given["forecasts"]
+    values = _fields(written, *_names(Trial))
+    choices, forecasts = values["choices"], values["forecasts"]
     if not isinstance(choices, dict) or not isinstance(forecasts, dict) or choices.keys() != forecasts.keys():
         raise ParseError(f"choices {brief(choices)} and forecasts {brief(forecasts)}: expected the same passes")
     if not choices or not all(direction in DIRECTIONS for direction in choices):
         raise ParseError(f"passes {brief(list(choices))}: expected some of {', '.join(DIRECTIONS)}")
-    if given["family"] not in get_args(Family):
-        raise ParseError(f"family {brief(given['family'])}: expected one of {', '.join(get_args(Family))}")
-    if not isinstance(given["reason"], str):
+    if values["family"] not in get_args(Family):
+        raise ParseError(f"family {brief(values['family'])}: expected one of {', '.join(get_args(Family))}")
+    if not isinstance(values["reason"], str):
         raise ParseError("expected a text as reason")
     return Trial(
-        family=given["family"],
-        choices={d: Choice.of(**_fields(given, *_names(Choice))) for d, given in choices.items()},
+        family=values["family"],
+        choices={d: Choice.of(**_fields(options, *_names(Choice))) for d, options in choices.items()},
         forecasts={d: Forecast(**_numbers(_fields(f, *_names(Forecast)))) for d, f in forecasts.items()},
-        reason=given["reason"],
+        reason=values["reason"],
     )
 
 
@@ -197,8 +197,8 @@ def _fields(written: object, *names: str) -> dict[str, Any]:
     return written
 
 
-def _numbers(given: dict[str, Any]) -> dict[str, Any]:
-    for name, value in given.items():
+def _numbers(numbers: dict[str, Any]) -> dict[str, Any]:
+    for name, value in numbers.items():
         if type(value) not in (int, float) or not 0 <= value < float("inf"):
             raise ParseError(f"{name} {brief(value)}: expected a number, 0 or above")
-    return given
+    return numbers

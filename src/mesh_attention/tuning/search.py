@@ -130,9 +130,9 @@ class PassSearch:
         self.longest = max(shortest, MOST_TRANSFERS if self.effort.at_least else LONGEST_PRICED)
         candidates = [self.grouped(choice) for choice in candidates]
         bounds = {c: traffic(c, self.problem, self.topology, self.direction) for c in candidates}
-        for number, (what, found) in enumerate(self._parts(candidates, bounds)):
+        for number, (what, part) in enumerate(self._parts(candidates, bounds)):
             self.report(f"trying {what}", 0.95 * number / len(FAMILIES))
-            self._run_part(found, bounds)
+            self._run_part(part, bounds)
         firsts = [tried for family in FAMILIES for tried in self.best(family)[: self.effort.firsts]]
         near = [tried for tried in firsts if tried.forecast.time_s <= FIRST_OF_FAMILY * self.best_s]
         for tried in (*self.best()[: self.effort.finalists], *near):
@@ -147,9 +147,9 @@ class PassSearch:
     def _fastest_degrees(self) -> list[Choice]:
         """The fastest choice of every Ulysses degree, fastest first. Waves take less memory, so if nothing fits, of
         those that do not fit."""
-        found = self.best() or [Tried(choice, forecast) for choice, forecast in self.tried.items()]
+        trials = self.best() or [Tried(choice, forecast) for choice, forecast in self.tried.items()]
         by_degree: dict[int, Choice] = {}
-        for tried in sorted(found, key=lambda tried: tried.forecast.time_s):
+        for tried in sorted(trials, key=lambda tried: tried.forecast.time_s):
             by_degree.setdefault(tried.choice.assignment.ulysses, tried.choice)
         return list(by_degree.values())
 
@@ -159,7 +159,7 @@ class PassSearch:
             return [("all", _mixed(candidates, bounds))]
         by_family = {family: [c for c in candidates if c.family == family] for family in FAMILIES}
         # Families with the lowest estimates go first: their times prune the rest.
-        estimates = {f: min((bounds[c].estimate_s for c in found), default=0.0) for f, found in by_family.items()}
+        estimates = {f: min((bounds[c].estimate_s for c in choices), default=0.0) for f, choices in by_family.items()}
         families = sorted(FAMILIES, key=lambda family: estimates[family])
         return [(family, _tiles_first(by_family[family], bounds)) for family in families]
 
@@ -190,14 +190,14 @@ class PassSearch:
 
     def best(self, family: Family | None = None) -> list[Tried]:
         """Tried choices that fit into memory, of one family or of all, fastest first."""
-        found = [Tried(c, forecast) for c, forecast in self.tried.items() if family in (None, c.family)]
-        fitting = [tried for tried in found if tried.forecast.peak_nbytes <= self.limit_nbytes]
+        simulated = [Tried(c, forecast) for c, forecast in self.tried.items() if family in (None, c.family)]
+        fitting = [tried for tried in simulated if tried.forecast.peak_nbytes <= self.limit_nbytes]
         return sorted(fitting, key=lambda tried: (tried.forecast.time_s, complexity(tried.choice)))
 
     def grouped(self, choice: Choice) -> Choice:
         """The choice with the grouping of the lowest estimate."""
-        found = [replace(choice, blocks_per_call=grouping) for grouping in groupings(choice)]
-        return min(found, key=lambda c: traffic(c, self.problem, self.topology, self.direction).estimate_s)
+        choices = [replace(choice, blocks_per_call=grouping) for grouping in groupings(choice)]
+        return min(choices, key=lambda c: traffic(c, self.problem, self.topology, self.direction).estimate_s)
 
     def _regrouped(self, choice: Choice) -> Iterator[Choice]:
         """The choice with cost-based calls, then, where a fixed size may be better, with nearby groupings."""
@@ -205,10 +205,10 @@ class PassSearch:
             return
         if _is_priced(choice):
             yield replace(choice, blocks_per_call=None)
-        found, reach = groupings(choice), self.effort.regroupings
+        sizes, reach = groupings(choice), self.effort.regroupings
         if choice.route == "ring" or reach > 1:
-            at = found.index(choice.blocks_per_call or self.grouped(choice).blocks_per_call or 1)
-            for grouping in found[max(0, at - reach) : at + reach + 1]:
+            at = sizes.index(choice.blocks_per_call or self.grouped(choice).blocks_per_call or 1)
+            for grouping in sizes[max(0, at - reach) : at + reach + 1]:
                 yield replace(choice, blocks_per_call=grouping)
 
 

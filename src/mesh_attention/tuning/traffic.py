@@ -195,8 +195,8 @@ def _needs(problem: Problem, layout: Layout, assignment: Assignment) -> Needs | 
     """What each place needs; None if it is everything."""
     if BlockMatrix(problem, layout, assignment).is_uniform:
         return None
-    found = needs(problem, layout, assignment)
-    return None if all(needed.all() for needed in found.is_needed.values()) else found
+    place_needs = needs(problem, layout, assignment)
+    return None if all(needed.all() for needed in place_needs.is_needed.values()) else place_needs
 
 
 def traffic(choice: Choice, problem: Problem, topology: Topology, direction: Direction) -> Traffic:
@@ -232,14 +232,14 @@ def costs_on(topology: Topology, problem: Problem, choice: Choice, direction: Di
     """Costs on a cluster, in blocks of compute; call prices only if the choice leaves `blocks_per_call` open."""
     links, tile = _links(problem, topology, choice.assignment), choice.assignment.tile
     block_s = _compute_s(problem, topology, direction) / (tile.rows * tile.cols)
-    found: dict[str, float] = {}
+    transfer_costs: dict[str, float] = {}
     for kind in KINDS:
         route = choice.route if kind in INPUTS[direction] else choice.partials
         transfers = max(1, choice.assignment.size(AXIS_OF[kind]) - 1)
         busy = links.group_s(kind, route)
-        found[kind] = max(1e-6, links.nic_s(busy.crossing_s), float(busy.inside_s.max())) / transfers / block_s
+        transfer_costs[kind] = max(1e-6, links.nic_s(busy.crossing_s), float(busy.inside_s.max())) / transfers / block_s
     is_cost_based = choice.blocks_per_call is None
-    return Costs(**found, **(_call_prices(problem, topology, direction, block_s) if is_cost_based else {}))
+    return Costs(**transfer_costs, **(_call_prices(problem, topology, direction, block_s) if is_cost_based else {}))
 
 
 def plan_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Plan:
@@ -291,11 +291,11 @@ class Extent(NamedTuple):
 @lru_cache(maxsize=1024)
 def _extent(problem: Problem, layout: Layout, assignment: Assignment) -> Extent:
     tile = assignment.tile
-    found = _needs(problem, layout, assignment)
-    if found is None:
+    place_needs = _needs(problem, layout, assignment)
+    if place_needs is None:
         return Extent(tile.rows * tile.cols, tile.rows, tile.cols)
-    rows, cols = (float(found.is_needed[axis].sum(axis=1).max()) for axis in ("row", "col"))
-    return Extent(float(found.live_blocks.max()), rows, cols)
+    rows, cols = (float(place_needs.is_needed[axis].sum(axis=1).max()) for axis in ("row", "col"))
+    return Extent(float(place_needs.live_blocks.max()), rows, cols)
 
 
 def _calls_s(choice: Choice, problem: Problem, topology: Topology, direction: Direction, extent: Extent) -> float:
@@ -340,8 +340,8 @@ def _busy_s(
         whole, masked = pairs_of(problem, layout, assignment, assignment.places - 1)
         pairs = whole + masked / rate.masked
     else:
-        found = needs(problem, layout, assignment)
-        pairs = float((found.whole_pairs + found.masked_pairs / rate.masked).max())
+        place_needs = needs(problem, layout, assignment)
+        pairs = float((place_needs.whole_pairs + place_needs.masked_pairs / rate.masked).max())
     return problem.flops(direction, pairs=1) / assignment.ulysses * pairs / (rate.tflops * 1e12)
 
 

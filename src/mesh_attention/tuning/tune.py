@@ -66,13 +66,13 @@ def tune(
     if memory_limit is not None:
         check_memory(memory_limit)
     chosen_layout = default_layout(problem) if layout is None else layout_named(layout)
-    found = list(shapes(problem, topology, layout=chosen_layout))
-    is_uniform = BlockMatrix(problem, chosen_layout, found[0].assignment).is_uniform
+    candidates = list(shapes(problem, topology, layout=chosen_layout))
+    is_uniform = BlockMatrix(problem, chosen_layout, candidates[0].assignment).is_uniform
     is_many = is_uniform and problem.ranks >= MANY_RANKS
     if is_many:
-        found = of_fewest_bytes(found, problem, directions)
+        candidates = of_fewest_bytes(candidates, problem, directions)
     if is_quick and not is_uniform:  # few shards travel, and an inner tile does not bring near ranks nearer
-        found = [choice for choice in found if choice.inner is None]
+        candidates = [choice for choice in candidates if choice.inner is None]
     searches = {}
     for number, direction in enumerate(directions):
         share = _share(report, number, len(directions))
@@ -82,7 +82,7 @@ def tune(
         # Against a cache, ranks compute calls of different shapes; and their memory differs a little.
         is_alike = is_many or (problem.seq_q == problem.seq_kv and (memory_limit is None or problem.ranks > ALL_RANKS))
         priced = problem.ranks if not is_uniform else 1 if is_alike or is_quick else PRICED_RANKS
-        searches[direction].run(found, priced_ranks=priced, is_uniform=is_uniform)
+        searches[direction].run(candidates, priced_ranks=priced, is_uniform=is_uniform)
     trials = _trials(searches) + (_mixed(searches) if is_quick else [])
     if len(directions) == 2:
         trials += _one_choice(searches, () if is_quick else trials)
@@ -92,7 +92,7 @@ def tune(
         raise _does_not_fit(searches, limit)
     left_out: dict[str, str] = {}
     if not is_quick:
-        left_out = cannot_be_used(problem, {trial.family for trial in trials}, searches, limit, found)
+        left_out = cannot_be_used(problem, {trial.family for trial in trials}, searches, limit, candidates)
     simulated = sum(len(search.tried) for search in searches.values())
     if is_uniform and not is_quick and not is_many:
         trials = _priced_again(trials, searches)
@@ -103,8 +103,8 @@ def tune(
     return Tuning(
         trials=_ranked(trials),
         left_out=left_out,
-        bound_s=sum(one.flops / (rates[direction] * 1e12) for direction, one in least.items()),
-        bound_nbytes=sum(one.received_nbytes for one in least.values()),
+        bound_s=sum(bound.flops / (rates[direction] * 1e12) for direction, bound in least.items()),
+        bound_nbytes=sum(bound.received_nbytes for bound in least.values()),
         simulated=simulated,
     )
 
@@ -143,21 +143,21 @@ def _mixed(searches: dict[Direction, PassSearch]) -> list[Trial]:
     by_pass = {direction: search.best() for direction, search in searches.items()}
     if not all(by_pass.values()):
         return []
-    tried = {direction: _simplest(found) for direction, found in by_pass.items()}
+    tried = {direction: _simplest(fastest) for direction, fastest in by_pass.items()}
     return [_trial(tried)]
 
 
 def _simplest(tried: Sequence[Tried]) -> Tried:
-    near = [one for one in tried if one.forecast.time_s <= tried[0].forecast.time_s * (1 + SAME_TIME)]
-    return min(near, key=lambda one: complexity(one.choice))
+    near = [trial for trial in tried if trial.forecast.time_s <= tried[0].forecast.time_s * (1 + SAME_TIME)]
+    return min(near, key=lambda trial: complexity(trial.choice))
 
 
 def _trial(tried: dict[Direction, Tried]) -> Trial:
     """A trial of these choices. If its passes are of different families, it is listed under the more complex family."""
     return Trial(
-        family=max((one.choice.family for one in tried.values()), key=FAMILIES.index),
-        choices={direction: one.choice for direction, one in tried.items()},
-        forecasts={direction: one.forecast for direction, one in tried.items()},
+        family=max((trial.choice.family for trial in tried.values()), key=FAMILIES.index),
+        choices={direction: trial.choice for direction, trial in tried.items()},
+        forecasts={direction: trial.forecast for direction, trial in tried.items()},
     )
 
 
@@ -170,27 +170,31 @@ def _one_choice(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) 
             for choice in dict.fromkeys(trial.choices.values()):
                 for search in searches.values():
                     search.simulate(choice)
-    found: dict[Family, Trial] = {}
+    by_family: dict[Family, Trial] = {}
     forward, backward = searches.values()
     tried = {tried.choice: tried for tried in backward.best()}
-    for one in forward.best():
-        if one.choice in tried:
-            trial = _trial(dict(zip(searches, (one, tried[one.choice]), strict=True)))
-            found[trial.family] = min(found.get(trial.family, trial), trial, key=lambda trial: trial.time_s)
-    return list(found.values())
+    for first in forward.best():
+        if first.choice in tried:
+            trial = _trial(dict(zip(searches, (first, tried[first.choice]), strict=True)))
+            by_family[trial.family] = min(by_family.get(trial.family, trial), trial, key=lambda trial: trial.time_s)
+    return list(by_family.values())
 
 
 def _exchanged_once(searches: dict[Direction, PassSearch]) -> list[Trial]:
     """The fastest trials in which both passes exchange heads alike, and backward finds its inputs exchanged."""
     by_pass: list[dict[Exchange, Tried]] = []
     for search in searches.values():
-        found: dict[Exchange, Tried] = {}
+        by_exchange: dict[Exchange, Tried] = {}
         for tried in search.best():
             grid = tried.choice.assignment
             if grid.ulysses > 1 and not tried.choice.keep:
-                found.setdefault((grid.ulysses, grid.waves, grid.cut), tried)
-        by_pass.append(found)
-    alike = [{d: found[e] for d, found in zip(searches, by_pass, strict=True)} for e in by_pass[0] if e in by_pass[1]]
+                by_exchange.setdefault((grid.ulysses, grid.waves, grid.cut), tried)
+        by_pass.append(by_exchange)
+    alike = [
+        {d: by_exchange[e] for d, by_exchange in zip(searches, by_pass, strict=True)}
+        for e in by_pass[0]
+        if e in by_pass[1]
+    ]
     alike.sort(key=lambda pair: sum(tried.forecast.time_s for tried in pair.values()))
     trials = []
     for pair in alike[:TRIED_EXCHANGED_ONCE]:
@@ -203,15 +207,15 @@ def _exchanged_once(searches: dict[Direction, PassSearch]) -> list[Trial]:
 
 def _kept(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> list[Trial]:
     """Trials with the fastest trials' tiles in which forward keeps its inputs for backward."""
-    found = []
+    kept_trials = []
     for trial in sorted(trials, key=lambda trial: trial.time_s)[:3]:
         for shape in dict.fromkeys(c for c in trial.choices.values() if c.assignment.places > 1):
             for keep in KEEPS:
                 choice = replace(shape, keep=keep)
                 tried = {d: Tried(choice, search.simulate(choice)) for d, search in searches.items()}
                 if all(t.forecast.peak_nbytes <= searches[d].limit_nbytes for d, t in tried.items()):
-                    found.append(_trial(tried))
-    return found
+                    kept_trials.append(_trial(tried))
+    return kept_trials
 
 
 def _priced_again(trials: list[Trial], searches: dict[Direction, PassSearch]) -> list[Trial]:
@@ -290,7 +294,7 @@ def why_not(loser: Trial, chosen: Trial, near_tie: float) -> str:
 
 def cannot_be_used(
     problem: Problem,
-    found: Collection[str],
+    usable: Collection[str],
     searches: Mapping[Direction, PassSearch],
     limit_nbytes: float,
     candidates: Sequence[Choice],
@@ -298,7 +302,7 @@ def cannot_be_used(
     """The families that have no trial, and why."""
     left_out: dict[str, str] = {}
     for family in FAMILIES:
-        if family in found:
+        if family in usable:
             continue
         needs = [[f.peak_nbytes for c, f in s.tried.items() if c.family == family] for s in searches.values()]
         if all(needs):

@@ -85,54 +85,54 @@ def _pairs_in_band(q: Floats, kv: Floats, problem: Problem, whole: Floats) -> Fl
     mask = problem.mask
     lead: Floats = q[:, None, 0] + problem.seq_kv - problem.seq_q - kv[None, :, 0]
     lengths: tuple[Floats, Floats] = q[:, 1, None], kv[None, :, 1]
-    found = whole if mask.right is None else _pairs_up_to(lead + mask.right, *lengths)
+    pairs = whole if mask.right is None else _pairs_up_to(lead + mask.right, *lengths)
     if mask.left is not None:
-        found = np.maximum(0.0, found - _pairs_up_to(lead - mask.left - 1, *lengths))
-    return found
+        pairs = np.maximum(0.0, pairs - _pairs_up_to(lead - mask.left - 1, *lengths))
+    return pairs
 
 
-def _pairs_in_documents(segments: Floats, given: tuple[int, ...], *, is_causal: bool) -> Floats:
+def _pairs_in_documents(segments: Floats, boundaries: tuple[int, ...], *, is_causal: bool) -> Floats:
     """Pairs of every two segments of the same tokens. Two that differ share at most the document between them."""
-    cuts = np.unique(np.array(given, dtype=float))
+    cuts = np.unique(np.array(boundaries, dtype=float))
     start, stop = segments[:, 0], segments[:, 0] + segments[:, 1]
     first, last = (np.searchsorted(cuts, at, side="right") - 1 for at in (start, stop - 1))
     head = np.minimum(stop, cuts[first + 1]) - start  # tokens in the segment's first document, and in its last
     tail = stop - np.maximum(start, cuts[last])
-    found: Floats = (
+    pairs: Floats = (
         head[:, None] * tail[None, :] * (first[:, None] == last[None, :]) * (start[:, None] > start[None, :])
     )
     if not is_causal:
-        found = found + found.T
+        pairs = pairs + pairs.T
     for index, (low, high) in enumerate(zip(start, stop, strict=True)):
         lengths = np.diff(np.clip(cuts[first[index] : last[index] + 2], low, high))
-        found[index, index] = float((lengths * (lengths + 1) / 2 if is_causal else lengths**2).sum())
-    return found
+        pairs[index, index] = float((lengths * (lengths + 1) / 2 if is_causal else lengths**2).sum())
+    return pairs
 
 
 def _segments(matrix: BlockMatrix, axis: Axis, places: Iterable[int]) -> Segments:
-    found = [(place, s[0], s[-1] + 1 - s[0]) for place in places for s in matrix.segments(axis, place)]
-    table = np.array(found, dtype=float).reshape(-1, 3)
+    rows = [(place, s[0], s[-1] + 1 - s[0]) for place in places for s in matrix.segments(axis, place)]
+    table = np.array(rows, dtype=float).reshape(-1, 3)
     return Segments(table[:, 0].astype(int), table[:, 1:])
 
 
 def _pairs_up_to(lead: Floats, queries: Floats, keys: Floats) -> Floats:
     """Number of pairs (u, w) with ``w <= lead + u``, for u below queries and w below keys."""
-    found: Floats = _triangle(lead + queries, keys) - _triangle(lead, keys)
-    return found
+    pairs: Floats = _triangle(lead + queries, keys) - _triangle(lead, keys)
+    return pairs
 
 
 def _triangle(top: Floats, keys: Floats) -> Floats:
     """``sum(min(t, keys) for t in range(1, top + 1))``, 0 for a top below 1."""
     inside = np.clip(top, 0.0, keys)
-    found: Floats = inside * (inside + 1) / 2 + np.maximum(0.0, top - keys) * keys
-    return found
+    total: Floats = inside * (inside + 1) / 2 + np.maximum(0.0, top - keys) * keys
+    return total
 
 
 def _by_place(pairs: Floats, q_place: Any, kv_place: Any, places: int) -> Floats:
     flat = (q_place[:, None] * places + kv_place[None, :]).ravel()
     summed: Any = np.bincount(flat, weights=pairs.ravel(), minlength=places * places)
-    found: Floats = summed.reshape(places, places)
-    return found
+    by_place: Floats = summed.reshape(places, places)
+    return by_place
 
 
 @lru_cache(maxsize=256)
