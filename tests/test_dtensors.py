@@ -64,13 +64,8 @@ def one_axis_errors(group: Any, cases: list[tuple[int, int, bool]], device: str 
         def direct(*tensors: DTensor, causal: bool = causal) -> Any:
             return attend_dtensor(attention, *tensors, causal=causal)
 
-        def in_context(*tensors: DTensor, causal: bool = causal) -> Any:
-            with context_parallel(mesh):
-                return scaled_dot_product_attention(*tensors, is_causal=causal, enable_gqa=True)
-
-        for attend in (direct, in_context):
-            given = [t.to(device) for t in wholes(seq_q, seq_kv, kv_heads=2)]
-            errors += errors_of(attend, mesh, [Shard(2)], given, causal)
+        given = [t.to(device) for t in wholes(seq_q, seq_kv, kv_heads=2)]
+        errors += errors_of(direct, mesh, [Shard(2)], given, causal)
     return errors
 
 
@@ -146,10 +141,9 @@ def refusals(group: Any) -> dict[str, str]:
         return DTensor.from_local(x, mesh, [placement], run_check=False)
 
     d = placed(Shard(1))
-    in_context = MeshAttention(group, tensor_format="bhsd")
 
-    def under(attention: MeshAttention | None, *tensors: Tensor) -> None:
-        with context_parallel(mesh, attention=attention):
+    def in_context(*tensors: Tensor) -> None:
+        with context_parallel(mesh):
             scaled_dot_product_attention(*tensors)
 
     return {
@@ -164,9 +158,8 @@ def refusals(group: Any) -> dict[str, str]:
         "group": message_of(lambda: attend_dtensor(alone, d, d, d)),
         "dimensions": message_of(lambda: attend_dtensor(chunks, *[d[0, :, 0]] * 3)),
         "unknown": message_of(lambda: attend_dtensor(chunks, d, d, d, is_causal=True)),
-        "context": message_of(lambda: under(in_context, *[placed(Shard(2))] * 3)),
-        "context, mixed": message_of(lambda: under(None, placed(Shard(2)), x, x)),
-        "context, 3 dims": message_of(lambda: under(None, *[d[0]] * 3)),
+        "context": message_of(lambda: in_context(*[placed(Shard(2))] * 3)),
+        "context, mixed": message_of(lambda: in_context(x, placed(Shard(2)), x)),
     }
 
 
@@ -188,9 +181,8 @@ REFUSED = {
     "group": "sharded over ranks [0, 1, 2, 3] in this order (axis 0 of the mesh), but the MeshAttention has [",
     "dimensions": "q, k and v have 2, 2 and 2 dimensions; expected all 4, or all 3",
     "unknown": "unknown argument 'is_causal' of attention; did you mean causal?",
-    "context": 'expects a zigzag layout; make it with layout="chunks"',
-    "context, mixed": "k is a Tensor; expected q, k and v to be DTensors, all or none",
-    "context, 3 dims": "query is a DTensor of shape (24, 4, 8); expected (batch, heads, seq, dim)",
+    "context": "query is a DTensor; call attend_dtensor instead, outside of context_parallel, or give its to_local()",
+    "context, mixed": "key is a DTensor; call attend_dtensor instead",
 }
 
 

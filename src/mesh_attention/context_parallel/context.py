@@ -12,12 +12,10 @@ layout; options of torch's own method (`set_rotate_method`) have no counterpart.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -27,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from mesh_attention.api import MeshAttention, attention_of
 from mesh_attention.comm.torch_dist import process_group
+from mesh_attention.context_parallel.dispatch import is_inside
 from mesh_attention.context_parallel.dtensors import ranks_of
 from mesh_attention.context_parallel.sdpa import MeshSdpa
 from mesh_attention.errors import UsageError
@@ -50,20 +49,15 @@ def context_parallel(
     `buffers`, and `seq_lens` for tensors that are sharded already; of any other tensor all ranks hold the same number
     of tokens.
     """
-    chosen = _checked(attention, mesh) if attention is not None else _default(mesh, "zigzag")
+    chosen = _attention(attention, mesh)
     with chosen.session.telling():
-        if _THREAD.is_inside:
+        if is_inside():
             raise UsageError("context_parallel was entered inside another one; use one context, with all buffers")
         tensors = _sharded_tensors(buffers, buffer_seq_dims, no_restore_buffers)
         lengths = [*(tensor.tokens for tensor in tensors), *map(_whole_length, seq_lens)]
-    chunked = chosen if attention is not None else _default(mesh, "chunks")
-    mode = MeshSdpa(chosen, lengths=lengths, chunked=chunked)
-    _THREAD.is_inside = True
-    try:
-        with _sharded(tensors, lambda tensor, dim: chosen.shard(tensor, dim=dim)), mode.entered():
-            yield
-    finally:
-        _THREAD.is_inside = False
+    context = MeshSdpa(chosen, lengths=lengths)
+    with _sharded(tensors, lambda tensor, dim: chosen.shard(tensor, dim=dim)), context.entered():
+        yield
 
 
 @torch.no_grad()
@@ -83,41 +77,29 @@ def context_parallel_unshard(
         )
     if len(buffers) != len(seq_dims):
         raise UsageError(f"got {len(buffers)} buffers and {len(seq_dims)} seq_dims; expected one dim for each buffer")
-    chosen = _checked(attention, mesh) if attention is not None else _default(mesh, "zigzag")
+    chosen = _attention(attention, mesh)
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         if not isinstance(buffer, Tensor) or isinstance(buffer, DTensor) or not -buffer.dim() <= dim < buffer.dim():
             raise UsageError(f"got a {type(buffer).__name__} with seq dim {dim}; expected a plain tensor with this dim")
     return [chosen.unshard(buffer, dim=dim) for buffer, dim in zip(buffers, seq_dims, strict=True)]
 
 
-def _default(mesh: DeviceMesh, layout: Literal["zigzag", "chunks"]) -> MeshAttention:
-    return attention_of(_group(mesh), layout=layout, tensor_format="bhsd")
-
-
-def _group(mesh: DeviceMesh) -> dist.ProcessGroup:
+def _attention(attention: MeshAttention | None, mesh: DeviceMesh) -> MeshAttention:
+    """The attention that was given, checked, or the default one."""
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh of one axis")
     if mesh.ndim == 1 and mesh.get_coordinate() is None:
         raise UsageError(f"this process is not part of {mesh}")
-    return process_group(mesh)
-
-
-def _checked(attention: MeshAttention, mesh: DeviceMesh) -> MeshAttention:
-    due = dist.get_process_group_ranks(_group(mesh))
+    group = process_group(mesh)
+    if attention is None:
+        return attention_of(group, layout="zigzag", tensor_format="bhsd")
+    due = dist.get_process_group_ranks(group)
     ours = ranks_of(attention) if isinstance(attention, MeshAttention) else None
     if ours != due:
         raise UsageError(
             f"attention is {attention!r} over ranks {ours}; expected a MeshAttention over the mesh's ranks {due}"
         )
     return attention
-
-
-class _Thread(threading.local):
-    is_inside = False
-    """True in a context_parallel."""
-
-
-_THREAD = _Thread()
 
 
 def _whole_length(tokens: object) -> int:

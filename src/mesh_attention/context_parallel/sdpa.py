@@ -1,9 +1,7 @@
-"""torch's scaled_dot_product_attention over a mesh: a mode that intercepts the calls of this thread.
+"""torch's scaled_dot_product_attention over a mesh: what a call inside a context means, and what is refused.
 
-Nothing is patched: calls are seen even if the function was imported by name, and other threads are not affected. Other
-attention functions of torch (fused kernels, flex attention) would attend to this rank's tokens alone, so they are
-refused, and so are calls that a mode does not see (`unseen`). Kernels that are not operators of torch go
-unnoticed.
+Nothing is patched: calls are answered where they reach torch's dispatcher (`dispatch`), so it does not matter who made
+them, and other threads are not affected. A TorchFunctionMode refuses what does not reach it as attention.
 """
 
 from __future__ import annotations
@@ -11,67 +9,46 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch._ops import HigherOrderOperator
+from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import flag
-from mesh_attention.context_parallel.dtensors import attend_dtensor
-from mesh_attention.context_parallel.unseen import (
+from mesh_attention.context_parallel.dispatch import (
     answered_by,
-    attends,
-    is_called_by_us,
+    is_other_attention,
     passed_on,
     recompute_under,
     refusal,
-    refusing_unseen,
 )
 from mesh_attention.errors import UsageError
 from mesh_attention.integrations.pytorch import as_autocast
 
-SDPA = (
-    F.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention.default,
-)
 
+class MeshSdpa:
+    """Answers scaled_dot_product_attention by a MeshAttention. `lengths` are whole lengths that ranks may hold parts
+    of."""
 
-class MeshSdpa(TorchFunctionMode):
-    """Sends scaled_dot_product_attention to a MeshAttention. `lengths` are whole lengths that ranks may hold parts of.
-
-    `chunked` is the MeshAttention for DTensors, which have another layout.
-    """
-
-    def __init__(self, attention: MeshAttention, *, lengths: Iterable[int], chunked: MeshAttention) -> None:
-        super().__init__()
-        self.attention, self.chunked = attention, chunked
+    def __init__(self, attention: MeshAttention, *, lengths: Iterable[int]) -> None:
+        self.attention = attention
+        lengths = tuple(sorted(set(lengths)))
         self.lengths = WholeLengths(attention, lengths)
+        # Compiled code has the whole lengths in it. Dynamo guards on the types of modes, so each context has its own.
+        kinds = _MODES.setdefault(attention, {})
+        self._mode = kinds.setdefault(lengths, type("_Refusals", (_Refusals,), {}))
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """The mode, with help for functions that torch takes as arguments, and the refusal of what it does not see."""
-        with refusing_unseen(self), self, _FunctionsOfFunctions():
+        """Inside, this thread's attention is answered here, or refused."""
+        with answered_by(self), self._mode(self.telling):
             yield
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        role = _role(func)
-        if role == "sdpa":
-            return self.attend(*args, **kwargs)
-        if role == "multi-head":
-            return self._multi_head(func, args, kwargs)
-        if role == "fused" and not is_called_by_us():
-            with self._telling():
-                raise refusal(func.__name__)
-        return func(*args, **kwargs)
 
     def attend(
         self,
@@ -86,80 +63,49 @@ class MeshSdpa(TorchFunctionMode):
     ) -> Tensor:
         """scaled_dot_product_attention, with its arguments, over the whole sequence."""
         # Outer modes must not see what we run: our kernels have names that they refuse.
-        with torch._C.DisableTorchFunction(), nullcontext() if torch.compiler.is_compiling() else passed_on():
-            with self._telling():
+        with torch._C.DisableTorchFunction(), passed_on():
+            with self.telling():
                 _check_arguments(attn_mask, dropout_p)
                 causal, shares_heads = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
                 _check_tensors(query, key, value, shares_heads)
-                recompute_under(self)
-                seq_q, seq_k = self._whole_lengths(query, key, value)
-            call = {"softmax_scale": scale, **_causal_call(causal, seq_q, seq_k)}
+                recompute_under(self.entered)
+                seq_q, seq_k = (self.lengths.of(int(x.shape[-2])) for x in (query, key))
+            call = {"softmax_scale": scale, "seq_len": seq_q, "seq_len_k": seq_k, **_causal_call(causal, seq_q, seq_k)}
             query, key, value = as_autocast(query, key, value)
-            if any(isinstance(x, DTensor) for x in (query, key, value)):
-                return self._attend_dtensors(query, key, value, call)
-            out = self._attend(query, key, value, call | {"seq_len": seq_q, "seq_len_k": seq_k})
-            return out.reshape(*query.shape[:-1], value.shape[-1])
+            tensors = [_four_dims(x) for x in (query, key, value)]
+            if self.attention.tensor_format == "bhsd":
+                out = self.attention(*tensors, **call)
+            else:
+                out = self.attention(*(x.transpose(1, 2) for x in tensors), **call).transpose(1, 2)
+            return out.reshape(*query.shape[:-1], value.shape[-1])  # type: ignore[no-any-return]
 
-    def _telling(self) -> AbstractContextManager[None]:
-        """Lets the other ranks know of a refusal. What a compiler cannot trace is refused when it runs."""
-        return nullcontext() if torch.compiler.is_compiling() else self.attention.session.telling()
-
-    def _whole_lengths(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
-        """The whole lengths of queries and keys."""
-        if not any(isinstance(x, DTensor) for x in (query, key, value)):
-            return self.lengths.of(query.shape[-2]), self.lengths.of(key.shape[-2])
-        if {x.dim() for x in (query, key, value)} != {4}:
-            raise UsageError(f"query is a DTensor of shape {tuple(query.shape)}; expected (batch, heads, seq, dim)")
-        return query.shape[-2], key.shape[-2]
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, call: dict[str, Any]) -> Tensor:
-        tensors = [_four_dims(x) for x in (query, key, value)]
-        if self.attention.tensor_format == "bhsd":
-            return self.attention(*tensors, **call)  # type: ignore[no-any-return]
-        return self.attention(*(x.transpose(1, 2) for x in tensors), **call).transpose(1, 2)  # type: ignore[no-any-return]
-
-    def _attend_dtensors(self, query: Any, key: Any, value: Any, call: dict[str, Any]) -> Tensor:
-        if self.chunked.tensor_format == "bhsd":
-            return attend_dtensor(self.chunked, query, key, value, **call)  # type: ignore[no-any-return]
-        tensors = (x.transpose(1, 2) for x in (query, key, value))
-        return attend_dtensor(self.chunked, *tensors, **call).transpose(1, 2)  # type: ignore[no-any-return]
-
-    def _multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """nn.MultiheadAttention: torch's own function, with its inner attention call sent here."""
-        with self._telling():
-            _check_multi_head(func, args, kwargs)
-        # A function that torch hands to a mode runs without the mode, so the mode would not see its inner call.
-        with answered_by(self.attend):
-            return func(*args, **kwargs)
+    def telling(self) -> AbstractContextManager[None]:
+        """Lets the other ranks know of a refusal; a compiler that traces sends nothing."""
+        return self.attention.session.telling() if detect_fake_mode() is None else nullcontext()
 
 
-class _FunctionsOfFunctions(TorchFunctionMode):
-    """Lets the compiler see the mode below in functions given to an operator, such as a checkpoint or torch.cond.
+class _Refusals(TorchFunctionMode):
+    """Refuses what attends and never reaches the dispatcher as attention: weights that nn.MultiheadAttention returns,
+    flex attention, operators that were registered late. With a mode, torch's modules also take no fused path."""
 
-    Dynamo gives such an operator to the modes of the stack, one after the other, and each is off while it handles it,
-    so that in the end all of them are off inside the functions. Here the operator is called with modes disabled, and
-    they are enabled inside: leaving a guard restores, while tracing, what was the case when the guard was made. Where
-    that does not hold, attention in the functions is refused (see `unseen`).
-    """
+    def __init__(self, telling: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self.telling = telling
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not torch.compiler.is_compiling() or _role(func) != "higher-order":
-            return func(*args, **kwargs)
-        enabled = torch._C.DisableTorchFunction()
+        if func is F.multi_head_attention_forward:
+            with nullcontext() if torch.compiler.is_compiling() else self.telling():
+                _check_multi_head(func, args, kwargs)
+        elif is_other_attention(func):
+            with nullcontext() if torch.compiler.is_compiling() else self.telling():
+                raise refusal(func.__name__)
+        return func(*args, **kwargs)
 
-        def followed(function: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                with enabled:
-                    pass
-                return function(*args, **kwargs)
 
-            return run
-
-        with torch._C.DisableTorchFunction():
-            return func(*(followed(arg) if callable(arg) else arg for arg in args), **kwargs)
+_MODES: WeakKeyDictionary[MeshAttention, dict[tuple[int, ...], type[_Refusals]]] = WeakKeyDictionary()
 
 
 class WholeLengths:
@@ -201,6 +147,10 @@ def _check_arguments(attn_mask: object, dropout_p: object) -> None:
 
 def _check_tensors(query: Any, key: Any, value: Any, shares_heads: bool) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if isinstance(tensor, DTensor):
+            raise UsageError(
+                f"{name} is a DTensor; call attend_dtensor instead, outside of context_parallel, or give its to_local()"
+            )
         if not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.is_nested:
             raise UsageError(
                 f"{name} is {_kind(tensor)}; expected a dense tensor (batch, heads, seq, dim) under context_parallel"
@@ -251,20 +201,3 @@ def _causal_call(causal: bool, seq_q: int, seq_k: int) -> dict[str, Any]:
         return {"window_size": (-1, seq_q - seq_k)}
     # Keys beyond the last query form a separate document without queries.
     return {"causal": True, "cu_seqlens_q": (0, seq_q, seq_q), "cu_seqlens_k": (0, seq_q, seq_k)}
-
-
-def _role(func: Any) -> Literal["other", "sdpa", "multi-head", "fused", "higher-order"]:
-    """How to treat a function of torch."""
-    name = getattr(func, "__name__", "").partition(".")[0]
-    if not attends(name):
-        return "higher-order" if isinstance(func, HigherOrderOperator) else "other"
-    if func in SDPA:
-        return "sdpa"
-    if func is F.multi_head_attention_forward:
-        return "multi-head"
-    is_ours = (getattr(func, "__module__", None) or "").endswith(".mesh_attention")
-    return "other" if is_ours else "fused"
-
-
-# torch.compile cannot trace function names, so this is evaluated once, while tracing.
-_role._dynamo_marked_constant = True  # type: ignore[attr-defined]

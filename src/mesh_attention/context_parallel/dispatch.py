@@ -1,9 +1,9 @@
-"""Attention that a mode does not see: inside a context, torch's attention operators refuse every call that is not ours.
+"""Where torch's attention is answered inside a context: a dispatch key that every operator passes on, except attention.
 
-A mode sees calls from Python. It does not see calls from TorchScript and C++, calls inside functions that torch runs
-without the mode, and what a compiler has put into its code; they would attend to this rank's tokens alone. All of these
-reach torch's dispatcher. So inside a context this thread, and the threads that run its backward, turn on a dispatch key
-that every operator passes on, except attention. Dynamo compiles separately for threads that have the key on.
+Calls from Python, TorchScript and C++, and calls that a compiler traces, all reach torch's dispatcher. So inside a
+context this thread, and the threads that run its backward, turn on that key: scaled_dot_product_attention goes to the
+context, and other attention operators, which would attend to this rank's tokens alone, refuse every call that is not
+ours. Dynamo compiles separately for threads that have the key on. Kernels that are not operators of torch go unnoticed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
+import torch._functorch.config as compiler_config
+import torch.nn.functional as F  # noqa: N812
 from torch import _ops
 from torch.library import Library, fallthrough_kernel
 from torch.utils.checkpoint import CheckpointFunction
@@ -26,9 +28,17 @@ from mesh_attention.errors import UsageError
 
 KEY = "DeferredInit"
 """A key that torch reserves for packages outside of it, and does not use itself."""
-SDPA = "aten::scaled_dot_product_attention"
+SDPA = "scaled_dot_product_attention"
 OTHER_NAMES = ("_transformer_encoder_layer_fwd",)
 """Functions of torch that attend, without "attention" in their name."""
+
+
+class Context(Protocol):
+    """What answers scaled_dot_product_attention."""
+
+    def attend(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def telling(self) -> AbstractContextManager[None]: ...
 
 
 def attends(name: str) -> bool:
@@ -36,16 +46,28 @@ def attends(name: str) -> bool:
     return ("attention" in name or "attn" in name or name in OTHER_NAMES) and "backward" not in name
 
 
+def is_other_attention(func: Any) -> bool:
+    """True for a function that attends and is not answered here, unless our kernels call it."""
+    name = getattr(func, "__name__", "").partition(".")[0]
+    is_ours = (getattr(func, "__module__", None) or "").endswith(".mesh_attention")
+    is_known = name == SDPA or func is F.multi_head_attention_forward
+    return attends(name) and not is_known and not is_ours and not _is_called_by_us()
+
+
+# torch.compile cannot trace function names, so this is evaluated once, while tracing.
+is_other_attention._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def refusal(name: str) -> UsageError:
     return UsageError(
         f"{name} was called under context_parallel, where it would attend to this rank's tokens alone; call "
-        "torch.nn.functional.scaled_dot_product_attention from Python, outside of TorchScript and exported programs"
+        f"torch.nn.functional.{SDPA}"
     )
 
 
-def is_called_by_us() -> bool:
+def _is_called_by_us() -> bool:
     """True inside one of our kernels: a MeshAttention may also be called in a context."""
-    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("mesh_attention.kernels."):
             return True
@@ -53,26 +75,22 @@ def is_called_by_us() -> bool:
     return False
 
 
+def is_inside() -> bool:
+    """True if this thread is in a context."""
+    return bool(_THREAD.contexts)
+
+
 @contextmanager
-def refusing_unseen(mode: Mode) -> Iterator[None]:
-    """Inside, attention that the mode does not see is refused. What a checkpoint recomputes runs under the mode."""
+def answered_by(context: Context) -> Iterator[None]:
+    """Inside, this thread's scaled_dot_product_attention goes to `context`, and other attention is refused."""
     _register()
-    _THREAD.modes.append(mode)
+    _THREAD.contexts.append(context)
     try:
-        with torch._C._IncludeDispatchKeyGuard(_key()):
+        # A compiler's cache on disk would take a graph inside a context for the same graph outside.
+        with torch._C._IncludeDispatchKeyGuard(_key()), compiler_config.patch(enable_autograd_cache=False):
             yield
     finally:
-        _THREAD.modes.pop()
-
-
-@contextmanager
-def answered_by(attend: Callable[..., Any]) -> Iterator[None]:
-    """Inside, calls of scaled_dot_product_attention that the mode does not see go to `attend`."""
-    before, _THREAD.attend = _THREAD.attend, attend
-    try:
-        yield
-    finally:
-        _THREAD.attend = before
+        _THREAD.contexts.pop()
 
 
 @contextmanager
@@ -83,11 +101,10 @@ def passed_on() -> Iterator[None]:
 
 
 class _Thread(threading.local):
-    """The modes that this thread is in, and what answers attention that they do not see; None refuses it."""
+    """The contexts that this thread is in: one, except while a checkpoint recomputes."""
 
     def __init__(self) -> None:
-        self.modes: list[Mode] = []
-        self.attend: Callable[..., Any] | None = None
+        self.contexts: list[Any] = []
 
 
 _THREAD = _Thread()
@@ -121,17 +138,21 @@ def _register() -> list[Library]:
 
 def _others(full_name: str, *args: Any, **kwargs: Any) -> Any:
     """Stands for an attention operator of torch, or of anybody else, inside a context."""
-    if is_called_by_us():
+    if _is_called_by_us():
         return _pass_on(full_name, *args, **kwargs)
-    if _THREAD.attend is not None and full_name == SDPA:
-        return _THREAD.attend(*args, **kwargs)
-    raise refusal(full_name.partition("::")[2])
+    context, name = _THREAD.contexts[-1] if _THREAD.contexts else None, full_name.partition("::")[2]
+    if context is None:  # a thread that runs backward, and recomputes by itself
+        raise refusal(name)
+    if full_name == f"aten::{SDPA}":
+        return context.attend(*args, **kwargs)
+    with context.telling():
+        raise refusal(name)
 
 
 def _ours(full_name: str, *args: Any, **kwargs: Any) -> Any:
     """Stands for our operator inside a context: what a compiled call becomes."""
-    if _THREAD.modes:
-        recompute_under(_THREAD.modes[-1])
+    if _THREAD.contexts:
+        recompute_under(_THREAD.contexts[-1].entered)
     return _pass_on(full_name, *args, **kwargs)
 
 
@@ -147,39 +168,43 @@ def _overload(full_name: str) -> Callable[..., Any]:
     return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")  # type: ignore[no-any-return]
 
 
-# Activation checkpointing: what is recomputed in backward runs under the mode again
+# Activation checkpointing: what is recomputed in backward runs in the context again
 #
 # Inside the context this happens anyway. Outside of it, torch would recompute the checkpointed function without the
-# mode, and attend to a rank's tokens alone. So an attention call that is being checkpointed wraps the function that
-# will be recomputed in the mode. Both kinds of torch.utils.checkpoint are supported; other implementations are not, nor
-# is one whose saved tensors other hooks take (`save_on_cpu` inside of it).
+# context, and attend to a rank's tokens alone. So an attention call that is being checkpointed wraps the function that
+# will be recomputed in the context. Both kinds of torch.utils.checkpoint are supported; other implementations are not,
+# nor is one whose saved tensors other hooks take (`save_on_cpu` inside of it).
 
 
-class Mode(Protocol):
-    def entered(self) -> AbstractContextManager[None]: ...
+Entered = Callable[[], AbstractContextManager[None]]
+"""Enters a context."""
 
 
 @dataclass(frozen=True, eq=False)
-class RunUnderMode:
-    """The function, always run under the mode."""
+class RunInContext:
+    """The function, always run in the context."""
 
-    mode: Mode
+    entered: Entered
     function: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.mode.entered():
+        with self.entered():
             return self.function(*args, **kwargs)
 
 
-def recompute_under(mode: Mode) -> None:
-    """If this call is being checkpointed, make its recomputation run under the mode."""
-    if torch.compiler.is_compiling():
-        return
-    _follow_saved_tensors(mode)
-    _follow_callers(mode, sys._getframe(1))
+def recompute_under(entered: Entered) -> None:
+    """If this call is being checkpointed, make its recomputation run in the context."""
+    _follow_saved_tensors(entered)
+    frame: FrameType | None = sys._getframe(1)
+    while (
+        frame is not None
+    ):  # use_reentrant=True: the function runs without gradients first; one of our callers holds it
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            _wrap(frame.f_locals["ctx"], "run_function", entered)
+        frame = frame.f_back
 
 
-def _follow_saved_tensors(mode: Mode) -> None:
+def _follow_saved_tensors(entered: Entered) -> None:
     """use_reentrant=False: saved tensors go to a hook that holds the function to recompute."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or "_checkpoint_hook" not in hooks[0].__qualname__:
@@ -190,18 +215,10 @@ def _follow_saved_tensors(mode: Mode) -> None:
         raise UsageError(
             f"torch.utils.checkpoint of torch {torch.__version__} is not supported; call attention outside of it"
         )
-    _wrap(region, "recompute_fn", mode)
+    _wrap(region, "recompute_fn", entered)
 
 
-def _follow_callers(mode: Mode, frame: FrameType | None) -> None:
-    """use_reentrant=True: the function runs without gradients first; one of our callers holds it."""
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            _wrap(frame.f_locals["ctx"], "run_function", mode)
-        frame = frame.f_back
-
-
-def _wrap(holder: Any, name: str, mode: Mode) -> None:
+def _wrap(holder: Any, name: str, entered: Entered) -> None:
     function = getattr(holder, name)
-    if not (isinstance(function, RunUnderMode) and function.mode is mode):
-        setattr(holder, name, RunUnderMode(mode, function))
+    if not (isinstance(function, RunInContext) and function.entered == entered):
+        setattr(holder, name, RunInContext(entered, function))
