@@ -69,9 +69,11 @@ class Model:
             for found, expected in zip((*outs, *lses), (*due_out, *due_lse), strict=True):
                 self._compare(found, expected)
 
-    def decode(self, sequences: list[int], tokens: int = 1, *, way: Any = "same", meeting: Any = None) -> None:
+    def decode(
+        self, sequences: list[int], tokens: int = 1, *, queries: Any = "replicated", combine: Any = None
+    ) -> None:
         new = dict.fromkeys(sequences, tokens)
-        step = self.cache.decode(new, way=way, meeting=meeting)
+        step = self.cache.decode(new, queries=queries, combine=combine)
         rows = [step.rows(rank) for rank in self.ranks]
         for layer in range(len(self.cache.layers)):
             grown = self._grow(layer, new)

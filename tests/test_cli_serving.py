@@ -101,16 +101,22 @@ def test_a_step_is_told_with_its_time_cache_way_and_rivals(run: Run, monkeypatch
     assert (code, err) == (0, "")
     assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
     words = " ".join(out.split())
-    assert words.startswith('write cache.decode({chat: 1}, way="same", meeting="')
+    assert words.startswith('write cache.decode({chat: 1}, queries="replicated", combine="')
     assert "decode; 8 sequences, each 1 new token on 1m cached, 8 heads (2 KV) of 64, bfloat16" in words
-    for part in ("for 32 layers, a token", "memory cache of ", "way same, ", "sent ", "a layer, by the busiest rank"):
+    for part in (
+        "for 32 layers, a token",
+        "memory cache of ",
+        "step replicated, ",
+        "sent ",
+        "a layer, by the busiest rank",
+    ):
         assert part in words
-    for name in ("same, gather", "same, slices", "spread", "pass-KV"):
+    for name in ("replicated, all_gather", "replicated, reduce_scatter", "sharded", "pass-KV"):
         assert f"\n{name} " in out
 
 
 def test_a_step_as_json_is_the_forecast(run: Run) -> None:
-    answer = as_json(run(f"{DECODE} --new 2 --layers 32 --way same --json"))
+    answer = as_json(run(f"{DECODE} --new 2 --layers 32 --queries replicated --json"))
     problem = Problem(
         seq_q=2,
         seq_kv=2**20 + 2,
@@ -122,7 +128,7 @@ def test_a_step_as_json_is_the_forecast(run: Run) -> None:
         batch=8,
         mask=causal(),
     )
-    meant = forecast_decoding(problem, cluster_named("h100x16"), way="same")
+    meant = forecast_decoding(problem, cluster_named("h100x16"), queries="replicated")
     assert [one["name"] for one in answer["forecasts"]] == [one.name for one in meant]
     assert [one["time_s"] for one in answer["forecasts"]] == [one.time_s for one in meant]
     assert answer["time_s"] == pytest.approx(32 * meant[0].time_s)
@@ -155,8 +161,8 @@ def test_a_decoded_step_is_replayed(run: Run) -> None:
     assert "decode; 2 sequences, each 1 new token on 500 cached" in words
     for part in ("the latency of many peers", "read ", "attend ", "of that rate", "forecasts for h200"):
         assert part in words
-    answer = as_json(run(f"{line} --way same --json"))
-    assert [step["name"] for step in answer["steps"]] == ["same, gather", "same, slices"]
+    answer = as_json(run(f"{line} --queries replicated --json"))
+    assert [step["name"] for step in answer["steps"]] == ["replicated, all_gather", "replicated, reduce_scatter"]
     assert answer["command"].startswith("mesh-attention replay --ranks 4")
     for step in answer["steps"]:
         assert step["against_read"] == pytest.approx(step["time_s"] / answer["read_s"])
@@ -166,7 +172,7 @@ def test_a_decoded_step_is_replayed(run: Run) -> None:
 
 def test_without_a_cluster_the_device_and_its_link_are_measured(run: Run) -> None:
     line = REPLAY.removesuffix(" --cluster h200")
-    answer = as_json(run(f"{line} --decode --batch 1 --cached 64 --way spread --json"))
+    answer = as_json(run(f"{line} --decode --batch 1 --cached 64 --queries sharded --json"))
     assert answer["is_measured"]
     assert answer["cluster"]["device"]["forward"]["call_us"] > 0
     assert answer["cluster"]["between"]["gb_per_s"] > 0
@@ -181,7 +187,7 @@ BAD_LINES = [
     (f"{TUNE} --documents 0,512", "--documents cannot be combined with --new"),
     (f"{TUNE} --backward", "--backward cannot be combined with --new"),
     (f"{TUNE} --layout zigzag", "--layout cannot be combined with --new"),
-    (f"{TUNE} --way same", "--way needs --decode"),
+    (f"{TUNE} --queries replicated", "--queries needs --decode"),
     (f"{TUNE} --decode", "--new 512 with --decode: expected at most 16 new tokens of each sequence"),
     (f"{TUNE} --against seq --chart x.svg", "--against seq cannot be combined with --new; use --against ranks or tile"),
     (f"{TUNE} --layers 0", "--layers '0': expected a whole number, 1 or more"),
@@ -190,7 +196,7 @@ BAD_LINES = [
     ("tune --cluster h100x8 --heads 8 --seq 4k --layers 2", "--layers needs --new or --decode"),
     ("tune --cluster h100x8 --heads 8 --decode", "--decode needs --cached TOKENS"),
     (f"{DECODE} --seq 4k", "--seq cannot be combined with --decode"),
-    (f"{DECODE} --way all", "--way 'all': expected one of same, spread"),
+    (f"{DECODE} --queries all", "--queries 'all': expected one of replicated, sharded"),
     (f"{DECODE} --memory 4GiB --layout zigzag", "--layout, --memory cannot be combined with --decode"),
     (f"plan --ranks 4 {TURN} --backward", "--backward cannot be combined with --new"),
     (f"simulate --cluster h100x4 {TURN} --backward", "--backward cannot be combined with --new"),

@@ -221,9 +221,9 @@ def test_reading_keys_and_values_bounds_every_step() -> None:
 
 
 def test_small_partials_are_gathered_and_large_ones_meet_in_slices() -> None:
-    for batch, way in ((1, "same, gather"), (256, "same, slices")):
-        found = forecast_decoding(replace(DECODED, batch=batch), NODES, way="same")
-        assert found[0].name == way
+    for batch, name in ((1, "replicated, all_gather"), (256, "replicated, reduce_scatter")):
+        found = forecast_decoding(replace(DECODED, batch=batch), NODES, queries="replicated")
+        assert found[0].name == name
     times = [one.time_s for one in found[:-1]]
     assert all(a <= b for a, b in pairwise(times))
 
@@ -246,11 +246,11 @@ def test_one_rank_exchanges_nothing() -> None:
 
 
 def test_the_way_may_be_stated() -> None:
-    assert [one.name for one in forecast_decoding(DECODED, NODES, way="spread")] == ["spread", PASS_KV]
+    assert [one.name for one in forecast_decoding(DECODED, NODES, queries="sharded")] == ["sharded", PASS_KV]
 
 
 def test_ranks_that_share_a_nic_wait_for_each_other() -> None:
-    plan = decode_plan(DECODED, "same", "slices")
+    plan = decode_plan(DECODED, "replicated", "reduce_scatter")
     alone, shared = (forecast_plan(plan, DECODED, replace(NODES, nics_per_node=nics)).exchange_s for nics in (8, 1))
     latencies_s = plan.exchanges * NODES.between.latency_us * 1e-6
     assert shared - latencies_s == pytest.approx(8 * (alone - latencies_s))

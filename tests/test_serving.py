@@ -20,7 +20,7 @@ from torch import Tensor
 from mesh_attention import DisagreementError, LocalGroup, MeshAttention
 from mesh_attention.errors import CacheFullError, UsageError
 from mesh_attention.plan.layout import Zigzag
-from mesh_attention.plan.serving import MEETINGS
+from mesh_attention.plan.serving import COMBINES, QUERIES
 from mesh_attention.serving import ShardedCache, Turn
 from mesh_attention.serving.book import Shares, clip
 from mesh_attention.serving.running import MOST_STEPS
@@ -63,9 +63,9 @@ def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObj
         if kind == "prefill":
             model.prefill({number: data.draw(st.integers(1, 23)) for number in some})
         elif kind == "decode":
-            way = data.draw(st.sampled_from(["same", "spread"]))
-            meeting = data.draw(st.sampled_from(MEETINGS)) if way == "same" else None
-            model.decode(some, data.draw(st.integers(1, 5)), way=way, meeting=meeting)
+            queries = data.draw(st.sampled_from(QUERIES))
+            combine = data.draw(st.sampled_from(COMBINES)) if queries == "replicated" else None
+            model.decode(some, data.draw(st.integers(1, 5)), queries=queries, combine=combine)
         elif kind == "reserve":
             model.cache.reserve(data.draw(st.integers(1, 1000)))
         elif kind == "new":
@@ -94,11 +94,11 @@ def serve(group: Any, seed: int, windows: Sequence[int | None], layout: str) -> 
     model = Model(cache, softcap=1.5, seed=seed)
     first, second = model.new(), model.new()
     model.prefill({first: 37, second: 3})
-    model.decode([first, second], way="same", meeting="slices")
-    model.decode([first, second], 3, way="spread")
+    model.decode([first, second], queries="replicated", combine="reduce_scatter")
+    model.decode([first, second], 3, queries="sharded")
     model.prefill({second: 20})
     copy = model.fork(first)
-    model.decode([copy, second], 2, way="same", meeting="gather")
+    model.decode([copy, second], 2, queries="replicated", combine="all_gather")
     model.truncate(copy, cache.length(copy) - 1 if windows == (None,) else cache.length(copy))
     model.decode([first, second, copy], 1)
     model.prefill({first: 9, copy: 1})
@@ -196,9 +196,12 @@ def test_ranks_differ_by_at_most_a_token_and_every_position_has_a_home(
     assert [half.segments(rank) for rank in range(ranks)] == [clip(shard, 0, half.length) for shard in segments]
 
 
-@pytest.mark.parametrize(("way", "meeting"), [("same", "gather"), ("same", "slices"), ("spread", "slices")])
-@pytest.mark.parametrize(("ranks", "queries"), [(1, 1), (3, 2), (8, 1)])
-def test_a_step_sends_the_bytes_of_its_plan(ranks: int, queries: int, way: str, meeting: str) -> None:
+@pytest.mark.parametrize(
+    ("queries", "combine"),
+    [("replicated", "all_gather"), ("replicated", "reduce_scatter"), ("sharded", "reduce_scatter")],
+)
+@pytest.mark.parametrize(("ranks", "new_tokens"), [(1, 1), (3, 2), (8, 1)])
+def test_a_step_sends_the_bytes_of_its_plan(ranks: int, new_tokens: int, queries: str, combine: str) -> None:
     group = LocalGroup(ranks)
     counting = [Counting(group.comm(rank)) for rank in range(ranks)]
     cache = ShardedCache(
@@ -206,7 +209,7 @@ def test_a_step_sends_the_bytes_of_its_plan(ranks: int, queries: int, way: str, 
     )
     model = Model(cache)
     sequences = [model.new() for _ in range(5)]
-    model.decode(sequences, queries, way=way, meeting=meeting)
+    model.decode(sequences, new_tokens, queries=queries, combine=combine)
     assert model.error < 1e-12
     (plan,) = cache.steps.by_plan
     assert [comm.sent_nbytes.total() for comm in counting] == [plan.sent_nbytes(rank) for rank in range(ranks)]
@@ -351,7 +354,10 @@ REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], str]] = {
     "no sequences": (lambda cache: cache.prefill({}), "expected a number of new tokens for each"),
     "unequal steps": (lambda cache: cache.decode({0: 1, cache.new(): 2}), "expected the same number for each sequence"),
     "long steps": (lambda cache: cache.decode({0: 17}), "at most 16; use cache.prefill for more"),
-    "unknown way": (lambda cache: cache.decode({0: 1}, way="ring"), "way='ring': expected same or spread"),  # type: ignore[arg-type]
+    "unknown queries": (
+        lambda cache: cache.decode({0: 1}, queries="ring"),
+        "queries='ring': expected replicated or sharded",
+    ),  # type: ignore[arg-type]
     "truncated to more": (lambda cache: cache.truncate(0, 1), "cannot be truncated to 1 tokens: expected 0 to 0"),
     "too many": (lambda cache: [cache.new() for _ in range(9)], "the most it was made for"),
     "no layer": (lambda cache: cache.prefill({0: 1}).attend(3, [], [], []), "layer 3: expected 0 to 0"),
@@ -380,10 +386,10 @@ REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], str]] = {
         ),
         r"q requires a gradient, and a cache keeps none; use torch\.no_grad\(\)",
     ),
-    "unknown meeting": (lambda cache: cache.decode({0: 1}, meeting=""), "meeting='': expected slices"),  # type: ignore[arg-type]
-    "spread and gathered": (
-        lambda cache: cache.decode({0: 1}, way="spread", meeting="gather"),
-        "meeting='gather': expected slices",
+    "unknown combine": (lambda cache: cache.decode({0: 1}, combine=""), "combine='': expected reduce_scatter"),  # type: ignore[arg-type]
+    "sharded and gathered": (
+        lambda cache: cache.decode({0: 1}, queries="sharded", combine="all_gather"),
+        "combine='all_gather': expected reduce_scatter",
     ),
     "no room for less than nothing": (lambda cache: cache.reserve(-5), "tokens=-5: expected"),
     "no ranks": (lambda cache: ShardedCache.required_nbytes(cache.layers, ranks=0, tokens=4), "ranks=0: expected"),

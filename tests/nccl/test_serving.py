@@ -32,9 +32,9 @@ def converse(group: Any, dtype: torch.dtype, cuda_graphs: bool, layout: str) -> 
     for _ in range(4):
         model.decode(chats)
     model.prefill({chats[1]: 100})
-    for way, meeting in (("same", "gather"), ("same", "slices"), ("spread", None)):
+    for queries, combine in (("replicated", "all_gather"), ("replicated", "reduce_scatter"), ("sharded", None)):
         for _ in range(3):
-            model.decode(chats, 2, way=way, meeting=meeting)
+            model.decode(chats, 2, queries=queries, combine=combine)
     chats.append(model.fork(chats[0]))
     for _ in range(20):
         model.decode(chats)

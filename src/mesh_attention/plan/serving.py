@@ -2,20 +2,22 @@
 
 A decoded step is one layer of a few new queries that meet a cache which all ranks share. No schedule is worth its price
 here, so the program is fixed. Each rank attends the queries to its own tokens, which gives a partial result for every
-*row* (a head of a query). Then partials meet. Two ways to hold the queries:
+*row* (a head of a query). Then ranks combine their partials. Queries are
 
-    same      every rank runs the same tokens, has all queries, and wants all results
-    spread    each rank runs some of the sequences: queries, keys and values go to all, partials back to their ranks
+    replicated      every rank runs the same tokens, has all queries, and wants all results
+    sharded         each rank runs some of the sequences: q, k and v go to all ranks, partials back to their ranks
 
-and for `same`, two ways for partials to meet:
+and partials of replicated queries are combined by
 
-    gather    every rank sends all its partials to all others, and merges all rows: one exchange
-    slices    every rank merges a slice of the rows, and sends it to all others: two exchanges of fewer bytes
+    all_gather      every rank sends all its partials to all others, and merges all rows: one exchange
+    reduce_scatter  every rank merges a slice of the rows, and sends it to all others: two exchanges of fewer bytes
+
+Partials of sharded queries are combined by reduce_scatter: a rank merges the rows of its own sequences.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal, get_args
@@ -55,42 +57,44 @@ def cache_nbytes(problem: Problem, *, layers: int = 1) -> int:
 # A decoded step
 
 
-Way = Literal["same", "spread"]
-Meeting = Literal["gather", "slices"]
+Queries = Literal["replicated", "sharded"]
+Combine = Literal["all_gather", "reduce_scatter"]
 MOST_DECODED = 16
 """The most new tokens of a sequence in one decoded step."""
-WAYS: tuple[Way, ...] = get_args(Way)
-MEETINGS: tuple[Meeting, ...] = get_args(Meeting)
+QUERIES: tuple[Queries, ...] = get_args(Queries)
+COMBINES: tuple[Combine, ...] = get_args(Combine)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodePlan:
-    """One decoded step of one layer: `queries` new tokens of each of `sequences`, on `ranks`."""
+    """One decoded step of one layer: `new_tokens` of each of `sequences`, on `ranks`."""
 
     ranks: int
     sequences: int
-    queries: int
+    new_tokens: int
     heads: int
     kv_heads: int
     head_dim_qk: int
     head_dim_v: int
     dtype: str
-    way: Way = "same"
-    meeting: Meeting = "slices"
+    queries: Queries = "replicated"
+    combine: Combine = "reduce_scatter"
 
     def __post_init__(self) -> None:
-        if self.way not in WAYS:
-            raise ScheduleError(f"way {brief(self.way)}: expected one of {', '.join(WAYS)}")
-        if self.meeting not in MEETINGS or (self.way == "spread" and self.meeting != "slices"):
-            raise ScheduleError(f"meeting {brief(self.meeting)}: expected slices, or with way same also gather")
+        if self.queries not in QUERIES:
+            raise ScheduleError(f"queries={brief(self.queries)}: expected {' or '.join(QUERIES)}")
+        if self.combine not in COMBINES or (self.queries == "sharded" and self.combine != "reduce_scatter"):
+            raise ScheduleError(
+                f"combine={brief(self.combine)}: expected reduce_scatter, or for replicated queries also all_gather"
+            )
 
     @property
     def name(self) -> str:
-        return self.way if self.way == "spread" else f"{self.way}, {self.meeting}"
+        return self.queries if self.queries == "sharded" else f"{self.queries}, {self.combine}"
 
     @property
     def rows(self) -> int:
-        return self.sequences * self.queries * self.heads
+        return self.sequences * self.new_tokens * self.heads
 
     @property
     def row_nbytes(self) -> int:
@@ -108,62 +112,50 @@ class DecodePlan:
 
     @cached_property
     def slices(self) -> tuple[range, ...]:
-        """The rows that each rank merges. If sequences are spread, those of its own sequences."""
-        unit = self.rows // self.sequences if self.way == "spread" else 1
+        """The rows that each rank merges. If queries are sharded, those of its own sequences."""
+        unit = self.rows // self.sequences if self.queries == "sharded" else 1
         return tuple(range(r.start * unit, r.stop * unit) for r in even(self.rows // unit, self.ranks))
 
     @cached_property
     def own(self) -> tuple[range, ...]:
         """The sequences that each rank runs."""
         everything = (range(self.sequences),) * self.ranks
-        return even(self.sequences, self.ranks) if self.way == "spread" else everything
+        return even(self.sequences, self.ranks) if self.queries == "sharded" else everything
 
     @property
     def exchanges(self) -> int:
         """Exchanges between all ranks, one after the other."""
-        return 0 if self.ranks == 1 else 1 if self.meeting == "gather" else 2
+        return 0 if self.ranks == 1 else 1 if self.combine == "all_gather" else 2
 
     def exchanged_nbytes(self, exchange: int, source: int, dest: int) -> int:
         """Bytes that one rank sends to another in one of the exchanges."""
-        if self.meeting == "gather":
+        if self.combine == "all_gather":
             return self.rows * self.row_nbytes
-        if self.way == "spread" and exchange == 0:
-            return len(self.own[source]) * self.queries * self.token_nbytes
-        is_merged = self.way == "same" and exchange == 1
+        if self.queries == "sharded" and exchange == 0:
+            return len(self.own[source]) * self.new_tokens * self.token_nbytes
+        is_merged = self.queries == "replicated" and exchange == 1
         return len(self.slices[source if is_merged else dest]) * self.row_nbytes
 
     def sent_nbytes(self, rank: int) -> int:
         """Bytes that a rank sends in all."""
-        others = self.ranks - 1
-        if self.meeting == "gather":
-            return others * self.rows * self.row_nbytes
-        slices = (self.rows - len(self.slices[rank])) * self.row_nbytes
-        if self.way == "spread":
-            return others * len(self.own[rank]) * self.queries * self.token_nbytes + slices
-        return slices + others * len(self.slices[rank]) * self.row_nbytes
+        return sum(self.exchanged_nbytes(exchange, rank, other) for exchange, other in self._others(rank))
 
     def received_nbytes(self, rank: int) -> int:
         """Bytes that a rank receives in all."""
-        others = self.ranks - 1
-        if self.meeting == "gather":
-            return others * self.rows * self.row_nbytes
-        slices = others * len(self.slices[rank]) * self.row_nbytes
-        if self.way == "spread":
-            return (self.sequences - len(self.own[rank])) * self.queries * self.token_nbytes + slices
-        return slices + (self.rows - len(self.slices[rank])) * self.row_nbytes
+        return sum(self.exchanged_nbytes(exchange, other, rank) for exchange, other in self._others(rank))
 
-    def with_meeting(self, meeting: Meeting) -> DecodePlan:
-        return replace(self, meeting=meeting)
+    def _others(self, rank: int) -> list[tuple[int, int]]:
+        return [(exchange, other) for exchange in range(self.exchanges) for other in range(self.ranks) if other != rank]
 
     def __str__(self) -> str:
         partials = "send all partials to all ranks, merge all rows"
-        if self.meeting == "slices":
+        if self.combine == "reduce_scatter":
             partials = "send each rank the partials of its slice, merge the own slice"
         steps = {
-            "same": ["attend all queries to the own tokens", partials],
-            "spread": ["send q, k, v to all ranks", "attend all queries to the own tokens", partials],
-        }[self.way]
-        if self.way == "same" and self.meeting == "slices":
+            "replicated": ["attend all queries to the own tokens", partials],
+            "sharded": ["send q, k, v to all ranks", "attend all queries to the own tokens", partials],
+        }[self.queries]
+        if self.queries == "replicated" and self.combine == "reduce_scatter":
             steps.append("send the merged slice to all ranks")
         return "; ".join(steps if self.ranks > 1 else steps[:1])
 
@@ -175,12 +167,12 @@ def even(total: int, parts: int) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in pairwise(starts))
 
 
-GATHER_MOST_NBYTES = 256 * 1024
+ALL_GATHER_MOST_NBYTES = 256 * 1024
 """Without prices, partials are gathered up to this many received bytes: about what a link moves in one exchange's
 latency."""
 
 
-def choose_meeting(plan: DecodePlan) -> Meeting:
-    """The meeting for a plan on a machine whose prices are not known."""
+def choose_combine(plan: DecodePlan) -> Combine:
+    """How a plan combines partials on a machine whose prices are not known."""
     gathered = (plan.ranks - 1) * plan.rows * plan.row_nbytes
-    return "gather" if plan.way == "same" and gathered <= GATHER_MOST_NBYTES else "slices"
+    return "all_gather" if plan.queries == "replicated" and gathered <= ALL_GATHER_MOST_NBYTES else "reduce_scatter"

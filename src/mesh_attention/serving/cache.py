@@ -9,7 +9,7 @@ import torch
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import ProblemError, UsageError
-from mesh_attention.plan.serving import BLOCK_TOKENS, MEETINGS, MOST_DECODED, WAYS, Meeting, Way, blocks_of_rank
+from mesh_attention.plan.serving import BLOCK_TOKENS, COMBINES, MOST_DECODED, QUERIES, Combine, Queries, blocks_of_rank
 from mesh_attention.serving.book import BlockPool, Book, Window
 from mesh_attention.serving.checks import DTYPE_NAMES
 from mesh_attention.serving.decode import Step
@@ -191,7 +191,7 @@ class ShardedCache:
         self._begin(turn)
         return turn
 
-    def spread(self, new: Mapping[int, int]) -> list[int]:
+    def tokens_per_rank(self, new: Mapping[int, int]) -> list[int]:
         """How many new tokens each rank would get from `prefill`; some ranks may get none of a few tokens."""
         found = [0] * self.ranks
         for number, tokens in new_tokens(new):
@@ -200,23 +200,26 @@ class ShardedCache:
             found = [a + b - c for a, b, c in zip(found, after, before.counts, strict=True)]
         return found
 
-    def decode(self, new: Mapping[int, int], *, way: Way = "same", meeting: Meeting | None = None) -> Step:
+    def decode(
+        self, new: Mapping[int, int], *, queries: Queries = "replicated", combine: Combine | None = None
+    ) -> Step:
         """Append one or a few new tokens to each of some sequences; each token goes to the next rank.
 
-        In the way ``same``, every rank runs the same tokens; in the way ``spread``, each rank runs some of the
-        sequences. `meeting` is how partial results meet, by default what suits their size (`plan.decoding`).
+        If queries are ``replicated``, every rank runs the same tokens; if they are ``sharded``, each rank runs some of
+        the sequences. `combine` is how ranks combine their partial results: ``reduce_scatter``, or for replicated
+        queries also ``all_gather``; by default what suits their size (see `plan.serving`).
         """
-        if way not in WAYS:
-            raise UsageError(f"way={way!r}: expected {' or '.join(WAYS)}")
-        if meeting is not None and (meeting not in MEETINGS or (way == "spread" and meeting != "slices")):
-            raise UsageError(f"meeting={meeting!r}: expected slices, or with way='same' also gather")
+        if queries not in QUERIES:
+            raise UsageError(f"queries={queries!r}: expected {' or '.join(QUERIES)}")
+        if combine is not None and (combine not in COMBINES or (queries == "sharded" and combine != "reduce_scatter")):
+            raise UsageError(f"combine={combine!r}: expected reduce_scatter, or for replicated queries also all_gather")
         numbers = {tokens for _, tokens in new_tokens(new)}
         if len(numbers) > 1 or max(numbers) > MOST_DECODED:
             raise UsageError(
                 f"a step got {', '.join(map(str, sorted(numbers)))} new tokens; expected the same number for each "
                 f"sequence, at most {MOST_DECODED}; use cache.prefill for more"
             )
-        step = Step(self, self._extended(new, is_decoded=True), way, meeting)
+        step = Step(self, self._extended(new, is_decoded=True), queries, combine)
         self._begin(step)
         return step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from mesh_attention.arguments import CallOptions
 from mesh_attention.errors import ProblemError, UsageError
-from mesh_attention.plan.serving import DecodePlan, Meeting, Way, choose_meeting
+from mesh_attention.plan.serving import Combine, DecodePlan, Queries, choose_combine
 from mesh_attention.serving.book import Window
 from mesh_attention.serving.checks import DTYPE_NAMES, by_rank, check_tensors, check_turn, softmax_of
 from mesh_attention.serving.prefill import Grown
@@ -23,24 +24,26 @@ if TYPE_CHECKING:
 class Step:
     """One or a few new tokens of each of some sequences.
 
-    In the way ``same``, every rank gives the queries, keys and values of all of them and gets all results; in the way
-    ``spread``, those of its own `rows`. Call `attend` once for every layer, in any order. The tokens count as cached
-    from the beginning.
+    If queries are replicated, every rank gives the queries, keys and values of all of them and gets all results; if
+    they are sharded, those of its own `rows`. Call `attend` once for every layer, in any order. The tokens count as
+    cached from the beginning.
     """
 
-    def __init__(self, cache: ShardedCache, sequences: Mapping[int, Grown], way: Way, meeting: Meeting | None) -> None:
-        self.cache, self.sequences, self.way, self.meeting = cache, sequences, way, meeting
+    def __init__(
+        self, cache: ShardedCache, sequences: Mapping[int, Grown], queries: Queries, combine: Combine | None
+    ) -> None:
+        self.cache, self.sequences, self.queries, self.combine = cache, sequences, queries, combine
         self.attended: set[int] = set()
-        self.queries = next(iter(sequences.values())).tokens
+        self.new_tokens = next(iter(sequences.values())).tokens
         self._prepared: list[Steps] = []
-        self._shape = len(sequences), self.queries, way, meeting
+        self._shape = len(sequences), self.new_tokens, queries, combine
         self.fingerprint: int | Tensor = 0
 
     @property
     def position_ids(self) -> Tensor:
-        """The positions of all new tokens in their sequences, (sequences, queries)."""
+        """The positions of all new tokens in their sequences, (sequences, new tokens)."""
         starts = torch.tensor([[grown.before.shares.length] for grown in self.sequences.values()])
-        return (starts + torch.arange(self.queries)).to(self.cache.device)
+        return (starts + torch.arange(self.new_tokens)).to(self.cache.device)
 
     def rows(self, rank: int) -> range:
         """The sequences, by their place in this step, that a rank runs."""
@@ -54,15 +57,15 @@ class Step:
         plan = DecodePlan(
             ranks=cache.ranks,
             sequences=len(self.sequences),
-            queries=self.queries,
+            new_tokens=self.new_tokens,
             heads=heads,
             kv_heads=known.kv_heads,
             head_dim_qk=known.head_dim,
             head_dim_v=known.value_dim,
             dtype=DTYPE_NAMES[cache.dtype],
-            way=self.way,
+            queries=self.queries,
         )
-        return plan.with_meeting(choose_meeting(plan) if self.meeting is None else self.meeting)
+        return replace(plan, combine=self.combine or choose_combine(plan))
 
     def attend(
         self,
@@ -77,8 +80,8 @@ class Step:
     ) -> Any:
         """Store the new keys and values of a layer, and attend the new queries to all that they see.
 
-        Tensors are (sequences, queries, heads, dim); in a local group, lists of them. With `return_lse`, also the LSE
-        (sequences, heads, queries).
+        Tensors are (sequences, new tokens, heads, dim); in a local group, lists of them. With `return_lse`, also the
+        LSE (sequences, heads, new tokens).
         """
         cache = self.cache
         key = None if cache.attention.is_local else self._key(layer, q, k, v, softmax_scale, softcap)
@@ -125,7 +128,7 @@ class Step:
         """The runner of this layer."""
         cache, plan = self.cache, self.plan(layer, heads=_heads(ranks))
         for rank, comm in zip(ranks, cache.attention.comms, strict=True):
-            check_tensors(cache, layer, rank, (len(plan.own[comm.rank]), self.queries))
+            check_tensors(cache, layer, rank, (len(plan.own[comm.rank]), self.new_tokens))
         softmax = softmax_of(cache.layers[layer], CallOptions(softmax_scale=scale, softcap=softcap))
         return cache.steps.layer(plan, layer, softmax)
 
@@ -146,7 +149,7 @@ class Step:
             table, run = after.tables[window], after.shares.runs[-1]
             base, length, held = table.dropped * size, before.shares.length, before.counts[rank]
             firsts, stops = [], []
-            for position in range(length, length + self.queries):
+            for position in range(length, length + self.new_tokens):
                 if (run.first + position - run.start) % self.cache.ranks == rank:
                     at = held - base
                     slots.append(table.blocks[at // size] * size + at % size)
@@ -164,5 +167,5 @@ class Step:
 def _heads(ranks: Sequence[Sequence[Any]]) -> int:
     q = ranks[0][0]
     if not isinstance(q, Tensor) or q.dim() != 4:
-        raise UsageError(f"q is a {type(q).__name__}: expected a tensor (sequences, queries, heads, dim)")
+        raise UsageError(f"q is a {type(q).__name__}: expected a tensor (sequences, new tokens, heads, dim)")
     return int(q.shape[2])

@@ -1,7 +1,7 @@
 """Runs decoded steps: buffers, tables of blocks on the device, and with CUDA graphs one graph for each layer.
 
 All of it lives as long as the shapes of steps recur, so a step plans nothing and allocates little. `serving.decode` has
-the steps themselves, `plan.decoding` what a rank does in one.
+the steps themselves, `plan.serving` what a rank does in one.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class StepEngine:
         self.plan, self.comm, self.device = plan, comm, device
         self.kernel: dict[float, DecodeKernel] = {}
         rank, ranks = comm.rank, plan.ranks
-        is_gathered = plan.meeting == "gather"
+        is_gathered = plan.combine == "all_gather"
         self.own = range(plan.rows) if is_gathered else plan.slices[rank]
         self.arrived = Rows.empty(plan, ranks, len(self.own), device=device)
         # What is gathered by all need not be copied to its own place there.
@@ -96,7 +96,7 @@ class StepEngine:
         )
         self.merged = Rows.empty(plan, plan.rows, device=device)
         self.tokens = torch.empty(
-            (plan.sequences if plan.way == "spread" else 0, plan.queries * plan.token_nbytes),
+            (plan.sequences if plan.queries == "sharded" else 0, plan.new_tokens * plan.token_nbytes),
             dtype=torch.uint8,
             device=device,
         )
@@ -128,13 +128,13 @@ class StepEngine:
         softmax: Softmax,
     ) -> Generator[Work, None, tuple[Tensor, Tensor]]:
         """Output (sequences, queries, heads, dim) and LSE (sequences, queries, heads), of the own sequences if they are
-        spread. The next step overwrites them."""
+        sharded. The next step overwrites them."""
         plan = self.plan
         q, k, v = tensors
-        if plan.way == "spread":
+        if plan.queries == "sharded":
             q, k, v = yield from self._gather_tokens(q, k, v)
         memory.write(layer, state.slots, k.flatten(0, 1), v.flatten(0, 1))
-        shape = (plan.sequences, plan.queries, plan.heads)
+        shape = (plan.sequences, plan.new_tokens, plan.heads)
         kernel, partials = self.kernel_for(softmax.softcap), self.partials
         kernel.attend(
             q,
@@ -148,7 +148,7 @@ class StepEngine:
         if plan.ranks > 1:
             yield from self._meet(kernel)
         results = self.results
-        if plan.way == "spread":
+        if plan.queries == "sharded":
             mine = self.own if plan.ranks > 1 else range(plan.rows)
             shape = (len(plan.own[self.comm.rank]), *shape[1:])
             rows = slice(mine.start, mine.stop)
@@ -156,11 +156,11 @@ class StepEngine:
         return results.out.view(*shape, plan.head_dim_v), results.lse.view(shape)
 
     def _meet(self, kernel: DecodeKernel) -> Generator[Work, None, None]:
-        """Partials of all ranks, merged: the own rows, and in the way `same` then those of the others."""
+        """Partials of all ranks, merged: the own rows, and if queries are replicated then those of the others."""
         plan, rank, own = self.plan, self.comm.rank, self.own
         others = [other for other in range(plan.ranks) if other != rank]
-        to = {other: plan.slices[other] if plan.meeting == "slices" else range(plan.rows) for other in others}
-        if plan.meeting == "slices":
+        to = {other: plan.slices[other] if plan.combine == "reduce_scatter" else range(plan.rows) for other in others}
+        if plan.combine == "reduce_scatter":
             self.arrived.raw[rank].copy_(self.partials.raw[own.start : own.stop])
         yield self.comm.post(
             [Parcel([self.partials.part(to[other])], other, "o") for other in others if to[other]],
@@ -169,7 +169,7 @@ class StepEngine:
         if own:
             at = slice(own.start, own.stop)
             kernel.merge(self.arrived.out, self.arrived.lse, self.merged.out[at], self.merged.lse[at])
-        if plan.meeting == "slices" and plan.way == "same":
+        if plan.combine == "reduce_scatter" and plan.queries == "replicated":
             yield self.comm.post(
                 [Parcel([self.merged.part(own)], other, "o") for other in others if own],
                 [Parcel([self.merged.part(to[other])], other, "o") for other in others if to[other]],
@@ -199,8 +199,8 @@ class StepEngine:
         ]
         typed, found, first = self.tokens.view(q.dtype), [], 0
         for heads, dim in sizes:
-            width = plan.queries * heads * dim
-            found.append(typed[:, first : first + width].view(plan.sequences, plan.queries, heads, dim))
+            width = plan.new_tokens * heads * dim
+            found.append(typed[:, first : first + width].view(plan.sequences, plan.new_tokens, heads, dim))
             first += width
         return found
 
@@ -241,7 +241,7 @@ class Steps:
 
     def prepare(self, step: Step) -> None:
         """Bring the lengths and tables of a step to the device."""
-        shape = (self.plan.sequences, self.plan.queries)
+        shape = (self.plan.sequences, self.plan.new_tokens)
         for window, pool in step.cache.book.pools.items():
             if window not in self.states:
                 with torch.inference_mode(False):

@@ -108,8 +108,8 @@ class _Call:
         numbers = set(counts.values())
         if not counts or (len(numbers) == 1 and max(numbers) <= MOST_DECODED):
             return [(list(counts), 0, max(numbers, default=0))] if counts else []
-        spread = self.store.spread({self.cache.sequences[row]: number for row, number in counts.items()})
-        if min(spread):
+        per_rank = self.store.tokens_per_rank({self.cache.sequences[row]: number for row, number in counts.items()})
+        if min(per_rank):
             refuse_rotary_ends(self.model.config, self._ends())
             return None
         steps, done = [], 0

@@ -1,6 +1,6 @@
 """Forecasts of a decoded step of one layer, in closed form: read K and V, exchange partial results, merge them.
 
-Every way of a `DecodePlan` is priced, and next to them pass-KV, which brings all keys and values to every rank and
+Every kind of `DecodePlan` is priced, and next to them pass-KV, which brings all keys and values to every rank and
 shows why partial results travel instead. An exchange is between all ranks at once: it takes the latency of its slowest
 link, and the time that the busiest port or NIC needs for its bytes. What many small messages cost besides is left out.
 """
@@ -12,13 +12,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mesh_attention.errors import ProblemError, TopologyError
-from mesh_attention.plan.serving import MOST_DECODED, DecodePlan, Meeting, Way, kv_token_nbytes
+from mesh_attention.plan.serving import MOST_DECODED, Combine, DecodePlan, Queries, kv_token_nbytes
 from mesh_attention.problem import Problem
 from mesh_attention.topology import LinkClass, Topology
 from mesh_attention.units import format_nbytes, format_time
 
 PASS_KV = "pass-KV"
-CANDIDATES: tuple[tuple[Way, Meeting], ...] = (("same", "gather"), ("same", "slices"), ("spread", "slices"))
+CANDIDATES: tuple[tuple[Queries, Combine], ...] = (
+    ("replicated", "all_gather"),
+    ("replicated", "reduce_scatter"),
+    ("sharded", "reduce_scatter"),
+)
 """Simplest first."""
 Message = Callable[[int, int], int]
 """Bytes that a rank sends to another in an exchange."""
@@ -49,25 +53,27 @@ class DecodeForecast:
         return 1 if self.plan is None else self.plan.exchanges
 
 
-def decode_plan(problem: Problem, way: Way, meeting: Meeting) -> DecodePlan:
+def decode_plan(problem: Problem, queries: Queries, combine: Combine) -> DecodePlan:
     """The plan of a step: each batch entry is a sequence, whose queries are its new tokens."""
     return DecodePlan(
         ranks=problem.ranks,
         sequences=problem.batch,
-        queries=problem.seq_q,
+        new_tokens=problem.seq_q,
         heads=problem.heads,
         kv_heads=problem.kv_heads,
         head_dim_qk=problem.head_dim_qk,
         head_dim_v=problem.head_dim_v,
         dtype=problem.dtype,
-        way=way,
-        meeting=meeting,
+        queries=queries,
+        combine=combine,
     )
 
 
-def forecast_decoding(problem: Problem, topology: Topology, *, way: Way | None = None) -> tuple[DecodeForecast, ...]:
-    """The chosen way, then the others, fastest first; only those of `way`, if given, and pass-KV, which comes last and
-    is never chosen."""
+def forecast_decoding(
+    problem: Problem, topology: Topology, *, queries: Queries | None = None
+) -> tuple[DecodeForecast, ...]:
+    """The chosen plan, then the others, fastest first; only those of `queries`, if given, and pass-KV, which comes last
+    and is never chosen."""
     if problem.ranks != topology.ranks:
         raise TopologyError(f"the problem has {problem.ranks} ranks and {topology.name} has {topology.ranks}")
     if problem.seq_q > MOST_DECODED:
@@ -75,7 +81,7 @@ def forecast_decoding(problem: Problem, topology: Topology, *, way: Way | None =
             f"a decoded step takes at most {MOST_DECODED} new tokens of each sequence, got {problem.seq_q:,}; a turn "
             "takes more"
         )
-    plans = [decode_plan(problem, *candidate) for candidate in CANDIDATES if way in (None, candidate[0])]
+    plans = [decode_plan(problem, *candidate) for candidate in CANDIDATES if queries in (None, candidate[0])]
     first, *others = sorted(
         (forecast_plan(plan, problem, topology) for plan in plans), key=lambda forecast: forecast.time_s
     )
@@ -84,7 +90,7 @@ def forecast_decoding(problem: Problem, topology: Topology, *, way: Way | None =
 
 
 def forecast_plan(plan: DecodePlan, problem: Problem, topology: Topology) -> DecodeForecast:
-    merged = plan.rows if plan.meeting == "gather" else max(map(len, plan.slices))
+    merged = plan.rows if plan.combine == "all_gather" else max(map(len, plan.slices))
     device = topology.device
     touched = (plan.ranks + 1) * merged * plan.row_nbytes
     merge_s = device.launch_us * 1e-6 + touched / (device.memory_gb_per_s * 1e9) if plan.ranks > 1 else 0.0
@@ -116,7 +122,7 @@ def forecast_as_json(forecast: DecodeForecast) -> dict[str, Any]:
 
 def travel_words(problem: Problem) -> str:
     """The reason why partial results travel, and not keys and values."""
-    plan = decode_plan(problem, "same", "gather")
+    plan = decode_plan(problem, "replicated", "all_gather")
     partials, kv = format_nbytes(plan.rows * plan.row_nbytes), format_nbytes(kv_nbytes(problem))
     return f"Partial results are {partials} a rank, keys and values {kv}: partial results travel."
 

@@ -23,7 +23,7 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.layout import LAYOUTS, Layout, Turn, layout_named
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
-from mesh_attention.plan.serving import MOST_DECODED, WAYS, Way
+from mesh_attention.plan.serving import MOST_DECODED, QUERIES, Queries
 from mesh_attention.plan.steps import Keep
 from mesh_attention.planning.choice import METHODS, Choice
 from mesh_attention.problem import DIRECTIONS, ITEMSIZE, Direction, Problem
@@ -311,19 +311,19 @@ class DecodeOptions:
             "out).",
         ),
     ] = False
-    way: Annotated[
-        Way | None,
+    queries: Annotated[
+        Queries | None,
         OfProblem(
-            "--way",
-            help="With --decode: every rank runs the same tokens, or sequences are spread over ranks; any if left out.",
-            metavar="|".join(WAYS),
-            parser=parsed("--way", one_of(WAYS)),
+            "--queries",
+            help="With --decode: every rank runs the same tokens, or each runs some of the sequences; any if left out.",
+            metavar="|".join(QUERIES),
+            parser=parsed("--queries", one_of(QUERIES)),
         ),
     ] = None
 
     def __post_init__(self) -> None:
-        if self.way is not None and not self.decode:
-            raise UsageError("--way needs --decode")
+        if self.queries is not None and not self.decode:
+            raise UsageError("--queries needs --decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,7 +162,9 @@ def _replay_decoding(problem: Problem, decode_options: opt.DecodeOptions, option
 
     device = find_device(options.device)
     rank = opt.check_rank(options.rank or 0, problem.ranks)  # the first has the largest slice
-    plans = [decode_plan(problem, *candidate) for candidate in CANDIDATES if decode_options.way in (None, candidate[0])]
+    plans = [
+        decode_plan(problem, *candidate) for candidate in CANDIDATES if decode_options.queries in (None, candidate[0])
+    ]
     with progress("starting") as report:
         decoding = replay_decoding(
             problem,

@@ -86,7 +86,7 @@ def _setting_words(played: DecodingPlayed) -> str:
 def _columns(decoding: PlayedDecoding) -> list[Column]:
     steps = decoding.steps
     return [
-        Column(header="way, meeting", cells=[step.plan.name for step in steps], is_text=True),
+        Column(header="queries, combine", cells=[step.plan.name for step in steps], is_text=True),
         Column(header="time", cells=[format_time(step.time_s) for step in steps]),
         Column(header="×\nread", cells=[f"{step.time_s / decoding.read_s:.2f}" for step in steps]),
         Column(header="alone", cells=[format_time(step.silent_s) for step in steps]),

@@ -158,18 +158,18 @@ def turn_as_json(problem: Problem, choice: Choice, time_s: float, served: Served
 
 
 def print_decoding(problem: Problem, topology: Topology, forecasts: Sequence[DecodeForecast], layers: int) -> None:
-    console, chosen = plain_console(), forecasts[0]
-    assert chosen.plan is not None
+    console, chosen, plan = plain_console(), forecasts[0], forecasts[0].plan
+    assert plan is not None
     print_first(
         console,
-        write=f'cache.decode({{chat: {problem.seq_q}}}, way="{chosen.plan.way}", meeting="{chosen.plan.meeting}")',
+        write=f'cache.decode({{chat: {problem.seq_q}}}, queries="{plan.queries}", combine="{plan.combine}")',
         time=f"{layers_words(chosen.time_s, layers)}, a {'token' if problem.seq_q == 1 else 'step'}",
         memory=f"cache of {cache_words(problem, layers)}",
     )
     console.print(f"decode; {new_words(problem)}, {head_words(problem)}", style="bold")
     console.print(f"on {cluster_words(topology)}")
     console.print()
-    print_fact(console, "way", f"{chosen.name}: {chosen.plan}")
+    print_fact(console, "step", f"{plan.name}: {plan}")
     print_fact(console, "sent", f"{format_nbytes(chosen.sent_nbytes)} a layer, by the busiest rank")
     print_fact(console, "why", decode_travel_words(problem))
     console.print()
@@ -184,7 +184,7 @@ def _columns(forecasts: Sequence[DecodeForecast]) -> list[Column]:
     texts = [format_time(s) for s in parts]
     fastest = forecasts[0].time_s
     return [
-        Column(header="way, meeting", cells=[forecast.name for forecast in forecasts], is_text=True),
+        Column(header="queries, combine", cells=[forecast.name for forecast in forecasts], is_text=True),
         Column(header="time", cells=texts[::4]),
         Column(header="×\nfirst", cells=[f"{forecast.time_s / fastest:.2f}" for forecast in forecasts]),
         Column(header="attend", cells=texts[1::4]),
@@ -198,8 +198,9 @@ def _columns(forecasts: Sequence[DecodeForecast]) -> list[Column]:
 def _caption(no_room: str) -> str:
     words = (
         "The first is chosen. Times are of one layer. attend: read the rank's keys and values; exchange: partial "
-        "results, and with spread also new tokens; same: every rank runs the same tokens; spread: sequences are spread "
-        "over ranks. pass-KV: all keys and values go to every rank. The cost of many small messages is left out."
+        "results, and if queries are sharded also new tokens; replicated: every rank runs the same tokens; sharded: "
+        "each rank runs some of the sequences. pass-KV: all keys and values go to every rank. The cost of many small "
+        "messages is left out."
     )
     return f"{words} {no_room}".rstrip()
 

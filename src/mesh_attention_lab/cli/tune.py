@@ -190,13 +190,13 @@ def tune_command(
 def _tune_decoding(
     problem_options: opt.ProblemOptions, topology: Topology, decode_options: opt.DecodeOptions, options: TuneOptions
 ) -> None:
-    """A decoded step has a fixed program, so only its way and meeting are chosen."""
+    """A decoded step has a fixed program, so only how queries are held and partial results combined is chosen."""
     unused = {"--backward": options.backward, "--layout": options.layout, "--memory": options.memory}
     opt.refuse_with(
         "--decode", {**unused, "--chart": options.chart, "--against": options.against, "--trace": options.trace}
     )
     problem = problem_options.decoded(topology.ranks)
-    forecasts = forecast_decoding(problem, topology, way=decode_options.way)
+    forecasts = forecast_decoding(problem, topology, queries=decode_options.queries)
     if options.json:
         typer.echo(json.dumps(decoding_as_json(problem, topology, forecasts, options.layers)))
         return

@@ -216,7 +216,7 @@ class DecodeActor:
     def _noise(self, heads: int, dim: int, *, is_of_all: bool = False) -> Tensor:
         plan = self.plan
         sequences = plan.sequences if is_of_all else len(plan.own[self.engine.comm.rank])
-        size = (sequences, plan.queries, heads, dim)
+        size = (sequences, plan.new_tokens, heads, dim)
         return torch.randn(size, device=self.cache.device, dtype=DTYPES[plan.dtype])
 
     def run(self) -> None:
@@ -226,7 +226,7 @@ class DecodeActor:
     def attend(self) -> None:
         """The attention calls alone."""
         plan, cache, partials = self.plan, self.cache, self.engine.partials
-        shape = (plan.sequences, plan.queries, plan.heads)
+        shape = (plan.sequences, plan.new_tokens, plan.heads)
         for stored in cache.memory.stored:
             self.kernel.attend(
                 self.queries,
