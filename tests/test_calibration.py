@@ -333,7 +333,8 @@ class Rank1:
         self.said = said
 
     def share(self, text: str) -> Any:
-        return SimpleNamespace(result=lambda: [self.said, text])
+        of_rank_0 = json.dumps(json.loads(text) | {"says": self.said})
+        return SimpleNamespace(wait=lambda: None, result=lambda: [of_rank_0, text])
 
 
 @pytest.fixture
