@@ -15,9 +15,10 @@ from rich.progress import track
 from rich.table import Table
 from run_facts import start_result
 
-from mesh_attention import Problem, causal, check, make_plan
+from mesh_attention import Problem, causal, make_plan
 from mesh_attention.plan.blocks import block_matrix
 from mesh_attention.plan.steps import DIRECTIONS
+from mesh_attention.verification.rules import check
 
 REPEATS = 3
 LIMITS_S = {"program": 0.2, "verify": 10.0}

@@ -21,8 +21,10 @@ from rich.progress import track
 from rich.table import Table
 from run_facts import start_result
 
-from mesh_attention import Assignment, Costs, Problem, Tile, estimate_costs
+from mesh_attention import Problem, Tile
+from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.planning.costs import Costs, estimate_costs
 from mesh_attention.planning.greedy import greedy_moves
 
 TILES = [Tile(rows, cols) for rows, cols in product(range(1, 5), repeat=2) if rows * cols > 1]

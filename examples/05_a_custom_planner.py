@@ -8,10 +8,12 @@ python examples/05_a_custom_planner.py
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from mesh_attention import Assignment, Layout, Plan, Problem, Schedule, Tile, Zigzag, causal, verify
+from mesh_attention import Plan, Problem, Tile, Zigzag, causal, verify
 from mesh_attention.api import MeshAttention
 from mesh_attention.comm.local import LocalGroup
-from mesh_attention.plan.schedule import Fetch, Meet, Return
+from mesh_attention.plan.assignment import Assignment
+from mesh_attention.plan.layout import Layout
+from mesh_attention.plan.schedule import Fetch, Meet, Return, Schedule
 from mesh_attention.plan.steps import Direction
 
 RANKS, SEQ, HEADS, HEAD_DIM = 4, 200, 4, 16

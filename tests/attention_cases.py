@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention import Mask, causal, documents, full, window
+from mesh_attention import causal, documents, full, window
+from mesh_attention.masks import Mask
 from mesh_attention.testing.kernel_conformance import is_unmasked
 
 

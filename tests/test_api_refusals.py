@@ -20,13 +20,12 @@ from mesh_attention import (
     MeshAttention,
     MeshAttentionError,
     Problem,
-    ProblemError,
-    TileError,
     TransportError,
     UsageError,
     make_plan,
 )
 from mesh_attention.api import _SETTINGS
+from mesh_attention.errors import ProblemError, TileError
 from mesh_attention.execution import autograd
 from mesh_attention.plan.layout import Zigzag
 from mesh_attention.testing.wrappers import Counting, Failing

@@ -7,9 +7,10 @@ from flash_fakes import seen_by_flash2, seen_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh_attention import Mask, causal, documents, full, window
+from mesh_attention import causal, documents, full, window
 from mesh_attention.kernels.base import CallMask
 from mesh_attention.kernels.windowed import Window, windows
+from mesh_attention.masks import Mask
 
 CPU = torch.device("cpu")
 

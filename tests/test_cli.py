@@ -14,15 +14,8 @@ import pytest
 import typer
 from rich.color import Color, ColorSystem
 
-from mesh_attention import (
-    Problem,
-    __version__,
-    imbalance,
-    make_plan,
-    parse_plan,
-    rank_costs,
-)
-from mesh_attention.plan.counts import sampled_ranks
+from mesh_attention import Problem, __version__, make_plan, parse_plan, rank_costs
+from mesh_attention.plan.counts import imbalance, sampled_ranks
 from mesh_attention.plan.steps import Attend
 from mesh_attention.planning.costs import limits
 from mesh_attention.verification.rules import RULES

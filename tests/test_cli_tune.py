@@ -14,7 +14,7 @@ from rich.console import Console
 from test_cli import Run, as_json, assert_refused
 
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, parse_plan
-from mesh_attention.clusters import cluster_to_toml, find_cluster
+from mesh_attention.clusters import cluster_named, cluster_to_toml
 from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
@@ -56,7 +56,7 @@ def _cache(kept_tunings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def topology() -> Topology:
-    return find_cluster("h100x16")
+    return cluster_named("h100x16")
 
 
 @pytest.fixture(scope="module")
@@ -269,10 +269,10 @@ def test_a_tuning_is_kept_unless_it_is_not_wanted(run: Run, tmp_path: Path, monk
 @pytest.mark.parametrize("file", ["a100.toml", "my cluster.toml"])
 def test_a_cluster_file_is_a_cluster(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
     monkeypatch.chdir(tmp_path)
-    Path(file).write_text(cluster_to_toml(find_cluster("a100x8")))
+    Path(file).write_text(cluster_to_toml(cluster_named("a100x8")))
     line = ["tune --seq 8k --heads 4 --layout zigzag --json --cluster", file]
     answer = as_json(run(*line))
-    assert answer["cluster"] == asdict(find_cluster("a100x8"))
+    assert answer["cluster"] == asdict(cluster_named("a100x8"))
     assert " ".join(answer["code"]["cluster"].split()) == f'attention = MeshAttention(group, cluster="{file}")'
     assert as_json(run(*line, "--ranks", "4"))["cluster"]["ranks"] == 4
 
@@ -645,7 +645,7 @@ def test_a_plan_for_another_number_of_ranks_is_refused(run: Run, tmp_path: Path)
 
 def test_a_bad_cluster_file_is_named_with_the_key(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
-    file.write_text(cluster_to_toml(find_cluster("h100x8")).replace("ranks_per_node", "ranks_a_node"))
+    file.write_text(cluster_to_toml(cluster_named("h100x8")).replace("ranks_per_node", "ranks_a_node"))
     assert_refused(run(f"tune {SIZES} --cluster", file), str(file), "ranks_a_node", "did you mean ranks_per_node?")
 
 

@@ -11,10 +11,12 @@ from orders.clocks import Clocks, price_moves
 from orders.optimum import optimal_moves
 from strategies import directions
 
-from mesh_attention import Costs, ScheduleError, Tile
+from mesh_attention import Tile
+from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.plan.text import parse_move
+from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.greedy import OWN_ROW_WORTHS, CountedOrder, greedy_moves
 
 COSTS = st.builds(Costs, **{kind: st.floats(0.05, 12) for kind in KINDS})

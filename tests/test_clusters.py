@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from mesh_attention.clusters import (
     PRESETS,
-    cluster_from_toml,
     cluster_named,
     cluster_to_toml,
-    find_cluster,
+    parse_cluster,
     read_cluster,
 )
 from mesh_attention.errors import ParseError, TopologyError, UsageError
@@ -72,7 +71,7 @@ def test_the_h200_forecasts_the_calls_that_were_measured(tokens: int, tflops: fl
 )
 def test_what_is_no_cluster_is_refused(text: str, error: type[UsageError], message: str) -> None:
     with pytest.raises(error) as caught:
-        find_cluster(text)
+        cluster_named(text)
     assert message in str(caught.value)
 
 
@@ -102,18 +101,18 @@ def values(draw: st.DrawFn, value_class: type) -> Any:
 @example(topology=replace(cluster_named("h100"), name='\x00\x1f\x7f\x80"\\\r\n#'), note="# [")
 @given(topology=values(Topology), note=st.text(st.characters(exclude_categories=["Cs", "Cc"])))
 def test_a_cluster_reads_back_from_its_file(topology: Topology, note: str) -> None:
-    assert cluster_from_toml(cluster_to_toml(topology, note=note)) == topology
+    assert parse_cluster(cluster_to_toml(topology, note=note)) == topology
 
 
 def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(cluster_to_toml(cluster_named("a100x16"), note="Two lines\nof a note."), encoding="utf-8")
-    assert find_cluster(str(path)) == read_cluster(path) == cluster_named("a100x16")
+    assert cluster_named(str(path)) == read_cluster(path) == cluster_named("a100x16")
     assert path.read_text(encoding="utf-8").startswith("# A cluster for mesh-attention.\n# Two lines\n# of a note.\n")
 
 
 def test_what_has_a_default_may_be_left_out() -> None:
-    topology = cluster_from_toml(
+    topology = parse_cluster(
         """
         name = "small"
         ranks = 2
@@ -199,14 +198,14 @@ def test_a_wrong_file_is_refused_with_its_name_and_the_key(
 
 def test_a_table_that_is_none_is_refused() -> None:
     with pytest.raises(ParseError, match=r"inside = 3: expected a table, \[inside\]"):
-        cluster_from_toml('name = "x"\nranks = 1\nranks_per_node = 1\ninside = 3\nbetween = 3\ndevice = 3')
+        parse_cluster('name = "x"\nranks = 1\nranks_per_node = 1\ninside = 3\nbetween = 3\ndevice = 3')
 
 
 def test_an_empty_file_is_told_what_it_lacks() -> None:
     with pytest.raises(
         ParseError, match=r"missing name .*, ranks .*, ranks_per_node .*, device .*, inside .*, between"
     ):
-        cluster_from_toml("")
+        parse_cluster("")
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:

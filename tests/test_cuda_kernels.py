@@ -13,13 +13,14 @@ import torch
 from flash_fakes import FakeAten, flash_attn_2, flash_attn_3, flash_attn_4
 from torch import Tensor
 
-from mesh_attention import Mask, causal, documents, full, window
+from mesh_attention import causal, documents, full, window
 from mesh_attention.kernels import cuda, flash_attn, windowed
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores, aligned
 from mesh_attention.kernels.cuda import CudnnKernel, TorchFlashKernel
 from mesh_attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FlashAttnKernel, Release
 from mesh_attention.kernels.reference import ReferenceKernel, SlicedReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
+from mesh_attention.masks import Mask
 
 PACKAGES: dict[Release, Callable[[list[str]], ModuleType]] = {
     FLASH_ATTN_2: flash_attn_2,

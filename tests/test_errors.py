@@ -7,31 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from mesh_attention import (
-    Contiguous,
-    Costs,
-    Mask,
-    MaskError,
-    ParseError,
-    Plan,
-    Problem,
-    ProblemError,
-    ScheduleError,
-    Striped,
-    Tile,
-    TileError,
-    Zigzag,
-    causal,
-    documents,
-    estimate_costs,
-    full,
-    make_plan,
-    permutation,
-    position_ids,
-    window,
-)
+from mesh_attention import Contiguous, Plan, Problem, Striped, Tile, Zigzag, causal, documents, full, make_plan, window
+from mesh_attention.errors import MaskError, ParseError, ProblemError, ScheduleError, TileError
+from mesh_attention.masks import Mask
 from mesh_attention.plan.assignment import Assignment
+from mesh_attention.plan.layout import permutation, position_ids
 from mesh_attention.plan.schedule import Together
+from mesh_attention.planning.costs import Costs, estimate_costs
 
 
 def problem(ranks: int = 12, **changes: object) -> Problem:

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from campaign.faults import Setting, run_cell
 from pool import shared_pool
 
-from mesh_attention import DisagreementError, LocalGroup, ProblemError, UsageError
+from mesh_attention import DisagreementError, LocalGroup, UsageError
 from mesh_attention.api import MeshAttention, mesh_attention
 from mesh_attention.comm.base import drive_together
 from mesh_attention.comm.local import LocalComm
 from mesh_attention.comm.torch_dist import ROOM, TorchComm
+from mesh_attention.errors import ProblemError
 from mesh_attention.execution import engine
 from mesh_attention.session.agreement import Question, ask
 

@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import directions
 
-from mesh_attention import Costs, Problem, ScheduleError, Tile, causal, estimate_costs, make_plan
+from mesh_attention import Problem, Tile, causal, make_plan
+from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import KINDS, Direction
+from mesh_attention.planning.costs import Costs, estimate_costs
 from mesh_attention.planning.greedy import greedy_moves
 
 COSTS = st.builds(Costs, **{kind: st.floats(0.01, 50) for kind in KINDS})

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from strategies import layouts, listed
 from torch.distributed.tensor import Shard
 
-from mesh_attention import Layout, ParseError, Problem, Striped, Zigzag, causal, flops_by_rank, imbalance, make_plan
-from mesh_attention.errors import ProblemError
+from mesh_attention import Problem, Striped, Zigzag, causal, make_plan
+from mesh_attention.errors import ParseError, ProblemError
+from mesh_attention.plan.counts import flops_by_rank, imbalance
 from mesh_attention.plan.layout import (
     Cached,
     Chunks,
+    Layout,
     Listed,
     Turn,
     inverse_permutation,

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import masks
 
-from mesh_attention import BlockKind, Mask, MaskError, Problem, causal, documents, full, window
-from mesh_attention.masks import _floor_sum
+from mesh_attention import Problem, causal, documents, full, window
+from mesh_attention.errors import MaskError
+from mesh_attention.masks import BlockKind, Mask, _floor_sum
 from mesh_attention.plan.text import parse_mask
 from mesh_attention.testing.kernel_conformance import is_unmasked
 

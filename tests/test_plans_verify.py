@@ -10,12 +10,14 @@ from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 from strategies import plans
 
-from mesh_attention import Mask, Plan, Problem, ScheduleError, causal, check, documents, full, make_plan, window
+from mesh_attention import Plan, Problem, causal, documents, full, make_plan, window
+from mesh_attention.errors import ScheduleError
+from mesh_attention.masks import Mask
 from mesh_attention.plan.assignment import Assignment, Tile, divisors, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import LAYOUTS, Layout
 from mesh_attention.plan.steps import Direction
-from mesh_attention.verification.rules import format_breaches
+from mesh_attention.verification.rules import check, format_breaches
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 # Every g meets every route, and both single blocks and rectangles, over the three.

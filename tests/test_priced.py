@@ -10,21 +10,23 @@ from hypothesis import strategies as st
 from orders.clocks import Clocks, price_moves
 from strategies import directions
 
-from mesh_attention import Costs, Problem, ScheduleError, Tile, causal, check, full, make_plan
+from mesh_attention import Problem, Tile, causal, full, make_plan
 from mesh_attention.clusters import cluster_named
+from mesh_attention.errors import ScheduleError
 from mesh_attention.masks import documents, window
 from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Route
 from mesh_attention.plan.steps import DIRECTIONS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.plan.text import parse_move
 from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.costs import estimate_gpu_costs
+from mesh_attention.planning.costs import Costs, estimate_gpu_costs
 from mesh_attention.planning.greedy import greedy_moves
 from mesh_attention.planning.order import ONE_SIZE, held_share, mask_of
 from mesh_attention.planning.priced import Policy, PolicyOrder
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Link, Topology
 from mesh_attention.tuning.traffic import costs_on, plan_on
+from mesh_attention.verification.rules import check
 
 PRICES = {name: st.floats(0.01, 2) for name in ("call", "row", "col")}
 COSTS = st.builds(Costs, **{kind: st.floats(0.05, 12) for kind in KINDS}, **PRICES)

@@ -17,13 +17,14 @@ from pool import shared_pool
 from run_ranks import RankError, RankPool
 from torch.distributed.device_mesh import DeviceMesh
 
-from mesh_attention import Costs, TransportError, make_plan
+from mesh_attention import TransportError, make_plan
 from mesh_attention.api import MeshAttention, mesh_attention
 from mesh_attention.comm.staged import StagedComm
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.context_parallel import context_parallel
 from mesh_attention.execution import sharding
 from mesh_attention.plan.counts import rank_costs
+from mesh_attention.planning.costs import Costs
 from mesh_attention.testing.wrappers import Counting, Delaying
 
 

@@ -10,18 +10,8 @@ import pytest
 from hypothesis import given, settings
 from strategies import plans
 
-from mesh_attention import (
-    ParseError,
-    Plan,
-    Problem,
-    ScheduleError,
-    TileError,
-    causal,
-    documents,
-    make_plan,
-    parse_plan,
-    window,
-)
+from mesh_attention import Plan, Problem, causal, documents, make_plan, parse_plan, window
+from mesh_attention.errors import ParseError, ScheduleError, TileError
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.steps import Item, Recv
 from mesh_attention.plan.text import format_item, parse_item, parse_move, parse_step

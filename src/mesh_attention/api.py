@@ -27,7 +27,7 @@ from mesh_attention.arguments import (
     refuse_transforms,
     refuse_unknown,
 )
-from mesh_attention.clusters import MEASURE, find_cluster
+from mesh_attention.clusters import MEASURE, cluster_named
 from mesh_attention.comm.base import Comm
 from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.torch_dist import Group, process_group
@@ -361,7 +361,7 @@ def _find_cluster(cluster: Topology | str | None, session: Session) -> Topology 
         if session.is_local:
             raise UsageError('cluster="measure" needs ranks in processes of their own; a local group has no links')
         return "measure"
-    topology = find_cluster(cluster) if isinstance(cluster, str) else cluster
+    topology = cluster_named(cluster) if isinstance(cluster, str) else cluster
     if not isinstance(topology, Topology):
         raise UsageError(
             f'cluster {cluster!r}: expected a name such as h100x256, a .toml file, "measure" or a Topology'

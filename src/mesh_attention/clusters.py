@@ -132,42 +132,37 @@ PRESETS = {
 }
 
 
-def cluster_named(text: str) -> Topology:
-    """A preset with a number of ranks: ``h100x256``. A name alone means one node."""
-    wanted = text.strip().lower()
+def cluster_named(name: str) -> Topology:
+    """A preset with a number of ranks (``h100x256``; a name alone means one node), or a .toml file by its path."""
+    path = Path(name)
+    if path.suffix.lower() == ".toml" or len(path.parts) > 1:
+        return read_cluster(path)
+    wanted = name.strip().lower()
     if wanted == MEASURE:
         raise TopologyError(
-            f"cluster {text!r}: only a group of running ranks can be measured, with MeshAttention(group, "
+            f"cluster {name!r}: only a group of running ranks can be measured, with MeshAttention(group, "
             "cluster='measure'); use a preset such as h100x256, or a file that 'mesh-attention calibrate' writes"
         )
-    for name, preset in PRESETS.items():
-        if wanted == name:
+    for known, preset in PRESETS.items():
+        if wanted == known:
             return preset.topology
-        if wanted.startswith(name):
-            return _with_ranks(preset.topology, text, wanted.removeprefix(name))
+        if wanted.startswith(known):
+            return _with_ranks(preset.topology, name, wanted.removeprefix(known))
     near = get_close_matches(re.sub(r"x[0-9]*$", "", wanted), PRESETS, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise TopologyError(
-        f"cluster {text!r}: {hint}expected a .toml file, or NAMExRANKS such as h100x256, where NAME is one of "
+        f"cluster {name!r}: {hint}expected a .toml file, or NAMExRANKS such as h100x256, where NAME is one of "
         f"{', '.join(PRESETS)}"
     )
 
 
-def _with_ranks(topology: Topology, text: str, rest: str) -> Topology:
+def _with_ranks(topology: Topology, name: str, rest: str) -> Topology:
     # mi300x256 is 256 of them, as is mi300xx256.
     ranks = re.fullmatch(r"x?([0-9]{1,9})" if topology.name.endswith("x") else r"x([0-9]{1,9})", rest)
     if ranks is None or int(ranks[1]) < 1:
         example = f"{topology.name.removesuffix('x')}x64"
-        raise ParseError(f"cluster {text!r}: expected a number of ranks after the name, 1 or more, such as {example}")
+        raise ParseError(f"cluster {name!r}: expected a number of ranks after the name, 1 or more, such as {example}")
     return topology.with_ranks(int(ranks[1]))
-
-
-def find_cluster(text: str) -> Topology:
-    """A preset by name, or a .toml file by its path."""
-    path = Path(text)
-    if path.suffix.lower() == ".toml" or len(path.parts) > 1:
-        return read_cluster(path)
-    return cluster_named(text)
 
 
 # Files
@@ -183,12 +178,12 @@ def read_cluster(path: Path) -> Topology:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{path}: expected a cluster file: {reason.lower()}; {WRITES_ONE}") from error
     try:
-        return cluster_from_toml(text)
+        return parse_cluster(text)
     except UsageError as error:
         raise type(error)(f"{path}: {error}") from error
 
 
-def cluster_from_toml(text: str) -> Topology:
+def parse_cluster(text: str) -> Topology:
     """The inverse of `cluster_to_toml`. Keys that have a default may be left out."""
     try:
         table = tomllib.loads(text)

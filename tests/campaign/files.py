@@ -25,7 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 from mesh_attention import Problem, causal, make_plan
-from mesh_attention.clusters import cluster_named, cluster_to_toml, find_cluster
+from mesh_attention.clusters import cluster_named, cluster_to_toml
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.tuning import cache
 from mesh_attention.tuning.tune import tune, tuned_plans
@@ -166,7 +166,7 @@ def judge_plan(path: Path) -> str:
 
 def judge_cluster(path: Path) -> str:
     try:
-        find_cluster(str(path)).with_ranks(4)
+        cluster_named(str(path)).with_ranks(4)
     except MeshAttentionError as error:
         return str(error)
     return ""

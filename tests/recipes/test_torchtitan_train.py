@@ -12,7 +12,8 @@ import pytest
 import torch
 from recipe_runs import Run, run_recipe
 
-from mesh_attention import LocalGroup, MaskError, MeshAttention, UsageError
+from mesh_attention import LocalGroup, MeshAttention, UsageError
+from mesh_attention.errors import MaskError
 
 pytest.importorskip("torchtitan")
 with warnings.catch_warnings():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from mesh_attention.clusters import cluster_to_toml, find_cluster
+from mesh_attention.clusters import cluster_named, cluster_to_toml
 from mesh_attention.errors import UsageError
 from mesh_attention.machine.files import keep_calibrated, slug
 from mesh_attention.machine.fit import (
@@ -52,7 +52,7 @@ def _parse_name(name: str, text: str) -> str:
 
 
 def _parse_cluster(name: str, text: str) -> Topology:
-    return find_cluster(text)
+    return cluster_named(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

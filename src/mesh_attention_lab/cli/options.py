@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
-from mesh_attention.clusters import PRESETS, find_cluster
+from mesh_attention.clusters import PRESETS, cluster_named
 from mesh_attention.errors import ParseError, UsageError
 from mesh_attention.masks import Mask, causal, documents, full, window
 from mesh_attention.plan.assignment import CUTS, Assignment, Cut, Tile
@@ -342,7 +342,7 @@ class ClusterOptions:
 
     @property
     def topology(self) -> Topology:
-        topology = find_cluster(self.cluster)
+        topology = cluster_named(self.cluster)
         return topology if self.ranks is None else topology.with_ranks(self.ranks)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh_attention.clusters import find_cluster
+from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import UsageError
 from mesh_attention.planning.choice import FAMILIES
 from mesh_attention.problem import Direction, Problem
@@ -173,7 +173,7 @@ def _replay_decoding(problem: Problem, decode_options: opt.DecodeOptions, option
             device=device,
             rounds=options.rounds,
             cuda_graphs=not options.no_graphs,
-            topology=None if options.cluster is None else find_cluster(options.cluster).with_ranks(problem.ranks),
+            topology=None if options.cluster is None else cluster_named(options.cluster).with_ranks(problem.ranks),
             on_progress=report,
         )
     played = DecodingPlayed(
@@ -204,7 +204,7 @@ def _play(
     if options.cluster is None:
         topology = measure_cluster(problem, device=device, report=report)
     else:
-        topology = find_cluster(options.cluster).with_ranks(problem.ranks)
+        topology = cluster_named(options.cluster).with_ranks(problem.ranks)
     parts: list[Part] = []
     if options.methods:
         parts = tuned_parts(

@@ -509,7 +509,10 @@ def explicit_code(choices: Mapping[Direction, Choice], plans: Mapping[Direction,
             f'attention = MeshAttention(group, layout="{layout}", planner=lambda problem, direction, layout:\n'
             "    make_plan(problem, direction=direction, **options[direction]))"
         )
-    return f"from mesh_attention import Costs, MeshAttention, make_plan\n{call}"
+    imports = "from mesh_attention import MeshAttention, make_plan\n"
+    if "Costs(" in call:
+        imports += "from mesh_attention.planning.costs import Costs\n"
+    return imports + call
 
 
 def _settings(choice: Choice, plan: Plan, topology: Topology) -> str:
