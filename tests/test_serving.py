@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 from weakref import ref
@@ -112,41 +113,61 @@ def test_real_ranks_give_the_same(ranks: int, layout: str, windows: tuple[int | 
     assert max(shared_pool().run(ranks, serve, ranks, windows, layout)) < 1e-12
 
 
-DIFFERENCES = ("tokens", "layer", "softcap", "scale", "order of a step", "order of a turn")
+DIFFERENCES = (
+    *("tokens", "softcap", "scale", "heads", "layers swapped", "dtype"),
+    *("sequences swapped", "forks swapped", "caches swapped"),
+    *("sequences swapped in a turn", "forks swapped in a turn", "caches swapped in a turn"),
+)
 
 
-def do_something_else(_: Any, what: str) -> str | None:
-    """Two ranks whose steps or turns differ in one thing, with transfers of the same sizes."""
+def do_something_else(_: Any, difference: str) -> str | None:
+    """Two ranks whose steps or turns differ in one thing. Unless it is the heads, their transfers have equal sizes."""
     group = dist.new_group([0, 1])  # of no use afterwards
     if dist.get_rank() > 1:
         return None
     is_other = dist.get_rank(group) == 1
-    layers = layers_of([None, None])
-    cache = ShardedCache(MeshAttention(group), layers, tokens=64, sequences=2, dtype=torch.float64, device="cpu")
-    model = Model(cache)
-    chats = [model.new(), model.new()]
-    model.prefill(dict.fromkeys(chats, 12))
-    order = chats[::-1] if is_other and "order" in what else chats
+    differs = {name: is_other and difference.startswith(name) for name in DIFFERENCES}
+    dtype = torch.bfloat16 if differs["dtype"] else torch.float16
+    attention = MeshAttention(group)
+    caches = [
+        ShardedCache(attention, layers_of([None, None]), tokens=64, sequences=3, dtype=dtype, device="cpu")
+        for _ in range(2)
+    ]
+    heads = 2 if differs["heads"] else 4
+    shapes = ((heads, 4), *SHAPES[1:])
     try:
-        if what == "order of a turn":
+        chats = [[cache.new(), cache.new()] for cache in caches]
+        for cache, both in zip(caches, chats, strict=True):
+            if difference == "dtype":  # a turn would notice before the step
+                break
+            first = cache.prefill(dict.fromkeys(both, 12))
+            for layer in range(2):
+                first.attend(layer, *(first.shard(torch.zeros(1, 24, n, dim, dtype=dtype)) for n, dim in SHAPES))
+            both.append(cache.fork(both[0]))
+        cache = caches[differs["caches swapped"]]
+        pair = [chats[0][0], chats[0][2 if difference.startswith("forks") else 1]]
+        order = pair[::-1] if differs["sequences swapped"] or differs["forks swapped"] else pair
+        if difference.endswith("turn"):
             turn = cache.prefill(dict.fromkeys(order, 4))
-            turn.attend(0, *(turn.shard(torch.zeros(1, 8, heads, dim).double()) for heads, dim in SHAPES))
+            turn.attend(0, *(turn.shard(torch.zeros(1, 8, n, dim, dtype=dtype)) for n, dim in SHAPES))
         else:
             step = cache.decode(dict.fromkeys(order, 1))
-            step.fingerprint = 7 + (is_other and what == "tokens")
-            tensors = (torch.zeros(2, 1, heads, dim).double() for heads, dim in SHAPES)
-            scores = {"softcap": 1.0 + (is_other and what == "softcap")}
-            scores["softmax_scale"] = 1.0 + (is_other and what == "scale")
-            step.attend(int(is_other and what == "layer"), *tensors, **scores)
+            step.fingerprint = 7 + differs["tokens"]
+            step.attend(
+                int(differs["layers swapped"]),
+                *(torch.zeros(2, 1, n, dim, dtype=dtype) for n, dim in shapes),
+                softcap=1.0 + differs["softcap"],
+                softmax_scale=1.0 + differs["scale"],
+            )
     except DisagreementError as error:
         return str(error)
     return "no error"
 
 
-@pytest.mark.parametrize("what", DIFFERENCES)
-def test_ranks_whose_steps_or_turns_differ_raise(what: str) -> None:
-    for said in shared_pool().run(8, do_something_else, what)[:2]:
-        assert "different" in str(said), said
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_ranks_whose_steps_or_turns_differ_raise(difference: str) -> None:
+    for said in shared_pool().run(8, do_something_else, difference)[:2]:
+        assert "differ" in str(said), said
 
 
 # Bytes
@@ -214,6 +235,24 @@ def test_a_step_sends_the_bytes_of_its_plan(ranks: int, new_tokens: int, queries
     (plan,) = cache.steps.by_plan
     assert [comm.sent_nbytes.total() for comm in counting] == [plan.sent_nbytes(rank) for rank in range(ranks)]
     assert sum(map(plan.sent_nbytes, range(ranks))) == sum(map(plan.received_nbytes, range(ranks)))
+
+
+@pytest.mark.parametrize("other", [{"kv_heads": 1}, {"head_dim_v": 5}], ids=str)
+def test_layers_that_differ_in_keys_or_values_only_do_not_share_an_engine(other: dict[str, int]) -> None:
+    """Query heads and scores of both layers are the same, in one turn."""
+    (layer,) = layers_of([None])
+    cache = ShardedCache(
+        MeshAttention(LocalGroup(3)),
+        [layer, replace(layer, **other), layer],
+        tokens=99,
+        dtype=torch.float64,
+        device="cpu",
+    )
+    model = Model(cache)
+    chat = model.new()
+    model.prefill({chat: 40})  # compared with dense attention
+    model.prefill({chat: 7})
+    assert model.error < 1e-12
 
 
 def test_windows_drop_what_no_query_can_see() -> None:

@@ -281,7 +281,7 @@ class LayerSteps:
             asked={
                 "operation": "a decoded step",
                 "layer": str(layer),
-                "plan": str(steps.plan),
+                "plan": repr(steps.plan),
                 "cached layer": str(context.layers[layer]),
                 "softmax": str(softmax),
             }
