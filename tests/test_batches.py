@@ -140,7 +140,7 @@ CUTS = torch.tensor([0, 5, 8, 16])
         ({"input_ids": IDS, "cu_seq_lens_q": CUTS, "cu_seq_lens_k": CUTS, "max_length_k": 7}, "max_length_k=7 is less"),
         (
             {"input_ids": IDS, "cu_seq_lens_q": [0, 3, 6], "cu_seq_lens_k": [0, 3, 6]},
-            "end at 3 in each row, but the batch has 8",
+            "cu_seq_lens has 3 tokens per row, but the batch or attention_mask has 8",
         ),
         ({"input_ids": IDS, "cu_seq_lens_q": [0, 16], "cu_seq_lens_k": [0, 16]}, "one at the end of every row"),
         ({"input_ids": IDS, "max_length_q": 8}, "max_length needs cu_seq_lens"),

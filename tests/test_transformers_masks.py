@@ -237,7 +237,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     (cuts(0, 8, 15) | {"rows": 2}, "with one at the end of every row"),
     (
         cuts(0, 9) | {"mask": BatchMask(band=causal(), seq_len=8, real=((0, 8),))},
-        "cu_seq_lens has 9 tokens per row, but attention_mask has 8",
+        "cu_seq_lens has 9 tokens per row, but the batch or attention_mask has 8",
     ),
 ]
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 from weakref import WeakSet, ref
@@ -41,7 +40,6 @@ from mesh_attention.sequences import (
     longest_document,
     read_documents,
     real_tokens,
-    split_rows,
 )
 from mesh_attention.session.agreement import Question
 
@@ -136,12 +134,16 @@ def shard_batch(
             "torch.distributed group, which may have one process"
         )
     with attention.session.telling() if is_compared else nullcontext():
-        whole = _read(batch, attention.ranks, shift_labels=shift_labels, may_lack_labels=may_lack_labels)
+        tokens, whole = _read(batch, attention.ranks, shift_labels=shift_labels, may_lack_labels=may_lack_labels)
     if is_compared:
         _compare(attention, batch)
     if "transformers.modeling_utils" in sys.modules:  # otherwise nobody has a model to watch
         importlib.import_module("mesh_attention.transformers.register").watch()
-    return LocalBatch(_local(attention, whole), attention)
+    local: dict[str, Any] = {name: attention.shard(tensor) for name, tensor in tokens.items()}
+    if "shift_labels" in local:
+        local["labels"] = torch.full_like(local["shift_labels"], IGNORED)
+    # A cache would keep every layer's keys, but decoding with it is not supported.
+    return LocalBatch({**local, **whole, "use_cache": False}, attention)
 
 
 def batch_loss(
@@ -245,19 +247,10 @@ def _groups(group: Group | None) -> list[ProcessGroup]:
     return group.get_all_groups() if isinstance(group, DeviceMesh) else [process_group(group)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Whole:
-    """A whole batch, checked."""
-
-    tokens: dict[str, Tensor]
-    """Per-token tensors, by the model's argument names."""
-    position_ids: Tensor
-    rows: tuple[BatchRow, ...]
-    attention_mask: Tensor | None
-    num_items: Tensor | None
-
-
-def _read(batch: Mapping[str, Any], ranks: int, *, shift_labels: bool, may_lack_labels: bool) -> _Whole:
+def _read(
+    batch: Mapping[str, Any], ranks: int, *, shift_labels: bool, may_lack_labels: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A whole batch, checked: tensors to shard and what every rank gets whole, by the model's argument names."""
     if not isinstance(batch, Mapping):
         raise UsageError(f"the batch is {describe(batch)}: expected a dict of tensors, with input_ids or inputs_embeds")
     batch = {name: value for name, value in batch.items() if value is not None}
@@ -290,13 +283,12 @@ def _read(batch: Mapping[str, Any], ranks: int, *, shift_labels: bool, may_lack_
             "every label is -100 or padding (or of the first token of a row, which nothing predicts); check how labels "
             "are made, skip such batches, or leave labels out"
         )
-    return _Whole(
-        tokens=tokens,
-        position_ids=plain[None] if positions is None else positions,
-        rows=documents,
-        attention_mask=mask,
-        num_items=counted,
-    )
+    tokens["position_ids"] = plain[None] if positions is None else positions
+    # Boundaries state the whole length as well: a rank cannot derive it from its own tokens when ranks differ by one.
+    cuts = join_rows([row.cuts for row in documents])
+    whole: dict[str, Any] = {"num_items_in_batch": counted, "attention_mask": mask}
+    whole |= dict.fromkeys(CUTS, cuts) | dict.fromkeys(LENGTHS, longest_document(cuts))
+    return tokens, {name: value for name, value in whole.items() if value is not None}
 
 
 def _sizes(batch: Mapping[str, Any], name: str, ranks: int) -> tuple[int, int]:
@@ -343,34 +335,13 @@ def _rows(
     batch: Mapping[str, Any], positions: Tensor | None, mask: Tensor | None, shape: tuple[int, int]
 ) -> tuple[BatchRow, ...]:
     rows, seq_len = shape
-    documents: Sequence[tuple[int, ...]] = ((0, seq_len),) * rows
-    if any(name in batch for name in CUTS):
-        documents = split_rows(read_documents(batch), batch=rows)
-        if documents[0][-1] != seq_len:
-            raise UsageError(
-                f"cu_seq_lens end at {documents[0][-1]} in each row, but the batch has {seq_len} tokens per row"
-            )
-    elif any(name in batch for name in LENGTHS):
+    documents = read_documents(batch, batch=rows, seq_len=seq_len)
+    if documents is None and any(name in batch for name in LENGTHS):
         raise UsageError("max_length needs cu_seq_lens_q and cu_seq_lens_k; give all of them or none")
-    elif positions is not None and mask is None:
+    if documents is None and positions is not None and mask is None:
         documents = cuts_of_restarts(positions) * (rows // positions.shape[0])
     real = ((0, seq_len),) * rows if mask is None else real_tokens(mask)
-    return tuple(map(BatchRow, documents, real))
-
-
-def _local(attention: MeshAttention, whole: _Whole) -> dict[str, Any]:
-    local: dict[str, Any] = {name: attention.shard(tensor) for name, tensor in whole.tokens.items()}
-    local["position_ids"] = attention.shard(whole.position_ids)
-    if "shift_labels" in local:
-        local["labels"] = torch.full_like(local["shift_labels"], IGNORED)
-    if whole.num_items is not None:
-        local["num_items_in_batch"] = whole.num_items
-    if whole.attention_mask is not None:
-        local["attention_mask"] = whole.attention_mask
-    # States the whole length as well: a rank cannot derive it from its own tokens when ranks differ by one.
-    cuts = join_rows([row.cuts for row in whole.rows])
-    local |= dict.fromkeys(CUTS, cuts) | dict.fromkeys(LENGTHS, longest_document(cuts))
-    return local | {"use_cache": False}  # a cache would keep every layer's keys, but decoding with it is not supported
+    return tuple(map(BatchRow, documents or ((0, seq_len),) * rows, real))
 
 
 def _compare(attention: MeshAttention, batch: Mapping[str, Any]) -> None:

@@ -58,9 +58,14 @@ def real_tokens(attention_mask: Tensor) -> tuple[tuple[int, int], ...]:
     return tuple((first, end) if tokens else (0, 0) for first, end, tokens in runs)
 
 
-def read_documents(arguments: Mapping[str, Any]) -> tuple[int, ...]:
-    """The boundaries in `cu_seq_lens_q/k`, in the flattened batch, checked against `max_length_q/k`."""
+def read_documents(
+    arguments: Mapping[str, Any], *, batch: int, seq_len: int | None
+) -> tuple[tuple[int, ...], ...] | None:
+    """The boundaries in each row from `cu_seq_lens_q/k`, checked against `max_length_q/k` and the whole length, if that
+    is known; None if there are none."""
     q, k = (arguments.get(name) for name in CUTS)
+    if q is None and k is None:
+        return None
     if q is None or k is None:
         raise UsageError(f"{CUTS[0] if q is None else CUTS[1]} is missing; give both cu_seq_lens_q and cu_seq_lens_k")
     cuts = boundaries(CUTS[0], q)
@@ -72,7 +77,13 @@ def read_documents(arguments: Mapping[str, Any]) -> tuple[int, ...]:
         length = arguments.get(name)
         if length is not None and int(length) < longest_document(cuts):
             raise UsageError(f"{name}={int(length)} is less than the longest document, {longest_document(cuts)} tokens")
-    return cuts
+    rows = split_rows(cuts, batch=batch)
+    if seq_len not in (None, rows[0][-1]):
+        raise MaskError(
+            f"cu_seq_lens has {rows[0][-1]} tokens per row, but the batch or attention_mask has {seq_len}; expected "
+            "all to be of the whole sequence"
+        )
+    return rows
 
 
 def split_rows(cuts: tuple[int, ...], *, batch: int) -> tuple[tuple[int, ...], ...]:

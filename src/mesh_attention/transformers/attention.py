@@ -22,7 +22,7 @@ from mesh_attention.arguments import describe
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.execution.operators import WeakRegistry
 from mesh_attention.integrations.pytorch import as_autocast, with_sinks
-from mesh_attention.sequences import CUTS, LENGTHS, BatchRow, find_misplaced, read_documents, split_rows
+from mesh_attention.sequences import CUTS, LENGTHS, BatchRow, find_misplaced, read_documents
 from mesh_attention.session.agreement import Question
 from mesh_attention.transformers.masks import (
     CALL,
@@ -86,7 +86,7 @@ class LayerAttention:
         self._is_to_meet = True
         self._trial: TrialAttention | None = None
         self.number = LAYERS.number(self)
-        self._documents: LastAnswer[tuple[tuple[int, ...], ...]] = LastAnswer()
+        self._documents: LastAnswer[tuple[tuple[int, ...], ...] | None] = LastAnswer()
         self._checked: LastAnswer[None] = LastAnswer()
 
     def make_mask(self, **request: Any) -> BatchMask:
@@ -234,20 +234,14 @@ class LayerAttention:
         self, mask: BatchMask, batch: int, tokens: int, arguments: Mapping[str, Any]
     ) -> tuple[int, tuple[BatchRow, ...]]:
         """The whole length and the rows, from boundaries and padding if given; otherwise all ranks have equal parts."""
-        packing = {name: arguments.get(name) for name in (*CUTS, *LENGTHS)}
-        seq_len = mask.seq_len
-        documents: tuple[tuple[int, ...], ...] | None = None
-        if any(packing[name] is not None for name in CUTS):
-            documents = self._documents.ask(
-                lambda: split_rows(read_documents(packing), batch=batch), batch, *packing.values()
-            )
-            if seq_len is not None and documents[0][-1] != seq_len:
-                raise MaskError(
-                    f"cu_seq_lens has {documents[0][-1]} tokens per row, but attention_mask has {seq_len}; expected "
-                    "both to be of the whole sequence"
-                )
+        packing = [arguments.get(name) for name in (*CUTS, *LENGTHS)]
+        documents = self._documents.ask(
+            lambda: read_documents(arguments, batch=batch, seq_len=mask.seq_len), batch, mask.seq_len, *packing
+        )
+        if documents is not None:
             seq_len = documents[0][-1]
-        seq_len = tokens * self.attention.ranks if seq_len is None else seq_len
+        else:
+            seq_len = tokens * self.attention.ranks if mask.seq_len is None else mask.seq_len
         due = shard_length(self.attention, seq_len)
         if due != tokens:
             raise UsageError(

@@ -84,7 +84,7 @@ def _compare(cache: GenerationCache, new: NewTokens) -> None:
     """Raise on every rank unless all were given the same tokens."""
     summary = {
         "operation": "a model's call with a cache",
-        "new tokens": f"{tuple(new.tokens.shape)} {new.tokens.dtype} #{int(new.fingerprint()):010x}",
+        "new tokens": f"{tuple(new.tokens.shape)} {new.tokens.dtype} #{int(fingerprint(new.tokens)):010x}",
         "tokens of rows": str(new.counts),
         "cached tokens": str(cache.lengths),
         "logits_to_keep": f"{count(len(new.wanted), 'column')} #{hash(new.wanted) & 0xFFFFFFFFFF:010x}",
@@ -167,7 +167,8 @@ class _Call:
         """Run the same tokens on every rank. Returns the logits of these columns."""
         new, tokens = self.new, self.new.tokens
         step = self.store.decode({self.cache.sequences[row]: size for row in rows})
-        step.fingerprint = new.fingerprint() if tokens.device.type == "cuda" else int(new.fingerprint())
+        hashed = fingerprint(tokens)
+        step.fingerprint = hashed if tokens.device.type == "cuda" else int(hashed)
         if len(rows) < len(new.counts) or size < new.columns:
             tokens = torch.stack([new.of_row(row, start, size) for row in rows])
         return self._run(step, tokens, step.position_ids, wanted, of=size)
@@ -186,7 +187,8 @@ class _Call:
         out = self._run(turn, local, positions, own or [0], of=local.shape[1])
         ours = out.logits[0, : len(own)].contiguous()
         logits = self._all_logits(ours).flatten(0, 1)
-        for part, places in zip(self._exchanged(ours, wanted), wanted, strict=True):
+        parts = gather(ours, [len(places) for places in wanted], cache.attention.session, label="logits")
+        for part, places in zip(parts, wanted, strict=True):
             if places:
                 logits[torch.tensor([slot for _, slot in places], device=logits.device)] = part
         return _output(out, logits.view(len(new.counts), len(new.wanted), -1), cache)
@@ -207,10 +209,6 @@ class _Call:
                     rank, local = _find(shards, starts[row] + place)
                     wanted[rank].append((local, row * len(new.wanted) + number))
         return wanted
-
-    def _exchanged(self, ours: Tensor, wanted: Sequence[Sequence[object]]) -> list[Tensor]:
-        """The wanted logits of every rank's tokens, from their ranks."""
-        return gather(ours, [len(places) for places in wanted], self.cache.attention.session, label="logits")
 
     # The model
 
@@ -304,10 +302,6 @@ class NewTokens:
         """The number of a column among the row's new tokens; None for padding."""
         place = column - self.columns + self.counts[row]
         return place if place >= 0 else None
-
-    def fingerprint(self) -> Tensor:
-        """A hash of the token ids or embeddings, of at most 40 bits, on their device."""
-        return fingerprint(self.tokens)
 
 
 def read_new_tokens(inputs: Inputs, *, columns: int, lengths: Sequence[int]) -> NewTokens:

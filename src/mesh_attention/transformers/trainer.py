@@ -52,7 +52,13 @@ class MeshTrainerMixin(Base):  # type: ignore[misc]
         refuse_parallelism(self.accelerator)
         for reason in unsupported_reasons(self):
             raise UsageError(reason)
-        self.mesh_attention = self._find_attention()
+        layers = find_layers(self.model)
+        if layers is None:
+            raise UsageError(
+                f"{type(self.model).__name__} does not use mesh attention; register(attention) first, and load the "
+                'model with attn_implementation="mesh_attention"'
+            )
+        self.mesh_attention: MeshAttention = layers.attention
         self._dp_cp = make_mesh(self.mesh_attention, self.args.device.type)
 
     # Data
@@ -135,7 +141,9 @@ class MeshTrainerMixin(Base):  # type: ignore[misc]
                 with_outputs, count = not prediction_loss_only, _count([local])
                 result = self.compute_loss(model, dict(local), return_outputs=with_outputs, num_items_in_batch=count)
                 loss, outputs = result if with_outputs else (result, None)
-                loss = _mean(loss)
+                loss = loss.detach().clone()
+                dist.all_reduce(loss)
+                loss /= dist.get_world_size()
             elif not prediction_loss_only:
                 outputs = model(**local)
         if prediction_loss_only:
@@ -168,15 +176,6 @@ class MeshTrainerMixin(Base):  # type: ignore[misc]
             )
         return super()._prepare_for_training(*args, **kwargs)
 
-    def _find_attention(self) -> MeshAttention:
-        layers = find_layers(self.model)
-        if layers is None:
-            raise UsageError(
-                f"{type(self.model).__name__} does not use mesh attention; register(attention) first, and load the "
-                'model with attn_implementation="mesh_attention"'
-            )
-        return layers.attention
-
 
 def _count(local: Sequence[Mapping[str, Any]]) -> Tensor:
     """The labels of all ranks: Trainer divides losses by it, and multiplies them by the ranks, as DDP averages."""
@@ -187,13 +186,6 @@ def _count(local: Sequence[Mapping[str, Any]]) -> Tensor:
             "leave such rows out"
         )
     return count
-
-
-def _mean(loss: Tensor) -> Tensor:
-    """Over all ranks."""
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
 
 
 # Settings
