@@ -1,7 +1,7 @@
 """Rows of a whole batch: packed documents, padding, and the positions of a rank's tokens.
 
 Everything here describes the whole sequence, before it is sharded, so that it is the same on every rank. It does not
-depend on models and sends nothing.
+depend on models and sends nothing. A *real token* is one that is not padding.
 """
 
 from __future__ import annotations

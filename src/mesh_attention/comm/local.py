@@ -1,6 +1,6 @@
 """All ranks in one process and one thread: for tests and teaching, on CPU or on one GPU.
 
-Nothing blocks here. `execution.driving` advances the ranks, moving on to the next when one has to wait.
+Nothing blocks here. `comm.base.drive_together` advances the ranks, moving on to the next when one has to wait.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Autograd over a forward and a backward plan, for all the ranks this process plays."""
+"""Autograd over a forward and a backward plan, for all local ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_SECOND_DERIVATIVES = "mesh attention has no second derivatives; call backward
 
 
 def attend(engine: Engine, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """O and LSE of every rank played here, from its Q, K and V; differentiable once."""
+    """O and LSE of every local rank, from its Q, K and V; differentiable once."""
     if not needs_gradient(tensors):
         return run_forward(engine, tensors)[0]
     results: tuple[Tensor, ...] = AttentionFunction.apply(engine, *tensors)  # type: ignore[no-untyped-call]

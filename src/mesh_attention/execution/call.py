@@ -1,8 +1,8 @@
 """A call, in five stages: canonical options, problem, plans, program, agreement.
 
-Whatever one rank refuses in a stage, all ranks raise. What the stages make is an `Engine`, which is kept: later calls
-like it go straight to its passes. The program is compiled before ranks agree, so that a rank where this fails can
-still tell the others.
+If one rank refuses a call in any stage, all ranks raise. The stages make an `Engine`, which is kept: later calls like
+this one find it after the second stage and go straight to its passes. The program is compiled before ranks agree, so
+that a rank on which that fails can still tell the others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ Kinds = tuple[TensorKind, TensorKind, TensorKind]
 class Call:
     """A call in its canonical form: equal calls are equal values, however their arguments were spelled.
 
-    Otherwise a rank with one spelling would ask for agreement while others, with another, find what they know.
+    Otherwise two spellings of one call could leave a rank waiting for an agreement while the others, which know the
+    call, begin its pass.
     """
 
     problem: Problem
@@ -52,16 +53,16 @@ class Call:
 
 @lru_cache(maxsize=4 * MAX_ENGINES)
 def pose(options: CallOptions, kinds: Kinds, ranks: int) -> tuple[Problem, Softmax]:
-    """The problem of a call and its scores, from options in canonical form and one rank's tensors."""
+    """Problem and softmax of a call, from checked options and one rank's tensors. Cached: every call asks for them."""
     problem = options.problem(*kinds, ranks=ranks)
     return problem, options.softmax(problem)
 
 
 @dataclass(frozen=True)
 class PlanningTalk:
-    """How ranks plan a call as one: they share texts, each of which is also an agreement on the call.
+    """What ranks say to each other while they plan a call together. Each message is also an agreement on the call.
 
-    A rank that fails between two sharings tells the others in the next, so nobody is left waiting.
+    A rank that fails between two messages tells the others in the next one, so none of them is left waiting.
     """
 
     session: Session
@@ -96,14 +97,14 @@ class Strategy(Protocol):
         may_keep: bool,
         talk: PlanningTalk | None,
     ) -> Mapping[Direction, Plan]:
-        """The plans; `talk` is None where one process plays all ranks."""
+        """The plans; `talk` is None in a local group."""
 
 
 class Calls:
     """The engines of one `MeshAttention`, by call.
 
-    They do not refer to the `MeshAttention` they belong to, so that a group is released with the last reference to it:
-    left to the garbage collector, it may outlive the process group, and Gloo's threads do not survive that.
+    Nothing here refers back to the `MeshAttention`. Such a cycle would leave its group to the garbage collector,
+    perhaps until after the process group is destroyed, and Gloo's threads do not survive that.
     """
 
     def __init__(self, session: Session, layout: Layout, strategy: Strategy, *, cuda_graphs: bool) -> None:
@@ -124,18 +125,18 @@ class Calls:
         gradient: bool | None = None,
         may_keep: bool = True,
     ) -> Engine:
-        """The engine for inputs like these, q, k and v of each rank played here, on this layout or the usual one.
+        """The engine for inputs like these, q, k and v of each local rank, on this layout or the usual one.
 
-        `gradient` says whether there will be a backward pass, where tensors and grad mode do not; `may_keep`, whether
-        forward can hand anything but its results to it.
+        `gradient` says whether a backward pass follows, for callers whose tensors and grad mode do not show it.
+        `may_keep` says whether forward can leave anything but its results for backward.
         """
         self.forward_passes += 1
         with self.session.telling():
-            options = options.checked()
+            options = options.checked()  # stage 1
             if gradient is None:
                 gradient = needs_gradient(tensor for rank in tensors for tensor in rank)
             kinds: list[Kinds] = [tuple(map(TensorKind.of, rank)) for rank in tensors]  # type: ignore[misc]
-            problem, softmax = pose(options, kinds[0], self.session.size)
+            problem, softmax = pose(options, kinds[0], self.session.size)  # stage 2
             call = Call(
                 problem=problem,
                 softmax=softmax,
@@ -145,6 +146,7 @@ class Calls:
                 may_keep=may_keep and gradient and not self.cuda_graphs and self.strategy.decides_what_to_keep,
                 cuda_graphs=self.cuda_graphs,
             )
+            # Kinds are in the key too: with seq_len= given, the problem does not show how many tokens this rank holds.
             key = call, *kinds
             engine = self.engines.pop(key, None)
         engine = engine or self._new_engine(call, options, kinds)
@@ -167,6 +169,7 @@ class Calls:
         talk = None if session.is_local else PlanningTalk(session, device, asked[0])
         passes = {"needs_gradient": call.gradient, "may_keep": call.may_keep}
         with session.telling():
+            # Stage 3
             plans = self.strategy.plans(call.problem, call.layout, on_gpu=device.type == "cuda", talk=talk, **passes)
             _check_keep(plans, cuda_graphs=self.cuda_graphs)
             planned = {f"{direction} plan": f"{plan!r}" for direction, plan in plans.items()}
@@ -174,6 +177,7 @@ class Calls:
                 Question(asked={**rank, **planned}, holds=_holds(own), expected=_shard_sizes(call, session.size))
                 for rank, own in zip(asked, kinds, strict=True)
             ]
+            # Stage 4
             engine = Engine(
                 problem=call.problem,
                 softmax=call.softmax,
@@ -185,6 +189,7 @@ class Calls:
                 captured=None if isinstance(call.layout, Cached) else self._captured(device),
             )
             engine.prepare(device)
+        # Stage 5, not inside `telling`: if this raises, the other ranks raise as well, or cannot be reached.
         session.agree(*questions, device=device)
         return engine
 

@@ -30,7 +30,7 @@ Pass = Generator[Work, None, dict[str, Fields]]
 
 @dataclass
 class Engine:
-    """Runs the passes of one call for the ranks played here."""
+    """Runs the passes of one call for the local ranks."""
 
     problem: Problem
     softmax: Softmax
@@ -41,13 +41,13 @@ class Engine:
     """Covers everything that ranks agreed on for this call."""
     programs: Callable[[Direction], Sequence[Compiled]]
     captured: CapturedPasses | None = None
-    """The passes that are launched as CUDA graphs. They can keep nothing for each other."""
+    """The passes that are launched as CUDA graphs. A captured forward pass keeps nothing for backward."""
     observed: Callable[[list[Pass]], list[Pass]] = list
     """Wraps the ranks' parts of every pass; a recording notes there how long they wait."""
     kernels: dict[tuple[torch.device, bool, bool], Kernel] = field(default_factory=dict)
     warmed_up: set[Hashable] = field(default_factory=set)
     meters: list[Meter] = field(default_factory=list)
-    """Memory of the last pass that ran step by step, one meter for each rank played here."""
+    """Memory of the last pass that ran step by step, one meter for each local rank."""
 
     def run(
         self,
@@ -60,7 +60,7 @@ class Engine:
         forward_pass: int | Tensor = 0,
         context: int = 0,
     ) -> tuple[Tensors, list[dict[Item, Buffer]]]:
-        """One pass of every rank played here: its results, and what it keeps for backward.
+        """One pass of every local rank: its results, and what it keeps for backward.
 
         `tokens` are the local lengths of q and kv; `kept` is what the forward pass kept, and `forward_pass` its number.
         `context` is what ranks compare besides the call.
@@ -68,6 +68,7 @@ class Engine:
         device = inputs[0]["q"]["q"].device
         with self.session.call():
             pass_id = self.session.begin_pass(
+                # Numbers only: the hash of a text differs from process to process.
                 hash((self.call_id, direction == "backward", context)),
                 device,
                 forward_pass=forward_pass,
@@ -119,6 +120,7 @@ class Engine:
             dry_runs = executors_over(dry_comms, DryKernel(kernel), DryMerging(merging))
             self.session.drive([dry_run.run() for dry_run in dry_runs])
             del dry_runs  # and their memory
+            # NCCL would otherwise connect ranks in the middle of the pass.
             self.session.connect(device, *peers_of(self.programs(direction)[0]))
         executors = executors_over(self.comms, kernel, merging)
         ranks = self.observed([executor.run() for executor in executors])
@@ -129,7 +131,7 @@ class Engine:
         return results, [executor.kept_for_backward() if direction == "forward" else {} for executor in executors]
 
     def prepare(self, device: torch.device) -> None:
-        """Choose the kernel and compile the programs of forward, so that nothing is left that one rank could refuse."""
+        """Choose the kernel and compile forward's programs: what can fail on one rank must fail before agreement."""
         self.kernel_for(device, lse_gradient=False)
         self.programs("forward")
 
@@ -152,7 +154,7 @@ class Engine:
         return Scores(calls[0].mask, self.softmax.scale, self.softmax.softcap)
 
     def single_forward(self, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Forward by the only kernel call, as one function: a small call waits for every line of it."""
+        """Forward by the only kernel call, as one short function: for a small call, every line of Python shows."""
         assert self.single_call is not None
         forward, scores = self.kernel_for(device, lse_gradient=False).forward, self.single_call
         dtype = DTYPES[self.problem.dtype]
@@ -189,7 +191,7 @@ class Engine:
 def compile_programs(
     plans: Mapping[Direction, Plan], comms: Sequence[Comm]
 ) -> Callable[[Direction], Sequence[Compiled]]:
-    """The programs of the ranks played here, by direction; each is compiled at first use."""
+    """The programs of the local ranks, by direction; each is compiled at first use."""
     known: dict[Direction, list[Compiled]] = {}
 
     def programs(direction: Direction) -> list[Compiled]:

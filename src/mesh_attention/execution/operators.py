@@ -93,7 +93,7 @@ def untraced(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
 
 
 TAGS = (torch.Tag.cudagraph_unsafe,)
-"""A compiler must not replay these in a CUDA graph of its own: the host counts passes, and every pass has its mark."""
+"""A compiler must not replay these in a CUDA graph of its own: the host counts passes, and every pass has its id."""
 
 
 @torch.library.custom_op(

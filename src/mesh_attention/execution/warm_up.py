@@ -1,9 +1,9 @@
-"""Warm-up: a dry run of a pass, before its first run on NCCL, so that every kernel is on the device by then.
+"""Warm-up: a dry run of a pass, before its first run on NCCL, so that every kernel is loaded.
 
-The first launch of a kernel loads it, and that may wait until the device is idle. In a pass, the device may be waiting
-for another rank by then, whose host waits in a first launch of its own: all would wait for each other for ever. So a
-rank first walks the same steps with a transport that carries nothing. Each kind of kernel call and merge is really made
-once, on whatever is in memory; those made before, in this or another dry run, are left out.
+The first launch of a kernel loads it, and loading may wait until the device is idle. In a real pass that can deadlock:
+this rank's device waits for data from another rank, whose host waits in a first launch of its own. So a rank first
+walks the same steps with a transport that carries nothing. It makes each kind of kernel call and merge once, on
+whatever is in memory, and skips the kinds that an earlier dry run has made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_MADE = 65536
 
 
 def this_thread() -> Hashable:
-    """A value of its own for each thread. (Numbers of threads are used again.)"""
+    """A token of the calling thread. Thread ids would not do: Python reuses them."""
     if not hasattr(_LOCAL, "token"):
         _LOCAL.token = object()
     token: Hashable = _LOCAL.token
@@ -59,7 +59,7 @@ class _Done:
 
 
 class DryKernel:
-    """Makes each call of another form once."""
+    """Makes one call of each form and skips the rest."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.name = kernel, kernel.name
@@ -81,14 +81,14 @@ class DryKernel:
         return Gradients(*map(torch.empty_like, (q, k, v)))
 
     def _prepare(self, q: Tensor, v: Tensor, scores: Scores) -> None:
-        """What kernels keep for a mask is made for each: it is copied from the host, and copies wait for the device."""
+        """Load what kernels cache for this mask, also for a skipped call: a copy from the host waits for the device."""
         scores.mask.load(q.device)
         if hasattr(self.kernel, "prepare"):
             self.kernel.prepare(q, v, scores.mask)
 
 
 class DryMerging:
-    """Makes each operation on another form of tensors once."""
+    """Makes each operation once for each form of tensors and skips the rest."""
 
     def __init__(self, merging: Merging) -> None:
         self.merging, self.name = merging, merging.name

@@ -47,7 +47,7 @@ OVERRIDE = 'to decide yourself: MeshAttention(group, choice="â€¦") or cluster=â€
 
 @dataclass
 class TunedStrategy:
-    """Chooses method, degree, tile, placement and grouping. `rank` is this process's, or 0 if it plays all ranks.
+    """Chooses method, degree, tile, placement and grouping. `rank` is this process's, or 0 in a local group.
 
     `cluster` is where prices come from: a cluster, a measurement by the ranks, or what is known about the machine. In
     the last case, the choice of ranks that do not talk over NCCL is volume-based.

@@ -2,6 +2,8 @@
 
 Shards differ by at most one token, except with `Chunks`, whose cuts are torch's, and with `Listed`, which states every
 shard. A layout does not depend on tiles or degrees: data is sharded once, and every plan for it reads the same shards.
+
+A *segment* is a run of positions with a start, a stop and a stride, as a Python `range`; a shard has one or more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Serving as data: the size of a KV cache on one rank, and a decoded step.
 
-A decoded step is one layer of a few new queries that meet a cache which all ranks share. No schedule is worth its price
-here, so the program is fixed. Each rank attends the queries to its own tokens, which gives a partial result for every
-*row* (a head of a query). Then ranks combine their partials. Queries are
+One layer of a decoded step attends a few new queries to a cache that is spread over all ranks. That takes so little
+time that a schedule would not pay, so the program is fixed. Each rank attends the queries to its own tokens, which
+gives a partial result for every *row* (a head of a query). Then ranks combine their partials. Queries are
 
     replicated      every rank runs the same tokens, has all queries, and wants all results
     sharded         each rank runs some of the sequences: q, k and v go to all ranks, partials back to their ranks

@@ -2,6 +2,7 @@
 
 An *item* is a thing a rank holds: a shard of something, the running sum of a partial, a partial that arrived. A step
 states the items it reads, writes and frees; waits, memory and data flow are derived from that and from nothing else.
+`do` is what backward reads of a row besides Q: dO, LSE and delta. A *piece* is what two ranks trade in an exchange.
 
     recv q3 from 3            post a receive; the first step that reads q3 waits for it
     send q0 to 2              post a send of an item the rank holds

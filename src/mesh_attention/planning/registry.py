@@ -167,7 +167,7 @@ def _trade_heads(moves: Iterable[Move], direction: Direction, inputs: Iterable[K
 
 
 def make_priced_plan(problem: Problem, choice: Choice, direction: Direction, price: Price) -> Plan:
-    """The plan of one pass in the order that suits a machine: settle the choice, price it, plan it."""
+    """The plan of one pass in the order that suits a machine: resolve the choice, price it, plan it."""
     resolved = choice.resolved(problem, direction)
     costs = None if resolved.is_collective else price(problem, resolved, direction)
     return make_plan(problem, resolved, direction=direction, costs=costs)

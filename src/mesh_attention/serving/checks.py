@@ -40,7 +40,7 @@ def check_layer(cache: ShardedCache, layer: object) -> None:
 
 
 def by_rank(cache: ShardedCache, q: Any, k: Any, v: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Tensors of each rank played here."""
+    """Tensors of each local rank."""
     if not cache.attention.is_local:
         return [(q, k, v)]
     if not all(isinstance(x, list | tuple) and len(x) == cache.ranks for x in (q, k, v)):

@@ -1,4 +1,4 @@
-"""The memory of a cache on one rank: for every layer, K and V in blocks."""
+"""The memory of a cache on one rank: for every layer, K and V in blocks. A *slot* is the place of one token in them."""
 
 from __future__ import annotations
 

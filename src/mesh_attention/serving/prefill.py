@@ -209,7 +209,7 @@ class Turn:
         self._is_agreed = True
 
     def _sizes(self, layer: int) -> list[tuple[int, int, int]]:
-        """For each rank played here: its number, its new tokens, and the keys that it has for the turn."""
+        """For each local rank: its number, its new tokens, and the keys that it has for the turn."""
         keys = self._seen(self.cache.layers[layer].window).keys
         ranks = [comm.rank for comm in self.cache.attention.comms]
         return [(r, sum(map(len, self.queries.shards[r])), sum(map(len, keys.shards[r]))) for r in ranks]

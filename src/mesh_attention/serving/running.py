@@ -226,7 +226,7 @@ class StepContext:
 
 
 class Steps:
-    """Steps of one shape, for the ranks played here: their engines and states, and what their graphs read."""
+    """Steps of one shape, for the local ranks: their engines and states, and what their graphs read."""
 
     def __init__(self, context: StepContext, plan: DecodePlan) -> None:
         self.context, self.plan = context, plan
@@ -291,7 +291,7 @@ class LayerSteps:
         """With a pass id, and without one."""
 
     def run(self, tensors: Sequence[Sequence[Tensor]], pass_id: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-        """Output and LSE of each rank played here. The next layer overwrites them."""
+        """Output and LSE of each local rank. The next layer overwrites them."""
         has_id = pass_id is not None
         if not self.is_captured or has_id not in self.seen:
             self.seen.add(has_id)

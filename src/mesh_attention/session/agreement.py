@@ -1,6 +1,6 @@
-"""Agreement: every rank states what it was asked to do, and all raise unless all state the same.
+"""Agreement: every rank states what it was asked to do, and all ranks raise unless all statements are equal.
 
-This is how configurations are compared before anything is sent, and how a rank that refuses tells the others.
+Ranks compare a new call in this way before they send its tensors, and a rank that refuses a call tells the others so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mesh_attention.errors import DisagreementError, TransportError, UsageError
 from mesh_attention.plan.text import format_numbers
 
 PATIENCE_S = 20.0
-"""Seconds that a rank waits for the others to hear of its error. They do not listen if the call is not new to them."""
+"""Seconds that a rank waits for the others to read its error. Those that know the call already do not read."""
 MAX_VALUE_LENGTH = 160
 """Characters of a value in an agreement text; a longer one is truncated, and a hash added."""
 MAX_REFUSAL_LENGTH = 2000
@@ -67,9 +67,9 @@ def ask(comm: Comm, question: Question) -> Generator[Work, None, list[Answer]]:
 
 
 def tell(comm: Comm, error: Exception) -> None:
-    """Let every other rank raise a `DisagreementError` with this reason, when it next agrees on something.
+    """Make every other rank raise a `DisagreementError` with this reason at its next agreement.
 
-    Raises a `TransportError` if the others do not: they may make a call that is not new to them.
+    Raises a `TransportError` if the others do not come to one, perhaps because they know the call already.
     """
     reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
     start, is_noted = time.monotonic(), False

@@ -1,14 +1,15 @@
 """Call ids: how ranks notice that they are in different calls.
 
-Ranks agree on a configuration once (`session.agreement`). From then on nothing would notice that two ranks make
-*different* calls at the same time. So beside the first transfer to each rank in a pass travels an id of 16 bytes: the
-number of the pass, and a hash of its call and of all calls before it. A rank that receives another id than its own
-raises instead of returning a result.
+Ranks agree on a new call once (`session.agreement`), and compare nothing before later calls like it. They could then
+make *different* calls at the same time. So every pass has an id of 16 bytes: its number, and a hash of its call id and
+of all passes before it.
 
-That is where transfers go through the host, as with Gloo: a rank compares before it waits for anything else, so it
-passes nothing on that it made from another call's data. On NCCL the host does not wait, and a rank may have passed such
-data on before its device compares. So there all ranks compare at the end of a pass, in one small collective. If any
-id differs, every rank's results become NaN, and the host, which is told, raises at the next call.
+Over Gloo, the id travels beside the first transfer of a pass to each rank. The receiver compares it before it waits for
+anything else, and raises if it differs, so it never passes on results made from another call's data.
+
+Over NCCL the host does not wait, so a rank could pass such results on before its device compares. There all ranks
+compare ids at the end of a pass, in one small collective. If any id differs, all ranks' results become NaN, and the
+next call raises.
 """
 
 from __future__ import annotations
@@ -61,10 +62,9 @@ class Calls(Protocol):
 
 @dataclass
 class CheckedComm:
-    """A transport that sends the call id beside the first transfer of a pass to each rank, and compares those it gets.
+    """A transport that sends the pass id beside a pass's first transfer to each rank, and checks those it receives.
 
-    On NCCL it sends none, and compares at the end of the pass. A pass lasts from `open` to `close`; outside of one,
-    nothing is added.
+    Over NCCL it compares ids once, at the end of the pass. It adds nothing to transfers outside `open` and `close`.
     """
 
     inner: Comm
@@ -74,7 +74,7 @@ class CheckedComm:
     informed: set[int] = field(default_factory=set)
     """Ranks that have been sent this pass's id."""
     landings: dict[int, _Landing] = field(default_factory=dict)
-    """Ids on their way, by the rank that sends them."""
+    """Ids under way to this rank, by sender."""
     watched: WatchedPass | None = None
     posts: list[Post] | None = None
 
@@ -108,7 +108,7 @@ class CheckedComm:
         if self.call_id is None or self.is_capturable:
             if self.posts is None:
                 return self.inner.post(sends, recvs)
-            self.posts.append((time.monotonic(), (NOT_POSTED,)))
+            self.posts.append((time.monotonic(), (NOT_POSTED,)))  # first, because posting may block or raise
             work = self.inner.post(sends, recvs)
             self.posts[-1] = (self.posts[-1][0], getattr(work, "works", ()))
             return work
@@ -124,7 +124,7 @@ class CheckedComm:
             self.informed.update(new_dests)
             rest.append(self.inner.post([_id_parcel(self.call_id, rank) for rank in new_dests], []))
         rest.insert(0, self.inner.post(sends, recvs))
-        # Ids are waited for first, also those that an earlier post expects: the rest of a different call never arrives.
+        # Wait for ids first, also for those of earlier posts: in a different call, the data may never arrive.
         expected = (self.landings.get(rank) for rank in (*sources, *dests))
         landings = {id(landing): landing for landing in expected if landing is not None and not landing.is_over}
         return _CheckedWork(list(landings.values()), rest) if landings or len(rest) > 1 else rest[0]
@@ -146,10 +146,10 @@ def _id_parcel(call_id: Tensor, rank: int) -> Parcel:
 
 
 def make_call_id(passes: int, history: int, device: torch.device | None, forward_pass: int | Tensor = 0) -> Tensor:
-    """An id in host memory: pass and hash. For a device: hash and -hash, whose largest of all ranks add up to 0 if
-    no rank's differs.
+    """A pass id. In host memory it is number and hash; on a device, hash and -hash.
 
-    `forward_pass` is added to the hash of a device, which may know it when the host does not.
+    The maxima of hash and of -hash over all ranks add up to 0 exactly if all hashes are equal: one collective compares
+    them. `forward_pass` is added to the hash on a device, because the host may not know it.
     """
     if device is None:
         return torch.tensor([[[passes, history]]], device="cpu")

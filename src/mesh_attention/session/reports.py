@@ -1,6 +1,6 @@
-"""Reports: what each rank of a group is doing, and what follows from them when one waits for too long.
+"""Reports of what each rank of a group is doing, and the verdict on why one of them waits for too long.
 
-Values and functions without clocks or transports; `watch` collects the reports.
+Values and functions without clocks or transports; `session.watchdog` collects the reports.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ class Report:
 
 
 class Verdict(NamedTuple):
-    """Why a rank waits: the reason, which other ranks repeat, and where it waits. Waiting longer cannot help if it
-    `is_certain`."""
+    """Why a rank waits, in words that other ranks can repeat, and where it waits.
+
+    If it `is_certain`, waiting longer cannot help.
+    """
 
     reason: str
     here: str
@@ -97,7 +99,7 @@ def find_different_calls(reports: Mapping[int, Report]) -> str | None:
 
 
 def _waited_for(own: Report, others: Mapping[int, Report]) -> set[int]:
-    """The ranks that this one waits for, directly or by way of ranks that wait as well, and that do not wait."""
+    """The ranks that this one waits for, directly or through ranks that wait too, and that do not wait themselves."""
     seen, due = {own.rank}, list(own.waits_for)
     while due:
         rank = due.pop()

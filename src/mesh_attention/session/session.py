@@ -1,7 +1,7 @@
 """`Session`: the ranks of a group as one rank of them sees it. All talk between ranks goes through it.
 
-It holds the transports of the ranks that this process plays, lets ranks agree, tells them about an error on this one,
-gives every call its id, connects ranks before they need it, and refuses to go on after a failure.
+It holds the transports of the local ranks, makes ranks agree on a call, tells the others about an error on this rank,
+gives every pass its id, connects ranks before they need it, and refuses further calls after a failure.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from mesh_attention.session.call_ids import NEW_GROUP, CheckedComm, Describe, Po
 
 Result = TypeVar("Result")
 IS_TOLD = "_mesh_attention_is_told"
-"""An attribute of errors that the other ranks know of."""
+"""Attribute of an error that the other ranks know of already."""
 
 
 @dataclass
 class GroupState:
     """What all sessions on one group share: the calls made on it so far, and why it failed.
 
-    Where one process plays all ranks, failures are not sticky, because all ranks fail together and drop what they
-    posted, and threads take turns.
+    In a local group, threads take turns, and a failure does not last: all ranks fail together and drop their
+    transfers.
     """
 
     forgets_failures: bool
@@ -67,9 +67,9 @@ def _state_of(comm: Comm, *, forgets_failures: bool) -> GroupState:
 
 
 class Session:
-    """One rank's part in a group; in a local group, which one process plays, that of all ranks.
+    """One rank's end of all talk in a group; in a local group, the ends of all ranks.
 
-    `comms` are the transports of the ranks played here.
+    `comms` are the transports of the local ranks.
     """
 
     def __init__(self, group: Group | LocalGroup | Comm | Sequence[Comm] | None) -> None:
@@ -109,7 +109,7 @@ class Session:
         return self._on[device]
 
     def drive(self, ranks: Sequence[Generator[Work, None, Result]]) -> list[Result]:
-        """Advance one generator for each rank played here until all have returned."""
+        """Advance one generator for each local rank until all have returned."""
         if not self.is_local:
             return [drive(ranks[0])]
         try:
@@ -125,8 +125,8 @@ class Session:
     def agree(self, *questions: Question, device: torch.device | None = None) -> list[Answer]:
         """Raise on every rank unless all state the same; otherwise, the answers of all ranks.
 
-        There is one question for each rank played here. `device` is that of the call's tensors, if there are any: its
-        first agreement connects the group on it.
+        There is one question for each local rank. `device` is where the call's tensors are, if there are any; the
+        first agreement with a device connects the group on it.
         """
         comms = self.comms if device is None else self.comms_on(device)
         try:
@@ -139,9 +139,9 @@ class Session:
 
     @contextmanager
     def telling(self, device: torch.device | None = None) -> Iterator[None]:
-        """Tell the other ranks about an error inside the block, so that they do not wait; then it is raised here.
+        """Tell the other ranks about an error in the block before it is raised here, so that they do not wait.
 
-        For whatever a rank does between the beginning of a call and the agreement on it.
+        Everything a rank does between the beginning of a call and the agreement on it belongs in such a block.
         """
         try:
             yield
@@ -208,7 +208,7 @@ class Session:
         return next((why for dog in asked if (why := dog.explain(str(error)))), None)
 
     def _check_thread(self) -> None:
-        """Refuse a second thread: which of them goes first would differ from rank to rank, and no id would tell."""
+        """Refuse calls from a second thread: the threads' order may differ between ranks, and no id would show it."""
         state = self.state
         is_backward = torch._C._current_graph_task_id() != -1  # autograd has threads of its own
         if state.forgets_failures or is_backward:
@@ -224,7 +224,7 @@ class Session:
             )
 
     def count_cache(self) -> int:
-        """The number of a new KV cache among those of the group, equal on all ranks."""
+        """Count a new KV cache of the group. Its number is the same on all ranks and part of its passes' ids."""
         self.state.caches += 1
         return self.state.caches
 
@@ -261,7 +261,7 @@ class Session:
         device: torch.device,
         results_of: Callable[[Result], Sequence[Tensor]],
     ) -> list[Result]:
-        """Advance the ranks played here through a pass, whose id travels beside their transfers.
+        """Advance the local ranks through a pass, whose id travels beside their transfers.
 
         On NCCL, results of a pass in which ids differ become NaN.
         """

@@ -1,13 +1,13 @@
-"""The watchdog of a group whose transfers run on a device, as with NCCL, where the host does not see a rank wait.
+"""The watchdog of a group whose transfers run on a device, as with NCCL, where the host does not see that a rank waits.
 
-The device counts the passes that are over in host memory, so watching costs a pass nothing. If one is not over for a
-while, this rank asks the others through the group's store what they do, and each of them answers, whatever its calls
-are doing. A rank that waits for too long, or in vain, gives up: it logs why, tells the others, spoils the results of
-the passes under way, and aborts the group's transfers, so that nobody waits for them. Later calls raise. That is in
-time: at the group's timeout, torch would end the process, and name no rank.
+The device counts finished passes in host memory, so watching costs a pass nothing. If a pass does not finish for a
+while, this rank asks the others, through the group's store, what they are doing. Each of them answers from a thread of
+its own, even if its calls hang. A rank that has waited for too long, or learns that waiting cannot help, gives up: it
+logs why, tells the others, makes the results of the passes under way NaN, and aborts the group's transfers. Later calls
+raise. All this happens before the group's timeout, at which torch would end the process without naming a rank.
 
-Ranks that give up abort at about the same time. A rank whose transfers fail because another has aborted them is held up
-by torch for a minute when its process ends.
+Ranks that give up abort together: torch holds up the end of a process by a minute if its transfers failed because
+another rank aborted first.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ STALL_S = 2.0
 SILENT_S = 3.0
 """Seconds without an answer after which a rank counts as silent."""
 SETTLE_S = 1.2
-"""Seconds that a rank which gives up waits for the others to do so too, before it aborts."""
+"""Seconds for which a rank that gives up waits for the others to give up too, before it aborts."""
 MOST_HASHES = 16
-"""Passes under way that a report tells of, and passes begun last."""
+"""Hashes in a report: of this many passes under way, and of as many begun last."""
 Post = tuple[float, Sequence[Any]]
 """When transfers were posted, and torch's handles of them."""
 
@@ -145,7 +145,7 @@ class Watchdog:
         atexit.register(self.stop)
 
     def begin(self, watched: WatchedPass) -> None:
-        """A pass is begun. Called for each of them, so it must be quick."""
+        """Watch a pass that begins. Every pass calls this, so it must be quick."""
         over = self.passes_over()
         while self.passes and self.passes[0].index < over:
             self.passes.popleft()
@@ -157,7 +157,7 @@ class Watchdog:
     def explain(self, error: str) -> str | None:
         """Why a pass of this rank failed, as far as the others know; None if nothing was found out in time."""
         self.trouble = self.trouble or error
-        self.decided.wait(STALL_S + 2 * SILENT_S)
+        self.decided.wait(STALL_S + 2 * SILENT_S)  # time to ask the others, and to find some of them silent
         return None if self.verdict is None else self.verdict.text
 
     @property
@@ -181,6 +181,7 @@ class Watchdog:
             try:
                 self._look(time.monotonic())
             except Exception:
+                # It looks again at the next tick; if this thread ended, nobody would watch the group.
                 logger.debug("the watchdog could not look", exc_info=True)
             if self.verdict is not None or not self.is_alive():
                 break
@@ -190,7 +191,7 @@ class Watchdog:
 
     def _look(self, now: float) -> None:
         over = self.passes_over()
-        if over != self._progress[0] or over >= self.begun:
+        if over != self._progress[0] or over >= self.begun:  # a rank without passes under way is not stalled
             self._progress = (over, now)
         has_failed = over < self.begun and self.has_failed()
         waiting = self._oldest(over, has_failed=has_failed)
@@ -213,7 +214,7 @@ class Watchdog:
         have_answered = len(others.heard) == self.size - 1 and min(others.heard.values()) > asked
         if now - asked < SILENT_S and not is_late and not have_answered:
             return
-        if now - self.exchange.heard > SILENT_S:
+        if now - self.exchange.heard > SILENT_S:  # then silence of other ranks says nothing about them
             if has_failed or is_late:
                 self._give_up(Verdict(STORE_IS_SILENT, describe(self.exchange.report), True))
             return
@@ -277,7 +278,7 @@ STORE_IS_SILENT = "the group's store does not answer: the process that keeps it,
 
 @dataclass
 class OtherRanks:
-    """The last reports of the other ranks, and when each of them last answered."""
+    """The latest report of each other rank, and when it last answered."""
 
     reports: dict[int, Report] = field(default_factory=dict)
     heard: dict[int, float] = field(default_factory=dict)
@@ -299,6 +300,7 @@ class Exchange:
     def run(self) -> None:
         store = None
         while not self.is_over.is_set():
+            # Every rank reads the reports of all: in a large group they take turns less often, to spare the store.
             self._wake.wait((0.01 if self.is_settling else TICK_S) * max(1.0, self.size / 64))
             self._wake.clear()
             try:
@@ -311,7 +313,7 @@ class Exchange:
 
     def tell(self) -> None:
         """Answer at once, although nobody asked."""
-        self._asked_by_others = -1
+        self._asked_by_others = -1  # never the store's count, so the next turn answers
         self._wake.set()
 
     def have_given_up(self, silent: Sequence[int]) -> bool:
@@ -349,7 +351,7 @@ def _key(rank: int) -> str:
 
 
 def _own_store(store: Any) -> Any:
-    """A connection of its own: the caller's may be waiting for something else."""
+    """A second connection to the store: torch may be waiting for something on the caller's."""
     made = PrefixStore("mesh-attention watchdog", store.clone())
     made.set_timeout(timedelta(seconds=SILENT_S))
     return made

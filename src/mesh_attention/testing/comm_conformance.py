@@ -1,6 +1,6 @@
 """Checks that every transport must pass. Each is one rank's part, as a generator that yields what it waits for.
 
-Run them with `execution.driving.drive_together` for several ranks in one process, or with `execution.driving.drive` for
+Run them with `comm.base.drive_together` for several ranks in one process, or with `comm.base.drive` for
 one rank per process.
 """
 
