@@ -44,11 +44,13 @@ if TYPE_CHECKING:
 NAME = "how_close_to_one_kernel"
 METHODS = ("ring", "mesh", "ulysses+mesh", "attention2d")
 PROBLEMS = tuple(
-    Problem.self_attention(seq=seq, heads=32, kv_heads=kv_heads, head_dim=128, ranks=256, mask=causal())
+    Problem.self_attention(seq_len=seq, heads=32, kv_heads=kv_heads, head_dim=128, ranks=256, mask=causal())
     for seq in (2**20, 2**19)
     for kv_heads in (32, 8)
 )
-QUICK = (Problem.self_attention(seq=1024, heads=4, kv_heads=2, head_dim=16, ranks=8, dtype="float32", mask=causal()),)
+QUICK = (
+    Problem.self_attention(seq_len=1024, heads=4, kv_heads=2, head_dim=16, ranks=8, dtype="float32", mask=causal()),
+)
 
 COLUMNS = (
     *(("problem", 10), ("method", 12), ("plan, forward; backward", 41), ("fwd TF/s", 8), ("% one", 5), ("×ring", 5)),

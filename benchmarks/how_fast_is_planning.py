@@ -25,7 +25,7 @@ LIMITS_S = {"program": 0.2, "verify": 10.0}
 
 
 def problem(ranks: int) -> Problem:
-    return Problem.self_attention(seq=4096 * ranks, heads=32, kv_heads=8, head_dim=128, ranks=ranks, mask=causal())
+    return Problem.self_attention(seq_len=4096 * ranks, heads=32, kv_heads=8, head_dim=128, ranks=ranks, mask=causal())
 
 
 def one_program(blocks_per_call: int, route: str) -> None:

@@ -70,7 +70,13 @@ def main() -> int:
 
 def _problem(ranks: int, tokens: int, mask: str, kv_heads: int, *, seed: int, dtype: str = "bfloat16") -> Problem:
     return Problem.self_attention(
-        seq=tokens, heads=32, kv_heads=kv_heads, head_dim=128, ranks=ranks, mask=_mask(mask, tokens, seed), dtype=dtype
+        seq_len=tokens,
+        heads=32,
+        kv_heads=kv_heads,
+        head_dim=128,
+        ranks=ranks,
+        mask=_mask(mask, tokens, seed),
+        dtype=dtype,
     )
 
 

@@ -44,7 +44,7 @@ class Case(NamedTuple):
     def costs(self) -> Costs:
         places = self.tile.rows * self.tile.cols
         problem = Problem.self_attention(
-            seq=4096 * places, heads=32, kv_heads=32 // self.group, head_dim=128, ranks=places
+            seq_len=4096 * places, heads=32, kv_heads=32 // self.group, head_dim=128, ranks=places
         )
         at_one = estimate_costs(problem, Assignment(self.tile), self.direction, flops_per_byte=1.0)
         return estimate_costs(problem, Assignment(self.tile), self.direction, flops_per_byte=self.q_cost / at_one.q)

@@ -62,7 +62,7 @@ Case = tuple[Problem, tuple[Direction, ...]]
 def _cases(ranks: int) -> Iterator[Case]:
     for kv_heads in (32, 8):
         problem = Problem.self_attention(
-            seq=1 << 20, heads=32, kv_heads=kv_heads, head_dim=128, ranks=ranks, mask=causal()
+            seq_len=1 << 20, heads=32, kv_heads=kv_heads, head_dim=128, ranks=ranks, mask=causal()
         )
         for directions in (DIRECTIONS[:1], DIRECTIONS[1:], DIRECTIONS):
             yield problem, directions

@@ -45,7 +45,7 @@ def main() -> None:
 
 def row_at(ranks: int, seq: int, kv_heads: int, device: str) -> dict[str, Any]:
     problem = Problem.self_attention(
-        seq=seq, heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, ranks=ranks, mask=causal()
+        seq_len=seq, heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, ranks=ranks, mask=causal()
     )
     tuning = tune(problem, cluster_named(f"{device}x{ranks}"), directions=DIRECTIONS)
     by_family = {trial.family: trial for trial in tuning.trials}

@@ -81,7 +81,9 @@ class NoMerging(TorchMerging):
 def microseconds_a_step(
     ranks: int, tile: tuple[int, int], blocks_per_call: int, direction: Direction
 ) -> tuple[float, int]:
-    problem = Problem.self_attention(seq=ranks * 2, heads=1, head_dim=2, ranks=ranks, mask=causal(), dtype="float32")
+    problem = Problem.self_attention(
+        seq_len=ranks * 2, heads=1, head_dim=2, ranks=ranks, mask=causal(), dtype="float32"
+    )
     plan = make_plan(problem, tile=tile, direction=direction, layout="zigzag", blocks_per_call=blocks_per_call)
     compiled = compile_program(plan, 1)
     tensor = torch.zeros(1, 1, 2, 2)

@@ -12,7 +12,7 @@ PICTURE = Path(__file__).with_name("tiles.svg")
 
 
 def picture() -> str:
-    problem = Problem.self_attention(seq=RANKS * 4096, heads=32, head_dim=128, ranks=RANKS)
+    problem = Problem.self_attention(seq_len=RANKS * 4096, heads=32, head_dim=128, ranks=RANKS)
     ring, mesh = make_plan(problem, method="ring"), make_plan(problem, tile=(4, 4))
     side = RANKS * CELL
     width, height = 2 * side + GAP + 60, side + TOP + 46

@@ -5,7 +5,7 @@ python examples/01_print_a_plan.py
 
 from mesh_attention import Problem, causal, make_plan, rank_costs, verify
 
-problem = Problem.self_attention(seq=131072, heads=32, kv_heads=8, head_dim=128, ranks=16, mask=causal())
+problem = Problem.self_attention(seq_len=131072, heads=32, kv_heads=8, head_dim=128, ranks=16, mask=causal())
 
 for method, tile in (("ring", None), ("mesh", (2, 8)), ("mesh", (4, 4))):
     plan = make_plan(problem, method=method, tile=tile)

@@ -38,7 +38,9 @@ def fetch_first(problem: Problem, *, direction: Direction, layout: Layout) -> Pl
     )
 
 
-problem = Problem.self_attention(seq=SEQ, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, ranks=RANKS, mask=causal())
+problem = Problem.self_attention(
+    seq_len=SEQ, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, ranks=RANKS, mask=causal()
+)
 for direction in ("forward", "backward"):
     verify(fetch_first(problem, direction=direction, layout=Zigzag()))
 print("both plans are right")

@@ -28,7 +28,7 @@ def scene(
 ) -> Scene:
     """Uneven shards, four heads to a KV head, and, unless told otherwise, a causal mask and spans of every rank."""
     problem = Problem.self_attention(
-        seq=seq, heads=8, kv_heads=4, head_dim=64, ranks=ranks, mask=causal() if mask is None else mask
+        seq_len=seq, heads=8, kv_heads=4, head_dim=64, ranks=ranks, mask=causal() if mask is None else mask
     )
     cluster = cluster_named("h100x16").with_ranks(ranks)
     plans = {way: make_plan(problem, method=method, direction=way, **choices) for way in directions}  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ def listed(draw: st.DrawFn, tokens: int, ranks: int) -> Listed:
     for start, stop in pairwise(cuts):
         layout, first = draw(layouts()), draw(st.integers(0, ranks - 1))
         for rank in range(ranks):
-            shard = layout.segments((rank - first) % ranks, tokens=stop - start, ranks=ranks)
+            shard = layout.segments((rank - first) % ranks, seq_len=stop - start, ranks=ranks)
             shards[rank] += shifted(shard, start)
     return Listed(tuple(shards))
 

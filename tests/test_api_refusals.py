@@ -387,5 +387,7 @@ def test_a_local_group_has_no_other_ranks(rank: Any) -> None:
 
 def test_a_choice_may_stand_beside_options_that_are_left_open() -> None:
     assert MeshAttention(LocalGroup(2), choice="ring", layout=None, tile=None).layout == Zigzag()
-    assert make_plan(Problem.self_attention(seq=8, heads=2, head_dim=8, ranks=2), "ring", layout=None).method == "ring"
+    assert (
+        make_plan(Problem.self_attention(seq_len=8, heads=2, head_dim=8, ranks=2), "ring", layout=None).method == "ring"
+    )
     assert MeshAttention(LocalGroup(2), keep=["q", "kv"])._has_operator is False

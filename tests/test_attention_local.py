@@ -119,7 +119,7 @@ def test_any_plan_computes_attention(plan: Plan, softcap: float) -> None:
 
 def _options_of(plan: Plan) -> dict[str, Any]:
     tile = (plan.assignment.tile.rows, plan.assignment.tile.cols)
-    options: dict[str, Any] = {"method": plan.method, "tile": tile, "ulysses_degree": plan.assignment.ulysses}
+    options: dict[str, Any] = {"method": plan.method, "tile": tile, "ulysses_degree": plan.assignment.ulysses_degree}
     options |= {"keep": plan.schedule.keep, "waves": plan.assignment.waves, "cut": plan.assignment.cut}
     if plan.method == "mesh":
         options |= {"route": plan.schedule.route, "partials": plan.schedule.partials, "blocks_per_call": 2}

@@ -20,7 +20,7 @@ MASKS = {"full": full(), "causal": causal()}
 
 def problem(ranks: int, group_size: int, mask: str) -> Problem:
     return Problem.self_attention(
-        seq=TOKENS_A_RANK * ranks,
+        seq_len=TOKENS_A_RANK * ranks,
         heads=HEADS,
         kv_heads=HEADS // group_size,
         head_dim=HEAD_DIM,
@@ -82,8 +82,8 @@ def test_ring_pass_q_and_ulysses_have_their_textbook_volumes(direction: Directio
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("mask", [window(40, 0), documents([0, 100, 200, 300, 512])])
 def test_a_window_or_document_plan_moves_less(mask: object, direction: Direction, route: str) -> None:
-    everything = Problem.self_attention(seq=512, heads=4, head_dim=8, ranks=16)
-    some = Problem.self_attention(seq=512, heads=4, head_dim=8, ranks=16, mask=mask)  # type: ignore[arg-type]
+    everything = Problem.self_attention(seq_len=512, heads=4, head_dim=8, ranks=16)
+    some = Problem.self_attention(seq_len=512, heads=4, head_dim=8, ranks=16, mask=mask)  # type: ignore[arg-type]
     for options in ({"tile": (4, 4), "route": route}, {"method": "ring", "route": route}, {"method": "attention2d"}):
         whole, less = (
             sum(
@@ -95,14 +95,14 @@ def test_a_window_or_document_plan_moves_less(mask: object, direction: Direction
 
 
 def test_a_window_plan_fetches_just_its_neighbours() -> None:
-    asked = Problem.self_attention(seq=512, heads=4, head_dim=8, ranks=16, mask=window(32, 0))
+    asked = Problem.self_attention(seq_len=512, heads=4, head_dim=8, ranks=16, mask=window(32, 0))
     costs = rank_costs(make_plan(asked, method="ring"), 5)
     one_shard = 32 * 4 * 16 * 2
     assert costs.received_nbytes == costs.sent_nbytes == one_shard
 
 
 def test_what_is_sent_in_all_is_what_is_received_in_all() -> None:
-    asked = Problem.self_attention(seq=101, heads=4, head_dim=8, ranks=12, mask=causal())
+    asked = Problem.self_attention(seq_len=101, heads=4, head_dim=8, ranks=12, mask=causal())
     for method in ("mesh", "ring", "pass-q", "attention2d"):
         costs = [rank_costs(make_plan(asked, method=method), rank) for rank in range(12)]  # type: ignore[arg-type]
         assert sum(c.sent_nbytes for c in costs) == sum(c.received_nbytes for c in costs)
@@ -130,7 +130,7 @@ def test_peaks_worked_out_by_hand() -> None:
     gathered = rank_costs(make_plan(asked, method="attention2d", tile=(2, 4)), 3).peak_nbytes
     attending = 2 * 1 + 4 * 2 + 2 * (2 + lse)  # both Q, four KV, two sums
     assert gathered == UNIT * attending
-    alone = Problem.self_attention(seq=32, heads=8, head_dim=16, ranks=1, mask=causal())
+    alone = Problem.self_attention(seq_len=32, heads=8, head_dim=16, ranks=1, mask=causal())
     assert rank_costs(make_plan(alone), 0).peak_nbytes == UNIT * ((2 + lse) + (1 + lse / 2))  # a sum and the result
 
 

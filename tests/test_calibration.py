@@ -50,7 +50,7 @@ def noisy(share: float, seed: int = 0) -> Callable[[float], float]:
 
 def made_calls(device: Device, seen: Callable[[float], float] = float) -> list[CallTime]:
     """Both directions, full and causal, 32 heads of 128."""
-    problem = Problem.self_attention(seq=1, heads=32, head_dim=128, ranks=1)
+    problem = Problem.self_attention(seq_len=1, heads=32, head_dim=128, ranks=1)
     calls = []
     for direction in ("forward", "backward"):
         for tokens in (512, 1024, 2048, 4096):
@@ -276,7 +276,7 @@ def test_pairs_are_apart_and_of_the_link_they_are_for(ranks: int, ranks_per_node
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_operations_are_counted_as_plans_count_them(direction: Any, is_causal: bool) -> None:
     mask = causal() if is_causal else full()
-    problem = Problem.self_attention(seq=37, heads=6, head_dim=8, ranks=1, mask=mask)
+    problem = Problem.self_attention(seq_len=37, heads=6, head_dim=8, ranks=1, mask=mask)
     plan = make_plan(problem, direction=direction)
     assert call_flops(CallShape(37, 37, is_causal), problem, direction) == rank_costs(plan, 0).flops
 

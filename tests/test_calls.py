@@ -38,7 +38,7 @@ def test_calls_cover_each_attended_pair_once(plan: Plan) -> None:
 
 
 def test_a_zigzag_tile_is_a_handful_of_calls() -> None:
-    problem = Problem.self_attention(seq=1 << 20, heads=32, head_dim=128, ranks=256, mask=causal())
+    problem = Problem.self_attention(seq_len=1 << 20, heads=32, head_dim=128, ranks=256, mask=causal())
     assert rank_costs(make_plan(problem, method="attention2d", tile=(16, 16)), 100).kernel_calls <= 6
     grouped = rank_costs(make_plan(problem, tile=(16, 16), blocks_per_call=8), 100)
     assert grouped.kernel_calls <= 80
@@ -46,5 +46,5 @@ def test_a_zigzag_tile_is_a_handful_of_calls() -> None:
 
 
 def test_the_own_block_of_a_zigzag_shard_is_one_call() -> None:
-    problem = Problem.self_attention(seq=4096, heads=1, head_dim=8, ranks=1, mask=causal())
+    problem = Problem.self_attention(seq_len=4096, heads=1, head_dim=8, ranks=1, mask=causal())
     assert rank_costs(make_plan(problem), 0).kernel_calls == 1

@@ -17,7 +17,7 @@ from mesh_attention.planning.choice import COLLECTIVE_METHODS, METHODS, as_choic
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import make_priced_plan
 
-PROBLEM = Problem.self_attention(seq=4096, heads=8, head_dim=16, ranks=16, mask=causal())
+PROBLEM = Problem.self_attention(seq_len=4096, heads=8, head_dim=16, ranks=16, mask=causal())
 
 
 @st.composite

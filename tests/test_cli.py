@@ -568,7 +568,7 @@ def assert_refused(outcome: Outcome, *parts: str) -> None:
         assert part in outcome.err
 
 
-PLAN = str(make_plan(Problem.self_attention(seq=8, heads=1, head_dim=4, ranks=2)).unrolled())
+PLAN = str(make_plan(Problem.self_attention(seq_len=8, heads=1, head_dim=4, ranks=2)).unrolled())
 
 
 def edited(before: str, after: str) -> bytes:

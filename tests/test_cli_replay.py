@@ -29,7 +29,7 @@ run = test_cli.run
 
 SIZES = "--ranks 4 --seq 64 --heads 4 --head-dim 8 --dtype float32 --causal"
 REPLAY = f"replay {SIZES} --cluster h100 --device cpu --rounds 2 --methods ring,mesh,ulysses-mesh"
-PROBLEM = Problem.self_attention(seq=64, heads=4, head_dim=8, ranks=4, dtype="float32", mask=causal())
+PROBLEM = Problem.self_attention(seq_len=64, heads=4, head_dim=8, ranks=4, dtype="float32", mask=causal())
 METHODS = ("ring", "mesh", "ulysses+mesh")
 WHATS = ("forward", "backward", "both")
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmarks" / "how_close_to_one_kernel.py"

@@ -40,7 +40,7 @@ SIZES = "--seq 64k --heads 8 --kv-heads 4 --causal"
 TUNE = f"tune --cluster h100x16 {SIZES}"
 TUNE_4 = "tune --cluster h100x4 --seq 4k --heads 4 --causal"
 SIMULATE = f"simulate --cluster h100x16 {SIZES}"
-PROBLEM = Problem.self_attention(seq=65536, heads=8, kv_heads=4, head_dim=128, ranks=16, mask=causal())
+PROBLEM = Problem.self_attention(seq_len=65536, heads=8, kv_heads=4, head_dim=128, ranks=16, mask=causal())
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +296,7 @@ def test_the_code_makes_the_plans_that_were_forecast(run: Run) -> None:
 
 
 def test_memory_and_layout_are_in_the_code(run: Run) -> None:
-    problem = Problem.self_attention(seq=4096, heads=4, head_dim=128, ranks=4, mask=causal())
+    problem = Problem.self_attention(seq_len=4096, heads=4, head_dim=128, ranks=4, mask=causal())
     answer = as_json(run(f"{TUNE_4} --backward --memory 512MiB --layout striped --json"))
     call = 'MeshAttention(group, cluster="h100x4", layout="striped", memory_limit=536870912)'
     assert answer["code"]["cluster"] == f"attention = {call}"

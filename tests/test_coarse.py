@@ -34,7 +34,7 @@ from mesh_attention.tuning.work import needs, work
 def problem(ranks: int, *, tokens: int = 4096, mask: Mask | None = None, kv_heads: int = 8) -> Problem:
     """`tokens` are of the whole sequence."""
     return Problem.self_attention(
-        seq=tokens, heads=32, kv_heads=kv_heads, head_dim=128, ranks=ranks, mask=causal() if mask is None else mask
+        seq_len=tokens, heads=32, kv_heads=kv_heads, head_dim=128, ranks=ranks, mask=causal() if mask is None else mask
     )
 
 

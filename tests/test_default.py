@@ -330,7 +330,7 @@ class OwnLayout(Zigzag):
     """The shards of zigzag, handed out in another order."""
 
     def segments(self, rank: int, *, tokens: int, ranks: int) -> Any:
-        return super().segments(ranks - 1 - rank, tokens=tokens, ranks=ranks)
+        return super().segments(ranks - 1 - rank, seq_len=tokens, ranks=ranks)
 
 
 def test_the_tuner_refuses_a_layout_that_it_could_not_name() -> None:
@@ -361,11 +361,11 @@ def test_a_rank_that_can_keep_nothing_is_told_apart(tmp_path: Path) -> None:
 def test_a_layout_of_one_call_is_tuned_as_zigzag() -> None:
     """As packed documents of Megatron have it: the tuner cannot name the layout, and its choice runs on it."""
     cuts = (0, 8, 24)
-    parts = [[shifted(Zigzag().segments(r, tokens=b - a, ranks=2), a) for a, b in pairwise(cuts)] for r in range(2)]
+    parts = [[shifted(Zigzag().segments(r, seq_len=b - a, ranks=2), a) for a, b in pairwise(cuts)] for r in range(2)]
     layout = Listed(tuple(join(chain.from_iterable(part)) for part in parts))
     attention = MeshAttention(LocalGroup(2), cluster="h100x8")
     tokens = torch.randn(1, 24, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    shards = [tokens[:, position_ids(layout, rank, tokens=24, ranks=2)] for rank in range(2)]
+    shards = [tokens[:, position_ids(layout, rank, seq_len=24, ranks=2)] for rank in range(2)]
     tensors = [(shard, shard, shard) for shard in shards]
     options = CallOptions(causal=True, cu_seqlens_q=cuts)
     found = attention.calls.engine(tensors, options, layout=layout)
@@ -373,4 +373,4 @@ def test_a_layout_of_one_call_is_tuned_as_zigzag() -> None:
     heads_first = [tokens[:, a:b].transpose(1, 2) for a, b in pairwise(cuts)]
     due = torch.cat([scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2) for x in heads_first], 1)
     for rank, out in enumerate(outs):
-        torch.testing.assert_close(out, due[:, position_ids(layout, rank, tokens=24, ranks=2)])
+        torch.testing.assert_close(out, due[:, position_ids(layout, rank, seq_len=24, ranks=2)])

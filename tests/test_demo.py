@@ -55,7 +55,9 @@ def test_the_demo_is_right_and_moves_what_the_plans_say(demo: tuple[dict[str, An
     answer, _ = demo
     assert answer["ok"]
     assert [row["method"] for row in answer["methods"]] == list(METHODS)
-    problem = Problem.self_attention(seq=512, heads=8, kv_heads=4, head_dim=64, ranks=4, dtype="float32", mask=causal())
+    problem = Problem.self_attention(
+        seq_len=512, heads=8, kv_heads=4, head_dim=64, ranks=4, dtype="float32", mask=causal()
+    )
     for row in answer["methods"]:
         assert row["is_as_planned"]
         assert 0 < row["forward_error"] < 1e-5

@@ -28,7 +28,7 @@ DRAW = f"draw --ranks 4 --tile 2x2 {SIZES}"
 
 def plan_of(ranks: int, **options: Any) -> Plan:
     mask = options.pop("mask", causal())
-    problem = Problem.self_attention(seq=131072, heads=32, kv_heads=8, head_dim=128, ranks=ranks, mask=mask)
+    problem = Problem.self_attention(seq_len=131072, heads=32, kv_heads=8, head_dim=128, ranks=ranks, mask=mask)
     return make_plan(problem, **options)
 
 
@@ -151,7 +151,7 @@ def test_draw_says_what_it_drew_in_json(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_saved_plan_is_drawn_as_it_is(run: Run, tmp_path: Path) -> None:
-    problem = Problem.self_attention(seq=4096, heads=8, kv_heads=4, head_dim=64, ranks=4, mask=causal())
+    problem = Problem.self_attention(seq_len=4096, heads=8, kv_heads=4, head_dim=64, ranks=4, mask=causal())
     plan = make_plan(problem, tile=(4, 1), direction="backward").unrolled()
     file = tmp_path / "plan.txt"
     file.write_text(str(plan))
@@ -163,7 +163,7 @@ def test_a_saved_plan_is_drawn_as_it_is(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_broken_plan_is_not_drawn(run: Run, tmp_path: Path) -> None:
-    problem = Problem.self_attention(seq=4096, heads=8, head_dim=64, ranks=4)
+    problem = Problem.self_attention(seq_len=4096, heads=8, head_dim=64, ranks=4)
     plan = make_plan(problem, tile=(2, 2)).unrolled()
     first, second, *rest = plan.programs or ()
     broken = plan.with_programs((first, replace(second, steps=second.steps[:-3]), *rest))

@@ -17,14 +17,14 @@ from mesh_attention.planning.costs import Costs, estimate_costs
 
 
 def problem(ranks: int = 12, **changes: object) -> Problem:
-    fields: dict[str, object] = {"seq": 96, "heads": 8, "kv_heads": 2, "head_dim": 4, "ranks": ranks}
+    fields: dict[str, object] = {"seq_len": 96, "heads": 8, "kv_heads": 2, "head_dim": 4, "ranks": ranks}
     return Problem.self_attention(**(fields | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("refused", "error", "message"),
     [
-        (lambda: problem(seq=0), ProblemError, "seq_q=0: expected a whole number of at least 1"),
+        (lambda: problem(seq_len=0), ProblemError, "seq_q=0: expected a whole number of at least 1"),
         (lambda: problem(heads=2.0), ProblemError, "heads=2.0: expected a whole number"),
         (lambda: problem(heads=True), ProblemError, "heads=True: expected a whole number"),
         (lambda: problem(kv_heads=3), ProblemError, "8 heads cannot share 3 KV heads evenly"),
@@ -107,9 +107,9 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
         (lambda: window(1.5, 0), MaskError, "window left=1.5"),
         (lambda: documents([0, 2.5, 96]), MaskError, "expected running totals, whole numbers"),
         (lambda: documents(None), MaskError, "cu_seqlens_q=None: expected running totals"),
-        (lambda: position_ids(Zigzag(), 7, tokens=80, ranks=4), ProblemError, "rank 7 of 4"),
-        (lambda: position_ids(Striped(), 0, tokens=80, ranks=0), ProblemError, "rank 0 of 0"),
-        (lambda: permutation(Striped(), tokens=80, ranks=0), ProblemError, "0 ranks"),
+        (lambda: position_ids(Zigzag(), 7, seq_len=80, ranks=4), ProblemError, "rank 7 of 4"),
+        (lambda: position_ids(Striped(), 0, seq_len=80, ranks=0), ProblemError, "rank 0 of 0"),
+        (lambda: permutation(Striped(), seq_len=80, ranks=0), ProblemError, "0 ranks"),
         (lambda: make_plan(problem()).program("a"), ScheduleError, "rank 'a'"),
         (lambda: make_plan(problem()).program(12), ScheduleError, "rank 12: the plan has ranks 0 to 11"),
         (

@@ -100,7 +100,7 @@ def test_few_new_tokens_on_a_long_cache_choose_a_tall_tile() -> None:
 def test_a_first_prompt_chooses_keys_and_values_that_travel() -> None:
     problem = problem_of(2**18, 0, ranks=8)
     chosen = tune(problem, cluster_named("h100x8"), layout="turn").chosen.choices["forward"]
-    tile, ulysses = chosen.assignment.tile, chosen.assignment.ulysses
+    tile, ulysses = chosen.assignment.tile, chosen.assignment.ulysses_degree
     assert tile.cols >= tile.rows
     assert ulysses == 8 or "keys and values" in travel_words(problem, chosen).split(": ")[1]
 

@@ -103,11 +103,11 @@ def test_compute_does_not_wait_for_a_full_call_behind_a_slow_link() -> None:
 
 def test_costs_follow_from_bytes_and_flops() -> None:
     """One block: 2·2·T²·H·D operations for T·H·D·2 bytes of Q, so a Q hides behind 2 / (4·T / f) blocks."""
-    problem = Problem.self_attention(seq=4 * 1024, heads=8, head_dim=64, ranks=4)
+    problem = Problem.self_attention(seq_len=4 * 1024, heads=8, head_dim=64, ranks=4)
     costs = estimate_costs(problem, Assignment(Tile(2, 2)), "forward", flops_per_byte=1000.0)
     assert costs.q == pytest.approx(2 * 1000 / (4 * 1024))
     assert costs.kv == pytest.approx(2 * costs.q)
-    half = Problem.self_attention(seq=4 * 1024, heads=8, head_dim=64, ranks=4, mask=causal())
+    half = Problem.self_attention(seq_len=4 * 1024, heads=8, head_dim=64, ranks=4, mask=causal())
     masked = estimate_costs(half, Assignment(Tile(2, 2)), "forward", flops_per_byte=1000.0)
     assert masked.q == pytest.approx(2 * costs.q, rel=1e-3)
 
@@ -116,4 +116,4 @@ def test_costs_and_call_sizes_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"cost of kv is -1: expected a number above 0"):
         Costs(kv=-1)
     with pytest.raises(ScheduleError, match=r"blocks_per_call=0: expected a whole number of at least 1"):
-        make_plan(Problem.self_attention(seq=8, heads=1, head_dim=1, ranks=2), blocks_per_call=0)
+        make_plan(Problem.self_attention(seq_len=8, heads=1, head_dim=1, ranks=2), blocks_per_call=0)

@@ -124,7 +124,7 @@ def test_tiles_suit_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @interpreted
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_conformance(check: Check) -> None:
-    check(KERNEL, Setting(dtype=torch.float16, head_dim=16, head_dim_v=24, seq=20))
+    check(KERNEL, Setting(dtype=torch.float16, head_dim=16, head_dim_v=24, seq_len=20))
 
 
 @interpreted

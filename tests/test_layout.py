@@ -28,7 +28,7 @@ from mesh_attention.plan.layout import (
 
 @given(layouts(), st.integers(0, 200), st.integers(1, 40))
 def test_shards_cover_every_token_once_and_differ_by_at_most_one(layout: Layout, tokens: int, ranks: int) -> None:
-    shards = [position_ids(layout, rank, tokens=tokens, ranks=ranks) for rank in range(ranks)]
+    shards = [position_ids(layout, rank, seq_len=tokens, ranks=ranks) for rank in range(ranks)]
     assert sorted(position for shard in shards for position in shard) == list(range(tokens))
     assert all(shard == sorted(shard) for shard in shards)
     if layout != Chunks():
@@ -41,7 +41,7 @@ def test_chunks_are_those_of_torch_and_of_a_dtensor(tokens: int, ranks: int) -> 
     whole = torch.arange(tokens)
     due = [chunk.tolist() for chunk in whole.chunk(ranks)]
     due += [[] for _ in range(ranks - len(due))]
-    assert [position_ids(Chunks(), rank, tokens=tokens, ranks=ranks) for rank in range(ranks)] == due
+    assert [position_ids(Chunks(), rank, seq_len=tokens, ranks=ranks) for rank in range(ranks)] == due
     for rank, shard in enumerate(due):
         size, offset = Shard.local_shard_size_and_offset(tokens, ranks, rank)
         assert list(range(offset, offset + size)) == shard
@@ -49,27 +49,27 @@ def test_chunks_are_those_of_torch_and_of_a_dtensor(tokens: int, ranks: int) -> 
 
 @given(layouts(), st.integers(1, 200), st.integers(1, 40))
 def test_the_inverse_undoes_the_permutation(layout: Layout, tokens: int, ranks: int) -> None:
-    order = permutation(layout, tokens=tokens, ranks=ranks)
-    inverse = inverse_permutation(layout, tokens=tokens, ranks=ranks)
+    order = permutation(layout, seq_len=tokens, ranks=ranks)
+    inverse = inverse_permutation(layout, seq_len=tokens, ranks=ranks)
     whole = [f"token {i}" for i in range(tokens)]
     sharded = [whole[p] for p in order]
     assert [sharded[i] for i in inverse] == whole
 
 
 def test_zigzag_gives_a_rank_one_run_from_each_end() -> None:
-    assert Zigzag().segments(1, tokens=80, ranks=4) == (range(10, 20), range(60, 70))
+    assert Zigzag().segments(1, seq_len=80, ranks=4) == (range(10, 20), range(60, 70))
 
 
 def test_segments_of_a_rank_without_tokens_are_none() -> None:
-    assert all(Zigzag().segments(rank, tokens=0, ranks=3) == () for rank in range(3))
-    assert Striped().segments(5, tokens=4, ranks=8) == ()
+    assert all(Zigzag().segments(rank, seq_len=0, ranks=3) == () for rank in range(3))
+    assert Striped().segments(5, seq_len=4, ranks=8) == ()
 
 
 @pytest.mark.parametrize("layout", [Zigzag(), Striped()])
 @pytest.mark.parametrize("ranks", [7, 16])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_causal_work_is_even_to_one_percent(layout: Layout, ranks: int, direction: str) -> None:
-    problem = Problem.self_attention(seq=4096 * ranks, heads=8, head_dim=64, ranks=ranks, mask=causal())
+    problem = Problem.self_attention(seq_len=4096 * ranks, heads=8, head_dim=64, ranks=ranks, mask=causal())
     for method in ("mesh", "ring"):
         plan = make_plan(problem, method=method, layout=layout, direction=direction)  # type: ignore[arg-type]
         assert imbalance(flops_by_rank(plan)) <= 0.01
@@ -77,7 +77,7 @@ def test_causal_work_is_even_to_one_percent(layout: Layout, ranks: int, directio
 
 def test_contiguous_causal_work_is_uneven() -> None:
     """So that the test above can fail."""
-    problem = Problem.self_attention(seq=4096 * 16, heads=8, head_dim=64, ranks=16, mask=causal())
+    problem = Problem.self_attention(seq_len=4096 * 16, heads=8, head_dim=64, ranks=16, mask=causal())
     assert imbalance(flops_by_rank(make_plan(problem, method="ring", layout=layout_named("contiguous")))) > 0.9
 
 
@@ -90,7 +90,7 @@ def test_an_unknown_layout_names_the_known_ones() -> None:
 def test_listed_layouts_read_back_and_cover_every_token_once(data: st.DataObject, tokens: int, ranks: int) -> None:
     layout = data.draw(listed(tokens, ranks))
     assert parse_layout(layout.text) == layout
-    assert sorted(permutation(layout, tokens=tokens, ranks=ranks)) == list(range(tokens))
+    assert sorted(permutation(layout, seq_len=tokens, ranks=ranks)) == list(range(tokens))
     both = Cached(layout, Zigzag())
     assert parse_layout(both.text) == both
     assert hash(parse_layout(both.text)) == hash(both)
@@ -113,7 +113,7 @@ def test_listed_layouts_that_leave_tokens_out_are_refused(shards: Any, complaint
 def test_a_listed_layout_is_of_one_length() -> None:
     layout = Listed(((range(4),), (range(4, 6),)))
     with pytest.raises(ProblemError, match="this listed layout was built for 6 tokens on 2 ranks"):
-        layout.segments(0, tokens=7, ranks=2)
+        layout.segments(0, seq_len=7, ranks=2)
 
 
 @pytest.mark.parametrize("text", ["listed(0:3", "listed(0-3)", "cached(zigzag)", "listed(0:3:0)", "spiral"])
@@ -125,5 +125,5 @@ def test_texts_that_are_no_layout_are_refused(text: str) -> None:
 def test_a_turn_puts_new_tokens_in_zigzag_after_cached_ones() -> None:
     problem = Problem(seq_q=8, seq_kv=24, heads=1, kv_heads=1, head_dim_qk=1, head_dim_v=1, ranks=2, mask=causal())
     queries, keys = (Turn().along(axis, problem) for axis in ("row", "col"))  # type: ignore[arg-type]
-    assert queries.segments(0, tokens=8, ranks=2) == (range(2), range(6, 8))
-    assert keys.segments(0, tokens=24, ranks=2) == (range(4), range(12, 18), range(22, 24))
+    assert queries.segments(0, seq_len=8, ranks=2) == (range(2), range(6, 8))
+    assert keys.segments(0, seq_len=24, ranks=2) == (range(4), range(12, 18), range(22, 24))

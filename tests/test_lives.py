@@ -37,7 +37,7 @@ q, k, v = (attention.shard(torch.randn(1, 1000, heads, 64)) for heads in (8, 2, 
 TUNING = (
     """
 from mesh_attention import Problem, causal, cluster_named, tune
-problem = Problem.self_attention(seq=65536, heads=8, kv_heads=4, head_dim=128, ranks=8, mask=causal())
+problem = Problem.self_attention(seq_len=65536, heads=8, kv_heads=4, head_dim=128, ranks=8, mask=causal())
 cluster = cluster_named("h100x8")
 """,
     'tune(problem, cluster, directions=("forward", "backward"))',

@@ -14,7 +14,7 @@ LINK = Costs(q=0.3, kv=0.3, do=0.3, o=0.3, dq=0.3, dkv=0.3)
 
 
 def steps_of(direction: Direction, mask: object, blocks_per_call: int) -> tuple[Step, ...]:
-    problem = Problem.self_attention(seq=16 * 64, heads=2, head_dim=4, ranks=16, mask=mask)  # type: ignore[arg-type]
+    problem = Problem.self_attention(seq_len=16 * 64, heads=2, head_dim=4, ranks=16, mask=mask)  # type: ignore[arg-type]
     options = {"tile": (4, 4), "layout": "striped", "blocks_per_call": blocks_per_call, "costs": LINK}
     return make_plan(problem, direction=direction, **options).program(5).steps  # type: ignore[arg-type]
 

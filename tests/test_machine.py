@@ -43,7 +43,7 @@ def ranks_on(*hosts: str, device: str = H200) -> list[Facts]:
 
 def problem_of(ranks: int, *, seq: int = 0, kv_heads: int = 8) -> Problem:
     seq = seq or 1024 * ranks
-    return Problem.self_attention(seq=seq, heads=16, kv_heads=kv_heads, head_dim=64, ranks=ranks, mask=causal())
+    return Problem.self_attention(seq_len=seq, heads=16, kv_heads=kv_heads, head_dim=64, ranks=ranks, mask=causal())
 
 
 # Hosts
@@ -213,7 +213,7 @@ def test_the_volume_based_choice_moves_the_fewest(
 ) -> None:
     mask = causal() if is_causal else window(100, 100)
     problem = Problem.self_attention(
-        seq=24 * 2 * ranks, heads=12, kv_heads=kv_heads, head_dim=8, ranks=ranks, dtype="float32", mask=mask
+        seq_len=24 * 2 * ranks, heads=12, kv_heads=kv_heads, head_dim=8, ranks=ranks, dtype="float32", mask=mask
     )
     layout = Zigzag() if is_causal else Contiguous()
     directions = DIRECTIONS if has_gradient else DIRECTIONS[:1]
@@ -240,13 +240,13 @@ def _payload(plan: object, rank: int) -> int:
 
 
 def test_a_volume_based_tie_goes_to_the_simpler() -> None:
-    two, four = (Problem.self_attention(seq=64, heads=4, head_dim=8, ranks=ranks) for ranks in (2, 4))
+    two, four = (Problem.self_attention(seq_len=64, heads=4, head_dim=8, ranks=ranks) for ranks in (2, 4))
     assert least_volume_choice(two, Zigzag(), DIRECTIONS[:1]) == Choice(ulysses_degree=1, layout=Zigzag())
     assert least_volume_choice(four, Zigzag(), DIRECTIONS) == Choice.parse("ulysses 4, zigzag, 2 waves of rows")
 
 
 def test_what_ulysses_keeps_is_not_counted_again() -> None:
-    asked = Problem.self_attention(seq=4096, heads=16, kv_heads=4, head_dim=8, ranks=4, mask=causal())
+    asked = Problem.self_attention(seq_len=4096, heads=16, kv_heads=4, head_dim=8, ranks=4, mask=causal())
     kept = Choice.parse("ulysses 4, zigzag, keep own, 2 waves of rows")
     assert least_volume_choice(asked, Zigzag(), DIRECTIONS) == Choice(ulysses_degree=1, layout=Zigzag())
     assert least_volume_choice(asked, Zigzag(), DIRECTIONS, may_keep=True) == kept

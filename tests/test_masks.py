@@ -74,7 +74,7 @@ def test_mask_text_reads_back(data: st.DataObject) -> None:
         (lambda: documents([0, 4, 8], [0, 8]), r"2 documents and cu_seqlens_k has 1"),
         (lambda: documents([0, 4], [0, 6]) & documents([0, 2, 4], [0, 3, 6]), r"alignment is ambiguous"),
         (
-            lambda: Problem.self_attention(seq=9, heads=1, head_dim=1, ranks=1, mask=documents([0, 4])),
+            lambda: Problem.self_attention(seq_len=9, heads=1, head_dim=1, ranks=1, mask=documents([0, 4])),
             r"cu_seqlens_q ends at 4 but the sequence has 9 tokens",
         ),
     ],

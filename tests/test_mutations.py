@@ -21,7 +21,7 @@ Steps = list[Step]
 
 
 def problem(ranks: int = 4, **changes: object) -> Problem:
-    base = Problem.self_attention(seq=16 * ranks, heads=4, head_dim=8, ranks=ranks, mask=causal())
+    base = Problem.self_attention(seq_len=16 * ranks, heads=4, head_dim=8, ranks=ranks, mask=causal())
     return replace(base, **changes)
 
 
@@ -579,7 +579,7 @@ def test_a_finish_that_comes_too_early_loses_a_partial() -> None:
 
 def test_ranks_that_pass_on_for_each_other_in_one_turn_make_a_circle() -> None:
     """Rings of inner rings under a mask that leaves out shards: each of two waits for the other's turn to be over."""
-    asked = Problem.self_attention(seq=64, heads=2, head_dim=8, ranks=4, mask=causal())
+    asked = Problem.self_attention(seq_len=64, heads=2, head_dim=8, ranks=4, mask=causal())
     moves = (*(Fetch("kv", offset) for offset in (1, 2, 3)), Meet((0,), (0,)), Meet((0,), (1, 2, 3)), Return("o", 0))
     plan = Plan(
         method="mesh",

@@ -9,7 +9,7 @@ from mesh_attention import Problem, Tile, causal, make_plan, rank_costs
 
 def problem(ranks: int, group_size: int = 1) -> Problem:
     return Problem.self_attention(
-        seq=1 << 20, heads=32, kv_heads=32 // group_size, head_dim=128, ranks=ranks, mask=causal()
+        seq_len=1 << 20, heads=32, kv_heads=32 // group_size, head_dim=128, ranks=ranks, mask=causal()
     )
 
 

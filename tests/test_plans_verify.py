@@ -57,7 +57,7 @@ def test_every_small_plan_is_right(ranks: int, group_size: int) -> None:
     tokens = 5 * ranks + 3
     for number, mask in enumerate(masks_for(tokens)):
         problem = Problem.self_attention(
-            seq=tokens, heads=8, kv_heads=8 // group_size, head_dim=4, ranks=ranks, mask=mask
+            seq_len=tokens, heads=8, kv_heads=8 // group_size, head_dim=4, ranks=ranks, mask=mask
         )
         for turn, tile in enumerate(tiles_of(ranks), start=number + ranks):
             is_each = group_size == 1 and ranks <= EXHAUSTIVE
@@ -74,7 +74,7 @@ def test_every_small_ulysses_product_is_right(ranks: int) -> None:
     tokens = 3 * ranks + 1
     for degree in (u for u in (2, 4, 8) if ranks % u == 0):
         for number, mask in enumerate(masks_for(tokens)):
-            problem = Problem.self_attention(seq=tokens, heads=16, kv_heads=8, head_dim=2, ranks=ranks, mask=mask)
+            problem = Problem.self_attention(seq_len=tokens, heads=16, kv_heads=8, head_dim=2, ranks=ranks, mask=mask)
             for turn, tile in enumerate(tiles_of(ranks // degree), start=number + degree):
                 for layout in layouts_in_turn(ranks, turn):
                     for direction in DIRECTIONS:
@@ -87,7 +87,7 @@ def test_every_small_ulysses_product_is_right(ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "tokens"), [(4, 5), (6, 8), (8, 11)])
 def test_plans_over_empty_shards_are_right(ranks: int, tokens: int, mask: Mask) -> None:
     """`torch.chunk` leaves the last ranks without tokens, in all rings and inner rings that pass by them."""
-    problem = Problem.self_attention(seq=tokens, heads=2, head_dim=2, ranks=ranks, mask=mask)
+    problem = Problem.self_attention(seq_len=tokens, heads=2, head_dim=2, ranks=ranks, mask=mask)
     made = refused = 0
     for tile in tiles_of(ranks):
         for inner in (Tile(rows, cols) for rows in divisors(tile.rows) for cols in divisors(tile.cols)):
@@ -108,7 +108,7 @@ def test_plans_over_empty_shards_are_right(ranks: int, tokens: int, mask: Mask) 
 def test_uniform_means_that_every_rank_needs_every_shard(layout: Layout) -> None:
     found = set()
     for ranks, more, mask in product(range(1, 9), (-1, 0, 1, 3), (full(), causal())):
-        problem = Problem.self_attention(seq=max(1, ranks + more), heads=2, head_dim=2, ranks=ranks, mask=mask)
+        problem = Problem.self_attention(seq_len=max(1, ranks + more), heads=2, head_dim=2, ranks=ranks, mask=mask)
         for tile in tiles_of(ranks):
             matrix = BlockMatrix(problem, layout, Assignment(tile))
             shards = [
@@ -140,7 +140,9 @@ def test_any_larger_plan_is_right(plan: Plan) -> None:
 def test_many_fetches_in_a_row_along_a_ring_make_no_circle(
     ranks: int, tile: tuple[int, int], blocks_per_call: int, direction: Direction
 ) -> None:
-    problem = Problem.self_attention(seq=4096 * ranks, heads=32, kv_heads=8, head_dim=128, ranks=ranks, mask=causal())
+    problem = Problem.self_attention(
+        seq_len=4096 * ranks, heads=32, kv_heads=8, head_dim=128, ranks=ranks, mask=causal()
+    )
     options = {"tile": tile, "direction": direction, "blocks_per_call": blocks_per_call}
     for partials in ("ring", "direct"):
         assert_right(make_plan(problem, route="ring", partials=partials, **options))

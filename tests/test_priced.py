@@ -176,7 +176,7 @@ def test_a_number_of_blocks_that_is_given_is_kept_to() -> None:
 @pytest.mark.parametrize("route", ["ring", "direct"])
 def test_cost_based_plans_are_right(mask: object, route: Route, direction: Direction) -> None:
     for ranks in (6, 12):
-        problem = Problem.self_attention(seq=60, heads=2, head_dim=4, ranks=ranks, mask=mask)  # type: ignore[arg-type]
+        problem = Problem.self_attention(seq_len=60, heads=2, head_dim=4, ranks=ranks, mask=mask)  # type: ignore[arg-type]
         for tile in tiles_of(ranks):
             for layout in ("contiguous", "zigzag", "striped"):
                 for link, keep in ((0.2, ()), (3.0, ("kv",))):
@@ -191,7 +191,7 @@ def test_two_engines_agree_on_cost_based_plans(
     rows: int, cols: int, ulysses: int, direction: Direction, costs: Costs
 ) -> None:
     ranks = rows * cols * ulysses
-    problem = Problem.self_attention(seq=64 * ranks, heads=4, head_dim=8, ranks=ranks, mask=causal())
+    problem = Problem.self_attention(seq_len=64 * ranks, heads=4, head_dim=8, ranks=ranks, mask=causal())
     plan = make_plan(problem, tile=(rows, cols), ulysses_degree=ulysses, direction=direction, costs=costs)
     cluster = replace(cluster_named(f"h100x{ranks}"), ranks_per_node=1, nics_per_node=1)
     at_once, by_events = simulate(plan, cluster), simulate(plan.unrolled(), cluster)
@@ -230,7 +230,7 @@ def test_a_gpu_behind_a_50_gb_link_comes_near_its_kernel(
     link = Link(gb_per_s=50, latency_us=10)
     cluster: Topology = replace(cluster_named("h200x256"), ranks_per_node=1, nics_per_node=1, between=link, inside=link)
     problem = Problem.self_attention(
-        seq=1 << 20, heads=32, kv_heads=kv_heads, head_dim=128, ranks=256, mask=causal(), dtype="bfloat16"
+        seq_len=1 << 20, heads=32, kv_heads=kv_heads, head_dim=128, ranks=256, mask=causal(), dtype="bfloat16"
     )
     plan = plan_on(cluster, problem, Choice.of(tile=tile, layout="zigzag"), direction)
     timeline = simulate(plan, cluster, priced_ranks=3)
@@ -239,7 +239,7 @@ def test_a_gpu_behind_a_50_gb_link_comes_near_its_kernel(
 
 def test_without_a_cluster_a_gpu_has_prices_of_calls_too() -> None:
     """About those of the preset: a plan that nobody tuned is not made of single blocks."""
-    problem = Problem.self_attention(seq=1 << 20, heads=32, kv_heads=8, head_dim=128, ranks=256, mask=causal())
+    problem = Problem.self_attention(seq_len=1 << 20, heads=32, kv_heads=8, head_dim=128, ranks=256, mask=causal())
     cluster = cluster_named("h200x256")
     for direction in DIRECTIONS:
         candidate = Choice.of(tile=(8, 32), layout="zigzag")

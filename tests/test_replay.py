@@ -23,7 +23,7 @@ from mesh_attention_lab.replay.transport import ReplayComm, SilentComm
 
 CPU = torch.device("cpu")
 PROBLEM = Problem.self_attention(
-    seq=64, heads=4, kv_heads=4, head_dim=8, ranks=4, batch=2, dtype="float32", mask=causal()
+    seq_len=64, heads=4, kv_heads=4, head_dim=8, ranks=4, batch=2, dtype="float32", mask=causal()
 )
 RANK = 2
 METHODS = ("ring", "mesh", "ulysses")

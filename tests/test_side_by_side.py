@@ -110,7 +110,7 @@ def test_our_own_kernels_do_not_find_the_stand_in() -> None:
 
 
 def test_every_choice_of_method_degree_and_tile_is_named_once() -> None:
-    problem = Problem.self_attention(seq=1024, heads=16, kv_heads=4, head_dim=8, ranks=16, mask=causal())
+    problem = Problem.self_attention(seq_len=1024, heads=16, kv_heads=4, head_dim=8, ranks=16, mask=causal())
     names = choice_names(16, 4)
     resolved = {Choice.parse(name.removeprefix("ours, ")).resolved(problem, "forward") for name in names}
     assert len(names) == len(resolved) == 2 * (5 + 4 + 3)

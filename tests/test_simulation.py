@@ -46,7 +46,7 @@ def topology(ranks: int, *, ranks_per_node: int = 1, nics: int | None = None, **
 
 
 def problem(ranks: int, *, seq: int = 1024, **changes: object) -> Problem:
-    made = Problem.self_attention(seq=seq, heads=4, head_dim=64, ranks=ranks)
+    made = Problem.self_attention(seq_len=seq, heads=4, head_dim=64, ranks=ranks)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 

@@ -20,9 +20,9 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def example(name: str) -> Plan:
-    problem = Problem.self_attention(seq=4096, heads=8, kv_heads=2, head_dim=64, ranks=6, mask=causal())
+    problem = Problem.self_attention(seq_len=4096, heads=8, kv_heads=2, head_dim=64, ranks=6, mask=causal())
     packed = Problem.self_attention(
-        seq=4096, heads=8, kv_heads=2, head_dim=64, ranks=4, mask=documents([0, 1000, 4096]) & window(512, 0)
+        seq_len=4096, heads=8, kv_heads=2, head_dim=64, ranks=4, mask=documents([0, 1000, 4096]) & window(512, 0)
     )
     return {
         "mesh-2x3-forward": make_plan(problem, tile=(2, 3), route="ring", partials="ring"),
@@ -46,8 +46,8 @@ def test_every_plan_reads_back_from_its_text(plan: Plan) -> None:
     ("assignment", "text"),
     [
         (Assignment(Tile(4, 8)), "4x8"),
-        (Assignment(Tile(4, 8), ulysses=2), "2·4x8"),
-        (Assignment(Tile(4, 8), ulysses=2, inner=Tile(2, 4)), "2·4x8 inner 2x4"),
+        (Assignment(Tile(4, 8), ulysses_degree=2), "2·4x8"),
+        (Assignment(Tile(4, 8), ulysses_degree=2, inner=Tile(2, 4)), "2·4x8 inner 2x4"),
     ],
 )
 def test_an_assignment_reads_as_degree_tile_and_inner_tile(assignment: Assignment, text: str) -> None:
@@ -66,7 +66,10 @@ def test_digests_tell_plans_apart_and_forget_nothing(plan: Plan) -> None:
     assert plan.digest == parse_plan(str(plan)).digest
     assert plan.digest != plan.unrolled().digest
     longer = Problem(**{name: getattr(plan.problem, name) for name in plan.problem.__slots__} | {"batch": 3})
-    assert make_plan(longer, tile=plan.assignment.tile, ulysses_degree=plan.assignment.ulysses).digest != plan.digest
+    assert (
+        make_plan(longer, tile=plan.assignment.tile, ulysses_degree=plan.assignment.ulysses_degree).digest
+        != plan.digest
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from mesh_attention_lab.rivals import startrail_degrees, startrail_units
 
 
 def problem(ranks: int, *, seq: int = 1 << 18, heads: int = 32, kv_heads: int = 8, **changes: object) -> Problem:
-    made = Problem.self_attention(seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128, ranks=ranks, mask=causal())
+    made = Problem.self_attention(seq_len=seq, heads=heads, kv_heads=kv_heads, head_dim=128, ranks=ranks, mask=causal())
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -106,7 +106,7 @@ def test_the_plans_of_the_choice_are_right_and_take_what_was_forecast() -> None:
 @pytest.mark.parametrize("tokens", [3, 11])
 def test_ranks_without_tokens_are_tuned_for(tokens: int, mask: Mask) -> None:
     """`torch.chunk` leaves the last of eight ranks empty."""
-    problem = Problem.self_attention(seq=tokens, heads=8, head_dim=64, ranks=8, mask=mask)
+    problem = Problem.self_attention(seq_len=tokens, heads=8, head_dim=64, ranks=8, mask=mask)
     topology = cluster_named("h100x256").with_ranks(8)
     chosen = tune(problem, topology, directions=DIRECTIONS, layout="chunks").chosen
     for plan in tuned_plans(problem, topology, chosen).values():
@@ -245,7 +245,7 @@ def test_no_plan_with_even_work_moves_less_than_the_bound(plan: object) -> None:
     received = sum(sum(b.payload for b in cost.received.values()) for cost in costs) / len(costs)
     least = limits(asked, direction)
     assert received >= least.received_nbytes * (1 - 1e-9)
-    if plan.assignment.ulysses == 1:  # type: ignore[attr-defined]
+    if plan.assignment.ulysses_degree == 1:  # type: ignore[attr-defined]
         assert received >= least.whole_heads_nbytes * (1 - 1e-9)
     assert flops[0] == pytest.approx(least.flops)
 
@@ -539,7 +539,7 @@ def test_both_passes_have_one_choice_if_it_is_about_as_fast() -> None:
 
 
 def problem_of(ranks: int) -> Problem:
-    return Problem.self_attention(seq=4096 * ranks, heads=32, kv_heads=8, head_dim=128, ranks=ranks, mask=causal())
+    return Problem.self_attention(seq_len=4096 * ranks, heads=32, kv_heads=8, head_dim=128, ranks=ranks, mask=causal())
 
 
 def test_on_many_ranks_few_are_simulated_and_the_choice_is_about_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -562,7 +562,9 @@ def test_tiles_of_the_fewest_bytes_and_one_of_every_family_are_left() -> None:
     every = list(shapes(asked, cluster, layout=Zigzag()))
     kept = of_fewest_bytes(every, asked, DIRECTIONS)
     assert {choice.family for choice in kept} == {choice.family for choice in every}
-    tiles_of_every, tiles = (Counter((c.assignment.ulysses, c.assignment.tile) for c in of) for of in (every, kept))
+    tiles_of_every, tiles = (
+        Counter((c.assignment.ulysses_degree, c.assignment.tile) for c in of) for of in (every, kept)
+    )
     full = [tile for tile, number in tiles.items() if number == tiles_of_every[tile]]
     assert len(full) == MOST_TILES
     assert len(kept) < len(every)
@@ -573,7 +575,7 @@ def test_tiles_of_the_fewest_bytes_and_one_of_every_family_are_left() -> None:
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 def test_the_pairs_of_one_place_are_those_of_all_counted_at_once(layout: str) -> None:
-    asked = Problem.self_attention(seq=32 * 100 + 7, heads=8, kv_heads=8, head_dim=64, ranks=32, mask=causal())
+    asked = Problem.self_attention(seq_len=32 * 100 + 7, heads=8, kv_heads=8, head_dim=64, ranks=32, mask=causal())
     for text in ("mesh 4x8", "ulysses 2 + mesh 2x8", "ring 1x32", "mesh 4x8, inner 2x4"):
         choice = Choice.parse(f"{text}, {layout}")
         assert choice.layout is not None

@@ -150,7 +150,7 @@ def test_every_mask_is_prepared_even_where_a_call_like_it_was_made_before(log: l
 
 
 def test_ranks_connect_with_all_that_a_pass_has_to_do_with() -> None:
-    problem = Problem.self_attention(seq=96, heads=4, head_dim=8, ranks=6, mask=causal())
+    problem = Problem.self_attention(seq_len=96, heads=4, head_dim=8, ranks=6, mask=causal())
     for options in ({"tile": (2, 3)}, {"method": "ring", "route": "ring"}, {"tile": (1, 3), "ulysses_degree": 2}):
         for direction in DIRECTIONS:
             plan = make_plan(problem, direction=direction, **options)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from mesh_attention.planning.costs import even_costs
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.verification.rules import check
 
-LONG = Problem.self_attention(seq=2**17, heads=32, kv_heads=32, head_dim=128, ranks=16, mask=causal())
+LONG = Problem.self_attention(seq_len=2**17, heads=32, kv_heads=32, head_dim=128, ranks=16, mask=causal())
 
 
 @given(plans(max_ranks=8))
@@ -27,7 +27,7 @@ def test_waves_move_the_bytes_and_do_the_work_of_one(plan: Plan) -> None:
     choice = Choice(
         method=plan.method,  # type: ignore[arg-type]
         tile=plan.assignment.tile,
-        ulysses_degree=plan.assignment.ulysses,
+        ulysses_degree=plan.assignment.ulysses_degree,
         inner=plan.assignment.inner,
         layout=plan.layout,
         route=plan.schedule.route,
@@ -77,7 +77,7 @@ def test_in_the_last_wave_a_rank_finishes_its_own_rows_last() -> None:
 @pytest.mark.parametrize("text", ["ulysses 4, 2 waves of rows", "ulysses 2 + mesh 2x1, 2 waves", "ulysses 4, keep own"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_lost_or_swapped_exchange_is_noticed(text: str, direction: str) -> None:
-    problem = Problem.self_attention(seq=64, heads=8, kv_heads=8, head_dim=4, ranks=4, mask=causal())
+    problem = Problem.self_attention(seq_len=64, heads=8, kv_heads=8, head_dim=4, ranks=4, mask=causal())
     plan = make_plan(problem, text, direction=direction).unrolled()  # type: ignore[arg-type]
     assert not check(plan)
     assert plan.programs is not None
@@ -131,5 +131,5 @@ def test_without_prices_transfers_take_no_longer_than_compute() -> None:
         grid = Choice.parse(text).resolved(small, "forward").assignment
         costs = even_costs(small, grid, "forward")
         rows, cols = grid.tile.rows, grid.tile.cols
-        traded = (costs.q + costs.kv + costs.o) * (1 - 1 / grid.ulysses)
+        traded = (costs.q + costs.kv + costs.o) * (1 - 1 / grid.ulysses_degree)
         assert (costs.q + costs.o) * (rows - 1) + costs.kv * (cols - 1) + traded == pytest.approx(rows * cols)

@@ -127,7 +127,7 @@ def _sent_abroad(plan: Plan, rank: int, ranks_per_node: int) -> int:
 
 def shape_of(plans: Sequence[Plan]) -> str:
     """The grid, as '4 × 2x2' under Ulysses degree 4; of both passes where they differ."""
-    grids = [(plan.assignment.ulysses, plan.assignment.tile) for plan in plans]
+    grids = [(plan.assignment.ulysses_degree, plan.assignment.tile) for plan in plans]
     return ", ".join(dict.fromkeys(_grid(ulysses, tile) for ulysses, tile in grids))
 
 

@@ -140,7 +140,7 @@ def own_tensors(job: Job, folder: Path, attention: MeshAttention) -> tuple[list[
     They go through a file: over the emulated network they would take longer than all the rest.
     """
     path, problem = folder / "tensors.pt", job.problem(attention.ranks)
-    if attention.comms[0].rank == 0:
+    if attention.rank == 0:
         torch.set_num_threads(os.cpu_count() or 1)
         inputs = make_inputs(problem)
         torch.save([inputs, single_process_attention(problem, inputs)], path)
@@ -150,7 +150,7 @@ def own_tensors(job: Job, folder: Path, attention: MeshAttention) -> tuple[list[
 
     def own(whole: Tensor) -> Tensor:
         axis: Axis = "row" if whole.shape[1] == problem.seq_q else "col"
-        layout, rank = layout_of(problem).along(axis, problem), attention.comms[0].rank
+        layout, rank = layout_of(problem).along(axis, problem), attention.rank
         return sharding.shard(whole, layout, rank, ranks=attention.ranks).clone()
 
     (q, k, v, d_out), truth = ([own(whole) for whole in tensors] for tensors in wholes)

@@ -145,7 +145,7 @@ def _planners_tile(ranks: int, group_size: int) -> object:
 
 def _problem(ranks: int, group_size: int = 1) -> Problem:
     return Problem.self_attention(
-        seq=SEQ, heads=HEADS, kv_heads=HEADS // group_size, head_dim=HEAD_DIM, ranks=ranks, mask=causal()
+        seq_len=SEQ, heads=HEADS, kv_heads=HEADS // group_size, head_dim=HEAD_DIM, ranks=ranks, mask=causal()
     )
 
 
@@ -166,7 +166,7 @@ def attention2d_speedup(name: str, ranks_per_node: int) -> float:
 
 
 def _time_s(method: str, seq: int, topology: Topology) -> float:
-    problem = Problem.self_attention(seq=seq, heads=GPT3_HEADS, head_dim=128, ranks=topology.ranks, mask=causal())
+    problem = Problem.self_attention(seq_len=seq, heads=GPT3_HEADS, head_dim=128, ranks=topology.ranks, mask=causal())
     total = 0.0
     for direction in DIRECTIONS:
         if method == "ring":

@@ -52,7 +52,7 @@ Measured = Mapping[Run, Mapping[Direction, Seconds]]
 
 
 def scaling_problem(run: Run) -> Problem:
-    return Problem.self_attention(seq=run.seq, heads=32, head_dim=128, ranks=run.ranks, mask=causal())
+    return Problem.self_attention(seq_len=run.seq, heads=32, head_dim=128, ranks=run.ranks, mask=causal())
 
 
 def run_experiments(cluster: Topology, *, on_progress: Report | None = None) -> Measured:

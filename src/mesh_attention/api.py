@@ -45,7 +45,7 @@ from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.registry import Planner, StatedStrategy
 from mesh_attention.session.session import Session
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.tune import check_memory
+from mesh_attention.tuning.tune import check_memory_limit
 from mesh_attention.verification.rules import BrokenPlanError, verify
 
 TensorFormat = Literal["bshd", "bhsd"]
@@ -117,7 +117,7 @@ class MeshAttention:
         if memory_limit is not None:
             if cluster is None:
                 raise UsageError("memory_limit= needs cluster=, because it is the tuner that keeps to it")
-            check_memory(memory_limit)
+            check_memory_limit(memory_limit)
         strategy: StatedStrategy | TunedStrategy
         if decided:
             strategy = StatedStrategy(choice, costs=costs, planner=planner, prove=prove)
@@ -297,7 +297,7 @@ class MeshAttention:
     def position_ids(self, seq_len: int, *, device: torch.device | None = None) -> Any:
         """The position in the whole sequence of each of this rank's tokens (in a local group: a list, one per rank)."""
         ids = [
-            sharding.position_ids(self.layout, comm.rank, tokens=seq_len, ranks=self.ranks, device=device)
+            sharding.position_ids(self.layout, comm.rank, seq_len=seq_len, ranks=self.ranks, device=device)
             for comm in self.comms
         ]
         return ids if self.is_local else ids[0]

@@ -43,7 +43,7 @@ class Problem:
     def self_attention(
         cls,
         *,
-        seq: int,
+        seq_len: int,
         heads: int,
         head_dim: int,
         ranks: int,
@@ -54,8 +54,8 @@ class Problem:
     ) -> Problem:
         """The usual case: queries and keys of one sequence, one head size."""
         return cls(
-            seq_q=seq,
-            seq_kv=seq,
+            seq_q=seq_len,
+            seq_kv=seq_len,
             heads=heads,
             kv_heads=heads if kv_heads is None else kv_heads,
             head_dim_qk=head_dim,

@@ -154,7 +154,7 @@ def _row(plan: Plan, costs: list[RankCosts], *, is_this_plan: bool) -> Row:
     worst: dict[str, Any] = {name: max(getattr(cost, name) for cost in costs) for name in counted}
     return Row(
         method=plan.method,
-        ulysses=plan.assignment.ulysses,
+        ulysses=plan.assignment.ulysses_degree,
         tile=str(plan.assignment.tile),
         is_this_plan=is_this_plan,
         imbalance=imbalance(cost.flops for cost in costs),

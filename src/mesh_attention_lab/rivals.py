@@ -48,21 +48,22 @@ def startrail(tuning: Tuning, problem: Problem, topology: Topology, *, memory_li
     """The bound of its best degree, one for both passes; None where there is none that fits, or for many ranks."""
     layout = next(iter(tuning.chosen.choices.values())).layout or default_layout(problem)
     candidates = [
-        c for c in shapes(problem, topology, layout=layout) if not c.is_collective and c.assignment.ulysses == 1
+        c for c in shapes(problem, topology, layout=layout) if not c.is_collective and c.assignment.ulysses_degree == 1
     ]
     is_uniform = not candidates or BlockMatrix(problem, layout, candidates[0].assignment).is_uniform
     if is_uniform and problem.ranks >= MANY_RANKS:
         return None
-    limit_nbytes = topology.device.memory_gib * GIB if memory_limit is None else memory_limit
+    if memory_limit is None:
+        memory_limit = topology.device.memory_gib * GIB
     searches: dict[Direction, PassSearch] = {}
     for direction in tuning.chosen.choices:
-        search = PassSearch(problem, topology, direction, effort(problem.ranks), limit_nbytes, lambda doing, done: None)
+        search = PassSearch(problem, topology, direction, effort(problem.ranks), memory_limit, lambda doing, done: None)
         search.priced_ranks = PRICED_RANKS_AT_LAST if is_uniform else problem.ranks
         search.tried = {trial.choices[direction]: trial.forecasts[direction] for trial in tuning.trials}
         searches[direction] = search
     bounds = [_bound(choices, searches) for choices in _most_promising(candidates, searches)]
     fitting = [
-        bound for bound in bounds if all(forecast.peak_nbytes <= limit_nbytes for forecast in bound.forecasts.values())
+        bound for bound in bounds if all(forecast.peak_nbytes <= memory_limit for forecast in bound.forecasts.values())
     ]
     best = min(fitting, key=lambda bound: bound.time_s, default=None)
     return None if best is None else replace(best, reason=why_not(best, tuning.chosen, NEAR_TIE))
@@ -92,7 +93,7 @@ def _bound(choices: Mapping[Direction, Choice], searches: Mapping[Direction, Pas
         search, tile = searches[direction], choice.assignment.tile
         for blocks in (None, choice.blocks_per_call):
             search.simulate(replace(choice, blocks_per_call=blocks))
-        same = [c for c in search.tried if (c.assignment.tile, c.assignment.ulysses) == (tile, 1) and not c.keep]
+        same = [c for c in search.tried if (c.assignment.tile, c.assignment.ulysses_degree) == (tile, 1) and not c.keep]
         fastest[direction] = min(same, key=lambda c, tried=search.tried: tried[c].time_s)  # type: ignore[misc]
     forecasts = {direction: searches[direction].tried[choice] for direction, choice in fastest.items()}
     return Bound(family=STARTRAIL, choices=fastest, forecasts=forecasts)

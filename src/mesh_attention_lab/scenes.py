@@ -30,7 +30,9 @@ TRACE = "trace.json"
 
 
 def method_name(plan: Plan) -> str:
-    return f"ulysses × {plan.method}" if plan.assignment.ulysses > 1 and plan.method != "ulysses" else plan.method
+    return (
+        f"ulysses × {plan.method}" if plan.assignment.ulysses_degree > 1 and plan.method != "ulysses" else plan.method
+    )
 
 
 def scene_of(

@@ -54,7 +54,7 @@ class Sweeper:
     problem: Problem
     topology: Topology
     tuning: Tuning
-    limit_nbytes: float
+    memory_limit: float
     tune_at: TuneAt
     report: Report
 
@@ -95,9 +95,9 @@ class Sweeper:
         """Every tile at the Ulysses degree that was chosen, for forward if the passes differ."""
         chosen = self.tuning.chosen.choices
         first = next(iter(chosen.values()))
-        degree = first.assignment.ulysses
+        degree = first.assignment.ulysses_degree
         all_shapes = shapes(self.problem, self.topology, layout=first.layout or default_layout(self.problem))
-        candidates = [choice for choice in all_shapes if choice.assignment.ulysses == degree]
+        candidates = [choice for choice in all_shapes if choice.assignment.ulysses_degree == degree]
         tiles = tiles_of(self.problem.ranks // degree)
         points: list[ChartPoint] = []
         left_out: list[str] = []
@@ -106,7 +106,7 @@ class Sweeper:
             is_collective = method == "attention2d"
             same = [c for c in candidates if c.tile == tile and c.is_collective == is_collective]
             forecasts = [self._fastest(same, direction) for direction in chosen]
-            fitting = [f for f in forecasts if f is not None and f.peak_nbytes <= self.limit_nbytes]
+            fitting = [f for f in forecasts if f is not None and f.peak_nbytes <= self.memory_limit]
             if len(fitting) == len(forecasts):
                 time_s, exposed_s = sum(f.time_s for f in fitting), sum(f.exposed_s for f in fitting)
                 points.append(ChartPoint(method=method, x=str(tile), time_s=time_s, exposed_s=exposed_s))

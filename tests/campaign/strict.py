@@ -274,7 +274,7 @@ def _home(plan: Plan, kind: str, rank: int) -> list[int]:
     """The positions one rank is home to."""
     problem = plan.problem
     tokens = problem.seq_kv if kind in ("kv", "dkv") else problem.seq_q
-    return position_ids(plan.layout, rank, tokens=tokens, ranks=problem.ranks)
+    return position_ids(plan.layout, rank, seq_len=tokens, ranks=problem.ranks)
 
 
 def _drive(
@@ -336,7 +336,7 @@ def _kept_groups(
             continue
         segments = sorted((s for item in group for s in matrix.positions(item)), key=lambda s: s.start)
         heads = (plan.problem.heads if group[0].kind == "q" else plan.problem.kv_heads) // assignment.head_shares
-        first = assignment.head_slice(rank) * (assignment.head_shares // assignment.ulysses)
+        first = assignment.head_slice(rank) * (assignment.head_shares // assignment.ulysses_degree)
         first = (first + (group[0].part if assignment.cut == "heads" else 0)) * heads
         positions = [position for segment in segments for position in segment]
         found.append((group, _fields(truth, group[0].kind, positions, slice(first, first + heads))))

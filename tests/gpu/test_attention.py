@@ -297,7 +297,7 @@ def test_memory_is_what_the_plan_states(name: str, kv_heads: int, direction: Dir
     options = PLANNERS[name]
     ranks = 16 if name != "ulysses" else 8
     problem = Problem.self_attention(
-        seq=ranks * 2048, heads=32, kv_heads=kv_heads, head_dim=128, ranks=ranks, mask=causal(), dtype="bfloat16"
+        seq_len=ranks * 2048, heads=32, kv_heads=kv_heads, head_dim=128, ranks=ranks, mask=causal(), dtype="bfloat16"
     )
     plan = make_plan(problem, direction=direction, layout="zigzag", **options)
     actor = Actor(plan, ranks // 2, device=CUDA)

@@ -157,7 +157,7 @@ each_kernel = pytest.mark.parametrize(
 )
 def test_conformance(kernel: Kernel, dtype: torch.dtype, conforms: Check) -> None:
     need(kernel, dtype, (64, 64))
-    conforms(kernel, Setting(device=DEVICE, dtype=dtype, head_dim=64, head_dim_v=128, seq=100))
+    conforms(kernel, Setting(device=DEVICE, dtype=dtype, head_dim=64, head_dim_v=128, seq_len=100))
 
 
 @pytest.mark.parametrize(

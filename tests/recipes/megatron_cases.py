@@ -220,7 +220,7 @@ def check_order() -> None:
             group = SimpleNamespace(size=lambda ranks=ranks: ranks, rank=lambda rank=rank: rank)
             seq = 2 * ranks * 5
             theirs = get_batch_on_this_cp_rank({"ids": torch.arange(seq)[None]}, group)["ids"][0]
-            assert theirs.tolist() == position_ids(Zigzag(), rank, tokens=seq, ranks=ranks)
+            assert theirs.tolist() == position_ids(Zigzag(), rank, seq_len=seq, ranks=ranks)
             cuts = torch.tensor([0, 4 * ranks, 10 * ranks, 10 * ranks, 12 * ranks])
             positions = torch.arange(12 * ranks)
             due = [

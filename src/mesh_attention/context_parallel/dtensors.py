@@ -127,7 +127,7 @@ def ranks_of(attention: MeshAttention) -> list[int] | None:
 def _check_layout(attention: MeshAttention, tokens: int) -> None:
     ranks, layout = attention.ranks, attention.layout
     for rank in range(ranks):
-        if layout.segments(rank, tokens=tokens, ranks=ranks) != Chunks().segments(rank, tokens=tokens, ranks=ranks):
+        if layout.segments(rank, seq_len=tokens, ranks=ranks) != Chunks().segments(rank, seq_len=tokens, ranks=ranks):
             raise UsageError(
                 f"DTensors of {tokens} tokens over {ranks} ranks are sharded like torch.chunk, but the MeshAttention "
                 f'expects a {layout.name} layout; make it with layout="chunks"'

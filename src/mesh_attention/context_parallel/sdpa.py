@@ -114,10 +114,10 @@ class WholeLengths:
     def __init__(self, attention: MeshAttention, lengths: Iterable[int]) -> None:
         self.ranks, layout = attention.ranks, attention.layout
         parts = {
-            n: [sum(map(len, layout.segments(rank, tokens=n, ranks=self.ranks))) for rank in range(self.ranks)]
+            n: [sum(map(len, layout.segments(rank, seq_len=n, ranks=self.ranks))) for rank in range(self.ranks)]
             for n in sorted(set(lengths))
         }
-        own = attention.comms[0].rank
+        own = attention.rank
         self._wholes = {part[own]: n for n, part in parts.items()}
         # Every rank gets the same answer, no matter on which rank the parts coincide.
         self._alike = {

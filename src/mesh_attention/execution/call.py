@@ -239,7 +239,7 @@ def _shard_sizes(call: Call, ranks: int) -> Callable[[int], dict[str, int]]:
     sides: tuple[tuple[str, Axis, int], ...] = (("q", "row", problem.seq_q), ("kv", "col", problem.seq_kv))
     layouts = [(name, call.layout.along(axis, problem), tokens) for name, axis, tokens in sides]
     return lambda rank: {
-        name: sum(map(len, layout.segments(rank, tokens=tokens, ranks=ranks))) for name, layout, tokens in layouts
+        name: sum(map(len, layout.segments(rank, seq_len=tokens, ranks=ranks))) for name, layout, tokens in layouts
     }
 
 

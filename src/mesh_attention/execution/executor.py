@@ -280,10 +280,10 @@ class Executor:
             fields = self.outputs[item.kind] = self.new_output(item.kind)
             self.meter.take(sum(tensor.nbytes for tensor in fields.values()))
         fields = self.outputs[item.kind]
-        return self._heads(fields, 0, item.part) if self.assignment.ulysses == 1 else fields
+        return self._heads(fields, 0, item.part) if self.assignment.ulysses_degree == 1 else fields
 
     def _at_home(self, kind: Kind, part: int) -> Fields:
-        return self._heads(self.inputs[kind], 0, part) if self.assignment.ulysses == 1 else self.inputs[kind]
+        return self._heads(self.inputs[kind], 0, part) if self.assignment.ulysses_degree == 1 else self.inputs[kind]
 
     def _post_turn(self, turn: Sequence[Step]) -> None:
         sends = [step for step in turn if isinstance(step, Send)]
@@ -340,7 +340,7 @@ class Executor:
         shares = self.assignment.head_shares
         if shares == 1:
             return fields
-        at = head_slice if shares == self.assignment.ulysses else head_slice * self.assignment.waves + part
+        at = head_slice if shares == self.assignment.ulysses_degree else head_slice * self.assignment.waves + part
         return {name: t.narrow(1, at * (t.shape[1] // shares), t.shape[1] // shares) for name, t in fields.items()}
 
     def _exchange_chunks(self, piece: Exchanged, whole: Item, staging: Buffer) -> list[Tensor]:

@@ -16,21 +16,21 @@ from mesh_attention.session.agreement import Question, find_difference
 from mesh_attention.session.session import Session
 
 
-def position_ids(layout: Layout, rank: int, *, tokens: int, ranks: int, device: torch.device | None = None) -> Tensor:
+def position_ids(layout: Layout, rank: int, *, seq_len: int, ranks: int, device: torch.device | None = None) -> Tensor:
     """The position in the whole sequence of each of a rank's tokens."""
     try:
-        count = index(tokens)
+        count = index(seq_len)
     except TypeError:
         count = -1
     if count < 0:
-        raise ProblemError(f"seq_len={tokens!r}: expected a whole number of at least 0")
-    return torch.tensor(positions(layout, rank, tokens=count, ranks=ranks), dtype=torch.long, device=device)
+        raise ProblemError(f"seq_len={seq_len!r}: expected a whole number of at least 0")
+    return torch.tensor(positions(layout, rank, seq_len=count, ranks=ranks), dtype=torch.long, device=device)
 
 
 def shard(whole: Tensor, layout: Layout, rank: int, *, ranks: int, dim: int = 1) -> Tensor:
     """A rank's tokens of a whole sequence; differentiable."""
     check_shard(whole, dim)
-    ids = position_ids(layout, rank, tokens=whole.shape[dim], ranks=ranks, device=whole.device)
+    ids = position_ids(layout, rank, seq_len=whole.shape[dim], ranks=ranks, device=whole.device)
     return whole.index_select(dim, ids)
 
 
@@ -75,7 +75,7 @@ def join_shards(shards: Sequence[Tensor], layout: Layout, *, dim: int = 1) -> Te
         raise ProblemError(f"shards differ: {difference}")
     lengths = [shard.shape[dim] for shard in shards]
     _check_lengths(lengths, layout)
-    order = torch.tensor(inverse_permutation(layout, tokens=sum(lengths), ranks=len(shards)), device=shards[0].device)
+    order = torch.tensor(inverse_permutation(layout, seq_len=sum(lengths), ranks=len(shards)), device=shards[0].device)
     return torch.cat(list(shards), dim).index_select(dim, order)
 
 
@@ -96,6 +96,6 @@ def _form(shard: Tensor, dim: int) -> dict[str, str]:
 
 def _check_lengths(lengths: Sequence[int], layout: Layout) -> None:
     ranks = len(lengths)
-    due = [len(positions(layout, rank, tokens=sum(lengths), ranks=ranks)) for rank in range(ranks)]
+    due = [len(positions(layout, rank, seq_len=sum(lengths), ranks=ranks)) for rank in range(ranks)]
     if list(lengths) != due:
         raise ProblemError(f"ranks hold {list(lengths)} tokens; expected {due}, the shards of a {layout.name} sequence")

@@ -168,7 +168,7 @@ def packed_indices(cu_seqlens: Tensor, group: ProcessGroup | None = None) -> Ten
     """
     group = parallel_state.get_context_parallel_group() if group is None else group
     layout = _packed_layout(_numbers("cu_seqlens", cu_seqlens), group.size())
-    ids = position_ids(layout, group.rank(), tokens=layout.tokens, ranks=group.size())
+    ids = position_ids(layout, group.rank(), seq_len=layout.seq_len, ranks=group.size())
     return torch.tensor(ids, device=cu_seqlens.device)
 
 
@@ -205,7 +205,7 @@ def _packed_layout(cuts: tuple[int, ...], ranks: int) -> Listed:
         )
 
     def shard(rank: int) -> Any:
-        documents = (shifted(Zigzag().segments(rank, tokens=b - a, ranks=ranks), a) for a, b in pairwise(cuts))
+        documents = (shifted(Zigzag().segments(rank, seq_len=b - a, ranks=ranks), a) for a, b in pairwise(cuts))
         return join(chain.from_iterable(documents))
 
     return Listed(tuple(map(shard, range(ranks))))

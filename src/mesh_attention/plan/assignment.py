@@ -81,7 +81,7 @@ class Assignment:
     """A grid of tiles, times a Ulysses degree, in waves."""
 
     tile: Tile
-    ulysses: int = 1
+    ulysses_degree: int = 1
     inner: Tile | None = None
     waves: int = 1
     cut: Cut = "heads"
@@ -106,7 +106,7 @@ class Assignment:
 
     def __str__(self) -> str:
         """4x8; with Ulysses 2·4x8; with an inner tile 4x8 inner 2x4; 4x8 in 2 waves."""
-        ulysses = f"{self.ulysses}·" if self.ulysses > 1 else ""
+        ulysses = f"{self.ulysses_degree}·" if self.ulysses_degree > 1 else ""
         inner = f" inner {self.inner}" if self.inner is not None else ""
         return f"{ulysses}{self.tile}{inner}" + (f" in {self.waves_text}" if self.waves > 1 else "")
 
@@ -120,23 +120,23 @@ class Assignment:
         return self.tile.rows * self.tile.cols
 
     def place(self, rank: int) -> int:
-        return rank // self.ulysses
+        return rank // self.ulysses_degree
 
     def head_slice(self, rank: int) -> int:
         """Index of the slice of the heads that a rank computes, below `ulysses`."""
-        return rank % self.ulysses
+        return rank % self.ulysses_degree
 
     def rank(self, place: int, *, head_slice: int) -> int:
-        return place * self.ulysses + head_slice
+        return place * self.ulysses_degree + head_slice
 
     def ulysses_group(self, rank: int) -> range:
-        start = self.place(rank) * self.ulysses
-        return range(start, start + self.ulysses)
+        start = self.place(rank) * self.ulysses_degree
+        return range(start, start + self.ulysses_degree)
 
     @property
     def head_shares(self) -> int:
         """Shares into which the heads are divided. A whole item has one of them."""
-        return self.ulysses * (self.waves if self.cut == "heads" else 1)
+        return self.ulysses_degree * (self.waves if self.cut == "heads" else 1)
 
     def parts(self, axis: Axis) -> range:
         """The parts of a shard: of its heads, or of its rows."""
@@ -154,20 +154,20 @@ class Assignment:
 
     def members(self, axis: Axis, place: int, part: int) -> range:
         """The ranks whose tokens a part of a place's shard has."""
-        start = place * self.ulysses
+        start = place * self.ulysses_degree
         if self.cut == "heads" or axis == "col":
-            return range(start, start + self.ulysses)
+            return range(start, start + self.ulysses_degree)
         return range(start + part * self._block, start + (part + 1) * self._block)
 
     def staged_pieces(self, axis: Axis, wave: int) -> int:
         """Number of pieces of a rank's own tokens that an exchange sends, or brings back, in a wave."""
         if self.cut == "heads" or axis == "col":
-            return self.ulysses - 1
+            return self.ulysses_degree - 1
         return self._block - (wave == 0)
 
     @property
     def _block(self) -> int:
-        return self.ulysses // self.waves
+        return self.ulysses_degree // self.waves
 
     def group(self, axis: Axis, place: int) -> Sequence[int]:
         """The places that share a tile row (its Q group) or a tile column (its KV group), in order."""
@@ -248,7 +248,7 @@ def _members(assignment: Assignment, axis: Axis, place: int) -> tuple[int, ...]:
 
 def check_assignment(assignment: Assignment, problem: Problem) -> None:
     """Raise when the assignment does not fit the ranks or the heads of a problem."""
-    ulysses, tile = assignment.ulysses, assignment.tile
+    ulysses, tile = assignment.ulysses_degree, assignment.tile
     check_degree(ulysses, problem)
     check_waves(assignment.waves, assignment.cut, ulysses, problem)
     places = problem.ranks // ulysses

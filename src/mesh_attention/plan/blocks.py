@@ -72,7 +72,7 @@ class BlockMatrix:
         if segments is None:
             tokens = self.problem.seq_q if axis == "row" else self.problem.seq_kv
             layout = self.layout.along(axis, self.problem)
-            segments = self._homes[axis, rank] = layout.segments(rank, tokens=tokens, ranks=self.problem.ranks)
+            segments = self._homes[axis, rank] = layout.segments(rank, seq_len=tokens, ranks=self.problem.ranks)
         return segments
 
     def is_live(self, row: int, col: int, part: int = 0) -> bool:
@@ -131,7 +131,7 @@ class BlockMatrix:
         assignment, mask = self.assignment, self.problem.mask
         if mask.documents is not None or mask.left is not None:
             return False
-        return _is_uniform(self.problem, self.layout, assignment.ulysses, len(assignment.members("row", 0, 0)))
+        return _is_uniform(self.problem, self.layout, assignment.ulysses_degree, len(assignment.members("row", 0, 0)))
 
     def kept(self, keep: tuple[Keep, ...], rank: int) -> tuple[tuple[Item, ...], ...]:
         """The items that a rank leaves in forward and has in backward.
@@ -247,5 +247,5 @@ def _is_uniform(problem: Problem, layout: Layout, ulysses: int, queries_of: int)
 @lru_cache(maxsize=64)
 def _ends(layout: Layout, tokens: int, ranks: int) -> tuple[tuple[int, int], ...] | None:
     """The first and the last position of every rank's shard; None if a rank has none."""
-    shards = [layout.segments(rank, tokens=tokens, ranks=ranks) for rank in range(ranks)]
+    shards = [layout.segments(rank, seq_len=tokens, ranks=ranks) for rank in range(ranks)]
     return tuple((min(s[0] for s in shard), max(s[-1] for s in shard)) for shard in shards) if all(shards) else None

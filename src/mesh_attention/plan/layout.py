@@ -28,11 +28,11 @@ class Layout(ABC):
 
     name: ClassVar[str]
 
-    def segments(self, rank: int, *, tokens: int, ranks: int) -> tuple[Segment, ...]:
+    def segments(self, rank: int, *, seq_len: int, ranks: int) -> tuple[Segment, ...]:
         """The shard of one rank, in rising order of position; empty segments are left out."""
-        if not 0 <= rank < ranks or tokens < 0:
-            raise ProblemError(f"rank {rank} of {ranks}, {tokens} tokens: expected a rank from 0 to ranks - 1")
-        return join(self._runs(rank, tokens, ranks))
+        if not 0 <= rank < ranks or seq_len < 0:
+            raise ProblemError(f"rank {rank} of {ranks}, {seq_len} tokens: expected a rank from 0 to ranks - 1")
+        return join(self._runs(rank, seq_len, ranks))
 
     def along(self, axis: Axis, problem: Problem) -> Layout:
         """The layout of a problem's queries (row), or of its keys and values (col)."""
@@ -44,7 +44,7 @@ class Layout(ABC):
         return self.name
 
     @abstractmethod
-    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
+    def _runs(self, rank: int, seq_len: int, ranks: int) -> tuple[Segment, ...]:
         """The shard of one rank; empty runs are allowed."""
 
 
@@ -55,8 +55,8 @@ class Contiguous(Layout):
 
     name: ClassVar[str] = "contiguous"
 
-    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
-        size, extra = divmod(tokens, ranks)
+    def _runs(self, rank: int, seq_len: int, ranks: int) -> tuple[Segment, ...]:
+        size, extra = divmod(seq_len, ranks)
         start = rank * size + min(rank, extra)
         return (range(start, start + size + (rank < extra)),)
 
@@ -68,13 +68,13 @@ class Zigzag(Layout):
 
     name: ClassVar[str] = "zigzag"
 
-    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
+    def _runs(self, rank: int, seq_len: int, ranks: int) -> tuple[Segment, ...]:
         # Of the 2·ranks runs, the odd tokens go to the front runs first, then to the back runs from the end: each rank
         # gets one extra token before any rank gets two.
-        size, extra = divmod(tokens, 2 * ranks)
+        size, extra = divmod(seq_len, 2 * ranks)
         front_extra, back_extra = min(extra, ranks), max(0, extra - ranks)
         start = rank * size + min(rank, front_extra)
-        stop = tokens - rank * size - min(rank, back_extra)
+        stop = seq_len - rank * size - min(rank, back_extra)
         early = range(start, start + size + (rank < front_extra))
         late = range(stop - size - (rank < back_extra), stop)
         return early, late
@@ -87,8 +87,8 @@ class Striped(Layout):
 
     name: ClassVar[str] = "striped"
 
-    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
-        return (range(rank, tokens, ranks),)
+    def _runs(self, rank: int, seq_len: int, ranks: int) -> tuple[Segment, ...]:
+        return (range(rank, seq_len, ranks),)
 
 
 @final
@@ -98,9 +98,9 @@ class Chunks(Layout):
 
     name: ClassVar[str] = "chunks"
 
-    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
-        size = -(-tokens // ranks)
-        return (range(min(rank * size, tokens), min((rank + 1) * size, tokens)),)
+    def _runs(self, rank: int, seq_len: int, ranks: int) -> tuple[Segment, ...]:
+        size = -(-seq_len // ranks)
+        return (range(min(rank * size, seq_len), min((rank + 1) * size, seq_len)),)
 
 
 @final
@@ -109,26 +109,26 @@ class Listed(Layout):
     """Each rank's shard as a list of segments, in rising order: what a cache has become by appending to it."""
 
     shards: tuple[tuple[Segment, ...], ...]
-    tokens: int = field(init=False, compare=False, repr=False)
+    seq_len: int = field(init=False, compare=False, repr=False)
     _hash: int = field(init=False, compare=False, repr=False)
     name: ClassVar[str] = "listed"
 
     def __post_init__(self) -> None:
         segments = [segment for shard in self.shards for segment in shard]
-        tokens = sum(map(len, segments))
-        object.__setattr__(self, "tokens", tokens)
+        seq_len = sum(map(len, segments))
+        object.__setattr__(self, "seq_len", seq_len)
         object.__setattr__(self, "_hash", hash(self.shards))  # hashed at every lookup of a plan, and slow to compute
-        seen = bytearray(tokens) if tokens <= MOST_LISTED else bytearray()
+        seen = bytearray(seq_len) if seq_len <= MOST_LISTED else bytearray()
         for segment in segments:
             if not segment or segment.step < 1 or segment[0] < 0 or segment[-1] >= len(seen):
                 raise ProblemError(
-                    f"segment {segment} of a listed layout of {count(tokens, 'token')}: expected rising positions from "
-                    f"0 to {tokens - 1}, of at most {MOST_LISTED:,} tokens"
+                    f"segment {segment} of a listed layout of {count(seq_len, 'token')}: expected rising positions "
+                    f"from 0 to {seq_len - 1}, of at most {MOST_LISTED:,} tokens"
                 )
             seen[segment.start : segment[-1] + 1 : segment.step] = b"\1" * len(segment)
         if not all(seen):
             raise ProblemError(
-                f"position {seen.index(0)} is in no shard of a listed layout of {count(tokens, 'token')}; expected "
+                f"position {seen.index(0)} is in no shard of a listed layout of {count(seq_len, 'token')}; expected "
                 "every position once"
             )
 
@@ -139,11 +139,11 @@ class Listed(Layout):
     def text(self) -> str:
         return f"listed({'|'.join('+'.join(map(_segment_text, shard)) for shard in self.shards)})"
 
-    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
-        if (tokens, ranks) != (self.tokens, len(self.shards)):
+    def _runs(self, rank: int, seq_len: int, ranks: int) -> tuple[Segment, ...]:
+        if (seq_len, ranks) != (self.seq_len, len(self.shards)):
             raise ProblemError(
-                f"{count(tokens, 'token')} on {count(ranks, 'rank')}: this listed layout was built "
-                f"for {count(self.tokens, 'token')} on {count(len(self.shards), 'rank')}"
+                f"{count(seq_len, 'token')} on {count(ranks, 'rank')}: this listed layout was built "
+                f"for {count(self.seq_len, 'token')} on {count(len(self.shards), 'rank')}"
             )
         return self.shards[rank]
 
@@ -164,7 +164,7 @@ class Cached(Layout):
     def text(self) -> str:
         return f"cached({self.q.text}/{self.kv.text})"
 
-    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
+    def _runs(self, rank: int, seq_len: int, ranks: int) -> tuple[Segment, ...]:
         raise ProblemError("a cached layout has two sides; ask layout.along(axis, problem) for segments")
 
 
@@ -179,7 +179,7 @@ class Turn(Layout):
     def along(self, axis: Axis, problem: Problem) -> Layout:
         return Zigzag() if axis == "row" else _After(max(0, problem.seq_kv - problem.seq_q))
 
-    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
+    def _runs(self, rank: int, seq_len: int, ranks: int) -> tuple[Segment, ...]:
         raise ProblemError("layout turn has two sides; ask layout.along(axis, problem) for segments")
 
 
@@ -191,9 +191,9 @@ class _After(Layout):
     cached: int
     name: ClassVar[str] = "turn"
 
-    def _runs(self, rank: int, tokens: int, ranks: int) -> tuple[Segment, ...]:
-        early = Zigzag().segments(rank, tokens=self.cached, ranks=ranks)
-        late = Zigzag().segments(rank, tokens=tokens - self.cached, ranks=ranks)
+    def _runs(self, rank: int, seq_len: int, ranks: int) -> tuple[Segment, ...]:
+        early = Zigzag().segments(rank, seq_len=self.cached, ranks=ranks)
+        late = Zigzag().segments(rank, seq_len=seq_len - self.cached, ranks=ranks)
         return *early, *shifted(late, self.cached)
 
 
@@ -230,22 +230,22 @@ def _parse_segment(text: str) -> Segment:
     return range(int(bounds[1]), int(bounds[2]), int(bounds[3] or 1))
 
 
-def position_ids(layout: Layout, rank: int, *, tokens: int, ranks: int) -> list[int]:
+def position_ids(layout: Layout, rank: int, *, seq_len: int, ranks: int) -> list[int]:
     """The position in the whole sequence of each token of one rank's shard."""
-    return list(chain.from_iterable(layout.segments(rank, tokens=tokens, ranks=ranks)))
+    return list(chain.from_iterable(layout.segments(rank, seq_len=seq_len, ranks=ranks)))
 
 
-def permutation(layout: Layout, *, tokens: int, ranks: int) -> list[int]:
+def permutation(layout: Layout, *, seq_len: int, ranks: int) -> list[int]:
     """Position of each token when all shards are laid end to end: ``sharded[i] = whole[permutation[i]]``."""
     if ranks < 1:
         raise ProblemError(f"{ranks} ranks: expected at least 1")
-    return [p for rank in range(ranks) for p in position_ids(layout, rank, tokens=tokens, ranks=ranks)]
+    return [p for rank in range(ranks) for p in position_ids(layout, rank, seq_len=seq_len, ranks=ranks)]
 
 
-def inverse_permutation(layout: Layout, *, tokens: int, ranks: int) -> list[int]:
+def inverse_permutation(layout: Layout, *, seq_len: int, ranks: int) -> list[int]:
     """Undoes `permutation`: ``whole[p] = sharded[inverse[p]]``."""
-    inverse = [0] * tokens
-    for index, position in enumerate(permutation(layout, tokens=tokens, ranks=ranks)):
+    inverse = [0] * seq_len
+    for index, position in enumerate(permutation(layout, seq_len=seq_len, ranks=ranks)):
         inverse[position] = index
     return inverse
 

@@ -77,7 +77,7 @@ def lowered_steps(matrix: BlockMatrix, schedule: Schedule, direction: Direction,
     kept, is_backward = matrix.kept(schedule.keep, rank), direction == "backward"
     kept_items = {item for group in kept for item in group}
     packed = lowering.steps
-    if matrix.assignment.ulysses == 1:
+    if matrix.assignment.ulysses_degree == 1:
         parts = matrix.assignment.parts("row")
         own = {Item(kind, rank, part=part) for kind in INPUTS[direction] for part in parts}
         own -= kept_items if is_backward else set()
@@ -255,7 +255,7 @@ class _Lowering:
         if self.matrix.has_shard(AXIS_OF[kind], self.place):
             if not self.matrix.is_wanted(AXIS_OF[kind], self.place, item.part):
                 self.steps.append(Clear(running(item)))
-            self.steps.append(Finish(self._home(kind, wave) if self.assignment.ulysses == 1 else item))
+            self.steps.append(Finish(self._home(kind, wave) if self.assignment.ulysses_degree == 1 else item))
 
     def _collective(
         self, op: Literal["gather", "reduce"], kind: Kind, sends: list[Send], recvs: list[Recv], wave: int

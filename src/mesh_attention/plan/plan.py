@@ -108,7 +108,7 @@ class Plan:
             f"mask {self.problem.mask}",
             f"layout {self.layout.text}",
             f"tile {self.assignment.tile}",
-            f"ulysses {self.assignment.ulysses}",
+            f"ulysses {self.assignment.ulysses_degree}",
             f"route {self.schedule.route}",
             f"partials {self.schedule.partials}",
             f"keep {','.join(self.schedule.keep) or 'nothing'}",

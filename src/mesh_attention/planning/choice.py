@@ -207,7 +207,7 @@ class Choice:
     def family(self) -> Family:
         """The name this choice has in the literature; of a choice that has a tile."""
         assignment = self.assignment
-        tile, ulysses = assignment.tile, assignment.ulysses
+        tile, ulysses = assignment.tile, assignment.ulysses_degree
         if tile == Tile(1, 1):
             return "ulysses"
         if self.is_collective:

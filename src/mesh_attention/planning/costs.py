@@ -98,7 +98,7 @@ def even_costs(problem: Problem, assignment: Assignment, direction: Direction) -
     longer than compute. Orders differ most where both take equally long."""
     costs = estimate_costs(problem, assignment, direction)
     kinds = (*INPUTS[direction], *OUTPUTS[direction])
-    traded = 1 - 1 / assignment.ulysses
+    traded = 1 - 1 / assignment.ulysses_degree
     link = sum(costs.of(kind) * (assignment.size(AXIS_OF[kind]) - 1 + traded) for kind in kinds)
     scale = min(1.0, assignment.tile.rows * assignment.tile.cols / max(link, 1e-9))
     return replace(costs, **{kind: costs.of(kind) * scale for kind in KINDS})
@@ -118,7 +118,7 @@ def estimate_gpu_costs(problem: Problem, assignment: Assignment, direction: Dire
     widths = (2 * problem.accumulator_itemsize + problem.itemsize) / problem.itemsize
     sizes, memory_s = shard_sizes(problem, assignment), widths / (GPU_MEMORY_GB_PER_S * 1e9)
     row, col = (sizes["q"], 0.0) if direction == "forward" else (sizes["dq"], sizes["dkv"])
-    call_s = GPU_CALL_US[direction] * 1e-6 * assignment.ulysses
+    call_s = GPU_CALL_US[direction] * 1e-6 * assignment.ulysses_degree
     prices = {"call": call_s / block_s, "row": row * memory_s / block_s, "col": col * memory_s / block_s}
     return replace(costs, **prices)
 

@@ -134,7 +134,11 @@ def _moves(problem: Problem, choice: Choice, direction: Direction, costs: Costs)
         return mesh_moves(problem, choice, direction, costs=costs, have=have)
 
     def traded(moves: tuple[Move, ...], *have: Kind) -> tuple[Move, ...]:
-        return _trade_heads(moves, direction, [k for k in inputs if k not in have]) if assignment.ulysses > 1 else moves
+        return (
+            _trade_heads(moves, direction, [k for k in inputs if k not in have])
+            if assignment.ulysses_degree > 1
+            else moves
+        )
 
     gathered = [kind for kind in inputs if kind in kept]
     own = INPUTS["forward"] if "own" in kept else gathered

@@ -150,5 +150,5 @@ class _Clocks:
         if not isinstance(move, Together):
             return once
         if move.op == "exchange":
-            return once * (1 - 1 / self.assignment.ulysses)
+            return once * (1 - 1 / self.assignment.ulysses_degree)
         return once * (self.assignment.size(AXIS_OF[move.kind]) - 1)

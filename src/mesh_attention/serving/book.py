@@ -41,7 +41,7 @@ class Run:
     first: int
 
     def segments(self, rank: int, ranks: int) -> tuple[Segment, ...]:
-        segments = self.layout.segments((rank - self.first) % ranks, tokens=self.tokens, ranks=ranks)
+        segments = self.layout.segments((rank - self.first) % ranks, seq_len=self.tokens, ranks=ranks)
         if self.kept < self.tokens:
             segments = clip(segments, 0, self.kept)
         return shifted(segments, self.start)

@@ -68,11 +68,13 @@ def alike(assignment: Assignment, topology: Topology) -> Kinds:
     Such are two ranks if moving the whole grid along its rings takes one to the other, and nodes to nodes.
     """
     ranks = np.arange(topology.ranks)
-    place, head_slice = divmod(ranks, assignment.ulysses)
+    place, head_slice = divmod(ranks, assignment.ulysses_degree)
     row, col = assignment.coordinates(place)  # type: ignore[arg-type]
     rows, cols = (_shift(assignment, axis, topology) for axis in ("col", "row"))
     _, first, of = np.unique(
-        (row % rows * cols + col % cols) * assignment.ulysses + head_slice, return_index=True, return_inverse=True
+        (row % rows * cols + col % cols) * assignment.ulysses_degree + head_slice,
+        return_index=True,
+        return_inverse=True,
     )
     return Kinds(of, first)
 
@@ -82,11 +84,11 @@ def _shift(assignment: Assignment, axis: Axis, topology: Topology) -> int:
     size, inner = assignment.size(axis), assignment.inner_size(axis)
     if topology.ranks % topology.ranks_per_node:
         return size
-    place, head_slice = divmod(np.arange(topology.ranks), assignment.ulysses)
+    place, head_slice = divmod(np.arange(topology.ranks), assignment.ulysses_degree)
     for offset in divisors(size):
         if 1 < inner < size and offset % inner:
             continue
-        moved: Any = assignment.peer(axis, place, offset) * assignment.ulysses + head_slice  # type: ignore[arg-type]
+        moved: Any = assignment.peer(axis, place, offset) * assignment.ulysses_degree + head_slice  # type: ignore[arg-type]
         nodes = topology.node(moved).reshape(topology.nodes, topology.ranks_per_node)
         if (nodes == nodes[:, :1]).all():
             return offset
@@ -186,23 +188,25 @@ class LockstepEngine:
             for axis in axes
             for offset in range(1, assignment.size(axis))
         }
-        for offset in range(1, assignment.ulysses):
-            deltas[place * assignment.ulysses + (head_slice - offset) % assignment.ulysses] = Delta(None, offset)
+        for offset in range(1, assignment.ulysses_degree):
+            deltas[place * assignment.ulysses_degree + (head_slice - offset) % assignment.ulysses_degree] = Delta(
+                None, offset
+            )
         return deltas
 
     def peers(self, delta: Delta, ranks: Any) -> Any:
         """The ranks `delta` before these; whole numbers or arrays of them."""
         assignment = self.matrix.assignment
-        place, head_slice = divmod(ranks, assignment.ulysses)
+        place, head_slice = divmod(ranks, assignment.ulysses_degree)
         if delta.axis is None:
-            return place * assignment.ulysses + (head_slice - delta.offset) % assignment.ulysses
-        return assignment.peer(delta.axis, place, delta.offset) * assignment.ulysses + head_slice
+            return place * assignment.ulysses_degree + (head_slice - delta.offset) % assignment.ulysses_degree
+        return assignment.peer(delta.axis, place, delta.offset) * assignment.ulysses_degree + head_slice
 
     def _from(self, delta: Delta) -> Delta:
         """The sender's position as seen from its receiver, when the receiver is `delta` before the sender."""
         assignment = self.matrix.assignment
         if delta.axis is None:
-            return Delta(None, -delta.offset % assignment.ulysses)
+            return Delta(None, -delta.offset % assignment.ulysses_degree)
         return Delta(delta.axis, assignment.offset_back(delta.axis, delta.offset))
 
     def _transfer(self, delta: Delta) -> PeerTransfer:

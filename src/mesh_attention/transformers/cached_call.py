@@ -181,7 +181,7 @@ class _Call:
         turn = store.prefill({cache.sequences[row]: new.counts[row] for row in rows})
         packed = torch.cat([new.of_row(row, 0, new.counts[row]) for row in rows])[None]
         wanted = self._wanted_by_rank(turn, rows)
-        rank = cache.attention.comms[0].rank
+        rank = cache.attention.rank
         own = [place for place, _ in wanted[rank]]
         local, positions = turn.shard(packed), turn.position_ids
         out = self._run(turn, local, positions, own or [0], of=local.shape[1])
@@ -201,7 +201,7 @@ class _Call:
         starts, at = {}, 0
         for row in rows:
             starts[row], at = at, at + new.counts[row]
-        shards = [turn.queries.segments(rank, tokens=turn.tokens, ranks=ranks) for rank in range(ranks)]
+        shards = [turn.queries.segments(rank, seq_len=turn.tokens, ranks=ranks) for rank in range(ranks)]
         for row in rows:
             for number, column in enumerate(new.wanted):
                 place = new.place(row, column)

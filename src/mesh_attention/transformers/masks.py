@@ -194,7 +194,7 @@ def _check_padding(
 
 def shard_length(attention: MeshAttention, seq_len: int) -> int:
     """Number of tokens of a whole sequence that this rank is home to."""
-    segments = attention.layout.segments(attention.comms[0].rank, tokens=seq_len, ranks=attention.ranks)
+    segments = attention.layout.segments(attention.rank, seq_len=seq_len, ranks=attention.ranks)
     return sum(map(len, segments))
 
 

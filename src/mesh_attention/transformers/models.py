@@ -142,7 +142,9 @@ def _least_end(attention: MeshAttention, rows: Sequence[BatchRow], seq_len: int)
     whole = (0, seq_len)
     if any(row.cuts != whole or row.real != whole for row in rows):
         return 0
-    shards = (attention.layout.segments(rank, tokens=seq_len, ranks=attention.ranks) for rank in range(attention.ranks))
+    shards = (
+        attention.layout.segments(rank, seq_len=seq_len, ranks=attention.ranks) for rank in range(attention.ranks)
+    )
     return min(max(segment[-1] for segment in shard) + 1 for shard in shards if shard)
 
 

@@ -36,7 +36,7 @@ def complexity(choice: Choice) -> Complexity:
         choice.waves,
         int(choice.inner is not None),
         int(choice.route != choice.partials),
-        assignment.ulysses,
+        assignment.ulysses_degree,
         assignment.tile.rows,
         choice.blocks_per_call or COST_BASED_RANK,
         str(choice),
@@ -78,14 +78,14 @@ def of_fewest_bytes(candidates: Sequence[Choice], problem: Problem, directions: 
     """The candidates of the tiles that move the fewest bytes over these passes. Those of every other family come last,
     one of each, so that something can be said of it."""
     nbytes: Counter[tuple[int, Tile]] = Counter()
-    for ulysses in dict.fromkeys(choice.assignment.ulysses for choice in candidates):
+    for ulysses in dict.fromkeys(choice.assignment.ulysses_degree for choice in candidates):
         layout = candidates[0].layout or default_layout(problem)
         for direction in directions:
             for tile, received in received_by_tile(problem, layout, direction, ulysses).items():
                 nbytes[ulysses, tile] += round(received)
-    by_nbytes = sorted(candidates, key=lambda c: nbytes[c.assignment.ulysses, c.assignment.tile])
-    tiles = list(dict.fromkeys((c.assignment.ulysses, c.assignment.tile) for c in by_nbytes))[:MOST_TILES]
-    kept = [c for c in by_nbytes if (c.assignment.ulysses, c.assignment.tile) in tiles]
+    by_nbytes = sorted(candidates, key=lambda c: nbytes[c.assignment.ulysses_degree, c.assignment.tile])
+    tiles = list(dict.fromkeys((c.assignment.ulysses_degree, c.assignment.tile) for c in by_nbytes))[:MOST_TILES]
+    kept = [c for c in by_nbytes if (c.assignment.ulysses_degree, c.assignment.tile) in tiles]
     first: dict[Family, Choice] = {}
     for choice in by_nbytes:
         first.setdefault(choice.family, choice)
@@ -94,7 +94,7 @@ def of_fewest_bytes(candidates: Sequence[Choice], problem: Problem, directions: 
 
 def waved(choice: Choice, problem: Problem) -> Iterator[Choice]:
     """The choice in several waves: of heads where a rank has several, otherwise of the rows of its Ulysses group."""
-    heads, ulysses = problem.kv_heads // choice.assignment.ulysses, choice.assignment.ulysses
+    heads, ulysses = problem.kv_heads // choice.assignment.ulysses_degree, choice.assignment.ulysses_degree
     cost_based = replace(choice, blocks_per_call=None)
     for waves in WAVES:
         if heads % waves == 0:

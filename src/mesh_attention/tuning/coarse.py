@@ -109,7 +109,7 @@ def can_be_widened(choice: Choice) -> bool:
 def widened(choice: Choice, ranks: int) -> Choice:
     """The choice for more ranks: its tile gets more columns."""
     assignment = choice.assignment
-    cols = ranks // (assignment.ulysses * assignment.tile.rows)
+    cols = ranks // (assignment.ulysses_degree * assignment.tile.rows)
     return choice if cols == assignment.tile.cols else replace(choice, tile=Tile(assignment.tile.rows, cols))
 
 

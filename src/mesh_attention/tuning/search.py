@@ -116,11 +116,11 @@ class PassSearch:
         topology: Topology,
         direction: Direction,
         effort: Effort,
-        limit_nbytes: float,
+        memory_limit: float,
         report: Report,
     ) -> None:
         self.problem, self.topology, self.direction = problem, topology, direction
-        self.effort, self.limit_nbytes, self.report = effort, limit_nbytes, report
+        self.effort, self.memory_limit, self.report = effort, memory_limit, report
         self.tried: dict[Choice, Forecast] = {}
 
     def run(self, candidates: Sequence[Choice], *, priced_ranks: int, is_uniform: bool) -> None:
@@ -150,7 +150,7 @@ class PassSearch:
         trials = self.best() or [Tried(choice, forecast) for choice, forecast in self.tried.items()]
         by_degree: dict[int, Choice] = {}
         for tried in sorted(trials, key=lambda tried: tried.forecast.time_s):
-            by_degree.setdefault(tried.choice.assignment.ulysses, tried.choice)
+            by_degree.setdefault(tried.choice.assignment.ulysses_degree, tried.choice)
         return list(by_degree.values())
 
     def _parts(self, candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> list[tuple[str, list[Choice]]]:
@@ -174,7 +174,7 @@ class PassSearch:
             if is_unlikely or is_beaten or tile.rows + tile.cols > self.longest:
                 continue
             forecast = self.simulate(_first_try(choice))
-            fitting += forecast.peak_nbytes <= self.limit_nbytes
+            fitting += forecast.peak_nbytes <= self.memory_limit
             if fitting == self.effort.most:
                 return
 
@@ -191,7 +191,7 @@ class PassSearch:
     def best(self, family: Family | None = None) -> list[Tried]:
         """Tried choices that fit into memory, of one family or of all, fastest first."""
         simulated = [Tried(c, forecast) for c, forecast in self.tried.items() if family in (None, c.family)]
-        fitting = [tried for tried in simulated if tried.forecast.peak_nbytes <= self.limit_nbytes]
+        fitting = [tried for tried in simulated if tried.forecast.peak_nbytes <= self.memory_limit]
         return sorted(fitting, key=lambda tried: (tried.forecast.time_s, complexity(tried.choice)))
 
     def grouped(self, choice: Choice) -> Choice:
@@ -241,7 +241,7 @@ def _tiles_first(candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) ->
     seen: Counter[tuple[int, Tile, bool]] = Counter()
     place_in_tile = {}
     for choice in by_estimate:
-        tile = (choice.assignment.ulysses, choice.assignment.tile, choice.is_collective)
+        tile = (choice.assignment.ulysses_degree, choice.assignment.tile, choice.is_collective)
         seen[tile] += 1
         place_in_tile[choice] = seen[tile]
     return sorted(by_estimate, key=lambda choice: place_in_tile[choice])  # sorting keeps the order of equals

@@ -95,7 +95,7 @@ class Links:
 
     def needed_s(self, kind: Kind, needed: Needs) -> ReceiveTimes:
         """Like `group_s`, for the shards that a mask leaves a use for; straight from their homes."""
-        axis, ulysses = AXIS_OF[kind], self.assignment.ulysses
+        axis, ulysses = AXIS_OF[kind], self.assignment.ulysses_degree
         members, is_needed = needed.members[axis][:, 1:], needed.is_needed[axis][:, 1:]
         home = np.arange(self.assignment.places)
         nodes = [self.topology.node(place * ulysses) for place in (home[:, None], members)]
@@ -110,7 +110,7 @@ class Links:
 
     def exchange_s(self, kind: Kind) -> ReceiveTimes:
         """A Ulysses exchange: a slice of the heads to and from every other rank of the group."""
-        ulysses = self.assignment.ulysses
+        ulysses = self.assignment.ulysses_degree
         same = self._same_node(None)
         return self._busy(ulysses - same, same - 1, self.shard_nbytes(kind) / ulysses)
 
@@ -142,11 +142,11 @@ class Links:
 
     def _group(self, axis: Axis | None) -> Any:
         """A number for each rank that is the same in a group, and different in others."""
-        place, head_slice = divmod(self.ranks, self.assignment.ulysses)
+        place, head_slice = divmod(self.ranks, self.assignment.ulysses_degree)
         if axis is None:
             return place
         row, col = self.assignment.coordinates(place)  # type: ignore[arg-type]
-        return np.asarray(row if axis == "row" else col) * self.assignment.ulysses + head_slice
+        return np.asarray(row if axis == "row" else col) * self.assignment.ulysses_degree + head_slice
 
     def _ring(self, axis: Axis) -> Counts:
         assignment = self.assignment
@@ -156,8 +156,8 @@ class Links:
         return crossing + (rings - 1) * self._crosses(axis, inner) if rings > 1 else crossing
 
     def _crosses(self, axis: Axis, offset: int) -> Counts:
-        place, head_slice = divmod(self.ranks, self.assignment.ulysses)
-        source = self.assignment.peer(axis, place, offset) * self.assignment.ulysses + head_slice  # type: ignore[arg-type]
+        place, head_slice = divmod(self.ranks, self.assignment.ulysses_degree)
+        source = self.assignment.peer(axis, place, offset) * self.assignment.ulysses_degree + head_slice  # type: ignore[arg-type]
         crosses: Counts = (self.nodes[source] != self.nodes).astype(float)
         return crosses
 
@@ -184,7 +184,7 @@ def _busy(
     needed = _needs(problem, layout, assignment)
     for kind, route in routes:
         group = links.group_s(kind, route) if needed is None else links.needed_s(kind, needed)
-        exchange = links.exchange_s(kind) if assignment.ulysses > 1 else ReceiveTimes(links.none, links.none)
+        exchange = links.exchange_s(kind) if assignment.ulysses_degree > 1 else ReceiveTimes(links.none, links.none)
         crossing = crossing + group.crossing_s + exchange.crossing_s
         inside = inside + group.inside_s + exchange.inside_s
         held = held + np.maximum(*exchange) + (np.maximum(*group) if is_collective else 0.0)
@@ -318,7 +318,7 @@ def _copies_s(choice: Choice, problem: Problem, topology: Topology, direction: D
         size = links.shard_nbytes(kind)
         running = size * problem.accumulator_itemsize / problem.itemsize
         shards = extent.rows if AXIS_OF[kind] == "row" else extent.cols
-        if assignment.ulysses > 1 or (kind in INPUTS[direction] and shards > 1):
+        if assignment.ulysses_degree > 1 or (kind in INPUTS[direction] and shards > 1):
             nbytes, steps = nbytes + 2 * size, steps + 1
         if kind in OUTPUTS[direction]:
             nbytes += shards * (running + size) + (shards - 1) * (2 * running + size)
@@ -342,7 +342,7 @@ def _busy_s(
     else:
         place_needs = needs(problem, layout, assignment)
         pairs = float((place_needs.whole_pairs + place_needs.masked_pairs / rate.masked).max())
-    return problem.flops(direction, pairs=1) / assignment.ulysses * pairs / (rate.tflops * 1e12)
+    return problem.flops(direction, pairs=1) / assignment.ulysses_degree * pairs / (rate.tflops * 1e12)
 
 
 def _compute_s(problem: Problem, topology: Topology, direction: Direction) -> float:

@@ -61,10 +61,11 @@ def tune(
             f"topology.with_ranks({problem.ranks}), or a problem with {topology.ranks} ranks"
         )
     report = on_progress or (lambda doing, fraction: None)
-    limit = memory_limit if memory_limit is not None else topology.device.memory_gib * GIB / (LONGER if is_quick else 1)
     _check_directions(directions)
-    if memory_limit is not None:
-        check_memory(memory_limit)
+    is_limited = memory_limit is not None
+    if memory_limit is None:
+        memory_limit = topology.device.memory_gib * GIB / (LONGER if is_quick else 1)
+    check_memory_limit(memory_limit)
     chosen_layout = default_layout(problem) if layout is None else layout_named(layout)
     candidates = list(shapes(problem, topology, layout=chosen_layout))
     is_uniform = BlockMatrix(problem, chosen_layout, candidates[0].assignment).is_uniform
@@ -78,26 +79,26 @@ def tune(
         share = _share(report, number, len(directions))
         wanted = quick_effort(problem.ranks, is_uniform=is_uniform) if is_quick else effort(problem.ranks)
         wanted = LARGE if is_many else wanted
-        searches[direction] = PassSearch(problem, topology, direction, wanted, limit, share)
+        searches[direction] = PassSearch(problem, topology, direction, wanted, memory_limit, share)
         # Against a cache, ranks compute calls of different shapes; and their memory differs a little.
-        is_alike = is_many or (problem.seq_q == problem.seq_kv and (memory_limit is None or problem.ranks > ALL_RANKS))
+        is_alike = is_many or (problem.seq_q == problem.seq_kv and (not is_limited or problem.ranks > ALL_RANKS))
         priced = problem.ranks if not is_uniform else 1 if is_alike or is_quick else PRICED_RANKS
         searches[direction].run(candidates, priced_ranks=priced, is_uniform=is_uniform)
     trials = _trials(searches) + (_mixed(searches) if is_quick else [])
     if len(directions) == 2:
         trials += _one_choice(searches, () if is_quick else trials)
         trials += _exchanged_once(searches)
-        trials += _kept(searches, trials) if memory_limit is not None else []
+        trials += _kept(searches, trials) if is_limited else []
     if not trials:
-        raise _does_not_fit(searches, limit)
+        raise _does_not_fit(searches, memory_limit)
     left_out: dict[str, str] = {}
     if not is_quick:
-        left_out = cannot_be_used(problem, {trial.family for trial in trials}, searches, limit, candidates)
+        left_out = cannot_be_used(problem, {trial.family for trial in trials}, searches, memory_limit, candidates)
     simulated = sum(len(search.tried) for search in searches.values())
     if is_uniform and not is_quick and not is_many:
         trials = _priced_again(trials, searches)
         if not trials:
-            raise _does_not_fit(searches, limit)
+            raise _does_not_fit(searches, memory_limit)
     least = {direction: limits(problem, direction) for direction in directions}
     rates = {"forward": topology.device.forward.tflops, "backward": topology.device.backward.tflops}
     return Tuning(
@@ -118,9 +119,9 @@ def _share(report: Report, number: int, of: int) -> Report:
     return lambda doing, fraction: report(doing, (number + fraction) / of)
 
 
-def check_memory(nbytes: object) -> None:
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int | float) or not nbytes > 0:
-        raise UsageError(f"memory limit {nbytes!r}: expected a number of bytes above 0")
+def check_memory_limit(memory_limit: object) -> None:
+    if isinstance(memory_limit, bool) or not isinstance(memory_limit, int | float) or not memory_limit > 0:
+        raise UsageError(f"memory limit {memory_limit!r}: expected a number of bytes above 0")
 
 
 def _check_directions(directions: Sequence[Direction]) -> None:
@@ -187,8 +188,8 @@ def _exchanged_once(searches: dict[Direction, PassSearch]) -> list[Trial]:
         by_exchange: dict[Exchange, Tried] = {}
         for tried in search.best():
             grid = tried.choice.assignment
-            if grid.ulysses > 1 and not tried.choice.keep:
-                by_exchange.setdefault((grid.ulysses, grid.waves, grid.cut), tried)
+            if grid.ulysses_degree > 1 and not tried.choice.keep:
+                by_exchange.setdefault((grid.ulysses_degree, grid.waves, grid.cut), tried)
         by_pass.append(by_exchange)
     alike = [
         {d: by_exchange[e] for d, by_exchange in zip(searches, by_pass, strict=True)}
@@ -200,7 +201,7 @@ def _exchanged_once(searches: dict[Direction, PassSearch]) -> list[Trial]:
     for pair in alike[:TRIED_EXCHANGED_ONCE]:
         choices = {d: replace(tried.choice, keep=("own",)) for d, tried in pair.items()}
         kept = {d: Tried(choice, searches[d].simulate(choice)) for d, choice in choices.items()}
-        if all(tried.forecast.peak_nbytes <= searches[d].limit_nbytes for d, tried in kept.items()):
+        if all(tried.forecast.peak_nbytes <= searches[d].memory_limit for d, tried in kept.items()):
             trials.append(_trial(kept))
     return trials
 
@@ -213,7 +214,7 @@ def _kept(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> lis
             for keep in KEEPS:
                 choice = replace(shape, keep=keep)
                 tried = {d: Tried(choice, search.simulate(choice)) for d, search in searches.items()}
-                if all(t.forecast.peak_nbytes <= searches[d].limit_nbytes for d, t in tried.items()):
+                if all(t.forecast.peak_nbytes <= searches[d].memory_limit for d, t in tried.items()):
                     kept_trials.append(_trial(tried))
     return kept_trials
 
@@ -229,7 +230,7 @@ def _priced_again(trials: list[Trial], searches: dict[Direction, PassSearch]) ->
         if trial.time_s <= FAR_BEHIND * (1 + NEAR_TIE) * fastest_s:
             forecasts = {direction: searches[direction].simulate(c) for direction, c in trial.choices.items()}
             trial = replace(trial, forecasts=forecasts)
-            if any(forecast.peak_nbytes > searches[d].limit_nbytes for d, forecast in forecasts.items()):
+            if any(forecast.peak_nbytes > searches[d].memory_limit for d, forecast in forecasts.items()):
                 continue
             fastest_s = min(fastest_s, trial.time_s)
         again.append(trial)
@@ -257,7 +258,7 @@ def _near(trials: Sequence[Trial], slower: float) -> list[Trial]:
     return [trial for trial in trials if trial.time_s <= fastest_s * (1 + slower)]
 
 
-def _does_not_fit(searches: dict[Direction, PassSearch], limit: float) -> MemoryLimitError:
+def _does_not_fit(searches: dict[Direction, PassSearch], memory_limit: float) -> MemoryLimitError:
     # A method must fit in every pass that was asked for.
     needs = [
         max(min(f.peak_nbytes for c, f in search.tried.items() if c.family == family) for search in searches.values())
@@ -266,7 +267,7 @@ def _does_not_fit(searches: dict[Direction, PassSearch], limit: float) -> Memory
     ]
     least = min(needs)
     return MemoryLimitError(
-        f"no plan stays below {format_nbytes(limit)} per rank; the smallest needs {format_nbytes(least)}. "
+        f"no plan stays below {format_nbytes(memory_limit)} per rank; the smallest needs {format_nbytes(least)}. "
         "Allow more, or spread the sequence over more ranks"
     )
 
@@ -296,7 +297,7 @@ def cannot_be_used(
     problem: Problem,
     usable: Collection[str],
     searches: Mapping[Direction, PassSearch],
-    limit_nbytes: float,
+    memory_limit: float,
     candidates: Sequence[Choice],
 ) -> dict[str, str]:
     """The families that have no trial, and why."""
@@ -307,7 +308,7 @@ def cannot_be_used(
         needs = [[f.peak_nbytes for c, f in s.tried.items() if c.family == family] for s in searches.values()]
         if all(needs):
             most = max(map(min, needs))
-            left_out[family] = f"needs {format_nbytes(most)}, {format_nbytes(limit_nbytes)} allowed"
+            left_out[family] = f"needs {format_nbytes(most)}, {format_nbytes(memory_limit)} allowed"
         elif same := [choice for choice in candidates if choice.family == family]:
             least_s = sum(
                 min(traffic(c, problem, search.topology, direction).bound_s for c in same)

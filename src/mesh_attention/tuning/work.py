@@ -32,7 +32,7 @@ class Work(NamedTuple):
 
 def pairs_of(problem: Problem, layout: Layout, assignment: Assignment, place: int) -> tuple[float, float]:
     """Pairs of one place's calls without a mask, and with one. For masks without documents; as `needs` counts them."""
-    matrix = _of_degree(problem, layout, assignment.ulysses)
+    matrix = _of_degree(problem, layout, assignment.ulysses_degree)
     q, kv = (_segments(matrix, axis, assignment.group(axis, place)) for axis in ("row", "col"))
     return tuple(float(part.sum()) for part in _cut(problem, q, kv))  # type: ignore[return-value]
 
@@ -143,7 +143,7 @@ def needs(problem: Problem, layout: Layout, assignment: Assignment) -> Needs:
         for axis in ("row", "col")
     )
     blocks = rows[:, :, None], cols[:, None, :]
-    whole, masked = (part[blocks] for part in work(problem, layout, assignment.ulysses))
+    whole, masked = (part[blocks] for part in work(problem, layout, assignment.ulysses_degree))
     is_live = (whole + masked) > 0
     return Needs(
         members={"row": rows, "col": cols},

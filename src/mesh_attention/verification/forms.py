@@ -36,7 +36,7 @@ def missing(plan: Plan, program: Program) -> Iterator[Breach]:
 
 def _exists(plan: Plan, item: Item) -> bool:
     """True for kinds of this direction, and shards and sources among the ranks; whole shards are of places."""
-    ranks, places, ulysses = plan.problem.ranks, plan.assignment.places, plan.assignment.ulysses
+    ranks, places, ulysses = plan.problem.ranks, plan.assignment.places, plan.assignment.ulysses_degree
     is_piece = item.form == "piece"
     return (
         item.kind in INPUTS[plan.direction] + OUTPUTS[plan.direction]
@@ -67,12 +67,12 @@ def _flaws(evidence: Evidence, rank: int, step: Step) -> Iterator[str]:
                 yield from _flaws_of_transfer(evidence, rank, end)
         case steps.Pack(before, after):
             yield from _flaws_of_conversion(evidence, rank, before, after)
-            due = "kept" if evidence.plan.assignment.ulysses > 1 else "home"
+            due = "kept" if evidence.plan.assignment.ulysses_degree > 1 else "home"
             if (before.form, after.form) != (due, "whole") or before.kind in outputs:
                 yield "only inputs are packed: the caller's, or with Ulysses kept ones"
         case steps.Unpack(before, after):
             yield from _flaws_of_conversion(evidence, rank, before, after)
-            if evidence.plan.assignment.ulysses == 1 or before.kind not in outputs or after.form != "home":
+            if evidence.plan.assignment.ulysses_degree == 1 or before.kind not in outputs or after.form != "home":
                 yield "only results are unpacked, to the caller's tensors, and only with Ulysses"
         case steps.Exchange():
             yield from _flaws_of_exchange(evidence, rank, step)
@@ -98,7 +98,7 @@ def _flaws_of_attend(evidence: Evidence, attend: steps.Attend) -> Iterator[str]:
         yield f"a {evidence.plan.direction} attend needs at least one row, at least one column and {dos}"
     if any(item.kind != kind for items, kind in ((rows, "q"), (cols, "kv"), (grads, "do")) for item in items):
         yield "an attend takes q as rows, kv as columns and do after 'with'"
-    forms = ("whole", "kept") if evidence.plan.assignment.ulysses > 1 else ("whole", "home")
+    forms = ("whole", "kept") if evidence.plan.assignment.ulysses_degree > 1 else ("whole", "home")
     if any(item.form not in forms or item.source is not None for item in (*rows, *cols, *grads)):
         yield f"an attend reads shards in the form {' or '.join(forms)}"
     parted = (*rows, *grads, *(cols if evidence.plan.assignment.cut == "heads" else ()))
@@ -131,7 +131,7 @@ def _flaws_of_finish(evidence: Evidence, rank: int, item: Item) -> Iterator[str]
         yield f"{format_item(item)} is not a result to finish"
     elif item.form == "home" and item.shard != rank:
         yield f"{format_item(item)} is the result of another rank"
-    elif item.form == "home" and evidence.plan.assignment.ulysses > 1:
+    elif item.form == "home" and evidence.plan.assignment.ulysses_degree > 1:
         yield f"{format_item(item)} has all heads, but a sum has only some; finish it as a partial, then exchange it"
 
 

@@ -65,7 +65,7 @@ def coverage(evidence: Evidence) -> Iterator[Breach]:
                 if not matrix.is_live(row_shard, col_shard, part):
                     continue
                 place = assignment.owner(row_shard, col_shard)
-                for heads in range(assignment.ulysses):
+                for heads in range(assignment.ulysses_degree):
                     if (row_shard, col_shard, part, heads) not in seen:
                         name = _block_name(row_shard, col_shard, part)
                         rank = assignment.rank(place, head_slice=heads)

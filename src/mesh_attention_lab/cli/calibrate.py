@@ -92,7 +92,7 @@ class CalibrateOptions:
     @property
     def setting(self) -> Problem:
         """A problem for its heads, head size and dtype."""
-        return Problem.self_attention(seq=1, heads=self.heads, head_dim=self.head_dim, ranks=1, dtype=self.dtype)
+        return Problem.self_attention(seq_len=1, heads=self.heads, head_dim=self.head_dim, ranks=1, dtype=self.dtype)
 
     def node_size(self, here: int) -> int:
         """Ranks per node: as the option says, or those on a machine, or those of the cluster whose links are used."""

@@ -133,7 +133,7 @@ def _problem(ranks: int, seq: int) -> Problem:
         if number > most:
             raise UsageError(f"{name} {number}: expected at most {most}, because all of it runs on this machine")
     return Problem.self_attention(
-        seq=seq, heads=8, kv_heads=4, head_dim=64, ranks=ranks, dtype="float32", mask=causal()
+        seq_len=seq, heads=8, kv_heads=4, head_dim=64, ranks=ranks, dtype="float32", mask=causal()
     )
 
 
@@ -292,7 +292,9 @@ def _measured_scene(method: str, measured: Measured, here: Topology, report: Rep
 
 
 def forecast_problem(ranks: int) -> Problem:
-    return Problem.self_attention(seq=FORECAST_TOKENS, heads=32, kv_heads=8, head_dim=128, ranks=ranks, mask=causal())
+    return Problem.self_attention(
+        seq_len=FORECAST_TOKENS, heads=32, kv_heads=8, head_dim=128, ranks=ranks, mask=causal()
+    )
 
 
 def forecast_scenes(report: Report) -> list[Scene]:

@@ -27,7 +27,7 @@ WRITES_ONE = "'mesh-attention plan --save FILE' writes one"
 # Plans
 
 
-def read_plan_file(path: Path) -> Plan:
+def read_plan(path: Path) -> Plan:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -42,7 +42,7 @@ def read_plan_file(path: Path) -> Plan:
 
 def checked_plan(path: Path, report: Report) -> Plan:
     """The plan in a file; raises `PlanError` if it breaks a rule."""
-    plan = read_plan_file(path)
+    plan = read_plan(path)
     breaches = check(unroll(plan, report), on_progress=report)
     if breaches:
         raise PlanError(
@@ -62,7 +62,7 @@ def checked_plan_for(path: Path, topology: Topology, report: Report) -> Plan:
     return plan
 
 
-def write_plan_file(path: Path, plan: Plan) -> None:
+def write_plan(path: Path, plan: Plan) -> None:
     try:
         path.write_text(str(plan), encoding="utf-8")
     except OSError as error:

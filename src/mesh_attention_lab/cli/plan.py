@@ -28,9 +28,9 @@ from mesh_attention_lab.cli.files import (
     output_file,
     problem_to_json,
     progress,
-    read_plan_file,
+    read_plan,
     unroll,
-    write_plan_file,
+    write_plan,
 )
 from mesh_attention_lab.cli.terminal import (
     Column,
@@ -120,7 +120,7 @@ def _save(plan: Plan, path: Path, report: Report) -> str:
     """Write the plan with every step stated."""
     unrolled = unroll(plan, report)
     report(f"writing {path.name}", 1.0)
-    write_plan_file(path, unrolled)
+    write_plan(path, unrolled)
     steps = sum(len(program.steps) for program in unrolled.programs or ())
     return f"saved {path}: {count(steps, 'step')} of {count(plan.problem.ranks, 'rank')}"
 
@@ -248,7 +248,7 @@ def verify_command(options: VerifyOptions) -> None:
     Exit code 0: the plan is right. 1: it breaks a rule. 2: the file is not a plan.
     """
     with progress(f"reading {options.file.name}") as report:
-        plan = read_plan_file(options.file)
+        plan = read_plan(options.file)
         unrolled = unroll(plan, report)
         breaches = check(unrolled, on_progress=report)
     ranks, steps = plan.problem.ranks, sum(len(program.steps) for program in unrolled.programs or ())

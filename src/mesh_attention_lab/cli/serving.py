@@ -86,7 +86,7 @@ def rival_as_json(rival: Rival) -> dict[str, Any]:
 
 def travel_words(problem: Problem, choice: Choice) -> str:
     """The sizes of queries and of keys and values, and which of them travel under a choice."""
-    tile, ulysses = choice.assignment.tile, choice.assignment.ulysses
+    tile, ulysses = choice.assignment.tile, choice.assignment.ulysses_degree
     queries = problem.batch * problem.seq_q * problem.heads * problem.head_dim_qk * problem.itemsize
     kv = problem.batch * problem.seq_kv * kv_token_nbytes(problem)
     sizes = (

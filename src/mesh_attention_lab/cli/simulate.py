@@ -179,7 +179,11 @@ def _as_json(forecasts: Sequence[Forecasts], topology: Topology) -> dict[str, An
             {
                 "method": forecast.method,
                 "passes": {
-                    d: {"tile": str(plan.assignment.tile), "ulysses": plan.assignment.ulysses, "digest": plan.digest}
+                    d: {
+                        "tile": str(plan.assignment.tile),
+                        "ulysses": plan.assignment.ulysses_degree,
+                        "digest": plan.digest,
+                    }
                     | forecast.facts(d)
                     for d, plan in forecast.plans.items()
                 },

@@ -172,11 +172,15 @@ def choice_words(choice: Choice) -> str:
 
 def tile_reason(assignment: Assignment) -> str:
     """The reason why a tile moves fewer bytes than ring."""
-    tile, others = assignment.tile, assignment.ulysses * assignment.places - 1
+    tile, others = assignment.tile, assignment.ulysses_degree * assignment.places - 1
     shards = [(tile.rows - 1, "query shard"), (tile.cols - 1, "KV shard")]
     received = " and ".join(count(number, noun) for number, noun in shards if number)
     returned = f" and returns {count(tile.rows - 1, 'partial result')}" if tile.rows > 1 else ""
-    traded = f", once {assignment.ulysses} ranks have traded heads for tokens," if assignment.ulysses > 1 else ""
+    traded = (
+        f", once {assignment.ulysses_degree} ranks have traded heads for tokens,"
+        if assignment.ulysses_degree > 1
+        else ""
+    )
     return (
         f"with ring, a rank receives the K and V of all {others} others; with a {tile} tile{traded} it receives "
         f"{received or 'no shards'}{returned}."
@@ -243,7 +247,7 @@ def _stride(places: int, rows: int, *, most: int) -> int:
 
 
 def _caption(plan: Plan, stride: int, has_empty: bool) -> str:
-    ulysses = plan.assignment.ulysses
+    ulysses = plan.assignment.ulysses_degree
     who = "the rank" if ulysses == 1 else f"the place ({ulysses} ranks, each with a slice of the heads)"
     caption = f"query shards down, KV shards across; in each block, {who} that computes it"
     if has_empty:

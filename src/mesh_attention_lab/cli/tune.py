@@ -217,7 +217,7 @@ def _draw(answer: TuneAnswer, tune_at: Tune, axis: SweepAxis, path: Path, report
         problem=answer.problem,
         topology=topology,
         tuning=answer.tuning,
-        limit_nbytes=topology.device.memory_gib * GIB if answer.memory_limit is None else answer.memory_limit,
+        memory_limit=topology.device.memory_gib * GIB if answer.memory_limit is None else answer.memory_limit,
         tune_at=lambda problem, topology, report: tune_at(problem, topology, report)[0],
         report=report,
     ).along(axis)
@@ -234,7 +234,7 @@ def _title(answer: TuneAnswer, axis: SweepAxis) -> str:
     if axis != "seq":
         words.insert(0, token_words(problem) if answer.served is None else new_words(problem))
     words.append(f"on {answer.topology.name if axis == 'ranks' else cluster_name(answer.topology)}")
-    degree = next(iter(chosen.values())).assignment.ulysses
+    degree = next(iter(chosen.values())).assignment.ulysses_degree
     if axis == "tile" and degree > 1:
         words.append(f"Ulysses degree {degree}")
     return ", ".join(words)

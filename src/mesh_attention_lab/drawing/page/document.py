@@ -160,7 +160,7 @@ def page_data(scenes: Sequence[Scene], opening: Scene | None = None) -> dict[str
         for direction in scene.directions:
             plan = scene.plans[direction]
             data = pass_data(plan, scene.forecasts[direction], scene.measured.get(direction))
-            grid = (problem, plan.layout, plan.assignment.ulysses)  # all that patterns depend on
+            grid = (problem, plan.layout, plan.assignment.ulysses_degree)  # all that patterns depend on
             if grid not in grids:
                 grids[grid] = len(patterns)
                 patterns.append(block_patterns(plan))

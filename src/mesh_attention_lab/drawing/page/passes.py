@@ -40,7 +40,7 @@ def pass_data(plan: Plan, forecast: Timeline, measured: Timeline | None) -> Data
     texts = list(dict.fromkeys(text_of))
     return {
         "tile": [plan.assignment.tile.rows, plan.assignment.tile.cols],
-        "ulysses": plan.assignment.ulysses,
+        "ulysses": plan.assignment.ulysses_degree,
         "waves": plan.assignment.waves,
         "layout": plan.layout.name,
         "keep": list(plan.schedule.keep),
@@ -283,7 +283,7 @@ class _View:
     def _piece(self, item: steps.Item) -> steps.Item:
         if item.form != "piece" or item.source is None:
             raise _NotRelativeError
-        turned = (item.source - self.assignment.head_slice(self.rank)) % self.assignment.ulysses
+        turned = (item.source - self.assignment.head_slice(self.rank)) % self.assignment.ulysses_degree
         return item._replace(shard=self._distance(item.shard), source=turned)
 
     def _own(self, rank: int) -> int:
