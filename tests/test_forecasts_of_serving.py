@@ -23,7 +23,10 @@ from mesh_attention.planning.costs import limits
 from mesh_attention.serving import CachedLayer
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Link, Topology
-from mesh_attention.tuning.decoding import (
+from mesh_attention.tuning.traffic import plan_on
+from mesh_attention.tuning.tune import tune
+from mesh_attention_lab.cli.serving import travel_words, turn_rivals
+from mesh_attention_lab.decoding import (
     CANDIDATES,
     PASS_KV,
     decode_plan,
@@ -32,10 +35,7 @@ from mesh_attention.tuning.decoding import (
     kv_nbytes,
     read_s,
 )
-from mesh_attention.tuning.decoding import travel_words as decode_travel_words
-from mesh_attention.tuning.traffic import plan_on
-from mesh_attention.tuning.tune import tune
-from mesh_attention_lab.cli.serving import travel_words, turn_rivals
+from mesh_attention_lab.decoding import travel_words as decode_travel_words
 from mesh_attention_lab.replay import decoding as replayed
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
 from mesh_attention_lab.replay.transport import JoinedComm
@@ -317,15 +317,15 @@ def test_exchanges_of_a_played_step_are_one_copy_each_way_of_the_plans_bytes() -
                 assert len(found) <= 1
                 return found
 
-        stage = replayed.Stage(problem, device=CPU)
-        replayed.Actor(plan, stage, Counted(0, 4, device=CPU)).run()
+        stage = replayed.FilledCache(problem, device=CPU)
+        replayed.DecodeActor(plan, stage, Counted(0, 4, device=CPU)).run()
         assert len(copied) == 2 * plan.exchanges * stage.layers
         for is_sent, nbytes in ((True, plan.sent_nbytes(0)), (False, plan.received_nbytes(0))):
             assert sum(n for sent, n in copied if sent == is_sent) == stage.layers * nbytes
 
 
 def test_a_played_step_reads_every_token_of_the_rank() -> None:
-    stage = replayed.Stage(tiny(queries=2), device=CPU)
+    stage = replayed.FilledCache(tiny(queries=2), device=CPU)
     assert stage.tokens == 151
     assert stage.state.reach.stop.tolist() == [[151, 151]] * 3
     assert stage.memory.nbytes == stage.layers * layer_nbytes(9, token_nbytes=2 * (16 + 8) * 4)
@@ -339,4 +339,4 @@ def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(
         MemoryLimitError, match=r"K and V of 2 layers need \S+ KiB, but cpu has 0.98 KiB free; use more"
     ):
-        replayed.Stage(tiny(), device=CPU)
+        replayed.FilledCache(tiny(), device=CPU)

@@ -24,7 +24,7 @@ from mesh_attention.plan.layout import Zigzag
 from mesh_attention.plan.serving import COMBINES, QUERIES
 from mesh_attention.serving import ShardedCache, Turn
 from mesh_attention.serving.book import Shares, clip
-from mesh_attention.serving.running import MOST_STEPS
+from mesh_attention.serving.step_runner import MOST_STEPS
 from mesh_attention.testing.wrappers import Counting
 
 

@@ -20,7 +20,7 @@ from mesh_attention.masks import Segment
 from mesh_attention.plan.layout import Layout, Striped, join, shifted
 from mesh_attention.units import count
 
-Window = int | None
+WindowSize = int | None
 """How many tokens before its own a query sees; None for all of them."""
 
 
@@ -168,7 +168,7 @@ class Entry:
 
     shares: Shares
     counts: tuple[int, ...]
-    tables: Mapping[Window, Table]
+    tables: Mapping[WindowSize, Table]
     min_length: int = 0
     """The shortest length that it can still be truncated to: its windows have dropped what shorter ones need."""
 
@@ -186,10 +186,10 @@ class Book:
     ranks: int
     layout: Layout
     block_tokens: int
-    pools: dict[Window, BlockPool]
+    pools: dict[WindowSize, BlockPool]
     max_rollback: int = 0
     entries: dict[int, Entry] = field(default_factory=dict)
-    copied: list[tuple[Window, int, int]] = field(default_factory=list)
+    copied: list[tuple[WindowSize, int, int]] = field(default_factory=list)
     """Blocks to copy before the next write: window, from, to."""
     _next: int = 0
 
@@ -208,8 +208,8 @@ class Book:
     def extend(self, new: Mapping[int, int], *, is_decoded: bool) -> None:
         """Append tokens to sequences: on the layout, or round the ranks."""
         changed: dict[int, Entry] = {}
-        undo: list[tuple[Window, list[int]]] = []
-        copied: list[tuple[Window, int, int]] = []
+        undo: list[tuple[WindowSize, list[int]]] = []
+        copied: list[tuple[WindowSize, int, int]] = []
         try:
             for number, tokens in new.items():
                 changed[number] = self._grown(self.entry(number), tokens, is_decoded, undo, copied)
@@ -262,8 +262,8 @@ class Book:
         entry: Entry,
         tokens: int,
         is_decoded: bool,
-        undo: list[tuple[Window, list[int]]],
-        copied: list[tuple[Window, int, int]],
+        undo: list[tuple[WindowSize, list[int]]],
+        copied: list[tuple[WindowSize, int, int]],
     ) -> Entry:
         before = entry.shares
         if is_decoded:
@@ -290,25 +290,26 @@ class Book:
         return tuple(counts)
 
     def _dropped(
-        self, table: Table, after: Shares, window: Window, last: int, counts: tuple[int, ...]
+        self, table: Table, after: Shares, window: WindowSize, last: int, counts: tuple[int, ...]
     ) -> tuple[int, int]:
         """Blocks of which every rank's tokens are before what queries from position `last` on see, and the first
         position that they see."""
         cutoff = 0 if window is None else max(0, last - window - self.max_rollback)
-        if not cutoff or self._blocks(counts) - table.dropped <= cutoff_blocks(last - cutoff, self.block_tokens):
+        few = (last - cutoff) // self.block_tokens + 1  # blocks that a sequence may have before some can be dropped
+        if not cutoff or self._blocks(counts) - table.dropped <= few:
             return table.dropped, cutoff
         before = min(after.before(rank, cutoff) for rank in range(self.ranks))
         return max(table.dropped, before // self.block_tokens), cutoff
 
     def _grow_table(
         self,
-        window: Window,
+        window: WindowSize,
         table: Table,
         entry: Entry,
         counts: tuple[int, ...],
         dropped: int,
-        undo: list[tuple[Window, list[int]]],
-        copied: list[tuple[Window, int, int]],
+        undo: list[tuple[WindowSize, list[int]]],
+        copied: list[tuple[WindowSize, int, int]],
     ) -> Table:
         pool, size = self.pools[window], self.block_tokens
         blocks = list(table.blocks[dropped - table.dropped :])
@@ -322,15 +323,10 @@ class Book:
             blocks[at] = own
         return Table((*blocks, *taken[len(shared) :]), dropped)
 
-    def _give_back_dropped(self, old: Entry, new: Entry, copied: list[tuple[Window, int, int]]) -> None:
+    def _give_back_dropped(self, old: Entry, new: Entry, copied: list[tuple[WindowSize, int, int]]) -> None:
         replaced = {(window, source) for window, source, _ in copied}
         for window, table in old.tables.items():
             kept = set(new.tables[window].blocks)
             gone = [block for block in table.blocks if block not in kept]
             assert all((window, block) in replaced or new.tables[window].dropped > table.dropped for block in gone)
             self.pools[window].give_back(gone)
-
-
-def cutoff_blocks(tokens: int, block_tokens: int) -> int:
-    """Blocks that a sequence may have before it is worth looking for some to drop."""
-    return tokens // block_tokens + 1

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.plan.serving import BLOCK_TOKENS, COMBINES, MOST_DECODED, QUERIES, Combine, Queries, blocks_of_rank
-from mesh_attention.serving.book import BlockPool, Book, Window
-from mesh_attention.serving.checks import DTYPE_NAMES
-from mesh_attention.serving.decode import Step
-from mesh_attention.serving.memory import CachedLayer, Memory, cache_nbytes
-from mesh_attention.serving.prefill import Grown, Turn, new_tokens
-from mesh_attention.serving.running import StepCache, StepContext
+from mesh_attention.serving.appended import Growth
+from mesh_attention.serving.book import BlockPool, Book, WindowSize
+from mesh_attention.serving.decode import DTYPE_NAMES, Step
+from mesh_attention.serving.memory import CachedLayer, CacheMemory, cache_nbytes
+from mesh_attention.serving.prefill import Turn, new_tokens
+from mesh_attention.serving.step_runner import StepRunner
 from mesh_attention.session.agreement import Question
 from mesh_attention.units import brief, count, format_nbytes
 
-
-@dataclass(frozen=True)
-class Open:
-    """The last turn or step: the layers that attended in it, and how long its sequences were before."""
-
-    attended: set[int]
-    lengths: Mapping[int, int]
+AnyTurn = TypeVar("AnyTurn", Turn, Step)
 
 
 class ShardedCache:
@@ -67,20 +61,23 @@ class ShardedCache:
             blocks = _blocks(layers, attention.ranks, tokens, sequences, block_tokens, max_rollback)
             _check_dtype(dtype)
             self.layers, self.device = tuple(layers), _device(device)
-            self.memories = [Memory(self.layers, blocks, block_tokens, dtype, self.device) for _ in attention.comms]
+            self.memories = [
+                CacheMemory(self.layers, blocks, block_tokens, dtype, self.device) for _ in attention.comms
+            ]
         asked = {"operation": "a cache", "layers": str(self.layers), "dtype": str(dtype)}
         asked |= {"block_tokens": str(block_tokens), "max_rollback": str(max_rollback)}
         self.history = hash((attention.session.count_cache(), Question(asked=asked).call_id))
         """A hash of the cache and of all that was done to it, equal on all ranks; it is part of the ids of calls."""
         pools = {window: BlockPool(number) for window, number in blocks.items()}
         self.book = Book(attention.ranks, attention.layout, block_tokens, pools, max_rollback)
+        # Of the last turn or step, but not the turn itself, which refers to its cache.
         self.last: set[int] | None = None
-        """The layers that attended in the last turn or step. Not the turn itself, which refers to its cache."""
-        self._open = Open(set(range(len(self.layers))), {})
-        context = StepContext(attention.session, attention.calls.cuda_graphs, self.layers, self.memories, self.device)
-        self.steps = StepCache(context)
+        """The layers that attended in it; None if it is over."""
+        self._attended, self._lengths = set(range(len(self.layers))), dict[int, int]()
+        """The layers that attended in it, and how long its sequences were before."""
+        self.steps = StepRunner(attention.session, attention.calls.cuda_graphs, self.layers, self.memories, self.device)
 
-    # Memory
+    # CacheMemory
 
     @staticmethod
     def required_nbytes(
@@ -141,7 +138,7 @@ class ShardedCache:
     def new(self) -> int:
         """A new, empty sequence, as the number by which other calls know it."""
         self._refuse_one_more()
-        self._note(1)
+        self.note(1)
         return self.book.new()
 
     def length(self, sequence: int) -> int:
@@ -151,7 +148,7 @@ class ShardedCache:
     def remove(self, sequence: int) -> None:
         """Forget a sequence."""
         self.book.remove(sequence)
-        self._note(2, sequence)
+        self.note(2, sequence)
         self._end_turn_of(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
@@ -162,7 +159,7 @@ class ShardedCache:
         if type(length) is not int or length < 0:
             raise UsageError(f"length={length!r}: expected a whole number of at least 0")
         self.book.truncate(sequence, length)
-        self._note(3, sequence, length)
+        self.note(3, sequence, length)
         self._end_turn_of(sequence)
 
     def fork(self, sequence: int) -> int:
@@ -170,7 +167,7 @@ class ShardedCache:
         self.book.entry(sequence)
         self._refuse_one_more()
         self._refuse_unfinished()
-        self._note(4, sequence)
+        self.note(4, sequence)
         return self.book.fork(sequence)
 
     def _refuse_one_more(self) -> None:
@@ -187,9 +184,7 @@ class ShardedCache:
 
         For a prompt, a chunk of one, or the next turn of a conversation.
         """
-        turn = Turn(self, self._extended(new, is_decoded=False))
-        self._begin(turn)
-        return turn
+        return self._begun(Turn(self, self._extended(new, is_decoded=False)))
 
     def tokens_per_rank(self, new: Mapping[int, int]) -> list[int]:
         """How many new tokens each rank would get from `prefill`; some ranks may get none of a few tokens."""
@@ -219,28 +214,26 @@ class ShardedCache:
                 f"a step got {', '.join(map(str, sorted(numbers)))} new tokens; expected the same number for each "
                 f"sequence, at most {MOST_DECODED}; use cache.prefill for more"
             )
-        step = Step(self, self._extended(new, is_decoded=True), queries, combine)
-        self._begin(step)
-        return step
+        return self._begun(Step(self, self._extended(new, is_decoded=True), queries, combine))
 
-    def _note(self, *numbers: int) -> None:
+    def note(self, *numbers: int) -> None:
         """Add what was done to the history. Of numbers only: hashes of texts differ from process to process."""
         self.history = hash((self.history, *numbers))
 
-    def _begin(self, turn: Turn | Step) -> None:
-        self.last = turn.attended
-        lengths = {number: grown.before.shares.length for number, grown in turn.sequences.items()}
-        self._open = Open(turn.attended, lengths)
+    def _begun(self, turn: AnyTurn) -> AnyTurn:
+        self.last = self._attended = turn.attended
+        self._lengths = {number: grown.before.shares.length for number, grown in turn.sequences.items()}
+        return turn
 
     def _end_turn_of(self, sequence: int) -> None:
         """A turn or step of this sequence can no longer attend: its tokens may be gone."""
-        if sequence in self._open.lengths:
+        if sequence in self._lengths:
             self.last = None
 
     def _refuse_unfinished(self) -> None:
         """Refuse to go on while a sequence has tokens that some layer has no keys and values of."""
-        missing = set(range(len(self.layers))) - self._open.attended
-        for number, length in self._open.lengths.items():
+        missing = set(range(len(self.layers))) - self._attended
+        for number, length in self._lengths.items():
             entry = self.book.entries.get(number)
             if missing and entry is not None and entry.shares.length > length:
                 raise UsageError(
@@ -249,7 +242,7 @@ class ShardedCache:
                     f"cache.truncate({number}, {length}) or cache.remove({number})"
                 )
 
-    def _extended(self, new: Mapping[int, int], *, is_decoded: bool) -> dict[int, Grown]:
+    def _extended(self, new: Mapping[int, int], *, is_decoded: bool) -> dict[int, Growth]:
         checked = dict(new_tokens(new))
         self._refuse_unfinished()
         before = {number: self.book.entry(number) for number in checked}
@@ -257,13 +250,13 @@ class ShardedCache:
         for memory in self.memories:
             memory.copy(self.book.copied)
         self.book.copied.clear()
-        self._note(5, int(is_decoded), *(number for pair in checked.items() for number in pair))
-        return {number: Grown(before[number], self.book.entries[number]) for number in checked}
+        self.note(5, int(is_decoded), *(number for pair in checked.items() for number in pair))
+        return {number: Growth(before[number], self.book.entries[number]) for number in checked}
 
 
 def _blocks(
     layers: Sequence[CachedLayer], ranks: int, tokens: int, sequences: int, block_tokens: int, max_rollback: int
-) -> dict[Window, int]:
+) -> dict[WindowSize, int]:
     """Blocks of a rank for each window.
 
     The tokens of a window may all be on one rank, and while a turn runs, those before and after it are kept.
@@ -280,7 +273,7 @@ def _blocks(
     if not layers or not all(isinstance(layer, CachedLayer) for layer in layers):
         raise ProblemError(f"layers={brief(layers)}: expected a CachedLayer for each layer of the model")
     full = blocks_of_rank(tokens, sequences=sequences, ranks=ranks, block_tokens=block_tokens)
-    found: dict[Window, int] = {}
+    found: dict[WindowSize, int] = {}
     for window in dict.fromkeys(layer.window for layer in layers):
         found[window] = full
         if window is not None:

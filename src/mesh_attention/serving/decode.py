@@ -11,17 +11,19 @@ from torch import Tensor
 
 from mesh_attention.arguments import CallOptions
 from mesh_attention.errors import ProblemError, UsageError
+from mesh_attention.execution.buffers import DTYPES
 from mesh_attention.plan.serving import Combine, DecodePlan, Queries, choose_combine
-from mesh_attention.serving.book import Window
-from mesh_attention.serving.checks import DTYPE_NAMES, by_rank, check_tensors, check_turn, softmax_of
-from mesh_attention.serving.prefill import Grown
-from mesh_attention.serving.running import LayerSteps, Steps
+from mesh_attention.serving.appended import Appended, Growth
+from mesh_attention.serving.book import WindowSize
+from mesh_attention.serving.step_runner import LayerStep, StepBuffers
 
 if TYPE_CHECKING:
     from mesh_attention.serving.cache import ShardedCache
 
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-class Step:
+
+class Step(Appended):
     """One or a few new tokens of each of some sequences.
 
     If queries are replicated, every rank gives the queries, keys and values of all of them and gets all results; if
@@ -30,12 +32,12 @@ class Step:
     """
 
     def __init__(
-        self, cache: ShardedCache, sequences: Mapping[int, Grown], queries: Queries, combine: Combine | None
+        self, cache: ShardedCache, sequences: Mapping[int, Growth], queries: Queries, combine: Combine | None
     ) -> None:
-        self.cache, self.sequences, self.queries, self.combine = cache, sequences, queries, combine
-        self.attended: set[int] = set()
+        super().__init__(cache, sequences)
+        self.queries, self.combine = queries, combine
         self.new_tokens = next(iter(sequences.values())).tokens
-        self._prepared: list[Steps] = []
+        self._prepared: list[StepBuffers] = []
         self._shape = len(sequences), self.new_tokens, queries, combine
         self.fingerprint: int | Tensor = 0
 
@@ -67,78 +69,58 @@ class Step:
         )
         return replace(plan, combine=self.combine or choose_combine(plan))
 
-    def attend(
-        self,
-        layer: int,
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        softmax_scale: float | None = None,
-        softcap: float = 0.0,
-        return_lse: bool = False,
-    ) -> Any:
-        """Store the new keys and values of a layer, and attend the new queries to all that they see.
-
-        Tensors are (sequences, new tokens, heads, dim); in a local group, lists of them. With `return_lse`, also the
-        LSE (sequences, heads, new tokens).
-        """
+    def _attend(
+        self, layer: int, tensors: tuple[Any, Any, Any], options: CallOptions, return_lse: bool
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         cache = self.cache
-        key = None if cache.attention.is_local else self._key(layer, q, k, v, softmax_scale, softcap)
+        session, ranks = cache.attention.session, [tensors]
+        key = None if cache.attention.is_local else self._key(layer, tensors, options)
         is_due = self.attended is cache.last and layer not in self.attended
-        running = cache.steps.ready.get(key) if is_due else None
-        if running is not None:  # a decoded token waits for every line of this, in every layer
-            return self._run(layer, running, [(q, k, v)], return_lse=return_lse)
-        with cache.attention.session.telling():
-            check_turn(cache, self, layer)
-            ranks = by_rank(cache, q, k, v)
-            running = self._running(layer, ranks, softmax_scale, softcap)
-        if key is not None:
-            cache.steps.ready[key] = running
-        return self._run(layer, running, ranks, return_lse=return_lse)
-
-    def _run(self, layer: int, running: LayerSteps, ranks: Sequence[Sequence[Tensor]], *, return_lse: bool) -> Any:
-        steps, attention = running.steps, self.cache.attention
-        with attention.session.call():
-            if steps not in self._prepared:
-                steps.prepare(self)
-                self._prepared.append(steps)
+        # A decoded token waits for every line of this, in every layer, so a call like an earlier one is not checked.
+        layer_step = cache.steps.ready.get(key) if is_due else None
+        if layer_step is None:
+            with session.telling():
+                ranks = self._by_rank(layer, tensors)
+                layer_step = self._layer_step(layer, ranks, options)
+            if key is not None:
+                cache.steps.ready[key] = layer_step
+        buffers = layer_step.buffers
+        with session.call():
+            if buffers not in self._prepared:
+                buffers.prepare(self)
+                self._prepared.append(buffers)
             # On NCCL, comparing ids takes a collective: one layer of a step does it for all.
-            is_compared = not (self.attended and steps.comms[0].is_capturable)
-            results = running.run(ranks, self._begin_pass(running) if is_compared else None)
-            self.attended.add(layer)
+            is_compared = not (self.attended and buffers.comms[0].is_capturable)
+            results = cache.steps.run(layer_step, ranks, self._begin_pass(layer_step) if is_compared else None)
             outs = [out.clone() for out, _ in results]  # the next layer uses the same buffers
-            if not return_lse:
-                return outs if attention.is_local else outs[0]
-            lses = [lse.transpose(1, 2).clone() for _, lse in results]
-        return (outs, lses) if attention.is_local else (outs[0], lses[0])
+            return outs, [lse.transpose(1, 2).clone() for _, lse in results] if return_lse else []
 
-    def _key(self, layer: int, q: Any, k: Any, v: Any, scale: Any, softcap: Any) -> tuple[Any, ...] | None:
+    def _key(self, layer: int, tensors: tuple[Any, Any, Any], options: CallOptions) -> tuple[Any, ...] | None:
         """Key of a call: equal for calls that need no further check; None if this one has to be checked."""
+        q, k, v = tensors
         if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
             return None
         if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
             return None
+        scale, softcap = options.softmax_scale, options.softcap
         if type(softcap) is not float or not (scale is None or type(scale) is float):
             return None
-        tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-        return layer, *self._shape, scale, softcap, *tensors
+        kinds = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        return layer, *self._shape, scale, softcap, *kinds
 
-    def _running(self, layer: int, ranks: Sequence[Sequence[Any]], scale: float | None, softcap: float) -> LayerSteps:
-        """The runner of this layer."""
+    def _layer_step(self, layer: int, ranks: Sequence[Sequence[Any]], options: CallOptions) -> LayerStep:
         cache, plan = self.cache, self.plan(layer, heads=_heads(ranks))
-        for rank, comm in zip(ranks, cache.attention.comms, strict=True):
-            check_tensors(cache, layer, rank, (len(plan.own[comm.rank]), self.new_tokens))
-        softmax = softmax_of(cache.layers[layer], CallOptions(softmax_scale=scale, softcap=softcap))
-        return cache.steps.layer(plan, layer, softmax)
+        for tensors, comm in zip(ranks, cache.attention.comms, strict=True):
+            self._check_tensors(layer, tensors, (len(plan.own[comm.rank]), self.new_tokens))
+        return cache.steps.layer_step(plan, layer, self._softmax(layer, options))
 
-    def _begin_pass(self, running: LayerSteps) -> Tensor | None:
+    def _begin_pass(self, layer_step: LayerStep) -> Tensor | None:
         """The id of this layer's pass: which layer, attended and merged how, in which cache, after which history."""
-        number = hash((running.call_id, self.cache.history)) & 0xFFFFFFFFFFFF  # of numbers: as on other ranks
+        number = hash((layer_step.call_id, self.cache.history)) & 0xFFFFFFFFFFFF  # of numbers: as on other ranks
         session, device = self.cache.attention.session, self.cache.device
         return session.begin_pass(number, device, forward_pass=self.fingerprint)
 
-    def reach(self, rank: int, window: Window) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    def reach(self, rank: int, window: WindowSize) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """For each sequence and query, the first token of this rank that it sees, and the one behind the last; then the
         slot of each new token, where those of other ranks go to a slot that nobody reads."""
         size = self.cache.block_tokens

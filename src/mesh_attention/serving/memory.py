@@ -12,7 +12,7 @@ from torch import Tensor
 from mesh_attention.errors import ProblemError
 from mesh_attention.kernels.decode import Blocks
 from mesh_attention.plan.serving import layer_nbytes
-from mesh_attention.serving.book import Window
+from mesh_attention.serving.book import WindowSize
 from mesh_attention.units import brief
 
 
@@ -26,7 +26,7 @@ class CachedLayer:
     kv_heads: int
     head_dim: int
     head_dim_v: int | None = None
-    window: Window = None
+    window: WindowSize = None
 
     def __post_init__(self) -> None:
         sizes = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "head_dim_v": self.value_dim}
@@ -46,7 +46,7 @@ class CachedLayer:
         return self.kv_heads * (self.head_dim + self.value_dim)
 
 
-def cache_nbytes(layers: Iterable[CachedLayer], blocks: dict[Window, int], block_tokens: int, itemsize: int) -> int:
+def cache_nbytes(layers: Iterable[CachedLayer], blocks: dict[WindowSize, int], block_tokens: int, itemsize: int) -> int:
     """Bytes of a cache on one rank."""
     return sum(
         layer_nbytes(blocks[layer.window], token_nbytes=layer.elements * itemsize, block_tokens=block_tokens)
@@ -54,13 +54,13 @@ def cache_nbytes(layers: Iterable[CachedLayer], blocks: dict[Window, int], block
     )
 
 
-class Memory:
+class CacheMemory:
     """K and V of all layers on one rank. `slots` count tokens over all blocks of a layer."""
 
     def __init__(
         self,
         layers: Sequence[CachedLayer],
-        blocks: dict[Window, int],
+        blocks: dict[WindowSize, int],
         block_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -81,7 +81,7 @@ class Memory:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for stored in self.stored for tensor in stored)
 
-    def grow(self, blocks: dict[Window, int]) -> None:
+    def grow(self, blocks: dict[WindowSize, int]) -> None:
         """Move every layer into more blocks; one layer at a time, so that little more memory is needed."""
         with torch.inference_mode(False), torch.no_grad():
             for index, layer in enumerate(self.layers):
@@ -93,7 +93,7 @@ class Memory:
                     after[: before.shape[0] - 1] = before[:-1]
                 self.stored[index] = new
 
-    def copy(self, copies: Sequence[tuple[Window, int, int]]) -> None:
+    def copy(self, copies: Sequence[tuple[WindowSize, int, int]]) -> None:
         """Copy blocks: for each a window, from which block, to which."""
         for layer, stored in zip(self.layers, self.stored, strict=True):
             for window, source, dest in copies:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from mesh_attention.execution.autograd import run_forward
 from mesh_attention.execution.engine import Engine
 from mesh_attention.masks import Segment
 from mesh_attention.plan.layout import Cached, Listed, join, shifted
-from mesh_attention.serving.book import Entry, Window, clip
-from mesh_attention.serving.checks import by_rank, check_layer, check_tensors, check_turn, softmax_of
+from mesh_attention.serving.appended import Appended, Growth
+from mesh_attention.serving.book import WindowSize, clip
 from mesh_attention.serving.memory import slots_of
 from mesh_attention.session.agreement import Question
 
@@ -31,52 +31,35 @@ if TYPE_CHECKING:
     from mesh_attention.serving.cache import ShardedCache
 
 
-@dataclass(frozen=True, slots=True)
-class Grown:
-    """A sequence before and after a turn."""
+class Slots(NamedTuple):
+    """Where a turn's tokens are on one rank: slots to read for each sequence; slots to write, and which of the rank's
+    new tokens go there."""
 
-    before: Entry
-    after: Entry
-
-    @property
-    def tokens(self) -> int:
-        return self.after.shares.length - self.before.shares.length
-
-    def new_segments(self, rank: int) -> tuple[Segment, ...]:
-        """A rank's new positions, counted from the first new one."""
-        start = self.before.shares.length
-        return shifted(clip(self.after.shares.segments(rank), start, self.after.shares.length), -start)
-
-    def first_seen(self, window: Window) -> int:
-        """The first position that a new query sees."""
-        return 0 if window is None else max(0, self.before.shares.length - window)
-
-
-Places = tuple[list[Tensor | slice], Tensor, Tensor]
-"""Slots to read for each sequence; slots to write, and which of a rank's new tokens go there."""
+    reads: list[Tensor | slice]
+    writes: Tensor
+    kept: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class WindowView:
     """A turn as layers of one window see it: an attention call on a layout, and where each rank's tokens are."""
 
     keys: Listed
     options: CallOptions
-    places: dict[int, Places] = field(default_factory=dict)
+    slots: dict[int, Slots] = field(default_factory=dict)
     engines: dict[object, Engine] = field(default_factory=dict)
     """By scores and heads. Kept here, because no other turn has this layout."""
 
 
-class Turn:
+class Turn(Appended):
     """New tokens of some sequences. Each rank has its own share of them, in the order of `position_ids`.
 
     Call `attend` once for every layer, in any order. The tokens count as cached from the beginning.
     """
 
-    def __init__(self, cache: ShardedCache, sequences: Mapping[int, Grown]) -> None:
-        self.cache, self.sequences = cache, sequences
-        self.attended: set[int] = set()
-        self._known: dict[Window, Seen] = {}
+    def __init__(self, cache: ShardedCache, sequences: Mapping[int, Growth]) -> None:
+        super().__init__(cache, sequences)
+        self._views: dict[WindowSize, WindowView] = {}
         self._is_agreed = False
 
     @property
@@ -85,9 +68,9 @@ class Turn:
         return sum(grown.tokens for grown in self.sequences.values())
 
     @cached_property
-    def queries(self) -> Listed:
-        """The layout of the new tokens, packed."""
-        return Listed(tuple(self._packed_queries(rank) for rank in range(self.cache.ranks)))
+    def shards(self) -> tuple[tuple[Segment, ...], ...]:
+        """The new tokens of each rank, packed."""
+        return tuple(self._packed_queries(rank) for rank in range(self.cache.ranks))
 
     def _packed_queries(self, rank: int) -> tuple[Segment, ...]:
         starts = accumulate((grown.tokens for grown in self.sequences.values()), initial=0)
@@ -113,9 +96,7 @@ class Turn:
             shape = tuple(whole.shape) if isinstance(whole, Tensor) else type(whole).__name__
             raise UsageError(f"shard got {shape}: expected {self.tokens} new tokens in dim {dim}, of all sequences")
         return self._for_ranks(
-            lambda rank: whole.index_select(
-                dim, _numbers([*chain.from_iterable(self._packed_queries(rank))], whole.device)
-            )
+            lambda rank: whole.index_select(dim, _numbers([*chain.from_iterable(self.shards[rank])], whole.device))
         )
 
     def _for_ranks(self, make: Any) -> Any:
@@ -124,52 +105,30 @@ class Turn:
 
     # Attention
 
-    def attend(
-        self,
-        layer: int,
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        softmax_scale: float | None = None,
-        softcap: float = 0.0,
-        return_lse: bool = False,
-    ) -> Any:
-        """Store this rank's new keys and values of a layer, and attend its new queries to all that they see.
-
-        Tensors are (1, tokens, heads, dim); in a local group, lists of them. With `return_lse`, also the LSE (1, heads,
-        tokens).
-        """
+    def _attend(
+        self, layer: int, tensors: tuple[Any, Any, Any], options: CallOptions, return_lse: bool
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         cache = self.cache
         with cache.attention.session.telling():
-            check_turn(cache, self, layer)
-            ranks = by_rank(cache, q, k, v)
+            ranks = self._by_rank(layer, tensors)
             for (_, tokens, _), rank in zip(self._sizes(layer), ranks, strict=True):
-                check_tensors(cache, layer, rank, (1, tokens))
-            options = CallOptions(softmax_scale=softmax_scale, softcap=softcap)
-            softmax_of(cache.layers[layer], options)
+                self._check_tensors(layer, rank, (1, tokens))
+            self._softmax(layer, options)
         self._agree()
         window = cache.layers[layer].window
-        tensors = [
-            (rank_q, *self._keys(number, layer, window, rank_k[0], rank_v[0]))
-            for number, (rank_q, rank_k, rank_v) in enumerate(ranks)
-        ]
-        engine = self._engine(tensors, window, options)
+        inputs = [(q, *self._keys(number, layer, window, k[0], v[0])) for number, (q, k, v) in enumerate(ranks)]
+        engine = self._engine(inputs, window, options)
         with torch.no_grad():
-            flat = [tensor for rank in tensors for tensor in rank]
+            flat = [tensor for rank in inputs for tensor in rank]
             results, _ = run_forward(engine, flat, context=hash((cache.history, layer)))
-        self.attended.add(layer)
-        outs, lses = list(results[0::2]), list(results[1::2])
-        if not cache.attention.is_local:
-            return (outs[0], lses[0]) if return_lse else outs[0]
-        return (outs, lses) if return_lse else outs
+        return list(results[0::2]), list(results[1::2])
 
     def peak_nbytes(self, layer: int, *, heads: int) -> int:
         """The most bytes that `attend` of a layer will hold at once on a rank, besides its inputs and the cache.
 
         All ranks call it, because they plan together. In a local group, the most of any rank.
         """
-        check_layer(self.cache, layer)
+        self._check_layer(layer)
         known, window = self.cache.layers[layer], self.cache.layers[layer].window
         sizes = self._sizes(layer)
         one = torch.empty((), dtype=self.cache.dtype, device=self.cache.device)  # tensors in shape only
@@ -185,14 +144,14 @@ class Turn:
         copied = [self._copied_nbytes(rank, layer, keys) for rank, _, keys in sizes]
         return max(program.device_nbytes + nbytes for program, nbytes in zip(programs, copied, strict=True))
 
-    def _engine(self, tensors: Sequence[Sequence[Tensor]], window: Window, options: CallOptions) -> Engine:
-        seen = self._seen(window)
+    def _engine(self, tensors: Sequence[Sequence[Tensor]], window: WindowSize, options: CallOptions) -> Engine:
+        view = self._view(window)
         key = options, *(TensorKind.of(tensor) for rank in tensors for tensor in rank)
-        if key not in seen.engines:
-            options = seen.options._replace(softmax_scale=options.softmax_scale, softcap=options.softcap)
+        if key not in view.engines:
+            options = view.options._replace(softmax_scale=options.softmax_scale, softcap=options.softcap)
             calls, layout = self.cache.attention.calls, self.layout(window)
-            seen.engines[key] = calls.engine(tensors, options, layout=layout, gradient=False, may_keep=False)
-        return seen.engines[key]
+            view.engines[key] = calls.engine(tensors, options, layout=layout, gradient=False, may_keep=False)
+        return view.engines[key]
 
     def _agree(self) -> None:
         """Raise on every rank unless all have these sequences, after the same history; once in a turn."""
@@ -210,28 +169,28 @@ class Turn:
 
     def _sizes(self, layer: int) -> list[tuple[int, int, int]]:
         """For each local rank: its number, its new tokens, and the keys that it has for the turn."""
-        keys = self._seen(self.cache.layers[layer].window).keys
+        keys = self._view(self.cache.layers[layer].window).keys
         ranks = [comm.rank for comm in self.cache.attention.comms]
-        return [(r, sum(map(len, self.queries.shards[r])), sum(map(len, keys.shards[r]))) for r in ranks]
+        return [(r, sum(map(len, self.shards[r])), sum(map(len, keys.shards[r]))) for r in ranks]
 
     def _copied_nbytes(self, rank: int, layer: int, keys: int) -> int:
         """Bytes of keys and values that are not used where they are stored."""
         known = self.cache.layers[layer]
-        reads, _, _ = self._places(rank, known.window)
+        reads = self._slots(rank, known.window).reads
         is_view = known.window is None and len(reads) == 1 and isinstance(reads[0], slice)
         return 0 if is_view else keys * known.elements * self.cache.dtype.itemsize
 
-    def layout(self, window: Window = None) -> Cached:
+    def layout(self, window: WindowSize = None) -> Cached:
         """Where the new queries are, and the keys that they see in layers with this window."""
-        return Cached(self.queries, self._seen(window).keys)
+        return Cached(Listed(self.shards), self._view(window).keys)
 
-    def _seen(self, window: Window) -> Seen:
-        if window not in self._known:
+    def _view(self, window: WindowSize) -> WindowView:
+        if window not in self._views:
             kv = Listed(tuple(self._packed_keys(rank, window) for rank in range(self.cache.ranks)))
-            self._known[window] = Seen(kv, self._options(window))
-        return self._known[window]
+            self._views[window] = WindowView(kv, self._options(window))
+        return self._views[window]
 
-    def _packed_keys(self, rank: int, window: Window) -> tuple[Segment, ...]:
+    def _packed_keys(self, rank: int, window: WindowSize) -> tuple[Segment, ...]:
         found: list[Segment] = []
         start = 0
         for grown in self.sequences.values():
@@ -240,7 +199,7 @@ class Turn:
             start += shares.length - first
         return join(found)
 
-    def _options(self, window: Window) -> CallOptions:
+    def _options(self, window: WindowSize) -> CallOptions:
         """The turn as an attention call: each sequence is a document."""
         grown = list(self.sequences.values())
         q = [0, *accumulate(one.tokens for one in grown)]
@@ -257,33 +216,33 @@ class Turn:
 
     # Keys and values
 
-    def _keys(self, number: int, layer: int, window: Window, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys(self, number: int, layer: int, window: WindowSize, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values that this rank has for the turn, (1, tokens, heads, dim)."""
         memory, rank = self.cache.memories[number], self.cache.attention.comms[number].rank
-        reads, slots, kept = self._places(rank, window)
+        reads, writes, kept = self._slots(rank, window)
         if window is None:
-            memory.write(layer, slots, k, v)
+            memory.write(layer, writes, k, v)
             return _joined([memory.read(layer, read) for read in reads])
         cuts = [sum(map(len, grown.new_segments(rank))) for grown in self.sequences.values()]
         new = zip(torch.split(k, cuts), torch.split(v, cuts), strict=True)
         parts = ((memory.read(layer, read), own) for read, own in zip(reads, new, strict=True))
         found = _joined([part for pair in parts for part in pair])
-        memory.write(layer, slots, k.index_select(0, kept), v.index_select(0, kept))
+        memory.write(layer, writes, k.index_select(0, kept), v.index_select(0, kept))
         return found
 
-    def _places(self, rank: int, window: Window) -> Places:
-        places = self._seen(window).places
-        if rank not in places:
-            places[rank] = self._find_places(rank, window)
-        return places[rank]
+    def _slots(self, rank: int, window: WindowSize) -> Slots:
+        slots = self._view(window).slots
+        if rank not in slots:
+            slots[rank] = self._find_slots(rank, window)
+        return slots[rank]
 
-    def _find_places(self, rank: int, window: Window) -> Places:
+    def _find_slots(self, rank: int, window: WindowSize) -> Slots:
         """Without a window, new tokens are written before they are read. With one, only old tokens are read: new ones
         that no later query sees are not written.
         """
         size, device = self.cache.block_tokens, self.cache.device
         reads: list[Tensor | slice] = []
-        slots: list[int] = []
+        writes: list[int] = []
         kept: list[int] = []
         at = 0
         for grown in self.sequences.values():
@@ -296,10 +255,10 @@ class Turn:
             table = after.tables[window]
             base, new = table.dropped * size, after.counts[rank] - before.counts[rank]
             stored = max(before.counts[rank], base)
-            slots += _as_list(slots_of(table.blocks, stored - base, after.counts[rank] - base, size))
+            writes += _as_list(slots_of(table.blocks, stored - base, after.counts[rank] - base, size))
             kept += range(at + stored - before.counts[rank], at + new)
             at += new
-        return reads, _numbers(slots, device), _numbers(kept, device)
+        return Slots(reads, _numbers(writes, device), _numbers(kept, device))
 
 
 def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

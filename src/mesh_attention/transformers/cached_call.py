@@ -201,12 +201,11 @@ class _Call:
         starts, at = {}, 0
         for row in rows:
             starts[row], at = at, at + new.counts[row]
-        shards = [turn.queries.segments(rank, seq_len=turn.tokens, ranks=ranks) for rank in range(ranks)]
         for row in rows:
             for number, column in enumerate(new.wanted):
                 place = new.place(row, column)
                 if place is not None:
-                    rank, local = _find(shards, starts[row] + place)
+                    rank, local = _find(turn.shards, starts[row] + place)
                     wanted[rank].append((local, row * len(new.wanted) + number))
         return wanted
 

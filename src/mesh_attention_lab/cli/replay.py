@@ -23,7 +23,6 @@ from mesh_attention.errors import UsageError
 from mesh_attention.planning.choice import FAMILIES
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.decoding import CANDIDATES, decode_plan
 from mesh_attention.units import BYTES, TIMES, Report, count, format_together, three_digits
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import checked_plan, progress
@@ -37,6 +36,7 @@ from mesh_attention_lab.cli.terminal import (
     problem_words,
     times,
 )
+from mesh_attention_lab.decoding import CANDIDATES, decode_plan
 from mesh_attention_lab.drawing.canvas import save_chart
 from mesh_attention_lab.drawing.rates import Bar, BarGroup, rate_chart
 from mesh_attention_lab.replay.result import (

@@ -16,8 +16,6 @@ from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.decoding import DecodeForecast, forecast_as_json
-from mesh_attention.tuning.decoding import travel_words as decode_travel_words
 from mesh_attention.tuning.result import Forecast
 from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.tuning.traffic import plan_on
@@ -33,6 +31,8 @@ from mesh_attention_lab.cli.terminal import (
     print_first,
     print_table,
 )
+from mesh_attention_lab.decoding import DecodeForecast, forecast_as_json
+from mesh_attention_lab.decoding import travel_words as decode_travel_words
 
 GROUPINGS = (1, 4, 16, None)
 """Blocks per call that are tried for a rival; None is cost-based."""

@@ -22,7 +22,6 @@ from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import joined
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
-from mesh_attention.tuning.decoding import forecast_decoding
 from mesh_attention.tuning.result import FORECAST_ERROR, Trial, Tuning, trial_to_json, tuning_to_json
 from mesh_attention.tuning.traffic import costs_on
 from mesh_attention.tuning.tune import tune, tuned_plans
@@ -66,6 +65,7 @@ from mesh_attention_lab.cli.terminal import (
     token_words,
 )
 from mesh_attention_lab.comparison import choice_without_costs
+from mesh_attention_lab.decoding import forecast_decoding
 from mesh_attention_lab.drawing.canvas import save_chart
 from mesh_attention_lab.drawing.times import ChartX, time_chart
 from mesh_attention_lab.drawing.trace import write_trace

@@ -23,12 +23,12 @@ from mesh_attention.machine.fit import fit_line
 from mesh_attention.machine.timing import rest, sample_s, within
 from mesh_attention.plan.serving import BLOCK_TOKENS, DecodePlan
 from mesh_attention.problem import Problem
-from mesh_attention.serving.book import Window
-from mesh_attention.serving.memory import CachedLayer, Memory, cache_nbytes
-from mesh_attention.serving.running import StepEngine, StepState
+from mesh_attention.serving.book import WindowSize
+from mesh_attention.serving.memory import CachedLayer, CacheMemory, cache_nbytes
+from mesh_attention.serving.step_runner import StepEngine, StepState
 from mesh_attention.topology import MOST, Device, KernelRate, Link, Topology
-from mesh_attention.tuning.decoding import forecast_plan, kv_nbytes
 from mesh_attention.units import GIB, Report, format_nbytes
+from mesh_attention_lab.decoding import forecast_plan, kv_nbytes
 from mesh_attention_lab.replay.device import free_nbytes
 from mesh_attention_lab.replay.transport import JoinedComm, SilentComm
 
@@ -161,7 +161,7 @@ class FilledCache:
         self.tokens = -(-problem.seq_kv // problem.ranks)
         blocks = -(-self.tokens // BLOCK_TOKENS)
         layer = CachedLayer(kv_heads=problem.kv_heads, head_dim=problem.head_dim_qk, head_dim_v=problem.head_dim_v)
-        blocks_by_window: dict[Window, int] = {None: problem.batch * blocks}
+        blocks_by_window: dict[WindowSize, int] = {None: problem.batch * blocks}
         layer_nbytes = cache_nbytes([layer], blocks_by_window, BLOCK_TOKENS, problem.itemsize)
         self.layers = within(-(-IN_TURN_NBYTES[device.type] // layer_nbytes), 2, MOST_LAYERS)
         free = free_nbytes(device)
@@ -170,7 +170,7 @@ class FilledCache:
                 f"K and V of {self.layers} layers need {format_nbytes(self.layers * layer_nbytes)}, but {device} has "
                 f"{format_nbytes(free)} free; use more ranks, fewer sequences or fewer cached tokens"
             )
-        self.memory = Memory([layer] * self.layers, blocks_by_window, BLOCK_TOKENS, DTYPES[problem.dtype], device)
+        self.memory = CacheMemory([layer] * self.layers, blocks_by_window, BLOCK_TOKENS, DTYPES[problem.dtype], device)
         for stored in self.memory.stored:
             for tensor in stored:
                 tensor.normal_()

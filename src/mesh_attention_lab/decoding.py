@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from mesh_attention.errors import ProblemError, TopologyError
@@ -86,7 +87,7 @@ def forecast_decoding(
         (forecast_plan(plan, problem, topology) for plan in plans), key=lambda forecast: forecast.time_s
     )
     losers = [*others, _pass_kv(problem, topology)]
-    return first, *(_with_reason(loser, first) for loser in losers)
+    return first, *(replace(loser, reason=_why_not(loser, first)) for loser in losers)
 
 
 def forecast_plan(plan: DecodePlan, problem: Problem, topology: Topology) -> DecodeForecast:
@@ -94,7 +95,7 @@ def forecast_plan(plan: DecodePlan, problem: Problem, topology: Topology) -> Dec
     device = topology.device
     touched = (plan.ranks + 1) * merged * plan.row_nbytes
     merge_s = device.launch_us * 1e-6 + touched / (device.memory_gb_per_s * 1e9) if plan.ranks > 1 else 0.0
-    exchanges = [_message(plan, number) for number in range(plan.exchanges)]
+    exchanges = [partial(plan.exchanged_nbytes, number) for number in range(plan.exchanges)]
     return DecodeForecast(
         plan=plan,
         attend_s=_attend_s(problem, topology, kv_nbytes(problem), pairs=problem.pairs / problem.ranks),
@@ -137,10 +138,6 @@ def _attend_s(problem: Problem, topology: Topology, nbytes: int, *, pairs: float
     return device.forward.call_us * 1e-6 + max(compute_s, nbytes / (device.memory_gb_per_s * 1e9))
 
 
-def _message(plan: DecodePlan, exchange: int) -> Message:
-    return lambda source, dest: plan.exchanged_nbytes(exchange, source, dest)
-
-
 def _exchange_s(message: Message, topology: Topology) -> float:
     return max(_rank_s(message, topology, rank) for rank in _ends(topology.ranks))
 
@@ -180,10 +177,6 @@ def _pass_kv(problem: Problem, topology: Topology) -> DecodeForecast:
         sent_nbytes=others * nbytes,
         received_nbytes=others * nbytes,
     )
-
-
-def _with_reason(loser: DecodeForecast, chosen: DecodeForecast) -> DecodeForecast:
-    return replace(loser, reason=_why_not(loser, chosen))
 
 
 def _why_not(loser: DecodeForecast, chosen: DecodeForecast) -> str:

@@ -6,7 +6,7 @@ the steps themselves, `plan.serving` what a rank does in one.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,12 +17,12 @@ from torch import Tensor
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work
 from mesh_attention.execution.buffers import DTYPES
-from mesh_attention.execution.graphs import CapturedGraph, GraphMemory
+from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.kernels.base import Demand
 from mesh_attention.kernels.decode import DecodeKernel, Reach, TorchDecode, choose_decode
 from mesh_attention.plan.serving import DecodePlan
-from mesh_attention.serving.book import Window
-from mesh_attention.serving.memory import CachedLayer, Memory
+from mesh_attention.serving.book import WindowSize
+from mesh_attention.serving.memory import CachedLayer, CacheMemory
 from mesh_attention.session.agreement import Question
 from mesh_attention.session.session import Session
 
@@ -49,7 +49,7 @@ class Rows:
         return cls(plan, torch.empty((*count, plan.row_nbytes), dtype=torch.uint8, device=device))
 
     def part(self, at: range) -> Tensor:
-        return self.raw[at.start : at.stop].view(-1)
+        return self.raw[at.start : at.stop]
 
 
 @dataclass
@@ -121,7 +121,7 @@ class StepEngine:
 
     def run(
         self,
-        memory: Memory,
+        memory: CacheMemory,
         layer: int,
         state: StepState,
         tensors: Sequence[Tensor],
@@ -157,46 +157,39 @@ class StepEngine:
 
     def _meet(self, kernel: DecodeKernel) -> Generator[Work, None, None]:
         """Partials of all ranks, merged: the own rows, and if queries are replicated then those of the others."""
-        plan, rank, own = self.plan, self.comm.rank, self.own
-        others = [other for other in range(plan.ranks) if other != rank]
-        to = {other: plan.slices[other] if plan.combine == "reduce_scatter" else range(plan.rows) for other in others}
+        plan, own = self.plan, self.own
+        slices = plan.slices if plan.combine == "reduce_scatter" else (own,) * plan.ranks
         if plan.combine == "reduce_scatter":
-            self.arrived.raw[rank].copy_(self.partials.raw[own.start : own.stop])
-        yield self.comm.post(
-            [Parcel([self.partials.part(to[other])], other, "o") for other in others if to[other]],
-            [Parcel([self.arrived.raw[other].view(-1)], other, "o") for other in others if own],
+            self.arrived.raw[self.comm.rank].copy_(self.partials.raw[own.start : own.stop])
+        yield self._exchange(
+            "o", lambda other: self.partials.part(slices[other]), lambda other: self.arrived.raw[other]
         )
         if own:
             at = slice(own.start, own.stop)
             kernel.merge(self.arrived.out, self.arrived.lse, self.merged.out[at], self.merged.lse[at])
         if plan.combine == "reduce_scatter" and plan.queries == "replicated":
-            yield self.comm.post(
-                [Parcel([self.merged.part(own)], other, "o") for other in others if own],
-                [Parcel([self.merged.part(to[other])], other, "o") for other in others if to[other]],
+            yield self._exchange(
+                "o", lambda other: self.merged.part(own), lambda other: self.merged.part(slices[other])
             )
+
+    def _exchange(self, kind: str, sent: Callable[[int], Tensor], received: Callable[[int], Tensor]) -> Work:
+        """Exchange bytes with every other rank, as far as there are any."""
+        others = [rank for rank in range(self.plan.ranks) if rank != self.comm.rank]
+        sends, recvs = (
+            [Parcel([data.view(-1)], other, kind) for other in others if (data := part(other)).numel()]
+            for part in (sent, received)
+        )
+        return self.comm.post(sends, recvs)
 
     def _gather_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> Generator[Work, None, list[Tensor]]:
         """q, k and v of all sequences, from the ranks that run them."""
-        plan, rank = self.plan, self.comm.rank
-        own = plan.own[rank]
+        plan, own = self.plan, self.plan.own[self.comm.rank]
         packed = torch.cat([tensor.flatten(1) for tensor in (q, k, v)], 1)
         self.tokens[own.start : own.stop].copy_(packed.view(torch.uint8))
-        others = [other for other in range(plan.ranks) if other != rank]
-        if others:
-            mine = self.tokens[own.start : own.stop].view(-1)
-            yield self.comm.post(
-                [Parcel([mine], other, "q") for other in others if own],
-                [
-                    Parcel([self.tokens[at.start : at.stop].view(-1)], other, "q")
-                    for other in others
-                    if (at := plan.own[other])
-                ],
-            )
-        sizes = [
-            (plan.heads, plan.head_dim_qk),
-            (plan.kv_heads, plan.head_dim_qk),
-            (plan.kv_heads, plan.head_dim_v),
-        ]
+        parts = [self.tokens[at.start : at.stop] for at in plan.own]
+        if plan.ranks > 1:
+            yield self._exchange("q", lambda other: parts[self.comm.rank], lambda other: parts[other])
+        sizes = (plan.heads, plan.head_dim_qk), (plan.kv_heads, plan.head_dim_qk), (plan.kv_heads, plan.head_dim_v)
         typed, found, first = self.tokens.view(q.dtype), [], 0
         for heads, dim in sizes:
             width = plan.new_tokens * heads * dim
@@ -205,38 +198,17 @@ class StepEngine:
         return found
 
 
-@dataclass(frozen=True)
-class StepContext:
-    """The session, layers, memories and device that the steps of a cache share.
+class StepBuffers:
+    """For steps of one shape: engines and states of the local ranks, and what their graphs read."""
 
-    It does not refer to the cache, so that a cache and its graphs are released with the last reference to it: left to
-    the garbage collector, they may go while another graph is captured, which spoils that one.
-    """
-
-    session: Session
-    cuda_graphs: bool
-    layers: Sequence[CachedLayer]
-    memories: Sequence[Memory]
-    device: torch.device
-
-    @cached_property
-    def graph_pool(self) -> object:
-        """The memory that all graphs share."""
-        return GraphMemory(self.device).pool
-
-
-class Steps:
-    """Steps of one shape, for the local ranks: their engines and states, and what their graphs read."""
-
-    def __init__(self, context: StepContext, plan: DecodePlan) -> None:
-        self.context, self.plan = context, plan
-        self.comms = context.session.comms_on(context.device)
-        self.states: dict[Window, list[StepState]] = {}
-        self.tables: dict[Window, list[tuple[int, ...]]] = {}
-        self.is_new = True
+    def __init__(self, plan: DecodePlan, comms: Sequence[Comm], device: torch.device) -> None:
+        self.plan, self.comms, self.device = plan, comms, device
+        self.states: dict[WindowSize, list[StepState]] = {}
+        self.tables: dict[WindowSize, list[tuple[int, ...]]] = {}
+        self.is_connected = False
         with torch.inference_mode(False):  # later steps need not be in inference mode
-            self.engines = [StepEngine(plan, comm, context.device) for comm in self.comms]
-            self.pass_id = torch.zeros((1, 1, 2), dtype=torch.int64, device=context.device)
+            self.engines = [StepEngine(plan, comm, device) for comm in comms]
+            self.pass_id = torch.zeros((1, 1, 2), dtype=torch.int64, device=device)
         self.inputs: list[list[Tensor]] = []
 
     def prepare(self, step: Step) -> None:
@@ -245,19 +217,12 @@ class Steps:
         for window, pool in step.cache.book.pools.items():
             if window not in self.states:
                 with torch.inference_mode(False):
-                    self.states[window] = [StepState.empty(shape, pool.size, self.context.device) for _ in self.comms]
-            tables = [grown.after.tables[window].blocks for grown in step.sequences.values()]
+                    self.states[window] = [StepState.empty(shape, pool.size, self.device) for _ in self.comms]
+            tables = [growth.after.tables[window].blocks for growth in step.sequences.values()]
             is_same = tables == self.tables.get(window)
             self.tables[window] = tables
             for comm, state in zip(self.comms, self.states[window], strict=True):
                 state.update([] if is_same else [list(blocks) for blocks in tables], *step.reach(comm.rank, window))
-
-    def connect(self) -> None:
-        """Connect with all ranks before the first step, where a transport has to."""
-        if self.is_new:
-            self.is_new = False
-            others = [rank for rank in range(self.plan.ranks) if rank != self.comms[0].rank]
-            self.context.session.connect(self.context.device, others, others)
 
     def copy_in(self, tensors: Sequence[Sequence[Tensor]], pass_id: Tensor | None) -> None:
         """Copy what graphs read."""
@@ -269,74 +234,87 @@ class Steps:
             self.pass_id.copy_(pass_id)
 
 
-class LayerSteps:
-    """One layer in steps of one shape: run the first time, captured the second, and launched from then on."""
+class LayerStep:
+    """One layer in steps of one shape, and its graphs."""
 
-    def __init__(self, steps: Steps, layer: int, softmax: Softmax) -> None:
-        self.steps, self.layer, self.softmax = steps, layer, softmax
-        kernel, context = steps.engines[0].kernel_for(softmax.softcap), steps.context
-        self.window = context.layers[layer].window
-        self.is_captured = context.cuda_graphs and kernel.name != TorchDecode.name  # which reads on the host
-        self.call_id = Question(
-            asked={
-                "operation": "a decoded step",
-                "layer": str(layer),
-                "plan": repr(steps.plan),
-                "cached layer": str(context.layers[layer]),
-                "softmax": str(softmax),
-            }
-        ).call_id
+    def __init__(self, buffers: StepBuffers, layer: int, cached: CachedLayer, softmax: Softmax) -> None:
+        self.buffers, self.layer, self.window, self.softmax = buffers, layer, cached.window, softmax
+        asked = {"operation": "a decoded step", "layer": str(layer), "plan": repr(buffers.plan)}
+        self.call_id = Question(asked=asked | {"cached layer": str(cached), "softmax": str(softmax)}).call_id
         self.seen: set[bool] = set()
         self.graphs: dict[bool, CapturedGraph[list[tuple[Tensor, Tensor]]]] = {}
         """With a pass id, and without one."""
 
-    def run(self, tensors: Sequence[Sequence[Tensor]], pass_id: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-        """Output and LSE of each local rank. The next layer overwrites them."""
-        has_id = pass_id is not None
-        if not self.is_captured or has_id not in self.seen:
-            self.seen.add(has_id)
-            self.steps.connect()
-            return self._run(tensors, pass_id)
-        steps = self.steps
-        steps.copy_in(tensors, pass_id)
-        if has_id not in self.graphs:
-            context, own_id = steps.context, steps.pass_id if has_id else None
-            self.graphs[has_id] = CapturedGraph(
-                lambda: self._run(steps.inputs, own_id), context.device, pool=context.graph_pool
-            )
-        return self.graphs[has_id].launch()
 
-    def _run(self, tensors: Sequence[Sequence[Tensor]], pass_id: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-        steps, context = self.steps, self.steps.context
-        ranks = [
-            engine.run(memory, self.layer, state, rank, self.softmax)
-            for engine, memory, state, rank in zip(
-                steps.engines, context.memories, steps.states[self.window], tensors, strict=True
-            )
-        ]
-        return context.session.run_pass(ranks, pass_id, context.device, lambda _: [steps.engines[0].results.typed])
+class StepRunner:
+    """Runs the steps of a cache, and with CUDA graphs captures each layer the second time and launches it from then on.
 
+    It and what it keeps do not refer to the cache or back to each other, so that a cache and its graphs are released
+    with the last reference to it: left to the garbage collector, they may go while another graph is captured, which
+    spoils that one.
+    """
 
-class StepCache:
-    """Buffers and graphs that a cache keeps between its steps. Dropped when its memory moves."""
+    def __init__(
+        self,
+        session: Session,
+        cuda_graphs: bool,
+        layers: Sequence[CachedLayer],
+        memories: Sequence[CacheMemory],
+        device: torch.device,
+    ) -> None:
+        self.session, self.cuda_graphs, self.device = session, cuda_graphs, device
+        self.cached_layers, self.memories = layers, memories
+        self.by_plan: dict[DecodePlan, StepBuffers] = {}
+        self.layers: dict[tuple[DecodePlan, int, Softmax], LayerStep] = {}
+        self.ready: dict[object, LayerStep] = {}
+        """By call, so that a call like an earlier one is not checked again."""
 
-    def __init__(self, context: StepContext) -> None:
-        self.context = context
-        self.by_plan: dict[DecodePlan, Steps] = {}
-        self.layers: dict[tuple[DecodePlan, int, Softmax], LayerSteps] = {}
-        self.ready: dict[object, LayerSteps] = {}
-        """Runners of layers by call, so that a call like an earlier one is not checked again."""
+    @cached_property
+    def graph_pool(self) -> object:
+        """The memory that all graphs share."""
+        return torch.cuda.graph_pool_handle()
 
-    def layer(self, plan: DecodePlan, layer: int, softmax: Softmax) -> LayerSteps:
-        """The runner of a layer in steps of this plan."""
+    def layer_step(self, plan: DecodePlan, layer: int, softmax: Softmax) -> LayerStep:
         if plan not in self.by_plan:
             if len(self.by_plan) >= MOST_STEPS:
                 self._drop_oldest()
-            self.by_plan[plan] = Steps(self.context, plan)
+            self.by_plan[plan] = StepBuffers(plan, self.session.comms_on(self.device), self.device)
         key = plan, layer, softmax
         if key not in self.layers:
-            self.layers[key] = LayerSteps(self.by_plan[plan], layer, softmax)
+            self.layers[key] = LayerStep(self.by_plan[plan], layer, self.cached_layers[layer], softmax)
         return self.layers[key]
+
+    def run(
+        self, step: LayerStep, tensors: Sequence[Sequence[Tensor]], pass_id: Tensor | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Output and LSE of each local rank. The next layer overwrites them."""
+        has_id, buffers = pass_id is not None, step.buffers
+        kernel = buffers.engines[0].kernel_for(step.softmax.softcap)
+        is_captured = self.cuda_graphs and kernel.name != TorchDecode.name  # which reads on the host
+        if not is_captured or has_id not in step.seen:
+            step.seen.add(has_id)
+            if not buffers.is_connected:
+                buffers.is_connected = True
+                others = [rank for rank in range(buffers.plan.ranks) if rank != buffers.comms[0].rank]
+                self.session.connect(self.device, others, others)
+            return self._run(step, tensors, pass_id)
+        buffers.copy_in(tensors, pass_id)
+        if has_id not in step.graphs:
+            own_id = buffers.pass_id if has_id else None
+            step.graphs[has_id] = CapturedGraph(
+                lambda: self._run(step, buffers.inputs, own_id), self.device, pool=self.graph_pool
+            )
+        return step.graphs[has_id].launch()
+
+    def _run(
+        self, step: LayerStep, tensors: Sequence[Sequence[Tensor]], pass_id: Tensor | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        engines, states = step.buffers.engines, step.buffers.states[step.window]
+        ranks = [
+            engine.run(memory, step.layer, state, rank, step.softmax)
+            for engine, memory, state, rank in zip(engines, self.memories, states, tensors, strict=True)
+        ]
+        return self.session.run_pass(ranks, pass_id, self.device, lambda _: [engines[0].results.typed])
 
     def _drop_oldest(self) -> None:
         oldest = next(iter(self.by_plan))
@@ -345,5 +323,6 @@ class StepCache:
         self.ready.clear()  # those that are left are found again by their plan
 
     def drop(self) -> None:
+        """Forget all buffers and graphs, which refer to memory that is about to move."""
         for kept in (self.by_plan, self.layers, self.ready):
             kept.clear()
