@@ -160,7 +160,7 @@ def test_a_choice_with_rows_is_not_widened() -> None:
         found = tune(*part_of(asked, cluster), directions=DIRECTIONS)
         mesh, ring = (next(t for t in found.trials if t.family == family) for family in ("mesh", "ring"))
         patch.setattr(choosing, "cached_tune", lambda *_, **__: (replace(found, trials=(mesh, ring)), False))
-        choices, _ = tuned_choices(asked, cluster, "contiguous", needs_gradient=True, is_quick=True)
+        choices, _ = tuned_choices(asked, cluster, Contiguous(), needs_gradient=True, is_quick=True)
         assert {str(choice.assignment) for choice in choices.values()} == {"1x64"}
 
 

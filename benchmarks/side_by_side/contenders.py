@@ -61,7 +61,7 @@ def choice_names(ranks: int, kv_heads: int) -> list[str]:
 def _of_tile(degree: int, tile: Tile) -> list[str]:
     if tile == Tile(1, 1):
         return ["ulysses"]
-    prefix = f"ulysses {degree} × " if degree > 1 else ""
+    prefix = f"ulysses {degree} + " if degree > 1 else ""
     method = "ring" if tile.rows == 1 else "pass-q" if tile.cols == 1 else "mesh"
     return [f"{prefix}{method} {tile}", f"{prefix}attention2d {tile}"]
 

@@ -129,7 +129,7 @@ def tuned(
 ) -> tuple[Chosen, Tuning]:
     """The choice for a problem, and the tuning it is from."""
     choices, tuning = tuned_choices(
-        problem, topology, layout.text, needs_gradient, memory_limit=memory_limit, is_quick=is_coarse
+        problem, topology, layout, needs_gradient, memory_limit=memory_limit, is_quick=is_coarse
     )
     passes = {}
     for direction, open_choice in choices.items():
@@ -142,7 +142,7 @@ def tuned(
 def tuned_choices(
     problem: Problem,
     topology: Topology,
-    layout: str,
+    layout: Layout,
     needs_gradient: bool,
     *,
     memory_limit: float | None = None,

@@ -14,9 +14,9 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from mesh_attention.errors import ParseError
-from mesh_attention.plan.layout import layout_named
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.choice import default_layout
+from mesh_attention.planning.choice import Choice, default_layout
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import RESULT_VERSION, Tuning, tuning_from_json, tuning_to_json
@@ -52,13 +52,14 @@ def cached_tune(
     topology: Topology,
     *,
     directions: Sequence[Direction] = ("forward",),
-    layout: str | None = None,
+    layout: Layout | str | None = None,
     memory_limit: float | None = None,
     is_quick: bool = False,
     on_progress: Report | None = None,
     folder: Path | None = None,
 ) -> tuple[Tuning, bool]:
     """Call `tune`, or read its result from the cache on disk; the second value is True if it was read."""
+    layout = Choice.of(layout=layout).layout or default_layout(problem)
     request = (RESULT_VERSION, code_digest(), problem, topology, tuple(directions), layout, memory_limit, is_quick)
     key = hashlib.sha256(repr(request).encode()).hexdigest()[:32]
     folder = own_folder(folder or cache_folder())
@@ -146,15 +147,14 @@ def _no_constant(name: str) -> None:
     raise ParseError(f"not JSON: {name} is not a number")
 
 
-def _check(tuning: Tuning, problem: Problem, directions: Sequence[Direction], layout: str | None) -> None:
+def _check(tuning: Tuning, problem: Problem, directions: Sequence[Direction], layout: Layout) -> None:
     """Raise unless every choice is one for this problem: its tile, degree and layout."""
-    due = default_layout(problem) if layout is None else layout_named(layout)
     for trial in tuning.trials:
         resolved = {direction: choice.resolved(problem, direction) for direction, choice in trial.choices.items()}
         if (
             (*resolved,) != (*directions,)
             or resolved != trial.choices
-            or {c.layout for c in resolved.values()} != {due}
+            or {c.layout for c in resolved.values()} != {layout}
         ):
             raise ParseError("its choices are for another problem")
 

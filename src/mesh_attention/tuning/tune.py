@@ -10,7 +10,7 @@ from mesh_attention.errors import MemoryLimitError, ScheduleError, TopologyError
 from mesh_attention.plan.assignment import Cut
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
-from mesh_attention.plan.layout import layout_named
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
 from mesh_attention.planning.choice import FAMILIES, Choice, Family, default_layout
@@ -41,7 +41,7 @@ def tune(
     topology: Topology,
     *,
     directions: Sequence[Direction] = ("forward",),
-    layout: str | None = None,
+    layout: Layout | str | None = None,
     memory_limit: float | None = None,
     is_quick: bool = False,
     on_progress: Report | None = None,
@@ -66,7 +66,7 @@ def tune(
     if memory_limit is None:
         memory_limit = topology.device.memory_gib * GIB / (LONGER if is_quick else 1)
     check_memory_limit(memory_limit)
-    chosen_layout = default_layout(problem) if layout is None else layout_named(layout)
+    chosen_layout = Choice.of(layout=layout).layout or default_layout(problem)
     candidates = list(shapes(problem, topology, layout=chosen_layout))
     is_uniform = BlockMatrix(problem, chosen_layout, candidates[0].assignment).is_uniform
     is_many = is_uniform and problem.ranks >= MANY_RANKS

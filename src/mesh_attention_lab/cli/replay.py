@@ -212,7 +212,7 @@ def _play(
             topology,
             options.methods,
             directions=directions,
-            layout=None if layout is None else layout.name,
+            layout=layout,
             on_progress=report,
         )
     parts += from_files

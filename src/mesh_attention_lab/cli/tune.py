@@ -148,7 +148,7 @@ def tune_command(
 
     def tune_at(problem: Problem, topology: Topology, report: Report) -> tuple[Tuning, bool]:
         settings: dict[str, Any] = {"directions": directions, "memory_limit": options.memory, "on_progress": report}
-        settings["layout"] = None if layout is None else layout.name
+        settings["layout"] = layout
         if options.no_cache:
             return tune(problem, topology, **settings), False
         return cached_tune(problem, topology, **settings)

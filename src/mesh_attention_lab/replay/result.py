@@ -8,6 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from mesh_attention.errors import UsageError
+from mesh_attention.plan.layout import Layout
 from mesh_attention.planning.choice import FAMILIES
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
@@ -40,7 +41,7 @@ def tuned_parts(
     methods: Sequence[str],
     *,
     directions: Sequence[Direction],
-    layout: str | None = None,
+    layout: Layout | None = None,
     on_progress: Report | None = None,
 ) -> list[Part]:
     """One part for each method, in the order asked for."""
