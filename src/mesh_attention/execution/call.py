@@ -224,7 +224,7 @@ def _asked(call: Call, problem: Problem, device: torch.device) -> dict[str, str]
         "deterministic": str(call.deterministic),
         "cuda_graphs": str(call.cuda_graphs),
         "gradient": "needed" if call.gradient else "not needed",
-        "keeping inputs for backward": "possible" if call.may_keep else "impossible (compiled, or in a dispatch mode)",
+        "keeping inputs for backward": "allowed" if call.may_keep else "not allowed",
     }
 
 

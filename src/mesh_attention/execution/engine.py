@@ -154,7 +154,7 @@ class Engine:
         return Scores(calls[0].mask, self.softmax.scale, self.softmax.softcap)
 
     def single_forward(self, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Forward by the only kernel call, as one short function: for a small call, every line of Python shows."""
+        """Forward as one short function around its only kernel call: beside a small call, the time of Python shows."""
         assert self.single_call is not None
         forward, scores = self.kernel_for(device, lse_gradient=False).forward, self.single_call
         dtype = DTYPES[self.problem.dtype]

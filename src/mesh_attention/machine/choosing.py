@@ -94,7 +94,10 @@ class Tuner:
 
 
 def find_alike(own: Problem, known: Mapping[Problem, Tuning], *, most_nbytes: float) -> Problem:
-    """The nearest known problem with other lengths, if it is near and its choice fits into memory; or else this one."""
+    """The closest known problem that differs only in length, by at most `NEAR`, and whose choice fits into memory.
+
+    `own` if there is none.
+    """
     if own.mask.documents is not None:  # they say where the sequence ends
         return own
     near = {

@@ -65,7 +65,8 @@ def make_plan(
 class StatedStrategy:
     """Makes the plans of both passes of a problem, by the caller's choice or planner, alike on every rank.
 
-    `prove` raises for a plan that breaks a rule; it is given the plans of a planner, if they will run.
+    `prove` raises if a plan breaks a rule. It is called on a planner's plans, on that of backward only if gradients are
+    needed.
     """
 
     choice: Choice

@@ -292,8 +292,8 @@ class Book:
     def _dropped(
         self, table: Table, after: Shares, window: WindowSize, last: int, counts: tuple[int, ...]
     ) -> tuple[int, int]:
-        """Blocks of which every rank's tokens are before what queries from position `last` on see, and the first
-        position that they see."""
+        """How many leading blocks can be dropped, because no query from position `last` on sees a token of them on any
+        rank; and the first position that those queries see."""
         cutoff = 0 if window is None else max(0, last - window - self.max_rollback)
         few = (last - cutoff) // self.block_tokens + 1  # blocks that a sequence may have before some can be dropped
         if not cutoff or self._blocks(counts) - table.dropped <= few:

@@ -66,6 +66,7 @@ class ShardedCache:
             ]
         asked = {"operation": "a cache", "layers": str(self.layers), "dtype": str(dtype)}
         asked |= {"block_tokens": str(block_tokens), "max_rollback": str(max_rollback)}
+        asked |= {"tokens": str(tokens), "sequences": str(sequences)}
         self.history = hash((attention.session.count_cache(), Question(asked=asked).call_id))
         """A hash of the cache and of all that was done to it, equal on all ranks; it is part of the ids of calls."""
         pools = {window: BlockPool(number) for window, number in blocks.items()}
@@ -116,6 +117,7 @@ class ShardedCache:
         for window, number in blocks.items():
             self.book.pools[window].grow(number)
         self.tokens, self.most_sequences = tokens, sequences
+        self.note(6, tokens, sequences)
 
     def __repr__(self) -> str:
         held = sum(self.length(number) for number in self.book.entries)

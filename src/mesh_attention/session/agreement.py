@@ -18,7 +18,7 @@ from mesh_attention.errors import DisagreementError, TransportError, UsageError
 from mesh_attention.plan.text import format_numbers
 
 PATIENCE_S = 20.0
-"""Seconds that a rank waits for the others to read its error. Those that know the call already do not read."""
+"""Seconds that a rank waits for the others to receive its error. Ranks that repeat a known call never receive it."""
 MAX_VALUE_LENGTH = 160
 """Characters of a value in an agreement text; a longer one is truncated, and a hash added."""
 MAX_REFUSAL_LENGTH = 2000

@@ -42,7 +42,7 @@ from mesh_attention.session.reports import DIFFERENT_CALLS
 from mesh_attention.session.watchdog import NOT_POSTED, Post, Watchdog, WatchedPass
 
 ID_TAG = 1
-FIRST_PASS_TAG, TAGS = 2, 1009
+FIRST_PASS_TAG, TAGS = 2, 65521
 """Tags of a pass's transfers. Passes that differ rarely share one, so Gloo does not let their messages meet."""
 NEW_GROUP = "make a new group (torch.distributed.new_group, on all ranks) and a new MeshAttention on it"
 
@@ -51,7 +51,7 @@ Describe = Callable[[int], tuple[str, Sequence[int]]]
 """The step of a pass's post, and the ranks that it waits for."""
 
 
-class Calls(Protocol):
+class GroupLog(Protocol):
     """The calls on a group: how many passes were begun on it, and why it failed (`session.session.GroupState`)."""
 
     passes: int
@@ -68,7 +68,7 @@ class CheckedComm:
     """
 
     inner: Comm
-    calls: Calls | None = None
+    calls: GroupLog | None = None
     call_id: Tensor | None = None
     tag: int = 0
     informed: set[int] = field(default_factory=set)
@@ -212,7 +212,7 @@ class Poison:
         return reason if watchdog is None else watchdog.explain(reason) or reason
 
 
-def watch_group(comm: Comm, device: torch.device, poison: Poison, calls: Calls) -> Watchdog | None:
+def watch_group(comm: Comm, device: torch.device, poison: Poison, calls: GroupLog) -> Watchdog | None:
     """Watch the group beneath a transport. None if it has no group, or no store in which ranks can ask each other."""
     group = torch_group(comm)
     store = None if group is None else store_of(group)

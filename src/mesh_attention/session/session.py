@@ -80,7 +80,7 @@ class Session:
         elif isinstance(group, list | tuple):
             self.comms = list(group)
             if not group or not all(hasattr(comm, "share") for comm in group):
-                raise UsageError(f"group is {group!r}; expected a list of transports, one for each rank played here")
+                raise UsageError(f"group is {group!r}; expected a list of transports, one for each local rank")
         elif hasattr(group, "share"):
             self.comms = [group]  # type: ignore[list-item]
         else:
@@ -250,6 +250,7 @@ class Session:
         known = int(forward_pass) if on_device is None else 0  # reading it from a device would wait
         state.history = hash((state.history, call_id, known))  # of whole numbers, so it is the same in every process
         pass_id = make_call_id(state.passes, state.history, on_device, forward_pass)
+        comm.watched = None  # or the pass before this one would be taken for it
         if describe is not None:
             comm.watch(device, state.history, direction, describe)
         return pass_id

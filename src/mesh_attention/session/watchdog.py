@@ -105,8 +105,8 @@ class Watchdog:
     """Watches the passes of one group on one device.
 
     `patience_s` is how long a rank may wait, and `passes_over` reads how many passes are over. `spoil` makes the
-    results of all others NaN, and `abort`, which may take long, makes them end. `counts` are the sharings and passes
-    that this rank has begun on the group. `has_failed` says that the backend has given up on the group's transfers,
+    results of every unfinished pass NaN; `abort` ends their transfers, and may take long. `counts` are the sharings and
+    passes that this rank has begun on the group. `has_failed` says that the backend has given up on the transfers,
     `failure` is an error of this rank's calls, and the watchdog ends when it is no longer `is_alive`.
     """
 

@@ -163,8 +163,10 @@ def _trial(tried: dict[Direction, Tried]) -> Trial:
 
 
 def _one_choice(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> list[Trial]:
-    """For every family, the fastest trial with one choice for both passes. The choices of `trials` that may be equal
-    to the fastest are simulated in the other pass too."""
+    """For every family, the fastest trial with one choice for both passes.
+
+    Choices of `trials` within the forecast error of the fastest are first simulated in the other pass too.
+    """
     fastest_s = min((trial.time_s for trial in trials), default=0.0)
     for trial in trials:
         if trial.time_s <= fastest_s * (1 + FORECAST_ERROR):
