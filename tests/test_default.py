@@ -329,8 +329,8 @@ def test_ulysses_keeps_its_inputs_unless_nobody_could_hand_them_over(cluster: st
 class OwnLayout(Zigzag):
     """The shards of zigzag, handed out in another order."""
 
-    def segments(self, rank: int, *, tokens: int, ranks: int) -> Any:
-        return super().segments(ranks - 1 - rank, seq_len=tokens, ranks=ranks)
+    def segments(self, rank: int, *, seq_len: int, ranks: int) -> Any:
+        return super().segments(ranks - 1 - rank, seq_len=seq_len, ranks=ranks)
 
 
 def test_the_tuner_refuses_a_layout_that_it_could_not_name() -> None:
