@@ -111,7 +111,7 @@ def test_a_step_is_told_with_its_time_cache_way_and_rivals(run: Run, monkeypatch
         "a layer, by the busiest rank",
     ):
         assert part in words
-    for name in ("replicated, all_gather", "replicated, reduce_scatter", "sharded", "pass-KV"):
+    for name in ("replicated, all_gather", "replicated, reduce_scatter", "sharded"):
         assert f"\n{name} " in out
 
 
@@ -129,7 +129,7 @@ def test_a_step_as_json_is_the_forecast(run: Run) -> None:
         mask=causal(),
     )
     meant = forecast_decoding(problem, cluster_named("h100x16"), queries="replicated")
-    assert [one["name"] for one in answer["forecasts"]] == [one.name for one in meant]
+    assert [one["name"] for one in answer["forecasts"]] == [one.plan.name for one in meant]
     assert [one["time_s"] for one in answer["forecasts"]] == [one.time_s for one in meant]
     assert answer["time_s"] == pytest.approx(32 * meant[0].time_s)
     assert answer["cache_nbytes"] == cache_nbytes(problem, layers=32)

@@ -27,13 +27,10 @@ from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.tuning.tune import tune
 from mesh_attention_lab.cli.serving import travel_words, turn_rivals
 from mesh_attention_lab.decoding import (
-    CANDIDATES,
-    PASS_KV,
-    decode_plan,
+    decode_plans,
     forecast_decoding,
     forecast_plan,
     kv_nbytes,
-    read_s,
 )
 from mesh_attention_lab.decoding import travel_words as decode_travel_words
 from mesh_attention_lab.replay import decoding as replayed
@@ -168,20 +165,20 @@ DECODED = problem_of(1, 2**20, batch=8)
 
 
 def steps(problem: Problem = DECODED, topology: Topology = NODES) -> dict[str, float]:
-    return {one.name: one.time_s for one in forecast_decoding(problem, topology)}
+    return {one.plan.name: one.time_s for one in forecast_decoding(problem, topology)}
 
 
 @given(
     ranks=st.integers(1, 20),
     sequences=st.integers(1, 9),
     queries=st.integers(1, 3),
-    candidate=st.sampled_from(CANDIDATES),
+    number=st.integers(0, 2),
 )
 @settings(max_examples=60, deadline=None)
 def test_messages_add_up_to_what_a_plan_sends_and_receives(
-    ranks: int, sequences: int, queries: int, candidate: tuple[str, str]
+    ranks: int, sequences: int, queries: int, number: int
 ) -> None:
-    plan = decode_plan(problem_of(queries, 100, ranks=ranks, batch=sequences, heads=6, kv_heads=2), *candidate)  # type: ignore[arg-type]
+    plan = decode_plans(problem_of(queries, 100, ranks=ranks, batch=sequences, heads=6, kv_heads=2))[number]
     for rank in range(ranks):
         others = [other for other in range(ranks) if other != rank]
         sent, received = (
@@ -204,7 +201,7 @@ def test_a_decoded_step_takes_longer_with_more_of_anything() -> None:
         problem_of(1, 2**20, batch=8, heads=64),
     ):
         found = steps(more)
-        assert all(found[name] >= base[name] if name == PASS_KV else found[name] > base[name] for name in base)
+        assert all(found[name] > base[name] for name in base)
     slower = replace(NODES, between=Link(gb_per_s=10, latency_us=20))
     later = replace(NODES, between=Link(gb_per_s=45, latency_us=80))
     for topology in (slower, later):
@@ -213,7 +210,7 @@ def test_a_decoded_step_takes_longer_with_more_of_anything() -> None:
 
 
 def test_reading_keys_and_values_bounds_every_step() -> None:
-    bound = read_s(DECODED, NODES.device.memory_gb_per_s)
+    bound = kv_nbytes(DECODED) / (NODES.device.memory_gb_per_s * 1e9)
     assert kv_nbytes(DECODED) == 8 * (2**20 // 16 + 1) * 8 * 256 * 2
     for one in forecast_decoding(DECODED, NODES):
         assert one.time_s > one.attend_s > bound
@@ -223,16 +220,13 @@ def test_reading_keys_and_values_bounds_every_step() -> None:
 def test_small_partials_are_gathered_and_large_ones_meet_in_slices() -> None:
     for batch, name in ((1, "replicated, all_gather"), (256, "replicated, reduce_scatter")):
         found = forecast_decoding(replace(DECODED, batch=batch), NODES, queries="replicated")
-        assert found[0].name == name
-    times = [one.time_s for one in found[:-1]]
-    assert all(a <= b for a, b in pairwise(times))
+        assert found[0].plan.name == name
+    assert all(a.time_s <= b.time_s for a, b in pairwise(found))
 
 
-def test_pass_kv_comes_last_and_is_never_chosen() -> None:
+def test_every_plan_but_the_first_has_a_reason() -> None:
     for topology in (NODES, cluster_named("h100x1"), cluster_named("laptopx2")):
         found = forecast_decoding(replace(DECODED, ranks=topology.ranks), topology)
-        assert [one.name for one in found].index(PASS_KV) == len(found) - 1
-        assert found[0].plan is not None
         assert not found[0].reason
         assert all(one.reason for one in found[1:])
     assert decode_travel_words(DECODED) == (
@@ -246,11 +240,11 @@ def test_one_rank_exchanges_nothing() -> None:
 
 
 def test_the_way_may_be_stated() -> None:
-    assert [one.name for one in forecast_decoding(DECODED, NODES, queries="sharded")] == ["sharded", PASS_KV]
+    assert [one.plan.name for one in forecast_decoding(DECODED, NODES, queries="sharded")] == ["sharded"]
 
 
 def test_ranks_that_share_a_nic_wait_for_each_other() -> None:
-    plan = decode_plan(DECODED, "replicated", "reduce_scatter")
+    plan = decode_plans(DECODED)[1]
     alone, shared = (forecast_plan(plan, DECODED, replace(NODES, nics_per_node=nics)).exchange_s for nics in (8, 1))
     latencies_s = plan.exchanges * NODES.between.latency_us * 1e-6
     assert shared - latencies_s == pytest.approx(8 * (alone - latencies_s))
@@ -292,7 +286,7 @@ def tiny(*, batch: int = 3, queries: int = 1) -> Problem:
 @pytest.mark.parametrize("queries", [1, 3])
 def test_every_plan_of_a_step_is_played(queries: int) -> None:
     problem = tiny(queries=queries)
-    plans = [decode_plan(problem, *candidate) for candidate in CANDIDATES]
+    plans = decode_plans(problem)
     topology = cluster_named("h200x4")
     found = replayed.replay_decoding(problem, plans, rank=0, device=CPU, rounds=2, topology=topology)
     assert [step.plan for step in found.steps] == plans
@@ -307,8 +301,8 @@ def test_every_plan_of_a_step_is_played(queries: int) -> None:
 
 def test_exchanges_of_a_played_step_are_one_copy_each_way_of_the_plans_bytes() -> None:
     problem = tiny()
-    for candidate in CANDIDATES:
-        plan, copied = decode_plan(problem, *candidate), list[tuple[int, int]]()
+    for plan in decode_plans(problem):
+        copied = list[tuple[int, int]]()
 
         class Counted(JoinedComm):
             def _joined(self, way: str, parcels: object) -> list[Parcel]:

@@ -36,7 +36,7 @@ from mesh_attention_lab.cli.terminal import (
     problem_words,
     times,
 )
-from mesh_attention_lab.decoding import CANDIDATES, decode_plan
+from mesh_attention_lab.decoding import decode_plans
 from mesh_attention_lab.drawing.canvas import save_chart
 from mesh_attention_lab.drawing.rates import Bar, BarGroup, rate_chart
 from mesh_attention_lab.replay.result import (
@@ -162,9 +162,7 @@ def _replay_decoding(problem: Problem, decode_options: opt.DecodeOptions, option
 
     device = find_device(options.device)
     rank = opt.check_rank(options.rank or 0, problem.ranks)  # the first has the largest slice
-    plans = [
-        decode_plan(problem, *candidate) for candidate in CANDIDATES if decode_options.queries in (None, candidate[0])
-    ]
+    plans = decode_plans(problem, decode_options.queries)
     with progress("starting") as report:
         decoding = replay_decoding(
             problem,

@@ -159,7 +159,6 @@ def turn_as_json(problem: Problem, choice: Choice, time_s: float, served: Served
 
 def print_decoding(problem: Problem, topology: Topology, forecasts: Sequence[DecodeForecast], layers: int) -> None:
     console, chosen, plan = plain_console(), forecasts[0], forecasts[0].plan
-    assert plan is not None
     print_first(
         console,
         write=f'cache.decode({{chat: {problem.seq_q}}}, queries="{plan.queries}", combine="{plan.combine}")',
@@ -184,7 +183,7 @@ def _columns(forecasts: Sequence[DecodeForecast]) -> list[Column]:
     texts = [format_time(s) for s in parts]
     fastest = forecasts[0].time_s
     return [
-        Column(header="queries, combine", cells=[forecast.name for forecast in forecasts], is_text=True),
+        Column(header="queries, combine", cells=[forecast.plan.name for forecast in forecasts], is_text=True),
         Column(header="time", cells=texts[::4]),
         Column(header="×\nfirst", cells=[f"{forecast.time_s / fastest:.2f}" for forecast in forecasts]),
         Column(header="attend", cells=texts[1::4]),
@@ -199,8 +198,7 @@ def _caption(no_room: str) -> str:
     words = (
         "The first is chosen. Times are of one layer. attend: read the rank's keys and values; exchange: partial "
         "results, and if queries are sharded also new tokens; replicated: every rank runs the same tokens; sharded: "
-        "each rank runs some of the sequences. pass-KV: all keys and values go to every rank. The cost of many small "
-        "messages is left out."
+        "each rank runs some of the sequences. The cost of many small messages is left out."
     )
     return f"{words} {no_room}".rstrip()
 
