@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import shared_pool
-from serving_cases import Model, layers_of
+from serving_cases import HEAD_DIM, HEADS, KV_HEADS, VALUE_DIM, Model, layers_of
 from torch import Tensor
 
 from mesh_attention import DisagreementError, LocalGroup, MeshAttention
@@ -26,6 +26,7 @@ from mesh_attention.serving import ShardedCache, Turn
 from mesh_attention.serving.book import Shares, clip
 from mesh_attention.serving.step_runner import MOST_STEPS
 from mesh_attention.testing.wrappers import Counting
+from mesh_attention_lab.recording import record
 
 
 def spoil(cache: ShardedCache) -> None:
@@ -81,6 +82,55 @@ def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObj
             least = model.cache.book.entry(some[0]).min_length
             model.truncate(some[0], data.draw(st.integers(least, length)))
     assert model.error < 1e-12
+
+
+def local_cache(sequences: int = 3) -> ShardedCache:
+    layers = layers_of((None, 3))
+    return ShardedCache(MeshAttention(LocalGroup(3)), layers, tokens=200, sequences=sequences, dtype=torch.float64)
+
+
+def test_a_prompt_of_the_same_length_is_planned_once() -> None:
+    cache = local_cache()
+    model = Model(cache)
+    for length in (20, 20, 31, 20):
+        number = model.new()
+        model.prefill({number: length})
+        cache.remove(number)
+    assert len(cache.attention.calls.turn_engines) == 4  # two lengths, two windows
+    assert not cache.attention.calls.engines
+    assert model.error < 1e-12
+
+
+def test_a_recording_ends_with_its_block_also_for_turns() -> None:
+    cache = local_cache()
+    number = cache.new()
+    turn = cache.prefill({number: 20})
+    q, k, v = (
+        turn.shard(torch.randn(1, 20, heads, dim, dtype=torch.float64))
+        for heads, dim in ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
+    )
+    with record(cache.attention) as recording:
+        turn.attend(0, q, k, v)
+    turn.attend(1, q, k, v)
+    cache.remove(number)
+    again = cache.prefill({cache.new(): 20})
+    again.attend(0, q, k, v)
+    assert len(recording.passes()) == 1
+
+
+def test_return_lse_is_true_or_false() -> None:
+    cache = local_cache()
+    chat = cache.new()
+    for begun, shape in ((cache.prefill({chat: 6}), (1, 2)), (None, (1, 1))):
+        turn = begun or cache.decode({chat: 1})
+        tensors = [
+            [torch.zeros(*shape, heads, dim, dtype=torch.float64)] * 3
+            for heads, dim in ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
+        ]
+        with pytest.raises(UsageError, match="return_lse='no': expected True or False"):
+            turn.attend(0, *tensors, return_lse="no")  # type: ignore[arg-type]
+        for layer in range(len(cache.layers)):
+            turn.attend(layer, *tensors)
 
 
 # Processes

@@ -28,8 +28,9 @@ from mesh_attention.problem import Problem
 from mesh_attention.session.agreement import Question
 from mesh_attention.session.session import Session
 
-MAX_ENGINES = 128
-"""Engines kept, the most recently used ones; ranks make the same calls, so they drop the same ones."""
+MAX_ENGINES, MAX_TURN_ENGINES = 128, 16
+"""Engines kept, the most recently used ones; ranks make the same calls, so they drop the same ones. Those of turns of a
+cache are counted apart: most turns have a layout of their own."""
 Kinds = tuple[TensorKind, TensorKind, TensorKind]
 """Those of one rank's q, k and v."""
 
@@ -110,6 +111,7 @@ class Calls:
     def __init__(self, session: Session, layout: Layout, strategy: Strategy, *, cuda_graphs: bool) -> None:
         self.session, self.layout, self.strategy, self.cuda_graphs = session, layout, strategy, cuda_graphs
         self.engines: dict[Hashable, Engine] = {}
+        self.turn_engines: dict[Hashable, Engine] = {}
         self.forward_passes = 0
         """Forward passes asked for so far, except those that one rank makes as a single kernel call."""
         self.observers: list[Callable[[Engine, torch.device], Engine]] = []
@@ -148,12 +150,13 @@ class Calls:
             )
             # Kinds are in the key too: with seq_len= given, the problem does not show how many tokens this rank holds.
             key = call, *kinds
-            engine = self.engines.pop(key, None)
+            is_turn = isinstance(call.layout, Cached)
+            kept, most = (self.turn_engines, MAX_TURN_ENGINES) if is_turn else (self.engines, MAX_ENGINES)
+            engine = kept.pop(key, None)
         engine = engine or self._new_engine(call, options, kinds)
-        if not isinstance(call.layout, Cached):  # the next turn of a cache has another layout
-            self.engines[key] = engine  # the most recently used comes last
-        if len(self.engines) > MAX_ENGINES:
-            del self.engines[next(iter(self.engines))]
+        kept[key] = engine  # the most recently used comes last
+        if len(kept) > most:
+            del kept[next(iter(kept))]
         for observe in self.observers:
             engine = observe(engine, kinds[0][0].device)
         return engine

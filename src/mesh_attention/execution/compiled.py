@@ -146,7 +146,7 @@ def peers_of(compiled: Compiled) -> tuple[set[int], set[int]]:
 
 def describe_post(compiled: Compiled, index: int) -> tuple[str, tuple[int, ...]]:
     """The step of the pass's post with this index, counted from 0, and the ranks at the other ends."""
-    posts = [one for one in compiled.instructions if isinstance(one.step, Recv | Send | Collective | Exchange)]
+    posts = [i for i in compiled.instructions if isinstance(i.step, Recv | Send | Collective | Exchange)]
     instruction = posts[index]
     ends = [transfers(step) for step in instruction.turn or (instruction.step,)]
     sources = [recv.source for _, recvs in ends for recv in recvs]
@@ -170,7 +170,7 @@ def lay_out(items: Iterable[Item], matrix: BlockMatrix) -> Allocation:
         at *= matrix.assignment.staged_pieces(AXIS_OF[items[0].kind], items[0].part)
         spans = {items[0]: [TokenSpan(0, at)]}
     fmt = token_format(items[0].kind, matrix.problem, matrix.assignment.head_shares, items[0].form == "running")
-    return Allocation(items, {item: tuple(found) for item, found in spans.items()}, at, nbytes, fmt)
+    return Allocation(items, {item: tuple(of_item) for item, of_item in spans.items()}, at, nbytes, fmt)
 
 
 def _allocations(
@@ -192,7 +192,7 @@ Held = dict[tuple[Item, int], tuple[TokenSpan, ...]]
 
 def _held_in_wholes(steps: tuple[Step, ...], matrix: BlockMatrix, allocations: dict[Item, Allocation]) -> Held:
     """For each item that an exchange makes or takes apart: the spans of each rank's tokens in its buffer."""
-    found: Held = {}
+    held: Held = {}
     for step in steps:
         if isinstance(step, Exchange):
             whole = _whole(step)
@@ -201,12 +201,12 @@ def _held_in_wholes(steps: tuple[Step, ...], matrix: BlockMatrix, allocations: d
                 list(zip(matrix.positions(whole), allocations[whole].spans[whole], strict=True)),
             )
             for rank in matrix.assignment.members(axis, whole.shard, whole.part):
-                found[whole, rank] = tuple(_spans_of(matrix.home_segments(axis, rank), spans))
-    return found
+                held[whole, rank] = tuple(_spans_of(matrix.home_segments(axis, rank), spans))
+    return held
 
 
 def _exchanged(steps: tuple[Step, ...], matrix: BlockMatrix, held: Held) -> dict[Item, tuple[Exchanged, ...]]:
-    found: dict[Item, tuple[Exchanged, ...]] = {}
+    exchanged: dict[Item, tuple[Exchanged, ...]] = {}
     for step in steps:
         if isinstance(step, Exchange):
             whole, at = _whole(step), 0
@@ -220,8 +220,8 @@ def _exchanged(steps: tuple[Step, ...], matrix: BlockMatrix, held: Held) -> dict
                 chunks = tuple(TokenSpan(start, stop) for start, stop in pairwise(starts))
                 pieces.append(Exchanged(item, chunks, TokenSpan(at, starts[-1])))
                 at = starts[-1]
-            found[whole] = tuple(pieces)
-    return found
+            exchanged[whole] = tuple(pieces)
+    return exchanged
 
 
 def _whole(step: Exchange) -> Item:
@@ -235,18 +235,18 @@ def _copied(
     rank: int,
     batch: int,
 ) -> dict[Item, tuple[tuple[Span, Span], ...]]:
-    found: dict[Item, tuple[tuple[Span, Span], ...]] = {}
+    copied: dict[Item, tuple[tuple[Span, Span], ...]] = {}
     for step in steps:
         if isinstance(step, Pack):
             here, there = allocations[step.before].spans[step.before], allocations[step.after].spans[step.after]
-            found[step.after] = _pairs(here, there, batch)
+            copied[step.after] = _pairs(here, there, batch)
     for (whole, owner), there in held.items():
         if owner == rank:
             lengths = [stop - start for start, stop in there]
             starts = [sum(lengths[:at]) for at in range(len(there))]
             here = tuple(TokenSpan(start, start + length) for start, length in zip(starts, lengths, strict=True))
-            found[whole] = _pairs(here, there, batch)
-    return found
+            copied[whole] = _pairs(here, there, batch)
+    return copied
 
 
 def _pairs(here: Sequence[TokenSpan], there: Sequence[TokenSpan], batch: int) -> tuple[tuple[Span, Span], ...]:

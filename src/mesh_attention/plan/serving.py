@@ -22,9 +22,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, get_args
 
-from mesh_attention.errors import ScheduleError
 from mesh_attention.problem import ITEMSIZE, Problem
-from mesh_attention.units import brief
 
 # The cache
 
@@ -79,14 +77,6 @@ class DecodePlan:
     dtype: str
     queries: Queries = "replicated"
     combine: Combine = "reduce_scatter"
-
-    def __post_init__(self) -> None:
-        if self.queries not in QUERIES:
-            raise ScheduleError(f"queries={brief(self.queries)}: expected {' or '.join(QUERIES)}")
-        if self.combine not in COMBINES or (self.queries == "sharded" and self.combine != "reduce_scatter"):
-            raise ScheduleError(
-                f"combine={brief(self.combine)}: expected reduce_scatter, or for replicated queries also all_gather"
-            )
 
     @property
     def name(self) -> str:

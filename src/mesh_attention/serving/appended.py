@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mesh_attention.arguments import CallOptions, Softmax, check_plain, describe
+from mesh_attention.arguments import CallOptions, Softmax, check_plain, describe, flag
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.masks import Segment
 from mesh_attention.plan.layout import shifted
@@ -79,8 +79,9 @@ class Appended(ABC):
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Outputs and, if wanted, LSEs of the local ranks."""
 
-    def _by_rank(self, layer: int, tensors: tuple[Any, Any, Any]) -> list[tuple[Any, Any, Any]]:
+    def _by_rank(self, layer: int, tensors: tuple[Any, Any, Any], return_lse: bool) -> list[tuple[Any, Any, Any]]:
         """The tensors of each local rank. Refuses a layer that cannot attend now."""
+        flag("return_lse", return_lse)
         if self.attended is not self.cache.last:
             raise UsageError(
                 "this turn is over: the cache has a later one, or a sequence of this one was truncated or removed; "

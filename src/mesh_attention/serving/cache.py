@@ -64,10 +64,9 @@ class ShardedCache:
             self.memories = [
                 CacheMemory(self.layers, blocks, block_tokens, dtype, self.device) for _ in attention.comms
             ]
-        asked = {"operation": "a cache", "layers": str(self.layers), "dtype": str(dtype)}
-        asked |= {"block_tokens": str(block_tokens), "max_rollback": str(max_rollback)}
-        asked |= {"tokens": str(tokens), "sequences": str(sequences)}
-        self.history = hash((attention.session.count_cache(), Question(asked=asked).call_id))
+        made_with = (self.layers, dtype, block_tokens, max_rollback, tokens, sequences)
+        made = Question(asked={"operation": "a cache", "made with": str(made_with)})
+        self.history = hash((attention.session.count_cache(), made.call_id))
         """A hash of the cache and of all that was done to it, equal on all ranks; it is part of the ids of calls."""
         pools = {window: BlockPool(number) for window, number in blocks.items()}
         self.book = Book(attention.ranks, attention.layout, block_tokens, pools, max_rollback)
@@ -190,12 +189,12 @@ class ShardedCache:
 
     def tokens_per_rank(self, new: Mapping[int, int]) -> list[int]:
         """How many new tokens each rank would get from `prefill`; some ranks may get none of a few tokens."""
-        found = [0] * self.ranks
+        totals = [0] * self.ranks
         for number, tokens in new_tokens(new):
             before = self.book.entry(number)
             after = before.shares.appended(tokens, self.attention.layout, before.counts).counts()
-            found = [a + b - c for a, b, c in zip(found, after, before.counts, strict=True)]
-        return found
+            totals = [t + a - b for t, a, b in zip(totals, after, before.counts, strict=True)]
+        return totals
 
     def decode(
         self, new: Mapping[int, int], *, queries: Queries = "replicated", combine: Combine | None = None
@@ -275,13 +274,13 @@ def _blocks(
     if not layers or not all(isinstance(layer, CachedLayer) for layer in layers):
         raise ProblemError(f"layers={brief(layers)}: expected a CachedLayer for each layer of the model")
     full = blocks_of_rank(tokens, sequences=sequences, ranks=ranks, block_tokens=block_tokens)
-    found: dict[WindowSize, int] = {}
+    blocks: dict[WindowSize, int] = {}
     for window in dict.fromkeys(layer.window for layer in layers):
-        found[window] = full
+        blocks[window] = full
         if window is not None:
             seen = -(-(window + max_rollback + MOST_DECODED) // block_tokens) + 2
-            found[window] = min(2 * full, 2 * sequences * seen)
-    return found
+            blocks[window] = min(2 * full, 2 * sequences * seen)
+    return blocks
 
 
 def _check_dtype(dtype: object) -> None:
@@ -289,9 +288,9 @@ def _check_dtype(dtype: object) -> None:
         raise ProblemError(f"dtype={dtype}: expected one of {', '.join(map(str, DTYPE_NAMES))}")
 
 
-def _device(given: torch.device | str | None) -> torch.device:
+def _device(wanted: torch.device | str | None) -> torch.device:
     """The device of a cache, with its number: tensors have one."""
-    device = torch.device(given if given is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(wanted if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

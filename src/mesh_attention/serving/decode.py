@@ -74,13 +74,14 @@ class Step(Appended):
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         cache = self.cache
         session, ranks = cache.attention.session, [tensors]
-        key = None if cache.attention.is_local else self._key(layer, tensors, options)
+        is_checked = cache.attention.is_local or type(return_lse) is not bool
+        key = None if is_checked else self._key(layer, tensors, options)
         is_due = self.attended is cache.last and layer not in self.attended
         # A decoded token waits for every line of this, in every layer, so a call like an earlier one is not checked.
         layer_step = cache.steps.ready.get(key) if is_due else None
         if layer_step is None:
             with session.telling():
-                ranks = self._by_rank(layer, tensors)
+                ranks = self._by_rank(layer, tensors, return_lse)
                 layer_step = self._layer_step(layer, ranks, options)
             if key is not None:
                 cache.steps.ready[key] = layer_step

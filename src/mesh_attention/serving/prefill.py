@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mesh_attention.arguments import CallOptions, TensorKind
+from mesh_attention.arguments import CallOptions
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.autograd import run_forward
 from mesh_attention.execution.engine import Engine
@@ -47,8 +47,6 @@ class WindowView:
     keys: Listed
     options: CallOptions
     slots: dict[int, Slots] = field(default_factory=dict)
-    engines: dict[object, Engine] = field(default_factory=dict)
-    """By scores and heads. Kept here, because no other turn has this layout."""
 
 
 class Turn(Appended):
@@ -71,6 +69,10 @@ class Turn(Appended):
     def shards(self) -> tuple[tuple[Segment, ...], ...]:
         """The new tokens of each rank, packed."""
         return tuple(self._packed_queries(rank) for rank in range(self.cache.ranks))
+
+    @cached_property
+    def _queries(self) -> Listed:
+        return Listed(self.shards)
 
     def _packed_queries(self, rank: int) -> tuple[Segment, ...]:
         starts = accumulate((grown.tokens for grown in self.sequences.values()), initial=0)
@@ -110,7 +112,7 @@ class Turn(Appended):
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         cache = self.cache
         with cache.attention.session.telling():
-            ranks = self._by_rank(layer, tensors)
+            ranks = self._by_rank(layer, tensors, return_lse)
             for (_, tokens, _), rank in zip(self._sizes(layer), ranks, strict=True):
                 self._check_tensors(layer, rank, (1, tokens))
             self._softmax(layer, options)
@@ -145,13 +147,9 @@ class Turn(Appended):
         return max(program.device_nbytes + nbytes for program, nbytes in zip(programs, copied, strict=True))
 
     def _engine(self, tensors: Sequence[Sequence[Tensor]], window: WindowSize, options: CallOptions) -> Engine:
-        view = self._view(window)
-        key = options, *(TensorKind.of(tensor) for rank in tensors for tensor in rank)
-        if key not in view.engines:
-            options = view.options._replace(softmax_scale=options.softmax_scale, softcap=options.softcap)
-            calls, layout = self.cache.attention.calls, self.layout(window)
-            view.engines[key] = calls.engine(tensors, options, layout=layout, gradient=False, may_keep=False)
-        return view.engines[key]
+        view, calls = self._view(window), self.cache.attention.calls
+        options = view.options._replace(softmax_scale=options.softmax_scale, softcap=options.softcap)
+        return calls.engine(tensors, options, layout=self.layout(window), gradient=False, may_keep=False)
 
     def _agree(self) -> None:
         """Raise on every rank unless all have these sequences, after the same history; once in a turn."""
@@ -159,12 +157,8 @@ class Turn(Appended):
         if self._is_agreed or session.is_local or session.size == 1:
             return
         sequences = ", ".join(f"{number} from {g.before.shares.length}" for number, g in self.sequences.items())
-        asked = {
-            "operation": "a turn of a cache",
-            "sequences": sequences,
-            "history": str(self.cache.history),
-        }
-        session.agree(Question(asked=asked))
+        history = str(self.cache.history)
+        session.agree(Question(asked={"operation": "a turn of a cache", "sequences": sequences, "history": history}))
         self._is_agreed = True
 
     def _sizes(self, layer: int) -> list[tuple[int, int, int]]:
@@ -182,7 +176,7 @@ class Turn(Appended):
 
     def layout(self, window: WindowSize = None) -> Cached:
         """Where the new queries are, and the keys that they see in layers with this window."""
-        return Cached(Listed(self.shards), self._view(window).keys)
+        return Cached(self._queries, self._view(window).keys)
 
     def _view(self, window: WindowSize) -> WindowView:
         if window not in self._views:
@@ -191,19 +185,19 @@ class Turn(Appended):
         return self._views[window]
 
     def _packed_keys(self, rank: int, window: WindowSize) -> tuple[Segment, ...]:
-        found: list[Segment] = []
+        keys: list[Segment] = []
         start = 0
         for grown in self.sequences.values():
             shares, first = grown.after.shares, grown.first_seen(window)
-            found += shifted(clip(shares.segments(rank), first, shares.length), start - first)
+            keys += shifted(clip(shares.segments(rank), first, shares.length), start - first)
             start += shares.length - first
-        return join(found)
+        return join(keys)
 
     def _options(self, window: WindowSize) -> CallOptions:
         """The turn as an attention call: each sequence is a document."""
         grown = list(self.sequences.values())
-        q = [0, *accumulate(one.tokens for one in grown)]
-        kv = [0, *accumulate(one.after.shares.length - one.first_seen(window) for one in grown)]
+        q = [0, *accumulate(growth.tokens for growth in grown)]
+        kv = [0, *accumulate(growth.after.shares.length - growth.first_seen(window) for growth in grown)]
         is_packed = len(grown) > 1
         return CallOptions(
             causal=True,
@@ -226,9 +220,9 @@ class Turn(Appended):
         cuts = [sum(map(len, grown.new_segments(rank))) for grown in self.sequences.values()]
         new = zip(torch.split(k, cuts), torch.split(v, cuts), strict=True)
         parts = ((memory.read(layer, read), own) for read, own in zip(reads, new, strict=True))
-        found = _joined([part for pair in parts for part in pair])
+        joined = _joined([part for pair in parts for part in pair])
         memory.write(layer, writes, k.index_select(0, kept), v.index_select(0, kept))
-        return found
+        return joined
 
     def _slots(self, rank: int, window: WindowSize) -> Slots:
         slots = self._view(window).slots
@@ -275,11 +269,11 @@ def _as_list(slots: slice | list[int]) -> list[int]:
     return [*range(slots.start, slots.stop)] if isinstance(slots, slice) else slots
 
 
-def new_tokens(given: Mapping[int, int]) -> Sequence[tuple[int, int]]:
+def new_tokens(new: Mapping[int, int]) -> Sequence[tuple[int, int]]:
     """The sequences of a turn, checked."""
-    if not isinstance(given, Mapping) or not given:
-        raise UsageError(f"a turn got {given!r}: expected a number of new tokens for each of its sequences")
-    for sequence, tokens in given.items():
+    if not isinstance(new, Mapping) or not new:
+        raise UsageError(f"a turn got {new!r}: expected a number of new tokens for each of its sequences")
+    for sequence, tokens in new.items():
         if type(tokens) is not int or tokens < 1:
             raise UsageError(f"sequence {sequence} got {tokens!r} new tokens: expected a whole number of at least 1")
-    return list(given.items())
+    return list(new.items())

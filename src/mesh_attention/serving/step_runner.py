@@ -190,12 +190,12 @@ class StepEngine:
         if plan.ranks > 1:
             yield self._exchange("q", lambda other: parts[self.comm.rank], lambda other: parts[other])
         sizes = (plan.heads, plan.head_dim_qk), (plan.kv_heads, plan.head_dim_qk), (plan.kv_heads, plan.head_dim_v)
-        typed, found, first = self.tokens.view(q.dtype), [], 0
+        typed, gathered, first = self.tokens.view(q.dtype), [], 0
         for heads, dim in sizes:
             width = plan.new_tokens * heads * dim
-            found.append(typed[:, first : first + width].view(plan.sequences, plan.new_tokens, heads, dim))
+            gathered.append(typed[:, first : first + width].view(plan.sequences, plan.new_tokens, heads, dim))
             first += width
-        return found
+        return gathered
 
 
 class StepBuffers:
