@@ -84,9 +84,8 @@ def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObj
     assert model.error < 1e-12
 
 
-def local_cache(sequences: int = 3) -> ShardedCache:
-    layers = layers_of((None, 3))
-    return ShardedCache(MeshAttention(LocalGroup(3)), layers, tokens=200, sequences=sequences, dtype=torch.float64)
+def local_cache(dtype: torch.dtype = torch.float64) -> ShardedCache:
+    return ShardedCache(MeshAttention(LocalGroup(3)), layers_of((None, 3)), tokens=200, dtype=dtype)
 
 
 def test_a_prompt_of_the_same_length_is_planned_once() -> None:
@@ -116,6 +115,15 @@ def test_a_recording_ends_with_its_block_also_for_turns() -> None:
     again = cache.prefill({cache.new(): 20})
     again.attend(0, q, k, v)
     assert len(recording.passes()) == 1
+
+
+def test_autocast_does_not_reach_a_turn_or_a_step() -> None:
+    model = Model(local_cache(torch.float32))
+    chat = model.new()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.prefill({chat: 20})
+        model.decode([chat], 2)
+    assert model.error < 1e-5
 
 
 def test_return_lse_is_true_or_false() -> None:

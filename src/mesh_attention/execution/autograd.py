@@ -70,7 +70,7 @@ def run_forward(engine: Engine, tensors: Sequence[Tensor], *, context: int = 0) 
     tensors = [arrived(tensor) for tensor in tensors]
     device = tensors[0].device
     kernel = engine.kernel_for(device, lse_gradient=False)
-    with _without_autocast(device):
+    with without_autocast(device):
         if engine.single_call is not None:
             return engine.single_forward(device)(*tensors), []
         ranks = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
@@ -101,7 +101,7 @@ def run_backward(
             "use a MeshAttention without cuda_graphs for a loss that depends on the LSE"
         )
     kernel = engine.kernel_for(tensors[0].device, lse_gradient=lse_gradient)
-    with _without_autocast(tensors[0].device):
+    with without_autocast(tensors[0].device):
         if engine.single_call is not None:
             return list(_single_backward(engine.single_call, kernel, tensors, outs, gradients))
         return _backward(engine, kernel, tensors, outs, gradients, forward_pass, kept)
@@ -153,7 +153,7 @@ def _single_backward(
         yield _heads_first(gradient).to(tensor.dtype)
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Kernels compute in the caller's dtypes."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mesh_attention.arguments import CallOptions
 from mesh_attention.errors import ProblemError, UsageError
+from mesh_attention.execution.autograd import without_autocast
 from mesh_attention.execution.buffers import DTYPES
 from mesh_attention.plan.serving import Combine, DecodePlan, Queries, choose_combine
 from mesh_attention.serving.appended import Appended, Growth
@@ -86,7 +87,7 @@ class Step(Appended):
             if key is not None:
                 cache.steps.ready[key] = layer_step
         buffers = layer_step.buffers
-        with session.call():
+        with session.call(), without_autocast(cache.device):
             if buffers not in self._prepared:
                 buffers.prepare(self)
                 self._prepared.append(buffers)
