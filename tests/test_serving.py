@@ -85,7 +85,7 @@ def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObj
 
 
 def local_cache(dtype: torch.dtype = torch.float64) -> ShardedCache:
-    return ShardedCache(MeshAttention(LocalGroup(3)), layers_of((None, 3)), tokens=200, dtype=dtype)
+    return ShardedCache(MeshAttention(LocalGroup(3)), layers_of((None, 3)), tokens=200, sequences=2, dtype=dtype)
 
 
 def test_a_prompt_of_the_same_length_is_planned_once() -> None:
@@ -97,6 +97,21 @@ def test_a_prompt_of_the_same_length_is_planned_once() -> None:
         cache.remove(number)
     assert len(cache.attention.calls.turn_engines) == 4  # two lengths, two windows
     assert not cache.attention.calls.engines
+    assert model.error < 1e-12
+
+
+def test_a_plan_does_not_see_in_how_many_pieces_keys_were_cached() -> None:
+    cache = local_cache()
+    model = Model(cache)
+    chats = [model.new(), model.new()]
+    segments = []
+    for _ in range(9):
+        model.prefill(dict.fromkeys(chats, 7))
+        turn = cache.prefill(dict.fromkeys(chats, 7))
+        segments.append(sum(map(len, turn.layout().kv.along("col", None).shards)))  # type: ignore[arg-type, attr-defined]
+        for chat in chats:
+            cache.truncate(chat, cache.length(chat) - 7)
+    assert max(segments) == segments[0]
     assert model.error < 1e-12
 
 

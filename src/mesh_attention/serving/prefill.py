@@ -189,7 +189,13 @@ class Turn(Appended):
         start = 0
         for grown in self.sequences.values():
             shares, first = grown.after.shares, grown.first_seen(window)
-            keys += shifted(clip(shares.segments(rank), first, shares.length), start - first)
+            if window is None:
+                keys += (
+                    _past(grown, rank, start),
+                    *shifted(grown.new_segments(rank), start + grown.before.shares.length),
+                )
+            else:
+                keys += shifted(clip(shares.segments(rank), first, shares.length), start - first)
             start += shares.length - first
         return join(keys)
 
@@ -253,6 +259,17 @@ class Turn(Appended):
             kept += range(at + stored - before.counts[rank], at + new)
             at += new
         return Slots(reads, _numbers(writes, device), _numbers(kept, device))
+
+
+def _past(grown: Growth, rank: int, start: int) -> Segment:
+    """A rank's cached tokens of a sequence as one segment: those of rank 0 first, then those of rank 1, ….
+
+    Every new query sees all of them, so their order does not matter, and a plan need not know in how many pieces they
+    came.
+    """
+    counts = grown.before.counts
+    first = start + sum(counts[:rank])
+    return range(first, first + counts[rank])
 
 
 def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
