@@ -108,7 +108,7 @@ def test_narrow_terminals_have_room_and_are_told_what_is_left_out(
 
 def test_where_the_host_would_be_the_limit_is_marked(answer: Any) -> None:
     fields = {name: answer["rows"][0][name] for name in ReplayRow.__dataclass_fields__}
-    slow, fast = (ReplayRow(**{**fields, "time_s": 1.0, "host_s": host_s}) for host_s in (1.5, 0.5))
+    slow, fast = (ReplayRow(**{**fields, "times_s": (1.0,), "host_s": host_s}) for host_s in (1.5, 0.5))
     columns = {column.header.split()[0]: column for column in replay_columns(["ring", slow, fast], is_cuda=True)}
     assert [cell.endswith("!") for cell in columns["host"].cells] == [False, True, False]
     assert replay_columns([slow], is_cuda=False)[7].cells == ["–"]
