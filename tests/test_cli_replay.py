@@ -287,14 +287,6 @@ def test_no_grid_line_goes_through_a_value_above_its_bar() -> None:
         assert above.get_zorder() > max(line.get_zorder() for line in axes.get_ygridlines())
 
 
-@pytest.mark.parametrize("groups", [[], [BarGroup(name="x", bars=())]])
-def test_a_chart_of_nothing_is_refused(groups: list[BarGroup]) -> None:
-    with pytest.raises(UsageError, match="no bars given"):
-        rate_chart(groups, unit="", expected="", line="")
-    with pytest.raises(UsageError, match="expected rates, 0 or above"):
-        rate_chart([BarGroup(name="x", bars=(Bar(name="y", value=float("nan")),))], unit="", expected="", line="")
-
-
 # The benchmark
 
 

@@ -218,18 +218,7 @@ def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
         (lambda: to_perfetto(timeline_of([Span(0, "rest", 0.0, 1.0, "a")])), "expected a lane of compute, wait"),  # type: ignore[arg-type]
         (lambda: write_trace("/no/such/place/t.json", SMALL), "/no/such/place/t.json: cannot be written: no such"),
         (lambda: gantt(NO_SPANS), "timeline 'bare' has totals but no spans"),
-        (lambda: gantt(SMALL, ranks=[3, 5]), r"has no spans of ranks \[5\]; it has those of \[0, 3\]"),
-        (lambda: gantt(SMALL, ranks=[]), r"it has those of \[0, 3\]"),
-        (lambda: gantt(crowd(17)), "17 ranks are more than one picture holds; name at most 16"),
         (lambda: time_chart([], x="ranks"), "no points given"),
-        (lambda: time_chart([ChartPoint("ring", 8, 1, 0)], x="hosts"), "x='hosts': expected one of ranks, sequence"),  # type: ignore[arg-type]
-        (lambda: time_chart([ChartPoint("ring", 0, 1, 0)], x="ranks"), "expected ranks as a number above 0"),
-        (lambda: time_chart([ChartPoint("ring", "8", 1, 0)], x="ranks"), "expected ranks as a number above 0"),
-        (lambda: time_chart([ChartPoint("ring", 8, 1, 0)], x="tile"), "expected the text of a tile, such as '4x8'"),
-        (lambda: time_chart([ChartPoint("ring", 8, nan, 0)], x="ranks"), "expected seconds, 0 or above"),
-        (lambda: time_chart([ChartPoint("ring", 8, -1.0, 1)], x="ranks"), "expected seconds, 0 or above"),
-        (lambda: time_chart([ChartPoint("ring", 8, 1, -0.5)], x="ranks"), "expected seconds, 0 or above"),
-        (lambda: time_chart([ChartPoint("ring", 8, 1, 0)] * 2, x="ranks"), "ring has another point at 8"),
         (
             lambda: save_chart(gantt(SMALL), "chart.gif"),
             "chart.gif: expected a file name that ends in .png or .svg or .pdf",
@@ -240,10 +229,6 @@ def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
 def test_a_refusal_says_what_was_given_and_what_was_expected(refused: Callable[[], object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         refused()
-
-
-def crowd(ranks: int) -> Timeline:
-    return timeline_of([Span(rank, "compute", 0.0, 1.0 + rank, "q kv") for rank in range(ranks)])
 
 
 # What is drawn

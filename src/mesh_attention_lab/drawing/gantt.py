@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.errors import UsageError
 from mesh_attention.timeline import LANES, Lane, Timeline, Track, rank_tracks
 from mesh_attention.units import format_time
 from mesh_attention_lab.drawing import canvas
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_RANKS = 16
 LANE_COLOURS: dict[Lane, str] = {"compute": "#4477aa", "wait": "#ee6677", "send": "#228833", "recv": "#ccbb44"}
 LANE_IN, RANK_GAP = 0.24, 0.6
 """A lane's height in inches, and the gap between ranks in lanes."""
@@ -26,7 +24,7 @@ def gantt(timeline: Timeline, *, ranks: Sequence[int] | None = None, why: str = 
     """The spans of a timeline, lane by lane; all ranks that have spans unless `ranks` names some, and `why` says why
     these."""
     tracks = rank_tracks(timeline)
-    shown = _shown_ranks(tuple(tracks), ranks, timeline.name)
+    shown = tuple(tracks) if ranks is None else ranks
     tops = {rank: number * (len(LANES) + RANK_GAP) for number, rank in enumerate(shown)}
     lanes = len(shown) * (len(LANES) + RANK_GAP)
     below = f"{_totals(timeline)}\n{why}".strip()
@@ -41,20 +39,6 @@ def gantt(timeline: Timeline, *, ranks: Sequence[int] | None = None, why: str = 
         for row, lane in enumerate(LANES):
             _draw_lane(axes, lane, tracks[rank][lane], top=top + row)
     return figure
-
-
-def _shown_ranks(there: Sequence[int], wanted: Sequence[int] | None, name: str) -> Sequence[int]:
-    """The ranks that were asked for, or all; refuses ranks without spans, and more ranks than a picture holds."""
-    shown = there if wanted is None else tuple(dict.fromkeys(wanted))
-    missing = [rank for rank in shown if rank not in there]
-    if missing or not shown:
-        raise UsageError(f"timeline {name!r} has no spans of ranks {missing}; it has those of {list(there)}")
-    if len(shown) > MOST_RANKS:
-        raise UsageError(
-            f"timeline {name!r}: {len(shown)} ranks are more than one picture holds; "
-            f"name at most {MOST_RANKS}, such as ranks={tuple(shown[:4])}, or write a trace of all"
-        )
-    return shown
 
 
 def _totals(timeline: Timeline) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.errors import UsageError
 from mesh_attention.units import three_digits
 from mesh_attention_lab.drawing import canvas
 
@@ -47,7 +45,6 @@ def rate_chart(
     groups: Sequence[BarGroup], *, unit: str, expected: str, line: str, title: str = "", below: str = ""
 ) -> Figure:
     """Bars from 0, in `unit`. `expected` and `line` say what the marks and the lines across are."""
-    _check(groups)
     figure, axes = canvas.new_axes(height_in=HEIGHT_IN, title=title, below=below)
     axes.set_ylim(0.0, 1.12 * max(value for group in groups for value in _values(group)) or 1.0)
     axes.set_ylabel(unit, fontsize=canvas.TEXT_SIZE, color=canvas.FADED)
@@ -57,14 +54,6 @@ def rate_chart(
     _draw_groups(axes, groups, colours)
     _explain(axes, colours, line=line, expected=expected)
     return figure
-
-
-def _check(groups: Sequence[BarGroup]) -> None:
-    if not groups or not all(group.bars for group in groups):
-        raise UsageError("no bars given; expected groups of at least one to draw")
-    for group in groups:
-        if not all(value >= 0 and isfinite(value) for value in _values(group)):
-            raise UsageError(f"{group}: expected rates, 0 or above")
 
 
 def _values(group: BarGroup) -> list[float]:

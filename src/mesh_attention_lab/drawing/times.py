@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, floor, inf, isfinite, log10
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from math import ceil, floor, log10
+from typing import TYPE_CHECKING, Any, Literal
 
 from mesh_attention.errors import UsageError
 from mesh_attention.units import format_size
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ChartX = Literal["ranks", "sequence length", "tile"]
-Line = Mapping[float | str, "ChartPoint"]
-"""The points of a method by x, in order of x."""
 
 MARKERS = "os^DvPX"
 TIME_LOOK: dict[str, Any] = {"linewidth": 2.0, "markersize": 5.0}
@@ -47,12 +45,21 @@ def time_chart(points: Iterable[ChartPoint], *, x: ChartX, title: str = "") -> F
     Numbers stand on a log2 axis, tiles in the order in which they come first.
     """
     points = tuple(points)
-    lines = _lines(points, x)
+    if not points:
+        raise UsageError("no points given; expected at least one to draw")
     tiles = list(dict.fromkeys(point.x for point in points))
+    lines = {
+        method: sorted(
+            (point for point in points if point.method == method),
+            key=lambda point: tiles.index(point.x) if isinstance(point.x, str) else point.x,
+        )
+        for method in dict.fromkeys(point.method for point in points)
+    }
     height_in = 4.6 + 0.2 * max(0, len(lines) - LABELS_IN_HEIGHT)
     figure, axes = canvas.new_axes(height_in=height_in, title=title)
     for number, (method, line) in enumerate(lines.items()):
-        _draw_line(axes, method, line, [tiles.index(at) if x == "tile" else at for at in line], number)
+        places = [tiles.index(point.x) if x == "tile" else float(point.x) for point in line]
+        _draw_line(axes, method, line, places, number)
     _set_times(axes, points)
     if x == "tile":
         _set_tiles(axes, [str(tile) for tile in tiles])
@@ -62,40 +69,11 @@ def time_chart(points: Iterable[ChartPoint], *, x: ChartX, title: str = "") -> F
     return figure
 
 
-def _lines(points: Sequence[ChartPoint], x: ChartX) -> dict[str, Line]:
-    """The points of each method. Refuses points that cannot be drawn."""
-    if x not in get_args(ChartX):
-        raise UsageError(f"x={x!r}: expected one of {', '.join(get_args(ChartX))}")
-    if not points:
-        raise UsageError("no points given; expected at least one to draw")
-    lines: dict[str, dict[float | str, ChartPoint]] = {}
-    for point in points if x == "tile" else sorted(points, key=lambda point: float(_checked(point, x).x)):
-        _checked(point, x)
-        if point.x in lines.setdefault(point.method, {}):
-            raise UsageError(f"{point}: {point.method} has another point at {point.x}; give one for each {x}")
-        lines[point.method][point.x] = point
-    return {method: lines[method] for method in dict.fromkeys(point.method for point in points)}
-
-
-def _checked(point: ChartPoint, x: ChartX) -> ChartPoint:
-    if x == "tile":
-        if not isinstance(point.x, str):
-            raise UsageError(f"{point}: expected the text of a tile, such as '4x8'")
-    elif isinstance(point.x, str) or not (point.x > 0 and isfinite(point.x)):
-        raise UsageError(f"{point}: expected {x} as a number above 0")
-    # Exposed communication is a difference: where there is none, it may be 0 but for rounding.
-    least_s = -1e-6 * point.time_s
-    if not (0 <= point.time_s < inf and least_s <= point.exposed_s < inf):
-        raise UsageError(f"{point}: expected seconds, 0 or above")
-    return point
-
-
-def _draw_line(axes: Axes, method: str, line: Line, places: Sequence[Any], number: int) -> None:
+def _draw_line(axes: Axes, method: str, line: Sequence[ChartPoint], places: Sequence[float], number: int) -> None:
     colour, marker = canvas.COLOURS[number % len(canvas.COLOURS)], MARKERS[number % len(MARKERS)]
     look: dict[str, Any] = {"color": colour, "marker": marker, "clip_on": False}
-    points = line.values()
-    axes.plot(places, [p.time_s for p in points], label=f"{method}: time", zorder=3, **look, **TIME_LOOK)
-    exposed = [p.exposed_s for p in points]
+    axes.plot(places, [p.time_s for p in line], label=f"{method}: time", zorder=3, **look, **TIME_LOOK)
+    exposed = [p.exposed_s for p in line]
     axes.plot(places, exposed, label=f"{method}: exposed communication", zorder=2.5, **look, **EXPOSED_LOOK)
 
 
@@ -141,13 +119,13 @@ def _set_numbers(axes: Axes, x: ChartX) -> None:
     axes.set_xlabel(label, fontsize=canvas.TEXT_SIZE, color=canvas.FADED)
 
 
-def _explain(axes: Axes, lines: Mapping[str, Line]) -> None:
+def _explain(axes: Axes, lines: Mapping[str, Sequence[ChartPoint]]) -> None:
     """Solid is time and dashed exposed communication; below them, methods as their lines end."""
     from matplotlib.lines import Line2D
 
     solid = Line2D([], [], color=canvas.FADED, marker="o", **TIME_LOOK)
     dashed = Line2D([], [], color=canvas.FADED, marker="o", **EXPOSED_LOOK)
     handles: dict[str, Any] = {str(line.get_label()).removesuffix(": time"): line for line in axes.lines}
-    methods = sorted(lines, key=lambda method: [p.time_s for p in lines[method].values()][-1], reverse=True)
+    methods = sorted(lines, key=lambda method: lines[method][-1].time_s, reverse=True)
     entries = [solid, dashed, *(handles[method] for method in methods)]
     canvas.explain(axes, entries, ["time", "exposed communication", *methods])
