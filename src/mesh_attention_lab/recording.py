@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -45,7 +46,7 @@ from mesh_attention.execution.engine import Engine
 from mesh_attention.plan.counts import program_flops
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.steps import Free, transfers
+from mesh_attention.plan.steps import Free, Recv, Send, transfers
 from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.session.agreement import Question
 from mesh_attention.session.session import Session
@@ -244,13 +245,13 @@ class DeviceClock:
 
 @dataclass
 class Note:
-    """A span to be. A transfer that was never seen to be done has no `stop`."""
+    """A span whose times are marks. A transfer has its end, and no `stop` if it was never seen to be done."""
 
     lane: Lane
     start: Mark
     stop: Mark | None
-    name: str
     step: int
+    end: Send | Recv | None = None
     nbytes: int = 0
 
 
@@ -263,7 +264,6 @@ class PassNotes:
         # On CUDA, a wait acts on the stream of the thread that waits; ranks of one thread must not block it.
         self.has_waiters = is_alone and device.type == "cpu"
         self.notes: list[Note] = []
-        self.sent: dict[int, int] = {}
         self.instruction: Instruction | None = None
         self.has_posted = False
         self.start = self.since = self.clock.mark()
@@ -290,33 +290,34 @@ class PassNotes:
         """What lasts since the last mark is over; freeing is no work."""
         now, at = self.clock.mark(), self.instruction
         if at is not None and (lane == "wait" or not isinstance(at.step, Free)):
-            self.notes.append(Note(lane, self.since, now, format_step(self.compiled.steps[at.index]), at.index))
+            self.notes.append(Note(lane, self.since, now, at.index))
         self.since = now
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> list[Note]:
         """Transfers of the current step; parcels are in its order. Sends and receives may be posted apart."""
         assert self.instruction is not None
-        now, posted = self.clock.mark(), []
-        ends = [*enumerate(map(transfers, self.instruction.turn or (self.instruction.step,)), self.instruction.index)]
+        now, steps = self.clock.mark(), self.instruction.turn or (self.instruction.step,)
+        ends = [*enumerate(map(transfers, steps), self.instruction.index)]
         sent = [(index, send) for index, (sent, _) in ends for send in sent if sends]
         received = [(index, recv) for index, (_, received) in ends for recv in received if recvs]
-        for (index, send), nbytes in zip(sent, map(_nbytes, sends), strict=True):
-            posted.append(Note("send", now, None, format_end(send), index, nbytes))
-            self.sent[send.dest] = self.sent.get(send.dest, 0) + nbytes
-        for (index, recv), nbytes in zip(received, map(_nbytes, recvs), strict=True):
-            posted.append(Note("recv", now, None, format_end(recv), index, nbytes))
+        posted = [Note("send", now, None, *end, _nbytes(parcel)) for end, parcel in zip(sent, sends, strict=True)]
+        posted += [Note("recv", now, None, *end, _nbytes(parcel)) for end, parcel in zip(received, recvs, strict=True)]
         self.notes += posted
         return posted
 
     def result(self) -> _RankPass:
         compiled = self.compiled
         program = Program(rank=compiled.rank, steps=compiled.steps, peak_nbytes=compiled.peak_nbytes)
+        sent: dict[int, int] = defaultdict(int)
+        for note in self.notes:
+            if isinstance(note.end, Send):
+                sent[note.end.dest] += note.nbytes
         return _RankPass(
             rank=compiled.rank,
             start_s=self.clock.seconds(self.start),
             stop_s=self.clock.seconds(self.stop),
             spans=self._spans(),
-            sent=self.sent,
+            sent=dict(sent),
             flops=program_flops(compiled.plan, program),
             peak_nbytes=compiled.device_nbytes,
         )
@@ -327,15 +328,14 @@ class PassNotes:
         for note in self.notes:
             start = self.clock.seconds(note.start)
             stop = self.clock.seconds(self.stop if note.stop is None else note.stop)
-            is_transfer, last = note.lane in ("send", "recv"), spans[-1] if spans else None
-            if stop <= start and not is_transfer:
+            name = format_step(self.compiled.steps[note.step]) if note.end is None else format_end(note.end)
+            last = spans[-1] if spans else None
+            if stop <= start and note.end is None:
                 continue
             if last and (last.lane, last.stop_s, last.step) == ("wait", start, note.step) and note.lane == "wait":
                 spans[-1] = last._replace(stop_s=stop)
                 continue
-            spans.append(
-                Span(self.compiled.rank, note.lane, start, max(start, stop), note.name, note.nbytes, note.step)
-            )
+            spans.append(Span(self.compiled.rank, note.lane, start, max(start, stop), name, note.nbytes, note.step))
         return spans
 
 
