@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import zlib
+from base64 import b64decode
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -46,6 +49,11 @@ def slower(timeline: Timeline) -> Timeline:
         for r in timeline.ranks
     )
     return replace(timeline, spans=spans, ranks=ranks)
+
+
+def unpacked(text: str) -> Any:
+    """The data of a page, from the text of its element."""
+    return json.loads(zlib.decompress(b64decode(text)))
 
 
 def all_kinds() -> list[Scene]:

@@ -26,6 +26,7 @@ class View:
         values = "#" + "&".join(f"{name}={value}" for name, value in choice.items())
         if self.tab.url == "about:blank":
             self.tab.goto(self.address + values)
+            self.tab.wait_for_selector("#choice-words p")  # the page unpacks its data before it draws
         else:
             self.run(
                 "(hash) => new Promise((seen) => { addEventListener('hashchange', seen); location.hash = hash; })",

@@ -108,7 +108,7 @@ def test_narrow_terminals_have_room_and_are_told_what_is_left_out(
 
 def test_where_the_host_would_be_the_limit_is_marked(answer: Any) -> None:
     fields = {name: answer["rows"][0][name] for name in ReplayRow.__dataclass_fields__}
-    slow, fast = (ReplayRow(**{**fields, "time_s": 1.0, "host_s": host_s}) for host_s in (1.5, 0.5))
+    slow, fast = (ReplayRow(**{**fields, "times_s": (1.0,), "host_s": host_s}) for host_s in (1.5, 0.5))
     columns = {column.header.split()[0]: column for column in replay_columns(["ring", slow, fast], is_cuda=True)}
     assert [cell.endswith("!") for cell in columns["host"].cells] == [False, True, False]
     assert replay_columns([slow], is_cuda=False)[7].cells == ["–"]
@@ -285,14 +285,6 @@ def test_no_grid_line_goes_through_a_value_above_its_bar() -> None:
         assert ground is not None
         assert ground.get_facecolor() == (1.0, 1.0, 1.0, 1.0)
         assert above.get_zorder() > max(line.get_zorder() for line in axes.get_ygridlines())
-
-
-@pytest.mark.parametrize("groups", [[], [BarGroup(name="x", bars=())]])
-def test_a_chart_of_nothing_is_refused(groups: list[BarGroup]) -> None:
-    with pytest.raises(UsageError, match="no bars given"):
-        rate_chart(groups, unit="", expected="", line="")
-    with pytest.raises(UsageError, match="expected rates, 0 or above"):
-        rate_chart([BarGroup(name="x", bars=(Bar(name="y", value=float("nan")),))], unit="", expected="", line="")
 
 
 # The benchmark

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from page_scenes import unpacked
 
 from mesh_attention import Plan, Problem, causal, cluster_named, make_plan
 from mesh_attention.plan.steps import Attend
@@ -83,9 +84,9 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def page_data(path: Path) -> Any:
-    found = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', path.read_text(), re.DOTALL)
+    found = re.search(r'<script[^>]*id="data">(.*?)</script>', path.read_text(), re.DOTALL)
     assert found is not None
-    return json.loads(found[1])
+    return unpacked(found[1])
 
 
 def check_trace(trace: dict[str, Any]) -> list[str]:

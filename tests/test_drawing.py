@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from test_imports import modules_after
 
 from mesh_attention.errors import UsageError
 from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined, rank_tracks
-from mesh_attention_lab.drawing.canvas import linear_ticks, log_ticks, save_chart, spaced
+from mesh_attention_lab.drawing.canvas import save_chart
 from mesh_attention_lab.drawing.gantt import gantt
 from mesh_attention_lab.drawing.times import ChartPoint, time_chart
 from mesh_attention_lab.drawing.trace import to_perfetto, write_trace
@@ -217,18 +218,7 @@ def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
         (lambda: to_perfetto(timeline_of([Span(0, "rest", 0.0, 1.0, "a")])), "expected a lane of compute, wait"),  # type: ignore[arg-type]
         (lambda: write_trace("/no/such/place/t.json", SMALL), "/no/such/place/t.json: cannot be written: no such"),
         (lambda: gantt(NO_SPANS), "timeline 'bare' has totals but no spans"),
-        (lambda: gantt(SMALL, ranks=[3, 5]), r"has no spans of ranks \[5\]; it has those of \[0, 3\]"),
-        (lambda: gantt(SMALL, ranks=[]), r"it has those of \[0, 3\]"),
-        (lambda: gantt(crowd(17)), "17 ranks are more than one picture holds; name at most 16"),
         (lambda: time_chart([], x="ranks"), "no points given"),
-        (lambda: time_chart([ChartPoint("ring", 8, 1, 0)], x="hosts"), "x='hosts': expected one of ranks, sequence"),  # type: ignore[arg-type]
-        (lambda: time_chart([ChartPoint("ring", 0, 1, 0)], x="ranks"), "expected ranks as a number above 0"),
-        (lambda: time_chart([ChartPoint("ring", "8", 1, 0)], x="ranks"), "expected ranks as a number above 0"),
-        (lambda: time_chart([ChartPoint("ring", 8, 1, 0)], x="tile"), "expected the text of a tile, such as '4x8'"),
-        (lambda: time_chart([ChartPoint("ring", 8, nan, 0)], x="ranks"), "expected seconds, 0 or above"),
-        (lambda: time_chart([ChartPoint("ring", 8, -1.0, 1)], x="ranks"), "expected seconds, 0 or above"),
-        (lambda: time_chart([ChartPoint("ring", 8, 1, -0.5)], x="ranks"), "expected seconds, 0 or above"),
-        (lambda: time_chart([ChartPoint("ring", 8, 1, 0)] * 2, x="ranks"), "ring has another point at 8"),
         (
             lambda: save_chart(gantt(SMALL), "chart.gif"),
             "chart.gif: expected a file name that ends in .png or .svg or .pdf",
@@ -239,10 +229,6 @@ def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
 def test_a_refusal_says_what_was_given_and_what_was_expected(refused: Callable[[], object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         refused()
-
-
-def crowd(ranks: int) -> Timeline:
-    return timeline_of([Span(rank, "compute", 0.0, 1.0 + rank, "q kv") for rank in range(ranks)])
 
 
 # What is drawn
@@ -261,8 +247,17 @@ def bars(figure: Figure) -> dict[str, list[tuple[float, float]]]:
 def texts(figure: Figure) -> list[Text]:
     """All that is shown, as it is placed when drawn."""
     figure.canvas.draw()
-    found = [text for text in figure.findobj(Text) if isinstance(text, Text)]
+    axes = figure.axes[0]
+    beyond = {*axes.get_xticklabels(), *axes.get_yticklabels()} - {*tick_labels(axes.xaxis), *tick_labels(axes.yaxis)}
+    found = [text for text in figure.findobj(Text) if isinstance(text, Text) and text not in beyond]
     return [text for text in found if text.get_visible() and text.get_text()]
+
+
+def tick_labels(axis: Axis) -> list[Text]:
+    """Those in view; locators make some beyond it."""
+    low, high = sorted(axis.get_view_interval())
+    pairs = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+    return [label for at, label in pairs if low * (1 - 1e-9) <= at <= high * (1 + 1e-9)]
 
 
 def words(figure: Figure) -> list[str]:
@@ -341,17 +336,16 @@ def test_any_timeline_makes_a_readable_gantt_chart(timeline: Timeline) -> None:
     figure = gantt(timeline)
     assert_nothing_is_cut_off(figure)
     assert sum(map(len, bars(figure).values())) == len(timeline.spans)
-    ranks = [text for text in figure.axes[0].texts if text.get_text().startswith("rank ")]
-    assert_apart([*ranks, *figure.axes[0].get_yticklabels()])
+    assert_apart([*figure.axes[0].get_yticklabels(), *figure.axes[0].get_yticklabels(minor=True)])
 
 
 @pytest.mark.parametrize(
-    ("seconds", "unit"), [(4e-6, "µs"), (5e-4, "µs"), (0.02, "ms"), (3.0, "s"), (100.0, "s"), (400.0, "min")]
+    ("seconds", "shown"), [(4e-6, "4 µs"), (5e-4, "500 µs"), (0.02, "20 ms"), (3.0, "3 s"), (100.0, "100 s")]
 )
-def test_the_time_axis_has_the_unit_of_its_size(seconds: float, unit: str) -> None:
+def test_times_have_the_unit_of_their_size(seconds: float, shown: str) -> None:
     spans = [Span(0, "compute", 0.0, seconds, "q kv")]
-    assert gantt(timeline_of(spans)).axes[0].get_xlabel() == f"time, {unit}"
-    assert time_chart([ChartPoint("a", 8, seconds, 0.0)], x="ranks").axes[0].get_ylabel() == f"time, {unit}"
+    assert shown in words(gantt(timeline_of(spans)))
+    assert shown in words(time_chart([ChartPoint("a", 8, seconds, 0.0)], x="ranks"))
 
 
 def scaling(methods: int = 6, *, unit_s: float = 0.1) -> list[ChartPoint]:
@@ -386,7 +380,7 @@ def test_a_time_chart_has_a_solid_and_a_dashed_line_a_method() -> None:
 def test_lengths_are_written_as_people_write_them() -> None:
     figure = time_chart([ChartPoint("ring", 2**n, 4.0**n * 1e-9, 0.0) for n in range(17, 23)], x="sequence length")
     assert figure.axes[0].get_xscale() == "log"
-    ticks = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    ticks = [label.get_text() for label in tick_labels(figure.axes[0].xaxis)]
     assert ticks == ["128k", "256k", "512k", "1m", "2m", "4m"]
 
 
@@ -402,7 +396,7 @@ def test_times_far_apart_are_on_a_log_axis_that_shows_zero() -> None:
     far = time_chart([ChartPoint("a", 8, 20.0, 0.5), ChartPoint("a", 16, 1.0, 0.2)], x="ranks").axes[0]
     zero = time_chart([ChartPoint("a", 8, 20.0, 0.5), ChartPoint("a", 16, 1.0, 0.0)], x="ranks").axes[0]
     assert [axes.get_yscale() for axes in (near, far, zero)] == ["linear", "log", "symlog"]
-    assert "0" in [label.get_text() for label in zero.get_yticklabels()]
+    assert "0 s" in [label.get_text() for label in zero.get_yticklabels()]
     assert all(axes.get_ylim()[0] <= 0.0 for axes in (near, zero))
 
 
@@ -436,10 +430,10 @@ def test_any_points_make_a_readable_chart(drawn: tuple[Any, list[ChartPoint]]) -
     figure = time_chart(points, x=x, title="Forward, 32 heads of 128, causal")
     assert_nothing_is_cut_off(figure)
     assert sum(map(len, lines(figure).values())) == 2 * len(points)
-    assert_apart(figure.legends[0].get_texts())
-    assert_apart([label for label in figure.axes[0].get_yticklabels() if label.get_visible()])
+    assert_apart(legend_texts(figure))
+    assert_apart(tick_labels(figure.axes[0].yaxis))
     if not any(label.get_rotation() for label in figure.axes[0].get_xticklabels()):
-        assert_apart(figure.axes[0].get_xticklabels())
+        assert_apart(tick_labels(figure.axes[0].xaxis))
 
 
 def assert_apart(labels: list[Text]) -> None:
@@ -452,13 +446,20 @@ def assert_apart(labels: list[Text]) -> None:
         assert min(overlap) <= 2, f"{one.get_text()!r} covers {other.get_text()!r}"
 
 
+def legend_texts(figure: Figure) -> list[Text]:
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    return legend.get_texts()
+
+
 def test_every_method_is_named_beside_the_axes_in_the_order_of_its_end() -> None:
     figure = time_chart([*scaling(3), ChartPoint("ulysses", 8, 0.1, 0.0)], x="ranks")
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["ulysses", "method 2", "method 1", "method 0"]
-    drawn = {line.get_label(): line for line in figure.axes[0].lines}
-    for text, handle in zip(legend.get_texts(), legend.get_lines(), strict=True):
-        assert handle.get_color() == drawn[f"{text.get_text()}: time"].get_color()
+    legend, drawn = figure.axes[0].get_legend(), {line.get_label(): line for line in figure.axes[0].lines}
+    assert legend is not None
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["time", "exposed communication", "ulysses", "method 2", "method 1", "method 0"]
+    for name, handle in list(zip(names, legend.get_lines(), strict=True))[2:]:
+        assert handle.get_color() == drawn[f"{name}: time"].get_color()
 
 
 def test_long_names_and_titles_are_kept_on_the_sheet() -> None:
@@ -527,44 +528,3 @@ def test_without_matplotlib_one_is_told_how_to_get_it(monkeypatch: pytest.Monkey
         with pytest.raises(UsageError, match=r"matplotlib is not installed; pip install 'mesh-attention\[charts\]'"):
             draw()
     to_perfetto(SMALL)  # needs none
-
-
-# Numbers and places
-
-
-@given(st.floats(1e-9, 1e5))
-def test_linear_ticks_are_few_round_and_reach_the_end(stop_s: float) -> None:
-    _, ticks = linear_ticks(stop_s)
-    places = [at for at, _ in ticks]
-    assert places[0] == 0
-    assert 3 < len(places) <= 9
-    assert places[-1] <= stop_s * (1 + 1e-6)
-    assert stop_s - places[-1] < places[1] * (1 + 1e-6)
-    assert len({text for _, text in ticks}) == len(ticks)
-
-
-@given(st.floats(1e-6, 1e3), st.floats(10, 1e6))
-def test_log_ticks_are_few_and_say_what_they_mark(start_s: float, factor: float) -> None:
-    ticks = log_ticks(start_s, start_s * factor)
-    assert 1 <= len(ticks) <= 10
-    scales = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
-    for at, text in ticks:
-        number, unit = text.split()
-        assert start_s <= at <= start_s * factor
-        assert float(number) * scales[unit] == pytest.approx(at)
-
-
-def test_log_ticks_are_round_in_their_own_unit() -> None:
-    assert [text for _, text in log_ticks(0.0009, 0.011)] == ["1 ms", "2 ms", "5 ms", "10 ms"]
-    assert [text for _, text in log_ticks(5.0, 130.0)] == ["5 s", "10 s", "20 s", "1 min", "2 min"]
-    assert [text for _, text in log_ticks(2e-6, 20.0)] == [
-        "10 µs", "100 µs", "1 ms", "10 ms", "100 ms", "1 s", "10 s",
-    ]  # fmt: skip
-
-
-@given(st.lists(st.integers(1, 4096), min_size=1, max_size=40))
-def test_ticks_of_a_log_axis_have_room(values: list[int]) -> None:
-    kept = spaced(values, most=10)
-    assert set(kept) <= set(values)
-    assert kept[-1] == max(values)
-    assert len(kept) <= 11

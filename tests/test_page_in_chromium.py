@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_scenes import all_kinds, scene
+from page_scenes import all_kinds, scene, unpacked
 from page_view import (
     CONTRAST,
     CROSSED,
@@ -517,7 +516,7 @@ def test_titles_with_markup_are_shown_as_they_are(view: View) -> None:
     view.go()
     assert view.texts("h1") == [TITLE]
     assert view.tab.title() == TITLE
-    assert json.loads(view.texts("#data")[0])["scenes"]
+    assert unpacked(view.texts("#data")[0])["scenes"]
 
 
 def test_print_leaves_out_what_cannot_be_pressed(view: View) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from mesh_attention_lab.cli.replay import bar_groups
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
 from mesh_attention_lab.replay.device import check_memory, measure_link
 from mesh_attention_lab.replay.replay import replay
-from mesh_attention_lab.replay.result import BEST, Contender, KernelPass, Part, Pass, Replayed, rows_of, tuned_parts
+from mesh_attention_lab.replay.result import BEST, KernelPass, Part, Replayed, ReplayRow, rows_of, tuned_parts
 from mesh_attention_lab.replay.transport import ReplayComm, SilentComm
 
 CPU = torch.device("cpu")
@@ -110,27 +111,27 @@ def test_methods_that_are_unknown_or_cannot_be_used_are_refused_with_the_reason(
 
 
 def test_every_pass_of_every_method_is_timed_in_every_round(replayed: Replayed) -> None:
-    assert [contender.name for contender in replayed.contenders] == list(METHODS)
+    assert [(one.method, one.what) for one in replayed.passes] == [
+        (name, way) for name in METHODS for way in DIRECTIONS
+    ]
     assert [one.direction for one in replayed.kernel] == list(DIRECTIONS)
-    for one in (*replayed.kernel, *(one for contender in replayed.contenders for one in contender.passes)):
+    for one in (*replayed.kernel, *replayed.passes):
         assert len(one.times_s) == 3
         assert min(one.times_s) > 0
         assert one.tflops == pytest.approx(one.flops / one.time_s / 1e12)
 
 
 def test_flops_and_memory_are_the_plans(parts: list[Part], replayed: Replayed) -> None:
-    for part, contender in zip(parts, replayed.contenders, strict=True):
-        for one in contender.passes:
-            plan = part.plans[one.direction]
-            assert one.flops == rank_costs(plan, RANK).flops
-            compiled = compile_program(plan, RANK)
-            kept = (
-                sum(compiled.allocations[item].nbytes for item in compiled.kept) if one.direction == "backward" else 0
-            )
-            assert one.plan_nbytes == compiled.device_nbytes - kept
-            assert one.peak_nbytes is None
-            assert one.forecast_s > 0
-            assert one.compute_s > 0
+    plans = {(part.name, direction): plan for part in parts for direction, plan in part.plans.items()}
+    for one in replayed.passes:
+        plan = plans[one.method, one.what]  # type: ignore[index]
+        assert one.flops == rank_costs(plan, RANK).flops
+        compiled = compile_program(plan, RANK)
+        kept = sum(compiled.allocations[item].nbytes for item in compiled.kept) if one.what == "backward" else 0
+        assert one.plan_nbytes == compiled.device_nbytes - kept
+        assert one.peak_nbytes is None
+        assert one.forecast_s > 0
+        assert one.compute_s > 0
 
 
 @pytest.mark.parametrize("keep", [("kv",), ("q", "kv")])
@@ -140,10 +141,8 @@ def test_what_forward_keeps_is_there_for_backward_and_no_part_of_its_memory(
 ) -> None:
     problem = replace(PROBLEM, dtype=dtype)
     plans = {d: make_plan(problem, tile=(2, 2), direction=d, keep=keep) for d in DIRECTIONS}  # type: ignore[arg-type]
-    found = replay(
-        [Part(name="kept", description="", plans=plans)], topology, rank=RANK, device=CPU, rounds=1, cuda_graphs=False
-    )
-    backward = found.contenders[0].passes[1]
+    part = Part(name="kept", choices=dict.fromkeys(DIRECTIONS, ""), plans=plans)
+    _, backward = replay([part], topology, rank=RANK, device=CPU, rounds=1, cuda_graphs=False).passes
     compiled = compile_program(plans["backward"], RANK)
     kept = {compiled.allocations[item].items: compiled.allocations[item].nbytes for item in compiled.kept}
     assert backward.plan_nbytes == compiled.device_nbytes - sum(kept.values()) < compiled.device_nbytes
@@ -188,31 +187,35 @@ def test_memory_that_is_too_small_is_said_before_anything_runs(
         check(2**17, is_captured=False)
 
 
-def made_up(direction: str, *, times_s: tuple[float, ...], flops: int, peak: int | None = 90) -> Pass:
-    return Pass(
-        direction=direction,  # type: ignore[arg-type]
+def made_up(method: str, what: str, *, plan: str, times_s: tuple[float, ...], flops: int, kernel_s: float) -> ReplayRow:
+    return ReplayRow(
+        method=method,
+        plan=plan,
+        what=what,  # type: ignore[arg-type]
         flops=flops,
         times_s=times_s,
         compute_s=0.75 * times_s[1],
         host_s=0.5,
         forecast_s=1.1 * times_s[1],
+        kernel_s=kernel_s,
         plan_nbytes=99,
-        peak_nbytes=peak,
+        peak_nbytes=90,
     )
 
 
 @pytest.fixture
 def known() -> Replayed:
     """Ring takes 2 s and 4 s, mesh half of that; the one kernel would take 0.8 s and 1.6 s."""
-    ring = [made_up("forward", times_s=(1.9, 2, 2.1), flops=2 * 10**12)]
-    ring.append(made_up("backward", times_s=(4, 4, 4), flops=5 * 10**12))
-    mesh = [made_up("forward", times_s=(1, 1, 1), flops=2 * 10**12)]
-    mesh.append(made_up("backward", times_s=(2, 2, 2), flops=5 * 10**12))
+    forward: dict[str, Any] = {"what": "forward", "flops": 2 * 10**12, "kernel_s": 0.8}
+    backward: dict[str, Any] = {"what": "backward", "flops": 5 * 10**12, "kernel_s": 1.6}
+    words = "mesh 2x2, 2 blocks per call"
     return Replayed(
         rank=0,
-        contenders=(
-            Contender(name="ring", description="ring 1x4, route ring, 4 blocks per call; ring 1x4", passes=tuple(ring)),
-            Contender(name="mesh", description="mesh 2x2, 2 blocks per call", passes=tuple(mesh)),
+        passes=(
+            made_up("ring", plan="ring 1x4, route ring, 4 blocks per call", times_s=(1.9, 2, 2.1), **forward),
+            made_up("ring", plan="ring 1x4", times_s=(4, 4, 4), **backward),
+            made_up("mesh", plan=words, times_s=(1, 1, 1), **forward),
+            made_up("mesh", plan=words, times_s=(2, 2, 2), **backward),
         ),
         kernel=(
             KernelPass(direction="forward", flops=10**12, times_s=(0.4,)),
@@ -248,7 +251,7 @@ def test_errors_and_spread_are_shares_of_what_was_measured(known: Replayed) -> N
 
 
 def test_without_ring_nothing_is_set_against_it(known: Replayed) -> None:
-    alone = replace(known, contenders=known.contenders[1:])
+    alone = replace(known, passes=known.passes[2:])
     assert {row.times_ring for row in rows_of(alone)} == {None}
 
 

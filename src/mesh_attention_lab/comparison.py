@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 from math import gcd
 from typing import Any
 
@@ -27,25 +26,21 @@ MOST_BLOCKS, BLOCKS_PER_CALL = 16384, 16
 """Blocks of a rank up to which each is a call unless a number is stated; and the number where there are more."""
 
 
-class Grouping(Enum):
-    """How blocks are grouped into kernel calls where a choice does not say."""
+def grouped(choice: Choice, problem: Problem, direction: Direction, *, blocks_per_call: int | None = None) -> Choice:
+    """The resolved choice, with this grouping where it does not say: by default the costs of a plan size its calls.
 
-    COST_BASED = "the costs of a plan size its calls; without call prices, a call is one block"
-    SINGLE_BLOCKS = "a call is one block"
-
-    def resolve(self, choice: Choice, problem: Problem, direction: Direction) -> Choice:
-        """The resolved choice, grouped. Where a rank has very many blocks, several of them are a call."""
-        resolved = choice.resolved(problem, direction)
-        if resolved.is_collective or resolved.blocks_per_call is not None:
-            return resolved
-        if resolved.assignment.places > MOST_BLOCKS:
-            return replace(resolved, blocks_per_call=BLOCKS_PER_CALL)
-        return resolved if self is Grouping.COST_BASED else replace(resolved, blocks_per_call=1)
+    Where a rank has very many blocks, several of them are a call.
+    """
+    resolved = choice.resolved(problem, direction)
+    if resolved.is_collective or resolved.blocks_per_call is not None:
+        return resolved
+    is_long = resolved.assignment.places > MOST_BLOCKS
+    return replace(resolved, blocks_per_call=BLOCKS_PER_CALL if is_long else blocks_per_call)
 
 
 def single_block_plan(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Plan:
     """The plan on a cluster with one block per call, where the choice does not say."""
-    return plan_on(topology, problem, Grouping.SINGLE_BLOCKS.resolve(choice, problem, direction), direction)
+    return plan_on(topology, problem, grouped(choice, problem, direction, blocks_per_call=1), direction)
 
 
 def usual_ring_plan(plan: Plan, topology: Topology) -> Plan:
@@ -138,7 +133,7 @@ def _rivals(plan: Plan, choice: Choice, report: Report) -> Iterator[Plan]:
         wanted.append(replace(whole, method="ulysses"))
     for number, rival in enumerate(wanted):
         report(f"planning {rival.method}", number / len(wanted))
-        resolved = Grouping.COST_BASED.resolve(rival, plan.problem, plan.direction)
+        resolved = grouped(rival, plan.problem, plan.direction)
         if resolved.assignment.tile.rows + resolved.assignment.tile.cols <= MOST_TRANSFERS:
             yield make_plan(plan.problem, resolved, direction=plan.direction)
 

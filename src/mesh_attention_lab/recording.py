@@ -20,25 +20,27 @@ Nothing is noted, and nothing costs time, outside of `with record(...)`. A backw
 whenever it runs; that of an operator (under torch.compile or saved attention), only if it runs inside as well.
 
 The executor needs no change for this. It walks instructions that note when they are read, posts to a transport that
-notes its parcels, and is driven through a generator that notes how long it waits; spans are made of these notes.
+notes its parcels, and is driven through a generator that notes how long it waits. A note is a span whose ends are marks
+of a clock, because the times of a device are known later.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from platform import node
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from mesh_attention.api import MeshAttention
 from mesh_attention.comm.base import Comm, Parcel, Sharing, Work
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.call import Calls
 from mesh_attention.execution.compiled import Compiled, Instruction
 from mesh_attention.execution.engine import Engine
 from mesh_attention.plan.counts import program_flops
@@ -54,14 +56,8 @@ from mesh_attention.topology import LinkClass
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Recordable(Protocol):
-    """A `MeshAttention`, as far as a recording needs it."""
-
-    calls: Calls
-
-
 @contextmanager
-def record(attention: Recordable) -> Iterator[Recording]:
+def record(attention: MeshAttention) -> Iterator[Recording]:
     """Note when each step of every pass inside the block happens. `Recording.passes` gives the timelines."""
     calls = attention.calls
     if calls.session.size == 1:
@@ -117,10 +113,12 @@ class Recording:
         meeting = Question(asked={"operation": "a recording's passes"})
         self.session.agree(*[meeting] * len(self.session.comms), device=self._device)
         now_s = time.perf_counter()
-        notes = [_whole(observer) for observer in self._observers] or [[] for _ in self.session.comms]
+        notes = [[of_pass for of_pass in o.passes if of_pass.stop is not None] for o in self._observers] or [
+            [] for _ in self.session.comms
+        ]
+        machine = _machine()
         own = [
-            _RankReport(machine=_machine(), now_s=now_s, passes=[asdict(_pass_spans(of_pass)) for of_pass in mine])
-            for mine in notes
+            _RankReport(machine=machine, now_s=now_s, passes=[of_pass.result() for of_pass in rank]) for rank in notes
         ]
         questions = [Question(asked=meeting.asked, says=asdict(report)) for report in own]
         reports = [_RankReport(**answer.says) for answer in self.session.agree(*questions, device=self._device)]
@@ -134,7 +132,7 @@ class Recording:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _PassSpans:
+class _RankPass:
     """One pass of one rank. Spans are in seconds of the rank's own clock."""
 
     rank: int
@@ -152,11 +150,7 @@ class _RankReport:
 
     machine: str
     now_s: float
-    passes: list[dict[str, Any]]
-
-
-def _whole(observer: Observer) -> list[PassNotes]:
-    return [notes for notes in observer.passes if notes.is_whole]
+    passes: Sequence[_RankPass]
 
 
 def _machine() -> str:
@@ -164,77 +158,11 @@ def _machine() -> str:
     return BOOT_ID.read_text().strip() if BOOT_ID.exists() else node()
 
 
-# From notes to spans
-
-
-def _pass_spans(notes: PassNotes) -> _PassSpans:
-    compiled = notes.compiled
-    start_s, stop_s = (notes.clock.seconds(notes.moments[at].mark) for at in (0, -1))
-    program = Program(rank=compiled.rank, steps=compiled.steps, peak_nbytes=compiled.peak_nbytes)
-    sent: dict[int, int] = {}
-    for posted in notes.posts:
-        for (_, send), nbytes in zip(posted.sends, posted.sent_nbytes, strict=True):
-            sent[send.dest] = sent.get(send.dest, 0) + nbytes
-    return _PassSpans(
-        rank=compiled.rank,
-        start_s=start_s,
-        stop_s=stop_s,
-        spans=[*_lane_spans(notes), *(span for posted in notes.posts for span in _transfer_spans(posted, notes))],
-        sent=sent,
-        flops=program_flops(compiled.plan, program),
-        peak_nbytes=compiled.device_nbytes,
-    )
-
-
-def _lane_spans(notes: PassNotes) -> list[Span]:
-    """Compute and wait, without gaps. A step that waits before it has posted anything has not begun its work."""
-    spans: list[Span] = []
-    steps, rank = notes.compiled.steps, notes.compiled.rank
-    index, at, is_work, has_posted = 0, 0.0, False, False
-
-    def close(lane: Lane, until: float) -> None:
-        if until <= at:
-            return
-        if spans and spans[-1].lane == lane == "wait" and (spans[-1].stop_s, spans[-1].step) == (at, index):
-            spans[-1] = spans[-1]._replace(stop_s=until)
-        else:
-            spans.append(Span(rank, lane, at, until, format_step(steps[index]), step=index))
-
-    for moment in notes.moments:
-        now = notes.clock.seconds(moment.mark)
-        if moment.what == "post":
-            has_posted = True
-            continue
-        if moment.what == "wait":
-            if not has_posted:
-                continue  # so the wait begins where the step began, or where the wait before ended
-            close("compute", now)
-        elif moment.what == "go":
-            close("wait", now)
-        elif is_work:
-            close("compute", now)
-        if moment.instruction is not None:
-            index = moment.instruction.index
-            is_work, has_posted = not isinstance(moment.instruction.step, Free), False
-        at = now
-    return spans
-
-
-def _transfer_spans(posted: Posted, notes: PassNotes) -> Iterator[Span]:
-    rank = notes.compiled.rank
-    start = notes.clock.seconds(posted.posted)
-    stop = notes.clock.seconds(notes.moments[-1].mark if posted.seen is None else posted.seen)
-    for (index, send), nbytes in zip(posted.sends, posted.sent_nbytes, strict=True):
-        yield Span(rank, "send", start, max(start, stop), format_end(send), nbytes, index)
-    for (index, recv), nbytes in zip(posted.recvs, posted.received_nbytes, strict=True):
-        yield Span(rank, "recv", start, max(start, stop), format_end(recv), nbytes, index)
-
-
 # From all ranks' spans to a timeline
 
 
 def _timeline(plan: Plan, reports: Sequence[_RankReport], number: int) -> Timeline:
-    passes = [_PassSpans(**report.passes[number]) for report in reports]
+    passes = [_RankPass(**report.passes[number]) for report in reports]  # type: ignore[arg-type]
     is_one_machine = len({report.machine for report in reports}) == 1
     shifts = [0.0 if is_one_machine else -report.now_s for report in reports]
     zero_s = min(rank.start_s + shift for rank, shift in zip(passes, shifts, strict=True))
@@ -276,17 +204,12 @@ def _covered_s(spans: Iterator[Span]) -> float:
     return covered_s
 
 
+# Notes of one rank
+
+
 Result = TypeVar("Result")
 Mark = Any
 """A moment of a clock: a number, or an event of a device whose time is known later."""
-
-
-class Clock(Protocol):
-    def mark(self) -> Mark:
-        """Now."""
-
-    def seconds(self, mark: Mark) -> float:
-        """The time of a mark, on the monotonic clock of this machine."""
 
 
 class HostClock:
@@ -295,8 +218,9 @@ class HostClock:
     def mark(self) -> float:
         return time.perf_counter()
 
-    def seconds(self, mark: float) -> float:
-        return mark
+    def seconds(self, mark: Mark) -> float:
+        """The time of a mark, on the monotonic clock of this machine."""
+        return float(mark)
 
 
 class DeviceClock:
@@ -314,51 +238,105 @@ class DeviceClock:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def seconds(self, mark: torch.cuda.Event) -> float:
+    def seconds(self, mark: Mark) -> float:
         mark.synchronize()
         return self.zero_s + float(self.zero.elapsed_time(mark)) * 1e-3
 
 
-def clock_of(device: torch.device) -> Clock:
-    return DeviceClock(device) if device.type == "cuda" else HostClock()
-
-
-class Moment(NamedTuple):
-    """`step`: an instruction begins. `post`: it has posted. `wait`, `go`: it waits, and resumes. `end`: all is done."""
-
-    what: Literal["step", "post", "wait", "go", "end"]
-    mark: Mark
-    instruction: Instruction | None = None
-
-
 @dataclass
-class Posted:
-    """Transfers posted at once, each with the index of its step, and when all of them were first seen done."""
+class Note:
+    """A span whose times are marks. A transfer has its end, and no `stop` if it was never seen to be done."""
 
-    sends: Sequence[tuple[int, Send]]
-    recvs: Sequence[tuple[int, Recv]]
-    sent_nbytes: Sequence[int]
-    received_nbytes: Sequence[int]
-    posted: Mark
-    seen: Mark | None = None
+    lane: Lane
+    start: Mark
+    stop: Mark | None
+    step: int
+    end: Send | Recv | None = None
+    nbytes: int = 0
 
 
-@dataclass
 class PassNotes:
-    """One pass of one rank. A pass that was interrupted has no `end`.
+    """One pass of one rank. A pass that was interrupted has no `stop`."""
 
-    With `has_waiters`, each post has a thread that waits for it.
-    """
+    def __init__(self, compiled: Compiled, device: torch.device, *, is_alone: bool) -> None:
+        self.compiled = compiled
+        self.clock = DeviceClock(device) if device.type == "cuda" else HostClock()
+        # On CUDA, a wait acts on the stream of the thread that waits; ranks of one thread must not block it.
+        self.has_waiters = is_alone and device.type == "cpu"
+        self.notes: list[Note] = []
+        self.instruction: Instruction | None = None
+        self.has_posted = False
+        self.start = self.since = self.clock.mark()
+        self.stop: Mark | None = None
 
-    compiled: Compiled
-    clock: Clock
-    has_waiters: bool
-    moments: list[Moment] = field(default_factory=list)
-    posts: list[Posted] = field(default_factory=list)
+    def step(self, instruction: Instruction) -> None:
+        """The last step is done, and this one begins."""
+        self._close("compute")
+        self.instruction, self.has_posted = instruction, False
 
-    @property
-    def is_whole(self) -> bool:
-        return bool(self.moments) and self.moments[-1].what == "end"
+    def wait(self) -> None:
+        """The step begins to wait. Before it has posted anything, it had not begun its work."""
+        if self.has_posted:
+            self._close("compute")
+
+    def resume(self) -> None:
+        self._close("wait")
+
+    def end(self) -> None:
+        self._close("compute")
+        self.stop = self.since
+
+    def _close(self, lane: Lane) -> None:
+        """What lasts since the last mark is over; freeing is no work."""
+        now, at = self.clock.mark(), self.instruction
+        if at is not None and (lane == "wait" or not isinstance(at.step, Free)):
+            self.notes.append(Note(lane, self.since, now, at.index))
+        self.since = now
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> list[Note]:
+        """Transfers of the current step; parcels are in its order. Sends and receives may be posted apart."""
+        assert self.instruction is not None
+        now, steps = self.clock.mark(), self.instruction.turn or (self.instruction.step,)
+        ends = [*enumerate(map(transfers, steps), self.instruction.index)]
+        sent = [(index, send) for index, (sent, _) in ends for send in sent if sends]
+        received = [(index, recv) for index, (_, received) in ends for recv in received if recvs]
+        posted = [Note("send", now, None, *end, _nbytes(parcel)) for end, parcel in zip(sent, sends, strict=True)]
+        posted += [Note("recv", now, None, *end, _nbytes(parcel)) for end, parcel in zip(received, recvs, strict=True)]
+        self.notes += posted
+        return posted
+
+    def result(self) -> _RankPass:
+        compiled = self.compiled
+        program = Program(rank=compiled.rank, steps=compiled.steps, peak_nbytes=compiled.peak_nbytes)
+        sent: dict[int, int] = defaultdict(int)
+        for note in self.notes:
+            if isinstance(note.end, Send):
+                sent[note.end.dest] += note.nbytes
+        return _RankPass(
+            rank=compiled.rank,
+            start_s=self.clock.seconds(self.start),
+            stop_s=self.clock.seconds(self.stop),
+            spans=self._spans(),
+            sent=dict(sent),
+            flops=program_flops(compiled.plan, program),
+            peak_nbytes=compiled.device_nbytes,
+        )
+
+    def _spans(self) -> list[Span]:
+        """Compute and wait are without gaps; what took no time is left out, and a step waits in one span."""
+        spans: list[Span] = []
+        for note in self.notes:
+            start = self.clock.seconds(note.start)
+            stop = self.clock.seconds(self.stop if note.stop is None else note.stop)
+            name = format_step(self.compiled.steps[note.step]) if note.end is None else format_end(note.end)
+            last = spans[-1] if spans else None
+            if stop <= start and note.end is None:
+                continue
+            if last and (last.lane, last.stop_s, last.step) == ("wait", start, note.step) and note.lane == "wait":
+                spans[-1] = last._replace(stop_s=stop)
+                continue
+            spans.append(Span(self.compiled.rank, note.lane, start, max(start, stop), name, note.nbytes, note.step))
+        return spans
 
 
 class Observer:
@@ -379,41 +357,16 @@ class Observer:
             try:
                 work = next(rank) if reply is None else rank.throw(reply)
             except StopIteration as stop:
-                self.note("end")
+                self.passes[-1].end()
                 result: Result = stop.value
                 return result
-            self.note("wait")
+            self.passes[-1].wait()
             reply = None
             try:
                 yield work
             except Exception as error:
                 reply = error
-            self.note("go")
-
-    def begin(self, compiled: Compiled, device: torch.device) -> None:
-        # On CUDA, a wait acts on the stream of the thread that waits; ranks of one thread must not block it.
-        has_waiters = self.is_alone and device.type == "cpu"
-        self.passes.append(PassNotes(compiled, clock_of(device), has_waiters))
-
-    def note(self, what: Literal["step", "post", "wait", "go", "end"], instruction: Instruction | None = None) -> None:
-        now = self.passes[-1]
-        now.moments.append(Moment(what, now.clock.mark(), instruction))
-
-    def posting(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Posted:
-        """Note what the current step is about to post; parcels are in the order of the step. Sends and receives may be
-        posted apart."""
-        now = self.passes[-1]
-        at = next(moment.instruction for moment in reversed(now.moments) if moment.instruction is not None)
-        ends = [*enumerate(map(transfers, at.turn or (at.step,)), at.index)]
-        posted = Posted(
-            [(index, send) for index, (sent, _) in ends for send in sent if sends],
-            [(index, recv) for index, (_, received) in ends for recv in received if recvs],
-            [_nbytes(parcel) for parcel in sends],
-            [_nbytes(parcel) for parcel in recvs],
-            now.clock.mark(),
-        )
-        now.posts.append(posted)
-        return posted
+            self.passes[-1].resume()
 
 
 class _Watched:
@@ -423,16 +376,14 @@ class _Watched:
         self.compiled, self.observer, self.device = compiled, observer, device
 
     def __iter__(self) -> Iterator[Instruction]:
-        self.observer.begin(self.compiled, self.device)
+        notes = PassNotes(self.compiled, self.device, is_alone=self.observer.is_alone)
+        self.observer.passes.append(notes)
         for instruction in self.compiled.instructions:
-            self.observer.note("step", instruction)
+            notes.step(instruction)
             yield instruction
 
     def __getitem__(self, index: int) -> Instruction:
         return self.compiled.instructions[index]
-
-    def __len__(self) -> int:
-        return len(self.compiled.instructions)
 
 
 class WatchedComm:
@@ -443,12 +394,11 @@ class WatchedComm:
         self.rank, self.size, self.is_capturable = inner.rank, inner.size, inner.is_capturable
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
-        posted = self.observer.posting(sends, recvs)
-        work = self.inner.post(sends, recvs)
-        self.observer.note("post")
-        now = self.observer.passes[-1]
-        kind = _ThreadedWork if now.has_waiters else _WatchedWork
-        return kind(work, posted, now.clock)
+        notes = self.observer.passes[-1]
+        posted = notes.post(sends, recvs)
+        work = _WatchedWork(self.inner.post(sends, recvs), posted, notes.clock)
+        notes.has_posted = True
+        return _ThreadedWork(work) if notes.has_waiters else work
 
     def share(self, text: str) -> Sharing:
         return self.inner.share(text)
@@ -457,7 +407,7 @@ class WatchedComm:
 class _WatchedWork:
     """A post that is noted as done when it is first asked or waited for."""
 
-    def __init__(self, work: Work, posted: Posted, clock: Clock) -> None:
+    def __init__(self, work: Work, posted: Sequence[Note], clock: HostClock | DeviceClock) -> None:
         self.work, self.posted, self.clock = work, posted, clock
 
     def is_done(self) -> bool:
@@ -468,23 +418,24 @@ class _WatchedWork:
         self._seen()
 
     def _seen(self) -> bool:
-        if self.posted.seen is None:
-            self.posted.seen = self.clock.mark()
+        if self.posted and self.posted[0].stop is None:
+            now = self.clock.mark()
+            for note in self.posted:
+                note.stop = now
         return True
 
 
 class _ThreadedWork:
     """A post with a thread that waits for it: Gloo reports only to a waiting thread, and a good plan waits late."""
 
-    def __init__(self, work: Work, posted: Posted, clock: Clock) -> None:
+    def __init__(self, work: Work) -> None:
         self.error: Exception | None = None
-        self.thread = threading.Thread(target=self._watch, args=(work, posted, clock), daemon=True)
+        self.thread = threading.Thread(target=self._wait, args=(work,), daemon=True)
         self.thread.start()
 
-    def _watch(self, work: Work, posted: Posted, clock: Clock) -> None:
+    def _wait(self, work: Work) -> None:
         try:
             work.wait()
-            posted.seen = clock.mark()
         except Exception as error:
             self.error = error
 

@@ -44,7 +44,7 @@ from mesh_attention_lab.cli.terminal import (
     tile_reason,
     times,
 )
-from mesh_attention_lab.comparison import Comparison, Grouping, Row, compare
+from mesh_attention_lab.comparison import Comparison, Row, compare, grouped
 
 WHOLE_PROGRAM = 40
 """Programs up to this many steps are shown whole."""
@@ -79,7 +79,7 @@ def plan_command(
     problem = problem_options.problem(ranks)
     with progress("planning") as report:
         direction = problem_options.passes(both=options.backward)[-1]
-        choice = Grouping.COST_BASED.resolve(problem_options.choice(choice_options.choice), problem, direction)
+        choice = grouped(problem_options.choice(choice_options.choice), problem, direction)
         plan = make_plan(problem, choice, direction=direction)
         steps = _step_rows(plan, options.rank)  # first: it refuses a rank that does not exist
         comparison = compare(plan, choice, report=report)

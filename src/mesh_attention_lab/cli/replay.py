@@ -198,7 +198,7 @@ def _play(
     layout = problem_options.layout(options.layout)
     device = find_device(options.device)
     rank = problem.ranks // 2 if options.rank is None else opt.check_rank(options.rank, problem.ranks)
-    from_files = [_part_of(file, problem, directions, report) for file in options.plan or ()]
+    from_files = [_part_of(file, problem, directions, report) for file in dict.fromkeys(options.plan or ())]
     if options.cluster is None:
         topology = measure_cluster(problem, device=device, report=report)
     else:
@@ -254,7 +254,7 @@ def _part_of(file: Path, problem: Problem, directions: Sequence[Direction], repo
     details = [f"{plan.method} {plan.assignment}"]
     details += [f"{name} ring" for name in ("route", "partials") if getattr(schedule, name) == "ring"]
     details += [f"keep {'+'.join(schedule.keep)}"] if schedule.keep else []
-    return Part(name=str(file), description=", ".join(details), plans={plan.direction: plan})
+    return Part(name=str(file), choices={plan.direction: ", ".join(details)}, plans={plan.direction: plan})
 
 
 NAME_WIDTH = 22

@@ -38,7 +38,7 @@ from mesh_attention_lab.cli.terminal import (
     problem_words,
     times,
 )
-from mesh_attention_lab.comparison import Grouping, usual_ring_plan
+from mesh_attention_lab.comparison import grouped, usual_ring_plan
 from mesh_attention_lab.drawing.canvas import save_chart
 from mesh_attention_lab.drawing.gantt import gantt
 from mesh_attention_lab.drawing.trace import write_trace
@@ -82,9 +82,7 @@ def simulate_command(
             problem = problem_options.problem(topology.ranks)
             wanted = problem_options.choice(choice_options.choice)
             opt.refuse_uneven(problem, wanted.layout or default_layout(problem), topology)
-            choices = {
-                d: Grouping.SINGLE_BLOCKS.resolve(wanted, problem, d) for d in problem_options.passes(both=backward)
-            }
+            choices = {d: grouped(wanted, problem, d, blocks_per_call=1) for d in problem_options.passes(both=backward)}
             plans = {d: plan_on(topology, problem, choice, d) for d, choice in choices.items()}
             what = ", backward ".join(dict.fromkeys(map(str, choices.values())))
         is_turn = next(iter(plans.values())).layout == Turn()

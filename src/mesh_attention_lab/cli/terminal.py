@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
+from math import floor, gcd, log10
 from textwrap import wrap
 from typing import Literal
 
@@ -21,8 +21,7 @@ from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.timeline import LANES, Lane, Timeline
 from mesh_attention.topology import Topology
-from mesh_attention.units import count, format_size
-from mesh_attention_lab.drawing.canvas import linear_ticks
+from mesh_attention.units import count, format_size, time_unit
 
 NO_NUMBER = "–"
 GAP = 2
@@ -314,11 +313,19 @@ def shade(share: float) -> str:
 
 def _axis(stop_s: float, slices: int) -> str:
     """Labels at round times; those that do not fit are left out."""
-    unit, ticks = linear_ticks(stop_s or 1e-6, most=max(1, slices // 12))
+    stop_s = stop_s or 1e-6
+    unit, scale = time_unit(stop_s)
+    step = _round_up(stop_s / scale / max(1, slices // 12))
     axis = ""
-    for seconds, text in ticks:
-        at = round(seconds / (stop_s or 1e-6) * slices)
-        label = f"│{text} {unit}"
+    for number in range(floor(stop_s / scale / step + 1e-9) + 1):
+        at = round(number * step * scale / stop_s * slices)
+        label = f"│{number * step:,.{max(0, -floor(log10(step)))}f} {unit}"
         if at >= len(axis) and at + len(label) <= slices:
             axis = axis.ljust(at) + label
     return axis
+
+
+def _round_up(value: float) -> float:
+    """The next 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** floor(log10(value))
+    return power * next(step for step in (1, 2, 5, 10) if step >= value / power - 1e-9)

@@ -18,7 +18,7 @@ from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.units import Report
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
-from mesh_attention_lab.replay.result import Contender, KernelPass, Part, Pass, Replayed
+from mesh_attention_lab.replay.result import KernelPass, Part, Replayed, ReplayRow
 from mesh_attention_lab.replay.transport import ReplayComm, SilentComm
 
 REST_S = 0.2
@@ -65,13 +65,14 @@ def replay(
             times.append(clock(lambda direction=direction: kernel.run(direction), device).device_s)  # type: ignore[misc]
         for take in takes:
             take.once()
+    alone = {
+        direction: KernelPass(direction=direction, flops=kernel.flops(direction), times_s=tuple(times))
+        for direction, times in kernel_times.items()
+    }
     return Replayed(
         rank=rank,
-        contenders=tuple(_contender(part, [take for take in takes if take.part is part]) for part in parts),
-        kernel=tuple(
-            KernelPass(direction=direction, flops=kernel.flops(direction), times_s=tuple(times))
-            for direction, times in kernel_times.items()
-        ),
+        passes=tuple(take.row(alone[take.direction].tflops) for take in takes),
+        kernel=tuple(alone.values()),
     )
 
 
@@ -165,19 +166,17 @@ class _Take:
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
 
-
-def _contender(part: Part, takes: Sequence[_Take]) -> Contender:
-    passes = tuple(
-        Pass(
-            direction=take.direction,
-            flops=take.actor.flops,
-            times_s=tuple(take.times_s),
-            compute_s=median(take.silent_s),
-            host_s=take.host_s,
-            forecast_s=take.forecast_s,
-            plan_nbytes=take.actor.device_nbytes,
-            peak_nbytes=take.peak_nbytes,
+    def row(self, kernel_tflops: float) -> ReplayRow:
+        return ReplayRow(
+            method=self.part.name,
+            plan=self.part.choices[self.direction],
+            what=self.direction,
+            flops=self.actor.flops,
+            times_s=tuple(self.times_s),
+            compute_s=median(self.silent_s),
+            host_s=self.host_s,
+            forecast_s=self.forecast_s,
+            kernel_s=self.actor.flops / (kernel_tflops * 1e12),
+            plan_nbytes=self.actor.device_nbytes,
+            peak_nbytes=self.peak_nbytes,
         )
-        for take in takes
-    )
-    return Contender(name=part.name, description=part.description, passes=passes)

@@ -28,10 +28,10 @@ BEST = "best"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A plan for each pass, under a name."""
+    """A plan for each pass, under a name, and how each was chosen."""
 
     name: str
-    description: str
+    choices: Mapping[Direction, str]
     plans: Mapping[Direction, Plan]
 
 
@@ -55,10 +55,15 @@ def tuned_parts(
         trial = tuning.trials[0] if method == BEST else trials.get(method)
         if trial is None:
             raise UsageError(f"method {method}: {tuning.left_out.get(method, 'has no plan for this problem')}")
-        description = "; ".join(dict.fromkeys(str(replace(choice, layout=None)) for choice in trial.choices.values()))
-        if all(part.description != description for part in parts):
-            parts.append(Part(name=trial.family, description=description, plans=tuned_plans(problem, topology, trial)))
+        choices = {direction: str(replace(choice, layout=None)) for direction, choice in trial.choices.items()}
+        if all(part.choices != choices for part in parts):
+            parts.append(Part(name=trial.family, choices=choices, plans=tuned_plans(problem, topology, trial)))
     return parts
+
+
+What = Literal["forward", "backward", "both"]
+BASE = "ring"
+"""The method that the others are compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,68 +84,12 @@ class KernelPass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass(KernelPass):
-    """One pass of one plan, as one rank runs it, in the same rounds.
+class ReplayRow:
+    """One pass of a method as one rank runs it, or both one after the other; `times_s` has every round.
 
     `compute_s` is the pass without transfers, `host_s` the time to queue it, `forecast_s` the simulator's answer for
-    that rank. `plan_nbytes` is the memory that the plan states, `peak_nbytes` the measured memory.
-    """
-
-    compute_s: float
-    host_s: float
-    forecast_s: float
-    plan_nbytes: int
-    peak_nbytes: int | None
-
-    @property
-    def exposed_s(self) -> float:
-        """The time that transfers add."""
-        return max(0.0, self.time_s - self.compute_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
-    """A method's passes, forward first."""
-
-    name: str
-    description: str
-    passes: tuple[Pass, ...]
-
-    def plan_words(self, direction: Direction) -> str:
-        """The plan of one pass; descriptions of passes that differ follow each other."""
-        texts = self.description.split("; ")
-        at = [timed.direction for timed in self.passes].index(direction)
-        return texts[at] if len(texts) == len(self.passes) else self.description
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """The contenders and the one kernel, measured in the same rounds."""
-
-    rank: int
-    contenders: tuple[Contender, ...]
-    kernel: tuple[KernelPass, ...]
-
-    def share(self, passes: Sequence[Pass]) -> float:
-        """Rate of these passes, relative to the one kernel on the same work."""
-        rates = {timed.direction: timed.tflops * 1e12 for timed in self.kernel}
-        return sum(timed.flops / rates[timed.direction] for timed in passes) / sum(timed.time_s for timed in passes)
-
-
-# Rows: each pass of a method, and both together
-
-
-What = Literal["forward", "backward", "both"]
-BASE = "ring"
-"""The method that the others are compared with."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayRow:
-    """One pass of a method, or both one after the other; `times_s` has every round.
-
-    `share` is relative to one kernel's rate, `times_ring` the speed relative to ring. For both passes, the memory is
-    that of the larger one.
+    that rank. `kernel_s` is the time of the same FLOPs at one kernel's rate, `ring_s` that of ring. `plan_nbytes` is
+    the memory that the plan states, `peak_nbytes` the measured memory; for both passes, that of the larger one.
     """
 
     method: str
@@ -148,15 +97,32 @@ class ReplayRow:
     what: What
     flops: int
     times_s: tuple[float, ...]
-    time_s: float
-    share: float
-    times_ring: float | None
-    exposed_s: float
     compute_s: float
     host_s: float
+    forecast_s: float
+    kernel_s: float
+    ring_s: float | None = None
     plan_nbytes: int
     peak_nbytes: int | None
-    forecast_s: float
+
+    @property
+    def time_s(self) -> float:
+        return median(self.times_s)
+
+    @property
+    def exposed_s(self) -> float:
+        """The time that transfers add."""
+        return max(0.0, self.time_s - self.compute_s)
+
+    @property
+    def share(self) -> float:
+        """Rate relative to one kernel."""
+        return self.kernel_s / self.time_s
+
+    @property
+    def times_ring(self) -> float | None:
+        """Speed relative to ring."""
+        return None if self.ring_s is None else self.ring_s / self.time_s
 
     @property
     def tflops(self) -> float:
@@ -181,44 +147,37 @@ class ReplayRow:
         return None if not self.peak_nbytes else self.plan_nbytes / self.peak_nbytes - 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """Every pass of every method, and the one kernel, measured in the same rounds."""
+
+    rank: int
+    passes: tuple[ReplayRow, ...]
+    kernel: tuple[KernelPass, ...]
+
+
 def rows_of(replayed: Replayed) -> list[ReplayRow]:
-    """Rows of each method: forward, backward, and both if both were played."""
-    ring = next((contender for contender in replayed.contenders if contender.name == BASE), None)
-    ring_s = {} if ring is None else {what: sum(timed.time_s for timed in passes) for what, passes in _takes(ring)}
-    return [
-        _row(contender, what, passes, ring_s=ring_s.get(what), share=replayed.share(passes))
-        for contender in replayed.contenders
-        for what, passes in _takes(contender)
-    ]
+    """Rows of each method: its passes, and both if both were played."""
+    rows: list[ReplayRow] = []
+    for method in dict.fromkeys(timed.method for timed in replayed.passes):
+        passes = [timed for timed in replayed.passes if timed.method == method]
+        rows += passes if len(passes) == 1 else [*passes, _both(passes)]
+    ring_s = {row.what: row.time_s for row in rows if row.method == BASE}
+    return [replace(row, ring_s=ring_s.get(row.what)) for row in rows]
 
 
-def _takes(contender: Contender) -> list[tuple[What, tuple[Pass, ...]]]:
-    takes: list[tuple[What, tuple[Pass, ...]]] = [(timed.direction, (timed,)) for timed in contender.passes]
-    return takes if len(takes) == 1 else [*takes, ("both", contender.passes)]
-
-
-def _row(
-    contender: Contender, what: What, passes: tuple[Pass, ...], *, ring_s: float | None, share: float
-) -> ReplayRow:
-    summed = ("flops", "time_s", "exposed_s", "compute_s", "host_s", "forecast_s")
+def _both(passes: Sequence[ReplayRow]) -> ReplayRow:
+    summed = ("flops", "compute_s", "host_s", "forecast_s", "kernel_s")
     totals: dict[str, Any] = {name: sum(getattr(timed, name) for timed in passes) for name in summed}
+    times_s = tuple(map(sum, zip(*(timed.times_s for timed in passes), strict=True)))
     largest = max(passes, key=lambda timed: timed.plan_nbytes)
-    return ReplayRow(
-        method=contender.name,
-        plan="" if what == "both" else contender.plan_words(what),
-        what=what,
-        times_s=tuple(map(sum, zip(*(timed.times_s for timed in passes), strict=True))),
-        share=share,
-        times_ring=None if ring_s is None else ring_s / totals["time_s"],
-        plan_nbytes=largest.plan_nbytes,
-        peak_nbytes=largest.peak_nbytes,
-        **totals,
-    )
+    return replace(largest, plan="", what="both", times_s=times_s, **totals)
 
 
 def row_as_json(row: ReplayRow) -> dict[str, Any]:
-    figures = ("tflops", "spread", "forecast_tflops", "forecast_error", "memory_error")
-    return asdict(row) | {name: getattr(row, name) for name in figures}
+    figures = ("time_s", "exposed_s", "share", "times_ring", "tflops", "spread")
+    errors = ("forecast_tflops", "forecast_error", "memory_error")
+    return asdict(row) | {name: getattr(row, name) for name in (*figures, *errors)}
 
 
 def kernel_as_json(timed: KernelPass) -> dict[str, Any]:

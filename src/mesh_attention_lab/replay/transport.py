@@ -33,7 +33,7 @@ class ReplayComm:
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         into, from_ = ([chunk for parcel in side for chunk in parcel.chunks] for side in (recvs, sends))
-        self._make_room(max((chunk.numel() for chunk in chain(into, from_)), default=0))
+        self.reserve(max((chunk.numel() for chunk in chain(into, from_)), default=0))
         if self._streams is None:
             self._copy_in(into)
             self._copy_out(from_)
@@ -58,18 +58,7 @@ class ReplayComm:
         return _Echo([text] * self.size)
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for messages of this size before anything is timed: pinning memory is slow."""
-        self._make_room(nbytes)
-
-    def _copy_in(self, chunks: list[Tensor]) -> None:
-        for chunk in chunks:
-            chunk.copy_(self._host["in"][: chunk.numel()], non_blocking=True)
-
-    def _copy_out(self, chunks: list[Tensor]) -> None:
-        for chunk in chunks:
-            self._host["out"][: chunk.numel()].copy_(chunk, non_blocking=True)
-
-    def _make_room(self, nbytes: int) -> None:
+        """Make room for messages of this size. Pinning memory is slow, so do it before anything is timed."""
         if nbytes <= self._host["in"].numel():
             return
         if self._streams is not None:
@@ -79,6 +68,14 @@ class ReplayComm:
         is_pinned = self._streams is not None
         self._host = {"in": noise.pin_memory() if is_pinned else noise}
         self._host["out"] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+
+    def _copy_in(self, chunks: list[Tensor]) -> None:
+        for chunk in chunks:
+            chunk.copy_(self._host["in"][: chunk.numel()], non_blocking=True)
+
+    def _copy_out(self, chunks: list[Tensor]) -> None:
+        for chunk in chunks:
+            self._host["out"][: chunk.numel()].copy_(chunk, non_blocking=True)
 
 
 class JoinedComm(ReplayComm):

@@ -1,6 +1,6 @@
 // This scene next to the others: bytes that a rank receives, and times of each pass and of both.
 
-const receivedBy = (data, rank) => sum(Object.values(data.costs.received).map((values) => at(values, rank)));
+const receivedBy = (data, rank) => sum(Object.values(data.costs.received).map((values) => values[rank]));
 
 function mostReceived(scene, direction) {
   const data = scene.passes[direction];

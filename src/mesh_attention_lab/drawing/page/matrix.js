@@ -16,11 +16,7 @@ function ownerOf(data, row, col) {
   return data.rows[row].find((place) => data.cols[place].includes(col));
 }
 
-function patternOf(data, row, col) {
-  const grid = DATA.grids[data.grid];
-  const letter = grid.cells[row * data.rows.length + col];
-  return grid.patterns["0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ".indexOf(letter)];
-}
+const patternOf = (data, row, col) => DATA.grids[data.grid][row][col];
 
 // The part of a block that the mask leaves, as a path.
 function blockPath(pattern, x, y, side) {
@@ -115,7 +111,7 @@ function ownTile(data, room, own) {
 // so numbers stand at its lower left, if they fit there.
 function blockNumber(data, room, row, col, place) {
   if (patternOf(data, row, col) === "0") return null;
-  const isWhole = DATA.grids[data.grid].patterns.every((pattern) => pattern.length === 1 && "01".includes(pattern));
+  const isWhole = DATA.grids[data.grid].flat().every((pattern) => pattern.length === 1 && "01".includes(pattern));
   const isLow = !isWhole && room.cell / 2 > 8 * `${data.rows.length - 1}`.length;
   const [across, down] = isLow ? [room.cell / 4, (3 * room.cell) / 4] : [room.cell / 2, room.cell / 2];
   const attributes = { class: "number", "text-anchor": "middle" };

@@ -1,4 +1,4 @@
-// Programs and timelines as the plan has them: offsets become numbers, ticks become seconds.
+// Programs and timelines, read from the page's data.
 
 const AXIS = { q: "rows", do: "rows", o: "rows", dq: "rows", kv: "cols", dkv: "cols" };
 const INPUTS = { forward: ["q", "kv"], backward: ["q", "do", "kv"] };
@@ -17,73 +17,9 @@ const kvGroup = (data, rank) => data.cols[placeOf(data, rank)];
 const stepsNow = () => stepsOf(state.scene, state.direction, state.rank);
 
 function stepsOf(scene, direction, rank) {
-  return remembered(`steps ${sceneKey(scene)} ${direction} ${rank}`, () => {
-    const data = scene.passes[direction];
-    const text = data.texts[at(data.text_of, rank)];
-    const isRelative = !text.startsWith("=");
-    const lines = (isRelative ? text : text.slice(1)).split("\n").filter((line) => line);
-    return lines.map((line) => parseStep(isRelative ? absolute(line, data, rank) : line));
-  });
-}
-
-// Offsets back into numbers
-
-function absolute(line, data, rank) {
-  const place = placeOf(data, rank);
-  const slice = rank % data.ulysses;
-  const start = rank - slice;
-  const shard = (kind, offset) => data[AXIS[kind]][place][offset];
-  const peer = (kind, offset) => shard(kind, offset) * data.ulysses + slice;
-  const ahead = (distance) => (slice + distance) % data.ulysses;
-  const isExchange = line.startsWith("exchange");
-  const item = (text) => {
-    const [, form, kind, number, part = "", sum_, source, heads] = ITEM.exec(text);
-    if (form === "kept:") return `${form}${kind}${shard(kind, number)}${part}`;
-    if (form) return `${form}${kind}${rank}${part}`;
-    if (heads !== undefined) return `${kind}${start + ahead(Number(number))}${part}/${ahead(Number(heads))}`;
-    return `${kind}${shard(kind, number)}${part}${sum_ || ""}${source === undefined ? "" : `@${peer(kind, source)}`}`;
-  };
-  const transfer = (text) => {
-    const [verb, what, way, number] = text.split(" ");
-    const kind = ITEM.exec(what)[2];
-    return `${verb} ${item(what)} ${way} ${isExchange ? start + ahead(Number(number)) : peer(kind, number)}`;
-  };
-  const [verb] = line.split(" ", 1);
-  if (verb === "recv" || verb === "send") return transfer(line);
-  if (verb === "attend") return attendLine(line, item);
-  if (verb === "gather" || verb === "reduce" || isExchange) {
-    const [head, rest] = line.replace(/:$/, ": ").split(": ");
-    const words = head.split(" ");
-    const group = isExchange
-      ? Array.from({ length: data.ulysses }, (_, index) => start + index)
-      : data[`${words[2]}s`][place].map((member) => member * data.ulysses + slice).sort((a, b) => a - b);
-    if (isExchange) [words[1], words[3]] = [item(words[1]), item(words[3])];
-    words[words.length - 1] = runs(group);
-    return `${words.join(" ")}: ${rest.split("; ").filter((text) => text).map(transfer).join("; ")}`.trim();
-  }
-  return line.split(" ").map((word) => (ITEM.test(word) ? item(word) : word)).join(" ");
-}
-
-// Items of an attend stand in order of shard.
-function attendLine(line, item) {
-  return line
-    .split(" ")
-    .map((word, index) => {
-      if (index % 2 === 0) return word;
-      const shardOf = (text) => Number(/\d+/.exec(text)[0]);
-      return word.split(",").map(item).sort((a, b) => shardOf(a) - shardOf(b)).join(",");
-    })
-    .join(" ");
-}
-
-function runs(numbers) {
-  const found = [];
-  for (const number of numbers) {
-    const last = found[found.length - 1];
-    if (last && number === last[1] + 1) last[1] = number;
-    else found.push([number, number]);
-  }
-  return found.map(([a, b]) => (a === b ? `${a}` : `${a}-${b}`)).join(",");
+  return remembered(`steps ${sceneKey(scene)} ${direction} ${rank}`, () =>
+    scene.passes[direction].programs[rank].map(parseStep),
+  );
 }
 
 // Steps from their text
@@ -124,33 +60,17 @@ function parseStep(text) {
 
 // Timelines
 
-// Spans of one rank by lane, in seconds, with the step or transfer each belongs to; null if there are none.
+// Spans of one rank by lane, in seconds; those of transfers with the item that is sent. Null if there are none.
 function spansOf(scene, direction, source, rank) {
   const timeline = scene.passes[direction][source];
   if (!timeline || !(rank in timeline.spans)) return null;
   return remembered(`spans ${sceneKey(scene)} ${direction} ${source} ${rank}`, () => {
-    const steps = stepsOf(scene, direction, rank);
-    const sends = steps.flatMap((step, index) => step.sends.map((one) => ({ ...one, step: index })));
-    const recvs = steps.flatMap((step, index) => step.recvs.map((one) => ({ ...one, step: index })));
-    const lanes = { compute: [], wait: [], send: [], recv: [] };
-    for (const [lane, numbers] of Object.entries(timeline.spans[rank])) {
-      let begun = 0;
-      for (let i = 0; i < numbers.length; i += 3) {
-        begun += numbers[i + 1];
-        const span = { lane, start: begun * timeline.tick_s, stop: (begun + numbers[i + 2]) * timeline.tick_s };
-        const moved = { send: sends, recv: recvs }[lane];
-        lanes[lane].push({ ...span, ...meaning(numbers[i], moved, steps, timeline.names) });
-      }
-    }
-    return lanes;
+    const span = (lane) => ([start, stop, step, name]) => {
+      const isTransfer = step !== null && (lane === "send" || lane === "recv");
+      return { lane, start, stop, step, name, item: isTransfer ? name.split(" ")[0] : null };
+    };
+    return Object.fromEntries(Object.entries(timeline.spans[rank]).map(([lane, spans]) => [lane, spans.map(span(lane))]));
   });
-}
-
-function meaning(what, moved, steps, names) {
-  if (what < 0) return { step: null, name: names[-1 - what], item: null };
-  if (!moved) return { step: what, name: steps[what].text, item: null };
-  const { step, item, peer, verb } = moved[what];
-  return { step, name: `${item.text} ${verb === "recv" ? "from" : "to"} ${peer}`, item: item.text, index: what };
 }
 
 // When each step begins and ends, and since when it waits; steps that take no time are where the last one ended.

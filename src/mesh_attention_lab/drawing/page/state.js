@@ -1,6 +1,12 @@
 // The state of the page. Only scenes that exist can be chosen; the address keeps the state.
 
-const DATA = JSON.parse(byId("data").textContent);
+// Data from compressed JSON in base64.
+async function unpacked(text) {
+  const bytes = new Blob([Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0))]);
+  return new Response(bytes.stream().pipeThrough(new DecompressionStream("deflate"))).json();
+}
+
+const DATA = await unpacked(byId("data").textContent);
 const state = { scene: DATA.scenes[DATA.opens], direction: "forward", rank: 0, step: 0, block: null };
 
 const pass = () => state.scene.passes[state.direction];

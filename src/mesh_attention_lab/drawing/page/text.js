@@ -19,8 +19,6 @@ function label(x, y, words, attributes = {}) {
 }
 
 const round = (value) => Math.round(value * 100) / 100;
-const at = (values, index) => (Array.isArray(values) ? values[index] : values);
-const most = (values) => (Array.isArray(values) ? Math.max(...values) : values);
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 function digits(value) {

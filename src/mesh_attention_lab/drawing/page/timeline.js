@@ -169,7 +169,7 @@ function updateTimeline() {
     const lanes = box.querySelector(`.lanes.${source}`);
     const times = stepTimes(state.scene, state.direction, source, state.rank);
     if (!lanes || !times || !times.length) continue;
-    const end = at(data[source].stop, state.rank) * data[source].tick_s;
+    const end = data[source].stop[state.rank];
     const now = times[state.step] || { first: end, start: end, stop: end };
     const x = round(scale(now.start));
     fill(lanes.querySelector(".cursor"), { x1: x, x2: x }, []);
@@ -202,7 +202,7 @@ function updateStrip() {
   const times = stepTimes(state.scene, state.direction, "forecast", state.rank);
   if (!times || !byId("strip-cursor")) return;
   const { forecast } = pass();
-  const now = times[state.step] ? times[state.step].start : at(forecast.stop, state.rank) * forecast.tick_s;
+  const now = times[state.step] ? times[state.step].start : forecast.stop[state.rank];
   const x = round((1000 * now) / (forecast.time_s || 1e-9));
   fill(byId("strip-cursor"), { x1: x, x2: x }, []);
 }
@@ -240,10 +240,10 @@ function overviewRow(timeline, rank, height, scale, hasAll) {
   const y = rank * height + 6;
   const bar = Math.max(2, height - 1.5);
   const group = svg("g", { class: `rank-row${rank === state.rank ? " chosen" : ""}`, "data-rank": rank });
-  const end = at(timeline.stop, rank) * timeline.tick_s;
+  const end = timeline.stop[rank];
   const spans = hasAll
     ? joined(spansOf(state.scene, state.direction, "forecast", rank).compute)
-    : [{ start: 0, stop: at(timeline.compute, rank) * timeline.tick_s }];
+    : [{ start: 0, stop: timeline.compute[rank] }];
   const whole = round(scale(timeline.time_s));
   group.append(svg("rect", { class: "hit", x: 0, y: round(y), width: whole, height: round(height) }));
   group.append(svg("path", { class: "idle", d: stripPath([{ start: 0, stop: end }], scale, y, bar) }));

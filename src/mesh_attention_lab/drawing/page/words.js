@@ -104,13 +104,13 @@ function meshWords(data) {
 }
 
 function trafficWords(data) {
-  const kinds = Object.entries(data.costs.received).filter(([, values]) => at(values, state.rank) > 0);
+  const kinds = Object.entries(data.costs.received).filter(([, values]) => values[state.rank] > 0);
   if (!kinds.length) return said("Traffic", `Rank ${state.rank} receives nothing.`);
-  const texts = kinds.map(([kind, values]) => `${bytesText(at(values, state.rank))} of ${KIND_WORDS[kind]}`);
+  const texts = kinds.map(([kind, values]) => `${bytesText(values[state.rank])} of ${KIND_WORDS[kind]}`);
   return said(
     "Traffic",
     `Rank ${state.rank} receives ${bytesText(receivedBy(data, state.rank))}: ${listText(texts)}.`,
-    `It holds at most ${bytesText(at(data.costs.peak, state.rank))} in buffers.`,
+    `It holds at most ${bytesText(data.costs.peak[state.rank])} in buffers.`,
   );
 }
 
@@ -164,7 +164,7 @@ const endParagraph = () => paragraph(`Rank ${state.rank} is done: its tile is co
 
 function sizeWords(item) {
   const sizes = pass().sizes[item.kind];
-  return item.form === "piece" || item.form === "staged" || sizes === undefined ? "" : ` (${bytesText(at(sizes, item.shard))})`;
+  return item.form === "piece" || item.form === "staged" || sizes === undefined ? "" : ` (${bytesText(sizes[item.shard])})`;
 }
 
 const itemsText = (transfers) => someText(transfers.map(({ item }) => item.text));
