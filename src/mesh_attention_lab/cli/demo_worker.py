@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mesh_attention.machine.fit import Measurement
@@ -28,17 +30,22 @@ if TYPE_CHECKING:
     from mesh_attention.testing.wrappers import Counting
 
 TIMED_RUNS = 3
+LARGEST_ERROR = 1e-4
+"""Relative, float32 against float64; a right result stays below 1e-5, a lost or doubled block is above 1e-2."""
 CALIBRATION_STEPS = 6
 """Calibration takes about as long as this many runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MethodCounts:
+class MethodResult:
     """One method, forward and backward together, on one rank or the worst.
 
-    Errors are the largest difference from the reference, relative to the largest value of the whole reference.
+    Errors are the largest difference from the reference, relative to the largest value of the whole reference; `passes`
+    are of all ranks, on rank 0.
     """
 
+    method: str
+    tile: str
     forward_error: float
     gradient_error: float
     sent_nbytes: int
@@ -46,21 +53,23 @@ class MethodCounts:
     messages: int
     peak_nbytes: int
     is_as_planned: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured(MethodCounts):
-    """One rank; `passes` are of all ranks, on rank 0."""
-
     times_s: tuple[float, ...]
     passes: tuple[tuple[Plan, Timeline], ...] = ()
+
+    @property
+    def time_s(self) -> float:
+        return median(self.times_s)
+
+    @property
+    def is_right(self) -> bool:
+        return self.is_as_planned and max(self.forward_error, self.gradient_error) <= LARGEST_ERROR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResults:
     """Results of one rank; a calibration only if passes were recorded."""
 
-    methods: list[Measured]
+    methods: list[MethodResult]
     calibration: Measurement | None = None
 
 
@@ -106,7 +115,7 @@ class Demo:
     notes: ProgressNotes
     is_recorded: bool
 
-    def measure(self, name: str, choice: Choice) -> Measured:
+    def measure(self, name: str, choice: Choice) -> MethodResult:
         """A first run for errors and counts, which is also the warm-up; then timed runs; then one that is recorded."""
         import torch
 
@@ -121,56 +130,55 @@ class Demo:
         *shards, d_out = (attention.shard(tensor) for tensor in self.inputs)
         q, k, v = (tensor.requires_grad_() for tensor in shards)
         engine = attention.calls.engine([[q, k, v]], CallOptions(causal=True, seq_len=seq))
-        out = attention(q, k, v, causal=True, seq_len=seq)
+        forward = partial(attention, q, k, v, causal=True, seq_len=seq)
+        backward = partial(torch.autograd.grad, inputs=(q, k, v), grad_outputs=d_out)
+        out = forward()
         forward_peak = engine.meters[0].peak
-        results = [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)]
+        results = [out.detach(), *backward(out)]
         peaks = [forward_peak, engine.meters[0].peak]
         errors = [_relative_error(attention, ours, whole) for ours, whole in zip(results, self.truth, strict=True)]
-        counted: dict[str, Any] = {
-            "sent_nbytes": counting.sent_nbytes.total(),
-            "received_nbytes": counting.received_nbytes.total(),
-            "messages": counting.messages,
-            "is_as_planned": _is_as_planned(engine, counting, peaks),
-        }
-        return Measured(
+        result = MethodResult(
+            method=name,
+            tile=str(choice.assignment),
             forward_error=errors[0],
             gradient_error=max(errors[1:]),
+            sent_nbytes=counting.sent_nbytes.total(),
+            received_nbytes=counting.received_nbytes.total(),
+            messages=counting.messages,
             peak_nbytes=max(peaks),
-            **counted,
-            times_s=tuple(self._timed(name, attention, (q, k, v), d_out)),
-            passes=self._recorded(name, attention, (q, k, v), d_out) if self.is_recorded else (),
+            is_as_planned=_is_as_planned(engine, counting, peaks),
+            times_s=tuple(self._time_s(f"{name}: timed run {n + 1}", forward, backward) for n in range(TIMED_RUNS)),
         )
-
-    def _timed(self, name: str, attention: MeshAttention, qkv: tuple[Tensor, ...], d_out: Tensor) -> list[float]:
-        import torch
-        import torch.distributed as dist
-
-        times_s = []
-        for number in range(TIMED_RUNS):
-            self.notes.tell(f"{name}: timed run {number + 1} of {TIMED_RUNS}")
-            dist.barrier()
-            start = time.perf_counter()
-            torch.autograd.grad(attention(*qkv, causal=True, seq_len=self.problem.seq_q), qkv, d_out)
-            times_s.append(time.perf_counter() - start)
-        return times_s
-
-    def _recorded(
-        self, name: str, attention: MeshAttention, qkv: tuple[Tensor, ...], d_out: Tensor
-    ) -> tuple[tuple[Plan, Timeline], ...]:
-        """Forward and backward once, recorded; ranks start each together. Rank 0 returns the passes of all ranks."""
-        import torch
-        import torch.distributed as dist
-
-        from mesh_attention_lab.recording import record
-
+        if not self.is_recorded:
+            return result
         self.notes.tell(f"{name}: recorded run")
-        with record(attention) as recording:
-            dist.barrier()
-            out = attention(*qkv, causal=True, seq_len=self.problem.seq_q)
-            dist.barrier()
-            torch.autograd.grad(out, qkv, d_out)
-        passes = recording.passes()
-        return tuple((recorded.plan, recorded.timeline) for recorded in passes) if dist.get_rank() == 0 else ()
+        return replace(result, passes=_recorded(attention, forward, backward))
+
+    def _time_s(self, doing: str, forward: Callable[[], Tensor], backward: Callable[[Tensor], object]) -> float:
+        import torch.distributed as dist
+
+        self.notes.tell(doing)
+        dist.barrier()
+        start = time.perf_counter()
+        backward(forward())
+        return time.perf_counter() - start
+
+
+def _recorded(
+    attention: MeshAttention, forward: Callable[[], Tensor], backward: Callable[[Tensor], object]
+) -> tuple[tuple[Plan, Timeline], ...]:
+    """Both passes once, recorded; ranks start each together. Rank 0 returns the passes of all ranks."""
+    import torch.distributed as dist
+
+    from mesh_attention_lab.recording import record
+
+    with record(attention) as recording:
+        dist.barrier()
+        out = forward()
+        dist.barrier()
+        backward(out)
+    passes = recording.passes()
+    return tuple((recorded.plan, recorded.timeline) for recorded in passes) if dist.get_rank() == 0 else ()
 
 
 def calibrate(problem: Problem, notes: ProgressNotes) -> Measurement:
@@ -210,11 +218,10 @@ def single_process_attention(problem: Problem, inputs: Sequence[Tensor]) -> list
 
     q, k, v, d_out = (tensor.double() for tensor in inputs)
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    group_size = problem.heads // problem.kv_heads
-    keys, values = (tensor.repeat_interleave(group_size, dim=2).transpose(1, 2) for tensor in (k, v))
     seen = torch.ones(problem.seq_q, problem.seq_kv, dtype=torch.bool).tril(problem.seq_kv - problem.seq_q)
-    mask = {"is_causal": True} if problem.seq_q == problem.seq_kv else {"attn_mask": seen}
-    out = scaled_dot_product_attention(q.transpose(1, 2), keys, values, **mask).transpose(1, 2)
+    mask: dict[str, Any] = {"is_causal": True} if problem.seq_q == problem.seq_kv else {"attn_mask": seen}
+    q, k, v = (tensor.transpose(1, 2) for tensor in leaves)
+    out = scaled_dot_product_attention(q, k, v, enable_gqa=True, **mask).transpose(1, 2)
     gradients = torch.autograd.grad(out, leaves, d_out)
     return [tensor.detach().float().contiguous() for tensor in (out, *gradients)]
 
