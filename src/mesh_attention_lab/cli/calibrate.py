@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mesh_attention.clusters import cluster_named, cluster_to_toml
-from mesh_attention.errors import UsageError
+from mesh_attention.errors import UsageError, writing
 from mesh_attention.machine.files import keep_calibrated, slug
 from mesh_attention.machine.fit import (
     Measurement,
@@ -130,7 +130,7 @@ def work(setting: Problem, ranks_per_node: int, progress_file: Path) -> Measurem
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here()))  # the ranks share this machine's cores
     with joined_group(is_local=True) as (comm, device):
-        return _measured(setting, comm, device, ranks_per_node, partial(note_progress, progress_file))
+        return measured(setting, comm, device, ranks_per_node, partial(note_progress, progress_file))
 
 
 def _measure_with_ranks(options: CalibrateOptions, setting: Problem, ranks: int, size: int) -> Measurement | None:
@@ -151,12 +151,12 @@ def _measure_with_ranks(options: CalibrateOptions, setting: Problem, ranks: int,
         if answers[0].says:
             raise typer.Exit(2)
         with progress(f"{count(ranks, 'rank')} joined", is_shown=comm.rank == 0) as report:
-            measurement = _measured(setting, comm, device, size, report)
+            measurement = measured(setting, comm, device, size, report)
         return measurement if comm.rank == 0 else None
 
 
-def _measured(setting: Problem, comm: Comm, device: torch.device, size: int, report: Report) -> Measurement:
-    """`report` hears of rank 0."""
+def measured(setting: Problem, comm: Comm, device: torch.device, size: int, report: Report) -> Measurement:
+    """The measured times, with `size` ranks per node; `report` hears of rank 0."""
     from mesh_attention.machine.probe import measure
 
     heard = report if comm.rank == 0 else lambda doing, fraction: None
@@ -182,11 +182,8 @@ def _tell(options: CalibrateOptions, measurement: Measurement, topology: Topolog
     text = cluster_to_toml(topology, note=_note(headline, measurement, options.links_of))
     if not options.json:
         _print_report(headline, measurement, topology, text)
-    try:
-        with options.out.open("w" if options.force else "x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise UsageError(f"--out {options.out}: {(error.strerror or str(error)).lower()}; write elsewhere") from error
+    with writing(options.out), options.out.open("w" if options.force else "x", encoding="utf-8") as file:
+        file.write(text)
     kept = keep_calibrated(measurement.device, text) if options.keep else None
     if options.json:
         files = {"path": str(options.out)} | ({} if kept is None else {"kept": str(kept)})
@@ -248,35 +245,28 @@ def _headline(measurement: Measurement, topology: Topology, setting: Problem) ->
 
 def _call_columns(measurement: Measurement, topology: Topology) -> list[Column]:
     calls = sorted(measurement.calls, key=lambda call: call.direction, reverse=True)
-    fitted = [kernel_seconds(topology.device, call) for call in calls]
     return [
         Column(header="call", cells=[call.direction for call in calls], is_text=True),
         Column(header="queries × keys", cells=[f"{call.q_tokens} × {call.kv_tokens}" for call in calls]),
         Column(header="mask", cells=["causal" if call.is_causal else "full" for call in calls], is_text=True),
         Column(header="time", cells=[format_time(call.time_s) for call in calls]),
         Column(header="TFLOP/s", cells=[three_digits(call.flops / call.time_s / 1e12) for call in calls]),
-        Column(header="fit", cells=list(map(format_time, fitted))),
-        Column(header="error", cells=[_error(s, call.time_s) for s, call in zip(fitted, calls, strict=True)]),
+        Column(header="error", cells=[_error(kernel_seconds(topology.device, call), call.time_s) for call in calls]),
     ]
 
 
 def _message_columns(measurement: Measurement, topology: Topology) -> list[Column]:
     messages = measurement.messages
-    seconds = [fitted_time_s(m, topology) for m in messages]
-    fitted = [message_seconds(topology, m) for m in messages]
-    rates = [
-        three_digits(m.nbytes / s / 1e9) if m.nbytes >= RATE_FROM_NBYTES else ""
-        for m, s in zip(messages, seconds, strict=True)
-    ]
+    rates = [m.nbytes / fitted_time_s(m, topology) / 1e9 if m.nbytes >= RATE_FROM_NBYTES else None for m in messages]
+    errors = [_error(message_seconds(topology, m), fitted_time_s(m, topology)) for m in messages]
     return [
         Column(header="messages", cells=[m.link_class for m in messages], is_text=True),
         Column(header="at once", cells=[count(m.pairs, "pair") for m in messages]),
         Column(header="size", cells=[format_nbytes(m.nbytes) for m in messages]),
         Column(header="one way", cells=[format_time(m.one_way_s) for m in messages]),
         Column(header="both ways", cells=[format_time(m.both_ways_s) for m in messages]),
-        Column(header="GB/s", cells=rates),
-        Column(header="fit", cells=list(map(format_time, fitted))),
-        Column(header="error", cells=[_error(a, b) for a, b in zip(fitted, seconds, strict=True)]),
+        Column(header="GB/s", cells=["" if rate is None else three_digits(rate) for rate in rates]),
+        Column(header="error", cells=errors),
     ]
 
 

@@ -21,7 +21,7 @@ from mesh_attention.machine.fit import Measurement, fit_topology
 from mesh_attention.masks import causal
 from mesh_attention.plan.assignment import Tile, tiles_of
 from mesh_attention.planning.choice import Choice
-from mesh_attention.problem import DIRECTIONS, Problem
+from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import BYTES, Report, count, format_nbytes, format_time
 from mesh_attention_lab.cli.demo_worker import TIMED_RUNS, MethodResult, RankResults, work
@@ -29,7 +29,6 @@ from mesh_attention_lab.cli.files import make_folder, problem_to_json
 from mesh_attention_lab.cli.options import flag, option, tokens, whole_number
 from mesh_attention_lab.cli.terminal import (
     Column,
-    cluster_words,
     mask_words,
     plain_console,
     print_table,
@@ -39,7 +38,7 @@ from mesh_attention_lab.cli.terminal import (
 )
 from mesh_attention_lab.drawing.page import Scene
 from mesh_attention_lab.launch import run_processes
-from mesh_attention_lab.scenes import rival_scenes, scene_of, write_explorer
+from mesh_attention_lab.scenes import scene_of, write_explorer
 
 MOST_RANKS, MOST_TOKENS = 64, 65536
 ULYSSES_DEGREE = 2
@@ -214,8 +213,6 @@ LOOK_AT = (
     "Choose a method there: the matrix shows who computes what, the timeline what each rank did when, as forecast and "
     "as measured."
 )
-FORECAST_CLUSTER, FORECAST_RANKS = "h100", (16, 64)
-FORECAST_TOKENS = 131072
 
 
 def write_report(folder: Path, problem: Problem, seen: RankResults, *, best: str, report: Report) -> Path:
@@ -229,7 +226,7 @@ def write_report(folder: Path, problem: Problem, seen: RankResults, *, best: str
     page = folder / PAGE
     write_explorer(
         page,
-        [*measured, *forecast_scenes(report)],
+        measured,
         traced=measured,
         title="Attention spread over ranks: who computes what, and when",
         notes=_notes(problem, here, is_fitted=is_fitted),
@@ -254,21 +251,6 @@ def _measured_scene(result: MethodResult, here: Topology, report: Report) -> Sce
     return scene_of(plans, here, report=report, measured=timelines, method=result.method)
 
 
-def forecast_problem(ranks: int) -> Problem:
-    return Problem.self_attention(
-        seq_len=FORECAST_TOKENS, heads=32, kv_heads=8, head_dim=128, ranks=ranks, mask=causal()
-    )
-
-
-def forecast_scenes(report: Report) -> list[Scene]:
-    scenes: list[Scene] = []
-    for ranks in FORECAST_RANKS:
-        topology = PRESETS[FORECAST_CLUSTER].topology.with_ranks(ranks)
-        problem = forecast_problem(ranks)
-        scenes += rival_scenes(problem, topology, layout=None, directions=DIRECTIONS, report=report, tiles=1)
-    return scenes
-
-
 def _notes(problem: Problem, here: Topology, *, is_fitted: bool) -> list[str]:
     rates = f"{1e3 * here.device.forward.tflops:.3g} and {1e3 * here.device.backward.tflops:.3g} GFLOP/s per rank"
     source = (
@@ -276,14 +258,12 @@ def _notes(problem: Problem, here: Topology, *, is_fitted: bool) -> list[str]:
         if is_fitted
         else "by the laptop preset, because the measured times are inconsistent; run it again when the machine is idle"
     )
-    larger = forecast_problem(FORECAST_RANKS[-1])
     return [
-        f"Scenes of {problem.ranks} ranks were measured: {size_words(problem)}, {mask_words(problem)}, in "
+        f"All scenes were measured: {size_words(problem)}, {mask_words(problem)}, in "
         f"{problem.ranks} processes on {os.cpu_count()} cores, with Gloo on the loopback interface. Each pass was "
         "recorded once, after the timed runs.",
         f"Their forecasts are for this machine {source}: {rates} forward and backward with all ranks at work, "
         f"{here.inside.gb_per_s:.3g} GB/s and {format_time(here.inside.latency_us * 1e-6)} per message. Ranks that "
         "share cores take turns, which a forecast does not include.",
-        f"Scenes of {' and '.join(map(str, FORECAST_RANKS))} ranks are forecasts: {size_words(larger)}, "
-        f"{mask_words(larger)}, on {cluster_words(PRESETS[FORECAST_CLUSTER].topology.with_ranks(larger.ranks))}.",
+        "'mesh-attention draw' makes such a page for other problems, clusters and numbers of ranks.",
     ]

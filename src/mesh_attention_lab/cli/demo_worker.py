@@ -5,6 +5,7 @@ Torch is imported inside the functions, because importing the command line must 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import DIRECTIONS, Problem
 from mesh_attention.timeline import Timeline
+from mesh_attention_lab.cli.calibrate import measured
 from mesh_attention_lab.launch import joined_group, note_progress
 
 if TYPE_CHECKING:
@@ -79,32 +81,30 @@ def work(problem: Problem, methods: Mapping[str, Choice], is_recorded: bool, pro
     import torch.distributed as dist
 
     torch.set_num_threads(1)  # the ranks share this machine's cores
-    with joined_group(use_gpus=False, is_local=True) as (comm, _):
-        steps = 1 + len(methods) * (1 + TIMED_RUNS + is_recorded) + CALIBRATION_STEPS * is_recorded
-        notes = ProgressNotes(progress_file if comm.rank == 0 else None, steps=steps)
-        notes.tell("attention in one process")
+    with joined_group(use_gpus=False, is_local=True) as (comm, device):
+        runs = 1 + len(methods) * (1 + TIMED_RUNS + is_recorded)
+        steps, done = runs + CALIBRATION_STEPS * is_recorded, itertools.count()
+
+        def tell(doing: str) -> None:
+            if comm.rank == 0:
+                note_progress(progress_file, doing, next(done) / steps)
+
+        tell("attention in one process")
         inputs, truth = make_inputs(problem), [torch.empty(shape) for shape in _shapes(problem)]
         if comm.rank == 0:
             truth = single_process_attention(problem, inputs)
         for tensor in truth:
             dist.broadcast(tensor, src=0)
-        demo = Demo(problem, inputs, truth, notes, is_recorded)
+        demo = Demo(problem, inputs, truth, tell, is_recorded)
         results = [demo.measure(name, choice) for name, choice in methods.items()]
-        return RankResults(methods=results, calibration=calibrate(problem, notes) if is_recorded else None)
+        if not is_recorded:
+            return RankResults(methods=results)
 
+        def report(doing: str, fraction: float) -> None:
+            done_steps = runs + fraction * CALIBRATION_STEPS
+            note_progress(progress_file, f"calibrating: {doing}", done_steps / steps)
 
-class ProgressNotes:
-    """Reports to the launcher, through a file, the current activity and the fraction of all steps that are done."""
-
-    def __init__(self, path: Path | None, *, steps: int) -> None:
-        self.path, self.steps, self.done = path, steps, 0
-
-    def tell(self, doing: str, fraction: float | None = None) -> None:
-        """One more step; with a fraction, that part of all remaining steps."""
-        done = self.done if fraction is None else self.done + fraction * (self.steps - self.done)
-        self.done += fraction is None
-        if self.path is not None:
-            note_progress(self.path, doing, done / self.steps)
+        return RankResults(methods=results, calibration=measured(problem, comm, device, comm.size, report))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Demo:
     problem: Problem
     inputs: Sequence[Tensor]
     truth: Sequence[Tensor]
-    notes: ProgressNotes
+    tell: Callable[[str], None]
     is_recorded: bool
 
     def measure(self, name: str, choice: Choice) -> MethodResult:
@@ -124,7 +124,7 @@ class Demo:
         from mesh_attention.comm.torch_dist import TorchComm
         from mesh_attention.testing.wrappers import Counting
 
-        self.notes.tell(f"{name}: compare and count")
+        self.tell(f"{name}: compare and count")
         seq, counting = self.problem.seq_q, Counting(TorchComm())
         attention = MeshAttention(counting, choice=choice)
         *shards, d_out = (attention.shard(tensor) for tensor in self.inputs)
@@ -151,13 +151,13 @@ class Demo:
         )
         if not self.is_recorded:
             return result
-        self.notes.tell(f"{name}: recorded run")
+        self.tell(f"{name}: recorded run")
         return replace(result, passes=_recorded(attention, forward, backward))
 
     def _time_s(self, doing: str, forward: Callable[[], Tensor], backward: Callable[[Tensor], object]) -> float:
         import torch.distributed as dist
 
-        self.notes.tell(doing)
+        self.tell(doing)
         dist.barrier()
         start = time.perf_counter()
         backward(forward())
@@ -179,24 +179,6 @@ def _recorded(
         backward(out)
     passes = recording.passes()
     return tuple((recorded.plan, recorded.timeline) for recorded in passes) if dist.get_rank() == 0 else ()
-
-
-def calibrate(problem: Problem, notes: ProgressNotes) -> Measurement:
-    """Measure this machine for forecasts, as `mesh-attention calibrate` does."""
-    import torch
-
-    from mesh_attention.comm.torch_dist import TorchComm
-    from mesh_attention.machine.probe import measure
-
-    comm = TorchComm()
-    return measure(
-        problem,
-        comm=comm,
-        device=torch.device("cpu"),
-        ranks_per_node=comm.size,
-        ranks_here=comm.size,
-        report=lambda doing, fraction: notes.tell(f"calibrating: {doing}", fraction),
-    )
 
 
 # The problem in one process

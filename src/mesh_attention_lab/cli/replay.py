@@ -58,16 +58,15 @@ if TYPE_CHECKING:
 
 def parse_methods(text: str) -> tuple[str, ...]:
     """Method names, in upper or lower case; + may be left out, or written as a hyphen."""
-    spellings = {_key(known): known for known in (*FAMILIES, BEST)}
-    methods = []
-    for part in filter(None, map(str.strip, text.split(","))):
-        key = _key(part)
-        if key not in spellings:
-            near = get_close_matches(key, spellings, n=1)
-            hint = f"did you mean {spellings[near[0]]}?" if near else f"expected some of {', '.join((*FAMILIES, BEST))}"
+    known = (*FAMILIES, BEST)
+    spellings = {_key(name): name for name in known}
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    for part in parts:
+        if _key(part) not in spellings:
+            near = get_close_matches(_key(part), spellings, n=1)
+            hint = f"did you mean {spellings[near[0]]}?" if near else f"expected some of {', '.join(known)}"
             raise UsageError(f" {part!r}: {hint}")
-        methods.append(spellings[key])
-    return tuple(dict.fromkeys(methods))
+    return tuple(dict.fromkeys(spellings[_key(part)] for part in parts))
 
 
 def _key(name: str) -> str:

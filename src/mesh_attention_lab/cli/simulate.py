@@ -67,8 +67,8 @@ def simulate_command(options: SimulateOptions) -> None:
         what, plans = _plans(options, topology, report)
         first = next(iter(plans.values()))
         opt.check_layers(options.layers, is_served=first.layout == Turn())
-        drawn = drawn_ranks(topology.ranks) if options.chart else ()
-        spans_of = {*drawn, *(sampled_ranks(topology.ranks) if options.trace else ())}
+        drawn, why = _drawn_ranks(topology.ranks)
+        spans_of = {*(drawn if options.chart else ()), *(sampled_ranks(topology.ranks) if options.trace else ())}
         forecasts = [_forecast(plans, topology, spans_of, report)]
         has_ring = topology.ranks <= MOST_TRANSFERS
         ring = {direction: usual_ring_plan(plan, topology) for direction, plan in plans.items()} if has_ring else plans
@@ -80,7 +80,7 @@ def simulate_command(options: SimulateOptions) -> None:
             write_trace(options.trace, whole)
         if options.chart is not None:
             report(f"drawing {options.chart.name}", 1.0)
-            save_chart(gantt(whole, ranks=drawn, why=_why_these(drawn, topology.ranks)), options.chart)
+            save_chart(gantt(whole, ranks=drawn, why=why), options.chart)
     if options.json:
         files = {name: path and str(path) for name, path in (("trace", options.trace), ("chart", options.chart))}
         typer.echo(json.dumps(_as_json(forecasts, topology) | files | {"layers": options.layers}))
@@ -103,9 +103,14 @@ def _plans(options: SimulateOptions, topology: Topology, report: Report) -> tupl
     return ", backward ".join(dict.fromkeys(map(str, choices.values()))), plans
 
 
-def drawn_ranks(ranks: int) -> tuple[int, ...]:
-    """The first, the middle and the last; of many, of which one is simulated, the last."""
-    return (ranks - 1,) if ranks >= MANY_RANKS else tuple(sorted({0, ranks // 2, ranks - 1}))
+def _drawn_ranks(ranks: int) -> tuple[Sequence[int], str]:
+    """The ranks that a chart shows, and why these."""
+    if ranks >= MANY_RANKS:
+        return [ranks - 1], f"Rank {ranks - 1} is shown: the last of {ranks}, whose calls stand for all."
+    if ranks <= 3:
+        return range(ranks), f"All {ranks} ranks are shown." if ranks > 1 else ""
+    shown = [0, ranks // 2, ranks - 1]
+    return shown, "Ranks {}, {} and {} are shown: the first, the middle and the last of {}.".format(*shown, ranks)
 
 
 # Forecasts
@@ -128,15 +133,22 @@ class Forecasts:
         """The passes joined into one timeline."""
         return joined(self.timelines.values())
 
+    def bounds(self, direction: Direction | None = None) -> tuple[float, float]:
+        """Lower bounds of one pass or of all: seconds of compute, and bytes that an average rank receives."""
+        directions = self.plans if direction is None else [direction]
+        least = {d: limits(self.plans[d].problem, d) for d in directions}
+        rates = {"forward": self.topology.device.forward.tflops, "backward": self.topology.device.backward.tflops}
+        bound_s = sum(limit.flops / (rates[d] * 1e12) for d, limit in least.items())
+        return bound_s, sum(limit.received_nbytes for limit in least.values())
+
     def facts(self, direction: Direction | None = None) -> dict[str, Any]:
         """Numbers of one pass or of all. Bytes are sent by an average rank; `against_…` is relative to a bound.
 
         Inputs that forward kept are not sent again in backward, and then no bound on bytes is known.
         """
-        plans = list(self.plans.values()) if direction is None else [self.plans[direction]]
         timeline = self.whole if direction is None else self.timelines[direction]
-        forecast, (bound_s, bound_nbytes) = Forecast.of(timeline), _bounds(plans, self.topology)
-        has_kept = any(plan.schedule.keep for plan in plans if plan.direction == "backward")
+        forecast, (bound_s, bound_nbytes) = Forecast.of(timeline), self.bounds(direction)
+        has_kept = direction != "forward" and "backward" in self.plans and self.plans["backward"].schedule.keep
         return asdict(forecast) | {
             "overlap": timeline.overlap,
             "utilisation": timeline.utilisation,
@@ -150,21 +162,13 @@ def _forecast(plans: Mapping[Direction, Plan], topology: Topology, spans_of: set
     return Forecasts(topology=topology, plans=plans, timelines=timelines)
 
 
-def _bounds(plans: Sequence[Plan], topology: Topology) -> tuple[float, float]:
-    """Lower bounds: seconds of compute, and bytes that an average rank receives."""
-    rates = {"forward": topology.device.forward.tflops, "backward": topology.device.backward.tflops}
-    least = {plan.direction: limits(plan.problem, plan.direction) for plan in plans}
-    bound_s = sum(limit.flops / (rates[direction] * 1e12) for direction, limit in least.items())
-    return bound_s, sum(limit.received_nbytes for limit in least.values())
-
-
 def _as_json(forecasts: Sequence[Forecasts], topology: Topology) -> dict[str, Any]:
-    plans = list(forecasts[0].plans.values())
-    bound_s, bound_nbytes = _bounds(plans, topology)
+    plan = next(iter(forecasts[0].plans.values()))
+    bound_s, bound_nbytes = forecasts[0].bounds()
     return {
-        "problem": problem_to_json(plans[0].problem),
+        "problem": problem_to_json(plan.problem),
         "cluster": asdict(topology),
-        "layout": plans[0].layout.name,
+        "layout": plan.layout.name,
         "is_exact": all(forecast.whole.is_exact for forecast in forecasts),
         "bound_s": bound_s,
         "bound_nbytes": bound_nbytes,
@@ -195,7 +199,7 @@ def _print(what: str, forecasts: Sequence[Forecasts], topology: Topology, *, lay
     plan, whole = next(iter(this.plans.values())), this.whole
     is_turn = plan.layout == Turn()
     times_s = {direction: timeline.time_s for direction, timeline in this.timelines.items()}
-    bound_s, _ = _bounds(list(this.plans.values()), topology)
+    bound_s, _ = this.bounds()
     print_first(
         console,
         plan=what,
@@ -211,14 +215,6 @@ def _print(what: str, forecasts: Sequence[Forecasts], topology: Topology, *, lay
     columns = _columns(forecasts, topology)
     print_table(console, columns, bold=[label == "time" for label in columns[0].cells])
     console.print(_caption(forecasts, topology), style="dim")
-
-
-def _why_these(drawn: Sequence[int], ranks: int) -> str:
-    if len(drawn) == ranks:
-        return f"All {ranks} ranks are shown." if ranks > 1 else ""
-    if len(drawn) == 1:
-        return f"Rank {drawn[0]} is shown: the last of {ranks}, whose calls stand for all."
-    return "Ranks {}, {} and {} are shown: the first, the middle and the last of {}.".format(*drawn, ranks)
 
 
 def _columns(forecasts: Sequence[Forecasts], topology: Topology) -> list[Column]:
@@ -256,7 +252,7 @@ def _cells(facts: Mapping[str, Any], topology: Topology) -> dict[str, str]:
 
 
 def _caption(forecasts: Sequence[Forecasts], topology: Topology) -> str:
-    bound_s, bound_nbytes = _bounds(list(forecasts[0].plans.values()), topology)
+    bound_s, bound_nbytes = forecasts[0].bounds()
     ring = "ring: shards are passed on along the ring, forecast block per call. " if len(forecasts) > 1 else ""
     prices = (
         "Prices are exact: every rank's calls are priced."

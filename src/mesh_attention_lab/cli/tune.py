@@ -150,18 +150,18 @@ def tune_command(options: TuneOptions) -> None:
             served=Served(layers=options.layers, rivals=rivals) if options.is_turn else None,
         )
         if options.trace is not None:
-            _write_trace(answer, options.trace, report)
+            spans_of = sampled_ranks(topology.ranks)
+            passes = [simulate(p, topology, spans_of=spans_of, on_progress=report) for p in answer.plans.values()]
+            write_trace(options.trace, joined(passes))
         chart: dict[str, Any] | None = None
         if options.chart is not None and options.against is not None:
             chart = _draw(answer, tune_at, options.against, options.chart, report)
     if options.json:
-        trace = None if options.trace is None else str(options.trace)
-        typer.echo(json.dumps(_as_json(answer) | {"trace": trace, "chart": chart}))
+        typer.echo(json.dumps(_as_json(answer) | {"trace": options.trace and str(options.trace), "chart": chart}))
         return
     print_tuning(answer)
-    for path in (options.trace, options.chart):
-        if path is not None:
-            typer.echo(f"\nwrote {path}")
+    for path in filter(None, (options.trace, options.chart)):
+        typer.echo(f"\nwrote {path}")
     if chart is not None and chart["left_out"]:
         typer.echo(f"not in the chart, because no plan fits into the memory: {', '.join(chart['left_out'])}")
 
@@ -175,13 +175,6 @@ def _tune_decoding(options: TuneOptions, topology: Topology) -> None:
         typer.echo(json.dumps(decoding_as_json(problem, topology, forecasts, options.layers)))
         return
     print_decoding(problem, topology, forecasts, options.layers)
-
-
-def _write_trace(answer: TuneAnswer, path: Path, report: Report) -> None:
-    topology = answer.topology
-    spans_of = sampled_ranks(topology.ranks)
-    timelines = [simulate(plan, topology, spans_of=spans_of, on_progress=report) for plan in answer.plans.values()]
-    write_trace(path, joined(timelines))
 
 
 def _draw(answer: TuneAnswer, tune_at: Tune, axis: SweepAxis, path: Path, report: Report) -> dict[str, Any]:
@@ -204,14 +197,17 @@ def _draw(answer: TuneAnswer, tune_at: Tune, axis: SweepAxis, path: Path, report
 
 def _title(answer: TuneAnswer, axis: SweepAxis) -> str:
     problem, chosen = answer.problem, answer.tuning.chosen.choices
-    words = [head_words(problem), mask_words(problem), " and ".join(chosen)]
-    if axis != "seq":
-        words.insert(0, token_words(problem) if answer.served is None else new_words(problem))
-    words.append(f"on {answer.topology.name if axis == 'ranks' else cluster_name(answer.topology)}")
+    lengths = token_words(problem) if answer.served is None else new_words(problem)
     degree = next(iter(chosen.values())).assignment.ulysses_degree
-    if axis == "tile" and degree > 1:
-        words.append(f"Ulysses degree {degree}")
-    return ", ".join(words)
+    words = [
+        "" if axis == "seq" else lengths,
+        head_words(problem),
+        mask_words(problem),
+        " and ".join(chosen),
+        f"on {answer.topology.name if axis == 'ranks' else cluster_name(answer.topology)}",
+        f"Ulysses degree {degree}" if axis == "tile" and degree > 1 else "",
+    ]
+    return ", ".join(filter(None, words))
 
 
 def _as_json(answer: TuneAnswer) -> dict[str, Any]:
