@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from run_facts import start_result
 
-from mesh_attention_lab.cli.files import progress
-from mesh_attention_lab.cli.terminal import cluster_words
+from mesh_attention_lab.cli.terminal import cluster_words, progress
 
 SHORT: dict[Paper, str] = {"Mesh-Attention": "Mesh", "ATTENTION2D": "2D", "derived": "derived"}
 CAPTION = (

@@ -196,7 +196,7 @@ BAD_LINES = [
     ("tune --cluster h100x8 --heads 8 --seq 4k --layers 2", "--layers needs --new or --decode"),
     ("tune --cluster h100x8 --heads 8 --decode", "--decode needs --cached TOKENS"),
     (f"{DECODE} --seq 4k", "--seq cannot be combined with --decode"),
-    (f"{DECODE} --queries all", "--queries 'all': expected one of replicated, sharded"),
+    (f"{DECODE} --queries all", "--queries 'all': expected one of replicated sharded"),
     (f"{DECODE} --memory 4GiB --layout zigzag", "--layout, --memory cannot be combined with --decode"),
     (f"plan --ranks 4 {TURN} --backward", "--backward cannot be combined with --new"),
     (f"simulate --cluster h100x4 {TURN} --backward", "--backward cannot be combined with --new"),

@@ -21,12 +21,13 @@ from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import limits
 from mesh_attention.simulation.simulate import simulate
-from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined
+from mesh_attention.timeline import RankTimes, Span, Timeline, joined
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
 from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning, tuning_from_json
 from mesh_attention.tuning.tune import tune, tuned_plans
-from mesh_attention_lab.cli.terminal import Column, busy_shares, draw_lanes, fitting, print_table, shade
+from mesh_attention.units import format_time
+from mesh_attention_lab.cli.terminal import Column, fitting, print_table
 from mesh_attention_lab.cli.tune import explicit_code
 from mesh_attention_lab.comparison import choice_without_costs, usual_ring_plan
 from mesh_attention_lab.drawing.times import ChartPoint
@@ -98,7 +99,7 @@ def test_tune_says_what_was_asked_and_on_what(run: Run) -> None:
 
 def test_the_table_has_every_method_once_in_the_tuners_order(run: Run, tuning: Tuning) -> None:
     rows = table_rows(run(f"{TUNE} --backward").out)
-    assert [family for family in rows if family != "startrail"] == [trial.family for trial in tuning.trials]
+    assert [*rows] == [trial.family for trial in tuning.trials]
     assert rows[tuning.chosen.family][1] == "1.00"
 
 
@@ -126,11 +127,11 @@ def test_every_number_of_the_table_is_the_trials(run: Run, tuning: Tuning, monke
     assert rows[tuning.trials[-1].family][8] == tuning.trials[-1].reason
 
 
-def test_a_bound_is_marked_and_nothing_else_is(run: Run) -> None:
-    out = run(f"{TUNE} --backward").out
-    marked = {family for family, cells in table_rows(out).items() if cells[0].startswith("≥")}
-    assert marked == {"startrail"}
-    assert "≥: an estimated lower bound" in " ".join(out.split())
+def test_a_bound_is_stated_below_the_table(run: Run, tuning: Tuning, topology: Topology) -> None:
+    bound = startrail(tuning, PROBLEM, topology, memory_limit=None)
+    assert bound is not None
+    words = " ".join(run(f"{TUNE} --backward").out.split())
+    assert f"startrail, which has no planner here, takes {format_time(bound.time_s)} or more." in words
 
 
 def test_configurations_of_two_passes_stand_below_each_other_where_they_differ(run: Run, tuning: Tuning) -> None:
@@ -150,13 +151,6 @@ def test_methods_that_are_left_out_for_one_reason_share_a_line(run: Run) -> None
     below = section(run("tune --cluster h100x1 --seq 1k --heads 4").out, "left out").splitlines()
     assert len(below) < 5
     assert below[0].startswith("ring, all-gather, pass-q")
-
-
-def test_the_distance_from_the_lower_bounds_is_said(run: Run, tuning: Tuning) -> None:
-    below = " ".join(section(run(f"{TUNE} --backward").out, "lower bounds").split())
-    assert f"takes {tuning.chosen.time_s / tuning.bound_s:.2f} times that" in below
-    is_kept = any(choice.keep for choice in tuning.chosen.choices.values())
-    assert (f"moves {tuning.chosen.sent_nbytes / tuning.bound_nbytes:.2f} times that" in below) is not is_kept
 
 
 def test_what_is_kept_for_backward_has_no_bound(run: Run) -> None:
@@ -188,7 +182,7 @@ def test_nothing_is_wider_than_the_terminal(
     run: Run, monkeypatch: pytest.MonkeyPatch, columns: int, options: str
 ) -> None:
     answer = as_json(run(f"{TUNE} {options} --json"))
-    families = {trial["family"] for trial in (*answer["tuning"]["trials"], answer["bound"])}
+    families = {trial["family"] for trial in answer["tuning"]["trials"]}
     monkeypatch.setenv("COLUMNS", str(columns))
     out = run(f"{TUNE} {options}").out
     assert max(len(line) for line in out.splitlines() if not is_code(line)) <= columns
@@ -196,14 +190,14 @@ def test_nothing_is_wider_than_the_terminal(
     rows = table_rows(out)
     assert set(rows) == families, "a method is cut or wrapped"
     numbers = [cell for cells in rows.values() for cell in cells if not re.match("[a-z]", cell)]
-    assert all(re.fullmatch(r"≥?[\d,]+(\.\d+)?|–", cell) for cell in numbers), "a number is cut or wrapped"
+    assert all(re.fullmatch(r"[\d,]+(\.\d+)?|–", cell) for cell in numbers), "a number is cut or wrapped"
     dropped = {80: 4, 100: 1, 140: 0}[columns]
-    assert ("No room for" in out) == bool(dropped)
+    assert ("No room for" in " ".join(out.split())) == bool(dropped)
     assert {len(cells) for cells in rows.values()} <= {8 - dropped, 9 - dropped}
 
 
 def test_the_reasons_are_whole_however_narrow_the_terminal(
-    run: Run, tuning: Tuning, topology: Topology, monkeypatch: pytest.MonkeyPatch
+    run: Run, tuning: Tuning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = run(f"{TUNE} --backward").out.splitlines()
@@ -211,10 +205,7 @@ def test_the_reasons_are_whole_however_narrow_the_terminal(
     start = next(i for i, line in enumerate(lines) if line.startswith("───")) + 1
     stop = next(i for i, line in enumerate(lines) if line.startswith("The first is chosen"))
     read = " ".join(" ".join(line[column:] for line in lines[start:stop]).split())
-    bound = startrail(tuning, PROBLEM, topology, memory_limit=None)
-    assert bound is not None
-    others = sorted((*tuning.trials[1:], bound), key=lambda trial: trial.time_s)
-    assert read == " ".join(trial.reason for trial in others)
+    assert read == " ".join(trial.reason for trial in tuning.trials[1:])
 
 
 # tune, in numbers
@@ -342,7 +333,7 @@ def is_code(line: str) -> bool:
 def test_a_near_tie_is_said_to_be_one(run: Run, topology: Topology) -> None:
     found = tune(PROBLEM, topology)
     assert len(found.near_ties) > 1
-    assert f"The first is chosen. {found.tie_words} Below the empty line:" in " ".join(run(TUNE).out.split())
+    assert f"The first is chosen. {found.tie_words} 2x4:" in " ".join(run(TUNE).out.split())
 
 
 def test_the_first_line_is_a_call_that_is_as_fast(run: Run, tuning: Tuning, topology: Topology) -> None:
@@ -374,9 +365,6 @@ def test_methods_within_the_error_are_grouped_and_the_simplest_is_named(run: Run
     equal = [trial.family for trial in tuning.equals if trial is not tuning.chosen]
     assert equal
     assert f"equal within 9 %, the error of forecasts: {', '.join(equal)} simplest " in words
-    rows = out[out.index("───") : out.index("The first is chosen")].split("\n" + " " * 60)[0]
-    above = [family for family in table_rows(out) if f"\n{family} " in rows and family != "startrail"]
-    assert above == [trial.family for trial in tuning.equals]
     simplest = next(iter(tuning.simplest.choices.values()))
     named = "of them all, the first line" if tuning.simplest is tuning.chosen else f"{simplest}; "
     assert f"simplest {named}" in words
@@ -548,18 +536,10 @@ def test_prices_are_said_to_be_exact_or_sampled(run: Run) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 100, 140])
-def test_a_timeline_is_as_wide_as_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_a_forecast_fits_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    out = run(f"{SIMULATE} --backward").out
-    lines = out.splitlines()
-    assert max(map(len, lines)) == columns
-    for direction in DIRECTIONS:
-        at = next(i for i, line in enumerate(lines) if line.startswith(f"{direction}, "))
-        drawn = lines[at + 1 : at + 14]
-        assert re.match(r" {16}│0(\.0+)? [mµ]s ", drawn[0])
-        assert [line[:8].strip() for line in drawn[1::4]] == ["rank 0", "rank 8", "rank 15"]
-        assert [line[8:16].strip() for line in drawn[1:]] == [*LANES] * 3
-        assert all(re.fullmatch("[ ░▒▓█]*", line[16:]) for line in drawn[1:])
+    lines = run(f"{SIMULATE} --backward").out.splitlines()
+    assert max(map(len, lines)) <= columns
     rows = [line for line in lines[4:] if re.match(r"(time|exposed|sent \w+ nodes|peak memory) {2,}", line)]
     assert {len(re.split(" {2,}", row.rstrip())) for row in rows} == {7}, "a number is cut or wrapped"
     assert len(rows) == 5
@@ -570,7 +550,6 @@ def test_simulate_writes_a_trace_and_a_picture(run: Run, tmp_path: Path) -> None
     out = run(f"{SIMULATE} --backward --trace {trace} --chart {chart}").out
     assert out.endswith(f"wrote {trace}\nwrote {chart}\n")
     assert "<svg" in chart.read_text(encoding="utf-8")
-    assert "Ranks 0, 8 and 15 are shown: the first, the middle and the last of 16." in out
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert sum(event["name"] == "process_name" for event in events) == 16
     assert as_json(run(f"{SIMULATE} --json --trace {trace}"))["trace"] == str(trace)
@@ -602,9 +581,9 @@ BAD_LINES = [
     (f"{TUNE_4} --memory 1MiB", "no plan stays below", "the smallest needs"),
     (f"{TUNE} --layout spiral", "'spiral'", "contiguous, zigzag, striped"),
     (f"{TUNE} --kv-heads 3", "8 heads cannot share 3 KV heads", "must be a multiple"),
-    (f"{TUNE} --chart chart.png", "--chart needs --against ranks, seq or tile", "--against"),
+    (f"{TUNE} --chart chart.png", "--chart needs --against ranks seq tile", "--against"),
     (f"{TUNE} --against seq", "--against needs --chart FILE", "--chart"),
-    (f"{TUNE} --chart chart.png --against time", "--against 'time'", "ranks, seq or tile"),
+    (f"{TUNE} --chart chart.png --against time", "--against 'time'", "ranks seq tile"),
     (f"{TUNE} --chart chart.gif --against seq", "--chart chart.gif", ".png or .svg or .pdf"),
     (f"{TUNE} --chart no/such/chart.png --against seq", "no/such", "does not exist"),
     (
@@ -619,7 +598,7 @@ BAD_LINES = [
     ("simulate --cluster h100x16 no-such-plan", "no-such-plan", "expected a plan file: no such file"),
     (
         "simulate --cluster h100x16 p.json --seq 1k --batch 1",
-        "--seq, --batch cannot be combined with p.json, which states them",
+        "--seq, --batch cannot be combined with p.json, which states the problem and the plan",
         "leave them out",
     ),
     (f"{SIMULATE} --inner 3x1 --tile 4x4", "inner tile 3x1", "must divide 4"),
@@ -672,15 +651,6 @@ def test_words_are_wrapped_and_what_was_indented_stays_so(capsys: pytest.Capture
         assert [line.removesuffix("1").rstrip() for line in capsys.readouterr().out.splitlines()[2:]] == lines
 
 
-def test_a_slice_of_time_is_as_dark_as_it_is_busy() -> None:
-    spans = [(0.0, 1.0), (0.5, 1.5), (3.25, 3.5)]
-    assert busy_shares(spans, stop_s=4.0, slices=4) == [1.0, 0.5, 0.0, 0.25]
-    assert busy_shares(spans, stop_s=4.0, slices=2) == [0.75, 0.125]
-    assert busy_shares([(0.0, 4.0)], stop_s=4.0, slices=3) == pytest.approx([1.0, 1.0, 1.0])
-    assert busy_shares([(0.0, 0.0)], stop_s=0.0, slices=3) == [0.0, 0.0, 0.0]
-    assert [shade(share) for share in (0.0, 0.01, 0.5, 0.9, 1.0)] == [" ", "░", "▒", "▓", "█"]
-
-
 def made_timeline(direction: Direction, *, stop_s: float) -> Timeline:
     ranks = tuple(RankTimes(rank=r, stop_s=stop_s - r, compute_s=1.0 + r, wait_s=1.0, link_s=0.5) for r in range(2))
     spans = (Span(1, "send", 0.25, 1.0, f"kv1 {direction}", 8),)
@@ -699,9 +669,3 @@ def test_passes_are_joined_end_to_end() -> None:
     assert [(span.start_s, span.stop_s) for span in both.spans] == [(0.25, 1.0), (4.25, 5.0)]
     assert [(rank.stop_s, rank.wait_s, rank.link_s) for rank in both.ranks] == [(10.0, 8.0, 1.0), (9.0, 5.0, 1.0)]
     assert joined([forward]) == forward
-
-
-def test_lanes_are_drawn_below_a_time_axis() -> None:
-    drawn = draw_lanes(made_timeline("forward", stop_s=4.0), ranks=(1,), width=15 + 16).plain.splitlines()
-    assert drawn[0] == " " * 15 + "│0 s"
-    assert drawn[1:] == ["rank 1 compute ", "       wait    ", "       send     ███", "       recv    "]

@@ -50,7 +50,7 @@ def test_the_main_methods_are_scenes() -> None:
         ("mesh", "2x8"),
         ("mesh", "4x4"),
         ("mesh", "8x2"),
-        ("ulysses × mesh", "4·2x2"),
+        ("ulysses+mesh", "4·2x2"),
     ]
     for scene in found:
         spans = scene.forecasts["forward"].spans
@@ -137,7 +137,7 @@ def test_draw_writes_a_page_and_a_trace(run: Run, tmp_path: Path) -> None:
         (4, "ring", "1x4"),
         (4, "mesh", "2x2"),
         (8, "attention2d", "2x4"),
-        (8, "ulysses × mesh", "2·2x2"),
+        (8, "ulysses+mesh", "2·2x2"),
     } <= found
 
 

@@ -80,7 +80,7 @@ def choice_of(one: Scene, **more: object) -> dict[str, object]:
 
 def test_the_page_opens_on_the_scene_that_is_recommended(browser: Any, scenes: list[Scene], tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    best = next(s for s in scenes if s.method == "ulysses × mesh")
+    best = next(s for s in scenes if s.method == "ulysses+mesh")
     write_page(path, scenes, title=TITLE, opening=best, lead="Shown first: the <best>.")
     view = View(browser, path.as_uri()).go()
     assert view.chosen() == {name: str(value) for name, value in choice_of(best, **START).items()}
@@ -188,7 +188,7 @@ def test_steps_are_the_program_letter_for_letter(view: View, scenes: list[Scene]
 
 
 def test_blocks_are_done_as_the_program_attends_them(view: View, scenes: list[Scene]) -> None:
-    one = next(s for s in scenes if s.method == "ulysses × mesh")
+    one = next(s for s in scenes if s.method == "ulysses+mesh")
     steps = one.plans["backward"].program(5).steps
     states = "(state) => [...document.querySelectorAll(`.block.${state}`)].map((b) => [+b.dataset.row, +b.dataset.col])"
     view.go(**choice_of(one, **{"pass": "backward", "rank": 5}))
@@ -446,7 +446,7 @@ def test_every_control_has_a_name(view: View) -> None:
 
 
 def test_a_link_brings_the_same_view_back(view: View) -> None:
-    choice = {"ranks": 8, "method": "ulysses × mesh", "tile": "2·2x2", "pass": "backward", "rank": 5, "step": 7}
+    choice = {"ranks": 8, "method": "ulysses+mesh", "tile": "2·2x2", "pass": "backward", "rank": 5, "step": 7}
     view.go(**choice)
     assert view.chosen() == {name: str(value) for name, value in choice.items()}
     drawn = view.html("matrix", "steps", "timeline")

@@ -35,8 +35,7 @@ from mesh_attention.execution import sharding
 from mesh_attention.execution.autograd import run_forward
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.layout import Turn
-from mesh_attention_lab.cli.demo import LARGEST_ERROR
-from mesh_attention_lab.cli.demo_worker import make_inputs, single_process_attention
+from mesh_attention_lab.cli.demo_worker import LARGEST_ERROR, make_inputs, single_process_attention
 
 CALIBRATION_NOTES = 6
 

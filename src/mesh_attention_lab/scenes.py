@@ -30,9 +30,7 @@ TRACE = "trace.json"
 
 
 def method_name(plan: Plan) -> str:
-    return (
-        f"ulysses × {plan.method}" if plan.assignment.ulysses_degree > 1 and plan.method != "ulysses" else plan.method
-    )
+    return f"ulysses+{plan.method}" if plan.assignment.ulysses_degree > 1 and plan.method != "ulysses" else plan.method
 
 
 def scene_of(
@@ -62,7 +60,7 @@ def rival_scenes(
     report: Report,
     tiles: int = 3,
 ) -> Iterator[Scene]:
-    """Ring, attention2d, mesh on up to `tiles` tiles, and ulysses × mesh, as far as they fit the problem; of a turn
+    """Ring, attention2d, mesh on up to `tiles` tiles, and ulysses+mesh, as far as they fit the problem; of a turn
     also pass-q."""
     choices = list(_choices(problem, layout or default_layout(problem), tiles=tiles))
     for number, choice in enumerate(choices):

@@ -29,7 +29,7 @@ from mesh_attention.clusters import cluster_named, cluster_to_toml
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.tuning import cache
 from mesh_attention.tuning.tune import tune, tuned_plans
-from mesh_attention_lab.cli.files import checked_plan, write_plan
+from mesh_attention_lab.cli.files import checked_plan
 
 LIMIT_S = 10.0
 """Of CPU time: far more than a file takes, far less than a loop over 10^15 numbers."""
@@ -184,7 +184,7 @@ class Judging:
             "programs": make_plan(PROBLEM, "ulysses 2 + mesh 1x2", direction="backward").unrolled(),
         }.items():
             path = folder / f"{name}.txt"
-            write_plan(path, plan)
+            path.write_text(str(plan))
             self.valid += [(path.name, path.read_text(), judge_plan)] * 2
         self.valid.append(("cluster.toml", CLUSTER, judge_cluster))
         with patch.object(cache, "tune", lambda *_, **__: self.tuning):

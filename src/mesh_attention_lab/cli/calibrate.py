@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Option
 
 from mesh_attention.clusters import cluster_named, cluster_to_toml
-from mesh_attention.errors import UsageError
+from mesh_attention.errors import UsageError, writing
 from mesh_attention.machine.files import keep_calibrated, slug
 from mesh_attention.machine.fit import (
     Measurement,
@@ -29,11 +29,11 @@ from mesh_attention.machine.fit import (
     unmeasured_links,
 )
 from mesh_attention.problem import ITEMSIZE, Problem
-from mesh_attention.topology import KernelRate, Link, LinkClass, Topology
+from mesh_attention.topology import Topology
 from mesh_attention.units import Report, count, format_nbytes, format_time, three_digits
-from mesh_attention_lab.cli.files import output_file, progress
-from mesh_attention_lab.cli.options import HEAD_DIM, parsed, whole_number
-from mesh_attention_lab.cli.terminal import Column, plain_console, print_table
+from mesh_attention_lab.cli.files import output_file
+from mesh_attention_lab.cli.options import HEAD_DIM, flag, option, whole_number
+from mesh_attention_lab.cli.terminal import Column, plain_console, print_table, progress
 from mesh_attention_lab.launch import check_gpus, joined_group, note_progress, ranks_here, run_processes
 
 if TYPE_CHECKING:
@@ -45,49 +45,32 @@ if TYPE_CHECKING:
 MOST_RANKS = 64
 
 
-def _parse_name(name: str, text: str) -> str:
+def _parse_name(text: str) -> str:
     if not (text and text.isprintable()):
-        raise UsageError(f"{name} {text!r}: expected a name that can be printed")
+        raise UsageError(f" {text!r}: expected a name that can be printed")
     return text
 
 
-def _parse_cluster(name: str, text: str) -> Topology:
-    return cluster_named(text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
-    ranks: Annotated[
-        int | None, whole_number("--ranks", "Processes to start here; 2 if left out. Not under torchrun.", Option)
-    ] = None
-    ranks_per_node: Annotated[
-        int | None, whole_number("--ranks-per-node", "Ranks per machine; default: the number on this machine.", Option)
-    ] = None
-    heads: Annotated[int, whole_number("--heads", "Heads of the attention calls.", Option)] = 32
-    head_dim: Annotated[int, whole_number("--head-dim", "Head size.", Option)] = HEAD_DIM
-    dtype: Annotated[str, Option("--dtype", help=f"One of {', '.join(ITEMSIZE)}.", metavar="NAME")] = "bfloat16"
+    ranks: Annotated[int | None, whole_number("Processes to start here; 2 if left out. Not under torchrun.")] = None
+    ranks_per_node: Annotated[int | None, whole_number("Ranks per machine; default: the number on this machine.")] = (
+        None
+    )
+    heads: Annotated[int, whole_number("Heads of the attention calls.")] = 32
+    head_dim: Annotated[int, whole_number("Head size.")] = HEAD_DIM
+    dtype: Annotated[str, option(f"One of {', '.join(ITEMSIZE)}.", "NAME")] = "bfloat16"
     links_of: Annotated[
         Topology | None,
-        Option(
-            "--links-of",
-            help="A cluster (h100x8, FILE.toml) to take missing links from.",
-            metavar="CLUSTER",
-            parser=parsed("--links-of", _parse_cluster),
-        ),
+        option("A cluster (h100x8, FILE.toml) to take missing links from.", "CLUSTER", cluster_named),
     ] = None
-    name: Annotated[
-        str | None,
-        Option(
-            "--name",
-            help="Name of the cluster; default: the device's name.",
-            metavar="NAME",
-            parser=parsed("--name", _parse_name),
-        ),
-    ] = None
-    out: Annotated[Path, Option("--out", help="The file to write.", metavar="FILE")] = Path("cluster.toml")
-    keep: Annotated[bool, Option("--keep", help="Also keep it for MeshAttention(group) on such a device.")] = False
-    force: Annotated[bool, Option("--force", help="Overwrite an existing file.")] = False
-    json: Annotated[bool, Option("--json", help="Print one JSON object; still writes the file.")] = False
+    name: Annotated[str | None, option("Name of the cluster; default: the device's name.", "NAME", _parse_name)] = None
+    out: Annotated[Path, option("The file to write.", "FILE", partial(output_file, example="cluster.toml"))] = Path(
+        "cluster.toml"
+    )
+    keep: Annotated[bool, flag("--keep", "Also keep it for MeshAttention(group) on such a device.")] = False
+    force: Annotated[bool, flag("--force", "Overwrite an existing file.")] = False
+    json: Annotated[bool, flag("--json", "Print one JSON object; still writes the file.")] = False
 
     @property
     def setting(self) -> Problem:
@@ -110,7 +93,7 @@ def calibrate_command(options: CalibrateOptions) -> None:
     ranks = int(os.environ["WORLD_SIZE"]) if is_under_torchrun else options.ranks or 2
     if options.ranks not in (None, ranks):
         raise UsageError(f"--ranks {options.ranks}: torchrun started {ranks} ranks; leave --ranks out")
-    setting = options.setting
+    setting = options.setting  # refuses here what the processes would refuse
     if ranks == 1 and options.links_of is None:
         raise UsageError(
             "1 rank has no links to measure; use --ranks 2 or more, or --links-of with a cluster that has such links, "
@@ -147,12 +130,7 @@ def work(setting: Problem, ranks_per_node: int, progress_file: Path) -> Measurem
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here()))  # the ranks share this machine's cores
     with joined_group(is_local=True) as (comm, device):
-
-        def report(doing: str, fraction: float) -> None:
-            if comm.rank == 0:
-                note_progress(progress_file, doing, fraction)
-
-        return _measured(setting, comm, device, ranks_per_node, report)
+        return measured(setting, comm, device, ranks_per_node, partial(note_progress, progress_file))
 
 
 def _measure_with_ranks(options: CalibrateOptions, setting: Problem, ranks: int, size: int) -> Measurement | None:
@@ -161,23 +139,28 @@ def _measure_with_ranks(options: CalibrateOptions, setting: Problem, ranks: int,
     from mesh_attention.session.session import Session
 
     with joined_group() as (comm, device):
-        refusal = _refusal(options) if comm.rank == 0 else ""
-        answers = Session(comm).agree(Question(says=refusal))  # else the others would wait for rank 0
-        if refusal := answers[0].says:
+        refusal = ""
+        try:
             if comm.rank == 0:
-                raise UsageError(refusal)
+                _check_out(options)
+        except UsageError as error:
+            refusal = str(error)
+        answers = Session(comm).agree(Question(says=refusal))  # else the others would wait for rank 0
+        if refusal:
+            raise UsageError(refusal)
+        if answers[0].says:
             raise typer.Exit(2)
-        if comm.rank != 0:
-            _measured(setting, comm, device, size, lambda doing, fraction: None)
-            return None
-        with progress(f"{count(ranks, 'rank')} joined") as report:
-            return _measured(setting, comm, device, size, report)
+        with progress(f"{count(ranks, 'rank')} joined", is_shown=comm.rank == 0) as report:
+            measurement = measured(setting, comm, device, size, report)
+        return measurement if comm.rank == 0 else None
 
 
-def _measured(setting: Problem, comm: Comm, device: torch.device, size: int, report: Report) -> Measurement:
+def measured(setting: Problem, comm: Comm, device: torch.device, size: int, report: Report) -> Measurement:
+    """The measured times, with `size` ranks per node; `report` hears of rank 0."""
     from mesh_attention.machine.probe import measure
 
-    return measure(setting, comm=comm, device=device, ranks_per_node=size, ranks_here=ranks_here(), report=report)
+    heard = report if comm.rank == 0 else lambda doing, fraction: None
+    return measure(setting, comm=comm, device=device, ranks_per_node=size, ranks_here=ranks_here(), report=heard)
 
 
 # Writing
@@ -185,7 +168,7 @@ def _measured(setting: Problem, comm: Comm, device: torch.device, size: int, rep
 
 def _check_out(options: CalibrateOptions) -> None:
     """Raise before anything is measured for a file that cannot or must not be written."""
-    path = output_file("--out", str(options.out), example="cluster.toml")
+    path = options.out
     if path.suffix.lower() != ".toml":
         raise UsageError(f"--out {path}: expected a name that ends in .toml, which marks a cluster file")
     if os.path.lexists(path) and not options.force:
@@ -194,29 +177,19 @@ def _check_out(options: CalibrateOptions) -> None:
         raise UsageError(f"--out {path}: no permission to write there; write elsewhere")
 
 
-def _refusal(options: CalibrateOptions) -> str:
-    try:
-        _check_out(options)
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
 def _tell(options: CalibrateOptions, measurement: Measurement, topology: Topology) -> None:
+    headline = _headline(measurement, topology, options.setting)
+    text = cluster_to_toml(topology, note=_note(headline, measurement, options.links_of))
     if not options.json:
-        print_report(measurement, topology, setting=options.setting, links=options.links_of)
-    text = cluster_to_toml(topology, note=note(measurement, topology, setting=options.setting, links=options.links_of))
-    try:
-        with options.out.open("w" if options.force else "x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise UsageError(f"--out {options.out}: {(error.strerror or str(error)).lower()}; write elsewhere") from error
-    paths = [options.out, *([keep_calibrated(measurement.device, text)] if options.keep else [])]
+        _print_report(headline, measurement, topology, text)
+    with writing(options.out), options.out.open("w" if options.force else "x", encoding="utf-8") as file:
+        file.write(text)
+    kept = keep_calibrated(measurement.device, text) if options.keep else None
     if options.json:
-        kept = {"kept": str(paths[1])} if options.keep else {}
-        typer.echo(json.dumps(as_json(measurement, topology) | {"path": str(options.out)} | kept))
+        files = {"path": str(options.out)} | ({} if kept is None else {"kept": str(kept)})
+        typer.echo(json.dumps(_as_json(measurement, topology) | files))
     else:
-        typer.echo(f"wrote {' and '.join(map(str, paths))}")
+        typer.echo(f"wrote {' and '.join(map(str, filter(None, (options.out, kept))))}")
 
 
 RATE_FROM_NBYTES = 4096
@@ -225,16 +198,15 @@ LARGEST_MEDIAN_ERROR = 0.2
 """Kernels and links are not quite linear; a larger error is noise."""
 
 
-def print_report(measurement: Measurement, topology: Topology, *, setting: Problem, links: Topology | None) -> None:
+def _print_report(headline: str, measurement: Measurement, topology: Topology, text: str) -> None:
+    """The measured times, how well they were fitted, and the text of the file."""
     console = plain_console()
-    console.print(f"measured: {_headline(measurement, topology, setting)}", style="bold")
+    console.print(f"measured: {headline}", style="bold")
     print_table(console, _call_columns(measurement, topology))
     if measurement.messages:
         console.print()
         print_table(console, _message_columns(measurement, topology))
-    console.print()
-    for name, figures in _figures(measurement, topology, links).items():
-        console.print(f"{name:<9}{figures}")
+    console.print(f"\n{text}")
     if median_error(measurement, topology) > LARGEST_MEDIAN_ERROR:
         console.print(
             "The measured times are far from the fit: is the machine busy with something else? Measure again when it "
@@ -243,14 +215,17 @@ def print_report(measurement: Measurement, topology: Topology, *, setting: Probl
         )
 
 
-def note(measurement: Measurement, topology: Topology, *, setting: Problem, links: Topology | None) -> str:
+def _note(headline: str, measurement: Measurement, links: Topology | None) -> str:
     """The lines above the file: how it was measured, and which figures were not."""
-    lines = [f"Measured: {_headline(measurement, topology, setting)}; torch {version('torch')}."]
-    lines += [f"{link_class}: {_stand_in(link_class, links)}." for link_class in unmeasured_links(measurement)]
+    lines = [f"Measured: {headline}; torch {version('torch')}."]
+    for link_class in unmeasured_links(measurement):
+        other = "between" if link_class == "inside" else "inside"
+        source = f"assumed equal to {other}" if links is None else f"taken from {links.name}"
+        lines.append(f"{link_class}: not measured, {source}.")
     return "\n".join(lines)
 
 
-def as_json(measurement: Measurement, topology: Topology) -> dict[str, Any]:
+def _as_json(measurement: Measurement, topology: Topology) -> dict[str, Any]:
     calls = [asdict(call) | {"fitted_s": kernel_seconds(topology.device, call)} for call in measurement.calls]
     messages = [asdict(m) | {"fitted_s": message_seconds(topology, m)} for m in measurement.messages]
     return {
@@ -258,11 +233,6 @@ def as_json(measurement: Measurement, topology: Topology) -> dict[str, Any]:
         "unmeasured": unmeasured_links(measurement),
         "measurement": asdict(measurement) | {"calls": calls, "messages": messages},
     }
-
-
-def _stand_in(link_class: LinkClass, links: Topology | None) -> str:
-    other = "between" if link_class == "inside" else "inside"
-    return f"not measured, taken from {links.name}" if links is not None else f"not measured, assumed equal to {other}"
 
 
 def _headline(measurement: Measurement, topology: Topology, setting: Problem) -> str:
@@ -275,60 +245,29 @@ def _headline(measurement: Measurement, topology: Topology, setting: Problem) ->
 
 def _call_columns(measurement: Measurement, topology: Topology) -> list[Column]:
     calls = sorted(measurement.calls, key=lambda call: call.direction, reverse=True)
-    fitted = [kernel_seconds(topology.device, call) for call in calls]
     return [
         Column(header="call", cells=[call.direction for call in calls], is_text=True),
         Column(header="queries × keys", cells=[f"{call.q_tokens} × {call.kv_tokens}" for call in calls]),
         Column(header="mask", cells=["causal" if call.is_causal else "full" for call in calls], is_text=True),
         Column(header="time", cells=[format_time(call.time_s) for call in calls]),
         Column(header="TFLOP/s", cells=[three_digits(call.flops / call.time_s / 1e12) for call in calls]),
-        Column(header="fit", cells=list(map(format_time, fitted))),
-        Column(header="error", cells=[_error(s, call.time_s) for s, call in zip(fitted, calls, strict=True)]),
+        Column(header="error", cells=[_error(kernel_seconds(topology.device, call), call.time_s) for call in calls]),
     ]
 
 
 def _message_columns(measurement: Measurement, topology: Topology) -> list[Column]:
     messages = measurement.messages
-    seconds = [fitted_time_s(m, topology) for m in messages]
-    fitted = [message_seconds(topology, m) for m in messages]
-    rates = [
-        three_digits(m.nbytes / s / 1e9) if m.nbytes >= RATE_FROM_NBYTES else ""
-        for m, s in zip(messages, seconds, strict=True)
-    ]
+    rates = [m.nbytes / fitted_time_s(m, topology) / 1e9 if m.nbytes >= RATE_FROM_NBYTES else None for m in messages]
+    errors = [_error(message_seconds(topology, m), fitted_time_s(m, topology)) for m in messages]
     return [
         Column(header="messages", cells=[m.link_class for m in messages], is_text=True),
         Column(header="at once", cells=[count(m.pairs, "pair") for m in messages]),
         Column(header="size", cells=[format_nbytes(m.nbytes) for m in messages]),
         Column(header="one way", cells=[format_time(m.one_way_s) for m in messages]),
         Column(header="both ways", cells=[format_time(m.both_ways_s) for m in messages]),
-        Column(header="GB/s", cells=rates),
-        Column(header="fit", cells=list(map(format_time, fitted))),
-        Column(header="error", cells=[_error(a, b) for a, b in zip(fitted, seconds, strict=True)]),
+        Column(header="GB/s", cells=["" if rate is None else three_digits(rate) for rate in rates]),
+        Column(header="error", cells=errors),
     ]
-
-
-def _figures(measurement: Measurement, topology: Topology, links: Topology | None) -> dict[str, str]:
-    device, memory = topology.device, measurement.memory
-    merged = f"merging {format_nbytes(memory.nbytes)} took {format_time(memory.large_s)}"
-    missing = {of: f" ({_stand_in(of, links)})" for of in unmeasured_links(measurement)}
-    nics = f"{count(topology.nics_per_node, 'NIC')} per node of {count(topology.ranks_per_node, 'rank')}"
-    return {
-        "forward": _rate(device.forward),
-        "backward": _rate(device.backward),
-        "memory": f"{device.memory_gb_per_s:g} GB/s ({merged}), {device.memory_gib:g} GiB per rank",
-        "launch": f"{device.launch_us:g} µs",
-        "inside": _link(topology.inside, topology) + missing.get("inside", ""),
-        "between": f"{_link(topology.between, topology)}, {nics}{missing.get('between', '')}",
-    }
-
-
-def _rate(rate: KernelRate) -> str:
-    return f"{rate.tflops:g} TFLOP/s, {rate.call_us:g} µs per call; masked calls reach {rate.masked:.0%} of it"
-
-
-def _link(link: Link, topology: Topology) -> str:
-    ways = "each way at once" if topology.full_duplex else "one way at a time"
-    return f"{link.gb_per_s:g} GB/s {ways}, {link.latency_us:g} µs"
 
 
 def _error(fitted: float, seen: float) -> str:

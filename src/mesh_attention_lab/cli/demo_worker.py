@@ -5,11 +5,14 @@ Torch is imported inside the functions, because importing the command line must 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mesh_attention.machine.fit import Measurement
@@ -18,6 +21,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import DIRECTIONS, Problem
 from mesh_attention.timeline import Timeline
+from mesh_attention_lab.cli.calibrate import measured
 from mesh_attention_lab.launch import joined_group, note_progress
 
 if TYPE_CHECKING:
@@ -28,17 +32,22 @@ if TYPE_CHECKING:
     from mesh_attention.testing.wrappers import Counting
 
 TIMED_RUNS = 3
+LARGEST_ERROR = 1e-4
+"""Relative, float32 against float64; a right result stays below 1e-5, a lost or doubled block is above 1e-2."""
 CALIBRATION_STEPS = 6
 """Calibration takes about as long as this many runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MethodCounts:
+class MethodResult:
     """One method, forward and backward together, on one rank or the worst.
 
-    Errors are the largest difference from the reference, relative to the largest value of the whole reference.
+    Errors are the largest difference from the reference, relative to the largest value of the whole reference; `passes`
+    are of all ranks, on rank 0.
     """
 
+    method: str
+    tile: str
     forward_error: float
     gradient_error: float
     sent_nbytes: int
@@ -46,21 +55,23 @@ class MethodCounts:
     messages: int
     peak_nbytes: int
     is_as_planned: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured(MethodCounts):
-    """One rank; `passes` are of all ranks, on rank 0."""
-
     times_s: tuple[float, ...]
     passes: tuple[tuple[Plan, Timeline], ...] = ()
+
+    @property
+    def time_s(self) -> float:
+        return median(self.times_s)
+
+    @property
+    def is_right(self) -> bool:
+        return self.is_as_planned and max(self.forward_error, self.gradient_error) <= LARGEST_ERROR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResults:
     """Results of one rank; a calibration only if passes were recorded."""
 
-    methods: list[Measured]
+    methods: list[MethodResult]
     calibration: Measurement | None = None
 
 
@@ -70,32 +81,30 @@ def work(problem: Problem, methods: Mapping[str, Choice], is_recorded: bool, pro
     import torch.distributed as dist
 
     torch.set_num_threads(1)  # the ranks share this machine's cores
-    with joined_group(use_gpus=False, is_local=True) as (comm, _):
-        steps = 1 + len(methods) * (1 + TIMED_RUNS + is_recorded) + CALIBRATION_STEPS * is_recorded
-        notes = ProgressNotes(progress_file if comm.rank == 0 else None, steps=steps)
-        notes.tell("attention in one process")
+    with joined_group(use_gpus=False, is_local=True) as (comm, device):
+        runs = 1 + len(methods) * (1 + TIMED_RUNS + is_recorded)
+        steps, done = runs + CALIBRATION_STEPS * is_recorded, itertools.count()
+
+        def tell(doing: str) -> None:
+            if comm.rank == 0:
+                note_progress(progress_file, doing, next(done) / steps)
+
+        tell("attention in one process")
         inputs, truth = make_inputs(problem), [torch.empty(shape) for shape in _shapes(problem)]
         if comm.rank == 0:
             truth = single_process_attention(problem, inputs)
         for tensor in truth:
             dist.broadcast(tensor, src=0)
-        demo = Demo(problem, inputs, truth, notes, is_recorded)
+        demo = Demo(problem, inputs, truth, tell, is_recorded)
         results = [demo.measure(name, choice) for name, choice in methods.items()]
-        return RankResults(methods=results, calibration=calibrate(problem, notes) if is_recorded else None)
+        if not is_recorded:
+            return RankResults(methods=results)
 
+        def report(doing: str, fraction: float) -> None:
+            done_steps = runs + fraction * CALIBRATION_STEPS
+            note_progress(progress_file, f"calibrating: {doing}", done_steps / steps)
 
-class ProgressNotes:
-    """Reports to the launcher, through a file, the current activity and the fraction of all steps that are done."""
-
-    def __init__(self, path: Path | None, *, steps: int) -> None:
-        self.path, self.steps, self.done = path, steps, 0
-
-    def tell(self, doing: str, fraction: float | None = None) -> None:
-        """One more step; with a fraction, that part of all remaining steps."""
-        done = self.done if fraction is None else self.done + fraction * (self.steps - self.done)
-        self.done += fraction is None
-        if self.path is not None:
-            note_progress(self.path, doing, done / self.steps)
+        return RankResults(methods=results, calibration=measured(problem, comm, device, comm.size, report))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +112,10 @@ class Demo:
     problem: Problem
     inputs: Sequence[Tensor]
     truth: Sequence[Tensor]
-    notes: ProgressNotes
+    tell: Callable[[str], None]
     is_recorded: bool
 
-    def measure(self, name: str, choice: Choice) -> Measured:
+    def measure(self, name: str, choice: Choice) -> MethodResult:
         """A first run for errors and counts, which is also the warm-up; then timed runs; then one that is recorded."""
         import torch
 
@@ -115,80 +124,61 @@ class Demo:
         from mesh_attention.comm.torch_dist import TorchComm
         from mesh_attention.testing.wrappers import Counting
 
-        self.notes.tell(f"{name}: compare and count")
+        self.tell(f"{name}: compare and count")
         seq, counting = self.problem.seq_q, Counting(TorchComm())
         attention = MeshAttention(counting, choice=choice)
         *shards, d_out = (attention.shard(tensor) for tensor in self.inputs)
         q, k, v = (tensor.requires_grad_() for tensor in shards)
         engine = attention.calls.engine([[q, k, v]], CallOptions(causal=True, seq_len=seq))
-        out = attention(q, k, v, causal=True, seq_len=seq)
+        forward = partial(attention, q, k, v, causal=True, seq_len=seq)
+        backward = partial(torch.autograd.grad, inputs=(q, k, v), grad_outputs=d_out)
+        out = forward()
         forward_peak = engine.meters[0].peak
-        results = [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)]
+        results = [out.detach(), *backward(out)]
         peaks = [forward_peak, engine.meters[0].peak]
         errors = [_relative_error(attention, ours, whole) for ours, whole in zip(results, self.truth, strict=True)]
-        counted: dict[str, Any] = {
-            "sent_nbytes": counting.sent_nbytes.total(),
-            "received_nbytes": counting.received_nbytes.total(),
-            "messages": counting.messages,
-            "is_as_planned": _is_as_planned(engine, counting, peaks),
-        }
-        return Measured(
+        result = MethodResult(
+            method=name,
+            tile=str(choice.assignment),
             forward_error=errors[0],
             gradient_error=max(errors[1:]),
+            sent_nbytes=counting.sent_nbytes.total(),
+            received_nbytes=counting.received_nbytes.total(),
+            messages=counting.messages,
             peak_nbytes=max(peaks),
-            **counted,
-            times_s=tuple(self._timed(name, attention, (q, k, v), d_out)),
-            passes=self._recorded(name, attention, (q, k, v), d_out) if self.is_recorded else (),
+            is_as_planned=_is_as_planned(engine, counting, peaks),
+            times_s=tuple(self._time_s(f"{name}: timed run {n + 1}", forward, backward) for n in range(TIMED_RUNS)),
         )
+        if not self.is_recorded:
+            return result
+        self.tell(f"{name}: recorded run")
+        return replace(result, passes=_recorded(attention, forward, backward))
 
-    def _timed(self, name: str, attention: MeshAttention, qkv: tuple[Tensor, ...], d_out: Tensor) -> list[float]:
-        import torch
+    def _time_s(self, doing: str, forward: Callable[[], Tensor], backward: Callable[[Tensor], object]) -> float:
         import torch.distributed as dist
 
-        times_s = []
-        for number in range(TIMED_RUNS):
-            self.notes.tell(f"{name}: timed run {number + 1} of {TIMED_RUNS}")
-            dist.barrier()
-            start = time.perf_counter()
-            torch.autograd.grad(attention(*qkv, causal=True, seq_len=self.problem.seq_q), qkv, d_out)
-            times_s.append(time.perf_counter() - start)
-        return times_s
-
-    def _recorded(
-        self, name: str, attention: MeshAttention, qkv: tuple[Tensor, ...], d_out: Tensor
-    ) -> tuple[tuple[Plan, Timeline], ...]:
-        """Forward and backward once, recorded; ranks start each together. Rank 0 returns the passes of all ranks."""
-        import torch
-        import torch.distributed as dist
-
-        from mesh_attention_lab.recording import record
-
-        self.notes.tell(f"{name}: recorded run")
-        with record(attention) as recording:
-            dist.barrier()
-            out = attention(*qkv, causal=True, seq_len=self.problem.seq_q)
-            dist.barrier()
-            torch.autograd.grad(out, qkv, d_out)
-        passes = recording.passes()
-        return tuple((recorded.plan, recorded.timeline) for recorded in passes) if dist.get_rank() == 0 else ()
+        self.tell(doing)
+        dist.barrier()
+        start = time.perf_counter()
+        backward(forward())
+        return time.perf_counter() - start
 
 
-def calibrate(problem: Problem, notes: ProgressNotes) -> Measurement:
-    """Measure this machine for forecasts, as `mesh-attention calibrate` does."""
-    import torch
+def _recorded(
+    attention: MeshAttention, forward: Callable[[], Tensor], backward: Callable[[Tensor], object]
+) -> tuple[tuple[Plan, Timeline], ...]:
+    """Both passes once, recorded; ranks start each together. Rank 0 returns the passes of all ranks."""
+    import torch.distributed as dist
 
-    from mesh_attention.comm.torch_dist import TorchComm
-    from mesh_attention.machine.probe import measure
+    from mesh_attention_lab.recording import record
 
-    comm = TorchComm()
-    return measure(
-        problem,
-        comm=comm,
-        device=torch.device("cpu"),
-        ranks_per_node=comm.size,
-        ranks_here=comm.size,
-        report=lambda doing, fraction: notes.tell(f"calibrating: {doing}", fraction),
-    )
+    with record(attention) as recording:
+        dist.barrier()
+        out = forward()
+        dist.barrier()
+        backward(out)
+    passes = recording.passes()
+    return tuple((recorded.plan, recorded.timeline) for recorded in passes) if dist.get_rank() == 0 else ()
 
 
 # The problem in one process
@@ -210,11 +200,10 @@ def single_process_attention(problem: Problem, inputs: Sequence[Tensor]) -> list
 
     q, k, v, d_out = (tensor.double() for tensor in inputs)
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    group_size = problem.heads // problem.kv_heads
-    keys, values = (tensor.repeat_interleave(group_size, dim=2).transpose(1, 2) for tensor in (k, v))
     seen = torch.ones(problem.seq_q, problem.seq_kv, dtype=torch.bool).tril(problem.seq_kv - problem.seq_q)
-    mask = {"is_causal": True} if problem.seq_q == problem.seq_kv else {"attn_mask": seen}
-    out = scaled_dot_product_attention(q.transpose(1, 2), keys, values, **mask).transpose(1, 2)
+    mask: dict[str, Any] = {"is_causal": True} if problem.seq_q == problem.seq_kv else {"attn_mask": seen}
+    q, k, v = (tensor.transpose(1, 2) for tensor in leaves)
+    out = scaled_dot_product_attention(q, k, v, enable_gqa=True, **mask).transpose(1, 2)
     gradients = torch.autograd.grad(out, leaves, d_out)
     return [tensor.detach().float().contiguous() for tensor in (out, *gradients)]
 

@@ -14,8 +14,8 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.problem import Direction
 from mesh_attention.units import count
 from mesh_attention_lab.cli import options as opt
-from mesh_attention_lab.cli.files import checked_plan_for, make_folder, progress
-from mesh_attention_lab.cli.terminal import cluster_name, cluster_words
+from mesh_attention_lab.cli.files import make_folder
+from mesh_attention_lab.cli.terminal import cluster_name, cluster_words, progress
 from mesh_attention_lab.comparison import single_block_plan
 from mesh_attention_lab.scenes import explorer_scenes, scene_of, write_explorer
 
@@ -23,39 +23,22 @@ MOST_RANKS = 128
 PAGE = "explorer.html"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawClusterOptions(opt.ClusterOptions):
-    cluster: Annotated[
-        str,
-        opt.OfProblem(
-            "--cluster",
-            help="Cluster for the forecasts: NAMExRANKS, such as h100x16, or a .toml file.",
-            metavar="CLUSTER",
-        ),
-    ] = "h100"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawOptions:
+@dataclass(frozen=True, kw_only=True)
+class DrawOptions(opt.PlannedOptions):
+    cluster: opt.Cluster = "h100"
     plan: Annotated[
-        Path | None, opt.OfPlan("--plan", help="A plan file, instead of a problem and a choice.", metavar="FILE")
+        Path | None, opt.option("A plan file, instead of a problem and a choice.", "FILE", panel=opt.PLAN)
     ] = None
-    out: Annotated[Path, opt.OfOutput("--out", help="The folder to write into.", metavar="FOLDER")] = Path("pictures")
+    out: Annotated[Path, opt.option("The folder to write into.", "FOLDER", panel=opt.OUTPUT)] = Path("pictures")
     json: opt.AsJson = False
 
 
-def draw_command(
-    context: typer.Context,
-    cluster_options: DrawClusterOptions,
-    problem_options: opt.PlannedProblemOptions,
-    choice_options: opt.ChoiceOptions,
-    options: DrawOptions,
-) -> None:
+def draw_command(options: DrawOptions) -> None:
     """Draw a plan: one page to explore it next to the other methods, and a trace.
 
     Exit code 0: done. 1: the plan file breaks a rule. 2: invalid input.
     """
-    topology = cluster_options.topology
+    topology = options.topology
     if topology.ranks > MOST_RANKS:
         raise UsageError(
             f"{topology.ranks:,} ranks are more than the page shows; expected at most {MOST_RANKS}: use fewer --ranks, "
@@ -63,14 +46,12 @@ def draw_command(
         )
     with progress("planning") as report:
         if options.plan is not None:
-            opt.refuse_with_file(context, options.plan, opt.PlannedProblemOptions, opt.ChoiceOptions)
-            plan = checked_plan_for(options.plan, topology, report)
+            plan = options.plan_in(options.plan, report)
             plans: dict[Direction, Plan] = {plan.direction: plan}
         else:
-            problem = problem_options.problem(topology.ranks)
-            choice = problem_options.choice(choice_options.choice)
-            directions = problem_options.passes(both=not problem_options.is_turn)
-            plans = {d: single_block_plan(topology, problem, choice, d) for d in directions}
+            problem = options.problem(topology.ranks)
+            directions = options.passes(both=not options.is_turn)
+            plans = {d: single_block_plan(topology, problem, options.choice, d) for d in directions}
         make_folder("--out", options.out)
         subject = scene_of(plans, topology, report=report)
         scenes = explorer_scenes([subject], topology, report=report)

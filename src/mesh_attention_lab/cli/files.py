@@ -1,22 +1,15 @@
-"""Files that commands read and write, and a progress bar. Anything wrong with a file becomes a `UsageError`."""
+"""Files that commands read and write. Anything wrong with a file becomes a `UsageError`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from os.path import isdir  # unlike Path.is_dir, it answers False for a name that is too long
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from mesh_attention.errors import ParseError, PlanError, UsageError, writing
 from mesh_attention.plan.plan import Plan, parse_plan
-from mesh_attention.plan.program import Program
 from mesh_attention.problem import Problem
-from mesh_attention.topology import Topology
 from mesh_attention.units import Report, count
 from mesh_attention.verification.rules import check
 from mesh_attention_lab.drawing.canvas import FORMATS, new_figure
@@ -33,7 +26,8 @@ def read_plan(path: Path) -> Plan:
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: expected a plan, but byte {error.start} is not UTF-8 text; {WRITES_ONE}") from error
     except OSError as error:
-        raise UsageError(f"{path}: expected a plan file: {_reason(error)}; {WRITES_ONE}") from error
+        reason = (error.strerror or type(error).__name__).lower()
+        raise UsageError(f"{path}: expected a plan file: {reason}; {WRITES_ONE}") from error
     try:
         return parse_plan(text)
     except UsageError as error:
@@ -43,7 +37,7 @@ def read_plan(path: Path) -> Plan:
 def checked_plan(path: Path, report: Report) -> Plan:
     """The plan in a file; raises `PlanError` if it breaks a rule."""
     plan = read_plan(path)
-    breaches = check(unroll(plan, report), on_progress=report)
+    breaches = check(plan, on_progress=report)
     if breaches:
         raise PlanError(
             f"{path} breaks the rules in {count(len(breaches), 'place')}, the first: {breaches[0].message}; "
@@ -52,49 +46,27 @@ def checked_plan(path: Path, report: Report) -> Plan:
     return plan
 
 
-def checked_plan_for(path: Path, topology: Topology, report: Report) -> Plan:
-    plan = checked_plan(path, report)
-    if plan.problem.ranks != topology.ranks:
-        raise UsageError(
-            f"{path} is for {count(plan.problem.ranks, 'rank')}, but the cluster has {topology.ranks:,}; "
-            f"use --ranks {plan.problem.ranks}"
-        )
-    return plan
-
-
-def write_plan(path: Path, plan: Plan) -> None:
-    try:
-        path.write_text(str(plan), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--save {path}: {_reason(error)}; save elsewhere") from error
-
-
 def problem_to_json(problem: Problem) -> dict[str, Any]:
     """The fields of a problem, for answers as JSON; the mask as text."""
     return asdict(problem) | {"mask": str(problem.mask)}
 
 
-def _reason(error: OSError) -> str:
-    reason = error.strerror or type(error).__name__
-    return reason[0].lower() + reason[1:]
-
-
 # Files and folders to write: what cannot be written is refused before any work is done
 
 
-def output_file(option: str, text: str, *, example: str) -> Path:
+def output_file(text: str, *, example: str) -> Path:
     path = Path(text)
     if not isdir(path.parent):
-        raise UsageError(f"{option} {path}: {path.parent} does not exist; create it or write elsewhere")
+        raise UsageError(f" {path}: {path.parent} does not exist; create it or write elsewhere")
     if isdir(path):
-        raise UsageError(f"{option} {path}: is a directory; give a file name, such as {path / example}")
+        raise UsageError(f" {path}: is a directory; give a file name, such as {path / example}")
     return path
 
 
-def chart_file(option: str, text: str) -> Path:
-    path = output_file(option, text, example="chart.png")
+def chart_file(text: str) -> Path:
+    path = output_file(text, example="chart.png")
     if path.suffix.lower() not in FORMATS:
-        raise UsageError(f"{option} {path}: expected a file name that ends in {' or '.join(FORMATS)}")
+        raise UsageError(f" {path}: expected a file name that ends in {' or '.join(FORMATS)}")
     new_figure(height_in=1.0)  # refuses where matplotlib is missing
     return path
 
@@ -108,31 +80,3 @@ def make_folder(option: str, folder: Path) -> None:
         probe = folder / ".mesh-attention-probe"
         probe.write_text("")
         probe.unlink()
-
-
-# Progress, on stderr: nothing is left behind, and nothing shown where stderr is not a terminal
-
-
-@contextmanager
-def progress(doing: str) -> Iterator[Report]:
-    """A bar that pulses until the first fraction is reported."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(doing, total=None)
-
-        def report(doing: str, fraction: float) -> None:
-            bar.update(task, total=1.0, completed=fraction, description=doing)
-
-        yield report
-
-
-def unroll(plan: Plan, report: Report) -> Plan:
-    """`Plan.unrolled`, with progress."""
-    if plan.programs is not None:
-        return plan
-    programs: list[Program] = []
-    for program in plan.all_programs():
-        report("building programs", program.rank / plan.problem.ranks)
-        programs.append(program)
-    return plan.with_programs(tuple(programs))

@@ -78,9 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _complain(str(error))
     except _ClickError as error:
-        # An option whose value the library refuses: its message says all.
-        refusal = error.__cause__
-        return _complain(str(refusal) if isinstance(refusal, UsageError) else _with_help(error, arguments[0]))
+        is_refusal = isinstance(error.__cause__, UsageError)  # of the library: its message says all, but for the option
+        return _complain(_with_name(error) if is_refusal else _with_help(error, arguments[0]))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EIO):
             raise
@@ -91,6 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _complain(message: str, *, code: int = 2) -> int:
     print(f"{PROGRAM}: error: {' '.join(message.split())}", file=sys.stderr)
     return code
+
+
+def _with_name(error: Any) -> str:
+    """The message after the name of the option, which it continues if it begins with a space."""
+    name, message = error.param.opts[0], str(error.__cause__)
+    return f"{name}{message}" if message.startswith(" ") else f"{name}: {message}"
 
 
 def _with_help(error: Any, first_argument: str) -> str:

@@ -1,15 +1,15 @@
-"""The options that commands share: annotated types and groups of them, and the values that they stand for.
+"""The options that commands share, and the values that they stand for.
 
-A group is a dataclass whose fields are options. A command takes groups and single options, and `command` lists their
-fields for typer, which reads the parameters of a function.
+A command takes one dataclass whose fields are its options. Options of several commands are fields of its base classes,
+or annotated types. `command` lists the fields for typer, which reads the parameters of a function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from functools import partial, wraps
-from inspect import Parameter, Signature, signature
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_type_hints
 
@@ -22,203 +22,169 @@ from mesh_attention.plan.assignment import CUTS, Assignment, Cut, Tile
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.layout import LAYOUTS, Layout, Turn, layout_named
+from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.plan.serving import MOST_DECODED, QUERIES, Queries
-from mesh_attention.plan.steps import Keep
 from mesh_attention.planning.choice import METHODS, Choice
 from mesh_attention.problem import DIRECTIONS, ITEMSIZE, Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.coarse import part_of
-from mesh_attention.units import parse_size, parse_whole
-from mesh_attention_lab.cli.files import chart_file, output_file
+from mesh_attention.units import Report, count, parse_size, parse_whole
+from mesh_attention_lab.cli.files import chart_file, checked_plan, output_file
 from mesh_attention_lab.cli.terminal import mask_words
 
 HEAD_DIM = 128
-KEEPS: dict[str, tuple[Keep, ...]] = {",".join(keep): keep for keep in KEEPABLE if keep}
+KEEPS = tuple(",".join(keep) for keep in KEEPABLE if keep)
+PROBLEM, PLAN, OUTPUT = "Problem", "Plan", "Output"
+"""Panels of the help."""
+Parse = Callable[[str], Any]
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
-    """The function with a parameter for each field of its groups instead of the groups."""
-    hints = get_type_hints(function, include_extras=True)
-    del hints["return"]
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+def command(function: Callable[[Any], None]) -> Callable[..., None]:
+    """The function with a parameter for each field of the dataclass that it takes."""
+    options: Any = get_type_hints(function)["options"]
+    hints = get_type_hints(options, include_extras=True)
 
     @wraps(function)
     def run(**values: Any) -> None:
-        for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        function(**values)
+        function(options(**values))
 
-    parameters: list[Parameter] = []
-    for name, parameter in signature(function).parameters.items():
-        if name in groups:
-            of_group = get_type_hints(groups[name], include_extras=True)
-            listed = signature(groups[name]).parameters.values()
-            parameters += [field.replace(annotation=of_group[field.name]) for field in listed]
-        else:
-            parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
-    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    fields_of = signature(options).parameters.values()
+    run.__signature__ = Signature([field.replace(annotation=hints[field.name]) for field in fields_of])  # type: ignore[attr-defined]
+    run.__annotations__ = {field.name: hints[field.name] for field in fields_of}
     return run
 
 
-# Parsers
+def option(
+    help_text: str, metavar: str, parse: Parse | None = None, panel: str | None = None, *names: str, **settings: Any
+) -> Any:
+    """An option with the name of its field. If `parse` refuses its text, `main` says of which option."""
 
-
-def parsed(name: str, parse: Callable[[str, str], Any]) -> Callable[[str], Any]:
-    """A parser for typer, whose errors are the library's. It is called with defaults too, which are values already."""
-
-    def parser(text: Any) -> Any:
+    def parser(text: Any) -> Any:  # also called with defaults, which are values already
         try:
-            return parse(name, text) if isinstance(text, str) else text
+            return parse(text) if parse is not None and isinstance(text, str) else text
         except UsageError as error:  # typer would replace the message of a ValueError
             raise typer.BadParameter(str(error)) from error
 
-    return parser
+    settings |= {"parser": None if parse is None else parser}
+    return typer.Option(*names, help=help_text, metavar=metavar, rich_help_panel=panel, **settings)
 
 
-def one_of(names: Sequence[str]) -> Callable[[str, str], str]:
-    def parse(name: str, text: str) -> str:
-        if text not in names:
-            raise ParseError(f"{name} {text!r}: expected one of {', '.join(names)}")
+def flag(name: str, help_text: str, panel: str | None = None) -> Any:
+    return typer.Option(name, help=help_text, rich_help_panel=panel)
+
+
+def whole_number(help_text: str, panel: str | None = None, least: int = 1) -> Any:
+    return option(help_text, "N", partial(parse_whole, "", least=least), panel)
+
+
+def tokens(help_text: str, panel: str | None = None, *names: str) -> Any:
+    return option(help_text, "SIZE", partial(parse_size, ""), panel, *names)
+
+
+def one_of(help_text: str, known: Iterable[str], panel: str | None = None) -> Any:
+    def parse(text: str) -> str:
+        if text not in known:
+            raise ParseError(f" {text!r}: expected one of {' '.join(known)}")
         return text
 
-    return parse
+    return option(help_text, "|".join(known), parse, panel)
 
 
-def _parse_window(name: str, text: str) -> Mask:
-    reaches = [-1 if part.strip() == "-1" else parse_size(name, part) for part in text.split(",")]
+def file(help_text: str, example: str) -> Any:
+    """A file to write."""
+    return option(help_text, "FILE", partial(output_file, example=example), OUTPUT)
+
+
+# Parsers. A message that begins with a space follows the name of the option
+
+
+def _parse_window(text: str) -> Mask:
+    reaches = [-1 if part.strip() == "-1" else parse_size("", part) for part in text.split(",")]
     if len(reaches) != 2:
-        raise ParseError(f"{name} {text!r}: expected LEFT,RIGHT in tokens, such as 4096,0; -1 is unbounded")
+        raise ParseError(f" {text!r}: expected LEFT,RIGHT in tokens, such as 4096,0; -1 is unbounded")
     return window(*reaches)
 
 
-def _parse_documents(name: str, text: str) -> Mask:
-    return documents([parse_size(name, cut) for cut in text.split(",")])
+def _parse_documents(text: str) -> Mask:
+    return documents([parse_size("", cut) for cut in text.split(",")])
 
 
-def _parse_tile(name: str, text: str) -> Tile:
-    try:
-        return Tile.parse(text)
-    except ParseError as error:
-        raise ParseError(f"{name}: {error}") from error
+def _parse_tile(text: str) -> Tile | None:
+    return None if text == "auto" else Tile.parse(text)
 
 
-def _parse_tile_or_auto(name: str, text: str) -> Tile | None:
-    try:
-        return None if text == "auto" else _parse_tile(name, text)
-    except ParseError as error:
-        raise ParseError(f"{error}, or auto") from error
+# Options of several commands
 
-
-def _parse_keep(name: str, text: str) -> tuple[Keep, ...]:
-    if text not in KEEPS:
-        raise ParseError(f"{name} {text!r}: expected one of {' '.join(KEEPS)}")
-    return KEEPS[text]
-
-
-# Options of several commands, by the panel of the help in which they stand
-
-OfProblem = partial(typer.Option, rich_help_panel="Problem")
-OfPlan = partial(typer.Option, rich_help_panel="Plan")
-OfOutput = partial(typer.Option, rich_help_panel="Output")
-
-
-def whole_number(name: str, help_text: str, option: Any = OfProblem, least: int = 1) -> Any:
-    """An option that is a whole number."""
-    return option(name, help=help_text, metavar="N", parser=parsed(name, partial(parse_whole, least=least)))
-
-
-def tokens(name: str, help_text: str, *names: str) -> Any:
-    return OfProblem(name, *names, help=help_text, metavar="SIZE", parser=parsed(name, parse_size))
-
-
-Ranks = Annotated[int, whole_number("--ranks", "Number of ranks that share the work.")]
-Heads = whole_number("--heads", "Query heads.")
-Layers = Annotated[
-    int, whole_number("--layers", "Serving: layers of the model, which times and cache are multiplied by.")
-]
-BothPasses = Annotated[bool, OfPlan("--backward", help="Forward and backward together.")]
-LayoutOption = Annotated[
-    Layout | None,
-    OfPlan(
-        "--layout",
-        help=f"{', '.join(LAYOUTS)}; the one that suits the mask if left out.",
-        metavar="NAME",
-        parser=parsed("--layout", lambda name, text: layout_named(text)),
+Ranks = Annotated[int, whole_number("Number of ranks that share the work.", PROBLEM)]
+Cluster = Annotated[
+    str,
+    option(
+        f"NAMExRANKS, such as h100x256 ({', '.join(PRESETS)}), or a .toml file that 'calibrate' wrote.",
+        "CLUSTER",
+        panel=PROBLEM,
     ),
 ]
-AsJson = Annotated[bool, OfOutput("--json", help="Print one JSON object and nothing else.")]
-TraceFile = Annotated[
-    Path | None,
-    OfOutput(
-        "--trace",
-        help="Write a timeline of the ranks for ui.perfetto.dev (JSON).",
-        metavar="FILE",
-        parser=parsed("--trace", partial(output_file, example="trace.json")),
-    ),
-]
+Layers = Annotated[int, whole_number("Serving: layers of the model, which times and cache are multiplied by.", PROBLEM)]
+BothPasses = Annotated[bool, flag("--backward", "Forward and backward together.", PLAN)]
+AsJson = Annotated[bool, flag("--json", "Print one JSON object and nothing else.", OUTPUT)]
+TraceFile = Annotated[Path | None, file("Write a timeline of the ranks for ui.perfetto.dev (JSON).", "trace.json")]
 ChartFile = Annotated[
-    Path | None,
-    OfOutput(
-        "--chart",
-        help="Draw a chart: .png, .svg or .pdf. Needs matplotlib.",
-        metavar="FILE",
-        parser=parsed("--chart", chart_file),
-    ),
+    Path | None, option("Draw a chart: .png, .svg or .pdf. Needs matplotlib.", "FILE", chart_file, OUTPUT)
 ]
 
 
 # The problem
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedProblemOptions:
-    """A problem, which is left out if a plan file states it.
+@dataclass(frozen=True, kw_only=True)
+class ProblemOptions:
+    """A problem and its layout.
 
     A problem of serving has new tokens and cached ones instead of a sequence. It is causal from the right, has the
     layout `Turn`, and no backward pass.
     """
 
-    otherwise: ClassVar[str] = "describe the problem, or give a plan file instead"
+    otherwise: ClassVar[str] = "give the length of the sequence, or for serving --new and --cached"
 
-    seq: Annotated[int | None, tokens("--seq", "Tokens of the whole sequence: 4096, 128k, 1m (k is 1024).")] = None
-    heads: Annotated[int | None, Heads] = None
-    head_dim: Annotated[int, whole_number("--head-dim", "Head size.")] = HEAD_DIM
-    seq_kv: Annotated[int | None, tokens("--seq-kv", "Number of keys, if it differs from --seq.")] = None
-    kv_heads: Annotated[int | None, whole_number("--kv-heads", "Key/value heads, if fewer.")] = None
-    head_dim_v: Annotated[int | None, whole_number("--head-dim-v", "Head size of V, if it differs.")] = None
-    batch: Annotated[int, whole_number("--batch", "Number of sequences in the batch.")] = 1
-    dtype: Annotated[str, OfProblem("--dtype", help=f"One of {', '.join(ITEMSIZE)}.", metavar="NAME")] = "bfloat16"
-    causal: Annotated[bool, OfProblem("--causal", help="A query sees the keys up to its own position.")] = False
+    context: typer.Context
+    seq: Annotated[int | None, tokens("Tokens of the whole sequence: 4096, 128k, 1m (k is 1024).", PROBLEM)] = None
+    heads: Annotated[int | None, whole_number("Query heads.", PROBLEM)] = None
+    head_dim: Annotated[int, whole_number("Head size.", PROBLEM)] = HEAD_DIM
+    seq_kv: Annotated[int | None, tokens("Number of keys, if it differs from --seq.", PROBLEM)] = None
+    kv_heads: Annotated[int | None, whole_number("Key/value heads, if fewer.", PROBLEM)] = None
+    head_dim_v: Annotated[int | None, whole_number("Head size of V, if it differs.", PROBLEM)] = None
+    batch: Annotated[int, whole_number("Number of sequences in the batch.", PROBLEM)] = 1
+    dtype: Annotated[str, option(f"One of {', '.join(ITEMSIZE)}.", "NAME", panel=PROBLEM)] = "bfloat16"
+    causal: Annotated[bool, flag("--causal", "A query sees the keys up to its own position.", PROBLEM)] = False
     window: Annotated[
         Mask | None,
-        OfProblem(
-            "--window",
-            help="A query sees LEFT keys before it and RIGHT after it; -1 is all.",
-            metavar="LEFT,RIGHT",
-            parser=parsed("--window", _parse_window),
-        ),
+        option("A query sees LEFT keys before it and RIGHT after it; -1 is all.", "LEFT,RIGHT", _parse_window, PROBLEM),
     ] = None
     documents: Annotated[
         Mask | None,
-        OfProblem(
-            "--documents",
-            help="Packed documents as running totals (cu_seqlens), such as 0,48k,128k.",
-            metavar="0,…,SEQ",
-            parser=parsed("--documents", _parse_documents),
+        option(
+            "Packed documents as running totals (cu_seqlens), such as 0,48k,128k.",
+            "0,…,SEQ",
+            _parse_documents,
+            PROBLEM,
         ),
     ] = None
     new: Annotated[
         int | None,
         tokens(
-            "--new",
             "Serving: new tokens of a prompt or a turn, instead of --seq. Both names are the same option.",
+            PROBLEM,
+            "--new",
             "--prefill",
         ),
     ] = None
     cached: Annotated[
-        int | None, tokens("--cached", "Serving: tokens before the new ones whose keys and values are cached; 0.")
+        int | None, tokens("Serving: tokens before the new ones whose keys and values are cached; 0.", PROBLEM)
+    ] = None
+    layout: Annotated[
+        Layout | None,
+        option(f"{', '.join(LAYOUTS)}; the one that suits the mask if left out.", "NAME", layout_named, PLAN),
     ] = None
 
     @property
@@ -250,8 +216,7 @@ class PlannedProblemOptions:
         return self._served(ranks, "--decode", new=new, cached=self.cached)
 
     def _served(self, ranks: int, what: str, *, new: int, cached: int) -> Problem:
-        others = {"--seq": self.seq, "--seq-kv": self.seq_kv, "--window": self.window, "--documents": self.documents}
-        refuse_with(what, others)
+        self.refuse_with(what, "seq", "seq_kv", "window", "documents")
         return self._problem(ranks, new, new + cached, causal())
 
     def _problem(self, ranks: int, seq_q: int, seq_kv: int, mask: Mask) -> Problem:
@@ -270,54 +235,49 @@ class PlannedProblemOptions:
             mask=mask,
         )
 
-    def layout(self, layout: Layout | None) -> Layout | None:
+    @property
+    def planned_layout(self) -> Layout | None:
         """The layout to plan with; None is the one that suits the mask."""
         if not self.is_turn:
-            return layout
-        refuse_with("--new", {"--layout": None if layout == Turn() else layout})
+            return self.layout
+        if self.layout != Turn():
+            self.refuse_with("--new", "layout")
         return Turn()
-
-    def choice(self, choice: Choice) -> Choice:
-        """The choice on the layout to plan with."""
-        return replace(choice, layout=self.layout(choice.layout))
 
     def passes(self, *, both: bool) -> tuple[Direction, ...]:
         if self.is_turn:
-            refuse_with("--new", {"--backward": both})
+            self.refuse_with("--new", "backward")
         return DIRECTIONS if both else DIRECTIONS[:1]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProblemOptions(PlannedProblemOptions):
-    """A problem that must be given."""
-
-    otherwise: ClassVar[str] = "give the length of the sequence, or for serving --new and --cached"
-
-    heads: Annotated[int, Heads]
-
-
-def check_layers(layers: int, *, is_served: bool) -> None:
-    if layers > 1 and not is_served:
-        raise UsageError("--layers needs --new or --decode; other problems are of one layer")
+    def refuse_with(self, what: object, *names: str) -> None:
+        """Raise if the command line states any of these parameters together with `what`."""
+        sources = {name: self.context.get_parameter_source(name) for name in names}
+        stated = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+        if stated:
+            spelt = ", ".join(f"--{name.replace('_', '-')}" for name in stated)
+            raise UsageError(
+                f"{spelt} cannot be combined with {what}; leave {'it' if len(stated) == 1 else 'them'} out"
+            )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeOptions:
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions(ProblemOptions):
+    """A problem, or one decoded step."""
+
     decode: Annotated[
         bool,
-        OfProblem(
+        flag(
             "--decode",
-            help="Serving: one decoded step; --batch sequences of --cached tokens, with --new tokens each (1 if left "
-            "out).",
+            "Serving: one decoded step; --batch sequences of --cached tokens, with --new tokens each (1 if left out).",
+            PROBLEM,
         ),
     ] = False
     queries: Annotated[
         Queries | None,
-        OfProblem(
-            "--queries",
-            help="With --decode: every rank runs the same tokens, or each runs some of the sequences; any if left out.",
-            metavar="|".join(QUERIES),
-            parser=parsed("--queries", one_of(QUERIES)),
+        one_of(
+            "With --decode: every rank runs the same tokens, or each runs some of the sequences; any if left out.",
+            QUERIES,
+            PROBLEM,
         ),
     ] = None
 
@@ -326,19 +286,12 @@ class DecodeOptions:
             raise UsageError("--queries needs --decode")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
     """A cluster, and a number of ranks if it differs from the cluster's."""
 
-    cluster: Annotated[
-        str,
-        OfProblem(
-            "--cluster",
-            help=f"NAMExRANKS, such as h100x256 ({', '.join(PRESETS)}), or a .toml file that 'calibrate' wrote.",
-            metavar="CLUSTER",
-        ),
-    ]
-    ranks: Annotated[int | None, whole_number("--ranks", "Number of ranks, if it differs from the cluster's.")] = None
+    cluster: Cluster
+    ranks: Annotated[int | None, whole_number("Number of ranks, if it differs from the cluster's.", PROBLEM)] = None
 
     @property
     def topology(self) -> Topology:
@@ -349,90 +302,70 @@ class ClusterOptions:
 # The plan
 
 
-def _name(name: str, help_text: str, names: Sequence[str]) -> Any:
-    """An option that is one of some names."""
-    return OfPlan(name, help=help_text, metavar="|".join(names), parser=parsed(name, one_of(names)))
+@dataclass(frozen=True, kw_only=True)
+class ChoiceOptions(ProblemOptions):
+    """A problem, and a `Choice` of how to plan it."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceOptions:
-    """Options of a `Choice`."""
-
-    method: Annotated[str, OfPlan("--method", help=f"Planner: {', '.join(METHODS)}.", metavar="NAME")] = "mesh"
+    method: Annotated[str, option(f"Planner: {', '.join(METHODS)}.", "NAME", panel=PLAN)] = "mesh"
     tile: Annotated[
         Tile | None,
-        OfPlan(
-            "--tile",
-            help="Query shards x KV shards that a rank computes; auto moves the fewest bytes.",
-            metavar="AxB|auto",
-            parser=parsed("--tile", _parse_tile_or_auto),
+        option(
+            "Query shards x KV shards that a rank computes; auto moves the fewest bytes.",
+            "AxB|auto",
+            _parse_tile,
+            PLAN,
             show_default="auto",
         ),
     ] = None
-    ulysses_degree: Annotated[
-        int | None, whole_number("--ulysses-degree", "Ranks that trade heads for tokens; 1 if left out.", OfPlan)
-    ] = None
-    inner: Annotated[
-        Tile | None,
-        OfPlan(
-            "--inner",
-            help="The part of the grid that one node holds.",
-            metavar="AxB",
-            parser=parsed("--inner", _parse_tile),
-        ),
-    ] = None
-    layout: LayoutOption = None
-    route: Annotated[Route | None, _name("--route", "How shards travel; direct if left out.", ROUTES)] = None
-    partials: Annotated[Route | None, _name("--partials", "How partials travel; direct if left out.", ROUTES)] = None
-    blocks_per_call: Annotated[
-        int | None, whole_number("--blocks-per-call", "Blocks that one kernel call attends.", OfPlan)
-    ] = None
+    ulysses_degree: Annotated[int | None, whole_number("Ranks that trade heads for tokens; 1 if left out.", PLAN)] = (
+        None
+    )
+    inner: Annotated[Tile | None, option("The part of the grid that one node holds.", "AxB", Tile.parse, PLAN)] = None
+    route: Annotated[Route | None, one_of("How shards travel; direct if left out.", ROUTES, PLAN)] = None
+    partials: Annotated[Route | None, one_of("How partials travel; direct if left out.", ROUTES, PLAN)] = None
+    blocks_per_call: Annotated[int | None, whole_number("Blocks that one kernel call attends.", PLAN)] = None
     keep: Annotated[
-        Any,  # tuple[Keep, ...] | None, which typer would read as an option of several values
-        OfPlan(
-            "--keep",
-            help="Inputs that forward keeps for backward: own as exchanged by Ulysses, q and kv gathered.",
-            metavar="|".join(KEEPS),
-            parser=parsed("--keep", _parse_keep),
-        ),
+        str | None,
+        one_of("Inputs that forward keeps for backward: own as exchanged by Ulysses, q and kv gathered.", KEEPS, PLAN),
     ] = None
-    waves: Annotated[
-        int | None, whole_number("--waves", "Parts of the heads, or rows, that follow each other.", OfPlan)
-    ] = None
-    cut: Annotated[Cut | None, _name("--cut", "What waves are cut from; heads if left out.", CUTS)] = None
+    waves: Annotated[int | None, whole_number("Parts of the heads, or rows, that follow each other.", PLAN)] = None
+    cut: Annotated[Cut | None, one_of("What waves are cut from; heads if left out.", CUTS, PLAN)] = None
 
     @property
     def choice(self) -> Choice:
-        return Choice.of(**{field.name: getattr(self, field.name) for field in fields(self)})
+        stated: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Choice)}
+        keep = None if self.keep is None else self.keep.split(",")
+        return Choice.of(**stated | {"layout": self.planned_layout, "keep": keep})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedOptions(ChoiceOptions, ClusterOptions):
+    """A problem and a choice on a cluster, or a plan file instead of both."""
+
+    otherwise: ClassVar[str] = "describe the problem, or give a plan file instead"
+
+    def plan_in(self, file: Path, report: Report) -> Plan:
+        """The plan in a file. It states the problem and the choice, so the command line must not."""
+        self.refuse_with(
+            f"{file}, which states the problem and the plan",
+            *(field.name for field in fields(ChoiceOptions)),
+            "backward",
+        )
+        plan = checked_plan(file, report)
+        if plan.problem.ranks != self.topology.ranks:
+            raise UsageError(
+                f"{file} is for {count(plan.problem.ranks, 'rank')}, but the cluster has {self.topology.ranks:,}; "
+                f"use --ranks {plan.problem.ranks}"
+            )
+        return plan
 
 
 # Refusals
 
 
-def refuse_with(what: str, options: Mapping[str, object]) -> None:
-    """Raise if any of these options is given together with `what`."""
-    names = [name for name, value in options.items() if value not in (None, False)]
-    if names:
-        it = "it" if len(names) == 1 else "them"
-        raise UsageError(f"{', '.join(names)} cannot be combined with {what}; leave {it} out")
-
-
-def refuse_with_file(context: typer.Context, file: Path, *groups: Any, also: Sequence[str] = ()) -> None:
-    """A plan file states the problem and the plan, so options that state them again are refused."""
-    names = options_given(context, *(field.name for group in groups for field in fields(group)), *also)
-    if names:
-        it = "it" if len(names) == 1 else "them"
-        raise UsageError(f"{', '.join(names)} cannot be combined with {file}, which states {it}; leave {it} out")
-
-
-def options_given(context: typer.Context, *names: str) -> list[str]:
-    """Which of these parameters the command line states, as it spells them."""
-    sources = {name: context.get_parameter_source(name) for name in names}
-    return [
-        f"--{name.replace('_', '-')}"
-        for name, source in sources.items()
-        if source is not None and source.name == "COMMANDLINE"
-    ]
+def check_layers(layers: int, *, is_served: bool) -> None:
+    if layers > 1 and not is_served:
+        raise UsageError("--layers needs --new or --decode; other problems are of one layer")
 
 
 def check_rank(rank: int, ranks: int) -> int:

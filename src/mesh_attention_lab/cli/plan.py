@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
+from mesh_attention.errors import writing
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.plan import Plan
@@ -21,17 +19,10 @@ from mesh_attention.plan.steps import transfers
 from mesh_attention.plan.text import format_step
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.tuning.search import MOST_TRANSFERS
-from mesh_attention.units import BYTES, FLOPS, Report, count, format_nbytes, format_together
+from mesh_attention.units import BYTES, FLOPS, count, format_nbytes
 from mesh_attention.verification.rules import RULES, check, format_breaches
 from mesh_attention_lab.cli import options as opt
-from mesh_attention_lab.cli.files import (
-    output_file,
-    problem_to_json,
-    progress,
-    read_plan,
-    unroll,
-    write_plan,
-)
+from mesh_attention_lab.cli.files import problem_to_json, read_plan
 from mesh_attention_lab.cli.terminal import (
     Column,
     choice_words,
@@ -40,6 +31,7 @@ from mesh_attention_lab.cli.terminal import (
     plain_console,
     print_first,
     print_table,
+    progress,
     size_words,
     tile_reason,
     times,
@@ -51,41 +43,34 @@ WHOLE_PROGRAM = 40
 FIRST_STEPS, LAST_STEPS = 20, 10
 LONGEST_STEP = 160
 """Characters of a step that are shown; collectives of large groups have thousands."""
+LEAST_STEP = 20
+"""Steps are wrapped to this width where there is little room."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    backward: Annotated[bool, opt.OfPlan("--backward", help="Plan the backward pass instead of the forward one.")] = (
-        False
-    )
-    rank: Annotated[int, opt.whole_number("--rank", "The rank whose steps are shown.", opt.OfOutput, least=0)] = 0
-    all_steps: Annotated[bool, opt.OfOutput("--all-steps", help="Show all its steps, however many.")] = False
-    save: Annotated[
-        Path | None,
-        opt.OfOutput(
-            "--save",
-            help="Write every rank's steps to a plan file, as text.",
-            metavar="FILE",
-            parser=opt.parsed("--save", partial(output_file, example="plan.txt")),
-        ),
-    ] = None
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(opt.ChoiceOptions):
+    ranks: opt.Ranks
+    backward: Annotated[
+        bool, opt.flag("--backward", "Plan the backward pass instead of the forward one.", opt.PLAN)
+    ] = False
+    rank: Annotated[int, opt.whole_number("The rank whose steps are shown.", opt.OUTPUT, least=0)] = 0
+    all_steps: Annotated[bool, opt.flag("--all-steps", "Show all its steps, however many.", opt.OUTPUT)] = False
+    save: Annotated[Path | None, opt.file("Write every rank's steps to a plan file, as text.", "plan.txt")] = None
     json: opt.AsJson = False
 
 
-def plan_command(
-    ranks: opt.Ranks, problem_options: opt.ProblemOptions, choice_options: opt.ChoiceOptions, options: PlanOptions
-) -> None:
+def plan_command(options: PlanOptions) -> None:
     """Make a plan, show it, and compare it with the plans of the other methods."""
-    problem = problem_options.problem(ranks)
+    problem = options.problem(options.ranks)
     with progress("planning") as report:
-        direction = problem_options.passes(both=options.backward)[-1]
-        choice = grouped(problem_options.choice(choice_options.choice), problem, direction)
+        direction = options.passes(both=options.backward)[-1]
+        choice = grouped(options.choice, problem, direction)
         plan = make_plan(problem, choice, direction=direction)
         steps = _step_rows(plan, options.rank)  # first: it refuses a rank that does not exist
         comparison = compare(plan, choice, report=report)
-        saved = "" if options.save is None else _save(plan, options.save, report)
+        saved = "" if options.save is None else _save(plan, options.save)
     if options.json:
-        program = {"rank": options.rank, "steps": [asdict(row) for row in steps]}
+        program = {"rank": options.rank, "steps": list(map(asdict, steps))}
         answer = {"plan": str(plan), "digest": plan.digest, "problem": problem_to_json(problem), "program": program}
         typer.echo(json.dumps(answer | {"comparison": asdict(comparison)}))
         return
@@ -102,11 +87,11 @@ def plan_command(
     console.print()
     console.print(draw_matrix(plan, width=console.width))
     console.print(f"\nsteps of rank {options.rank}", style="bold")
-    console.print(_step_table(steps, all_steps=options.all_steps))
+    print_table(console, _step_columns(steps, all_steps=options.all_steps))
     console.print("\ncompared with the other methods", style="bold")
     bold = [row.is_this_plan for row in comparison.rows]
     print_table(console, _comparison_columns(comparison), bold=bold)
-    console.print(_comparison_caption(comparison, ranks=ranks), style="dim")
+    console.print(_comparison_caption(comparison, ranks=options.ranks), style="dim")
     console.print(_verdict(plan, comparison))
     if saved:
         console.print(f"\n{saved}")
@@ -116,13 +101,16 @@ def _of_ring(row: Row) -> str:
     return "" if row.against_ring is None or row.method == "ring" else f", {times(row.against_ring)} of ring's bytes"
 
 
-def _save(plan: Plan, path: Path, report: Report) -> str:
+def _save(plan: Plan, path: Path) -> str:
     """Write the plan with every step stated."""
-    unrolled = unroll(plan, report)
-    report(f"writing {path.name}", 1.0)
-    write_plan(path, unrolled)
-    steps = sum(len(program.steps) for program in unrolled.programs or ())
-    return f"saved {path}: {count(steps, 'step')} of {count(plan.problem.ranks, 'rank')}"
+    unrolled = plan.unrolled()
+    with writing(path):
+        path.write_text(str(unrolled), encoding="utf-8")
+    return f"saved {path}: {count(_steps(unrolled), 'step')} of {count(plan.problem.ranks, 'rank')}"
+
+
+def _steps(unrolled: Plan) -> int:
+    return sum(len(program.steps) for program in unrolled.all_programs())
 
 
 def _headline(plan: Plan) -> str:
@@ -157,23 +145,26 @@ def _step_rows(plan: Plan, rank: int) -> list[StepRow]:
     return rows
 
 
-def _step_table(steps: Sequence[StepRow], *, all_steps: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("", justify="right", style="dim")
-    table.add_column("step", ratio=1, overflow="fold")
-    table.add_column("moved", justify="right", no_wrap=True)
-    table.add_column("held", justify="right", no_wrap=True)
-    left_out = 0 if all_steps or len(steps) <= WHOLE_PROGRAM else len(steps) - FIRST_STEPS - LAST_STEPS
-    shown = steps if not left_out else (*steps[:FIRST_STEPS], *steps[-LAST_STEPS:])
-    for position, row in enumerate(shown):
-        if left_out and position == FIRST_STEPS:
-            table.add_row("…", f"{left_out:,} steps left out; --all-steps shows them", "", "", style="dim")
-        text = row.step if all_steps else shorten(row.step, LONGEST_STEP, placeholder=" … (--all-steps shows the rest)")
-        moved = format_nbytes(row.moved_nbytes) if row.moved_nbytes else ""
-        table.add_row(str(row.index), text, moved, format_nbytes(row.held_nbytes))
-    if not steps:
-        table.add_row("", "nothing to do", "", "")
-    return table
+def _step_columns(steps: Sequence[StepRow], *, all_steps: bool) -> list[Column]:
+    rows = [
+        (
+            str(row.index),
+            row.step if all_steps else shorten(row.step, LONGEST_STEP, placeholder=" … (--all-steps shows the rest)"),
+            format_nbytes(row.moved_nbytes) if row.moved_nbytes else "",
+            format_nbytes(row.held_nbytes),
+        )
+        for row in steps
+    ]
+    if not all_steps and len(rows) > WHOLE_PROGRAM:
+        left_out = ("…", f"{len(rows) - FIRST_STEPS - LAST_STEPS:,} steps left out; --all-steps shows them", "", "")
+        rows[FIRST_STEPS:-LAST_STEPS] = [left_out]
+    numbers, texts, moved, held = zip(*rows or [("", "nothing to do", "", "")], strict=True)
+    return [
+        Column(header="", cells=numbers),
+        Column(header="step", cells=texts, is_text=True, least_width=LEAST_STEP),
+        Column(header="moved", cells=moved),
+        Column(header="held", cells=held),
+    ]
 
 
 # Comparison
@@ -181,21 +172,17 @@ def _step_table(steps: Sequence[StepRow], *, all_steps: bool) -> Table:
 
 def _comparison_columns(comparison: Comparison) -> list[Column]:
     rows = comparison.rows
-    moved = [row.sent_nbytes for row in rows] + [row.received_nbytes for row in rows]
-    moved_unit, moved_texts = format_together(moved, BYTES, below=10_000)
-    flops_unit, flops = format_together([row.flops for row in rows], FLOPS, below=100)
-    peak_unit, peaks = format_together([row.peak_nbytes for row in rows], BYTES, below=10_000)
     names = [f"{'>' if row.is_this_plan else ' '} {row.method}" for row in rows]
     return [
         Column(header="method", cells=names, is_text=True),
         Column(header="tile", cells=[_tile(row) for row in rows], is_text=True),
-        Column(header=f"sent\n{moved_unit}", cells=moved_texts[: len(rows)], drop=1),
-        Column(header=f"received\n{moved_unit}", cells=moved_texts[len(rows) :]),
+        Column.of_amounts("sent", [row.sent_nbytes for row in rows], BYTES, drop=1),
+        Column.of_amounts("received", [row.received_nbytes for row in rows], BYTES),
         Column(header="×\nring", cells=[times(row.against_ring) for row in rows]),
         Column(header="×\nbound", cells=[times(row.against_bound) for row in rows]),
-        Column(header=flops_unit, cells=flops),
+        Column.of_amounts("work", [row.flops for row in rows], FLOPS, below=100),
         Column(header="imbalance", cells=[f"{row.imbalance:.1%}" for row in rows]),
-        Column(header=f"peak\n{peak_unit}", cells=peaks),
+        Column.of_amounts("peak", [row.peak_nbytes for row in rows], BYTES),
         Column(header="kernel\ncalls", cells=[f"{row.kernel_calls:,}" for row in rows]),
         Column(header="messages", cells=[f"{row.messages:,}" for row in rows], drop=2),
     ]
@@ -236,10 +223,10 @@ def _verdict(plan: Plan, comparison: Comparison) -> str:
 # verify
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A plan file.", show_default=False)]
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False
+    json: Annotated[bool, opt.flag("--json", "Print one JSON object and nothing else.")] = False
 
 
 def verify_command(options: VerifyOptions) -> None:
@@ -249,21 +236,15 @@ def verify_command(options: VerifyOptions) -> None:
     """
     with progress(f"reading {options.file.name}") as report:
         plan = read_plan(options.file)
-        unrolled = unroll(plan, report)
+        unrolled = plan.unrolled()
         breaches = check(unrolled, on_progress=report)
-    ranks, steps = plan.problem.ranks, sum(len(program.steps) for program in unrolled.programs or ())
+    facts = {"ranks": plan.problem.ranks, "steps": _steps(unrolled), "rules": list(RULES), "digest": plan.digest}
     if options.json:
-        answer = {
-            "ok": not breaches,
-            "breaches": list(map(asdict, breaches)),
-            "ranks": ranks,
-            "steps": steps,
-            "rules": list(RULES),
-        }
-        typer.echo(json.dumps(answer | {"digest": plan.digest}))
+        typer.echo(json.dumps({"ok": not breaches, "breaches": list(map(asdict, breaches)), **facts}))
     elif breaches:
         typer.echo(format_breaches(plan, breaches))
     else:
-        typer.echo(f"plan is right: {count(ranks, 'rank')}, {count(steps, 'step')}, {len(RULES)} rules kept")
+        ranks, steps = count(plan.problem.ranks, "rank"), count(_steps(unrolled), "step")
+        typer.echo(f"plan is right: {ranks}, {steps}, {len(RULES)} rules kept")
     if breaches:
         raise typer.Exit(1)

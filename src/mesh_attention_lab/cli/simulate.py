@@ -24,18 +24,18 @@ from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import Report, format_nbytes, format_time, three_digits
 from mesh_attention_lab.cli import options as opt
-from mesh_attention_lab.cli.files import checked_plan_for, problem_to_json, progress
+from mesh_attention_lab.cli.files import problem_to_json
 from mesh_attention_lab.cli.serving import cache_words, layers_words
 from mesh_attention_lab.cli.terminal import (
-    SHADES,
     Column,
     cluster_words,
-    draw_lanes,
     plain_console,
     print_fact,
     print_first,
     print_table,
     problem_words,
+    progress,
+    time_words,
     times,
 )
 from mesh_attention_lab.comparison import grouped, usual_ring_plan
@@ -44,8 +44,8 @@ from mesh_attention_lab.drawing.gantt import gantt
 from mesh_attention_lab.drawing.trace import write_trace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions(opt.PlannedOptions):
     file: Annotated[
         Path | None,
         typer.Argument(metavar="PLAN", help="A plan file, instead of a problem and a choice.", show_default=False),
@@ -53,41 +53,22 @@ class SimulateOptions:
     trace: opt.TraceFile = None
     chart: opt.ChartFile = None
     json: opt.AsJson = False
+    layers: opt.Layers = 1
+    backward: opt.BothPasses = False
 
 
-def simulate_command(
-    context: typer.Context,
-    cluster_options: opt.ClusterOptions,
-    problem_options: opt.PlannedProblemOptions,
-    choice_options: opt.ChoiceOptions,
-    options: SimulateOptions,
-    layers: opt.Layers = 1,
-    backward: opt.BothPasses = False,
-) -> None:
+def simulate_command(options: SimulateOptions) -> None:
     """Forecast a plan on a cluster: time, exposed communication, bytes and memory, next to ring.
 
     Exit code 0: done. 1: the plan file breaks a rule. 2: invalid input.
     """
-    topology = cluster_options.topology
-    is_many = topology.ranks >= MANY_RANKS
-    shown_ranks = sorted({topology.ranks - 1} if is_many else {0, topology.ranks // 2, topology.ranks - 1})
+    topology = options.topology
     with progress("planning") as report:
-        if options.file is not None:
-            opt.refuse_with_file(context, options.file, opt.PlannedProblemOptions, opt.ChoiceOptions, also=["backward"])
-            plan = checked_plan_for(options.file, topology, report)
-            plans: dict[Direction, Plan] = {plan.direction: plan}
-            opt.refuse_uneven(plan.problem, plan.layout, topology)
-            what = str(options.file)
-        else:
-            problem = problem_options.problem(topology.ranks)
-            wanted = problem_options.choice(choice_options.choice)
-            opt.refuse_uneven(problem, wanted.layout or default_layout(problem), topology)
-            choices = {d: grouped(wanted, problem, d, blocks_per_call=1) for d in problem_options.passes(both=backward)}
-            plans = {d: plan_on(topology, problem, choice, d) for d, choice in choices.items()}
-            what = ", backward ".join(dict.fromkeys(map(str, choices.values())))
-        is_turn = next(iter(plans.values())).layout == Turn()
-        opt.check_layers(layers, is_served=is_turn)
-        spans_of = {*shown_ranks, *(sampled_ranks(topology.ranks) if options.trace else ())}
+        what, plans = _plans(options, topology, report)
+        first = next(iter(plans.values()))
+        opt.check_layers(options.layers, is_served=first.layout == Turn())
+        drawn, why = _drawn_ranks(topology.ranks)
+        spans_of = {*(drawn if options.chart else ()), *(sampled_ranks(topology.ranks) if options.trace else ())}
         forecasts = [_forecast(plans, topology, spans_of, report)]
         has_ring = topology.ranks <= MOST_TRANSFERS
         ring = {direction: usual_ring_plan(plan, topology) for direction, plan in plans.items()} if has_ring else plans
@@ -99,18 +80,37 @@ def simulate_command(
             write_trace(options.trace, whole)
         if options.chart is not None:
             report(f"drawing {options.chart.name}", 1.0)
-            save_chart(gantt(whole, ranks=shown_ranks, why=_why_these(shown_ranks, topology.ranks)), options.chart)
+            save_chart(gantt(whole, ranks=drawn, why=why), options.chart)
     if options.json:
-        files = {
-            name: None if path is None else str(path)
-            for name, path in (("trace", options.trace), ("chart", options.chart))
-        }
-        typer.echo(json.dumps(_as_json(forecasts, topology) | files | {"layers": layers}))
+        files = {name: path and str(path) for name, path in (("trace", options.trace), ("chart", options.chart))}
+        typer.echo(json.dumps(_as_json(forecasts, topology) | files | {"layers": options.layers}))
         return
-    _print(what, forecasts, topology, shown_ranks, layers=layers if is_turn else None)
-    for path in (options.trace, options.chart):
-        if path is not None:
-            typer.echo(f"wrote {path}")
+    _print(what, forecasts, topology, layers=options.layers)
+    for path in filter(None, (options.trace, options.chart)):
+        typer.echo(f"wrote {path}")
+
+
+def _plans(options: SimulateOptions, topology: Topology, report: Report) -> tuple[str, dict[Direction, Plan]]:
+    """What is simulated, in words, and its plans."""
+    if options.file is not None:
+        plan = options.plan_in(options.file, report)
+        opt.refuse_uneven(plan.problem, plan.layout, topology)
+        return str(options.file), {plan.direction: plan}
+    problem, choice = options.problem(topology.ranks), options.choice
+    opt.refuse_uneven(problem, choice.layout or default_layout(problem), topology)
+    choices = {d: grouped(choice, problem, d, blocks_per_call=1) for d in options.passes(both=options.backward)}
+    plans = {d: plan_on(topology, problem, choice, d) for d, choice in choices.items()}
+    return ", backward ".join(dict.fromkeys(map(str, choices.values()))), plans
+
+
+def _drawn_ranks(ranks: int) -> tuple[Sequence[int], str]:
+    """The ranks that a chart shows, and why these."""
+    if ranks >= MANY_RANKS:
+        return [ranks - 1], f"Rank {ranks - 1} is shown: the last of {ranks}, whose calls stand for all."
+    if ranks <= 3:
+        return range(ranks), f"All {ranks} ranks are shown." if ranks > 1 else ""
+    shown = [0, ranks // 2, ranks - 1]
+    return shown, "Ranks {}, {} and {} are shown: the first, the middle and the last of {}.".format(*shown, ranks)
 
 
 # Forecasts
@@ -133,15 +133,22 @@ class Forecasts:
         """The passes joined into one timeline."""
         return joined(self.timelines.values())
 
+    def bounds(self, direction: Direction | None = None) -> tuple[float, float]:
+        """Lower bounds of one pass or of all: seconds of compute, and bytes that an average rank receives."""
+        directions = self.plans if direction is None else [direction]
+        least = {d: limits(self.plans[d].problem, d) for d in directions}
+        rates = {"forward": self.topology.device.forward.tflops, "backward": self.topology.device.backward.tflops}
+        bound_s = sum(limit.flops / (rates[d] * 1e12) for d, limit in least.items())
+        return bound_s, sum(limit.received_nbytes for limit in least.values())
+
     def facts(self, direction: Direction | None = None) -> dict[str, Any]:
         """Numbers of one pass or of all. Bytes are sent by an average rank; `against_…` is relative to a bound.
 
         Inputs that forward kept are not sent again in backward, and then no bound on bytes is known.
         """
-        plans = list(self.plans.values()) if direction is None else [self.plans[direction]]
         timeline = self.whole if direction is None else self.timelines[direction]
-        forecast, (bound_s, bound_nbytes) = Forecast.of(timeline), _bounds(plans, self.topology)
-        has_kept = any(plan.schedule.keep for plan in plans if plan.direction == "backward")
+        forecast, (bound_s, bound_nbytes) = Forecast.of(timeline), self.bounds(direction)
+        has_kept = direction != "forward" and "backward" in self.plans and self.plans["backward"].schedule.keep
         return asdict(forecast) | {
             "overlap": timeline.overlap,
             "utilisation": timeline.utilisation,
@@ -155,21 +162,13 @@ def _forecast(plans: Mapping[Direction, Plan], topology: Topology, spans_of: set
     return Forecasts(topology=topology, plans=plans, timelines=timelines)
 
 
-def _bounds(plans: Sequence[Plan], topology: Topology) -> tuple[float, float]:
-    """Lower bounds: seconds of compute, and bytes that an average rank receives."""
-    rates = {"forward": topology.device.forward.tflops, "backward": topology.device.backward.tflops}
-    least = {plan.direction: limits(plan.problem, plan.direction) for plan in plans}
-    bound_s = sum(limit.flops / (rates[direction] * 1e12) for direction, limit in least.items())
-    return bound_s, sum(limit.received_nbytes for limit in least.values())
-
-
 def _as_json(forecasts: Sequence[Forecasts], topology: Topology) -> dict[str, Any]:
-    plans = list(forecasts[0].plans.values())
-    bound_s, bound_nbytes = _bounds(plans, topology)
+    plan = next(iter(forecasts[0].plans.values()))
+    bound_s, bound_nbytes = forecasts[0].bounds()
     return {
-        "problem": problem_to_json(plans[0].problem),
+        "problem": problem_to_json(plan.problem),
         "cluster": asdict(topology),
-        "layout": plans[0].layout.name,
+        "layout": plan.layout.name,
         "is_exact": all(forecast.whole.is_exact for forecast in forecasts),
         "bound_s": bound_s,
         "bound_nbytes": bound_nbytes,
@@ -195,56 +194,41 @@ def _as_json(forecasts: Sequence[Forecasts], topology: Topology) -> dict[str, An
 # For people
 
 
-def _print(
-    what: str, forecasts: Sequence[Forecasts], topology: Topology, shown_ranks: Sequence[int], *, layers: int | None
-) -> None:
-    """With `layers`, the plan is that of a turn."""
+def _print(what: str, forecasts: Sequence[Forecasts], topology: Topology, *, layers: int) -> None:
     console, this = plain_console(), forecasts[0]
-    plan = next(iter(this.plans.values()))
-    memory = f"{format_nbytes(this.whole.peak_nbytes)} per rank, for the buffers of a call"
-    print_first(console, plan=what, time=_time_words(this, topology, layers), memory=memory)
-    console.print(f"{this.whole.name}; {problem_words(plan.problem, plan.layout.name)}", style="bold")
+    plan, whole = next(iter(this.plans.values())), this.whole
+    is_turn = plan.layout == Turn()
+    times_s = {direction: timeline.time_s for direction, timeline in this.timelines.items()}
+    bound_s, _ = this.bounds()
+    print_first(
+        console,
+        plan=what,
+        time=time_words(times_s, bound_s, layers_words(whole.time_s, layers) if is_turn else ""),
+        memory=f"{format_nbytes(whole.peak_nbytes)} per rank, for the buffers of a call",
+    )
+    console.print(f"{whole.name}; {problem_words(plan.problem, plan.layout.name)}", style="bold")
     console.print(f"on {cluster_words(topology)}")
     console.print()
-    if layers is not None:
+    if is_turn:
         print_fact(console, "cache", cache_words(plan.problem, layers))
         console.print()
     columns = _columns(forecasts, topology)
     print_table(console, columns, bold=[label == "time" for label in columns[0].cells])
     console.print(_caption(forecasts, topology), style="dim")
-    for direction, timeline in this.timelines.items():
-        console.print(f"\n{direction}, {format_time(timeline.time_s)}", style="bold")
-        console.print(draw_lanes(timeline, ranks=shown_ranks, width=console.width))
-    console.print(f"{SHADES[-1]} busy all the time, {SHADES[1]} part of the time", style="dim")
-    console.print(_why_these(shown_ranks, topology.ranks), style="dim")
-
-
-def _why_these(shown: Sequence[int], ranks: int) -> str:
-    if len(shown) == ranks:
-        return f"All {ranks} ranks are shown." if ranks > 1 else ""
-    if len(shown) == 1:
-        return f"Rank {shown[0]} is shown: the last of {ranks}, whose calls stand for all."
-    return "Ranks {}, {} and {} are shown: the first, the middle and the last of {}.".format(*shown, ranks)
-
-
-def _time_words(this: Forecasts, topology: Topology, layers: int | None) -> str:
-    bound_s, _ = _bounds(list(this.plans.values()), topology)
-    share = f"; {bound_s / this.whole.time_s:.0%}".replace("%", " %") + " of one kernel's rate"
-    if layers is not None:
-        return f"{layers_words(this.whole.time_s, layers)}{share}"
-    passes = ", ".join(f"{format_time(timeline.time_s)} {direction}" for direction, timeline in this.timelines.items())
-    return (passes if len(this.timelines) == 1 else f"{format_time(this.whole.time_s)}: {passes}") + share
 
 
 def _columns(forecasts: Sequence[Forecasts], topology: Topology) -> list[Column]:
     columns = [Column(header="", cells=list(_cells(forecasts[0].facts(), topology)), is_text=True)]
     for forecast in forecasts:
-        for direction, plan in forecast.plans.items():
-            header = f"{plan.method}\n{plan.assignment}\n{direction}"
-            columns.append(Column(header=header, cells=list(_cells(forecast.facts(direction), topology).values())))
-        if len(forecast.plans) > 1:
-            cells = list(_cells(forecast.facts(), topology).values())
-            columns.append(Column(header=f"{forecast.method}\n\nboth", cells=cells))
+        facts = {
+            f"{plan.assignment}\n{direction}": forecast.facts(direction) for direction, plan in forecast.plans.items()
+        }
+        if len(facts) > 1:
+            facts["\nboth"] = forecast.facts()
+        columns += [
+            Column(header=f"{forecast.method}\n{what}", cells=list(_cells(of, topology).values()))
+            for what, of in facts.items()
+        ]
     return columns
 
 
@@ -268,7 +252,7 @@ def _cells(facts: Mapping[str, Any], topology: Topology) -> dict[str, str]:
 
 
 def _caption(forecasts: Sequence[Forecasts], topology: Topology) -> str:
-    bound_s, bound_nbytes = _bounds(list(forecasts[0].plans.values()), topology)
+    bound_s, bound_nbytes = forecasts[0].bounds()
     ring = "ring: shards are passed on along the ring, forecast block per call. " if len(forecasts) > 1 else ""
     prices = (
         "Prices are exact: every rank's calls are priced."

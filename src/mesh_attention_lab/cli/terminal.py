@@ -1,16 +1,19 @@
-"""What commands print: tables, facts, pictures in text, and problems and clusters in words."""
+"""What commands print: tables, facts, the matrix of a plan, problems and clusters in words, and their progress."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import floor, gcd, log10
+from itertools import zip_longest
+from math import gcd
 from textwrap import wrap
 from typing import Literal
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -18,10 +21,9 @@ from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import Choice
-from mesh_attention.problem import Problem
-from mesh_attention.timeline import LANES, Lane, Timeline
+from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
-from mesh_attention.units import count, format_size, time_unit
+from mesh_attention.units import Report, Units, count, format_size, format_time, format_together
 
 NO_NUMBER = "–"
 GAP = 2
@@ -41,6 +43,14 @@ class Column:
     least_width: int | None = None
     drop: int = 0
 
+    @classmethod
+    def of_amounts(
+        cls, header: str, values: Sequence[float], units: Units, *, below: int = 10_000, digits: int = 4, drop: int = 0
+    ) -> Column:
+        """Amounts in one unit, which stands below the header."""
+        unit, cells = format_together(list(map(round, values)), units, below=below, digits=digits)
+        return cls(header=f"{header}\n{unit}", cells=cells, drop=drop)
+
     @property
     def narrow_width(self) -> int:
         whole = max(len(line) for cell in (self.header, *self.cells) for line in cell.split("\n"))
@@ -52,8 +62,8 @@ def plain_console() -> Console:
     return Console(highlight=False, markup=False, emoji=False)
 
 
-def print_table(console: Console, columns: Sequence[Column], *, bold: Sequence[bool] = (), gap_after: int = 0) -> str:
-    """Prints the columns that fit, with a gap after `gap_after` rows; returns a sentence about the others, if any."""
+def print_table(console: Console, columns: Sequence[Column], *, bold: Sequence[bool] = ()) -> str:
+    """Prints the columns that fit; returns a sentence about the others, if any."""
     kept = fitting(columns, width=console.width)
     gap = GAP if _narrow_width(kept, GAP) <= console.width else 1
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, gap - 1, 0, 0))
@@ -62,9 +72,8 @@ def print_table(console: Console, columns: Sequence[Column], *, bold: Sequence[b
         table.add_column(
             column.header, justify=align, no_wrap=column.least_width is None, min_width=column.narrow_width
         )
-    for number, cells in enumerate(zip(*(column.cells for column in kept), strict=True)):
-        is_bold = bool(bold) and bold[number]
-        table.add_row(*map(_indented, cells), style="bold" if is_bold else None, end_section=number + 1 == gap_after)
+    for cells, is_bold in zip_longest(zip(*(column.cells for column in kept), strict=True), bold):
+        table.add_row(*map(_indented, cells), style="bold" if is_bold else None)
     console.print(table)
     dropped = ", ".join(" ".join(column.header.split()) for column in columns if column not in kept)
     return f"No room for {dropped}: use a wider terminal, or --json." if dropped else ""
@@ -116,7 +125,20 @@ def times(ratio: float | None) -> str:
     return f"{ratio:.2f}" if ratio >= 0.01 or not ratio else f"{ratio:.1g}"
 
 
+def percent(share: float, *, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
 # Words
+
+
+def time_words(times_s: Mapping[Direction, float], bound_s: float, of_layers: str = "") -> str:
+    """The time of all passes and of each, unless it is stated for layers, as a share of one kernel's rate."""
+    whole_s = sum(times_s.values())
+    words = ", ".join(f"{format_time(seconds)} {direction}" for direction, seconds in times_s.items())
+    if len(times_s) > 1:
+        words = f"{format_time(whole_s)}: {words}"
+    return f"{of_layers or words}; {percent(bound_s / whole_s)} of one kernel's rate"
 
 
 LONGEST_MASK = 40
@@ -252,80 +274,22 @@ def _caption(plan: Plan, stride: int, has_empty: bool) -> str:
     if has_empty:
         caption += "; · nothing to compute"
     if stride > 1:
-        caption += f"; of {plan.assignment.places} shards, every {_ordinal(stride)} is shown"
+        caption += f"; of {plan.assignment.places} shards, one in {stride} is shown"
     return caption
 
 
-def _ordinal(number: int) -> str:
-    ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
+# Progress, on stderr: nothing is left behind, and nothing shown where stderr is not a terminal
 
 
-# Timelines: one character for each slice of time
+@contextmanager
+def progress(doing: str, *, is_shown: bool = True) -> Iterator[Report]:
+    """A bar that pulses until the first fraction is reported."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
+        task = bar.add_task(doing, total=None)
 
+        def report(doing: str, fraction: float) -> None:
+            bar.update(task, total=1.0, completed=fraction, description=doing)
 
-SHADES = " ░▒▓█"
-"""Characters for a slice that is idle, and busy for a little, half, most or all of its time."""
-COLOURS: dict[Lane, int] = {"compute": 26, "wait": 160, "send": 28, "recv": 134}
-"""Terminal colours (of 256) that are readable on black and on white."""
-LEAST_WIDTH = 10
-
-
-def draw_lanes(timeline: Timeline, *, ranks: Sequence[int], width: int) -> Text:
-    """Four lines for each rank, below a time axis."""
-    names = [f"rank {rank}" for rank in ranks]
-    margin = max(map(len, names)) + 1 + max(map(len, LANES)) + 1
-    slices = max(LEAST_WIDTH, width - margin)
-    lines = [Text(" " * margin + _axis(timeline.time_s, slices), style="dim")]
-    for name, rank in zip(names, ranks, strict=True):
-        for lane in LANES:
-            label = f"{name if lane == LANES[0] else '':<{margin - 8}}{lane:<8}"
-            spans = [(s.start_s, s.stop_s) for s in timeline.spans if (s.rank, s.lane) == (rank, lane)]
-            busy = busy_shares(spans, stop_s=timeline.time_s, slices=slices)
-            line = Text(label, style="dim")
-            line.append("".join(map(shade, busy)).rstrip(), style=f"not dim color({COLOURS[lane]})")
-            lines.append(line)
-    return Text("\n").join(lines)
-
-
-def busy_shares(spans: Iterable[tuple[float, float]], *, stop_s: float, slices: int) -> list[float]:
-    """The share of each slice of the time that is covered by spans; they may overlap."""
-    shares = [0.0] * slices
-    slice_s = stop_s / slices
-    free_s = 0.0
-    for start, stop in sorted(spans):
-        start, stop = max(start, free_s), min(stop, stop_s)
-        free_s = max(free_s, stop)
-        at = min(slices - 1, int(start / slice_s)) if slice_s else 0
-        while start < stop and at < slices:
-            end = min(stop, (at + 1) * slice_s)
-            shares[at] += max(0.0, end - start) / slice_s
-            start, at = max(start, end), at + 1
-    return [min(1.0, share) for share in shares]
-
-
-def shade(share: float) -> str:
-    """Full only for a slice that is busy all the time, or nearly, and blank only for one that is idle."""
-    if share <= 0.0:
-        return SHADES[0]
-    return SHADES[-1] if share > 0.99 else SHADES[1 + min(2, int(3 * share))]
-
-
-def _axis(stop_s: float, slices: int) -> str:
-    """Labels at round times; those that do not fit are left out."""
-    stop_s = stop_s or 1e-6
-    unit, scale = time_unit(stop_s)
-    step = _round_up(stop_s / scale / max(1, slices // 12))
-    axis = ""
-    for number in range(floor(stop_s / scale / step + 1e-9) + 1):
-        at = round(number * step * scale / stop_s * slices)
-        label = f"│{number * step:,.{max(0, -floor(log10(step)))}f} {unit}"
-        if at >= len(axis) and at + len(label) <= slices:
-            axis = axis.ljust(at) + label
-    return axis
-
-
-def _round_up(value: float) -> float:
-    """The next 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** floor(log10(value))
-    return power * next(step for step in (1, 2, 5, 10) if step >= value / power - 1e-9)
+        yield report
