@@ -333,7 +333,7 @@ class Rank1:
         self.said = said
 
     def share(self, text: str) -> Any:
-        of_rank_0 = json.dumps(json.loads(text) | {"says": self.said})
+        of_rank_0 = json.dumps(json.loads(text) | {"payload": self.said})
         return SimpleNamespace(wait=lambda: None, result=lambda: [of_rank_0, text])
 
 

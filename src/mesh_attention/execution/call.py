@@ -25,7 +25,7 @@ from mesh_attention.plan.layout import Cached, Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.problem import Problem
-from mesh_attention.session.agreement import Question
+from mesh_attention.session.agreement import Statement
 from mesh_attention.session.session import Session
 
 MAX_ENGINES = 128
@@ -67,17 +67,17 @@ class PlanningTalk:
 
     session: Session
     device: torch.device
-    asked: Mapping[str, str]
+    must_match: Mapping[str, str]
 
     @property
     def comm(self) -> Comm:
         return self.session.comms_on(self.device)[0]
 
-    def share(self, step: str, says: Any) -> list[Any]:
-        """What every rank says at a step of planning; any JSON."""
-        asked = {**self.asked, **{f"{direction} plan": step for direction in DIRECTIONS}}
-        answers = self.session.agree(Question(asked=asked, says=says), device=self.device)
-        return [answer.says for answer in answers]
+    def share(self, step: str, payload: Any) -> list[Any]:
+        """The payloads of all ranks at a step of planning; any JSON."""
+        must_match = {**self.must_match, **{f"{direction} plan": step for direction in DIRECTIONS}}
+        statements = self.session.agree(Statement(must_match=must_match, payload=payload), device=self.device)
+        return [statement.payload for statement in statements]
 
 
 class Strategy(Protocol):
@@ -165,17 +165,17 @@ class Calls:
             comms = session.comms_on(device)
             self._check_graphs(device, comms)
             # In a local group, each rank judges by its own tensors, as it would in a process of its own.
-            asked = [_asked(call, pose(options, own, session.size)[0], device) for own in kinds]
-        talk = None if session.is_local else PlanningTalk(session, device, asked[0])
+            must_match = [_must_match(call, pose(options, own, session.size)[0], device) for own in kinds]
+        talk = None if session.is_local else PlanningTalk(session, device, must_match[0])
         passes = {"needs_gradient": call.gradient, "may_keep": call.may_keep}
         with session.telling():
             # Stage 3
             plans = self.strategy.plans(call.problem, call.layout, on_gpu=device.type == "cuda", talk=talk, **passes)
             _check_keep(plans, cuda_graphs=self.cuda_graphs)
             planned = {f"{direction} plan": f"{plan!r}" for direction, plan in plans.items()}
-            questions = [
-                Question(asked={**rank, **planned}, holds=_holds(own), expected=_shard_sizes(call, session.size))
-                for rank, own in zip(asked, kinds, strict=True)
+            statements = [
+                Statement(must_match={**rank, **planned}, holds=_holds(own), expected=_shard_sizes(call, session.size))
+                for rank, own in zip(must_match, kinds, strict=True)
             ]
             # Stage 4
             engine = Engine(
@@ -184,13 +184,13 @@ class Calls:
                 deterministic=call.deterministic,
                 session=session,
                 comms=comms,
-                call_id=questions[0].call_id,
+                call_id=statements[0].call_id,
                 programs=compile_programs(plans, comms),
                 captured=None if isinstance(call.layout, Cached) else self._captured(device),
             )
             engine.prepare(device)
         # Stage 5, not inside `telling`: if this raises, the other ranks raise as well, or cannot be reached.
-        session.agree(*questions, device=device)
+        session.agree(*statements, device=device)
         return engine
 
     def _check_graphs(self, device: torch.device, comms: Sequence[Comm]) -> None:
@@ -215,7 +215,7 @@ class Calls:
 # What ranks compare
 
 
-def _asked(call: Call, problem: Problem, device: torch.device) -> dict[str, str]:
+def _must_match(call: Call, problem: Problem, device: torch.device) -> dict[str, str]:
     return {
         "operation": "attention",
         **{field.name: str(getattr(problem, field.name)) for field in fields(problem)},

@@ -24,7 +24,7 @@ from mesh_attention.kernels.select import choose_kernel, choose_merging
 from mesh_attention.machine.fit import CallTime, MemoryTimes, MessageTime
 from mesh_attention.masks import causal, full
 from mesh_attention.problem import Direction, Problem
-from mesh_attention.session.agreement import Question
+from mesh_attention.session.agreement import Statement
 from mesh_attention.session.session import Session
 from mesh_attention.topology import LinkClass
 from mesh_attention.units import GIB, Report
@@ -92,7 +92,7 @@ BRIEF = Effort(
 
 def gather_values(comm: Comm, value: float) -> list[float]:
     """Each rank's number, as the same list on all ranks; also a barrier."""
-    return [float(answer.says) for answer in Session(comm).agree(Question(says=value))]
+    return [float(rank.payload) for rank in Session(comm).agree(Statement(payload=value))]
 
 
 def time_call(call: Callable[[], object], *, comm: Comm, device: torch.device, effort: Effort = THOROUGH) -> float:

@@ -16,7 +16,7 @@ from mesh_attention.serving.decode import DTYPE_NAMES, Step
 from mesh_attention.serving.memory import CachedLayer, CacheMemory, cache_nbytes
 from mesh_attention.serving.prefill import Turn, new_tokens
 from mesh_attention.serving.step_runner import StepRunner
-from mesh_attention.session.agreement import Question
+from mesh_attention.session.agreement import Statement
 from mesh_attention.units import brief, count, format_nbytes
 
 AnyTurn = TypeVar("AnyTurn", Turn, Step)
@@ -64,10 +64,10 @@ class ShardedCache:
             self.memories = [
                 CacheMemory(self.layers, blocks, block_tokens, dtype, self.device) for _ in attention.comms
             ]
-        asked = {"operation": "a cache", "layers": str(self.layers), "dtype": str(dtype)}
-        asked |= {"block_tokens": str(block_tokens), "max_rollback": str(max_rollback)}
-        asked |= {"tokens": str(tokens), "sequences": str(sequences)}
-        self.history = hash((attention.session.count_cache(), Question(asked=asked).call_id))
+        must_match = {"operation": "a cache", "layers": str(self.layers), "dtype": str(dtype)}
+        must_match |= {"block_tokens": str(block_tokens), "max_rollback": str(max_rollback)}
+        must_match |= {"tokens": str(tokens), "sequences": str(sequences)}
+        self.history = hash((attention.session.count_cache(), Statement(must_match=must_match).call_id))
         """A hash of the cache and of all that was done to it, equal on all ranks; it is part of the ids of calls."""
         pools = {window: BlockPool(number) for window, number in blocks.items()}
         self.book = Book(attention.ranks, attention.layout, block_tokens, pools, max_rollback)

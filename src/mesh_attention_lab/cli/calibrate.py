@@ -157,13 +157,13 @@ def work(setting: Problem, ranks_per_node: int, progress_file: Path) -> Measurem
 
 def _measure_with_ranks(options: CalibrateOptions, setting: Problem, ranks: int, size: int) -> Measurement | None:
     """The measurement on rank 0, None on the others."""
-    from mesh_attention.session.agreement import Question
+    from mesh_attention.session.agreement import Statement
     from mesh_attention.session.session import Session
 
     with joined_group() as (comm, device):
         refusal = _refusal(options) if comm.rank == 0 else ""
-        answers = Session(comm).agree(Question(says=refusal))  # else the others would wait for rank 0
-        if refusal := answers[0].says:
+        statements = Session(comm).agree(Statement(payload=refusal))  # else the others would wait for rank 0
+        if refusal := statements[0].payload:
             if comm.rank == 0:
                 raise UsageError(refusal)
             raise typer.Exit(2)
