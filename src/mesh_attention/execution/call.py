@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from mesh_attention.execution.engine import Engine, compile_programs
 from mesh_attention.execution.graphs import CapturedPasses, GraphMemory
 from mesh_attention.plan.assignment import Assignment, Axis, Tile
 from mesh_attention.plan.layout import Cached, Layout
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.problem import Problem
 from mesh_attention.session.agreement import Statement
@@ -50,9 +50,18 @@ class Call:
     may_keep: bool
     cuda_graphs: bool
 
+    def plan_request(self, device: torch.device) -> PlanRequest:
+        return PlanRequest(
+            problem=self.problem,
+            layout=self.layout,
+            on_gpu=device.type == "cuda",
+            needs_gradient=self.gradient,
+            may_keep=self.may_keep,
+        )
+
 
 @lru_cache(maxsize=4 * MAX_ENGINES)
-def pose(options: CallOptions, kinds: Kinds, ranks: int) -> tuple[Problem, Softmax]:
+def derive_problem(options: CallOptions, kinds: Kinds, ranks: int) -> tuple[Problem, Softmax]:
     """Problem and softmax of a call, from checked options and one rank's tensors. Cached: every call asks for them."""
     problem = options.problem(*kinds, ranks=ranks)
     return problem, options.softmax(problem)
@@ -83,20 +92,10 @@ class PlanningTalk:
 class Strategy(Protocol):
     """Makes the plans of both passes, the same on every rank."""
 
-    @property
-    def decides_what_to_keep(self) -> bool:
-        """True if plans depend on `may_keep`."""
+    decides_what_to_keep: ClassVar[bool]
+    """True if plans depend on `may_keep`."""
 
-    def plans(
-        self,
-        problem: Problem,
-        layout: Layout,
-        *,
-        on_gpu: bool,
-        needs_gradient: bool,
-        may_keep: bool,
-        talk: PlanningTalk | None,
-    ) -> Mapping[Direction, Plan]:
+    def plans(self, request: PlanRequest, talk: PlanningTalk | None) -> Mapping[Direction, Plan]:
         """The plans; `talk` is None in a local group."""
 
 
@@ -136,7 +135,7 @@ class Calls:
             if gradient is None:
                 gradient = needs_gradient(tensor for rank in tensors for tensor in rank)
             kinds: list[Kinds] = [tuple(map(TensorKind.of, rank)) for rank in tensors]  # type: ignore[misc]
-            problem, softmax = pose(options, kinds[0], self.session.size)  # stage 2
+            problem, softmax = derive_problem(options, kinds[0], self.session.size)  # stage 2
             call = Call(
                 problem=problem,
                 softmax=softmax,
@@ -165,12 +164,11 @@ class Calls:
             comms = session.comms_on(device)
             self._check_graphs(device, comms)
             # In a local group, each rank judges by its own tensors, as it would in a process of its own.
-            must_match = [_must_match(call, pose(options, own, session.size)[0], device) for own in kinds]
+            must_match = [_must_match(call, derive_problem(options, own, session.size)[0], device) for own in kinds]
         talk = None if session.is_local else PlanningTalk(session, device, must_match[0])
-        passes = {"needs_gradient": call.gradient, "may_keep": call.may_keep}
         with session.telling():
             # Stage 3
-            plans = self.strategy.plans(call.problem, call.layout, on_gpu=device.type == "cuda", talk=talk, **passes)
+            plans = self.strategy.plans(call.plan_request(device), talk)
             _check_keep(plans, cuda_graphs=self.cuda_graphs)
             planned = {f"{direction} plan": f"{plan!r}" for direction, plan in plans.items()}
             statements = [
