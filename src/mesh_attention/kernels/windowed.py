@@ -18,14 +18,12 @@ from torch import Tensor
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.intervals import IntervalKernel
 from mesh_attention.kernels.merging import delta_of, stand_in_rows
-from mesh_attention.kernels.reference import SlicedReferenceKernel
+from mesh_attention.kernels.reference import REFERENCE
 from mesh_attention.masks import Segment
 
 logger = logging.getLogger(__name__)
 
 INTERVALS = IntervalKernel()
-SLICED: Kernel = SlicedReferenceKernel()
-"""For calls that windows cannot express."""
 
 _SHORT = 2048
 """Queries of a window, on average, up to which several windows take longer than one launch of `INTERVALS`. On an H200,
@@ -97,7 +95,7 @@ def flash_unsupported_reason(demand: Demand) -> str | None:
 class WindowedKernel:
     """A kernel made of window operators: each window of a call goes to the first that takes it.
 
-    Calls without windows, or with many short ones, go to `INTERVALS` or `SLICED`.
+    Calls without windows, or with many short ones, go to `INTERVALS` or the reference.
     """
 
     def __init__(
@@ -192,7 +190,7 @@ def _way(
     if cuts is not None and reason is None and not (takes_all and _are_short(cuts)):
         calls = tuple((cut, op) for cut, op in zip(cuts, choices, strict=True) if not isinstance(op, str))
         return _Way(calls, len(cuts) == 1 and _is_whole(cuts[0], mask))
-    other = INTERVALS if takes_all else SLICED
+    other = INTERVALS if takes_all else REFERENCE
     _log_once(other.name, reason or "they have several short windows")
     return _Way((), False, other)
 
