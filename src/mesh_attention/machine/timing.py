@@ -184,8 +184,6 @@ def kernel_for(setting: Problem, device: torch.device) -> Kernel:
             dtype=DTYPES[setting.dtype],
             head_dim_qk=setting.head_dim_qk,
             head_dim_v=setting.head_dim_v,
-            softcap=0.0,
-            lse_gradient=False,
         )
     )
 

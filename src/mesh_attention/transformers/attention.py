@@ -413,7 +413,7 @@ def _checked_cuts(
 ) -> Tensor:
     numbers = iter(rows)
     split = [[next(numbers) for _ in range(size)] for size in sizes]
-    attention = LAYERS.find(layers)
+    attention = LAYERS.get(layers)
     if attention is None:
         raise UsageError("the attention that this model was compiled with no longer exists; compile the model again")
     attention.check_agreed(position_ids, tuple(BatchRow(tuple(row[2:]), (row[0], row[1])) for row in split))

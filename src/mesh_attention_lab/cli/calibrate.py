@@ -19,21 +19,20 @@ from typer import Option
 from mesh_attention.clusters import cluster_named, cluster_to_toml
 from mesh_attention.errors import UsageError
 from mesh_attention.machine.files import keep_calibrated, slug
-from mesh_attention.machine.fit import (
-    Measurement,
-    fit_topology,
-    fitted_time_s,
-    kernel_seconds,
-    median_error,
-    message_seconds,
-    unmeasured_links,
-)
+from mesh_attention.machine.fit import Measurement, fit_topology
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import KernelRate, Link, LinkClass, Topology
 from mesh_attention.units import Report, count, format_nbytes, format_time, three_digits
 from mesh_attention_lab.cli.files import output_file, progress
 from mesh_attention_lab.cli.options import HEAD_DIM, parsed, whole_number
 from mesh_attention_lab.cli.terminal import Column, plain_console, print_table
+from mesh_attention_lab.fit_quality import (
+    fitted_time_s,
+    kernel_seconds,
+    median_error,
+    message_seconds,
+    unmeasured_links,
+)
 from mesh_attention_lab.launch import check_gpus, joined_group, note_progress, ranks_here, run_processes
 
 if TYPE_CHECKING:
