@@ -31,6 +31,20 @@ class Work(Protocol):
     def wait(self) -> None: ...
 
 
+class AllOf:
+    """Several works as one, waited for in order; of none at all, one that is done."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.works = works
+
+    def is_done(self) -> bool:
+        return all(work.is_done() for work in self.works)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
 class Parcel(NamedTuple):
     """One end of a transfer: the chunks of an item, and the other rank.
 

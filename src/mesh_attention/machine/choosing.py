@@ -47,7 +47,9 @@ class Chosen:
     passes: dict[Direction, PassChoice]
 
     def plans(self, problem: Problem, layout: Layout) -> Mapping[Direction, Plan]:
-        representative = problem if self.lengths is None else with_lengths(coarse(problem), *self.lengths)
+        representative = problem
+        if self.lengths is not None:
+            representative = replace(coarse(problem), seq_q=self.lengths[0], seq_kv=self.lengths[1])
         plans = {direction: _plan(representative, direction, *chosen) for direction, chosen in self.passes.items()}
         return {direction: retargeted(plan, problem, layout) for direction, plan in plans.items()}
 
@@ -104,16 +106,10 @@ def find_alike(own: Problem, known: Mapping[Problem, Tuning], *, most_nbytes: fl
         other: ratio
         for other, tuning in known.items()
         if (ratio := _ratio(own, other)) <= NEAR
-        and with_lengths(own, other.seq_q, other.seq_kv) == other
+        and replace(own, seq_q=other.seq_q, seq_kv=other.seq_kv) == other
         and tuning.chosen.peak_nbytes * ratio <= most_nbytes
     }
     return min(near, key=lambda other: near[other], default=own)
-
-
-def with_lengths(problem: Problem, seq_q: int, seq_kv: int) -> Problem:
-    return (
-        problem if (problem.seq_q, problem.seq_kv) == (seq_q, seq_kv) else replace(problem, seq_q=seq_q, seq_kv=seq_kv)
-    )
 
 
 def _ratio(a: Problem, b: Problem) -> float:

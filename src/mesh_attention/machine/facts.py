@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mesh_attention.clusters import PRESETS
 from mesh_attention.topology import Device, Topology
@@ -94,8 +94,7 @@ def sharers(facts: Sequence[Facts]) -> int:
 # Devices
 
 
-@dataclass(frozen=True, slots=True)
-class Likeness:
+class Likeness(NamedTuple):
     """The preset for a device. `is_own` is False if the device is another one of the same kind."""
 
     preset: str

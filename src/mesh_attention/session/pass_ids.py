@@ -22,7 +22,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from mesh_attention.comm.base import PASS_ID, Parcel, Work, Wrapper, innermost
+from mesh_attention.comm.base import PASS_ID, AllOf, Parcel, Work, Wrapper, innermost
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import DisagreementError
 from mesh_attention.session.group import GroupState
@@ -97,7 +97,8 @@ class CheckedComm(Wrapper):
         # Wait for ids first, also for those of earlier posts: in a different call, the data may never arrive.
         expected = (self.landings.get(rank) for rank in (*sources, *dests))
         landings = {id(landing): landing for landing in expected if landing is not None and not landing.is_over}
-        return _CheckedWork(list(landings.values()), rest) if landings or len(rest) > 1 else rest[0]
+        works = [*landings.values(), *rest]
+        return AllOf(works) if len(works) > 1 else works[0]
 
     def close(self, results: Sequence[Tensor]) -> None:
         """End a pass. On NCCL, spoil its results if some rank's id differs."""
@@ -144,6 +145,9 @@ class _Landing:
         self.work, self.ids, self.is_over = work, ids, False
         self.lock = Lock()
 
+    def is_done(self) -> bool:
+        return self.is_over or self.work.is_done()
+
     def wait(self) -> None:
         with self.lock:
             if self.is_over:
@@ -151,23 +155,6 @@ class _Landing:
             self.work.wait()
             _compare({rank: pass_id.tolist() for rank, pass_id in self.ids.items()})
             self.is_over = True
-
-
-class _CheckedWork:
-    """Transfers that are waited for only after the ids of the ranks at their other ends."""
-
-    def __init__(self, landings: Sequence[_Landing], rest: Sequence[Work]) -> None:
-        self.landings, self.rest = landings, rest
-
-    def is_done(self) -> bool:
-        is_landed = all(landing.is_over or landing.work.is_done() for landing in self.landings)
-        return is_landed and all(work.is_done() for work in self.rest)
-
-    def wait(self) -> None:
-        for landing in self.landings:
-            landing.wait()
-        for work in self.rest:
-            work.wait()
 
 
 def _compare(ids: Mapping[int, list[int]]) -> None:

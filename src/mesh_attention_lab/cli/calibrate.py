@@ -175,8 +175,10 @@ def _measure_with_ranks(options: CalibrateOptions, setting: Problem, ranks: int,
 
 def _measured(setting: Problem, comm: Comm, device: torch.device, size: int, report: Report) -> Measurement:
     from mesh_attention.machine.probe import measure
+    from mesh_attention.machine.timing import Clock
 
-    return measure(setting, comm=comm, device=device, ranks_per_node=size, ranks_here=ranks_here(), report=report)
+    clock = Clock(comm=comm, device=device)
+    return measure(setting, clock, ranks_per_node=size, ranks_here=ranks_here(), report=report)
 
 
 # Writing

@@ -179,12 +179,12 @@ def calibrate(problem: Problem, notes: ProgressNotes) -> Measurement:
 
     from mesh_attention.comm.torch_dist import TorchComm
     from mesh_attention.machine.probe import measure
+    from mesh_attention.machine.timing import Clock
 
     comm = TorchComm()
     return measure(
         problem,
-        comm=comm,
-        device=torch.device("cpu"),
+        Clock(comm=comm, device=torch.device("cpu")),
         ranks_per_node=comm.size,
         ranks_here=comm.size,
         report=lambda doing, fraction: notes.tell(f"calibrating: {doing}", fraction),
