@@ -36,8 +36,8 @@ ROOM = 4096
 """Bytes of every rank's first message of a sharing, header included. Longer texts take a second one."""
 FIRST_TAG = 1_000_000
 """Gloo's tag of a parcel with tag 0. Smaller ones are left to the caller's own messages on the same group."""
-_LARGEST = AllreduceOptions()
-_LARGEST.reduceOp = ReduceOp(ReduceOp.MAX)
+_MAXIMUM_OF_RANKS = AllreduceOptions()
+_MAXIMUM_OF_RANKS.reduceOp = ReduceOp(ReduceOp.MAX)
 LOOK_UP_S = 2.0
 """Seconds to find out who is missing after a sharing failed; the store may be out of reach as well."""
 
@@ -102,7 +102,7 @@ class TorchComm:
         """Replace each number, in place, by the largest of all ranks."""
         try:
             backend: Any = self.group._get_backend(tensor.device)
-            backend.allreduce([tensor], _LARGEST).wait()
+            backend.allreduce([tensor], _MAXIMUM_OF_RANKS).wait()
         except Exception as error:
             raise TransportError(
                 f"rank {self.rank}, at the end of the pass: {reason_of(error)}; {START_AGAIN}"

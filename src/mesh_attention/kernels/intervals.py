@@ -52,7 +52,7 @@ SMALL_TILES: Tiles = {
 }
 """For GPUs with less shared memory than `TILES` need: compute capability 8.6, 8.9 and 12."""
 
-_ENOUGH_SHARED = 160 * 2**10
+_TILES_NBYTES = 160 * 2**10
 
 
 class Intervals(NamedTuple):
@@ -146,7 +146,7 @@ def _tiles(device: torch.device) -> Tiles:
     if device.type != "cuda":
         return TILES
     properties: Any = torch.cuda.get_device_properties(device)
-    return TILES if properties.shared_memory_per_block_optin >= _ENOUGH_SHARED else SMALL_TILES
+    return TILES if properties.shared_memory_per_block_optin >= _TILES_NBYTES else SMALL_TILES
 
 
 # Intervals

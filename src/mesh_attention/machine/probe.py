@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mesh_attention.comm.base import Comm
 from mesh_attention.machine.fit import CallTime, Measurement, MemoryTimes, MessageTime
-from mesh_attention.machine.timing import BRIEF, Clock, kernel_for, time_kernel, time_links, time_memory
+from mesh_attention.machine.timing import BRIEF_EFFORT, Clock, kernel_for, time_kernel, time_links, time_memory
 from mesh_attention.problem import Problem
 from mesh_attention.units import Report
 
@@ -60,7 +60,7 @@ def probe(problem: Problem, *, comm: Comm, device: torch.device, ranks_per_node:
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         measured = measure(
             problem,
-            Clock(comm=comm, device=device, effort=BRIEF),
+            Clock(comm=comm, device=device, effort=BRIEF_EFFORT),
             ranks_per_node=ranks_per_node,
             ranks_here=min(comm.size, ranks_per_node),
             report=lambda doing, fraction: None,

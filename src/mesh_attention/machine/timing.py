@@ -63,7 +63,7 @@ class Effort:
     messages_s: float
 
 
-THOROUGH = Effort(
+THOROUGH_EFFORT = Effort(
     call_tokens={"cpu": (64, 128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192, 16384)},
     is_thorough=True,
     sample_s=0.01,
@@ -74,7 +74,7 @@ THOROUGH = Effort(
     longest_message_s=0.03,
     messages_s=0.1,
 )
-BRIEF = Effort(
+BRIEF_EFFORT = Effort(
     call_tokens={"cpu": (64, 128), "cuda": (1024, 4096)},
     is_thorough=False,
     sample_s=0.005,
@@ -96,7 +96,7 @@ class Clock:
 
     comm: Comm
     device: torch.device
-    effort: Effort = THOROUGH
+    effort: Effort = THOROUGH_EFFORT
 
     def gather(self, value: float) -> list[float]:
         """Each rank's number, as the same list on all ranks; also a barrier."""
