@@ -35,7 +35,7 @@ from torch import Tensor
 from mesh_attention import causal, documents, full, window
 from mesh_attention.kernels import windowed
 from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
-from mesh_attention.kernels.reference import SlicedReferenceKernel
+from mesh_attention.kernels.reference import REFERENCE
 from mesh_attention.kernels.select import choose_kernel
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -116,10 +116,10 @@ def given_for(case: Case, n: int, device: torch.device, dtype: torch.dtype) -> G
     q, do = (torch.randn(1, n, HEADS, DIM, device=device).to(dtype).transpose(1, 2) for _ in range(2))
     k, v = (torch.randn(1, n, KV_HEADS, DIM, device=device).to(dtype).transpose(1, 2) for _ in range(2))
     d_lse = torch.randn(1, HEADS, n, device=device) * case.lse_gradient
-    scores, kernel = scores_of(case), SlicedReferenceKernel()
-    out, lse = kernel.forward(q.float(), k.float(), v.float(), scores)
+    scores = scores_of(case)
+    out, lse = REFERENCE.forward(q.float(), k.float(), v.float(), scores)
     row = RowGradient(do, lse, (out * do.float()).sum(-1) - d_lse)
-    gradients = kernel.backward(q.float(), k.float(), v.float(), row, scores)
+    gradients = REFERENCE.backward(q.float(), k.float(), v.float(), row, scores)
     return Given(q, k, v, do, d_lse, row, (out, *gradients))
 
 
@@ -154,7 +154,7 @@ def by_intervals(case: Case, given: Given) -> Way:
 def before(case: Case, given: Given) -> Way:
     """The call as it was made before; `one_by_one` must be in force."""
     kernel = chosen(case, given)
-    return by_kernel(windowed.SLICED if kernel is INTERVALS else kernel, case, given)
+    return by_kernel(REFERENCE if kernel is INTERVALS else kernel, case, given)
 
 
 class _Nobody:

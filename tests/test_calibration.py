@@ -31,13 +31,11 @@ from mesh_attention.machine.fit import (
     fit_line,
     fit_links,
     fit_topology,
-    kernel_seconds,
-    median_error,
-    message_seconds,
 )
-from mesh_attention.machine.timing import THOROUGH, CallShape, call_flops, pair_sets
+from mesh_attention.machine.timing import THOROUGH_EFFORT, CallShape, call_flops, pair_sets
 from mesh_attention.topology import Device, KernelRate, LinkClass, Topology
 from mesh_attention_lab.cli.main import main
+from mesh_attention_lab.fit_quality import kernel_seconds, median_error, message_seconds
 
 # Made-up times
 
@@ -82,7 +80,7 @@ def made_messages(
 ) -> list[MessageTime]:
     """`one_way` is the time of one way, relative to that of both."""
     made = []
-    for nbytes in THOROUGH.message_nbytes:
+    for nbytes in THOROUGH_EFFORT.message_nbytes:
         blank = MessageTime(link_class=link_class, pairs=pairs, nbytes=nbytes, one_way_s=0, both_ways_s=0)
         both_ways_s = seen(message_seconds(topology, blank))
         made.append(replace(blank, both_ways_s=both_ways_s, one_way_s=both_ways_s * one_way))
@@ -303,7 +301,7 @@ def test_a_measurement_becomes_a_file_that_reads_back(tmp_path: Path, capsys: py
     shapes = {(call["direction"], call["is_causal"]) for call in measurement["calls"]}
     assert shapes == {(d, c) for d in ("forward", "backward") for c in (False, True)}
     assert len({call["q_tokens"] for call in measurement["calls"]}) >= 2
-    assert [message["nbytes"] for message in measurement["messages"][:3]] == list(THOROUGH.message_nbytes[:3])
+    assert [message["nbytes"] for message in measurement["messages"][:3]] == list(THOROUGH_EFFORT.message_nbytes[:3])
     assert min(call["time_s"] for call in measurement["calls"]) > 0
     assert min(min(m["one_way_s"], m["both_ways_s"]) for m in measurement["messages"]) > 0
 
@@ -333,7 +331,7 @@ class Rank1:
         self.said = said
 
     def share(self, text: str) -> Any:
-        of_rank_0 = json.dumps(json.loads(text) | {"says": self.said})
+        of_rank_0 = json.dumps(json.loads(text) | {"payload": self.said})
         return SimpleNamespace(wait=lambda: None, result=lambda: [of_rank_0, text])
 
 
@@ -387,7 +385,7 @@ def test_one_rank_measures_its_kernels_and_is_given_links(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setitem(THOROUGH.call_tokens, "cpu", (64, 128))
+    monkeypatch.setitem(THOROUGH_EFFORT.call_tokens, "cpu", (64, 128))
     path = tmp_path / "there.toml"
     path.write_text("old")
     joined_as(LocalGroup(1).comm(0))

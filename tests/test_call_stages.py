@@ -26,7 +26,7 @@ def derivations(group: Any) -> list[int]:
     counts = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CallOptions, "problem", counting)
-        call.pose.cache_clear()
+        call.derive_problem.cache_clear()
         attention = MeshAttention(group)
         q = torch.randn(1, 8, 2, 4, requires_grad=True)
         for options in ({}, {}, {"softmax_scale": 0.5}):

@@ -16,7 +16,7 @@ from test_cli import Run, as_json, assert_refused
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, parse_plan
 from mesh_attention.clusters import cluster_named, cluster_to_toml
 from mesh_attention.plan.assignment import tiles_of
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import limits
@@ -276,7 +276,8 @@ def planned(code: str, problem: Problem) -> dict[str, str]:
     names: dict[str, Any] = {"group": LocalGroup(problem.ranks), "MeshAttention": MeshAttention}
     exec(code, names)
     attention = names["attention"]
-    plans = attention.calls.strategy.plans(problem, attention.layout, on_gpu=False, needs_gradient=True, may_keep=True)
+    request = PlanRequest(problem=problem, layout=attention.layout, on_gpu=False, needs_gradient=True)
+    plans = attention.calls.strategy.plans(request, None)
     return {direction: plan.digest for direction, plan in plans.items()}
 
 
@@ -344,7 +345,8 @@ def test_the_first_line_is_a_call_that_is_as_fast(run: Run, tuning: Tuning, topo
         return
     assert answer["code"]["short"] == f'MeshAttention(group, choice="{plain}")'
     attention = MeshAttention(LocalGroup(16), choice=plain)
-    plans = attention.calls.strategy.plans(PROBLEM, attention.layout, on_gpu=True, needs_gradient=True)
+    request = PlanRequest(problem=PROBLEM, layout=attention.layout, on_gpu=True, needs_gradient=True)
+    plans = attention.calls.strategy.plans(request, None)
     assert sum(simulate(plan, topology).time_s for plan in plans.values()) <= chosen.time_s * (1 + NEAR_TIE)
 
 

@@ -18,7 +18,7 @@ from mesh_attention.kernels import cuda, flash_attn, windowed
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores, aligned
 from mesh_attention.kernels.cuda import CudnnKernel, TorchFlashKernel
 from mesh_attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FlashAttnKernel, Release
-from mesh_attention.kernels.reference import ReferenceKernel, SlicedReferenceKernel
+from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
 from mesh_attention.masks import Mask
 
@@ -166,7 +166,7 @@ def test_a_window_by_cudnn_alone_goes_to_the_reference(aten: FakeAten, caplog: p
     with caplog.at_level(logging.INFO, logger="mesh_attention"):
         check(CudnnKernel(), mask, tensors)
     assert aten.calls == []
-    assert "reference in slices for some calls: torch's flash kernel needs one head size, not 16 and 8" in caplog.text
+    assert "reference for some calls: torch's flash kernel needs one head size, not 16 and 8" in caplog.text
 
 
 class Taking:
@@ -270,8 +270,8 @@ def test_aligned_copies_only_what_it_must() -> None:
 
 @pytest.mark.parametrize("mask", [name for name in MASKS if name != "one key"])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
-def test_the_sliced_reference_is_the_reference(mask: str, softcap: float) -> None:
-    kernel = SlicedReferenceKernel(nbytes=2_500)  # a few rows
+def test_the_reference_in_slices_is_the_reference(mask: str, softcap: float) -> None:
+    kernel = ReferenceKernel(nbytes=2_500)  # a few rows
     q, k, v, *row = call(MASKS[mask], kv_heads=2)
     assert len(list(kernel._slices(q, k))) > 1
     scores = Scores(MASKS[mask], 0.3, softcap)
@@ -284,9 +284,9 @@ def test_the_sliced_reference_is_the_reference(mask: str, softcap: float) -> Non
 
 def test_slices_keep_to_their_memory() -> None:
     q, k = torch.empty(2, 4, 100, 8), torch.empty(2, 1, 50, 8)
-    slices = list(SlicedReferenceKernel(nbytes=2 * 4 * 50 * 4 * 30)._slices(q, k))
+    slices = list(ReferenceKernel(nbytes=2 * 4 * 50 * 4 * 30)._slices(q, k))
     assert slices == [slice(0, 30), slice(30, 60), slice(60, 90), slice(90, 100)]
-    assert len(list(SlicedReferenceKernel(nbytes=1)._slices(q, k))) == 100
+    assert len(list(ReferenceKernel(nbytes=1)._slices(q, k))) == 100
 
 
 def demand(**changes: object) -> Demand:
@@ -330,7 +330,7 @@ def test_what_no_fused_kernel_can_do(
         assert kernel.unsupported_reason(demand()) is None or kernel.name == "flash-attn 4"
         assert kernel.unsupported_reason(demand(**changes)) == reason, kernel.name
     has_intervals = find_spec("triton") is not None and (changes.keys() & {"softcap", "lse_gradient"})
-    assert choose_kernel(demand(**changes)).name == ("triton intervals" if has_intervals else "reference in slices")
+    assert choose_kernel(demand(**changes)).name == ("triton intervals" if has_intervals else "reference")
 
 
 def test_each_kernel_says_where_it_stops(hopper: pytest.MonkeyPatch, packages: list[str]) -> None:

@@ -19,7 +19,7 @@ from mesh_attention.comm.local import LocalComm
 from mesh_attention.comm.torch_dist import ROOM, TorchComm
 from mesh_attention.errors import ProblemError
 from mesh_attention.execution import engine
-from mesh_attention.session.agreement import Question, ask
+from mesh_attention.session.agreement import Statement, agree
 
 
 def _inputs() -> list[torch.Tensor]:
@@ -193,4 +193,4 @@ def test_agreement_texts_fit_into_one_message_and_still_tell_long_values_apart()
     assert max(map(len, sent)) < ROOM - 100
     asked = [{"mask": f"{list(range(2000))} and {last}"} for last in (1, 2)]
     with pytest.raises(DisagreementError, match="mask is "):
-        drive_together([ask(comm, Question(asked=mask)) for comm, mask in zip(comms, asked, strict=True)])
+        drive_together([agree(comm, Statement(must_match=mask)) for comm, mask in zip(comms, asked, strict=True)])

@@ -14,7 +14,7 @@ from mesh_attention import causal, documents, full, window
 from mesh_attention.kernels.base import CallMask, Demand, Kernel
 from mesh_attention.kernels.cpu import CpuFlashKernel
 from mesh_attention.kernels.merging import TorchMerging
-from mesh_attention.kernels.reference import ReferenceKernel, SlicedReferenceKernel
+from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
 from mesh_attention.testing.kernel_conformance import CHECKS, Check, Setting, is_unmasked
 
@@ -32,19 +32,12 @@ def demand(softcap: float = 0.0, dv: int = 6, lse_gradient: bool = False, dtype:
     return Demand(device="cpu", dtype=dtype, head_dim_qk=6, head_dim_v=dv, softcap=softcap, lse_gradient=lse_gradient)
 
 
-class SlicedOnCpu(SlicedReferenceKernel):
-    """Slices of a few rows, and no refusal to run here."""
-
-    def __init__(self) -> None:
-        super().__init__(nbytes=4000)
-
-    def unsupported_reason(self, demand: Demand) -> str | None:
-        return None
+IN_SLICES = ReferenceKernel(nbytes=4000)  # of a few rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("kernel", [CpuFlashKernel(), ReferenceKernel(), SlicedOnCpu()], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [CpuFlashKernel(), ReferenceKernel(), IN_SLICES], ids=lambda kernel: kernel.name)
 def test_conformance(kernel: Kernel, check: Check, dtype: torch.dtype) -> None:
     check(kernel, Setting(dtype=dtype))
 

@@ -17,7 +17,7 @@ from mesh_attention.clusters import PRESETS, cluster_to_toml, read_cluster
 from mesh_attention.errors import TopologyError
 from mesh_attention.machine.choosing import Chosen, Tuner, find_alike, volume_based
 from mesh_attention.machine.facts import Facts, Machine, likeness_of, placed, preset_machine, ranks_per_node, sharers
-from mesh_attention.machine.files import calibrated_file, keep_calibrated, keep_measured, measured, measured_file
+from mesh_attention.machine.files import calibrated_file, keep_calibrated, keep_measured, measured_file, read_kept
 from mesh_attention.machine.planner import describe_choice, known_machine
 from mesh_attention.plan.assignment import divisors, tiles_of
 from mesh_attention.plan.layout import Contiguous, Zigzag
@@ -169,10 +169,10 @@ def measured_file_with(setting: str, facts: Sequence[Facts]) -> Path | None:
 def test_a_measurement_is_kept_for_the_same_ranks_only() -> None:
     facts, topology = ranks_on("a boot1", "a boot1"), cluster_named("h200x2")
     path = measured_file(problem_of(2), facts, "nccl")
-    assert measured(path) is None
+    assert read_kept(path) is None
     keep_measured(path, topology, "")
     rebooted = [replace(one, host="a boot2") for one in facts]
-    assert measured(measured_file(problem_of(2, seq=4096), rebooted, "nccl")) == topology
+    assert read_kept(measured_file(problem_of(2, seq=4096), rebooted, "nccl")) == topology
     others = [
         measured_file(problem_of(2), ranks_on("b", "b"), "nccl"),
         measured_file(problem_of(2), facts, "gloo"),

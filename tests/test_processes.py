@@ -103,12 +103,12 @@ def counts_of(group: Any, options: dict[str, Any]) -> list[tuple[Any, Any]]:
             torch.autograd.grad((out * d_out).sum(), inputs)
         costs = rank_costs(engine.programs(direction)[0].plan, comm.rank)  # type: ignore[arg-type]
         counted = (dict(comm.sent_nbytes), dict(comm.received_nbytes), comm.messages, engine.meters[0].peak)
-        assert 0 < comm.call_ids < comm.size  # once to each rank that this one sends to
+        assert 0 < comm.pass_ids < comm.size  # once to each rank that this one sends to
         sent, received = ({kind: s.total for kind, s in side.items()} for side in (costs.sent, costs.received))
         counts.append((counted, (sent, received, costs.messages, costs.peak_nbytes)))
         comm.sent_nbytes.clear()
         comm.received_nbytes.clear()
-        comm.messages = comm.call_ids = 0
+        comm.messages = comm.pass_ids = 0
     return counts
 
 

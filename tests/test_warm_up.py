@@ -13,7 +13,7 @@ from torch import Tensor
 from mesh_attention import Problem, causal, make_plan
 from mesh_attention.api import MeshAttention
 from mesh_attention.comm import torch_dist
-from mesh_attention.comm.base import Parcel
+from mesh_attention.comm.base import AllOf, Parcel
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution import engine, warm_up
 from mesh_attention.execution.compiled import compile_program, peers_of
@@ -34,19 +34,19 @@ class Alone:
     def __init__(self, log: list[Any]) -> None:
         self.log = log
 
-    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> warm_up._Done:
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> AllOf:
         for parcel in recvs:
             for chunk in parcel.chunks:
                 chunk.zero_()
         self.log.append("post")
-        return warm_up._Done()
+        return AllOf(())
 
     def share(self, text: str) -> Any:
-        class Shared(warm_up._Done):
+        class Shared(AllOf):
             def result(self) -> list[str]:
                 return [text] * RANKS
 
-        return Shared()
+        return Shared(())
 
 
 class Noted:

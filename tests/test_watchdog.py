@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch.distributed import TCPStore
 from mesh_attention.comm.torch_dist import reason_of
 from mesh_attention.errors import TransportError
 from mesh_attention.session import watchdog
-from mesh_attention.session.call_ids import CheckedComm, Poison
+from mesh_attention.session.group import Poison
+from mesh_attention.session.pass_ids import CheckedComm
 from mesh_attention.session.reports import DIFFERENT_CALLS, Report, judge
 from mesh_attention.session.watchdog import STORE_IS_SILENT, Watchdog, WatchedPass
 
@@ -123,7 +125,7 @@ class Ranks:
             self.done[rank].append("abort")
             self.aborted[rank] = time.monotonic()
 
-        return Watchdog(
+        group = SimpleNamespace(
             rank=rank,
             size=RANKS,
             store=self.store,
@@ -136,6 +138,7 @@ class Ranks:
             failure=lambda: self.failures[rank],
             is_alive=lambda: True,
         )
+        return Watchdog(group)  # type: ignore[arg-type]
 
     def begin(self, *ranks: int, history: int = 7) -> None:
         for rank in ranks:

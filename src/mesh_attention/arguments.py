@@ -21,7 +21,7 @@ SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30
 """Range of softmax_scale and softcap. Kernels take them as float32, multiply masked scores of -inf by the scale, and
 divide by the softcap."""
 FACTOR_RANGE = f"a number from {SMALLEST_FACTOR:.0e} to {LARGEST_FACTOR:.0e}"
-REFUSED = {
+REFUSED_ARGUMENTS = {
     "dropout_p": "dropout",
     "attn_mask": "a dense mask",
     "attn_bias": "an attention bias",
@@ -261,12 +261,12 @@ def describe(tensor: object) -> str:
 
 def refuse_others(others: dict[str, Any]) -> None:
     """Refuse arguments that a call does not have; those of unsupported features may be given if they are off."""
-    for name, meaning in REFUSED.items():
+    for name, meaning in REFUSED_ARGUMENTS.items():
         value = others.get(name)
         if value is not None and not (isinstance(value, int | float) and value == 0):
             raise UsageError(f"{name} was given, but {meaning} is not supported; leave {name} out")
     refuse_unknown(
-        {name: value for name, value in others.items() if name not in REFUSED}, CALL_ARGUMENTS, of="attention"
+        {name: value for name, value in others.items() if name not in REFUSED_ARGUMENTS}, CALL_ARGUMENTS, of="attention"
     )
 
 

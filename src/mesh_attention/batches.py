@@ -41,7 +41,7 @@ from mesh_attention.sequences import (
     read_documents,
     real_tokens,
 )
-from mesh_attention.session.agreement import Question
+from mesh_attention.session.agreement import Statement
 
 IGNORED = -100
 """The label of a token without a label, as in transformers and torch."""
@@ -350,7 +350,7 @@ def _compare(attention: MeshAttention, batch: Mapping[str, Any]) -> None:
         "Every rank of the attention's group must get the same whole batch: a data sampler must distinguish "
         "data-parallel ranks only, and shuffle the same way on all others"
     )
-    attention.session.agree(Question(asked=summary, advice=advice))
+    attention.session.agree(Statement(must_match=summary, advice=advice))
 
 
 def _summary(value: object) -> str:

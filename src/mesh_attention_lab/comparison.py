@@ -9,7 +9,7 @@ from typing import Any
 
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.counts import RankCosts, imbalance, rank_costs, sampled_ranks
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import Choice, default_layout
 from mesh_attention.planning.costs import limits, received_by_tile
@@ -57,7 +57,8 @@ def choice_without_costs(problem: Problem, topology: Topology, trial: Trial) -> 
         return None
     for choice in dict.fromkeys((replace(first, blocks_per_call=None), first)):
         layout = choice.layout or default_layout(problem)
-        plans = StatedStrategy(choice).plans(problem, layout, on_gpu=True, needs_gradient=False)
+        request = PlanRequest(problem=problem, layout=layout, on_gpu=True, needs_gradient=False)
+        plans = StatedStrategy(choice).plans(request)
         times_s = [simulate(plans[direction], topology).time_s for direction in trial.choices]
         if sum(times_s) <= trial.time_s * (1 + NEAR_TIE):
             return choice

@@ -48,7 +48,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.steps import Free, Recv, Send, transfers
 from mesh_attention.plan.text import format_end, format_step
-from mesh_attention.session.agreement import Question
+from mesh_attention.session.agreement import Statement
 from mesh_attention.session.session import Session
 from mesh_attention.timeline import Lane, RankTimes, Span, Timeline
 from mesh_attention.topology import LinkClass
@@ -110,7 +110,7 @@ class Recording:
 
     def passes(self) -> tuple[RecordedPass, ...]:
         """Every pass that ran to its end, in order, with the spans of all ranks. All ranks must call this."""
-        meeting = Question(asked={"operation": "a recording's passes"})
+        meeting = Statement(must_match={"operation": "a recording's passes"})
         self.session.agree(*[meeting] * len(self.session.comms), device=self._device)
         now_s = time.perf_counter()
         notes = [[of_pass for of_pass in o.passes if of_pass.stop is not None] for o in self._observers] or [
@@ -120,8 +120,8 @@ class Recording:
         own = [
             _RankReport(machine=machine, now_s=now_s, passes=[of_pass.result() for of_pass in rank]) for rank in notes
         ]
-        questions = [Question(asked=meeting.asked, says=asdict(report)) for report in own]
-        reports = [_RankReport(**answer.says) for answer in self.session.agree(*questions, device=self._device)]
+        statements = [Statement(must_match=meeting.must_match, payload=asdict(report)) for report in own]
+        reports = [_RankReport(**rank.payload) for rank in self.session.agree(*statements, device=self._device)]
         counts = {len(report.passes) for report in reports}
         if len(counts) > 1:
             raise UsageError(f"ranks recorded {sorted(counts)} passes; record the same calls on every rank")

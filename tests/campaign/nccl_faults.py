@@ -177,7 +177,7 @@ class Calls:
         return found if found != "NaN" else self.answer(self.attend(**named))
 
     def with_fault(self, name: str) -> str:
-        from mesh_attention.session.call_ids import CheckedComm
+        from mesh_attention.session.pass_ids import CheckedComm
 
         if name.startswith("killed"):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from mesh_attention import LocalGroup, MeshAttention, causal, documents, full, window
 from mesh_attention.kernels import launching
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores
-from mesh_attention.kernels.reference import ReferenceKernel, SlicedReferenceKernel
+from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
 from mesh_attention.kernels.windowed import INTERVALS
 from mesh_attention.masks import Mask
@@ -32,7 +32,7 @@ from mesh_attention.testing.kernel_conformance import CHECKS, Check, Setting
 DEVICE = "cuda"
 BATCH, HEADS = 2, 4
 LSE_TOLERANCE = 2.0**-12
-FUSED = [kernel for kernel in KERNELS if kernel.name not in ("cpu flash", "reference", "reference in slices")]
+FUSED = [kernel for kernel in KERNELS if kernel.name not in ("cpu flash", "reference")]
 LENGTHS = (1, 7, 33, 64, 65, 128, 193, 257)
 FEW = (
     conformance.unmasked_calls_are_exact,
@@ -166,7 +166,7 @@ def test_conformance(kernel: Kernel, dtype: torch.dtype, conforms: Check) -> Non
     ids=lambda given: getattr(given, "__name__", str(given)),
 )
 def test_conformance_of_the_sliced_reference(dtype: torch.dtype, conforms: Check) -> None:
-    conforms(SlicedReferenceKernel(nbytes=20_000), Setting(device=DEVICE, dtype=dtype))
+    conforms(ReferenceKernel(nbytes=20_000), Setting(device=DEVICE, dtype=dtype))
 
 
 @every_kernel
@@ -407,8 +407,8 @@ def peak_memory() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_the_sliced_reference_is_exact_in_bounded_memory(softcap: float) -> None:
-    kernel, tokens = SlicedReferenceKernel(), range(4096)
+def test_the_reference_is_exact_in_bounded_memory(softcap: float) -> None:
+    kernel, tokens = ReferenceKernel(), range(4096)
     call = CallMask("causal", causal(), (tokens,), (tokens,), 4096, 4096)
     given = case(call, torch.float32, dims=(40, 24), kv_heads=2)
     given = given._replace(scores=given.scores._replace(softcap=softcap))
@@ -429,9 +429,9 @@ def test_the_sliced_reference_is_exact_in_bounded_memory(softcap: float) -> None
         ({"lse_gradient": True}, "triton intervals"),
         ({"softcap": 1.0}, "triton intervals"),
         ({"deterministic": True, "head_dim_v": 64}, "triton intervals"),
-        ({"softcap": 1.0, "dtype": torch.float32}, "reference in slices"),
-        ({"dtype": torch.float32}, "reference in slices"),
-        ({"head_dim_qk": 60, "head_dim_v": 60}, "reference in slices"),
+        ({"softcap": 1.0, "dtype": torch.float32}, "reference"),
+        ({"dtype": torch.float32}, "reference"),
+        ({"head_dim_qk": 60, "head_dim_v": 60}, "reference"),
     ],
 )
 def test_the_choice_on_hopper(changes: dict[str, object], name: str) -> None:

@@ -13,7 +13,7 @@ from mesh_attention import MeshAttention
 from mesh_attention.comm.torch_dist import ROOM, TorchComm
 from mesh_attention.errors import MeshAttentionError
 from nccl.rig import DEVICE, Rig, new_pool
-from nccl.test_call_ids import RANKS, on_a_new_group
+from nccl.test_pass_ids import RANKS, on_a_new_group
 
 
 def _said(call: Any) -> str:

@@ -15,7 +15,7 @@ from mesh_attention import MeshAttention
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.serving import CachedLayer, ShardedCache
 from nccl.rig import DEVICE, Rig
-from nccl.test_call_ids import on_a_new_group
+from nccl.test_pass_ids import on_a_new_group
 
 SLACK = 8
 """Roundings on the way from inputs to outputs: P, partials of ranks, their sum."""

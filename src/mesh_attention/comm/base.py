@@ -10,6 +10,7 @@ An item travels as chunks: contiguous byte tensors, one for each of its spans of
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -18,8 +19,8 @@ from mesh_attention.errors import StalledError
 
 Result = TypeVar("Result")
 
-CALL_ID = "call id"
-"""The label of a call id, which is not an item (see `session.call_ids`)."""
+PASS_ID = "pass id"
+"""The label of a pass id, which is not an item (see `session.pass_ids`)."""
 
 
 class Work(Protocol):
@@ -28,6 +29,20 @@ class Work(Protocol):
     def is_done(self) -> bool: ...
 
     def wait(self) -> None: ...
+
+
+class AllOf:
+    """Several works as one, waited for in order; of none at all, one that is done."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.works = works
+
+    def is_done(self) -> bool:
+        return all(work.is_done() for work in self.works)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 class Parcel(NamedTuple):
@@ -64,6 +79,22 @@ class Comm(Protocol):
 
     def share(self, text: str) -> Sharing:
         """Send a text to every rank of the group, and get theirs."""
+
+
+@dataclass
+class Wrapper:
+    """A transport around another, to which it passes everything on; for those that change something."""
+
+    inner: Comm
+
+    def __post_init__(self) -> None:
+        self.rank, self.size, self.is_capturable = self.inner.rank, self.inner.size, self.inner.is_capturable
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        return self.inner.post(sends, recvs)
+
+    def share(self, text: str) -> Sharing:
+        return self.inner.share(text)
 
 
 def innermost(comm: Any) -> Any:

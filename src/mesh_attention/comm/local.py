@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from mesh_attention.comm.base import Parcel, Sharing, Work
+from mesh_attention.comm.base import AllOf, Parcel, Sharing, Work
 from mesh_attention.errors import StalledError, TransportError, UsageError
 
 
@@ -74,7 +74,7 @@ class LocalComm:
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         works = [self.group.post(parcel.peer, self.rank, recv=parcel) for parcel in recvs]
         works += [self.group.post(self.rank, parcel.peer, send=parcel) for parcel in sends]
-        return _AllOf(works)
+        return AllOf(works)
 
     def share(self, text: str) -> Sharing:
         texts = self.group._texts
@@ -91,18 +91,6 @@ class _LocalWork:
     def wait(self) -> None:
         if not self.moved:
             raise StalledError("the other end of a transfer is not posted yet; advance the ranks with drive_together")
-
-
-class _AllOf:
-    def __init__(self, works: list[Work]) -> None:
-        self.works = works
-
-    def is_done(self) -> bool:
-        return all(work.is_done() for work in self.works)
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
 
 
 class _LocalSharing:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ class StagedComm:
             )
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
-        self._stages: dict[torch.device, Stage] = {}
+        self._stages: dict[torch.device, HostStage] = {}
         self._fault = _Fault()
         self._outbox: SimpleQueue[_Departure | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -74,19 +74,19 @@ class StagedComm:
     def share(self, text: str) -> Sharing:
         return GatheredTexts(text, self.group, self.size)
 
-    def _stage(self, device: torch.device) -> Stage:
+    def _stage(self, device: torch.device) -> HostStage:
         if device not in self._stages:
             self._stages[device] = CudaStage(device) if device.type == "cuda" else HostStage()
         return self._stages[device]
 
-    def _expect(self, chunk: Tensor, parcel: Parcel, stage: Stage, queued: Any) -> _Arrival:
+    def _expect(self, chunk: Tensor, parcel: Parcel, stage: HostStage, queued: Any) -> _Arrival:
         host = stage.landing(chunk)
         name = f"{parcel.label} from rank {parcel.peer}"
         receive = partial(dist.irecv, host, group=self.group, tag=FIRST_TAG + parcel.tag, group_src=parcel.peer)
         request = self._fault.attempt(name, receive)
         return _Arrival(name, request, host, chunk, queued)
 
-    def _dispatch(self, chunk: Tensor, parcel: Parcel, stage: Stage, queued: Any) -> _Departure:
+    def _dispatch(self, chunk: Tensor, parcel: Parcel, stage: HostStage, queued: Any) -> _Departure:
         if self._thread is None:
             self._start()
         departure = _Departure(chunk, parcel, stage.copy_out(chunk, queued), self.group, self._fault)
@@ -182,7 +182,7 @@ class _StagedWork:
     """The transfers of one post. They count as done only after `wait`, because Gloo reports nothing before."""
 
     def __init__(
-        self, arrivals: list[_Arrival], departures: list[_Departure], stage: Stage | None, fault: _Fault
+        self, arrivals: list[_Arrival], departures: list[_Departure], stage: HostStage | None, fault: _Fault
     ) -> None:
         self.arrivals, self.departures, self.stage, self.fault = arrivals, departures, stage, fault
 
@@ -203,45 +203,30 @@ class _StagedWork:
         self.arrivals, self.departures, self.stage = [], [], None
 
 
-class Stage(Protocol):
-    """Moves chunks between a device and the host."""
+class HostStage:
+    """Moves chunks between a device and the host. Here the device is the host itself, and copies are made at once."""
 
     def mark(self) -> Any:
         """A marker for everything queued so far."""
+        return None
 
     def copy_out(self, chunk: Tensor, queued: Any) -> tuple[Tensor, Callable[[], None]]:
         """A host copy, made once `queued` is over, and a function that waits for the copy."""
+        return chunk.clone(), lambda: None
 
     def landing(self, chunk: Tensor) -> Tensor:
         """Host memory to receive a chunk in."""
+        return torch.empty_like(chunk)
 
     def copy_in(self, host: Tensor, chunk: Tensor, queued: Any) -> None:
         """Copy into the chunk once `queued` is over. The host memory may be released at once."""
+        chunk.copy_(host)
 
     def settle(self) -> None:
         """Make everything queued from now on wait for all copies in."""
 
 
-class HostStage:
-    """Chunks in host memory: copies are made immediately."""
-
-    def mark(self) -> None:
-        return None
-
-    def copy_out(self, chunk: Tensor, queued: None) -> tuple[Tensor, Callable[[], None]]:
-        return chunk.clone(), lambda: None
-
-    def landing(self, chunk: Tensor) -> Tensor:
-        return torch.empty_like(chunk)
-
-    def copy_in(self, host: Tensor, chunk: Tensor, queued: None) -> None:
-        chunk.copy_(host)
-
-    def settle(self) -> None:
-        pass
-
-
-class CudaStage:
+class CudaStage(HostStage):
     """Chunks on a CUDA device, with a stream for each direction, so that copies overlap each other and compute.
 
     torch caches pinned memory, and reuses it only after the copies queued on it are over.

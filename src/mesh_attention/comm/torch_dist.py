@@ -36,8 +36,8 @@ ROOM = 4096
 """Bytes of every rank's first message of a sharing, header included. Longer texts take a second one."""
 FIRST_TAG = 1_000_000
 """Gloo's tag of a parcel with tag 0. Smaller ones are left to the caller's own messages on the same group."""
-_LARGEST = AllreduceOptions()
-_LARGEST.reduceOp = ReduceOp(ReduceOp.MAX)
+_MAXIMUM_OF_RANKS = AllreduceOptions()
+_MAXIMUM_OF_RANKS.reduceOp = ReduceOp(ReduceOp.MAX)
 LOOK_UP_S = 2.0
 """Seconds to find out who is missing after a sharing failed; the store may be out of reach as well."""
 
@@ -102,7 +102,7 @@ class TorchComm:
         """Replace each number, in place, by the largest of all ranks."""
         try:
             backend: Any = self.group._get_backend(tensor.device)
-            backend.allreduce([tensor], _LARGEST).wait()
+            backend.allreduce([tensor], _MAXIMUM_OF_RANKS).wait()
         except Exception as error:
             raise TransportError(
                 f"rank {self.rank}, at the end of the pass: {reason_of(error)}; {START_AGAIN}"
@@ -308,31 +308,32 @@ class Attendance:
 
     def describe(self, size: int) -> str:
         """Say who was missing, as far as the store knows."""
-        missing: list[int] = []
-        heard: list[bool] = []
+        answers: list[list[int]] = []
 
         def look() -> None:
-            end = time.monotonic() + LOOK_UP_S / 2
-            while True:  # a rank that is about to begin is not missing
-                missing[:] = [rank for rank in range(size) if self._begun(rank) < self.number]
-                if not missing or time.monotonic() > end:
-                    break
-                time.sleep(0.05)
-            heard.append(True)
+            with suppress(Exception):
+                answers.append(self._missing(size))
 
         if self.store is not None:
-            thread = Thread(target=_quietly, args=(look,), daemon=True)  # a stopped store would not answer
+            thread = Thread(target=look, daemon=True)  # a stopped store would not answer
             thread.start()
             thread.join(LOOK_UP_S)
-        if not heard:
-            return (
-                f"rank {self.rank} could not compare its call with those of the other ranks, and the group's store "
-                "does not answer (the process that keeps it, often rank 0, may have ended)"
-            )
+        failed = f"rank {self.rank} could not compare its call with those of the other ranks"
+        if not answers:
+            why = "the group's store does not answer (the process that keeps it, often rank 0, may have ended)"
+            return f"{failed}, and {why}"
+        (missing,) = answers
         if not missing:
-            return f"rank {self.rank} could not compare its call with those of the other ranks, although all had begun"
+            return f"{failed}, although all had begun"
         who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
         return f"{who} did not take part when ranks compared their calls"
+
+    def _missing(self, size: int) -> list[int]:
+        """The ranks that have not begun this sharing. One that is about to begin is not missing."""
+        end = time.monotonic() + LOOK_UP_S / 2
+        while (missing := [rank for rank in range(size) if self._begun(rank) < self.number]) and time.monotonic() < end:
+            time.sleep(0.05)
+        return missing
 
     def _begun(self, rank: int) -> int:
         key = _key(rank)
@@ -372,11 +373,6 @@ def reason_of(error: Exception) -> str:
         last = str(error).partition("Last error:\n")[2].strip().partition(". If you believe")[0]
         return f"NCCL: {found[1]}" + (f" ({last})" if last else "")
     return re.sub(r"^\[\S*\] |\.? This is typically caused by.*", "", str(error))
-
-
-def _quietly(look: Callable[[], None]) -> None:
-    with suppress(Exception):
-        look()
 
 
 def _key(rank: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ from mesh_attention.execution.engine import Engine, compile_programs
 from mesh_attention.execution.graphs import CapturedPasses, GraphMemory
 from mesh_attention.plan.assignment import Assignment, Axis, Tile
 from mesh_attention.plan.layout import Cached, Layout
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.problem import Problem
-from mesh_attention.session.agreement import Question
+from mesh_attention.session.agreement import Statement
 from mesh_attention.session.session import Session
 
 MAX_ENGINES, MAX_TURN_ENGINES = 128, 16
@@ -51,9 +51,18 @@ class Call:
     may_keep: bool
     cuda_graphs: bool
 
+    def plan_request(self, device: torch.device) -> PlanRequest:
+        return PlanRequest(
+            problem=self.problem,
+            layout=self.layout,
+            on_gpu=device.type == "cuda",
+            needs_gradient=self.gradient,
+            may_keep=self.may_keep,
+        )
+
 
 @lru_cache(maxsize=4 * MAX_ENGINES)
-def pose(options: CallOptions, kinds: Kinds, ranks: int) -> tuple[Problem, Softmax]:
+def derive_problem(options: CallOptions, kinds: Kinds, ranks: int) -> tuple[Problem, Softmax]:
     """Problem and softmax of a call, from checked options and one rank's tensors. Cached: every call asks for them."""
     problem = options.problem(*kinds, ranks=ranks)
     return problem, options.softmax(problem)
@@ -68,36 +77,26 @@ class PlanningTalk:
 
     session: Session
     device: torch.device
-    asked: Mapping[str, str]
+    must_match: Mapping[str, str]
 
     @property
     def comm(self) -> Comm:
         return self.session.comms_on(self.device)[0]
 
-    def share(self, step: str, says: Any) -> list[Any]:
-        """What every rank says at a step of planning; any JSON."""
-        asked = {**self.asked, **{f"{direction} plan": step for direction in DIRECTIONS}}
-        answers = self.session.agree(Question(asked=asked, says=says), device=self.device)
-        return [answer.says for answer in answers]
+    def share(self, step: str, payload: Any) -> list[Any]:
+        """The payloads of all ranks at a step of planning; any JSON."""
+        must_match = {**self.must_match, **{f"{direction} plan": step for direction in DIRECTIONS}}
+        statements = self.session.agree(Statement(must_match=must_match, payload=payload), device=self.device)
+        return [statement.payload for statement in statements]
 
 
 class Strategy(Protocol):
     """Makes the plans of both passes, the same on every rank."""
 
-    @property
-    def decides_what_to_keep(self) -> bool:
-        """True if plans depend on `may_keep`."""
+    decides_what_to_keep: ClassVar[bool]
+    """True if plans depend on `may_keep`."""
 
-    def plans(
-        self,
-        problem: Problem,
-        layout: Layout,
-        *,
-        on_gpu: bool,
-        needs_gradient: bool,
-        may_keep: bool,
-        talk: PlanningTalk | None,
-    ) -> Mapping[Direction, Plan]:
+    def plans(self, request: PlanRequest, talk: PlanningTalk | None) -> Mapping[Direction, Plan]:
         """The plans; `talk` is None in a local group."""
 
 
@@ -138,7 +137,7 @@ class Calls:
             if gradient is None:
                 gradient = needs_gradient(tensor for rank in tensors for tensor in rank)
             kinds: list[Kinds] = [tuple(map(TensorKind.of, rank)) for rank in tensors]  # type: ignore[misc]
-            problem, softmax = pose(options, kinds[0], self.session.size)  # stage 2
+            problem, softmax = derive_problem(options, kinds[0], self.session.size)  # stage 2
             call = Call(
                 problem=problem,
                 softmax=softmax,
@@ -168,17 +167,16 @@ class Calls:
             comms = session.comms_on(device)
             self._check_graphs(device, comms)
             # In a local group, each rank judges by its own tensors, as it would in a process of its own.
-            asked = [_asked(call, pose(options, own, session.size)[0], device) for own in kinds]
-        talk = None if session.is_local else PlanningTalk(session, device, asked[0])
-        passes = {"needs_gradient": call.gradient, "may_keep": call.may_keep}
+            must_match = [_must_match(call, derive_problem(options, own, session.size)[0], device) for own in kinds]
+        talk = None if session.is_local else PlanningTalk(session, device, must_match[0])
         with session.telling():
             # Stage 3
-            plans = self.strategy.plans(call.problem, call.layout, on_gpu=device.type == "cuda", talk=talk, **passes)
+            plans = self.strategy.plans(call.plan_request(device), talk)
             _check_keep(plans, cuda_graphs=self.cuda_graphs)
             planned = {f"{direction} plan": f"{plan!r}" for direction, plan in plans.items()}
-            questions = [
-                Question(asked={**rank, **planned}, holds=_holds(own), expected=_shard_sizes(call, session.size))
-                for rank, own in zip(asked, kinds, strict=True)
+            statements = [
+                Statement(must_match={**rank, **planned}, holds=_holds(own), expected=_shard_sizes(call, session.size))
+                for rank, own in zip(must_match, kinds, strict=True)
             ]
             # Stage 4
             engine = Engine(
@@ -187,13 +185,13 @@ class Calls:
                 deterministic=call.deterministic,
                 session=session,
                 comms=comms,
-                call_id=questions[0].call_id,
+                call_id=statements[0].call_id,
                 programs=compile_programs(plans, comms),
                 captured=None if isinstance(call.layout, Cached) else self._captured(device),
             )
             engine.prepare(device)
         # Stage 5, not inside `telling`: if this raises, the other ranks raise as well, or cannot be reached.
-        session.agree(*questions, device=device)
+        session.agree(*statements, device=device)
         return engine
 
     def _check_graphs(self, device: torch.device, comms: Sequence[Comm]) -> None:
@@ -218,7 +216,7 @@ class Calls:
 # What ranks compare
 
 
-def _asked(call: Call, problem: Problem, device: torch.device) -> dict[str, str]:
+def _must_match(call: Call, problem: Problem, device: torch.device) -> dict[str, str]:
     return {
         "operation": "attention",
         **{field.name: str(getattr(problem, field.name)) for field in fields(problem)},

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.execution.warm_up import this_thread
+from mesh_attention.kernels.base import tokens_first
 
 Result = TypeVar("Result")
 Tensors = Sequence[Mapping[str, Mapping[str, Tensor]]]
@@ -91,9 +92,9 @@ class CapturedPasses:
         if key not in self._passes:
             if (key, this_thread()) not in self._seen:
                 self._seen.add((key, this_thread()))
-                return run_pass(_canonical_copies(inputs), pass_id)
+                return run_pass(_copies(inputs, _canonical_copy), pass_id)
             with torch.inference_mode(False), torch.no_grad():  # later calls need not be in inference mode
-                copies = _canonical_copies(inputs)
+                copies = _copies(inputs, _canonical_copy)
                 copied_id = None if pass_id is None else pass_id.clone()
             graph = CapturedGraph(lambda: run_pass(copies, copied_id), self.memory.device, pool=self.memory.pool)
             self._passes[key] = copies, copied_id, graph
@@ -105,27 +106,18 @@ class CapturedPasses:
             for kind, fields in own_fields.items():
                 for name, tensor in fields.items():
                     tensor.copy_(fields_by_kind[kind][name])
-        results = _copies(graph.launch())
+        results = _copies(graph.launch(), Tensor.clone)
         self.memory.end()
         return results
 
 
-def _canonical_copies(tensors: Tensors) -> list[dict[str, dict[str, Tensor]]]:
-    """Copies in memory (batch, tokens, heads, dim), or (batch, heads, tokens) for statistics; as views heads first."""
-    return [
-        {kind: {name: _canonical_copy(tensor) for name, tensor in fields.items()} for kind, fields in rank.items()}
-        for rank in tensors
-    ]
-
-
 def _canonical_copy(tensor: Tensor) -> Tensor:
-    if tensor.dim() == 3:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    """A copy in memory (batch, tokens, heads, dim), or (batch, heads, tokens) of statistics; as a view heads first."""
+    return tensor.clone(memory_format=torch.contiguous_format) if tensor.dim() == 3 else tokens_first(tensor)
 
 
-def _copies(tensors: Tensors) -> list[dict[str, dict[str, Tensor]]]:
+def _copies(tensors: Tensors, copy: Callable[[Tensor], Tensor]) -> Tensors:
     return [
-        {kind: {name: tensor.clone() for name, tensor in fields.items()} for kind, fields in rank.items()}
+        {kind: {name: copy(tensor) for name, tensor in fields.items()} for kind, fields in rank.items()}
         for rank in tensors
     ]

@@ -12,7 +12,7 @@ from mesh_attention.comm.base import Parcel
 from mesh_attention.errors import ProblemError, TransportError, UsageError
 from mesh_attention.plan.layout import Layout, inverse_permutation
 from mesh_attention.plan.layout import position_ids as positions
-from mesh_attention.session.agreement import Question, find_difference
+from mesh_attention.session.agreement import Statement, find_difference
 from mesh_attention.session.session import Session
 
 
@@ -43,9 +43,9 @@ def unshard(local: Tensor, layout: Layout, session: Session, *, dim: int = 1) ->
         check_shard(local, dim)
         ours = local.detach().movedim(dim, 0).contiguous()
         session.comms_on(ours.device)
-    asked = {"operation": "unshard", "layout": layout.name, "dim": str(dim % local.dim()), **_form(local, dim)}
-    question = Question(asked=asked, holds={"tokens": ours.shape[0]})
-    lengths = [answer.holds["tokens"] for answer in session.agree(question, device=ours.device)]
+    must_match = {"operation": "unshard", "layout": layout.name, "dim": str(dim % local.dim()), **_form(local, dim)}
+    statement = Statement(must_match=must_match, holds={"tokens": ours.shape[0]})
+    lengths = [rank.holds["tokens"] for rank in session.agree(statement, device=ours.device)]
     _check_lengths(lengths, layout)
     shards = gather(ours, lengths, session, label="unshard")
     return join_shards([shard.movedim(0, dim) for shard in shards], layout, dim=dim)

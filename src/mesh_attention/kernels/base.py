@@ -105,8 +105,8 @@ class Demand:
     dtype: torch.dtype
     head_dim_qk: int
     head_dim_v: int
-    softcap: float
-    lse_gradient: bool
+    softcap: float = 0.0
+    lse_gradient: bool = False
     deterministic: bool = False
 
 

@@ -7,12 +7,10 @@ from torch import Tensor
 
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores
 from mesh_attention.kernels.merging import output_of
-from mesh_attention.kernels.reference import ReferenceKernel, SlicedReferenceKernel, of_rows
+from mesh_attention.kernels.reference import REFERENCE, of_rows
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_REFERENCE = ReferenceKernel()
-_SLICED = SlicedReferenceKernel()
 
 
 class CpuFlashKernel:
@@ -31,7 +29,7 @@ class CpuFlashKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         if _is_empty(q, k):
-            return _REFERENCE.forward(q, k, v, scores)
+            return REFERENCE.forward(q, k, v, scores)
         bias, blind = _bias(scores.mask, q)
         q, k, v = (_in_one_piece(x) for x in (q, k, v))
         out, lse = _forward(q, k, v, 0.0, scores.mask.form == "causal", attn_mask=bias, scale=scores.scale)
@@ -41,7 +39,7 @@ class CpuFlashKernel:
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
         if _is_empty(q, k):
-            return _REFERENCE.backward(q, k, v, row, scores)
+            return REFERENCE.backward(q, k, v, row, scores)
         bias, _ = _bias(scores.mask, q)
         lse = row.lse.masked_fill(row.lse == -torch.inf, 0.0)  # masked everywhere; -inf - -inf would be NaN
         q, k, v, do, out = (_in_one_piece(x) for x in (q, k, v, row.do, output_of(row)))
@@ -62,7 +60,7 @@ def _without_false_zeros(
         return out, lse
     doubtful = (lse == 0.0).flatten(0, 1).any(0).nonzero()
     rows = slice(int(doubtful[0]), int(doubtful[-1]) + 1)
-    again, lse_again = _SLICED.forward(q[:, :, rows], k, v, of_rows(scores, rows))
+    again, lse_again = REFERENCE.forward(q[:, :, rows], k, v, of_rows(scores, rows))
     is_doubtful = lse[:, :, rows] == 0.0
     out[:, :, rows] = torch.where(is_doubtful[..., None], again.to(out.dtype), out[:, :, rows])
     lse[:, :, rows] = torch.where(is_doubtful, lse_again, lse[:, :, rows])

@@ -16,28 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.base import (
-    Demand,
-    Gradients,
-    aligned,
-    all_aligned,
-    dense_strides,
-    tokens_first,
-)
-from mesh_attention.kernels.windowed import (
-    FlashRow,
-    Window,
-    WindowedKernel,
-    fix_empty_row_lse,
-    flash_unsupported_reason,
-)
+from mesh_attention.kernels.base import Demand, Gradients, aligned, all_aligned, dense_strides, tokens_first
+from mesh_attention.kernels.windowed import FlashRow, Window, WindowedKernel, fix_empty_row_lse
 
 _cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 _flash_forward = torch.ops.aten._flash_attention_forward.default
 _flash_backward = torch.ops.aten._flash_attention_backward.default
-
-NOT_DETERMINISTIC = "adds up dQ in no fixed order"
 
 _FEWEST_FOR_CUDNN = 64
 """Below this many queries or keys cuDNN is not faster, and it refuses a single key."""
@@ -122,17 +107,14 @@ class TorchFlashKernel(WindowedKernel):
 
     def __init__(self, *, is_deterministic: bool = False) -> None:
         name = "torch flash, deterministic" if is_deterministic else "torch flash"
-        super().__init__(name, (TorchFlashOp(is_deterministic),))
-        self._is_deterministic = is_deterministic
+        super().__init__(name, (TorchFlashOp(is_deterministic),), is_deterministic=is_deterministic)
 
     def unsupported_reason(self, demand: Demand) -> str | None:
-        reason = flash_unsupported_reason(demand)
+        reason = super().unsupported_reason(demand)
         if reason is not None:
             return reason
         if demand.head_dim_qk != demand.head_dim_v:
             return f"needs one head size, not {demand.head_dim_qk} and {demand.head_dim_v}"
-        if demand.deterministic and not self._is_deterministic:
-            return NOT_DETERMINISTIC
         return _torch_unsupported_reason(torch.backends.cuda.can_use_flash_attention, demand)
 
 
@@ -144,15 +126,13 @@ class CudnnKernel(WindowedKernel):
 
     def __init__(self, *, is_deterministic: bool = False) -> None:
         name, flash = "cudnn, deterministic" if is_deterministic else "cudnn", TorchFlashOp(is_deterministic)
-        super().__init__(name, (CudnnOp(), flash), backward_ops=(flash,) if is_deterministic else None)
-        self._is_deterministic = is_deterministic
+        backward_ops = (flash,) if is_deterministic else None
+        super().__init__(name, (CudnnOp(), flash), backward_ops=backward_ops, is_deterministic=is_deterministic)
 
     def unsupported_reason(self, demand: Demand) -> str | None:
-        reason = flash_unsupported_reason(demand) or _cudnn_unsupported_reason()
+        reason = super().unsupported_reason(demand) or _cudnn_unsupported_reason()
         if reason is not None:
             return reason
-        if demand.deterministic and not self._is_deterministic:
-            return NOT_DETERMINISTIC
         if demand.deterministic and demand.head_dim_qk != demand.head_dim_v:
             return f"needs one head size to be deterministic, not {demand.head_dim_qk} and {demand.head_dim_v}"
         return _torch_unsupported_reason(torch.backends.cuda.can_use_cudnn_attention, demand)

@@ -11,20 +11,14 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mesh_attention.kernels.base import Demand, Gradients, aligned
-from mesh_attention.kernels.cuda import NOT_DETERMINISTIC, TorchFlashOp
-from mesh_attention.kernels.windowed import (
-    FlashRow,
-    Window,
-    WindowedKernel,
-    fix_empty_row_lse,
-    flash_unsupported_reason,
-)
+from mesh_attention.kernels.cuda import TorchFlashOp
+from mesh_attention.kernels.windowed import FlashRow, Window, WindowedKernel, fix_empty_row_lse
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +96,7 @@ def _is_surplus(parameter: inspect.Parameter, needs: Collection[str]) -> bool:
     return not is_optional and parameter.name not in (*needs, *_DEFAULTS, *_LSE_NAMES)
 
 
-@dataclass(frozen=True, slots=True)
-class Functions:
+class Functions(NamedTuple):
     forward: Function
     backward: Function
 
@@ -174,11 +167,9 @@ class FlashAttnKernel(WindowedKernel):
         self._release = release
 
     def unsupported_reason(self, demand: Demand) -> str | None:
-        reason = flash_unsupported_reason(demand)
+        reason = super().unsupported_reason(demand)
         if reason is not None:
             return reason
-        if demand.deterministic:
-            return NOT_DETERMINISTIC
         dims = demand.head_dim_qk, demand.head_dim_v
         if dims[0] != dims[1] or dims[0] not in self._release.head_dims:
             return f"needs one head size among {_spell(self._release.head_dims)}, not {dims[0]} and {dims[1]}"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_PLAIN = [  # arguments whose values do not select a compilation
+_NOT_SPECIALIZED = [  # arguments whose values do not select a compilation
     *(
         f"{name}_{axis}"
         for name in ("q", "k", "v", "out", "do", "dq", "dk", "dv", "lse", "delta")
@@ -23,7 +23,7 @@ _PLAIN = [  # arguments whose values do not select a compilation
     ),
     *("queries", "keys", "heads", "groups", "scale", "bend", "cap"),
 ]
-_UNALIGNED = ["lse", "delta"]
+_ANY_ALIGNMENT = ["lse", "delta"]
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def _forward_tiles(acc, total, top, query, low, high, k, v, k_token, v_token, ke
     return acc, total, top
 
 
-@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def forward(
     q, q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k, k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
@@ -199,7 +199,7 @@ def _query_gradient(acc, query, upstream, level, inset, low, high, k, v, k_token
     return acc
 
 
-@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def backward_queries(
     q, q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k, k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
@@ -278,7 +278,7 @@ def _key_gradients(acc, acc_v, key, value, low, high, q, do, lse, delta, q_head,
     return acc, acc_v
 
 
-@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def backward_keys(
     q, q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k, k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,

@@ -20,11 +20,10 @@ from torch import Tensor
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores, aligned, tokens_first
 from mesh_attention.kernels.launching import Launch, launch, triton_unsupported_reason, with_strides
 from mesh_attention.kernels.merging import delta_of
-from mesh_attention.kernels.reference import SlicedReferenceKernel
+from mesh_attention.kernels.reference import REFERENCE
 from mesh_attention.masks import Documents, Segment
 
 LARGEST_HEAD = 256
-_SLICED = SlicedReferenceKernel()
 
 
 class ProgramTile(NamedTuple):
@@ -53,7 +52,7 @@ SMALL_TILES: Tiles = {
 }
 """For GPUs with less shared memory than `TILES` need: compute capability 8.6, 8.9 and 12."""
 
-_ENOUGH_SHARED = 160 * 2**10
+_TILES_NBYTES = 160 * 2**10
 
 
 class Intervals(NamedTuple):
@@ -89,7 +88,7 @@ class IntervalKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         if not is_ascending(scores.mask):
-            return _SLICED.forward(q, k, v, scores)
+            return REFERENCE.forward(q, k, v, scores)
         batch, heads, queries, _ = q.shape
         out = q.new_empty((batch, queries, heads, v.shape[-1])).transpose(1, 2)
         lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
@@ -102,7 +101,7 @@ class IntervalKernel:
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
         if not is_ascending(scores.mask):
-            return _SLICED.backward(q, k, v, row, scores)
+            return REFERENCE.backward(q, k, v, row, scores)
         dq, dk, dv = (_empty_like(x) for x in (q, k, v))
         if not q.numel() or not k.numel():
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_())
@@ -147,7 +146,7 @@ def _tiles(device: torch.device) -> Tiles:
     if device.type != "cuda":
         return TILES
     properties: Any = torch.cuda.get_device_properties(device)
-    return TILES if properties.shared_memory_per_block_optin >= _ENOUGH_SHARED else SMALL_TILES
+    return TILES if properties.shared_memory_per_block_optin >= _TILES_NBYTES else SMALL_TILES
 
 
 # Intervals

@@ -221,9 +221,9 @@ def poison_if_different(
     filled = [*results, state, state, state][:3]  # a rank without tokens has no results
     arguments = with_strides(((), (), (), *((size,) for size in sizes)), (counts, 1024))
     key = ("poison_if_different", *sizes, counts)
-    grid = (_POISONING, 1, 1)
+    grid = (_POISONING_PROGRAMS, 1, 1)
     launch(key, (largest, state, seen, *filled), lambda: Launch(FILE, "poison_if_different", grid, arguments))
 
 
-_POISONING = 64
+_POISONING_PROGRAMS = 64
 """Programs that fill results with NaN; as a rule they have nothing to do."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_PLAIN = [  # arguments whose values do not select a compilation
+_NOT_SPECIALIZED = [  # arguments whose values do not select a compilation
     *(
         f"{name}_{axis}"
         for name in ("a", "b", "c", "a_stat", "b_stat", "c_stat")
@@ -95,7 +95,7 @@ def _join(a, b, dtype: tl.constexpr):
     return larger + _log1p(e, terms), a_weight, b_weight
 
 
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def merge_rows(
     a, a_batch: tl.int64, a_head: tl.int64, a_token: tl.int64, a_dim,
     a_stat, a_stat_batch: tl.int64, a_stat_head: tl.int64, a_stat_token: tl.int64,
@@ -124,7 +124,7 @@ def merge_rows(
     tl.store(a_lse_at, joint, mask=is_row)
 
 
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def add_rows(
     a, a_batch: tl.int64, a_head: tl.int64, a_token: tl.int64, a_dim,
     b, b_batch: tl.int64, b_head: tl.int64, b_token: tl.int64, b_dim,
@@ -143,7 +143,7 @@ def add_rows(
     tl.store(a_at, values, mask=here)
 
 
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def dot_rows(
     a, a_batch: tl.int64, a_head: tl.int64, a_token: tl.int64, a_dim,
     b, b_batch: tl.int64, b_head: tl.int64, b_token: tl.int64, b_dim,
@@ -163,7 +163,7 @@ def dot_rows(
     tl.store(sum_at, tl.sum(left * right, axis=1), mask=is_row)
 
 
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def stand_in_rows(
     a, a_batch: tl.int64, a_head: tl.int64, a_token: tl.int64, a_dim,
     a_stat, a_stat_batch: tl.int64, a_stat_head: tl.int64, a_stat_token: tl.int64,
@@ -194,6 +194,13 @@ def stand_in_rows(
     tl.store(to_at, tl.where(lse == float("-inf"), 0.0, lse), mask=is_row)
 
 
+@triton.jit
+def _fill_with_nan(a, size, start, step, block: tl.constexpr):
+    for at in range(start, size, step):
+        index = at + tl.arange(0, block)
+        tl.store(a + index, float("nan"), mask=index < size)
+
+
 @triton.jit(do_not_specialize=["a_size", "b_size", "c_size"])
 def poison_if_different(
     largest, state, seen,
@@ -218,12 +225,6 @@ def poison_if_different(
             tl.store(seen + 1, over)
     if is_different | (spoilt != spoilt):
         start, step = program.to(tl.int64) * block, tl.num_programs(0).to(tl.int64) * block
-        for at in range(start, a_size, step):
-            index = at + tl.arange(0, block)
-            tl.store(a + index, float("nan"), mask=index < a_size)
-        for at in range(start, b_size, step):
-            index = at + tl.arange(0, block)
-            tl.store(b + index, float("nan"), mask=index < b_size)
-        for at in range(start, c_size, step):
-            index = at + tl.arange(0, block)
-            tl.store(c + index, float("nan"), mask=index < c_size)
+        _fill_with_nan(a, a_size, start, step, block)
+        _fill_with_nan(b, b_size, start, step, block)
+        _fill_with_nan(c, c_size, start, step, block)

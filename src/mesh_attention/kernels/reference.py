@@ -1,11 +1,10 @@
 """The reference: plain torch for any dtype and any mask. Computes in float32, or float64 for float64.
 
-In slices, it takes the calls that no fast GPU kernel takes: exact, slow, bounded memory.
+It takes the calls that no faster kernel takes: exact, slow, in bounded memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -18,69 +17,69 @@ from mesh_attention.masks import Segment
 
 
 class ReferenceKernel:
+    """Takes queries in slices. The scores of a slice take at most `nbytes`, or it is one query; about five tensors of
+    that size exist at once."""
+
     name = "reference"
-
-    def unsupported_reason(self, demand: Demand) -> str | None:
-        return None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        q, k, v = _widen(q), _share(_widen(k), q), _share(_widen(v), q)
-        bent, _ = _scored(q, k, scores)
-        lse = bent.logsumexp(-1)
-        # Not exp(bent - lse): the LSE is rounded, and weights would not add up to 1 for large scores.
-        weights = bent.softmax(-1).masked_fill((lse == -torch.inf)[..., None], 0.0)
-        return weights @ v, lse
-
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
-        groups = q.shape[1] // k.shape[1]
-        q, k, v, do = _widen(q), _share(_widen(k), q), _share(_widen(v), q), _widen(row.do)
-        bent, slope = _scored(q, k, scores)
-        weights = (bent - row.lse.clamp_min(torch.finfo(row.lse.dtype).min)[..., None]).exp()
-        d_scores = weights * (do @ v.mT - delta_of(row)[..., None]) * slope * scores.scale
-        return Gradients(d_scores @ k, _unshare(d_scores.mT @ q, groups), _unshare(weights.mT @ do, groups))
-
-
-_REFERENCE = ReferenceKernel()
-
-
-class SlicedReferenceKernel:
-    """The scores of a slice take at most `nbytes`, or one query; about five tensors of that size exist at once."""
-
-    name = "reference in slices"
 
     def __init__(self, *, nbytes: int = 200 * 2**20) -> None:
         self.nbytes = nbytes
 
     def unsupported_reason(self, demand: Demand) -> str | None:
-        return None if demand.device == "cuda" else f"runs on cuda, not on {demand.device}"
+        return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        slices = self._slices(q, k)
+        if len(slices) == 1:
+            return _forward(q, k, v, scores)
         batch, heads, tokens, _ = q.shape
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty((batch, heads, tokens, v.shape[-1]), dtype=wide, device=q.device)
         lse = torch.empty((batch, heads, tokens), dtype=wide, device=q.device)
-        for rows in self._slices(q, k):
-            part = of_rows(scores, rows)
-            out[:, :, rows], lse[:, :, rows] = _REFERENCE.forward(q[:, :, rows], k, v, part)
+        for rows in slices:
+            out[:, :, rows], lse[:, :, rows] = _forward(q[:, :, rows], k, v, of_rows(scores, rows))
         return out, lse
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
+        slices = self._slices(q, k)
+        if len(slices) == 1:
+            return _backward(q, k, v, row, scores)
         wide = torch.promote_types(q.dtype, torch.float32)
         dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
-        for rows in self._slices(q, k):
+        for rows in slices:
             upstream = RowGradient(*(None if x is None else x[:, :, rows] for x in row))  # type: ignore[arg-type]
-            part = _REFERENCE.backward(q[:, :, rows], k, v, upstream, of_rows(scores, rows))
+            part = _backward(q[:, :, rows], k, v, upstream, of_rows(scores, rows))
             dq[:, :, rows] = part.dq
             dk += part.dk
             dv += part.dv
         return Gradients(dq, dk, dv)
 
-    def _slices(self, q: Tensor, k: Tensor) -> Iterator[slice]:
+    def _slices(self, q: Tensor, k: Tensor) -> list[slice]:
         batch, heads, tokens, _ = q.shape
         one_row = batch * heads * max(1, k.shape[2]) * max(q.element_size(), 4)
         step = max(1, self.nbytes // one_row)
-        for start in range(0, tokens, step):
-            yield slice(start, min(start + step, tokens))
+        return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
+
+
+REFERENCE = ReferenceKernel()
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    q, k, v = _widen(q), _share(_widen(k), q), _share(_widen(v), q)
+    bent, _ = _scored(q, k, scores)
+    lse = bent.logsumexp(-1)
+    # Not exp(bent - lse): the LSE is rounded, and weights would not add up to 1 for large scores.
+    weights = bent.softmax(-1).masked_fill((lse == -torch.inf)[..., None], 0.0)
+    return weights @ v, lse
+
+
+def _backward(q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
+    groups = q.shape[1] // k.shape[1]
+    q, k, v, do = _widen(q), _share(_widen(k), q), _share(_widen(v), q), _widen(row.do)
+    bent, slope = _scored(q, k, scores)
+    weights = (bent - row.lse.clamp_min(torch.finfo(row.lse.dtype).min)[..., None]).exp()
+    d_scores = weights * (do @ v.mT - delta_of(row)[..., None]) * slope * scores.scale
+    return Gradients(d_scores @ k, _unshare(d_scores.mT @ q, groups), _unshare(weights.mT @ do, groups))
 
 
 def of_rows(scores: Scores, rows: slice) -> Scores:

@@ -18,7 +18,7 @@ from mesh_attention.kernels.cpu import CpuFlashKernel
 from mesh_attention.kernels.cuda import CudnnKernel, TorchFlashKernel
 from mesh_attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FlashAttnKernel
 from mesh_attention.kernels.merging import FusedMerging, Merging, TorchMerging
-from mesh_attention.kernels.reference import ReferenceKernel, SlicedReferenceKernel
+from mesh_attention.kernels.reference import REFERENCE
 from mesh_attention.kernels.windowed import INTERVALS
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,7 @@ KERNELS: tuple[Kernel, ...] = (
     TorchFlashKernel(),
     TorchFlashKernel(is_deterministic=True),
     INTERVALS,
-    SlicedReferenceKernel(),
-    ReferenceKernel(),
+    REFERENCE,
 )
 """Kernels in the order they are asked; the reference, which can do everything, comes last.
 

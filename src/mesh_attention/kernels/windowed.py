@@ -18,16 +18,14 @@ from torch import Tensor
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.intervals import IntervalKernel
 from mesh_attention.kernels.merging import delta_of, stand_in_rows
-from mesh_attention.kernels.reference import SlicedReferenceKernel
+from mesh_attention.kernels.reference import REFERENCE
 from mesh_attention.masks import Segment
 
 logger = logging.getLogger(__name__)
 
 INTERVALS = IntervalKernel()
-SLICED: Kernel = SlicedReferenceKernel()
-"""For calls that windows cannot express."""
 
-_SHORT = 2048
+_SHORT_WINDOW = 2048
 """Queries of a window, on average, up to which several windows take longer than one launch of `INTERVALS`. On an H200,
 8192 tokens in documents of 1024 took cuDNN 1.7 ms for both passes and `INTERVALS` 1.2; of 2048, 1.9 and 2.0."""
 
@@ -79,32 +77,37 @@ class WindowOp(Protocol):
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: FlashRow, window: Window, scale: float) -> Gradients: ...
 
 
-def flash_unsupported_reason(demand: Demand) -> str | None:
-    """The reason why no flash kernel can meet the demand; None if one might."""
-    if demand.device != "cuda":
-        return f"runs on cuda, not on {demand.device}"
-    if demand.dtype not in (torch.bfloat16, torch.float16):
-        return f"needs bfloat16 or float16, not {demand.dtype}"
-    if demand.head_dim_qk % 8 or demand.head_dim_v % 8:
-        return f"needs head sizes that are multiples of 8, not {demand.head_dim_qk} and {demand.head_dim_v}"
-    if demand.softcap:
-        return "has no softcap"
-    if demand.lse_gradient:
-        return "cannot take a gradient into the LSE in rows where dO is zero"
-    return None
-
-
 class WindowedKernel:
     """A kernel made of window operators: each window of a call goes to the first that takes it.
 
-    Calls without windows, or with many short ones, go to `INTERVALS` or `SLICED`.
+    Calls without windows, or with many short ones, go to `INTERVALS` or the reference. If it is not deterministic,
+    backward adds up dQ in no fixed order.
     """
 
     def __init__(
-        self, name: str, ops: tuple[WindowOp, ...], *, backward_ops: tuple[WindowOp, ...] | None = None
+        self,
+        name: str,
+        ops: tuple[WindowOp, ...],
+        *,
+        backward_ops: tuple[WindowOp, ...] | None = None,
+        is_deterministic: bool = False,
     ) -> None:
-        self.name = name
+        self.name, self.is_deterministic = name, is_deterministic
         self._forward_ops, self._backward_ops = ops, ops if backward_ops is None else backward_ops
+
+    def unsupported_reason(self, demand: Demand) -> str | None:
+        """What no flash kernel can do; None if one might."""
+        if demand.device != "cuda":
+            return f"runs on cuda, not on {demand.device}"
+        if demand.dtype not in (torch.bfloat16, torch.float16):
+            return f"needs bfloat16 or float16, not {demand.dtype}"
+        if demand.head_dim_qk % 8 or demand.head_dim_v % 8:
+            return f"needs head sizes that are multiples of 8, not {demand.head_dim_qk} and {demand.head_dim_v}"
+        if demand.softcap:
+            return "has no softcap"
+        if demand.lse_gradient:
+            return "cannot take a gradient into the LSE in rows where dO is zero"
+        return "adds up dQ in no fixed order" if demand.deterministic and not self.is_deterministic else None
 
     def prepare(self, q: Tensor, v: Tensor, mask: CallMask) -> None:
         """Make what a call with this mask needs on the device, without making the call."""
@@ -179,20 +182,12 @@ def _way(
     else:
         choices = [_first_op(ops, cut, head_dim_qk, head_dim_v) for cut in cuts]
         reason = next((choice for choice in choices if isinstance(choice, str)), None)
-    demand = Demand(
-        device=device,
-        dtype=dtype,
-        head_dim_qk=head_dim_qk,
-        head_dim_v=head_dim_v,
-        softcap=0.0,
-        lse_gradient=False,
-        deterministic=True,
-    )
+    demand = Demand(device=device, dtype=dtype, head_dim_qk=head_dim_qk, head_dim_v=head_dim_v, deterministic=True)
     takes_all = INTERVALS.unsupported_reason(demand) is None
     if cuts is not None and reason is None and not (takes_all and _are_short(cuts)):
         calls = tuple((cut, op) for cut, op in zip(cuts, choices, strict=True) if not isinstance(op, str))
         return _Way(calls, len(cuts) == 1 and _is_whole(cuts[0], mask))
-    other = INTERVALS if takes_all else SLICED
+    other = INTERVALS if takes_all else REFERENCE
     _log_once(other.name, reason or "they have several short windows")
     return _Way((), False, other)
 
@@ -209,7 +204,7 @@ def _first_op(ops: tuple[WindowOp, ...], window: Window, head_dim_qk: int, head_
 
 def _are_short(cuts: tuple[Window, ...]) -> bool:
     """True for windows that take longer one by one than all in one launch."""
-    return len(cuts) > 1 and sum(len(cut.q) for cut in cuts) <= _SHORT * len(cuts)
+    return len(cuts) > 1 and sum(len(cut.q) for cut in cuts) <= _SHORT_WINDOW * len(cuts)
 
 
 def _is_whole(cut: Window, mask: CallMask) -> bool:

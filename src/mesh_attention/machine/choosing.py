@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from mesh_attention.errors import MemoryLimitError
@@ -28,7 +28,7 @@ from mesh_attention.tuning.traffic import costs_on
 from mesh_attention.units import GIB
 
 MOST_KEPT = 256
-NEAR = 2.1
+LARGEST_RATIO = 2.1
 """Lengths whose ratio is at most this have the same choice; a little above 2, because coarse lengths are rounded."""
 
 
@@ -47,7 +47,9 @@ class Chosen:
     passes: dict[Direction, PassChoice]
 
     def plans(self, problem: Problem, layout: Layout) -> Mapping[Direction, Plan]:
-        representative = problem if self.lengths is None else with_lengths(coarse(problem), *self.lengths)
+        representative = problem
+        if self.lengths is not None:
+            representative = replace(coarse(problem), seq_q=self.lengths[0], seq_kv=self.lengths[1])
         plans = {direction: _plan(representative, direction, *chosen) for direction, chosen in self.passes.items()}
         return {direction: retargeted(plan, problem, layout) for direction, plan in plans.items()}
 
@@ -94,26 +96,18 @@ class Tuner:
 
 
 def find_alike(own: Problem, known: Mapping[Problem, Tuning], *, most_nbytes: float) -> Problem:
-    """The closest known problem that differs only in length, by at most `NEAR`, and whose choice fits into memory.
-
-    `own` if there is none.
-    """
+    """The closest known problem that differs only in length, by at most `LARGEST_RATIO`, and whose choice fits into
+    memory; `own` if there is none."""
     if own.mask.documents is not None:  # they say where the sequence ends
         return own
     near = {
         other: ratio
         for other, tuning in known.items()
-        if (ratio := _ratio(own, other)) <= NEAR
-        and with_lengths(own, other.seq_q, other.seq_kv) == other
+        if (ratio := _ratio(own, other)) <= LARGEST_RATIO
+        and replace(own, seq_q=other.seq_q, seq_kv=other.seq_kv) == other
         and tuning.chosen.peak_nbytes * ratio <= most_nbytes
     }
     return min(near, key=lambda other: near[other], default=own)
-
-
-def with_lengths(problem: Problem, seq_q: int, seq_kv: int) -> Problem:
-    return (
-        problem if (problem.seq_q, problem.seq_kv) == (seq_q, seq_kv) else replace(problem, seq_q=seq_q, seq_kv=seq_kv)
-    )
 
 
 def _ratio(a: Problem, b: Problem) -> float:
@@ -134,11 +128,7 @@ def tuned(
     choices, tuning = tuned_choices(
         problem, topology, layout, needs_gradient, memory_limit=memory_limit, is_quick=is_coarse
     )
-    passes = {}
-    for direction, open_choice in choices.items():
-        choice = open_choice.resolved(problem, direction)
-        costs = None if choice.is_collective else costs_on(topology, problem, choice, direction)
-        passes[direction] = PassChoice(choice, costs)
+    passes = _passes(problem, choices, partial(costs_on, topology))
     return Chosen(lengths=(problem.seq_q, problem.seq_kv) if is_coarse else None, passes=passes), tuning
 
 
@@ -171,12 +161,16 @@ def tuned_choices(
 
 def volume_based(problem: Problem, choice: Choice, *, price: Price | None = None) -> Chosen:
     """A choice for both passes; if calls have a price, it decides how large they are."""
+    return Chosen(lengths=None, passes=_passes(problem, dict.fromkeys(DIRECTIONS, choice), price))
+
+
+def _passes(problem: Problem, choices: Mapping[Direction, Choice], price: Price | None) -> dict[Direction, PassChoice]:
     passes = {}
-    for direction in DIRECTIONS:
+    for direction, choice in choices.items():
         resolved = choice.resolved(problem, direction)
         costs = None if price is None or resolved.is_collective else price(problem, resolved, direction)
         passes[direction] = PassChoice(resolved, costs)
-    return Chosen(lengths=None, passes=passes)
+    return passes
 
 
 @lru_cache(maxsize=MOST_KEPT)

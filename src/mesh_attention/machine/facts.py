@@ -9,14 +9,14 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from mesh_attention.clusters import PRESETS
-from mesh_attention.topology import Device, KernelRate, Link, Topology
+from mesh_attention.topology import Device, Topology
 from mesh_attention.units import GIB, count
 
 if TYPE_CHECKING:
@@ -34,10 +34,6 @@ class Facts:
     uuid: str = ""
     generation: int = 0
     memory_gib: float = 0.0
-
-    @property
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def facts_of(device: torch.device) -> Facts:
@@ -76,13 +72,9 @@ class Machine:
     def __str__(self) -> str:
         if self.topology is None:
             return self.source
-        return f"{self.topology.name}, {describe_nodes(self.topology)}, {self.source}"
-
-
-def describe_nodes(topology: Topology) -> str:
-    if topology.nodes == 1:
-        return "1 node"
-    return f"{topology.nodes} nodes of {topology.ranks_per_node}"
+        nodes = self.topology.nodes
+        spread = "1 node" if nodes == 1 else f"{nodes} nodes of {self.topology.ranks_per_node}"
+        return f"{self.topology.name}, {spread}, {self.source}"
 
 
 # Hosts
@@ -102,8 +94,7 @@ def sharers(facts: Sequence[Facts]) -> int:
 # Devices
 
 
-@dataclass(frozen=True, slots=True)
-class Likeness:
+class Likeness(NamedTuple):
     """The preset for a device. `is_own` is False if the device is another one of the same kind."""
 
     preset: str
@@ -160,7 +151,7 @@ def placed(figures: Topology, facts: Sequence[Facts]) -> Topology:
         ranks_per_node=here,
         nics_per_node=max(1, min(here, nics)),
         device=_shared(replace(figures.device, memory_gib=memory_gib), shared),
-        inside=_shared_link(figures.inside, shared),
+        inside=replace(figures.inside, gb_per_s=figures.inside.gb_per_s / shared),
     )
 
 
@@ -168,16 +159,8 @@ def _shared(device: Device, ranks: int) -> Device:
     """A device as one of several ranks on it sees it."""
     return replace(
         device,
-        forward=_slower(device.forward, ranks),
-        backward=_slower(device.backward, ranks),
+        forward=replace(device.forward, tflops=device.forward.tflops / ranks),
+        backward=replace(device.backward, tflops=device.backward.tflops / ranks),
         memory_gb_per_s=device.memory_gb_per_s / ranks,
         memory_gib=device.memory_gib / ranks,
     )
-
-
-def _slower(rate: KernelRate, ranks: int) -> KernelRate:
-    return replace(rate, tflops=rate.tflops / ranks)
-
-
-def _shared_link(link: Link, ranks: int) -> Link:
-    return replace(link, gb_per_s=link.gb_per_s / ranks)

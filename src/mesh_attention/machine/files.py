@@ -8,14 +8,13 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 from mesh_attention.clusters import cluster_to_toml, read_cluster
 from mesh_attention.errors import UsageError
 from mesh_attention.machine.facts import Facts
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.cache import cache_folder, own_folder
+from mesh_attention.tuning.cache import cache_folder, own_folder, user_folder, write_at_once
 
 log = logging.getLogger(__name__)
 
@@ -30,17 +29,8 @@ def slug(device: str) -> str:
 
 def calibrated_file(device: str) -> Path | None:
     """``$XDG_CONFIG_HOME/mesh-attention/DEVICE.toml``, by default in ``~/.config``; None for a user without a home."""
-    folder = os.environ.get("XDG_CONFIG_HOME")
-    try:
-        return Path(folder or Path.home() / ".config") / "mesh-attention" / f"{slug(device)}.toml"
-    except RuntimeError:  # the user has no home directory
-        return None
-
-
-def calibrated(device: str) -> Topology | None:
-    """The calibrated cluster of this device, or None if there is none, or none that can be read."""
-    path = calibrated_file(device)
-    return None if path is None else _read(path)
+    folder = user_folder("XDG_CONFIG_HOME", ".config")
+    return None if folder is None else folder / f"{slug(device)}.toml"
 
 
 def keep_calibrated(device: str, text: str) -> Path:
@@ -50,7 +40,7 @@ def keep_calibrated(device: str, text: str) -> Path:
         raise UsageError("--keep: this user has no home directory; set XDG_CONFIG_HOME")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, text)
+        write_at_once(path, text)
     except OSError as error:
         raise UsageError(f"--keep: {path}: {(error.strerror or str(error)).lower()}; set XDG_CONFIG_HOME") from error
     return path
@@ -72,29 +62,22 @@ def measured_file(problem: Problem, facts: Sequence[Facts], transport: str) -> P
     return folder / f"measured-{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.toml"
 
 
-def measured(path: Path | None) -> Topology | None:
-    return None if path is None else _read(path)
-
-
 def keep_measured(path: Path | None, topology: Topology, note: str) -> None:
     if path is None:
         return
     try:
-        _write(path, cluster_to_toml(topology, note=note))
+        write_at_once(path, cluster_to_toml(topology, note=note))
     except OSError as error:
         log.warning("could not keep the measured cluster: %s", error)
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file at once: another job may be reading it."""
-    with NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8", suffix=".part") as part:
-        part.write(text)
-    os.replace(part.name, path)
+# Both
 
 
-def _read(path: Path) -> Topology | None:
+def read_kept(path: Path | None) -> Topology | None:
+    """The cluster in a file, or None if there is none, or none that can be read."""
     try:
-        return read_cluster(path) if path.exists() else None
+        return None if path is None or not path.exists() else read_cluster(path)
     except OSError as error:
         log.warning("%s: %s; it is not used", path, (error.strerror or str(error)).lower())
         return None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import NamedTuple
 
 from mesh_attention.errors import TopologyError
@@ -128,13 +127,6 @@ def fit_kernel_rate(calls: Sequence[CallTime], *, width: int = 1) -> KernelRate:
     )
 
 
-def kernel_seconds(device: Device, call: CallTime) -> float:
-    """The fitted time of a call."""
-    rate = device.forward if call.direction == "forward" else device.backward
-    tflops = rate.tflops * (rate.masked if call.is_causal else 1.0) * call.filled(device.width)
-    return rate.call_us * 1e-6 + call.flops / (tflops * 1e12)
-
-
 # Links
 
 
@@ -169,12 +161,6 @@ def fit_link(messages: Sequence[MessageTime], *, full_duplex: bool) -> Link:
     return Link(gb_per_s=_rounded(1e-9 / line.slope), latency_us=_rounded(line.base * 1e6))
 
 
-def message_seconds(topology: Topology, message: MessageTime) -> float:
-    """The fitted time of a message, both ways if links are duplex."""
-    waiting = max(1.0, message.pairs / topology.nics_per_node) if message.link_class == "between" else 1.0
-    return topology.link(message.link_class).seconds(message.nbytes * waiting)
-
-
 def is_duplex(messages: Sequence[MessageTime]) -> bool:
     """True if the largest messages of any kind of link take about as long both ways as one way."""
     largest = max(message.nbytes for message in messages)
@@ -192,27 +178,6 @@ def _fit_nics(messages: Sequence[MessageTime], ranks_per_node: int, *, full_dupl
     nics = max(1, min(ranks_per_node, round(together / single.gb_per_s)))
     rate = min(single.gb_per_s, together / nics)
     return Link(gb_per_s=_rounded(rate), latency_us=single.latency_us), nics
-
-
-# How good the fit is
-
-
-def unmeasured_links(measurement: Measurement) -> list[LinkClass]:
-    """The kinds of link that the ranks do not have."""
-    both: tuple[LinkClass, ...] = ("inside", "between")
-    return [kind for kind in both if all(message.link_class != kind for message in measurement.messages)]
-
-
-def fitted_time_s(message: MessageTime, topology: Topology) -> float:
-    """The one of its times that was fitted."""
-    return message.both_ways_s if topology.full_duplex else message.one_way_s
-
-
-def median_error(measurement: Measurement, topology: Topology) -> float:
-    """Relative error of the fitted times: that of calls or that of messages, the larger of the two."""
-    calls = [abs(kernel_seconds(topology.device, call) / call.time_s - 1) for call in measurement.calls]
-    messages = [abs(message_seconds(topology, m) / fitted_time_s(m, topology) - 1) for m in measurement.messages]
-    return max(median(calls), median(messages or [0.0]))
 
 
 # Lines

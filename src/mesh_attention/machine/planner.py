@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import ClassVar, Literal
 
 import torch
 
@@ -28,11 +28,11 @@ from mesh_attention.machine.facts import (
     ranks_per_node,
     sharers,
 )
-from mesh_attention.machine.files import calibrated, calibrated_file, keep_measured, measured, measured_file, slug
+from mesh_attention.machine.files import calibrated_file, keep_measured, measured_file, read_kept, slug
 from mesh_attention.machine.fit import fit_topology
 from mesh_attention.machine.probe import probe
 from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Listed, Turn, Zigzag
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice, least_volume_choice
 from mesh_attention.planning.registry import StatedStrategy, gpu_price
@@ -60,6 +60,7 @@ class TunedStrategy:
     _measured: dict[Hashable, Machine] = field(default_factory=dict)
     _tuners: dict[tuple[Topology, Layout], Tuner] = field(default_factory=dict)
     _said: set[Hashable] = field(default_factory=set)
+    decides_what_to_keep: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.cluster is not None and not self._has_known_layout:
@@ -73,76 +74,47 @@ class TunedStrategy:
         """False for a layout of the caller's own, which choices, known by their texts, cannot name."""
         return type(LAYOUTS.get(self.layout.name)) is type(self.layout)
 
-    @staticmethod
-    def _typical(layout: Layout) -> Layout:
-        """The layout that prices are worked out for. Those of a cache or of packed documents differ from call to call,
-        but hardly in price."""
-        if isinstance(layout, Listed):
-            return Zigzag()
-        return Turn() if isinstance(layout, Cached) else layout
-
-    @property
-    def decides_what_to_keep(self) -> bool:
-        return True
-
-    def plans(
-        self,
-        problem: Problem,
-        layout: Layout,
-        *,
-        on_gpu: bool,
-        needs_gradient: bool,
-        may_keep: bool,
-        talk: PlanningTalk | None = None,
-    ) -> Mapping[Direction, Plan]:
+    def plans(self, request: PlanRequest, talk: PlanningTalk | None = None) -> Mapping[Direction, Plan]:
         """Rank 0 picks and broadcasts a cost-based strategy; every rank builds the same plans."""
-        passes = {"needs_gradient": needs_gradient, "may_keep": may_keep}
         if talk is not None and self._is_cost_based(talk):
-            return self._plans_of_rank_0(problem, layout, talk, **passes)
+            return self._plans_of_rank_0(request, talk)
         if isinstance(self.cluster, Topology):
-            machine = Machine(topology=self.cluster, source="given")
-            return self._cost_based(problem, layout, machine, **passes).plans(problem, layout)
-        choice = self._volume_based(problem, layout, **passes)
-        return StatedStrategy(choice).plans(problem, layout, on_gpu=on_gpu, needs_gradient=needs_gradient)
+            return self._choose(request, ()).plans(request.problem, request.layout)
+        return StatedStrategy(self._volume_based(request)).plans(request)
 
     def _is_cost_based(self, talk: PlanningTalk) -> bool:
         has_prices = self.cluster is not None or (talk.device.type == "cuda" and talk.comm.is_capturable)
         return has_prices and talk.comm.size > 1 and self._has_known_layout
 
-    def _plans_of_rank_0(
-        self, problem: Problem, layout: Layout, talk: PlanningTalk, *, needs_gradient: bool, may_keep: bool
-    ) -> Mapping[Direction, Plan]:
+    def _plans_of_rank_0(self, request: PlanRequest, talk: PlanningTalk) -> Mapping[Direction, Plan]:
         """Ranks say which host and device they have, measure if need be, and take what rank 0 chooses."""
-        comm = talk.comm
-        facts = talk.share("chosen by rank 0", facts_of(talk.device).as_json)
+        comm, problem = talk.comm, request.problem
+        facts = [Facts(**fields) for fields in talk.share("chosen by rank 0", asdict(facts_of(talk.device)))]
         if self.cluster == "measure":
             is_wanted = comm.rank == 0 and self._wants_probe(problem, facts, comm)
             if talk.share("to be measured", is_wanted)[0]:
                 with talk.session.call(UsageError):
                     self._probe(problem, facts, comm, talk.device)
-        chosen = None
-        if comm.rank == 0:
-            chosen = self._choose(problem, layout, facts, needs_gradient=needs_gradient, may_keep=may_keep).to_json()
-        return Chosen.from_json(talk.share("read from rank 0", chosen)[0]).plans(problem, layout)
+        chosen = self._choose(request, facts).to_json() if comm.rank == 0 else None
+        return Chosen.from_json(talk.share("read from rank 0", chosen)[0]).plans(problem, request.layout)
 
-    def _wants_probe(self, problem: Problem, facts: Sequence[Any], comm: Comm) -> bool:
+    def _wants_probe(self, problem: Problem, facts: Sequence[Facts], comm: Comm) -> bool:
         """True unless this object, or a file of an earlier job, has a measurement of these ranks."""
         if _key(problem) in self._measured:
             return False
-        path = measured_file(problem, _read(facts), _transport(comm))
-        cluster = measured(path)
+        path = measured_file(problem, facts, _transport(comm))
+        cluster = read_kept(path)
         if cluster is None or cluster.ranks != len(facts):
             return True
         self._measured[_key(problem)] = Machine(topology=cluster, source=f"measured earlier, {path}")
         return False
 
-    def _probe(self, problem: Problem, facts: Sequence[Any], comm: Comm, device: torch.device) -> None:
-        known = _read(facts)
-        here = ranks_per_node([rank.host for rank in known])
+    def _probe(self, problem: Problem, facts: Sequence[Facts], comm: Comm, device: torch.device) -> None:
+        here = ranks_per_node([rank.host for rank in facts])
         times = probe(problem, comm=comm, device=device, ranks_per_node=here)
         if comm.rank != 0:
             return
-        unmeasured = Machine(topology=None, source="volume-based") if device.type == "cpu" else preset_machine(known)
+        unmeasured = Machine(topology=None, source="volume-based") if device.type == "cpu" else preset_machine(facts)
         try:
             topology = fit_topology(
                 times,
@@ -156,37 +128,30 @@ class TunedStrategy:
             self._measured[_key(problem)] = unmeasured
             return
         keep_measured(
-            measured_file(problem, known, _transport(comm)),
+            measured_file(problem, facts, _transport(comm)),
             topology,
             f"Measured by {comm.size} ranks at their first call. Remove this file to measure again.",
         )
         self._measured[_key(problem)] = Machine(topology=topology, source="measured")
 
-    def _choose(
-        self, problem: Problem, layout: Layout, facts: Sequence[Any], *, needs_gradient: bool, may_keep: bool
-    ) -> Chosen:
-        machine = self._machine(problem, _read(facts))
-        if machine.topology is None:
-            choice = self._volume_based(problem, layout, needs_gradient=needs_gradient, may_keep=may_keep)
-            choice = replace(choice, layout=self._typical(layout))
-            return volume_based(problem, choice, price=gpu_price if facts[0]["memory_gib"] else None)
-        return self._cost_based(problem, layout, machine, needs_gradient=needs_gradient, may_keep=may_keep)
-
-    def _cost_based(
-        self, problem: Problem, layout: Layout, machine: Machine, *, needs_gradient: bool, may_keep: bool
-    ) -> Chosen:
-        assert machine.topology is not None
-        topology, layout = machine.topology, self._typical(layout)
+    def _choose(self, request: PlanRequest, facts: Sequence[Facts]) -> Chosen:
+        problem, layout = request.problem, _typical(request.layout)
+        machine = self._machine(problem, facts)
+        topology = machine.topology
+        if topology is None:
+            choice = replace(self._volume_based(request), layout=layout)
+            return volume_based(problem, choice, price=gpu_price if facts[0].memory_gib else None)
         tuner = self._tuners.setdefault((topology, layout), Tuner(topology, layout, self.memory_limit))
-        chosen, tuning = tuner.choose(problem, needs_gradient=needs_gradient)
-        chosen = chosen if may_keep else chosen.keeping_nothing()
+        chosen, tuning = tuner.choose(problem, needs_gradient=request.needs_gradient)
+        chosen = chosen if request.may_keep else chosen.keeping_nothing()
         choices = {direction: chosen.passes[direction].choice for direction in tuning.chosen.choices}
         self._say((*choices.values(), machine), describe_choice(problem, machine, choices, tuning))
         return chosen
 
-    def _volume_based(self, problem: Problem, layout: Layout, *, needs_gradient: bool, may_keep: bool) -> Choice:
-        passes = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
-        choice = least_volume_choice(problem, layout, passes, may_keep=needs_gradient and may_keep)
+    def _volume_based(self, request: PlanRequest) -> Choice:
+        problem, may_keep = request.problem, request.needs_gradient and request.may_keep
+        passes = DIRECTIONS if request.needs_gradient else DIRECTIONS[:1]
+        choice = least_volume_choice(problem, request.layout, passes, may_keep=may_keep)
         if problem.ranks > 1:
             self._say(choice, f"{choice} for {_describe(problem)}: it moves the fewest bytes; {OVERRIDE}")
         return choice
@@ -203,19 +168,28 @@ class TunedStrategy:
             log.info("mesh-attention: %s", line)
 
 
+def _typical(layout: Layout) -> Layout:
+    """The layout that prices are worked out for. Those of a cache or of packed documents differ from call to call, but
+    hardly in price."""
+    if isinstance(layout, Listed):
+        return Zigzag()
+    return Turn() if isinstance(layout, Cached) else layout
+
+
 def known_machine(facts: Sequence[Facts]) -> Machine:
     """The machine of these ranks: calibrated, or else the preset for the device.
 
     Presets assume one rank per GPU: NCCL sends between ranks that share one through the host, however slow that is.
     """
-    cluster = calibrated(facts[0].device)
+    path = calibrated_file(facts[0].device)
+    cluster = read_kept(path)
     if cluster is None and (shared := sharers(facts)) > 1:
         return Machine(topology=None, source=f"volume-based, {count(shared, 'rank')} on a GPU")
     if cluster is None:
         return preset_machine(facts)
     if cluster.nodes == 1 and cluster.between == cluster.inside:  # it was measured within one node
         cluster = replace(cluster, between=PRESETS[likeness_of(facts[0]).preset].topology.between)
-    return Machine(topology=placed(cluster, facts), source=f"calibrated, {calibrated_file(facts[0].device)}")
+    return Machine(topology=placed(cluster, facts), source=f"calibrated, {path}")
 
 
 def describe_choice(problem: Problem, machine: Machine, choices: Mapping[Direction, Choice], tuning: Tuning) -> str:
@@ -234,10 +208,6 @@ def describe_choice(problem: Problem, machine: Machine, choices: Mapping[Directi
 def _describe(problem: Problem) -> str:
     cached = f" after {problem.seq_kv - problem.seq_q:,} cached" if problem.seq_kv > problem.seq_q else ""
     return f"{problem.seq_q:,} tokens{cached} on {problem.ranks} ranks"
-
-
-def _read(facts: Sequence[Any]) -> list[Facts]:
-    return [Facts(**fields) for fields in facts]
 
 
 def _key(problem: Problem) -> Hashable:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mesh_attention.comm.base import Comm
 from mesh_attention.machine.fit import CallTime, Measurement, MemoryTimes, MessageTime
-from mesh_attention.machine.timing import BRIEF, THOROUGH, Effort, kernel_for, time_kernel, time_links, time_memory
+from mesh_attention.machine.timing import BRIEF_EFFORT, Clock, kernel_for, time_kernel, time_links, time_memory
 from mesh_attention.problem import Problem
 from mesh_attention.units import Report
 
@@ -21,30 +21,17 @@ KERNELS_UNTIL, MEMORY_UNTIL = 0.7, 0.75
 """Share of each part in the time of a measurement."""
 
 
-def measure(
-    setting: Problem,
-    *,
-    comm: Comm,
-    device: torch.device,
-    ranks_per_node: int,
-    ranks_here: int,
-    report: Report,
-    effort: Effort = THOROUGH,
-) -> Measurement:
+def measure(setting: Problem, clock: Clock, *, ranks_per_node: int, ranks_here: int, report: Report) -> Measurement:
     """Attention with a problem's heads, head sizes and dtype. `ranks_here` is how many ranks share this machine."""
-    calls = time_kernel(
-        setting, comm=comm, device=device, report=lambda doing, done: report(doing, done * KERNELS_UNTIL), effort=effort
-    )
+    calls = time_kernel(setting, clock, lambda doing, done: report(doing, done * KERNELS_UNTIL))
     report("merging partials", KERNELS_UNTIL)
-    memory = time_memory(setting, comm=comm, device=device, ranks_here=ranks_here, effort=effort)
+    memory = time_memory(setting, clock, ranks_here=ranks_here)
     messages = time_links(
-        comm,
-        device=device,
+        clock,
         ranks_per_node=ranks_per_node,
         report=lambda doing, done: report(doing, MEMORY_UNTIL + done * (1 - MEMORY_UNTIL)),
-        effort=effort,
     )
-    return measured_on(device, setting, calls=calls, memory=memory, messages=messages)
+    return measured_on(clock.device, setting, calls=calls, memory=memory, messages=messages)
 
 
 def measured_on(
@@ -73,12 +60,10 @@ def probe(problem: Problem, *, comm: Comm, device: torch.device, ranks_per_node:
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         measured = measure(
             problem,
-            comm=comm,
-            device=device,
+            Clock(comm=comm, device=device, effort=BRIEF_EFFORT),
             ranks_per_node=ranks_per_node,
             ranks_here=min(comm.size, ranks_per_node),
             report=lambda doing, fraction: None,
-            effort=BRIEF,
         )
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the model may need the memory

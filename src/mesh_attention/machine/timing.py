@@ -24,7 +24,7 @@ from mesh_attention.kernels.select import choose_kernel, choose_merging
 from mesh_attention.machine.fit import CallTime, MemoryTimes, MessageTime
 from mesh_attention.masks import causal, full
 from mesh_attention.problem import Direction, Problem
-from mesh_attention.session.agreement import Question
+from mesh_attention.session.agreement import Statement
 from mesh_attention.session.session import Session
 from mesh_attention.topology import LinkClass
 from mesh_attention.units import GIB, Report
@@ -63,7 +63,7 @@ class Effort:
     messages_s: float
 
 
-THOROUGH = Effort(
+THOROUGH_EFFORT = Effort(
     call_tokens={"cpu": (64, 128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192, 16384)},
     is_thorough=True,
     sample_s=0.01,
@@ -74,7 +74,7 @@ THOROUGH = Effort(
     longest_message_s=0.03,
     messages_s=0.1,
 )
-BRIEF = Effort(
+BRIEF_EFFORT = Effort(
     call_tokens={"cpu": (64, 128), "cuda": (1024, 4096)},
     is_thorough=False,
     sample_s=0.005,
@@ -90,25 +90,42 @@ BRIEF = Effort(
 # The clock
 
 
-def gather_values(comm: Comm, value: float) -> list[float]:
-    """Each rank's number, as the same list on all ranks; also a barrier."""
-    return [float(answer.says) for answer in Session(comm).agree(Question(says=value))]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """Takes times on all ranks at once. Every time is the same on every rank."""
 
+    comm: Comm
+    device: torch.device
+    effort: Effort = THOROUGH_EFFORT
 
-def time_call(call: Callable[[], object], *, comm: Comm, device: torch.device, effort: Effort = THOROUGH) -> float:
-    """Seconds of a call after warm-up: the median of the ranks' medians; the same on every rank.
+    def gather(self, value: float) -> list[float]:
+        """Each rank's number, as the same list on all ranks; also a barrier."""
+        return [float(rank.payload) for rank in Session(self.comm).agree(Statement(payload=value))]
 
-    Samples are of several calls: ranks that share a core alternate every few milliseconds, and a call that fits into
-    such a slice would look as if it had the core to itself.
-    """
-    sample_s(call, device, calls=1)
-    own_s = sample_s(call, device, calls=1)
-    first_s = gather_values(comm, own_s) if effort.is_thorough else [own_s]
-    calls = within(int(effort.sample_s / min(first_s)), 1, MOST_CALLS)  # other ranks may have waited for the core
-    samples = within(int(effort.sampled_s / (median(first_s) * calls)), LEAST_SAMPLES, MOST_SAMPLES)
-    in_a_row = _repeated(call, calls, device)
-    rest(device, effort.rest_s)
-    return median(gather_values(comm, median(sample_s(in_a_row, device, calls=1) / calls for _ in range(samples))))
+    def call_s(self, call: Callable[[], object]) -> float:
+        """Seconds of a call after warm-up: the median of the ranks' medians.
+
+        Samples are of several calls: ranks that share a core alternate every few milliseconds, and a call that fits
+        into such a slice would look as if it had the core to itself.
+        """
+        device, effort = self.device, self.effort
+        sample_s(call, device, calls=1)
+        own_s = sample_s(call, device, calls=1)
+        first_s = self.gather(own_s) if effort.is_thorough else [own_s]
+        calls = within(int(effort.sample_s / min(first_s)), 1, MOST_CALLS)  # others may have waited for the core
+        samples = within(int(effort.sampled_s / (median(first_s) * calls)), LEAST_SAMPLES, MOST_SAMPLES)
+        in_a_row = _repeated(call, calls, device)
+        rest(device, effort.rest_s)
+        return median(self.gather(median(sample_s(in_a_row, device, calls=1) / calls for _ in range(samples))))
+
+    def exchange_s(self, exchange: Callable[[], None] | None) -> float:
+        """Seconds of one exchange: the longest of the ranks' medians."""
+        _exchange_s(exchange, self.device)
+        samples = BRIEF_SAMPLES
+        if self.effort.is_thorough:
+            first_s = max(self.gather(_exchange_s(exchange, self.device)))
+            samples = within(int(self.effort.messages_s / first_s), LEAST_SAMPLES, MOST_SAMPLES)
+        return max(self.gather(median(_exchange_s(exchange, self.device) for _ in range(samples))))
 
 
 def rest(device: torch.device, seconds: float) -> None:
@@ -157,18 +174,16 @@ class CallShape(NamedTuple):
     is_causal: bool
 
 
-def time_kernel(
-    setting: Problem, *, comm: Comm, device: torch.device, report: Report, effort: Effort = THOROUGH
-) -> list[CallTime]:
+def time_kernel(setting: Problem, clock: Clock, report: Report) -> list[CallTime]:
     """Times of calls with the heads, head sizes and dtype of a problem; its lengths, mask and ranks do not matter."""
-    kernel = kernel_for(setting, device)
-    sizes, times = effort.call_tokens[device.type], list[CallTime]()
+    kernel, effort = kernel_for(setting, clock.device), clock.effort
+    sizes, times = effort.call_tokens[clock.device.type], list[CallTime]()
     for number, tokens in enumerate(sizes):
         report(f"attention calls of {tokens} tokens, forward and backward", number / len(sizes))
         shapes = [CallShape(tokens, tokens, False)]
         shapes += [CallShape(tokens, 2 * tokens, False)] if effort.is_thorough else []
         shapes += [CallShape(tokens, tokens, True)] if effort.is_thorough or tokens == sizes[-1] else []
-        measured = [t for shape in shapes for t in _time_shape(shape, setting, kernel, comm, device, effort)]
+        measured = [t for shape in shapes for t in _time_shape(shape, setting, kernel, clock)]
         times += measured
         # Every rank has the same times, so all stop at the same size.
         if 4 * max(call.time_s for call in measured) > LONGEST_CALL_S and number > 0:
@@ -184,16 +199,12 @@ def kernel_for(setting: Problem, device: torch.device) -> Kernel:
             dtype=DTYPES[setting.dtype],
             head_dim_qk=setting.head_dim_qk,
             head_dim_v=setting.head_dim_v,
-            softcap=0.0,
-            lse_gradient=False,
         )
     )
 
 
-def _time_shape(
-    shape: CallShape, setting: Problem, kernel: Kernel, comm: Comm, device: torch.device, effort: Effort
-) -> Iterator[CallTime]:
-    q, k, v, do = _tensors(shape, setting, device)
+def _time_shape(shape: CallShape, setting: Problem, kernel: Kernel, clock: Clock) -> Iterator[CallTime]:
+    q, k, v, do = _tensors(shape, setting, clock.device)
     mask, scale = _call_mask(shape), setting.head_dim_qk**-0.5
     out, lse = kernel.forward(q, k, v, Scores(mask, scale))
     delta = (out.to(lse.dtype) * do.to(lse.dtype)).sum(-1)
@@ -213,7 +224,7 @@ def _time_shape(
             kv_tokens=shape.kv_tokens,
             is_causal=shape.is_causal,
             flops=call_flops(shape, setting, direction),
-            time_s=time_call(run, comm=comm, device=device, effort=effort),
+            time_s=clock.call_s(run),
         )
 
 
@@ -243,19 +254,17 @@ def _call_mask(shape: CallShape) -> CallMask:
 # Merges
 
 
-def time_memory(
-    setting: Problem, *, comm: Comm, device: torch.device, ranks_here: int, effort: Effort = THOROUGH
-) -> MemoryTimes:
+def time_memory(setting: Problem, clock: Clock, *, ranks_here: int) -> MemoryTimes:
     """Times of a large and a tiny merge. `nbytes` counts every byte that a merge must read or write once."""
-    a_token = setting.heads * setting.head_dim_v * setting.accumulator_itemsize
-    large = _merge_tensors(max(1, effort.merged_nbytes[device.type] // a_token), setting, device)
+    device, a_token = clock.device, setting.heads * setting.head_dim_v * setting.accumulator_itemsize
+    large = _merge_tensors(max(1, clock.effort.merged_nbytes[device.type] // a_token), setting, device)
     tiny = _merge_tensors(1, setting, device)
     total, total_lse, partial, lse = large
     merging = choose_merging(device)
     return MemoryTimes(
         nbytes=2 * (total.nbytes + total_lse.nbytes) + partial.nbytes + lse.nbytes,
-        large_s=time_call(lambda: merging.merge_output(*large), comm=comm, device=device, effort=effort),
-        tiny_s=time_call(lambda: merging.merge_output(*tiny), comm=comm, device=device, effort=effort),
+        large_s=clock.call_s(lambda: merging.merge_output(*large)),
+        tiny_s=clock.call_s(lambda: merging.merge_output(*tiny)),
         memory_gib=memory_nbytes(device, ranks_here=ranks_here) / GIB,
     )
 
@@ -283,22 +292,20 @@ def _merge_tensors(tokens: int, setting: Problem, device: torch.device) -> tuple
 Pair = tuple[int, int]
 
 
-def time_links(
-    comm: Comm, *, device: torch.device, ranks_per_node: int, report: Report, effort: Effort = THOROUGH
-) -> list[MessageTime]:
+def time_links(clock: Clock, *, ranks_per_node: int, report: Report) -> list[MessageTime]:
     """Times of every kind of link, the same on every rank; none for one rank.
 
     All pairs of a node send at once, as attention does. Between nodes, one pair alone is measured as well: the rate of
     all pairs together, relative to that of one, gives the number of NICs.
     """
-    sets = pair_sets(comm.size, ranks_per_node)
-    times, sizes = list[MessageTime](), effort.message_nbytes
+    sets = pair_sets(clock.comm.size, ranks_per_node)
+    times, sizes = list[MessageTime](), clock.effort.message_nbytes
     for number, (link_class, pairs) in enumerate(sets):
         what = "one pair" if len(pairs) == 1 else f"{len(pairs)} pairs at once"
         for step, nbytes in enumerate(sizes):
             report(f"messages {link_class}, {what}, {nbytes:,} bytes", (number + step / len(sizes)) / len(sets))
-            times.append(_time_message(comm, link_class, pairs, nbytes, device, effort))
-            if max(times[-1].one_way_s, times[-1].both_ways_s) > effort.longest_message_s:
+            times.append(_time_message(clock, link_class, pairs, nbytes))
+            if max(times[-1].one_way_s, times[-1].both_ways_s) > clock.effort.longest_message_s:
                 break
     return times
 
@@ -312,16 +319,14 @@ def pair_sets(ranks: int, ranks_per_node: int) -> list[tuple[LinkClass, list[Pai
     return sets + [("between", between[:count]) for count in sorted({1, len(between)}) if between]
 
 
-def _time_message(
-    comm: Comm, link_class: LinkClass, pairs: Sequence[Pair], nbytes: int, device: torch.device, effort: Effort
-) -> MessageTime:
-    ping_pong, exchange = _exchanges(comm, pairs, nbytes, device)
+def _time_message(clock: Clock, link_class: LinkClass, pairs: Sequence[Pair], nbytes: int) -> MessageTime:
+    ping_pong, exchange = _exchanges(clock.comm, pairs, nbytes, clock.device)
     return MessageTime(
         link_class=link_class,
         pairs=len(pairs),
         nbytes=nbytes,
-        one_way_s=_slowest_s(ping_pong, comm, device, effort) / 2,
-        both_ways_s=_slowest_s(exchange, comm, device, effort),
+        one_way_s=clock.exchange_s(ping_pong) / 2,
+        both_ways_s=clock.exchange_s(exchange),
     )
 
 
@@ -347,17 +352,7 @@ def _exchanges(
     return both if comm.rank in first else answer, both
 
 
-def _slowest_s(exchange: Callable[[], None] | None, comm: Comm, device: torch.device, effort: Effort) -> float:
-    """Seconds of one exchange: the longest of the ranks' medians."""
-    _sample_s(exchange, device)
-    samples = BRIEF_SAMPLES
-    if effort.is_thorough:
-        first_s = max(gather_values(comm, _sample_s(exchange, device)))
-        samples = within(int(effort.messages_s / first_s), LEAST_SAMPLES, MOST_SAMPLES)
-    return max(gather_values(comm, median(_sample_s(exchange, device) for _ in range(samples))))
-
-
-def _sample_s(exchange: Callable[[], None] | None, device: torch.device) -> float:
+def _exchange_s(exchange: Callable[[], None] | None, device: torch.device) -> float:
     if exchange is None:
         return 0.0
     start = time.perf_counter()

@@ -30,6 +30,18 @@ HEADER = "mesh-attention plan 2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What the plans of both passes of a call must suit. If it `may_keep`, forward may hold more for backward than its
+    results."""
+
+    problem: Problem
+    layout: Layout
+    on_gpu: bool
+    needs_gradient: bool
+    may_keep: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Everything that every rank does in one pass of one attention call.
 

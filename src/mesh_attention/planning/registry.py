@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 from typing_extensions import Unpack
 
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.layout import Layout
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.schedule import Meet, Move, Return, Schedule, Together
 from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.planning.choice import Choice, ChoiceOptions, as_choice
@@ -74,34 +75,23 @@ class StatedStrategy:
     planner: Planner | None = None
     prove: Callable[[Plan], None] | None = None
 
-    def plans(
-        self,
-        problem: Problem,
-        layout: Layout,
-        *,
-        on_gpu: bool,
-        needs_gradient: bool,
-        may_keep: bool = True,
-        talk: object = None,
-    ) -> dict[Direction, Plan]:
-        plans = {direction: self._plan(problem, layout, direction, on_gpu) for direction in DIRECTIONS}
+    decides_what_to_keep: ClassVar[bool] = False
+
+    def plans(self, request: PlanRequest, talk: object = None) -> dict[Direction, Plan]:
+        plans = {direction: self._plan(request, direction) for direction in DIRECTIONS}
         for direction, plan in plans.items():
-            _check_fit(plan, problem, layout, direction)
-            if self.prove is not None and (direction == "forward" or needs_gradient):
+            _check_fit(plan, request.problem, request.layout, direction)
+            if self.prove is not None and (direction == "forward" or request.needs_gradient):
                 self.prove(plan)
         return plans
 
-    @property
-    def decides_what_to_keep(self) -> bool:
-        return False
-
-    def _plan(self, problem: Problem, layout: Layout, direction: Direction, on_gpu: bool) -> Plan:
+    def _plan(self, request: PlanRequest, direction: Direction) -> Plan:
         if self.planner is not None:
-            return self.planner(problem, direction=direction, layout=layout)
-        choice = replace(self.choice, layout=layout)
-        if on_gpu and self.costs is None and choice.blocks_per_call is None:
-            return make_priced_plan(problem, choice, direction, gpu_price)  # one block a call is too small
-        return make_plan(problem, choice, direction=direction, costs=self.costs)
+            return self.planner(request.problem, direction=direction, layout=request.layout)
+        choice = replace(self.choice, layout=request.layout)
+        if request.on_gpu and self.costs is None and choice.blocks_per_call is None:
+            return make_priced_plan(request.problem, choice, direction, gpu_price)  # one block a call is too small
+        return make_plan(request.problem, choice, direction=direction, costs=self.costs)
 
 
 def _check_fit(plan: Plan, problem: Problem, layout: Layout, direction: Direction) -> None:

@@ -16,7 +16,7 @@ from mesh_attention.serving.decode import DTYPE_NAMES, Step
 from mesh_attention.serving.memory import CachedLayer, CacheMemory, cache_nbytes
 from mesh_attention.serving.prefill import Turn, new_tokens
 from mesh_attention.serving.step_runner import StepRunner
-from mesh_attention.session.agreement import Question
+from mesh_attention.session.agreement import Statement
 from mesh_attention.units import brief, count, format_nbytes
 
 AnyTurn = TypeVar("AnyTurn", Turn, Step)
@@ -65,7 +65,7 @@ class ShardedCache:
                 CacheMemory(self.layers, blocks, block_tokens, dtype, self.device) for _ in attention.comms
             ]
         made_with = (self.layers, dtype, block_tokens, max_rollback, tokens, sequences)
-        made = Question(asked={"operation": "a cache", "made with": str(made_with)})
+        made = Statement(must_match={"operation": "a cache", "made with": str(made_with)})
         self.history = hash((attention.session.count_cache(), made.call_id))
         """A hash of the cache and of all that was done to it, equal on all ranks; it is part of the ids of calls."""
         pools = {window: BlockPool(number) for window, number in blocks.items()}

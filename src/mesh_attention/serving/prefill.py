@@ -25,7 +25,7 @@ from mesh_attention.plan.layout import Cached, Listed, join, shifted
 from mesh_attention.serving.appended import Appended, Growth
 from mesh_attention.serving.book import WindowSize, clip
 from mesh_attention.serving.memory import slots_of
-from mesh_attention.session.agreement import Question
+from mesh_attention.session.agreement import Statement
 
 if TYPE_CHECKING:
     from mesh_attention.serving.cache import ShardedCache
@@ -157,8 +157,8 @@ class Turn(Appended):
         if self._is_agreed or session.is_local or session.size == 1:
             return
         sequences = ", ".join(f"{number} from {g.before.shares.length}" for number, g in self.sequences.items())
-        history = str(self.cache.history)
-        session.agree(Question(asked={"operation": "a turn of a cache", "sequences": sequences, "history": history}))
+        must_match = {"operation": "a turn of a cache", "sequences": sequences, "history": str(self.cache.history)}
+        session.agree(Statement(must_match=must_match))
         self._is_agreed = True
 
     def _sizes(self, layer: int) -> list[tuple[int, int, int]]:

@@ -23,7 +23,7 @@ from mesh_attention.kernels.decode import DecodeKernel, Reach, TorchDecode, choo
 from mesh_attention.plan.serving import DecodePlan
 from mesh_attention.serving.book import WindowSize
 from mesh_attention.serving.memory import CachedLayer, CacheMemory
-from mesh_attention.session.agreement import Question
+from mesh_attention.session.agreement import Statement
 from mesh_attention.session.session import Session
 
 if TYPE_CHECKING:
@@ -239,8 +239,8 @@ class LayerStep:
 
     def __init__(self, buffers: StepBuffers, layer: int, cached: CachedLayer, softmax: Softmax) -> None:
         self.buffers, self.layer, self.window, self.softmax = buffers, layer, cached.window, softmax
-        asked = {"operation": "a decoded step", "layer": str(layer), "plan": repr(buffers.plan)}
-        self.call_id = Question(asked=asked | {"cached layer": str(cached), "softmax": str(softmax)}).call_id
+        must_match = {"operation": "a decoded step", "layer": str(layer), "plan": repr(buffers.plan)}
+        self.call_id = Statement(must_match=must_match | {"cached layer": str(cached), "softmax": str(softmax)}).call_id
         self.seen: set[bool] = set()
         self.graphs: dict[bool, CapturedGraph[list[tuple[Tensor, Tensor]]]] = {}
         """With a pass id, and without one."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.errors import DisagreementError, TransportError, UsageError
@@ -27,43 +27,37 @@ ShardSizes = Callable[[int], Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What one rank puts to all ranks of its group.
+class Statement:
+    """What one rank states to all ranks of its group.
 
-    `asked` must be the same on every rank. `holds` are this rank's token counts; `expected` gives those that any rank
-    must have. `says` is any JSON, passed on to the others without being compared. `advice` ends the error's text.
+    `must_match` must be the same on every rank. `holds` are this rank's token counts; `expected` gives those that any
+    rank must have. `payload` is any JSON, passed on to the others without being compared. `advice` ends the error's
+    text.
     """
 
-    asked: Mapping[str, str] = field(default_factory=dict)
+    must_match: Mapping[str, str] = field(default_factory=dict)
     holds: Mapping[str, int] = field(default_factory=dict)
     expected: ShardSizes | None = None
-    says: Any = None
+    payload: Any = None
     advice: str = ""
 
     @property
     def call_id(self) -> int:
-        """A hash of what is asked, equal on all ranks that have agreed."""
-        return int.from_bytes(sha256(json.dumps(dict(self.asked)).encode()).digest()[:6], "big")
+        """A hash of what must match, equal on all ranks that have agreed."""
+        return int.from_bytes(sha256(json.dumps(dict(self.must_match)).encode()).digest()[:6], "big")
 
 
-class Answer(NamedTuple):
-    """What a rank holds and says."""
-
-    holds: Mapping[str, int]
-    says: Any
-
-
-def ask(comm: Comm, question: Question) -> Generator[Work, None, list[Answer]]:
-    """The answers of all ranks; raises on every rank if they differ. Yields what it waits for."""
-    sharing = comm.share(_text(question))
+def agree(comm: Comm, statement: Statement) -> Generator[Work, None, list[Statement]]:
+    """What all ranks hold, and their payloads; raises on every rank if they disagree. Yields what it waits for."""
+    sharing = comm.share(_text(statement))
     yield sharing
     texts = sharing.result()
     read = {text: json.loads(text) for text in set(texts)}  # most ranks say the same
-    answers = [read[text] for text in texts]
-    if verdict := _verdict(answers, question.expected):
-        advice = f". {question.advice}" if question.advice else ""
+    messages = [read[text] for text in texts]
+    if verdict := _verdict(messages, statement.expected):
+        advice = f". {statement.advice}" if statement.advice else ""
         raise DisagreementError(f"{verdict}; nothing was sent{advice}")
-    return [Answer(answer["holds"], answer["says"]) for answer in answers]
+    return [Statement(holds=message["holds"], payload=message["payload"]) for message in messages]
 
 
 def tell(comm: Comm, error: Exception) -> None:
@@ -73,7 +67,7 @@ def tell(comm: Comm, error: Exception) -> None:
     """
     reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
     start, is_noted = time.monotonic(), False
-    sharing = comm.share(_text(Question(), refusal=reason))
+    sharing = comm.share(_text(Statement(), refusal=reason))
     while not sharing.is_done():
         waited = time.monotonic() - start
         if waited > 1.0 and not is_noted:
@@ -85,15 +79,17 @@ def tell(comm: Comm, error: Exception) -> None:
     sharing.wait()
 
 
-def _text(question: Question, *, refusal: str | None = None) -> str:
+def _text(statement: Statement, *, refusal: str | None = None) -> str:
     from mesh_attention import __version__
 
-    asked = {name: _truncated(value, MAX_VALUE_LENGTH) for name, value in question.asked.items()}
-    refusal = None if refusal is None else _truncated(refusal, MAX_REFUSAL_LENGTH)
-    holds = dict(question.holds)
-    return json.dumps(
-        {"version": __version__, "asked": asked, "holds": holds, "refusal": refusal, "says": question.says}
-    )
+    message = {
+        "version": __version__,
+        "must_match": {name: _truncated(value, MAX_VALUE_LENGTH) for name, value in statement.must_match.items()},
+        "holds": dict(statement.holds),
+        "refusal": None if refusal is None else _truncated(refusal, MAX_REFUSAL_LENGTH),
+        "payload": statement.payload,
+    }
+    return json.dumps(message)
 
 
 def _truncated(text: str, length: int) -> str:
@@ -103,27 +99,27 @@ def _truncated(text: str, length: int) -> str:
     return f"{text[: length - 20]}… #{sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _verdict(answers: Sequence[Mapping[str, Any]], expected: ShardSizes | None) -> str | None:
+def _verdict(messages: Sequence[Mapping[str, Any]], expected: ShardSizes | None) -> str | None:
     """Why ranks disagree, the same on every rank; None if they agree."""
-    versions = [{"version": answer["version"]} for answer in answers]
+    versions = [{"version": message["version"]} for message in messages]
     if difference := find_difference(versions):
         return f"ranks run different versions of mesh-attention: {difference}; install the same one on every rank"
-    for rank, answer in enumerate(answers):
-        if answer["refusal"] is not None:
-            return f"rank {rank} refused the call: {answer['refusal']}"
-    if difference := find_difference([answer["asked"] for answer in answers]):
+    for rank, message in enumerate(messages):
+        if message["refusal"] is not None:
+            return f"rank {rank} refused the call: {message['refusal']}"
+    if difference := find_difference([message["must_match"] for message in messages]):
         return f"ranks were called with different arguments: {difference}"
-    return None if expected is None else find_misfit([answer["holds"] for answer in answers], expected)
+    return None if expected is None else find_misfit([message["holds"] for message in messages], expected)
 
 
-def find_difference(asked: Sequence[Mapping[str, str]]) -> str | None:
+def find_difference(statements: Sequence[Mapping[str, str]]) -> str | None:
     """The first name whose value differs between ranks, with its values; None if all agree."""
-    if all(question == asked[0] for question in asked):
+    if all(statement == statements[0] for statement in statements):
         return None
-    for name in dict.fromkeys(name for question in asked for name in question):
+    for name in dict.fromkeys(name for statement in statements for name in statement):
         ranks_by_value: dict[str, list[int]] = {}
-        for rank, question in enumerate(asked):
-            ranks_by_value.setdefault(question.get(name, "nothing"), []).append(rank)
+        for rank, statement in enumerate(statements):
+            ranks_by_value.setdefault(statement.get(name, "nothing"), []).append(rank)
         if len(ranks_by_value) > 1:
             parts = (f"{value} on rank(s) {format_numbers(ranks)}" for value, ranks in ranks_by_value.items())
             return f"{name} is {', but '.join(parts)}"

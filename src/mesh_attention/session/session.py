@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from threading import RLock, Thread, current_thread
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from threading import current_thread
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,49 +19,13 @@ from mesh_attention.comm.base import Comm, Work, drive, drive_together, innermos
 from mesh_attention.comm.local import LocalComm, LocalGroup
 from mesh_attention.comm.torch_dist import START_AGAIN, Group, TorchComm, comm_for
 from mesh_attention.errors import DisagreementError, TransportError, UsageError
-from mesh_attention.session.agreement import Answer, Question, ask, tell
-from mesh_attention.session.call_ids import NEW_GROUP, CheckedComm, Describe, Poison, make_call_id
+from mesh_attention.session.agreement import Statement, agree, tell
+from mesh_attention.session.group import state_of
+from mesh_attention.session.pass_ids import NEW_GROUP, CheckedComm, Describe, make_pass_id
 
 Result = TypeVar("Result")
 IS_TOLD = "_mesh_attention_is_told"
 """Attribute of an error that the other ranks know of already."""
-
-
-@dataclass
-class GroupState:
-    """What all sessions on one group share: the calls made on it so far, and why it failed.
-
-    In a local group, threads take turns, and a failure does not last: all ranks fail together and drop their
-    transfers.
-    """
-
-    forgets_failures: bool
-    lock: RLock = field(default_factory=RLock)
-    passes: int = 0
-    history: int = 0
-    """A hash of the ids of all calls so far."""
-    failure: str | None = None
-    caches: int = 0
-    """KV caches made so far."""
-    poisons: dict[torch.device, Poison] = field(default_factory=dict)
-    thread: Thread | None = None
-
-    def poison(self, device: torch.device) -> Poison:
-        if device not in self.poisons:
-            self.poisons[device] = Poison(device)
-        return self.poisons[device]
-
-
-_STATES: WeakKeyDictionary[Any, GroupState] = WeakKeyDictionary()
-
-
-def _state_of(comm: Comm, *, forgets_failures: bool) -> GroupState:
-    """The state of a transport's group, the same for all transports on that group."""
-    comm, state = innermost(comm), GroupState(forgets_failures)
-    try:
-        return _STATES.setdefault(getattr(comm, "group", comm), state)
-    except TypeError:  # a transport that cannot be hashed or referred to weakly
-        return state
 
 
 class Session:
@@ -85,7 +47,7 @@ class Session:
             self.comms = [group]  # type: ignore[list-item]
         else:
             self.comms = [TorchComm(group)]  # type: ignore[arg-type]
-        self.state = _state_of(self.comms[0], forgets_failures=self.is_local or self.size == 1)
+        self.state = state_of(self.comms[0], forgets_failures=self.is_local or self.size == 1)
         self._on: dict[torch.device, list[Comm]] = {}
 
     @property
@@ -122,20 +84,20 @@ class Session:
 
     # Agreement
 
-    def agree(self, *questions: Question, device: torch.device | None = None) -> list[Answer]:
-        """Raise on every rank unless all state the same; otherwise, the answers of all ranks.
+    def agree(self, *statements: Statement, device: torch.device | None = None) -> list[Statement]:
+        """Raise on every rank unless all state the same; otherwise, the statements of all ranks.
 
-        There is one question for each local rank. `device` is where the call's tensors are, if there are any; the
+        There is one statement for each local rank. `device` is where the call's tensors are, if there are any; the
         first agreement with a device connects the group on it.
         """
         comms = self.comms if device is None else self.comms_on(device)
         try:
             with self.call(UsageError, DisagreementError):
-                answers = self.drive([ask(comm, question) for comm, question in zip(comms, questions, strict=True)])
+                told = self.drive([agree(comm, own) for comm, own in zip(comms, statements, strict=True)])
         except DisagreementError as error:
             setattr(error, IS_TOLD, True)
             raise
-        return answers[0]
+        return told[0]
 
     @contextmanager
     def telling(self, device: torch.device | None = None) -> Iterator[None]:
@@ -249,7 +211,7 @@ class Session:
         state.passes += 1
         known = int(forward_pass) if on_device is None else 0  # reading it from a device would wait
         state.history = hash((state.history, call_id, known))  # of whole numbers, so it is the same in every process
-        pass_id = make_call_id(state.passes, state.history, on_device, forward_pass)
+        pass_id = make_pass_id(state.passes, state.history, on_device, forward_pass)
         comm.watched = None  # or the pass before this one would be taken for it
         if describe is not None:
             comm.watch(device, state.history, direction, describe)

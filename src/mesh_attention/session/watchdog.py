@@ -21,11 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore
 
 from mesh_attention.session.reports import Report, Verdict, describe, judge
+
+if TYPE_CHECKING:
+    from mesh_attention.session.group import WatchedGroup
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
@@ -37,8 +40,8 @@ SETTLE_S = 1.2
 """Seconds for which a rank that gives up waits for the others to give up too, before it aborts."""
 MOST_HASHES = 16
 """Hashes in a report: of this many passes under way, and of as many begun last."""
-Post = tuple[float, Sequence[Any]]
-"""When transfers were posted, and torch's handles of them."""
+Post = tuple[float, Sequence[Any] | None]
+"""When transfers were posted, and torch's handles of them: None until torch returns them, or for ever if it raises."""
 
 
 @dataclass
@@ -77,18 +80,8 @@ class WatchedPass:
         return None if self.closed is None else Waiting(self.number, f"{here}, at its end", (), self.closed)
 
 
-class _NotPosted:
-    """Stands for the handle of a transfer until torch returns one, or for ever if it raises."""
-
-    def is_completed(self) -> bool:
-        return False
-
-
-NOT_POSTED = _NotPosted()
-
-
 def _is_over(post: Post) -> bool:
-    return all(work.is_completed() for work in post[1])
+    return post[1] is not None and all(work.is_completed() for work in post[1])
 
 
 @dataclass(frozen=True)
@@ -102,32 +95,10 @@ class Waiting:
 
 
 class Watchdog:
-    """Watches the passes of one group on one device.
+    """Watches the passes of one group on one device, until the group is no longer alive."""
 
-    `patience_s` is how long a rank may wait, and `passes_over` reads how many passes are over. `spoil` makes the
-    results of every unfinished pass NaN; `abort` ends their transfers, and may take long. `counts` are the sharings and
-    passes that this rank has begun on the group. `has_failed` says that the backend has given up on the transfers,
-    `failure` is an error of this rank's calls, and the watchdog ends when it is no longer `is_alive`.
-    """
-
-    def __init__(
-        self,
-        *,
-        rank: int,
-        size: int,
-        store: Any,
-        patience_s: Callable[[], float],
-        passes_over: Callable[[], int],
-        counts: Callable[[], tuple[int, int]],
-        spoil: Callable[[], None],
-        abort: Callable[[], None],
-        has_failed: Callable[[], bool],
-        failure: Callable[[], str | None],
-        is_alive: Callable[[], bool],
-    ) -> None:
-        self.rank, self.size, self.patience_s = rank, size, patience_s
-        self.passes_over, self.counts, self.spoil, self.abort = passes_over, counts, spoil, abort
-        self.has_failed, self.failure, self.is_alive = has_failed, failure, is_alive
+    def __init__(self, group: WatchedGroup) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
         self.begun = 0
         self.passes: deque[WatchedPass] = deque()
         self.latest: deque[tuple[int, int]] = deque(maxlen=MOST_HASHES)
@@ -135,7 +106,7 @@ class Watchdog:
         self.decided, self.is_over = Event(), Event()
         self.trouble: str | None = None
         """An error of this rank's transfers: the others are asked at once, and nobody waits for the patience."""
-        self.exchange = Exchange(rank, size, store)
+        self.exchange = Exchange(group.rank, group.size, group.store)
         self._progress = (0, time.monotonic())
         self._asked: float | None = None
         self._has_told = False
@@ -146,7 +117,7 @@ class Watchdog:
 
     def begin(self, watched: WatchedPass) -> None:
         """Watch a pass that begins. Every pass calls this, so it must be quick."""
-        over = self.passes_over()
+        over = self.group.passes_over()
         while self.passes and self.passes[0].index < over:
             self.passes.popleft()
         watched.index = self.begun
@@ -162,7 +133,7 @@ class Watchdog:
 
     @property
     def is_in_a_pass(self) -> bool:
-        return self.passes_over() < self.begun
+        return self.group.passes_over() < self.begun
 
     def stop(self) -> None:
         """End it. If this rank's calls failed, the others are told first: its process may be about to end."""
@@ -183,17 +154,17 @@ class Watchdog:
             except Exception:
                 # It looks again at the next tick; if this thread ended, nobody would watch the group.
                 logger.debug("the watchdog could not look", exc_info=True)
-            if self.verdict is not None or not self.is_alive():
+            if self.verdict is not None or not self.group.is_alive():
                 break
         self.exchange.is_over.wait(SILENT_S)  # so that the others hear why
         self.exchange.is_over.set()
         atexit.unregister(self.stop)  # or it would keep all this until the process ends
 
     def _look(self, now: float) -> None:
-        over = self.passes_over()
+        over = self.group.passes_over()
         if over != self._progress[0] or over >= self.begun:  # a rank without passes under way is not stalled
             self._progress = (over, now)
-        has_failed = over < self.begun and self.has_failed()
+        has_failed = over < self.begun and self.group.has_failed()
         waiting = self._oldest(over, has_failed=has_failed)
         is_stalled = has_failed or now - self._progress[1] > STALL_S
         self.exchange.report = self._report(waiting)
@@ -209,7 +180,7 @@ class Watchdog:
             self._asked = None
 
     def _judge(self, waiting: Waiting | None, others: OtherRanks, now: float, *, has_failed: bool) -> None:
-        is_late = waiting is not None and now - waiting.since > self.patience_s()
+        is_late = waiting is not None and now - waiting.since > self.group.patience_s()
         asked = self._asked = self._asked or now
         have_answered = len(others.heard) == self.size - 1 and min(others.heard.values()) > asked
         if now - asked < SILENT_S and not is_late and not have_answered:
@@ -232,7 +203,9 @@ class Watchdog:
         return None
 
     def _report(self, waiting: Waiting | None) -> Report:
-        sharings, passes = self.counts()
+        sharings, passes = self.group.counts()
+        error = self.group.failure()
+        own_failure = "" if error is None else f"rank {self.rank} failed: {error}"
         return Report(
             rank=self.rank,
             passes=passes,
@@ -241,20 +214,16 @@ class Watchdog:
             number=0 if waiting is None else waiting.number,
             at="" if waiting is None else waiting.at,
             waits_for=() if waiting is None else waiting.waits_for,
-            failure=self.verdict.reason if self.verdict else self._own_failure(),
+            failure=self.verdict.reason if self.verdict else own_failure,
         )
 
     def _tell_failure(self) -> bool:
         """Tell the others of an error of this rank's calls, although nobody asks yet; False if there is none."""
-        self._has_told = self.failure() is not None
+        self._has_told = self.group.failure() is not None
         if self._has_told:
             self.exchange.report = self._report(None)
             self.exchange.tell()
         return self._has_told
-
-    def _own_failure(self) -> str:
-        error = self.failure()
-        return "" if error is None else f"rank {self.rank} failed: {error}"
 
     def _give_up(self, verdict: Verdict, silent: Sequence[int] = ()) -> None:
         self.verdict = verdict
@@ -262,7 +231,7 @@ class Watchdog:
         self.exchange.report = self._report(None)
         self.exchange.is_settling = True
         self.exchange.tell()
-        self.spoil()
+        self.group.spoil()
         self.decided.set()
         end = time.monotonic() + SETTLE_S
         while time.monotonic() < end and not self.exchange.have_given_up(silent):
@@ -270,7 +239,7 @@ class Watchdog:
         self.exchange.is_settling = False
         if self.is_in_a_pass:
             with suppress(Exception):
-                self.abort()
+                self.group.abort()
 
 
 STORE_IS_SILENT = "the group's store does not answer: the process that keeps it, often rank 0, has ended or stopped"

@@ -1,1 +1,1 @@
-"""Tools to test your own planners, kernels and transports: strategies, conformance suites, a pool of ranks."""
+"""For your own kernels and transports: conformance suites, and transports that count, delay or fail transfers."""

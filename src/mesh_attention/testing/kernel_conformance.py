@@ -393,8 +393,8 @@ def _delta(call: Call) -> Tensor:
 
 
 def _demand(setting: Setting, **changes: Any) -> Demand:
-    plain = {"head_dim_v": setting.head_dim, "softcap": 0.0, "lse_gradient": False}
-    return Demand(device=setting.device, dtype=setting.dtype, head_dim_qk=setting.head_dim, **(plain | changes))
+    sizes = {"head_dim_qk": setting.head_dim, "head_dim_v": setting.head_dim}
+    return Demand(device=setting.device, dtype=setting.dtype, **(sizes | changes))
 
 
 def _supports(kernel: Kernel, setting: Setting, **changes: Any) -> bool:

@@ -7,57 +7,50 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mesh_attention.comm.base import CALL_ID, Comm, Parcel, Sharing, Work
+from mesh_attention.comm.base import PASS_ID, Parcel, Sharing, Work, Wrapper
 from mesh_attention.errors import TransportError
 
 
 @dataclass
-class Counting:
-    """Counts bytes by label, both ways, and messages sent. Call ids, which a plan does not count, are counted apart."""
+class Counting(Wrapper):
+    """Counts bytes by label, both ways, and messages sent. Pass ids, which a plan does not count, are counted apart."""
 
-    inner: Comm
     sent_nbytes: Counter[str] = field(default_factory=Counter)
     received_nbytes: Counter[str] = field(default_factory=Counter)
     messages: int = 0
-    call_ids: int = 0
+    pass_ids: int = 0
     shared: int = 0
 
-    def __post_init__(self) -> None:
-        self.rank, self.size, self.is_capturable = self.inner.rank, self.inner.size, self.inner.is_capturable
-
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
-        items_out, items_in = ([p for p in parcels if p.label != CALL_ID] for parcels in (sends, recvs))
-        self.call_ids += len(sends) - len(items_out)
+        items_out, items_in = ([p for p in parcels if p.label != PASS_ID] for parcels in (sends, recvs))
+        self.pass_ids += len(sends) - len(items_out)
         self.messages += sum(len(parcel.chunks) for parcel in items_out)
         for parcel in items_out:
             self._count(parcel, self.sent_nbytes)
         for parcel in items_in:
             self._count(parcel, self.received_nbytes)
-        return self.inner.post(sends, recvs)
+        return super().post(sends, recvs)
 
     def share(self, text: str) -> Sharing:
         self.shared += 1
-        return self.inner.share(text)
+        return super().share(text)
 
     def _count(self, parcel: Parcel, counter: Counter[str]) -> None:
         counter[parcel.label] += sum(chunk.numel() * chunk.element_size() for chunk in parcel.chunks)
 
 
 @dataclass
-class Delaying:
+class Delaying(Wrapper):
     """Makes every transfer take at least `seconds` longer."""
 
-    inner: Comm
     seconds: float
 
     def __post_init__(self) -> None:
-        self.rank, self.size, self.is_capturable = self.inner.rank, self.inner.size, False
+        super().__post_init__()
+        self.is_capturable = False
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         return _Later(self.inner.post(sends, recvs), self.seconds)
-
-    def share(self, text: str) -> Sharing:
-        return self.inner.share(text)
 
 
 class _Later:
@@ -73,20 +66,17 @@ class _Later:
 
 
 @dataclass
-class Failing:
+class Failing(Wrapper):
     """Raises instead of posting parcels for which `when` returns True."""
 
-    inner: Comm
     when: Callable[[Parcel], bool]
 
     def __post_init__(self) -> None:
-        self.rank, self.size, self.is_capturable = self.inner.rank, self.inner.size, False
+        super().__post_init__()
+        self.is_capturable = False
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         return self.inner.post([self._checked(p) for p in sends], [self._checked(p) for p in recvs])
-
-    def share(self, text: str) -> Sharing:
-        return self.inner.share(text)
 
     def _checked(self, parcel: Parcel) -> Parcel:
         if self.when(parcel):

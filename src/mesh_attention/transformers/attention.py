@@ -23,7 +23,7 @@ from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.execution.operators import WeakRegistry
 from mesh_attention.integrations.pytorch import as_autocast, with_sinks
 from mesh_attention.sequences import CUTS, LENGTHS, BatchRow, find_misplaced, read_documents
-from mesh_attention.session.agreement import Question
+from mesh_attention.session.agreement import Statement
 from mesh_attention.transformers.masks import (
     CALL,
     DECODING,
@@ -204,7 +204,7 @@ class LayerAttention:
         session = self.attention.session
         with session.telling():
             yield
-        session.agree(Question(asked={"operation": "a model's attention"}))
+        session.agree(Statement(must_match={"operation": "a model's attention"}))
         self._is_to_meet = False
 
     def _request(
@@ -413,7 +413,7 @@ def _checked_cuts(
 ) -> Tensor:
     numbers = iter(rows)
     split = [[next(numbers) for _ in range(size)] for size in sizes]
-    attention = LAYERS.find(layers)
+    attention = LAYERS.get(layers)
     if attention is None:
         raise UsageError("the attention that this model was compiled with no longer exists; compile the model again")
     attention.check_agreed(position_ids, tuple(BatchRow(tuple(row[2:]), (row[0], row[1])) for row in split))

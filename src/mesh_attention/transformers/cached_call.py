@@ -27,7 +27,7 @@ from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.execution.sharding import gather
 from mesh_attention.plan.serving import MOST_DECODED
 from mesh_attention.serving import Step, Turn
-from mesh_attention.session.agreement import Question
+from mesh_attention.session.agreement import Statement
 from mesh_attention.transformers.attention import LayerAttention
 from mesh_attention.transformers.cache import GenerationCache
 from mesh_attention.transformers.masks import CALL, CachedCall
@@ -90,7 +90,7 @@ def _compare(cache: GenerationCache, new: NewTokens) -> None:
         "logits_to_keep": f"{count(len(new.wanted), 'column')} #{hash(new.wanted) & 0xFFFFFFFFFF:010x}",
     }
     advice = "Every rank of the attention's group must make the same call, with the same whole prompt"
-    cache.attention.session.agree(Question(asked=summary, advice=advice))
+    cache.attention.session.agree(Statement(must_match=summary, advice=advice))
 
 
 class _Call:

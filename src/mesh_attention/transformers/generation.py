@@ -19,7 +19,7 @@ from transformers import GenerationMixin, MaxTimeCriteria, PreTrainedModel
 
 from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.plan.serving import BLOCK_TOKENS
-from mesh_attention.session.agreement import Question
+from mesh_attention.session.agreement import Statement
 from mesh_attention.transformers.attention import LayerAttention, find_layers
 from mesh_attention.transformers.cache import GenerationCache
 from mesh_attention.units import count
@@ -206,10 +206,10 @@ def share_settings(layers: LayerAttention, settings: Any, device: torch.device) 
     summary = {"operation": "generate"}
     summary |= {name: str(value) for name, value in sorted(vars(settings).items()) if _is_compared(name, value)}
     is_first = session.rank == 0
-    says = _random_states(device) if settings.do_sample and is_first else None
-    answers = session.agree(Question(asked=summary, says=says))
+    states = _random_states(device) if settings.do_sample and is_first else None
+    statements = session.agree(Statement(must_match=summary, payload=states))
     if settings.do_sample and not is_first:
-        _set_random_states(answers[0].says, device)
+        _set_random_states(statements[0].payload, device)
 
 
 def _is_compared(name: str, value: object) -> bool:

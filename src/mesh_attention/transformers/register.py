@@ -28,7 +28,7 @@ from mesh_attention.batches import NEVER_RAN, calls_of, count_passes, is_sharded
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.call import Calls
 from mesh_attention.sequences import CUTS
-from mesh_attention.session.agreement import Question
+from mesh_attention.session.agreement import Statement
 from mesh_attention.transformers.attention import LayerAttention, find_layers
 from mesh_attention.transformers.cache import GenerationCache
 from mesh_attention.transformers.cached_call import call_with_cache
@@ -177,7 +177,7 @@ def _try_once(model: Any, inputs: Mapping[str, Any], layers: LayerAttention) -> 
             try_model(model, inputs, layers.set_trial)
             reason = _padding_unsupported_reason(model, inputs, layers) if isinstance(mask, Tensor) else None
     if kind not in unsupported_reasons:
-        session.agree(Question(asked={"operation": f"a model's first call with {', '.join(sorted(names))}"}))
+        session.agree(Statement(must_match={"operation": f"a model's first call with {', '.join(sorted(names))}"}))
         unsupported_reasons[kind] = reason
     reason = unsupported_reasons[kind]
     if reason is not None and mask is not None and bool((mask[:, 0] == 0).any()):

@@ -40,9 +40,14 @@ PARTS = (
 
 def cache_folder() -> Path | None:
     """``$XDG_CACHE_HOME/mesh-attention``, by default ``~/.cache/mesh-attention``; None for a user without a home."""
-    named = os.environ.get("XDG_CACHE_HOME")
+    return user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def user_folder(variable: str, in_home: str) -> Path | None:
+    """This library's folder where an environment variable says, by default in a folder of the user's home."""
+    named = os.environ.get(variable)
     try:
-        return Path(named or Path.home() / ".cache") / "mesh-attention"
+        return Path(named or Path.home() / in_home) / "mesh-attention"
     except RuntimeError:  # the user has no home directory
         return None
 
@@ -161,9 +166,13 @@ def _check(tuning: Tuning, problem: Problem, directions: Sequence[Direction], la
 
 def _write(path: Path, request: str, tuning: Tuning) -> None:
     try:
-        # Ranks of one machine may write at once: each writes a temporary file, then moves it here.
-        with NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8", suffix=".part") as part:
-            json.dump({"request": request, "tuning": tuning_to_json(tuning)}, part)
-        os.replace(part.name, path)
+        write_at_once(path, json.dumps({"request": request, "tuning": tuning_to_json(tuning)}))
     except OSError as error:
         log.warning("could not cache the tuning: %s", error)
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Write a temporary file and move it here: other ranks or jobs may be reading or writing this one."""
+    with NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8", suffix=".part") as part:
+        part.write(text)
+    os.replace(part.name, path)

@@ -19,21 +19,20 @@ import typer
 from mesh_attention.clusters import cluster_named, cluster_to_toml
 from mesh_attention.errors import UsageError, writing
 from mesh_attention.machine.files import keep_calibrated, slug
-from mesh_attention.machine.fit import (
-    Measurement,
-    fit_topology,
-    fitted_time_s,
-    kernel_seconds,
-    median_error,
-    message_seconds,
-    unmeasured_links,
-)
+from mesh_attention.machine.fit import Measurement, fit_topology
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import Report, count, format_nbytes, format_time, three_digits
 from mesh_attention_lab.cli.files import output_file
 from mesh_attention_lab.cli.options import HEAD_DIM, flag, option, whole_number
 from mesh_attention_lab.cli.terminal import Column, plain_console, print_table, progress
+from mesh_attention_lab.fit_quality import (
+    fitted_time_s,
+    kernel_seconds,
+    median_error,
+    message_seconds,
+    unmeasured_links,
+)
 from mesh_attention_lab.launch import check_gpus, joined_group, note_progress, ranks_here, run_processes
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ def work(setting: Problem, ranks_per_node: int, progress_file: Path) -> Measurem
 
 def _measure_with_ranks(options: CalibrateOptions, setting: Problem, ranks: int, size: int) -> Measurement | None:
     """The measurement on rank 0, None on the others."""
-    from mesh_attention.session.agreement import Question
+    from mesh_attention.session.agreement import Statement
     from mesh_attention.session.session import Session
 
     with joined_group() as (comm, device):
@@ -145,10 +144,10 @@ def _measure_with_ranks(options: CalibrateOptions, setting: Problem, ranks: int,
                 _check_out(options)
         except UsageError as error:
             refusal = str(error)
-        answers = Session(comm).agree(Question(says=refusal))  # else the others would wait for rank 0
+        statements = Session(comm).agree(Statement(payload=refusal))  # else the others would wait for rank 0
         if refusal:
             raise UsageError(refusal)
-        if answers[0].says:
+        if statements[0].payload:
             raise typer.Exit(2)
         with progress(f"{count(ranks, 'rank')} joined", is_shown=comm.rank == 0) as report:
             measurement = measured(setting, comm, device, size, report)
@@ -158,9 +157,11 @@ def _measure_with_ranks(options: CalibrateOptions, setting: Problem, ranks: int,
 def measured(setting: Problem, comm: Comm, device: torch.device, size: int, report: Report) -> Measurement:
     """The measured times, with `size` ranks per node; `report` hears of rank 0."""
     from mesh_attention.machine.probe import measure
+    from mesh_attention.machine.timing import Clock
 
     heard = report if comm.rank == 0 else lambda doing, fraction: None
-    return measure(setting, comm=comm, device=device, ranks_per_node=size, ranks_here=ranks_here(), report=heard)
+    clock = Clock(comm=comm, device=device)
+    return measure(setting, clock, ranks_per_node=size, ranks_here=ranks_here(), report=heard)
 
 
 # Writing

@@ -18,7 +18,7 @@ from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.machine.fit import fit_device, fit_line
 from mesh_attention.machine.probe import measured_on
-from mesh_attention.machine.timing import sample_s, time_kernel, time_memory
+from mesh_attention.machine.timing import Clock, sample_s, time_kernel, time_memory
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Link, Topology
@@ -162,10 +162,10 @@ def measure_cluster(problem: Problem, *, device: torch.device, report: Report) -
     """A cluster with the ranks of the problem, each on a device like this one, with the host's memory as its peer."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events and graphs use the current device
-    comm = ReplayComm(0, 1, device=device)
-    calls = time_kernel(problem, comm=comm, device=device, report=lambda doing, fraction: report(doing, 0.8 * fraction))
+    clock = Clock(comm=ReplayComm(0, 1, device=device), device=device)
+    calls = time_kernel(problem, clock, lambda doing, fraction: report(doing, 0.8 * fraction))
     report("merging partials", 0.8)
-    memory = time_memory(problem, comm=comm, device=device, ranks_here=1)
+    memory = time_memory(problem, clock, ranks_here=1)
     report("copies to the host and back", 0.9)
     link = measure_link(device)
     measurement = measured_on(device, problem, calls=calls, memory=memory)
