@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -114,14 +115,12 @@ class Tuning:
     @property
     def near_ties(self) -> tuple[Trial, ...]:
         """Trials about as fast as the fastest, the chosen one among them."""
-        fastest = min(trial.time_s for trial in self.trials)
-        return tuple(trial for trial in self.trials if trial.time_s <= fastest * (1 + NEAR_TIE))
+        return within(NEAR_TIE, self.trials)
 
     @property
     def equals(self) -> tuple[Trial, ...]:
         """Trials that a forecast cannot tell from the fastest: the difference is within its error."""
-        fastest = min(trial.time_s for trial in self.trials)
-        return tuple(trial for trial in self.trials if trial.time_s <= fastest * (1 + FORECAST_ERROR))
+        return within(FORECAST_ERROR, self.trials)
 
     @property
     def simplest(self) -> Trial:
@@ -138,6 +137,12 @@ class Tuning:
             f"{number} methods are within {NEAR_TIE:.0%}, and forecasts are good to {FORECAST_ERROR:.0%}: the simplest "
             "of them is chosen."
         ).replace("%", " %")
+
+
+def within(share: float, trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """The trials that take at most this share longer than the fastest."""
+    fastest_s = min(trial.time_s for trial in trials)
+    return tuple(trial for trial in trials if trial.time_s <= fastest_s * (1 + share))
 
 
 def tuning_to_json(tuning: Tuning) -> dict[str, Any]:
