@@ -281,7 +281,7 @@ def machine_at_hand(calibration: Measurement, *, ranks: int) -> tuple[Topology, 
     try:
         here = fit_topology(calibration, name="here", ranks=ranks, ranks_per_node=ranks, unmeasured=None)
     except TopologyError:
-        return PRESETS["laptop"].topology.with_ranks(ranks), False
+        return PRESETS["laptop"].with_ranks(ranks), False
     return here, True
 
 
@@ -300,7 +300,7 @@ def forecast_problem(ranks: int) -> Problem:
 def forecast_scenes(report: Report) -> list[Scene]:
     scenes: list[Scene] = []
     for ranks in FORECAST_RANKS:
-        topology = PRESETS[FORECAST_CLUSTER].topology.with_ranks(ranks)
+        topology = PRESETS[FORECAST_CLUSTER].with_ranks(ranks)
         problem = forecast_problem(ranks)
         scenes += rival_scenes(problem, topology, layout=None, directions=DIRECTIONS, report=report, tiles=1)
     return scenes
@@ -322,5 +322,5 @@ def _notes(problem: Problem, here: Topology, *, is_fitted: bool) -> list[str]:
         f"{here.inside.gb_per_s:.3g} GB/s and {format_time(here.inside.latency_us * 1e-6)} per message. Ranks that "
         "share cores take turns, which a forecast does not include.",
         f"Scenes of {' and '.join(map(str, FORECAST_RANKS))} ranks are forecasts: {size_words(larger)}, "
-        f"{mask_words(larger)}, on {cluster_words(PRESETS[FORECAST_CLUSTER].topology.with_ranks(larger.ranks))}.",
+        f"{mask_words(larger)}, on {cluster_words(PRESETS[FORECAST_CLUSTER].with_ranks(larger.ranks))}.",
     ]
