@@ -20,7 +20,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "units": ("errors",),
     "masks": ("errors",),
     "problem": VALUES,
-    "topology": VALUES[:1],
+    "topology": VALUES,
     "clusters": ("errors", "topology"),
     "timeline": ("errors", "topology"),
     "plan": VALUES,

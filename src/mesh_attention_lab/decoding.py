@@ -92,9 +92,8 @@ def forecast_decoding(
 
 def forecast_plan(plan: DecodePlan, problem: Problem, topology: Topology) -> DecodeForecast:
     merged = plan.rows if plan.combine == "all_gather" else max(map(len, plan.slices))
-    device = topology.device
     touched = (plan.ranks + 1) * merged * plan.row_nbytes
-    merge_s = device.launch_us * 1e-6 + touched / (device.memory_gb_per_s * 1e9) if plan.ranks > 1 else 0.0
+    merge_s = topology.device.touch_seconds(touched) if plan.ranks > 1 else 0.0
     exchanges = [partial(plan.exchanged_nbytes, number) for number in range(plan.exchanges)]
     return DecodeForecast(
         plan=plan,

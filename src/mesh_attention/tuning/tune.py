@@ -100,11 +100,12 @@ def tune(
         if not trials:
             raise _does_not_fit(searches, memory_limit)
     least = {direction: limits(problem, direction) for direction in directions}
-    rates = {"forward": topology.device.forward.tflops, "backward": topology.device.backward.tflops}
     return Tuning(
         trials=_ranked(trials),
         left_out=left_out,
-        bound_s=sum(bound.flops / (rates[direction] * 1e12) for direction, bound in least.items()),
+        bound_s=sum(
+            bound.flops / (topology.device.rate(direction).tflops * 1e12) for direction, bound in least.items()
+        ),
         bound_nbytes=sum(bound.received_nbytes for bound in least.values()),
         simulated=simulated,
     )
