@@ -21,7 +21,8 @@ from mesh_attention.plan.program import Program
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item, Kind, Step, transfers
 from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.problem import Problem
-from mesh_attention.timeline import LANES, Lane, Span, Timeline, rank_tracks
+from mesh_attention.timeline import LANES, Lane, Span, Timeline
+from mesh_attention_lab.drawing.tracks import rank_tracks
 
 Data = dict[str, Any]
 TICKS = 1e5
