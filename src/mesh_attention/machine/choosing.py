@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from mesh_attention.errors import MemoryLimitError
@@ -18,7 +18,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.registry import Price, make_plan
+from mesh_attention.planning.registry import Price, make_plan, priced
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
@@ -134,11 +134,8 @@ def tuned(
     choices, tuning = tuned_choices(
         problem, topology, layout, needs_gradient, memory_limit=memory_limit, is_quick=is_coarse
     )
-    passes = {}
-    for direction, open_choice in choices.items():
-        choice = open_choice.resolved(problem, direction)
-        costs = None if choice.is_collective else costs_on(topology, problem, choice, direction)
-        passes[direction] = PassChoice(choice, costs)
+    price = partial(costs_on, topology)
+    passes = {d: PassChoice(*priced(problem, choice, d, price)) for d, choice in choices.items()}
     return Chosen(lengths=(problem.seq_q, problem.seq_kv) if is_coarse else None, passes=passes), tuning
 
 
@@ -171,11 +168,7 @@ def tuned_choices(
 
 def volume_based(problem: Problem, choice: Choice, *, price: Price | None = None) -> Chosen:
     """A choice for both passes; if calls have a price, it decides how large they are."""
-    passes = {}
-    for direction in DIRECTIONS:
-        resolved = choice.resolved(problem, direction)
-        costs = None if price is None or resolved.is_collective else price(problem, resolved, direction)
-        passes[direction] = PassChoice(resolved, costs)
+    passes = {direction: PassChoice(*priced(problem, choice, direction, price)) for direction in DIRECTIONS}
     return Chosen(lengths=None, passes=passes)
 
 

@@ -13,7 +13,7 @@ from math import inf
 
 from typing_extensions import Self
 
-from mesh_attention.plan.assignment import Axis, Tile
+from mesh_attention.plan.assignment import AXES, Axis, Tile
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
@@ -233,8 +233,7 @@ def held_share(moves: Sequence[Move], direction: Direction, *, sizes: Sizes) -> 
     change = [0.0] * (len(moves) + 1)  # in what is held, at each move
     size = dict(sizes)
     whole = 0.0
-    axes: tuple[Axis, ...] = ("row", "col")
-    for axis in axes:
+    for axis in AXES:
         inputs = sum(size[kind] for kind in INPUTS[direction] if AXIS_OF[kind] == axis)
         sums = SUM_WIDTH * sum(size[kind] for kind in OUTPUTS[direction] if AXIS_OF[kind] == axis)
         fetched, met, last = _times(moves, axis)
@@ -256,7 +255,7 @@ def _times(moves: Sequence[Move], axis: Axis) -> tuple[dict[int, int], dict[int,
         if isinstance(move, Fetch) and AXIS_OF[move.kind] == axis:
             fetched.setdefault(move.offset, index)
         elif isinstance(move, Meet):
-            for offset in move.rows if axis == "row" else move.cols:
+            for offset in move.side(axis):
                 met.setdefault(offset, index)
                 last[offset] = index
     return fetched, met, last
@@ -265,7 +264,7 @@ def _times(moves: Sequence[Move], axis: Axis) -> tuple[dict[int, int], dict[int,
 def _groups(moves: Iterable[Move], axis: Axis) -> list[set[int]]:
     """Offsets that share a buffer."""
     group_of: dict[int, set[int]] = {}
-    sides = [move.rows if axis == "row" else move.cols for move in moves if isinstance(move, Meet)]
+    sides = [move.side(axis) for move in moves if isinstance(move, Meet)]
     for side in dict.fromkeys(sides):
         known = {id(group): group for group in (group_of.get(offset) for offset in side) if group is not None}
         joined = set(side).union(*known.values())
@@ -274,7 +273,7 @@ def _groups(moves: Iterable[Move], axis: Axis) -> list[set[int]]:
 
 
 def _peak(moves: Sequence[Move], change: Sequence[float], direction: Direction, size: Mapping[Kind, float]) -> float:
-    """The peak of what is held plus what a call needs, as `plan.calls` counts it."""
+    """The peak of what is held plus what a call needs, as `plan.buffers` counts it."""
     row, col = size["o"], 0.0
     if direction == "backward":
         every_head = size["q"] + size["o"]  # of K and V, where queries share their heads
