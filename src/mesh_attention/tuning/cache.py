@@ -26,18 +26,6 @@ from mesh_attention.tuning.tune import tune
 from mesh_attention.units import Report
 
 log = logging.getLogger(__name__)
-PARTS = (
-    "errors.py",
-    "units.py",
-    "masks.py",
-    "problem.py",
-    "topology.py",
-    "timeline.py",
-    "plan",
-    "planning",
-    "simulation",
-    "tuning",
-)
 
 
 def cache_folder() -> Path | None:
@@ -79,9 +67,8 @@ def cached_tune(
 
 @lru_cache(maxsize=1)
 def code_digest() -> str:
-    """Hash of the code that tunings depend on, so that those of another version are not reused."""
-    package = Path(__file__).parent.parent
-    parts = [path for name in PARTS for path in sorted((package / name).rglob("*.py")) or [package / name]]
+    """Hash of the library's code, so that tunings of another version are not reused."""
+    parts = sorted(Path(__file__).parent.parent.rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in parts)).hexdigest()[:16]
 
 

@@ -64,7 +64,7 @@ class Links:
         size = self.assignment.size(axis)
         if size == 1:
             return self._busy(self.none, self.none, 0.0)
-        crossing = self._direct(axis) if route == "direct" else self._ring(axis)
+        crossing = size - self._same_node(axis) if route == "direct" else self._ring(axis)
         return self._busy(crossing, size - 1 - crossing, self.shard_nbytes(kind))
 
     def needed_s(self, kind: Kind, needed: Needs) -> ReceiveTimes:
@@ -100,9 +100,6 @@ class Links:
     def _busy(self, crossing: Counts, inside: Counts, nbytes: float) -> ReceiveTimes:
         topology = self.topology
         return ReceiveTimes(crossing * topology.between.seconds(nbytes), inside * topology.inside.seconds(nbytes))
-
-    def _direct(self, axis: Axis) -> Counts:
-        return self.assignment.size(axis) - self._same_node(axis)
 
     def _same_node(self, axis: Axis | None) -> Counts:
         """For each rank, the members of its group that are in its node, itself included; None is the Ulysses group."""
