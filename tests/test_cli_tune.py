@@ -248,9 +248,9 @@ def test_memory_leaves_out_what_needs_more(run: Run) -> None:
 def test_a_tuning_is_kept_unless_it_is_not_wanted(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = as_json(run(f"{TUNE_4} --no-cache --json"))
-    assert list(tmp_path.rglob("*.json")) == []
+    assert list(tmp_path.rglob("tuning-*")) == []
     again = [as_json(run(f"{TUNE_4} --json")) for _ in range(2)]
-    assert len(list(tmp_path.rglob("*.json"))) == 1
+    assert len(list(tmp_path.rglob("tuning-*"))) == 1
     assert [answer["is_from_cache"] for answer in (first, *again)] == [False, False, True]
     assert first["tuning"] == again[0]["tuning"] == again[1]["tuning"]
     assert "Read from the cache." in " ".join(run(TUNE_4).out.split())

@@ -24,7 +24,7 @@ from mesh_attention.plan.layout import LAYOUTS, Contiguous, Zigzag
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.planning.choice import as_choice
 from mesh_attention.simulation.simulate import simulate
-from mesh_attention.tuning.coarse import LONGER, can_be_widened, coarse, part_of, retargeted, widened
+from mesh_attention.tuning.coarse import MOST_SHORTENED, can_be_widened, coarse, part_of, retargeted, widened
 from mesh_attention.tuning.result import NEAR_TIE
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.tuning.tune import tune
@@ -97,7 +97,7 @@ def test_a_coarse_problem_is_about_as_long(tokens: int, ranks: int) -> None:
     """Within what memory is left for, and rounding to whole tokens."""
     assume(tokens >= 32 * ranks)
     found = coarse(problem(ranks, tokens=tokens)).seq_q
-    assert found / LONGER / 1.07 <= tokens <= found * LONGER * 1.07
+    assert found / MOST_SHORTENED / 1.07 <= tokens <= found * MOST_SHORTENED * 1.07
 
 
 @given(seed=st.integers(0, 1000))

@@ -21,11 +21,12 @@ from matplotlib.text import Text
 from test_imports import modules_after
 
 from mesh_attention.errors import UsageError
-from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined, rank_tracks
+from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined
 from mesh_attention_lab.drawing.canvas import save_chart
 from mesh_attention_lab.drawing.gantt import gantt
 from mesh_attention_lab.drawing.times import ChartPoint, time_chart
 from mesh_attention_lab.drawing.trace import to_perfetto, write_trace
+from mesh_attention_lab.drawing.tracks import rank_tracks
 
 TWO_NS_IN_US = 0.002
 """A trace counts whole nanoseconds, and spans that touch do so in it as well."""

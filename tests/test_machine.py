@@ -101,13 +101,13 @@ def test_an_unknown_device_is_like_those_of_its_generation_and_the_machine_says_
     facts = [Facts(host="a", device="NVIDIA X1", generation=generation)] * 2
     machine = preset_machine(facts)
     assert machine.topology is not None
-    assert machine.topology.device.forward == PRESETS[preset].topology.device.forward
+    assert machine.topology.device.forward == PRESETS[preset].device.forward
     assert "nearest to 'NVIDIA X1'" in str(machine)
 
 
 def test_a_whole_node_is_its_preset() -> None:
     machine = preset_machine(ranks_on(*["a"] * 8))
-    assert machine == Machine(topology=PRESETS["h200"].topology, source="preset")
+    assert machine == Machine(topology=PRESETS["h200"], source="preset")
     two = preset_machine(ranks_on(*["a"] * 8, *["b"] * 8))
     assert two.topology == cluster_named("h200x16")
     assert str(two) == "h200, 2 nodes of 8, preset"
@@ -123,7 +123,7 @@ def test_ranks_that_share_a_device_share_its_rates() -> None:
     alone = ranks_on(*["a"] * 8)
     crowd = [replace(one, uuid="one", memory_gib=140.0) for one in alone]
     assert (sharers(alone), sharers(crowd), sharers([Facts(host="a", device="cpu")] * 3)) == (1, 8, 1)
-    whole, share = PRESETS["h200"].topology.device, placed(PRESETS["h200"].topology, crowd).device
+    whole, share = PRESETS["h200"].device, placed(PRESETS["h200"], crowd).device
     assert share.forward.tflops == whole.forward.tflops / 8
     assert share.backward.tflops == whole.backward.tflops / 8
     assert share.memory_gb_per_s == whole.memory_gb_per_s / 8
@@ -132,7 +132,7 @@ def test_ranks_that_share_a_device_share_its_rates() -> None:
     assert known_machine(alone).topology is not None
     assert known_machine(crowd) == Machine(topology=None, source="volume-based, 8 ranks on a GPU")
     pairs = [replace(one, uuid=str(rank // 2)) for rank, one in enumerate(ranks_on(*["a"] * 16, *["b"] * 16))]
-    topology = placed(PRESETS["h200"].topology, pairs)
+    topology = placed(PRESETS["h200"], pairs)
     assert (topology.nodes, topology.ranks_per_node, topology.nics_per_node) == (2, 16, 8)
 
 
@@ -143,14 +143,14 @@ def test_a_calibrated_file_of_the_device_replaces_the_preset() -> None:
     facts = ranks_on("a", "a", "b", "b")
     assert known_machine(facts).source == "preset"
     link = Link(gb_per_s=11.0, latency_us=3.0)
-    figures = replace(PRESETS["h200"].topology, name="ours", inside=link, between=link)
+    figures = replace(PRESETS["h200"], name="ours", inside=link, between=link)
     path = keep_calibrated(H200, cluster_to_toml(figures))
     assert path == calibrated_file(H200)
     machine = known_machine(facts)
     assert machine.source == f"calibrated, {path}"
     assert machine.topology is not None
     assert (machine.topology.name, machine.topology.ranks_per_node, machine.topology.inside) == ("ours", 2, link)
-    assert machine.topology.between == PRESETS["h200"].topology.between  # one node cannot measure it
+    assert machine.topology.between == PRESETS["h200"].between  # one node cannot measure it
     assert known_machine(ranks_on("a", "a", device="NVIDIA H100 80GB HBM3")).source == "preset"
 
 

@@ -59,10 +59,8 @@ def by_events(plan: Plan, cluster: Topology) -> Timeline:
 
 def test_a_kernel_costs_its_call_and_its_operations() -> None:
     device = replace(DEVICE, forward=KernelRate(tflops=2.0, call_us=7.0, masked=0.5))
-    prices = Prices(device, make_plan(problem(2)).matrix, "forward")
-    flops = 4 * 512 * 256 * 4 * 64
-    assert prices.kernel(512, 256, pairs=512 * 256, is_full=True) == pytest.approx(7e-6 + flops / 2e12)
-    assert prices.kernel(512, 256, pairs=1000, is_full=False) == pytest.approx(7e-6 + 4 * 1000 * 4 * 64 / 1e12)
+    assert call_seconds(device) == pytest.approx(7e-6 + 1000 / 2e12)
+    assert call_seconds(device, is_masked=True) == pytest.approx(7e-6 + 1000 / 1e12)
 
 
 def test_a_wide_device_is_slower_where_its_last_round_is_not_full() -> None:
@@ -70,16 +68,11 @@ def test_a_wide_device_is_slower_where_its_last_round_is_not_full() -> None:
     # 4 heads × 256 tokens are 8 runs: one round of 10, of which 8 work. 384 tokens are 12 runs in two rounds of 10.
     assert filled(10, heads=4, tokens=256) == pytest.approx(0.8)
     assert filled(10, heads=4, tokens=384) == pytest.approx(0.6)
-    wide, narrow = (Prices(d, make_plan(problem(2)).matrix, "forward") for d in (device, DEVICE))
-    times = [prices.kernel(256, 64, pairs=256 * 64, is_full=True) for prices in (wide, narrow)]
-    assert times[0] == pytest.approx(times[1] / 0.8)
+    assert call_seconds(device) == pytest.approx(call_seconds(DEVICE) / 0.8)
 
 
-def test_backward_does_two_and_a_half_times_the_operations() -> None:
-    matrix = make_plan(problem(2)).matrix
-    forward, backward = (Prices(DEVICE, matrix, direction) for direction in ("forward", "backward"))
-    times = [p.kernel(128, 128, pairs=128 * 128, is_full=True) for p in (forward, backward)]
-    assert times[1] == pytest.approx(2.5 * times[0])
+def call_seconds(device: Device, *, is_masked: bool = False) -> float:
+    return device.call_seconds("forward", heads=4, q_tokens=256, kv_tokens=64, flops=1000, is_masked=is_masked)
 
 
 # Timelines worked by hand

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from dataclasses import replace
@@ -21,9 +20,8 @@ from mesh_attention.errors import MemoryLimitError, TopologyError, UsageError
 from mesh_attention.machine.choosing import Tuner
 from mesh_attention.masks import Mask, documents, window
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.blocks import elements_per_token
 from mesh_attention.plan.layout import LAYOUTS
-from mesh_attention.plan.steps import DIRECTIONS, INPUTS, OUTPUTS, Attend, Direction
+from mesh_attention.plan.steps import DIRECTIONS, Attend, Direction
 from mesh_attention.planning.choice import FAMILIES, Choice
 from mesh_attention.planning.costs import least_volume_degree, least_volume_tile, limits
 from mesh_attention.simulation.simulate import simulate
@@ -31,7 +29,7 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning import tune as tune_module
 from mesh_attention.tuning.cache import cache_folder, cached_tune
 from mesh_attention.tuning.candidates import MOST_TILES, of_fewest_bytes, placements, shapes
-from mesh_attention.tuning.result import NEAR_TIE, Forecast, Trial, Tuning, tuning_from_json, tuning_to_json
+from mesh_attention.tuning.result import NEAR_TIE, Forecast, Trial, Tuning
 from mesh_attention.tuning.search import groupings
 from mesh_attention.tuning.traffic import plan_on, traffic
 from mesh_attention.tuning.tune import FAR_BEHIND, tune, tuned_plans
@@ -339,11 +337,6 @@ def test_losers_say_why() -> None:
     assert "iB allowed" in limited.left_out["all-gather"]
 
 
-def test_a_tuning_can_be_written_and_read() -> None:
-    found = tune(problem(8), two_nodes_of_four(), directions=DIRECTIONS)
-    assert tuning_from_json(json.loads(json.dumps(tuning_to_json(found)))) == found
-
-
 def test_the_cache_gives_back_what_was_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked, cluster = problem(8), cluster_named("h100x8")
 
@@ -472,19 +465,6 @@ def test_attention_on_a_cluster_runs_the_tuners_choice(tmp_path: Path, monkeypat
 def test_a_cluster_beside_what_the_tuner_decides_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         MeshAttention(LocalGroup(8), **options)  # type: ignore[arg-type]
-
-
-def test_elements_that_travel_are_those_of_the_bound() -> None:
-    asked = problem(8, kv_heads=4, heads=8)
-    for direction in DIRECTIONS:
-        rows = [k for k in (*INPUTS[direction], *OUTPUTS[direction]) if k in ("q", "do", "o", "dq")]
-        cols = [k for k in (*INPUTS[direction], *OUTPUTS[direction]) if k in ("kv", "dkv")]
-        row, col = (sum(elements_per_token(k, asked)[0] for k in kinds) for kinds in (rows, cols))
-        # At x queries and y keys of all heads beyond the rank's own, the bound is row·x + col·y.
-        least = limits(asked, direction).whole_heads_nbytes / 2
-        area = asked.seq_q * (asked.seq_q + 1) / 2 / 8
-        home = asked.seq_q / 8
-        assert least == pytest.approx(2 * sqrt(area * row * col) - home * (row + col), rel=1e-6)
 
 
 # Simple, equal, and many ranks

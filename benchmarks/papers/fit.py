@@ -48,7 +48,7 @@ class Fit:
 
 
 def fitted() -> Topology:
-    return PRESETS["paper"].topology
+    return PRESETS["paper"]
 
 
 def with_rates(cluster: Topology, *, tflops: float, inside: float, between: float) -> Topology:

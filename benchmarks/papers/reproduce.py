@@ -160,7 +160,7 @@ def _effective_gb_per_s(scaling: Scaling) -> float:
 @lru_cache(maxsize=16)
 def attention2d_speedup(name: str, ranks_per_node: int) -> float:
     """Over Ring, the most of `GPT3_SEQS`, forward and backward, on 64 GPUs with a NIC each."""
-    preset = PRESETS[name].topology
+    preset = PRESETS[name]
     topology = replace(preset, ranks=64, ranks_per_node=ranks_per_node, nics_per_node=ranks_per_node)
     return max(_time_s("ring", seq, topology) / _time_s("attention2d", seq, topology) for seq in GPT3_SEQS)
 

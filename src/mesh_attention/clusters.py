@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,6 @@ WRITES_ONE = "'mesh-attention calibrate' writes one"
 # Presets
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """A cluster of one node, and where its figures come from."""
-
-    topology: Topology
-    source: str
-
-
 NVLINK_SHARE, NIC_SHARE = 0.8, 0.9
 """The share of its data sheet that programs reach on a fabric, in one direction."""
 
@@ -52,10 +44,15 @@ _Three = tuple[float, float, float]
 # Memory: GB/s, GiB, µs of the smallest merge. Width. Fabric, from its data sheet: a port's GB/s, a NIC's Gbit/s, in one
 # direction; latencies in µs inside and between nodes.
 _NODES_OF_8 = (
+    # 80 GB SXM; kernels estimated from FlashAttention-2's published figures; NVLink 3, 200 Gb/s NICs
     ("a100", (225, 12, 0.88), (190, 43, 0.88), (1750, 79.2, 5), 108, (300, 200), (10, 20)),
+    # 80 GB SXM; kernels estimated from FlashAttention-3 and cuDNN benchmarks; NVLink 4, 400 Gb/s NICs
     ("h100", (640, 12, 0.85), (560, 43, 0.85), (2950, 79.1, 5), 132, (450, 400), (10, 20)),
+    # kernels and memory measured (cuDNN, 32 heads of 128, bfloat16); NVLink 4, 400 Gb/s NICs
     ("h200", (675, 7, 0.83), (570, 55, 0.85), (3480, 139.8, 3.3), 132, (450, 400), (10, 20)),
+    # kernels estimated from FlashAttention-4's published B200 figures; NVLink 5, 400 Gb/s NICs
     ("b200", (1550, 12, 0.92), (1370, 43, 0.89), (7000, 178.4, 5), 148, (900, 400), (10, 20)),
+    # kernels estimated from AITER benchmarks; one 64 GB/s link for each pair of GPUs, 400 Gb/s NICs
     ("mi300x", (500, 20, 0.8), (350, 60, 0.8), (4200, 192.0, 8), 304, (64, 400), (15, 25)),
 )
 
@@ -103,6 +100,7 @@ _LAPTOP = Topology(
     between=Link(gb_per_s=1.5, latency_us=1600),
     full_duplex=False,
 )
+"""Measured by calibrate --ranks 8 on 2 cores of an AMD EPYC (Zen 4): 8 processes, Gloo on loopback."""
 _PAPER = Topology(
     name="paper",
     ranks=8,
@@ -117,19 +115,8 @@ _PAPER = Topology(
 `benchmarks/papers/fit.py` finds them, fitted once to ten published times and ratios. Ours against published: Ring's
 growth in weak scaling -22 %, all others within 7 %, rms 9 %. Rates are what programs saw, not a data sheet's."""
 
-_SOURCES = {
-    "a100": "80 GB SXM; kernels estimated from FlashAttention-2's published figures; NVLink 3, 200 Gb/s NICs",
-    "h100": "80 GB SXM; kernels estimated from FlashAttention-3 and cuDNN benchmarks; NVLink 4, 400 Gb/s NICs",
-    "h200": "kernels and memory measured (cuDNN, 32 heads of 128, bfloat16); NVLink 4, 400 Gb/s NICs",
-    "b200": "kernels estimated from FlashAttention-4's published B200 figures; NVLink 5, 400 Gb/s NICs",
-    "mi300x": "kernels estimated from AITER benchmarks; one 64 GB/s link for each pair of GPUs, 400 Gb/s NICs",
-    "laptop": "measured by calibrate --ranks 8 on 2 cores of an AMD EPYC (Zen 4): 8 processes, Gloo on loopback",
-    "paper": "rates, NICs and duplex fitted to the published times of the Mesh-Attention paper, rms 9 %",
-}
-PRESETS = {
-    topology.name: Preset(topology=topology, source=_SOURCES[topology.name])
-    for topology in (*(_node_of_8(*row) for row in _NODES_OF_8), _LAPTOP, _PAPER)
-}
+PRESETS = {topology.name: topology for topology in (*(_node_of_8(*row) for row in _NODES_OF_8), _LAPTOP, _PAPER)}
+"""Clusters of one node, by name."""
 
 
 def cluster_named(name: str) -> Topology:
@@ -145,9 +132,9 @@ def cluster_named(name: str) -> Topology:
         )
     for known, preset in PRESETS.items():
         if wanted == known:
-            return preset.topology
+            return preset
         if wanted.startswith(known):
-            return _with_ranks(preset.topology, name, wanted.removeprefix(known))
+            return _with_ranks(preset, name, wanted.removeprefix(known))
     near = get_close_matches(re.sub(r"x[0-9]*$", "", wanted), PRESETS, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise TopologyError(

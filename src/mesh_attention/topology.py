@@ -11,6 +11,7 @@ from math import ceil, isfinite
 from typing import Any, Literal
 
 from mesh_attention.errors import TopologyError
+from mesh_attention.problem import Direction
 
 RUN = 128
 """Tokens that one unit of a device's width works on at a time."""
@@ -71,6 +72,22 @@ class Device:
         _check_not_negative(self, "launch_us")
         if type(self.width) is not int:
             raise TopologyError(f"width={self.width!r}: expected a whole number")
+
+    def rate(self, direction: Direction) -> KernelRate:
+        return self.forward if direction == "forward" else self.backward
+
+    def call_seconds(
+        self, direction: Direction, *, heads: int, q_tokens: int, kv_tokens: int, flops: int, is_masked: bool
+    ) -> float:
+        """An attention call. Forward spreads runs of queries over the device's width, backward runs of keys."""
+        rate, tokens = self.rate(direction), q_tokens if direction == "forward" else kv_tokens
+        share = (rate.masked if is_masked else 1.0) * filled(self.width, heads=heads, tokens=tokens)
+        tflops = rate.tflops * share
+        return rate.call_us * 1e-6 + flops / (tflops * 1e12)
+
+    def touch_seconds(self, nbytes: float, *, launches: float = 1) -> float:
+        """Small kernels, such as merges, that read and write this many bytes together."""
+        return launches * self.launch_us * 1e-6 + nbytes / (self.memory_gb_per_s * 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

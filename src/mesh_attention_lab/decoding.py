@@ -80,16 +80,16 @@ def forecast_decoding(
 
 def forecast_plan(plan: DecodePlan, problem: Problem, topology: Topology) -> DecodeForecast:
     device = topology.device
-    rate = device.memory_gb_per_s * 1e9
+    read_s = kv_nbytes(problem) / (device.memory_gb_per_s * 1e9)
     compute_s = problem.flops("forward") / problem.ranks / (device.forward.tflops * 1e12)
     merged = plan.rows if plan.combine == "all_gather" else max(map(len, plan.slices))
     touched = (plan.ranks + 1) * merged * plan.row_nbytes
     return DecodeForecast(
         plan=plan,
         # Many queries that share keys may take longer to compute than the keys take to read.
-        attend_s=device.forward.call_us * 1e-6 + max(compute_s, kv_nbytes(problem) / rate),
+        attend_s=device.forward.call_us * 1e-6 + max(compute_s, read_s),
         exchange_s=sum(_exchange_s(plan, number, topology) for number in range(plan.exchanges)),
-        merge_s=device.launch_us * 1e-6 + touched / rate if plan.ranks > 1 else 0.0,
+        merge_s=device.touch_seconds(touched) if plan.ranks > 1 else 0.0,
     )
 
 

@@ -10,9 +10,14 @@ from mesh_attention.topology import Device, LinkClass, Topology
 
 def kernel_seconds(device: Device, call: CallTime) -> float:
     """The fitted time of a call."""
-    rate = device.forward if call.direction == "forward" else device.backward
-    tflops = rate.tflops * (rate.masked if call.is_causal else 1.0) * call.filled(device.width)
-    return rate.call_us * 1e-6 + call.flops / (tflops * 1e12)
+    return device.call_seconds(
+        call.direction,
+        heads=call.heads,
+        q_tokens=call.q_tokens,
+        kv_tokens=call.kv_tokens,
+        flops=call.flops,
+        is_masked=call.is_causal,
+    )
 
 
 def message_seconds(topology: Topology, message: MessageTime) -> float:

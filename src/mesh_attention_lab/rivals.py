@@ -19,7 +19,7 @@ from mesh_attention.planning.choice import Choice, Family, default_layout
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import shapes
-from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning
+from mesh_attention.tuning.result import Trial, Tuning
 from mesh_attention.tuning.search import PassSearch, effort
 from mesh_attention.tuning.traffic import traffic
 from mesh_attention.tuning.tune import PRICED_RANKS_AT_LAST, why_not
@@ -66,7 +66,7 @@ def startrail(tuning: Tuning, problem: Problem, topology: Topology, *, memory_li
         bound for bound in bounds if all(forecast.peak_nbytes <= memory_limit for forecast in bound.forecasts.values())
     ]
     best = min(fitting, key=lambda bound: bound.time_s, default=None)
-    return None if best is None else replace(best, reason=why_not(best, tuning.chosen, NEAR_TIE))
+    return None if best is None else replace(best, reason=why_not(best, tuning.chosen))
 
 
 def _most_promising(

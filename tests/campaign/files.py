@@ -1,4 +1,4 @@
-"""Mutated files: plans, cached tunings and clusters. Each is read, or refused by one clear error, within seconds.
+"""Mutated files: plans and clusters. Each is read, or refused by one clear error, within seconds.
 
     PYTHONPATH=src python tests/campaign/files.py 30000 --seed 1
 
@@ -19,16 +19,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 from mesh_attention import Problem, causal, make_plan
 from mesh_attention.clusters import cluster_named, cluster_to_toml
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.tuning import cache
-from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention_lab.cli.files import checked_plan
 
 LIMIT_S = 10.0
@@ -39,85 +34,18 @@ CLUSTER = cluster_to_toml(TOPOLOGY)
 
 # Mutations
 
-ODD: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        -1,
-        0,
-        1,
-        7,
-        2**20,
-        2**40,
-        10**18,
-        10**30,
-        1.5,
-        -0.0,
-        "",
-        "x",
-        " ",
-        "0",
-        "1x4",
-        "4x1",
-        "99x99",
-    ),
-    *("causal", "window(-1,-1)", "documents(0,)", "documents(0,9,5)", "zigzag", "forward", "kv", "q,kv", "ring", "é"),
-    *([], {}, [[]], [1], ["kv"], {"a": 1}, [None], "<digits>", "<deep>", "<nan>", "<inf>"),
-]
-RAW = {"<digits>": "9" * 5000, "<deep>": "[" * 100_000 + "]" * 100_000, "<nan>": "NaN", "<inf>": "-Infinity"}
 NUMBERS = ["0", "-1", "3", "1048576", "999999999", "1" + "0" * 30, "9" * 5000, "1.5", "nan", "x", "", "0-999999999"]
 
 
 def mutated(rng: random.Random, text: str) -> bytes:
     """One to three mutations of a file, of its values or of its characters."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        ways = [of_numbers, of_lines, of_characters]
-        try:
-            given = json.loads(text)
-        except (ValueError, RecursionError):
-            pass
-        else:
-            ways += [partial(of_values, given=given)] * 5
-        text = rng.choice(ways)(rng, text)
+        text = rng.choice((of_numbers, of_lines, of_characters))(rng, text)
     data = text.encode("utf-8", errors="surrogatepass")
     if rng.random() < 0.03:
         at = rng.randrange(len(data) + 1)
         data = data[:at] + rng.choice((b"\xff\xfe", b"\x00", b"\x80", b"\xed\xa0\x80")) + data[at:]
     return data
-
-
-def of_values(rng: random.Random, text: str, *, given: Any) -> str:
-    places = list(_places(given))
-    if not places:
-        return json.dumps(rng.choice(ODD))
-    holder, key = rng.choice(places)
-    match rng.randrange(7):
-        case 0 | 1 | 2:
-            holder[key] = rng.choice(ODD)
-        case 3:
-            del holder[key]
-        case 4:
-            other, at = rng.choice(places)
-            holder[key] = json.loads(json.dumps(other[at]))
-        case 5 if isinstance(holder, dict):
-            holder[rng.choice(("", "x", "version", "rank", key + " "))] = holder.pop(key)
-        case _:
-            return _dump(given).replace(f'"{key}":', f'"{key}": {json.dumps(rng.choice(ODD))}, "{key}":', 1)
-    return _dump(given)
-
-
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        yield value, key
-        yield from _places(value[key])
-
-
-def _dump(value: Any) -> str:
-    text = json.dumps(value)
-    for mark, raw in RAW.items():
-        text = text.replace(f'"{mark}"', raw)
-    return text
 
 
 def of_numbers(rng: random.Random, text: str) -> str:
@@ -177,7 +105,6 @@ class Judging:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tuning = tune(PROBLEM, TOPOLOGY, directions=("forward", "backward"))
         self.valid: list[tuple[str, str, Callable[[Path], str]]] = []
         for name, plan in {
             "moves": make_plan(PROBLEM),
@@ -187,26 +114,6 @@ class Judging:
             path.write_text(str(plan))
             self.valid += [(path.name, path.read_text(), judge_plan)] * 2
         self.valid.append(("cluster.toml", CLUSTER, judge_cluster))
-        with patch.object(cache, "tune", lambda *_, **__: self.tuning):
-            self.cached()
-        (path,) = folder.glob("tuning-*.json")
-        self.valid += [(path.name, path.read_text(), self.judge_tuning)] * 3
-
-    def cached(self) -> tuple[Any, bool]:
-        return cache.cached_tune(PROBLEM, TOPOLOGY, directions=("forward", "backward"), folder=self.folder)
-
-    def judge_tuning(self, path: Path) -> str:
-        heard: list[str] = []
-        say = lambda text, *given: heard.append(text % given)  # noqa: E731
-        with patch.object(cache, "tune", lambda *_, **__: self.tuning), patch.object(cache.log, "warning", say):
-            found, was_there = self.cached()
-        assert len(heard) == (0 if was_there else 1), heard
-        if was_there:
-            plans = tuned_plans(PROBLEM, TOPOLOGY, found.chosen)
-            assert {(plan.problem, plan.layout) for plan in plans.values()} == {(PROBLEM, plans["forward"].layout)}
-            assert found.chosen.time_s >= 0
-            assert found.chosen.peak_nbytes >= 0
-        return "".join(heard)
 
     def run(self, rng: random.Random) -> str:
         """Mutate a file and judge it: "valid" or "refused"."""

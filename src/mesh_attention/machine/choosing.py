@@ -18,7 +18,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.registry import Price, make_plan
+from mesh_attention.planning.registry import Price, make_plan, priced
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune
@@ -165,12 +165,7 @@ def volume_based(problem: Problem, choice: Choice, *, price: Price | None = None
 
 
 def _passes(problem: Problem, choices: Mapping[Direction, Choice], price: Price | None) -> dict[Direction, PassChoice]:
-    passes = {}
-    for direction, choice in choices.items():
-        resolved = choice.resolved(problem, direction)
-        costs = None if price is None or resolved.is_collective else price(problem, resolved, direction)
-        passes[direction] = PassChoice(resolved, costs)
-    return passes
+    return {direction: PassChoice(*priced(problem, choice, direction, price)) for direction, choice in choices.items()}
 
 
 @lru_cache(maxsize=MOST_KEPT)

@@ -131,7 +131,7 @@ def likeness_of(facts: Facts) -> Likeness:
 def preset_machine(facts: Sequence[Facts]) -> Machine:
     """The cluster of these ranks, with the figures of the preset for rank 0's device."""
     own, like = facts[0], likeness_of(facts[0])
-    preset = PRESETS[like.preset].topology
+    preset = PRESETS[like.preset]
     topology = placed(preset, facts)
     source = "preset" if like.is_own else f"preset nearest to {own.device!r}"
     if len({rank.device for rank in facts}) > 1:

@@ -188,7 +188,7 @@ def known_machine(facts: Sequence[Facts]) -> Machine:
     if cluster is None:
         return preset_machine(facts)
     if cluster.nodes == 1 and cluster.between == cluster.inside:  # it was measured within one node
-        cluster = replace(cluster, between=PRESETS[likeness_of(facts[0]).preset].topology.between)
+        cluster = replace(cluster, between=PRESETS[likeness_of(facts[0]).preset].between)
     return Machine(topology=placed(cluster, facts), source=f"calibrated, {path}")
 
 

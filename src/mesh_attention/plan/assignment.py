@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
-from typing import Literal
+from typing import Any, Literal
 
 from mesh_attention.errors import ParseError, TileError
 from mesh_attention.problem import Problem
@@ -28,6 +28,7 @@ from mesh_attention.units import brief
 
 Axis = Literal["row", "col"]
 """The side of the tile an item belongs to: Q, O and dQ to a row, KV and dKV to a column."""
+AXES: tuple[Axis, ...] = ("row", "col")
 Cut = Literal["heads", "rows"]
 CUTS: tuple[Cut, ...] = ("heads", "rows")
 
@@ -202,8 +203,19 @@ class Assignment:
             return self._place(row, _rotated(col, offset, self.tile.rows, self.inner_size(axis)))
         return self._place(_rotated(row, offset, self.tile.cols, self.inner_size(axis)), col)
 
-    def offset_back(self, axis: Axis, offset: int) -> int:
-        """The offset of this place as seen from the place at `offset`."""
+    def peer_rank(self, axis: Axis | None, rank: Any, offset: int) -> Any:
+        """The rank `offset` before this one in its group: that of an axis, or its Ulysses group if that is None. Takes
+        arrays of ranks too."""
+        place, head_slice = divmod(rank, self.ulysses_degree)
+        if axis is None:
+            return place * self.ulysses_degree + (head_slice - offset) % self.ulysses_degree
+        return self.peer(axis, place, offset) * self.ulysses_degree + head_slice
+
+    def offset_back(self, axis: Axis | None, offset: int) -> int:
+        """The offset of this place as seen from the place at `offset`; of a rank in its Ulysses group, if the axis is
+        None."""
+        if axis is None:
+            return -offset % self.ulysses_degree
         inner = self.inner_size(axis)
         rings, at = divmod(offset, inner)
         return -rings % (self.size(axis) // inner) * inner + -at % inner

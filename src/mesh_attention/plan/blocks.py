@@ -227,6 +227,12 @@ def elements_per_token(kind: Kind, problem: Problem) -> tuple[int, int]:
     return sizes[kind]
 
 
+def token_nbytes(kind: Kind, problem: Problem) -> int:
+    """Bytes of one token of one batch entry, over all heads, as it travels."""
+    payload, statistics = elements_per_token(kind, problem)
+    return payload * problem.itemsize + statistics * problem.accumulator_itemsize
+
+
 # Every tile of a Ulysses degree has the same answer, and on many ranks it takes seconds.
 @lru_cache(maxsize=256)
 def _is_uniform(problem: Problem, layout: Layout, ulysses: int, queries_of: int) -> bool:

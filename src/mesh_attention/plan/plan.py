@@ -14,13 +14,13 @@ from typing import Any
 from typing_extensions import assert_never
 
 from mesh_attention.errors import ParseError, ScheduleError
-from mesh_attention.plan.assignment import CUTS, Assignment, Cut, Tile, check_assignment
+from mesh_attention.plan.assignment import Assignment, Tile, check_assignment
 from mesh_attention.plan.blocks import BlockMatrix, block_matrix
 from mesh_attention.plan.layout import Layout, parse_layout
 from mesh_attention.plan.lowering import lower, lowered_steps
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.schedule import KEEPABLE, Fetch, Meet, Return, Schedule, Together
-from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction, Keep, Step, is_step
+from mesh_attention.plan.schedule import Fetch, Meet, Return, Schedule, Together
+from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction, Step, is_step
 from mesh_attention.plan.text import format_move, parse_mask, parse_move, parse_step
 from mesh_attention.problem import Problem
 from mesh_attention.units import brief
@@ -198,22 +198,25 @@ def parse_plan(text: str) -> Plan:
     if ("moves" in entries) == ("programs" in entries):
         which = "both moves and programs" if "moves" in entries else "neither moves nor programs"
         raise ParseError(f"plan has {which}; expected one of the two; save the plan again")
+    waves, _, cut = entries.get("waves", "1 of heads").partition(" of ")
+    keep = entries["keep"]
     return Plan(
         method=entries["method"],
-        direction=_direction(entries["direction"]),
+        direction=entries["direction"],
         problem=_problem(entries["problem"], mask=entries.get("mask", "full")),
         layout=parse_layout(entries["layout"]),
         assignment=Assignment(
             Tile.parse(entries["tile"]),
             _whole("ulysses", entries["ulysses"]),
             Tile.parse(entries["inner"]) if "inner" in entries else None,
-            *_waves(entries.get("waves", "1 of heads")),
+            _whole("waves", waves),
+            cut,
         ),
         schedule=Schedule(
             moves=tuple(map(parse_move, entries.get("moves", ()))),
             route=entries["route"],
             partials=entries["partials"],
-            keep=_keep(entries["keep"]),
+            keep=() if keep == "nothing" else tuple(keep.split(",")),
         ),
         programs=tuple(map(_program, entries["programs"])) if "programs" in entries else None,
     )
@@ -262,28 +265,6 @@ def _program(lines: list[str]) -> Program:
     if head is None:
         raise ParseError(f"program {brief(lines[0])}: expected a rank and its peak, such as 'program 0 peak 1024'")
     return Program(rank=int(head[1]), steps=tuple(map(parse_step, lines[1:])), peak_nbytes=int(head[2]))
-
-
-def _waves(text: str) -> tuple[int, Cut]:
-    waves, _, cut = text.partition(" of ")
-    for known in CUTS:
-        if cut == known:
-            return _whole("waves", waves), known
-    raise ParseError(f"waves {brief(text)}: expected such as '4 of heads' or '2 of rows'")
-
-
-def _keep(text: str) -> tuple[Keep, ...]:
-    for keep in KEEPABLE:
-        if text == (",".join(keep) or "nothing"):
-            return keep
-    raise ParseError(f"keep {brief(text)}: expected nothing, or some of own, q and kv, in this order, such as q,kv")
-
-
-def _direction(text: str) -> Direction:
-    for direction in DIRECTIONS:
-        if direction == text:
-            return direction
-    raise ParseError(f"direction {brief(text)}: expected {' or '.join(DIRECTIONS)}")
 
 
 def _whole(name: str, text: str) -> int:

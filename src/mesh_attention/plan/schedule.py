@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mesh_attention.errors import ScheduleError
+from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.steps import Keep, Kind
 from mesh_attention.units import brief
 
@@ -57,6 +58,9 @@ class Meet:
     rows: tuple[int, ...]
     cols: tuple[int, ...]
     wave: int = 0
+
+    def side(self, axis: Axis) -> tuple[int, ...]:
+        return self.rows if axis == "row" else self.cols
 
 
 @dataclass(frozen=True, slots=True)

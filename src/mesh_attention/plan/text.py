@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from typing_extensions import assert_never
 
 from mesh_attention.errors import ParseError
 from mesh_attention.masks import Mask, causal, documents, full, window
 from mesh_attention.plan import steps
-from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Together
+from mesh_attention.plan.schedule import TOGETHER, Fetch, Meet, Move, Return, Together
 from mesh_attention.plan.steps import FORMS, KINDS, Item, Kind, Step
 from mesh_attention.units import brief
 
@@ -120,10 +120,6 @@ def _parse_transfers(text: str) -> tuple[tuple[steps.Send, ...], tuple[steps.Rec
     return tuple(s for s in ends if isinstance(s, steps.Send)), tuple(s for s in ends if isinstance(s, steps.Recv))
 
 
-def _parse_collective(op: Literal["gather", "reduce"], group: str, transfers: str) -> steps.Collective:
-    return steps.Collective(op, parse_numbers(group), *_parse_transfers(transfers))
-
-
 def _parse_exchange(before: str, after: str, group: str, transfers: str) -> steps.Exchange:
     return steps.Exchange(parse_item(before), parse_item(after), parse_numbers(group), *_parse_transfers(transfers))
 
@@ -131,8 +127,10 @@ def _parse_exchange(before: str, after: str, group: str, transfers: str) -> step
 _STEP_FORMS: tuple[tuple[str, Callable[..., Step]], ...] = (
     (r"recv (\S+) from (\d{1,9})", lambda item, rank: steps.Recv(parse_item(item), int(rank))),
     (r"send (\S+) to (\d{1,9})", lambda item, rank: steps.Send(parse_item(item), int(rank))),
-    (r"gather over (\S+):(.*)", lambda group, rest: _parse_collective("gather", group, rest)),
-    (r"reduce over (\S+):(.*)", lambda group, rest: _parse_collective("reduce", group, rest)),
+    (
+        r"(gather|reduce) over (\S+):(.*)",
+        lambda op, group, rest: steps.Collective(op, parse_numbers(group), *_parse_transfers(rest)),
+    ),
     (r"exchange (\S+) -> (\S+) over (\S+):(.*)", _parse_exchange),
     (r"pack (\S+) -> (\S+)", lambda before, after: steps.Pack(parse_item(before), parse_item(after))),
     (r"unpack (\S+) -> (\S+)", lambda before, after: steps.Unpack(parse_item(before), parse_item(after))),
@@ -182,10 +180,7 @@ _MOVE_FORMS: tuple[tuple[str, Callable[..., Move]], ...] = (
     (r"fetch ([a-z]+) (\d{1,9})", lambda kind, offset: Fetch(_kind(kind), int(offset))),
     (r"meet (\S+) x (\S+)", lambda rows, cols: Meet(parse_numbers(rows), parse_numbers(cols))),
     (r"return ([a-z]+) (\d{1,9})", lambda kind, offset: Return(_kind(kind), int(offset))),
-    (r"gather ([a-z]+)", lambda kind: Together("gather", _kind(kind))),
-    (r"reduce ([a-z]+)", lambda kind: Together("reduce", _kind(kind))),
-    (r"exchange ([a-z]+)", lambda kind: Together("exchange", _kind(kind))),
-    (r"unpack ([a-z]+)", lambda kind: Together("unpack", _kind(kind))),
+    (rf"({'|'.join(TOGETHER)}) ([a-z]+)", lambda op, kind: Together(op, _kind(kind))),
 )
 
 

@@ -25,7 +25,7 @@ from typing_extensions import Unpack
 from mesh_attention.errors import ParseError, ScheduleError, TileError, UsageError
 from mesh_attention.plan.assignment import Assignment, Cut, Tile, as_tile, check_assignment, check_degree, check_waves
 from mesh_attention.plan.layout import LAYOUTS, PLANNED_LAYOUTS, Contiguous, Layout, Zigzag, parse_layout
-from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
+from mesh_attention.plan.schedule import Route, Schedule
 from mesh_attention.plan.steps import Direction, Keep
 from mesh_attention.planning.costs import least_volume_degree, least_volume_tile
 from mesh_attention.problem import Problem
@@ -101,14 +101,9 @@ class Choice:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ScheduleError(f"method {brief(self.method)}: expected one of {', '.join(METHODS)}")
-        for name, route in (("route", self.route), ("partials", self.partials)):
-            if route not in ROUTES:
-                raise ScheduleError(f"{name} {brief(route)}: expected one of {', '.join(ROUTES)}")
-        if not isinstance(self.keep, tuple) or self.keep not in KEEPABLE:
-            raise ScheduleError(
-                f"keep {brief(self.keep)}: expected some of own, q and kv, in this order, not all three, as a tuple"
-            )
-        Assignment(Tile(1, 1), waves=self.waves, cut=self.cut)  # raises if they do not go together
+        # These raise for what does not exist, or does not go together.
+        Schedule(moves=(), route=self.route, partials=self.partials, keep=self.keep)
+        Assignment(Tile(1, 1), waves=self.waves, cut=self.cut)
         if not isinstance(self.layout, Layout | None):
             raise ScheduleError(f"layout {brief(self.layout)}: expected one of {', '.join(LAYOUTS)}")
         blocks = self.blocks_per_call

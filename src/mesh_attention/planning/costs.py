@@ -15,7 +15,7 @@ from math import sqrt
 
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Assignment, Tile, check_assignment, divisors, tiles_of
-from mesh_attention.plan.blocks import BlockMatrix, elements_per_token
+from mesh_attention.plan.blocks import BlockMatrix, elements_per_token, token_nbytes
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, KINDS, OUTPUTS, Direction, Item, Kind
 from mesh_attention.problem import Problem
@@ -125,13 +125,8 @@ def estimate_gpu_costs(problem: Problem, assignment: Assignment, direction: Dire
 
 def shard_sizes(problem: Problem, assignment: Assignment) -> dict[Kind, float]:
     """Bytes of a place's average shard of each kind, over all slices of the heads, for one batch entry."""
-    return {kind: _nbytes(kind, problem, assignment) for kind in KINDS}
-
-
-def _nbytes(kind: Kind, problem: Problem, assignment: Assignment) -> float:
-    payload, statistics = elements_per_token(kind, problem)
-    tokens = (problem.seq_q if AXIS_OF[kind] == "row" else problem.seq_kv) / assignment.places
-    return tokens * (payload * problem.itemsize + statistics * problem.accumulator_itemsize)
+    tokens = {"row": problem.seq_q / assignment.places, "col": problem.seq_kv / assignment.places}
+    return {kind: tokens[AXIS_OF[kind]] * token_nbytes(kind, problem) for kind in KINDS}
 
 
 # Bytes
@@ -248,8 +243,8 @@ def _least_nbytes(problem: Problem, direction: Direction, heads: int) -> float:
 
 def _nbytes_per_token(problem: Problem, direction: Direction) -> tuple[float, float]:
     """Bytes to send one query (with all query heads of its KV head) and one key, and to return their results."""
-    group = problem.heads / problem.kv_heads
-    qk, v = problem.head_dim_qk, problem.head_dim_v
-    if direction == "forward":
-        return problem.itemsize * group * (qk + v), float(problem.itemsize * (qk + v))
-    return problem.itemsize * group * (2 * qk + v), float(problem.itemsize * 2 * (qk + v))
+    kinds = (*INPUTS[direction], *OUTPUTS[direction])
+    row, col = (
+        sum(elements_per_token(kind, problem)[0] for kind in kinds if AXIS_OF[kind] == axis) for axis in ("row", "col")
+    )
+    return problem.itemsize * row / problem.kv_heads, problem.itemsize * col / problem.kv_heads

@@ -21,8 +21,7 @@ Ring-Attention is the tile of one row; pass-Q the tile of one column. Nothing he
 
 from __future__ import annotations
 
-from mesh_attention.errors import ScheduleError
-from mesh_attention.plan.assignment import Axis, Tile
+from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.schedule import Move, Return, Route
 from mesh_attention.plan.steps import OUTPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
@@ -45,10 +44,6 @@ def greedy_moves(
     If `blocks_per_call` is None, calls are cost-based: each is sized by its price, or is one block if `costs` has no
     call prices. If it is a number, call prices are ignored.
     """
-    if blocks_per_call is not None and (type(blocks_per_call) is not int or blocks_per_call < 1):
-        raise ScheduleError(f"blocks_per_call={blocks_per_call!r}: expected a whole number of at least 1")
-    if not isinstance(costs, Costs):
-        raise ScheduleError(f"costs {costs!r}: expected Costs(...)")
     if blocks_per_call is None and costs.has_call_prices:
         moves = priced_moves(tile, direction, costs=costs, sizes=sizes, have=have, route=route)
     else:
@@ -90,51 +85,17 @@ class CountedOrder(Order):
         have: tuple[Kind, ...],
         own_row_worth: int,
     ) -> None:
-        super().__init__(tile, direction, costs, have)
-        self.blocks_per_call, self.own_row_worth = blocks_per_call, own_row_worth
+        super().__init__(tile, direction, costs, have, own_row_worth=own_row_worth, most_ahead=blocks_per_call)
+        self.blocks_per_call = blocks_per_call
 
-    def complete_all(self) -> float:
-        """Make all moves except the returns of this rank's own row and column. Returns the makespan in blocks."""
-        while self.blocks_left:
-            call = self.next_call()
-            if call is None:
-                self.fetch_something()
-                call = self.idle_call()
-            else:
-                self.fetch_behind(call)
-            self.post_returns()  # after the fetches: compute waits for fetches, not for returns
-            if call is None:
-                self.wait()
-            else:
-                self.meet(call)
-        self.post_returns()
-        return self.makespan
+    def choose(self) -> Call | None:
+        call = self._ready_call()
+        if call is not None:
+            return call
+        self.fetch_something()
+        return self._idle_call()
 
-    # The link
-
-    def fetch_behind(self, call: Call) -> None:
-        """Give the link enough to do while `call` is computed, but run at most a call ahead of compute on each axis."""
-        until = self.now + call[0].bit_count() * call[1].bit_count()
-        touched = self.touched_after(call)
-        while self.link_free < until:
-            axes = [axis for axis in self.axes_left() if self._may_run_ahead(axis, touched[axis])]
-            if not axes:
-                return
-            self.fetch(axes, own_row_worth=self.own_row_worth)
-
-    def _may_run_ahead(self, axis: Axis, touched: int) -> bool:
-        # One shard more than a call needs if all that were fetched have arrived: else the link is idle while they wait.
-        landed = self.fetched[axis] == self.here[axis]
-        return self.fetched[axis] - touched.bit_count() < self.blocks_per_call + landed
-
-    def fetch_something(self) -> None:
-        """No call is ready: make sure that something is on its way."""
-        if not self.arrivals:
-            self.fetch(self.axes_left(), own_row_worth=self.own_row_worth)
-
-    # Compute
-
-    def next_call(self) -> Call | None:
+    def _ready_call(self) -> Call | None:
         if self.is_all_here:
             return self._completing_call()
         if not self.done[0]:
@@ -147,7 +108,7 @@ class CountedOrder(Order):
                 return call
         return None
 
-    def idle_call(self) -> Call | None:
+    def _idle_call(self) -> Call | None:
         """A small call that fits into the time that compute would wait for the link anyway; None if none fits."""
         here = (1 << self.here["col"]) - 1
         wait = self.arrivals[0][0] - self.now

@@ -13,10 +13,8 @@ order of offsets, that shard would wait until the inner ring is done.
 
 from __future__ import annotations
 
-from itertools import chain
-
 from mesh_attention.errors import ScheduleError
-from mesh_attention.plan.assignment import Assignment, Axis, Tile
+from mesh_attention.plan.assignment import AXES, Assignment, Axis
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Together
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
@@ -24,8 +22,6 @@ from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import Costs, shard_sizes
 from mesh_attention.planning.greedy import greedy_moves
 from mesh_attention.problem import Problem
-
-AXES: tuple[Axis, ...] = ("row", "col")
 
 
 def mesh_moves(
@@ -83,7 +79,7 @@ def _check_inner_rings(matrix: BlockMatrix) -> None:
 
 def _moved_up(moves: tuple[Move, ...], axis: Axis, offset: int, *, before_meet_of: int) -> tuple[Move, ...]:
     fetches = [m for m in moves if isinstance(m, Fetch) and AXIS_OF[m.kind] == axis and m.offset == offset]
-    meets = (i for i, move in enumerate(moves) if isinstance(move, Meet) and before_meet_of in _met(move, axis))
+    meets = (i for i, move in enumerate(moves) if isinstance(move, Meet) and before_meet_of in move.side(axis))
     target = next(meets, None)
     if not fetches or target is None or moves.index(fetches[-1]) < target:
         return moves
@@ -92,24 +88,13 @@ def _moved_up(moves: tuple[Move, ...], axis: Axis, offset: int, *, before_meet_o
     return (*before, *fetches, *after)
 
 
-def _met(move: Meet, axis: Axis) -> tuple[int, ...]:
-    return move.rows if axis == "row" else move.cols
-
-
-def attention2d_moves(tile: Tile, direction: Direction, *, have: tuple[Kind, ...]) -> tuple[Move, ...]:
+def attention2d_moves(assignment: Assignment, direction: Direction, *, have: tuple[Kind, ...]) -> tuple[Move, ...]:
     """All-gather Q along rows and KV along columns, except kinds that the rank has, one attend of the whole tile,
     reduce the results to their homes."""
-    return (
-        *(Together("gather", kind) for kind in INPUTS[direction] if _size(kind, tile) > 1 and kind not in have),
-        Meet(tuple(range(tile.rows)), tuple(range(tile.cols))),
-        *chain.from_iterable(_returns(kind, tile) for kind in OUTPUTS[direction]),
-    )
-
-
-def _returns(kind: Kind, tile: Tile) -> tuple[Move, ...]:
-    own = Return(kind, 0)
-    return (Together("reduce", kind), own) if _size(kind, tile) > 1 else (own,)
-
-
-def _size(kind: Kind, tile: Tile) -> int:
-    return tile.rows if AXIS_OF[kind] == "row" else tile.cols
+    travelling = [kind for kind, axis in AXIS_OF.items() if assignment.size(axis) > 1]
+    gathered = [Together("gather", kind) for kind in INPUTS[direction] if kind in travelling and kind not in have]
+    results: list[Move] = []
+    for kind in OUTPUTS[direction]:
+        results += [Together("reduce", kind)] if kind in travelling else []
+        results.append(Return(kind, 0))
+    return (*gathered, Meet(tuple(range(assignment.tile.rows)), tuple(range(assignment.tile.cols))), *results)

@@ -1,15 +1,19 @@
 """A schedule in the making: shards that have arrived, blocks that are done, and clocks for compute and for the link.
 
-The orders that build on this, `greedy` and `priced`, decide what to do next. `held_share` says how much memory the
+The orders that build on this, `greedy` and `priced`, choose the next call. `held_share` says how much memory the
 moves of an order hold.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from math import inf
 
-from mesh_attention.plan.assignment import Axis, Tile
+from typing_extensions import Self
+
+from mesh_attention.plan.assignment import AXES, Axis, Tile
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
@@ -18,11 +22,25 @@ Call = tuple[int, int]
 """A rectangle as two sets of offsets: rows, columns. Sets are bit masks."""
 
 
-class Order:
-    """The moves so far, and the state they lead to. Times are in blocks."""
+class Order(ABC):
+    """The moves so far, and the state they lead to. Times are in blocks.
 
-    def __init__(self, tile: Tile, direction: Direction, costs: Costs, have: tuple[Kind, ...]) -> None:
+    `own_row_worth` is how many blocks a column's block in this rank's own row counts as when fetches are compared. On
+    each axis, at most `most_ahead` shards are fetched and not yet attended.
+    """
+
+    def __init__(
+        self,
+        tile: Tile,
+        direction: Direction,
+        costs: Costs,
+        have: tuple[Kind, ...],
+        *,
+        own_row_worth: int,
+        most_ahead: int,
+    ) -> None:
         self.tile, self.costs = tile, costs
+        self.own_row_worth, self.most_ahead = own_row_worth, most_ahead
         self.inputs: dict[Axis, tuple[Kind, ...]] = {
             axis: tuple(kind for kind in INPUTS[direction] if AXIS_OF[kind] == axis and kind not in have)
             for axis in ("row", "col")
@@ -44,7 +62,7 @@ class Order:
         self.arrivals: list[tuple[float, Axis]] = []  # of shards that are in flight, in order
         self.touched: dict[Axis, int] = {axis: (1 << count) - 1 for axis, count in self.fetched.items()}
 
-    def branch(self) -> Order:
+    def branch(self) -> Self:
         """An independent copy of the current state."""
         other = copy(self)
         other.moves, other.done, other.arrivals = self.moves[:], self.done[:], self.arrivals[:]
@@ -56,6 +74,31 @@ class Order:
     @property
     def makespan(self) -> float:
         return max(self.now, self.link_free)
+
+    def complete_all(self, limit: float = inf) -> float:
+        """Make the moves that are left, except the returns of its own row and column. Returns the makespan in blocks,
+        or infinity if it cannot stay below the limit."""
+        while self.blocks_left:
+            if self.now + self.blocks_left >= limit:
+                return inf
+            self.step(self.choose())
+        self.post_returns()
+        return self.makespan
+
+    def step(self, call: Call | None) -> None:
+        """Make a call, with enough on the link to hide behind it; or wait for the next shard."""
+        if call is None:
+            self.fetch_something()
+            self.post_returns()
+            self.wait()
+        else:
+            self.fetch_behind(call)
+            self.post_returns()  # after the fetches: compute waits for fetches, not for returns
+            self.meet(call)
+
+    @abstractmethod
+    def choose(self) -> Call | None:
+        """The next call; None to wait for the next shard."""
 
     # The link
 
@@ -71,10 +114,33 @@ class Order:
         axes: tuple[Axis, ...] = ("col", "row")
         return [axis for axis in axes if self.fetched[axis] < self.sizes[axis]]
 
-    def fetch(self, axes: list[Axis], *, own_row_worth: int) -> None:
+    def fetch_something(self) -> None:
+        """Make sure that something is on its way."""
+        if not self.arrivals:
+            self._fetch([axis for axis in self.axes_left() if self._is_open(axis)] or self.axes_left())
+
+    def fetch_behind(self, call: Call) -> None:
+        """Give the link enough to do while `call` is computed."""
+        until, touched = self.now + self.costs.of_call(*call), self.touched_after(call)
+        while self.link_free < until:
+            axes = [axis for axis in self.axes_left() if self._may_run_ahead(axis, touched[axis])]
+            if not axes:
+                return
+            self._fetch(axes)
+
+    def _may_run_ahead(self, axis: Axis, touched: int) -> bool:
+        # One shard more if all that were fetched have arrived: else the link is idle while they wait.
+        have_landed = self.fetched[axis] == self.here[axis]
+        return self._is_open(axis) and self.fetched[axis] - touched.bit_count() < self.most_ahead + have_landed
+
+    def _is_open(self, axis: Axis) -> bool:
+        """False where a shard of this axis should not be fetched yet."""
+        return True
+
+    def _fetch(self, axes: list[Axis]) -> None:
         """Fetch the next row or the next column, whichever of these axes unlocks more blocks for its cost."""
         other_rows = self.fetched["row"] - 1
-        unlocks: dict[Axis, int] = {"col": other_rows + own_row_worth, "row": self.fetched["col"]}
+        unlocks: dict[Axis, int] = {"col": other_rows + self.own_row_worth, "row": self.fetched["col"]}
         axis = max(axes, key=lambda axis: unlocks[axis] / self.fetch_cost[axis])
         self.moves += [Fetch(kind, self.fetched[axis]) for kind in self.inputs[axis]]
         self.fetched[axis] += 1
@@ -167,8 +233,7 @@ def held_share(moves: Sequence[Move], direction: Direction, *, sizes: Sizes) -> 
     change = [0.0] * (len(moves) + 1)  # in what is held, at each move
     size = dict(sizes)
     whole = 0.0
-    axes: tuple[Axis, ...] = ("row", "col")
-    for axis in axes:
+    for axis in AXES:
         inputs = sum(size[kind] for kind in INPUTS[direction] if AXIS_OF[kind] == axis)
         sums = SUM_WIDTH * sum(size[kind] for kind in OUTPUTS[direction] if AXIS_OF[kind] == axis)
         fetched, met, last = _times(moves, axis)
@@ -190,7 +255,7 @@ def _times(moves: Sequence[Move], axis: Axis) -> tuple[dict[int, int], dict[int,
         if isinstance(move, Fetch) and AXIS_OF[move.kind] == axis:
             fetched.setdefault(move.offset, index)
         elif isinstance(move, Meet):
-            for offset in move.rows if axis == "row" else move.cols:
+            for offset in move.side(axis):
                 met.setdefault(offset, index)
                 last[offset] = index
     return fetched, met, last
@@ -199,7 +264,7 @@ def _times(moves: Sequence[Move], axis: Axis) -> tuple[dict[int, int], dict[int,
 def _groups(moves: Iterable[Move], axis: Axis) -> list[set[int]]:
     """Offsets that share a buffer."""
     group_of: dict[int, set[int]] = {}
-    sides = [move.rows if axis == "row" else move.cols for move in moves if isinstance(move, Meet)]
+    sides = [move.side(axis) for move in moves if isinstance(move, Meet)]
     for side in dict.fromkeys(sides):
         known = {id(group): group for group in (group_of.get(offset) for offset in side) if group is not None}
         joined = set(side).union(*known.values())
@@ -208,7 +273,7 @@ def _groups(moves: Iterable[Move], axis: Axis) -> list[set[int]]:
 
 
 def _peak(moves: Sequence[Move], change: Sequence[float], direction: Direction, size: Mapping[Kind, float]) -> float:
-    """The peak of what is held plus what a call needs, as `plan.calls` counts it."""
+    """The peak of what is held plus what a call needs, as `plan.buffers` counts it."""
     row, col = size["o"], 0.0
     if direction == "backward":
         every_head = size["q"] + size["o"]  # of K and V, where queries share their heads

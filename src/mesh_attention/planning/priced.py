@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 from mesh_attention.plan.assignment import Axis, Tile
 from mesh_attention.plan.schedule import Move, Route
@@ -26,7 +26,7 @@ from mesh_attention.plan.steps import OUTPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.order import ONE_SIZE, Call, Order, Sizes, held_share, mask_of
 
-LARGE = 0.98
+LARGE_CALL_WORTH = 0.98
 """A call of this worth need not be larger: its results take memory until they are added to the sums."""
 
 
@@ -38,8 +38,9 @@ class Policy:
     most_ahead        on each axis, at most this many shards are fetched and not yet attended
     window            (axis, n): at most n shards of this axis are fetched and not complete, which saves memory
     completing_worth  a call that completes rows or columns takes the fewest that reach this worth
-    large_while       such calls must be LARGE while the blocks left exceed this many times the cost of the returns left
-    early_worth       before all columns have arrived, a call takes the fewest rows that reach this worth; None: LARGE
+    large_while       such calls must be large while the blocks left exceed this many times the cost of the returns left
+    early_worth       before all columns have arrived, a call takes the fewest rows that reach this worth; None: a large
+                      call, of `LARGE_CALL_WORTH`
     least_worth       a call of less worth is made only if it ends before the next shard arrives
     """
 
@@ -66,60 +67,15 @@ class PolicyOrder(Order):
         *,
         waits_its_turn: bool,
     ) -> None:
-        super().__init__(tile, direction, costs, have)
+        super().__init__(tile, direction, costs, have, own_row_worth=policy.own_row_worth, most_ahead=policy.most_ahead)
         self.policy, self.waits_its_turn = policy, waits_its_turn
         self.worths: dict[Call, float] = {}  # shared by all branches
 
-    def branch(self) -> PolicyOrder:
-        return cast("PolicyOrder", super().branch())
-
-    def complete_all(self, limit: float = float("inf")) -> float:
-        """Make the moves that are left, except the returns of its own row and column. Returns the makespan in blocks,
-        or infinity if it cannot stay below the limit."""
-        while self.blocks_left:
-            if self.now + self.blocks_left >= limit:
-                return float("inf")
-            self.step(self.choose())
-        self.post_returns()
-        return self.makespan
-
-    def step(self, call: Call | None) -> None:
-        """Make a call, with enough on the link to hide behind it; or wait for the next shard."""
-        if call is None:
-            self.fetch_something()
-            self.post_returns()
-            self.wait()
-        else:
-            self.fetch_behind(call)
-            self.post_returns()  # after the fetches: compute waits for fetches, not for returns
-            self.meet(call)
-
-    # The link
-
-    def fetch_something(self) -> None:
-        if not self.arrivals:
-            axes = [axis for axis in self.axes_left() if self._is_open(axis)] or self.axes_left()
-            self.fetch(axes, own_row_worth=self.policy.own_row_worth)
-
-    def fetch_behind(self, call: Call) -> None:
-        until, touched = self.now + self.costs.of_call(*call), self.touched_after(call)
-        while self.link_free < until:
-            axes = [axis for axis in self.axes_left() if self._may_run_ahead(axis, touched[axis])]
-            if not axes:
-                return
-            self.fetch(axes, own_row_worth=self.policy.own_row_worth)
-
-    def _may_run_ahead(self, axis: Axis, touched: int) -> bool:
-        have_landed = self.fetched[axis] == self.here[axis]
-        if not self._is_open(axis) or (self.waits_its_turn and not have_landed):
-            return False
-        return self.fetched[axis] - touched.bit_count() < self.policy.most_ahead + have_landed
-
     def _is_open(self, axis: Axis) -> bool:
+        if self.waits_its_turn and self.fetched[axis] > self.here[axis]:
+            return False
         window = self.policy.window
         return window is None or window[0] != axis or self.fetched[axis] - self.left[axis].count(0) < window[1]
-
-    # Compute
 
     def choose(self) -> Call | None:
         if not self.done[0]:
@@ -145,7 +101,7 @@ class PolicyOrder(Order):
         for pending, rows in self.rows_by_pending().items():
             others = rows if policy.window else [row for row in rows if row]
             if others:
-                call = self._few(others, pending, LARGE if enough is None else enough)
+                call = self._few(others, pending, LARGE_CALL_WORTH if enough is None else enough)
                 is_enough = enough is not None and self.worth(call) >= enough
                 calls.append((is_enough, pending.bit_count() if is_enough else self.worth(call), call))
         return max(calls, key=lambda ranked: ranked[:2])[2] if calls else None
@@ -174,7 +130,9 @@ class PolicyOrder(Order):
         to_return = sum(
             self.costs.of(kind) * (self.sizes[axis] - self.next_return[axis]) for axis, kind in self.results.items()
         )
-        return LARGE if self.blocks_left > self.policy.large_while * to_return else self.policy.completing_worth
+        return (
+            LARGE_CALL_WORTH if self.blocks_left > self.policy.large_while * to_return else self.policy.completing_worth
+        )
 
     def _few(self, offsets: list[int], others: int, wanted: float, *, are_cols: bool = False) -> Call:
         """The call of the fewest of these offsets that reaches the wanted worth, or of all, with `others`."""

@@ -121,7 +121,7 @@ def _moves(problem: Problem, choice: Choice, direction: Direction, costs: Costs)
     def moves_with(*have: Kind) -> tuple[Move, ...]:
         """The moves of one wave, without exchanges, for a rank that has some inputs already."""
         if choice.method == "attention2d":
-            return attention2d_moves(assignment.tile, direction, have=have)
+            return attention2d_moves(assignment, direction, have=have)
         return mesh_moves(problem, choice, direction, costs=costs, have=have)
 
     def traded(moves: tuple[Move, ...], *have: Kind) -> tuple[Move, ...]:
@@ -163,9 +163,14 @@ def _trade_heads(moves: Iterable[Move], direction: Direction, inputs: Iterable[K
 
 def make_priced_plan(problem: Problem, choice: Choice, direction: Direction, price: Price) -> Plan:
     """The plan of one pass in the order that suits a machine: resolve the choice, price it, plan it."""
-    resolved = choice.resolved(problem, direction)
-    costs = None if resolved.is_collective else price(problem, resolved, direction)
+    resolved, costs = priced(problem, choice, direction, price)
     return make_plan(problem, resolved, direction=direction, costs=costs)
+
+
+def priced(problem: Problem, choice: Choice, direction: Direction, price: Price | None) -> tuple[Choice, Costs | None]:
+    """The choice resolved, and its costs; None for collectives, which have none, or without a price."""
+    resolved = choice.resolved(problem, direction)
+    return resolved, None if price is None or resolved.is_collective else price(problem, resolved, direction)
 
 
 def gpu_price(problem: Problem, choice: Choice, direction: Direction) -> Costs:

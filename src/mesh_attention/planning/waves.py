@@ -132,8 +132,7 @@ class _Clocks:
         return 0.0 if is_exchange else self.gone.get((move.kind, move.wave), 0.0)
 
     def _ready(self, move: Meet) -> float:
-        sides = {"row": move.rows, "col": move.cols}
-        keys = [(kind, offset, move.wave) for kind in self.inputs for offset in sides[AXIS_OF[kind]]]
+        keys = [(kind, offset, move.wave) for kind in self.inputs for offset in move.side(AXIS_OF[kind])]
         return max((self.arrivals.get(key, 0.0) for key in keys), default=0.0)
 
     def _depends_on(self, move: Move) -> float:

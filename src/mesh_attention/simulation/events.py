@@ -51,9 +51,6 @@ class Network:
             return Path(self.out_ports + source, self.in_ports + dest, "inside")
         return Path(self.out_nics + topology.nic(source), self.in_nics + topology.nic(dest), "between")
 
-    def seconds(self, nbytes: int, link_class: LinkClass) -> float:
-        return self.topology.link(link_class).seconds(nbytes)
-
 
 class Recorder:
     """Collects what an engine reports, one rank at a time."""
@@ -223,7 +220,7 @@ class EventEngine:
         for lane in lanes:
             self.is_busy[lane] = True
         transfer.start = now
-        stop = now + self.network.seconds(transfer.nbytes, link_class)
+        stop = now + self.network.topology.link(link_class).seconds(transfer.nbytes)
         heappush(self.events, (stop, next(self.order), transfer))
 
     def _finish(self, transfer: _Transfer, now: float) -> None:

@@ -19,7 +19,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import stops
 from mesh_attention.plan.steps import Direction, Free, Item, Recv, Send, Step, effects, in_flight, running, transfers
 from mesh_attention.plan.text import format_step
-from mesh_attention.topology import Device, filled
+from mesh_attention.topology import Device
 
 
 class Prices:
@@ -29,31 +29,25 @@ class Prices:
         self.device, self.matrix, self.direction = device, matrix, direction
         problem, shares = matrix.problem, matrix.assignment.head_shares
         self.heads = problem.batch * problem.heads // shares
-        self.rate = device.forward if direction == "forward" else device.backward
         self.flops_per_pair = problem.flops(direction, pairs=1) // shares
-        # A partial is read once; the sum it is added to is read and written.
-        moved = 2 * problem.accumulator_itemsize + problem.itemsize
-        kv_heads = problem.batch * problem.kv_heads // shares
-        qk, v = problem.head_dim_qk, problem.head_dim_v
-        self.row_nbytes = moved * self.heads * (v if direction == "forward" else qk)
-        self.col_nbytes = 0 if direction == "forward" else moved * kv_heads * (qk + v)
+        self.row_nbytes, self.col_nbytes = (nbytes // shares for nbytes in problem.added_nbytes(direction))
 
     def step(self, step: Step, calls: Sequence[KernelCall] = ()) -> float:
         match step:
             case steps.Attend():
                 return sum(map(self.call, calls))
             case steps.Merge(partial):
-                return self._touch(2 * self._nbytes(running(partial)) + self._nbytes(partial))
+                return self.device.touch_seconds(2 * self._nbytes(running(partial)) + self._nbytes(partial))
             case steps.Pack(_, after):
-                return self._touch(2 * self._nbytes(after))
+                return self.device.touch_seconds(2 * self._nbytes(after))
             case steps.Finish(item):
-                return self._touch(self._nbytes(running(item)) + self._nbytes(item))
+                return self.device.touch_seconds(self._nbytes(running(item)) + self._nbytes(item))
             case steps.Clear(item):
-                return self._touch(self._nbytes(item))
+                return self.device.touch_seconds(self._nbytes(item))
             case steps.Exchange(before, after) if before.form == "home":
-                return self._touch(2 * self._nbytes(after))  # staged, or copied as its own piece
+                return self.device.touch_seconds(2 * self._nbytes(after))  # staged, or copied as its own piece
             case steps.Unpack(before):
-                return self._touch(2 * self._nbytes(before))
+                return self.device.touch_seconds(2 * self._nbytes(before))
             case steps.Recv() | steps.Send() | steps.Collective() | steps.Exchange() | steps.Free():
                 return 0.0
             case _:
@@ -66,17 +60,15 @@ class Prices:
         problem = self.matrix.problem
         pairs = q * kv if is_full else _pairs(problem.mask, call.q, call.kv, problem.seq_q, problem.seq_kv)
         touched = q * self.row_nbytes + kv * self.col_nbytes
-        return self.kernel(q, kv, pairs=pairs, is_full=is_full) + self._touch(touched)
-
-    def kernel(self, q: int, kv: int, *, pairs: int, is_full: bool) -> float:
-        """The kernel alone. Forward spreads runs of queries over the device, backward runs of keys."""
-        along = q if self.direction == "forward" else kv
-        share = (1.0 if is_full else self.rate.masked) * filled(self.device.width, heads=self.heads, tokens=along)
-        tflops = self.rate.tflops * share
-        return self.rate.call_us * 1e-6 + pairs * self.flops_per_pair / (tflops * 1e12)
-
-    def _touch(self, nbytes: int) -> float:
-        return self.device.launch_us * 1e-6 + nbytes / (self.device.memory_gb_per_s * 1e9)
+        kernel_s = self.device.call_seconds(
+            self.direction,
+            heads=self.heads,
+            q_tokens=q,
+            kv_tokens=kv,
+            flops=pairs * self.flops_per_pair,
+            is_masked=not is_full,
+        )
+        return kernel_s + self.device.touch_seconds(touched)
 
     def _nbytes(self, item: Item) -> int:
         return self.matrix.nbytes(item).total

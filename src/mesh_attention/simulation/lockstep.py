@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.plan.assignment import Assignment, Axis, divisors
+from mesh_attention.plan.assignment import AXES, Assignment, Axis, divisors
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.steps import Send
 from mesh_attention.simulation.events import Network, Recorder
@@ -84,11 +84,10 @@ def _shift(assignment: Assignment, axis: Axis, topology: Topology) -> int:
     size, inner = assignment.size(axis), assignment.inner_size(axis)
     if topology.ranks % topology.ranks_per_node:
         return size
-    place, head_slice = divmod(np.arange(topology.ranks), assignment.ulysses_degree)
     for offset in divisors(size):
         if 1 < inner < size and offset % inner:
             continue
-        moved: Any = assignment.peer(axis, place, offset) * assignment.ulysses_degree + head_slice  # type: ignore[arg-type]
+        moved = assignment.peer_rank(axis, np.arange(topology.ranks), offset)
         nodes = topology.node(moved).reshape(topology.nodes, topology.ranks_per_node)
         if (nodes == nodes[:, :1]).all():
             return offset
@@ -159,7 +158,7 @@ class LockstepEngine:
         recv = self.jobs[index].recvs[number]
         transfer = self._transfer(self.deltas[recv.source])
         nbytes = self.matrix.nbytes(recv.item).total
-        times = [self.network.seconds(nbytes, link_class) for link_class in CLASSES]
+        times = [self.network.topology.link(link_class).seconds(nbytes) for link_class in CLASSES]
         starts, stop = np.empty(len(self.all)), np.empty(len(self.all))
         between = transfer.is_between.astype(int)
         for dest in transfer.rounds:
@@ -180,34 +179,15 @@ class LockstepEngine:
 
     def _deltas(self) -> dict[int, Delta]:
         """The relative position of every rank that this one may receive from."""
-        assignment, rank = self.matrix.assignment, self.rank
-        place, head_slice = assignment.place(rank), assignment.head_slice(rank)
-        axes: tuple[Axis, ...] = ("row", "col")
-        deltas = {
-            assignment.rank(assignment.peer(axis, place, offset), head_slice=head_slice): Delta(axis, offset)
-            for axis in axes
-            for offset in range(1, assignment.size(axis))
-        }
-        for offset in range(1, assignment.ulysses_degree):
-            deltas[place * assignment.ulysses_degree + (head_slice - offset) % assignment.ulysses_degree] = Delta(
-                None, offset
-            )
-        return deltas
-
-    def peers(self, delta: Delta, ranks: Any) -> Any:
-        """The ranks `delta` before these; whole numbers or arrays of them."""
         assignment = self.matrix.assignment
-        place, head_slice = divmod(ranks, assignment.ulysses_degree)
-        if delta.axis is None:
-            return place * assignment.ulysses_degree + (head_slice - delta.offset) % assignment.ulysses_degree
-        return assignment.peer(delta.axis, place, delta.offset) * assignment.ulysses_degree + head_slice
+        sizes: dict[Axis | None, int] = {axis: assignment.size(axis) for axis in AXES}
+        sizes[None] = assignment.ulysses_degree
+        deltas = [Delta(axis, offset) for axis, size in sizes.items() for offset in range(1, size)]
+        return {assignment.peer_rank(delta.axis, self.rank, delta.offset): delta for delta in deltas}
 
     def _from(self, delta: Delta) -> Delta:
         """The sender's position as seen from its receiver, when the receiver is `delta` before the sender."""
-        assignment = self.matrix.assignment
-        if delta.axis is None:
-            return Delta(None, -delta.offset % assignment.ulysses_degree)
-        return Delta(delta.axis, assignment.offset_back(delta.axis, delta.offset))
+        return Delta(delta.axis, self.matrix.assignment.offset_back(*delta))
 
     def _transfer(self, delta: Delta) -> PeerTransfer:
         if delta not in self.transfers:
@@ -216,7 +196,7 @@ class LockstepEngine:
 
     def _new_transfer(self, delta: Delta) -> PeerTransfer:
         network, topology, ranks = self.network, self.network.topology, self.kinds.ranks
-        sender = self.peers(delta, ranks)
+        sender = self.matrix.assignment.peer_rank(delta.axis, ranks, delta.offset)
         is_between = topology.node(sender) != topology.node(ranks)
         source = self.kinds.of[sender]
         alike = ranks[source]  # as the sender, which has lanes of its own
@@ -242,7 +222,7 @@ class LockstepEngine:
         self.recorder.sent["inside"] += alike * (len(self.all) - count) * nbytes
         back = self._from(self.deltas[self.jobs[index].recvs[number].source])
         for rank, jobs in self.shown.items():
-            job, dest = jobs[index], int(self.peers(back, rank))
+            job, dest = jobs[index], self.matrix.assignment.peer_rank(back.axis, rank, back.offset)
             here, there = self.kinds.of[[rank, dest]]
             self.recorder.transfer_span(rank, job, job.recvs[number], start[here], stop[here], nbytes)
             self.recorder.transfer_span(rank, job, self._send(job, number, dest), start[there], stop[there], nbytes)

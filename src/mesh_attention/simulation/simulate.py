@@ -7,7 +7,7 @@ from collections.abc import Collection
 import numpy as np
 
 from mesh_attention.errors import TopologyError
-from mesh_attention.plan.counts import MANY_RANKS
+from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.simulation.events import EventEngine, Network, Recorder
 from mesh_attention.simulation.jobs import Prices, RankJobs, rank_jobs
@@ -16,8 +16,6 @@ from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.units import Report
 
-EXACT_RANKS = 64
-"""Up to this many ranks, every rank's calls are priced by default."""
 SAMPLED_RANKS = 8
 
 
@@ -32,7 +30,7 @@ def simulate(
     """Forecast a pass on the cluster: times of all ranks, bytes by link class, peak memory, spans of some ranks.
 
     Uniform plans, in which all ranks run the same steps (full masks, and causal ones on zigzag and striped layouts),
-    are simulated for all ranks at once. On more than `EXACT_RANKS` ranks, the calls of `priced_ranks` evenly spread
+    are simulated for all ranks at once. On more than `ALL_RANKS` ranks, the calls of `priced_ranks` evenly spread
     ranks are priced and represent those of their neighbours; waiting and links are simulated for every rank. From
     `MANY_RANKS` on, the last rank's calls represent all by default. Any other plan is simulated rank by rank.
     """
@@ -59,7 +57,7 @@ def _in_lockstep(
     plan: Plan, topology: Topology, spans_of: Collection[int], priced_ranks: int | None, report: Report
 ) -> Timeline:
     ranks = topology.ranks
-    wanted = priced_ranks or (ranks if ranks <= EXACT_RANKS else SAMPLED_RANKS if ranks < MANY_RANKS else 1)
+    wanted = priced_ranks or (ranks if ranks <= ALL_RANKS else SAMPLED_RANKS if ranks < MANY_RANKS else 1)
     # From the last one: under a causal mask the first has the fewest calls.
     sampled = np.unique(np.linspace(ranks - 1, 0, min(wanted, ranks)).round().astype(int))
     prices = Prices(topology.device, plan.matrix, plan.direction)

@@ -1,4 +1,8 @@
-"""Tunings cached on disk, by problem and cluster. A file that cannot be read or written is ignored."""
+"""Tunings cached on disk, by problem and cluster. A file that cannot be read or written is ignored.
+
+The first line of a file is the hash of its request and of the rest. So what is read is what this code has written for
+this request: nothing in it is checked again.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from stat import S_IWGRP, S_IWOTH
@@ -15,27 +18,14 @@ from typing import Any
 
 from mesh_attention.errors import ParseError
 from mesh_attention.plan.layout import Layout
-from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import Choice, default_layout
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.result import RESULT_VERSION, Tuning, tuning_from_json, tuning_to_json
+from mesh_attention.tuning.result import Tuning, tuning_from_json, tuning_to_json
 from mesh_attention.tuning.tune import tune
-from mesh_attention.units import Report, brief
+from mesh_attention.units import Report
 
 log = logging.getLogger(__name__)
-PARTS = (
-    "errors.py",
-    "units.py",
-    "masks.py",
-    "problem.py",
-    "topology.py",
-    "timeline.py",
-    "plan",
-    "planning",
-    "simulation",
-    "tuning",
-)
 
 
 def cache_folder() -> Path | None:
@@ -56,47 +46,34 @@ def cached_tune(
     problem: Problem,
     topology: Topology,
     *,
-    directions: Sequence[Direction] = ("forward",),
     layout: Layout | str | None = None,
-    memory_limit: float | None = None,
-    is_quick: bool = False,
     on_progress: Report | None = None,
     folder: Path | None = None,
+    **options: Any,
 ) -> tuple[Tuning, bool]:
-    """Call `tune`, or read its result from the cache on disk; the second value is True if it was read."""
+    """Call `tune`, whose options these are, or read its result from the cache on disk; the second value is True if it
+    was read."""
     layout = Choice.of(layout=layout).layout or default_layout(problem)
-    request = (RESULT_VERSION, code_digest(), problem, topology, tuple(directions), layout, memory_limit, is_quick)
-    key = hashlib.sha256(repr(request).encode()).hexdigest()[:32]
+    request = repr((code_digest(), problem, topology, layout, sorted(options.items())))
     folder = own_folder(folder or cache_folder())
-    path = None if folder is None else folder / f"tuning-{key}.json"
+    path = None if folder is None else folder / f"tuning-{_digest(request)[:32]}.txt"
     if path is not None:
         try:
-            tuning = _read(path, repr(request))
-            _check(tuning, problem, directions, layout)
-            return tuning, True
+            return _read(path, request), True
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:  # a UsageError is a ValueError, and so are bytes that are not text
             log.warning("%s is not used, because it is not a cached tuning: %s; tuning again", path, error)
-    tuning = tune(
-        problem,
-        topology,
-        directions=directions,
-        layout=layout,
-        memory_limit=memory_limit,
-        is_quick=is_quick,
-        on_progress=on_progress,
-    )
+    tuning = tune(problem, topology, layout=layout, on_progress=on_progress, **options)
     if path is not None:
-        _write(path, repr(request), tuning)
+        _write(path, request, tuning)
     return tuning, False
 
 
 @lru_cache(maxsize=1)
 def code_digest() -> str:
-    """Hash of the code that tunings depend on, so that those of another version are not reused."""
-    package = Path(__file__).parent.parent
-    parts = [path for name in PARTS for path in sorted((package / name).rglob("*.py")) or [package / name]]
+    """Hash of the library's code, so that tunings of another version are not reused."""
+    parts = sorted(Path(__file__).parent.parent.rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in parts)).hexdigest()[:16]
 
 
@@ -120,53 +97,21 @@ def own_folder(folder: Path | None) -> Path | None:
     return folder
 
 
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
 def _read(path: Path, request: str) -> Tuning:
-    written = _read_json(path.read_text(encoding="utf-8"))
-    if not isinstance(written, dict) or written.keys() != {"request", "tuning"} or written["request"] != request:
-        raise ParseError("expected the tuning of this problem on this cluster")
-    return tuning_from_json(written["tuning"])
-
-
-def _read_json(text: str) -> object:
-    """JSON, strictly: each key once, and no NaN or Infinity."""
-    try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except RecursionError:
-        raise ParseError("not JSON: brackets are nested too deep") from None
-    except ParseError:
-        raise
-    except ValueError as error:  # also numbers of thousands of digits
-        raise ParseError(f"not JSON: {error}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ParseError(f"not JSON: a second {brief(twice)} in an object; expected each key once")
-    return made
-
-
-def _no_constant(name: str) -> None:
-    raise ParseError(f"not JSON: {name} is not a number")
-
-
-def _check(tuning: Tuning, problem: Problem, directions: Sequence[Direction], layout: Layout) -> None:
-    """Raise unless every choice is one for this problem: its tile, degree and layout."""
-    for trial in tuning.trials:
-        resolved = {direction: choice.resolved(problem, direction) for direction, choice in trial.choices.items()}
-        if (
-            (*resolved,) != (*directions,)
-            or resolved != trial.choices
-            or {c.layout for c in resolved.values()} != {layout}
-        ):
-            raise ParseError("its choices are for another problem")
+    digest, _, written = path.read_text(encoding="utf-8").partition("\n")
+    if digest != _digest(request, written):
+        raise ParseError("it was changed, or is of another request")
+    return tuning_from_json(json.loads(written))
 
 
 def _write(path: Path, request: str, tuning: Tuning) -> None:
+    written = json.dumps(tuning_to_json(tuning))
     try:
-        write_at_once(path, json.dumps({"request": request, "tuning": tuning_to_json(tuning)}))
+        write_at_once(path, f"{_digest(request, written)}\n{written}")
     except OSError as error:
         log.warning("could not cache the tuning: %s", error)
 

@@ -35,7 +35,7 @@ SHORTEST = 64
 GOLDEN = (5**0.5 - 1) / 2
 PART_OF_REACHES = 4
 """Reaches of a mask that a part of the sequence must have."""
-LONGER = 2 ** (0.5 / STEPS_PER_DOUBLING)
+MOST_SHORTENED = 2 ** (0.5 / STEPS_PER_DOUBLING)
 """A problem is at most this many times longer than its coarse form."""
 
 

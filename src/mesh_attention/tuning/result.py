@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, get_args
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from mesh_attention.errors import ParseError
-from mesh_attention.plan.steps import DIRECTIONS, Direction
+from mesh_attention.plan.steps import Direction
 from mesh_attention.planning.choice import Choice, Family
 from mesh_attention.timeline import Timeline
 from mesh_attention.tuning.candidates import Complexity, complexity
-from mesh_attention.units import brief
 
 RESULT_VERSION = 3
 NEAR_TIE = 0.02
@@ -116,14 +115,12 @@ class Tuning:
     @property
     def near_ties(self) -> tuple[Trial, ...]:
         """Trials about as fast as the fastest, the chosen one among them."""
-        fastest = min(trial.time_s for trial in self.trials)
-        return tuple(trial for trial in self.trials if trial.time_s <= fastest * (1 + NEAR_TIE))
+        return within(NEAR_TIE, self.trials)
 
     @property
     def equals(self) -> tuple[Trial, ...]:
         """Trials that a forecast cannot tell from the fastest: the difference is within its error."""
-        fastest = min(trial.time_s for trial in self.trials)
-        return tuple(trial for trial in self.trials if trial.time_s <= fastest * (1 + FORECAST_ERROR))
+        return within(FORECAST_ERROR, self.trials)
 
     @property
     def simplest(self) -> Trial:
@@ -142,6 +139,12 @@ class Tuning:
         ).replace("%", " %")
 
 
+def within(share: float, trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """The trials that take at most this share longer than the fastest."""
+    fastest_s = min(trial.time_s for trial in trials)
+    return tuple(trial for trial in trials if trial.time_s <= fastest_s * (1 + share))
+
+
 def tuning_to_json(tuning: Tuning) -> dict[str, Any]:
     """The tuning as plain values, with choices as options that `Choice.of` reads back."""
     trials = list(map(trial_to_json, tuning.trials))
@@ -153,52 +156,13 @@ def trial_to_json(trial: Trial) -> dict[str, Any]:
     return {**asdict(replace(trial, choices={})), "choices": choices}
 
 
-def tuning_from_json(written: object) -> Tuning:
-    """The opposite of `tuning_to_json`. Raises a `UsageError` if `written` is something else."""
-    values = _fields(written, "version", "trials", "left_out", "bound_s", "bound_nbytes", "simulated")
-    if values["version"] != RESULT_VERSION:
-        raise ParseError(f"version {brief(values['version'])}, expected {RESULT_VERSION}")
-    trials, left_out = values["trials"], values["left_out"]
-    if not isinstance(trials, list) or not trials:
-        raise ParseError(f"trials {brief(trials)}: expected a list of at least one")
-    if not isinstance(left_out, dict) or not all(isinstance(reason, str) for reason in left_out.values()):
-        raise ParseError(f"left_out {brief(left_out)}: expected reasons")
-    numbers = _numbers({name: values[name] for name in ("bound_s", "bound_nbytes", "simulated")})
-    return Tuning(trials=tuple(map(_trial, trials)), left_out=left_out, **numbers)
+def tuning_from_json(written: dict[str, Any]) -> Tuning:
+    """The opposite of `tuning_to_json`."""
+    values = {name: value for name, value in written.items() if name != "version"}
+    return Tuning(**values | {"trials": tuple(map(_trial, values["trials"]))})
 
 
-def _trial(written: object) -> Trial:
-    values = _fields(written, *_names(Trial))
-    choices, forecasts = values["choices"], values["forecasts"]
-    if not isinstance(choices, dict) or not isinstance(forecasts, dict) or choices.keys() != forecasts.keys():
-        raise ParseError(f"choices {brief(choices)} and forecasts {brief(forecasts)}: expected the same passes")
-    if not choices or not all(direction in DIRECTIONS for direction in choices):
-        raise ParseError(f"passes {brief(list(choices))}: expected some of {', '.join(DIRECTIONS)}")
-    if values["family"] not in get_args(Family):
-        raise ParseError(f"family {brief(values['family'])}: expected one of {', '.join(get_args(Family))}")
-    if not isinstance(values["reason"], str):
-        raise ParseError("expected a text as reason")
-    return Trial(
-        family=values["family"],
-        choices={d: Choice.of(**_fields(options, *_names(Choice))) for d, options in choices.items()},
-        forecasts={d: Forecast(**_numbers(_fields(f, *_names(Forecast)))) for d, f in forecasts.items()},
-        reason=values["reason"],
-    )
-
-
-def _names(kind: type[Trial] | type[Choice] | type[Forecast]) -> list[str]:
-    return [field.name for field in fields(kind)]
-
-
-def _fields(written: object, *names: str) -> dict[str, Any]:
-    """The object, if it has exactly these fields."""
-    if not isinstance(written, dict) or written.keys() != set(names):
-        raise ParseError(f"{brief(written)}: expected an object with {', '.join(names)}")
-    return written
-
-
-def _numbers(numbers: dict[str, Any]) -> dict[str, Any]:
-    for name, value in numbers.items():
-        if type(value) not in (int, float) or not 0 <= value < float("inf"):
-            raise ParseError(f"{name} {brief(value)}: expected a number, 0 or above")
-    return numbers
+def _trial(written: dict[str, Any]) -> Trial:
+    choices = {direction: Choice.of(**options) for direction, options in written["choices"].items()}
+    forecasts = {direction: Forecast(**numbers) for direction, numbers in written["forecasts"].items()}
+    return Trial(**written | {"choices": choices, "forecasts": forecasts})

@@ -32,14 +32,6 @@ FIRST_OF_FAMILY = 2.0
 """The first of a family are tried with other groupings if they are at most this many times slower than the best."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """A choice that was simulated."""
-
-    choice: Choice
-    forecast: Forecast
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How much is simulated of every family, or, if not `by_family`, of all candidates together: the `least` most
@@ -75,7 +67,7 @@ def effort(ranks: int) -> Effort:
     return many if ranks <= 64 else replace(many, least=5, most=16, worth_trying=1.03, regroupings=1)
 
 
-LARGE = Effort(
+EFFORT_ON_MANY_RANKS = Effort(
     by_family=True,
     at_least=0,
     least=1,
@@ -86,7 +78,7 @@ LARGE = Effort(
     firsts=0,
     waved=2,
 )
-"""Search effort for many ranks, where planning and pricing one rank's program takes up to seconds."""
+"""Planning and pricing one rank's program takes up to seconds there."""
 
 
 def quick_effort(ranks: int, *, is_uniform: bool) -> Effort:
@@ -133,11 +125,11 @@ class PassSearch:
         for number, (what, part) in enumerate(self._parts(candidates, bounds)):
             self.report(f"trying {what}", 0.95 * number / len(FAMILIES))
             self._run_part(part, bounds)
-        firsts = [tried for family in FAMILIES for tried in self.best(family)[: self.effort.firsts]]
-        near = [tried for tried in firsts if tried.forecast.time_s <= FIRST_OF_FAMILY * self.best_s]
-        for tried in (*self.best()[: self.effort.finalists], *near):
-            self.report(f"regrouping {tried.choice.family}", 0.95)
-            for choice in self._regrouped(tried.choice):
+        firsts = [choice for family in FAMILIES for choice in self.best(family)[: self.effort.firsts]]
+        near = [choice for choice in firsts if self.tried[choice].time_s <= FIRST_OF_FAMILY * self.best_s]
+        for base in (*self.best()[: self.effort.finalists], *near):
+            self.report(f"regrouping {base.family}", 0.95)
+            for choice in self._regrouped(base):
                 self.simulate(choice)
         for base in filter(_is_priced, self._fastest_degrees()[: self.effort.waved]):
             self.report(f"waves of {base.family}", 0.98)
@@ -147,10 +139,9 @@ class PassSearch:
     def _fastest_degrees(self) -> list[Choice]:
         """The fastest choice of every Ulysses degree, fastest first. Waves take less memory, so if nothing fits, of
         those that do not fit."""
-        trials = self.best() or [Tried(choice, forecast) for choice, forecast in self.tried.items()]
         by_degree: dict[int, Choice] = {}
-        for tried in sorted(trials, key=lambda tried: tried.forecast.time_s):
-            by_degree.setdefault(tried.choice.assignment.ulysses_degree, tried.choice)
+        for choice in sorted(self.best() or self.tried, key=lambda choice: self.tried[choice].time_s):
+            by_degree.setdefault(choice.assignment.ulysses_degree, choice)
         return list(by_degree.values())
 
     def _parts(self, candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> list[tuple[str, list[Choice]]]:
@@ -174,7 +165,7 @@ class PassSearch:
             if is_unlikely or is_beaten or tile.rows + tile.cols > self.longest:
                 continue
             forecast = self.simulate(_first_try(choice))
-            fitting += forecast.peak_nbytes <= self.memory_limit
+            fitting += self.fits(forecast)
             if fitting == self.effort.most:
                 return
 
@@ -184,15 +175,17 @@ class PassSearch:
             self.tried[choice] = Forecast.of(simulate(plan, self.topology, priced_ranks=self.priced_ranks))
         return self.tried[choice]
 
+    def fits(self, forecast: Forecast) -> bool:
+        return forecast.peak_nbytes <= self.memory_limit
+
     @property
     def best_s(self) -> float:
-        return min((tried.forecast.time_s for tried in self.best()), default=float("inf"))
+        return min((forecast.time_s for forecast in self.tried.values() if self.fits(forecast)), default=float("inf"))
 
-    def best(self, family: Family | None = None) -> list[Tried]:
+    def best(self, family: Family | None = None) -> list[Choice]:
         """Tried choices that fit into memory, of one family or of all, fastest first."""
-        simulated = [Tried(c, forecast) for c, forecast in self.tried.items() if family in (None, c.family)]
-        fitting = [tried for tried in simulated if tried.forecast.peak_nbytes <= self.memory_limit]
-        return sorted(fitting, key=lambda tried: (tried.forecast.time_s, complexity(tried.choice)))
+        fitting = [c for c, forecast in self.tried.items() if family in (None, c.family) and self.fits(forecast)]
+        return sorted(fitting, key=lambda choice: (self.tried[choice].time_s, complexity(choice)))
 
     def grouped(self, choice: Choice) -> Choice:
         """The choice with the grouping of the lowest estimate."""

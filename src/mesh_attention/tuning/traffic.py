@@ -6,7 +6,6 @@ rank needs is then counted, and the results are estimates, not bounds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from mesh_attention.masks import full
 from mesh_attention.plan.assignment import Assignment, Axis
-from mesh_attention.plan.blocks import BlockMatrix, elements_per_token
+from mesh_attention.plan.blocks import BlockMatrix, token_nbytes
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route
@@ -34,37 +33,12 @@ CALLS_PER_MEET = 2
 """Kernel calls per meet under a causal mask, because early and late segments see different keys."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Seconds that the busiest NIC and port are in use; `unhidden_s`: transfers that compute cannot hide.
+class Traffic(NamedTuple):
+    """`bound_s`: no schedule of a choice takes less, if the plan is uniform. `estimate_s`: a first estimate, not a
+    bound, because compute never hides links completely."""
 
-    `busy_s` estimates the compute of the busiest rank, with calls that a mask slows down; `calls_s` what many calls
-    instead of one add to it, `copies_s` what packing and merging do; `fill_s` how long the first call waits. `ways` is
-    2 if what a link sends and what it receives use it in turn.
-    """
-
-    nic_s: float
-    port_s: float
-    unhidden_s: float
-    compute_s: float
-    busy_s: float
-    calls_s: float
-    copies_s: float
-    fill_s: float
-    ways: int
-
-    @property
-    def bound_s(self) -> float:
-        """No schedule of this choice takes less, if the plan is uniform."""
-        return max(self.nic_s, self.port_s, self.unhidden_s + self.compute_s)
-
-    @property
-    def estimate_s(self) -> float:
-        """A first estimate, not a bound: compute never hides links completely."""
-        nic_s, port_s = self.ways * self.nic_s, self.ways * self.port_s
-        computes_s = self.busy_s + self.calls_s + self.copies_s
-        least = max(nic_s, port_s, self.ways * self.unhidden_s + computes_s)
-        return least + self.fill_s + LEFT_EXPOSED * (nic_s + port_s)
+    bound_s: float
+    estimate_s: float
 
 
 class ReceiveTimes(NamedTuple):
@@ -90,7 +64,7 @@ class Links:
         size = self.assignment.size(axis)
         if size == 1:
             return self._busy(self.none, self.none, 0.0)
-        crossing = self._direct(axis) if route == "direct" else self._ring(axis)
+        crossing = size - self._same_node(axis) if route == "direct" else self._ring(axis)
         return self._busy(crossing, size - 1 - crossing, self.shard_nbytes(kind))
 
     def needed_s(self, kind: Kind, needed: Needs) -> ReceiveTimes:
@@ -120,17 +94,12 @@ class Links:
 
     def shard_nbytes(self, kind: Kind) -> float:
         """Bytes of one head slice of a place's shard, which is as large as one rank's own tokens with all heads."""
-        payload, statistics = elements_per_token(kind, self.problem)
         tokens = (self.problem.seq_q if AXIS_OF[kind] == "row" else self.problem.seq_kv) / self.problem.ranks
-        problem = self.problem
-        return problem.batch * tokens * (payload * problem.itemsize + statistics * problem.accumulator_itemsize)
+        return self.problem.batch * tokens * token_nbytes(kind, self.problem)
 
     def _busy(self, crossing: Counts, inside: Counts, nbytes: float) -> ReceiveTimes:
         topology = self.topology
         return ReceiveTimes(crossing * topology.between.seconds(nbytes), inside * topology.inside.seconds(nbytes))
-
-    def _direct(self, axis: Axis) -> Counts:
-        return self.assignment.size(axis) - self._same_node(axis)
 
     def _same_node(self, axis: Axis | None) -> Counts:
         """For each rank, the members of its group that are in its node, itself included; None is the Ulysses group."""
@@ -156,8 +125,7 @@ class Links:
         return crossing + (rings - 1) * self._crosses(axis, inner) if rings > 1 else crossing
 
     def _crosses(self, axis: Axis, offset: int) -> Counts:
-        place, head_slice = divmod(self.ranks, self.assignment.ulysses_degree)
-        source = self.assignment.peer(axis, place, offset) * self.assignment.ulysses_degree + head_slice  # type: ignore[arg-type]
+        source = self.assignment.peer_rank(axis, self.ranks, offset)
         crosses: Counts = (self.nodes[source] != self.nodes).astype(float)
         return crosses
 
@@ -207,19 +175,20 @@ def traffic(choice: Choice, problem: Problem, topology: Topology, direction: Dir
     layout = choice.layout or default_layout(problem)
     extent = _extent(problem, layout, choice.assignment)
     nic, port, unhidden = _busy(problem, topology, choice.assignment, routes, layout, choice.is_collective)
+    links_s = max(nic, port)
     transfers = max(1, choice.assignment.tile.rows + choice.assignment.tile.cols - 2)
-    # Along a ring the sender waits for the shard first, so the wait counts twice.
-    fill_s = (2 if choice.route == "ring" else 1) * ((choice.blocks_per_call or 1) - 1) / transfers * max(nic, port)
+    # How long the first call waits. Along a ring the sender waits for the shard first, so the wait counts twice.
+    fill_s = (2 if choice.route == "ring" else 1) * ((choice.blocks_per_call or 1) - 1) / transfers * links_s
+    computes_s = (
+        _busy_s(problem, topology, layout, choice.assignment, direction)
+        + _calls_s(choice, problem, topology, direction, extent)
+        + _copies_s(choice, problem, topology, direction, extent)
+    )
+    ways = 1 if topology.full_duplex else 2  # what a link sends and what it receives may use it in turn
+    least_s = max(ways * nic, ways * port, ways * unhidden + computes_s)
     return Traffic(
-        nic_s=nic,
-        port_s=port,
-        unhidden_s=unhidden,
-        compute_s=_compute_s(problem, topology, direction),
-        busy_s=_busy_s(problem, topology, layout, choice.assignment, direction),
-        calls_s=_calls_s(choice, problem, topology, direction, extent),
-        copies_s=_copies_s(choice, problem, topology, direction, extent),
-        fill_s=fill_s,
-        ways=1 if topology.full_duplex else 2,
+        bound_s=max(nic, port, unhidden + _compute_s(problem, topology, direction)),
+        estimate_s=least_s + fill_s + LEFT_EXPOSED * (ways * nic + ways * port),
     )
 
 
@@ -250,15 +219,21 @@ def plan_on(topology: Topology, problem: Problem, choice: Choice, direction: Dir
 def _call_prices(problem: Problem, topology: Topology, direction: Direction, block_s: float) -> dict[str, float]:
     """Prices of a meet besides its blocks: for its calls, and for the memory it touches per row and per column."""
     device = topology.device
-    rate = device.forward if direction == "forward" else device.backward
+    rate = device.rate(direction)
     call_s = CALLS_PER_MEET * (rate.call_us + device.launch_us) * 1e-6
-    memory_s = 1 / (device.memory_gb_per_s * 1e9)
-    row_nbytes, col_nbytes = _touched_nbytes(problem, direction)
+    memory_s = device.touch_seconds(1, launches=0)
+    row_nbytes, col_nbytes = _added_nbytes(problem, direction)
     return {
         "call": call_s / block_s,
         "row": row_nbytes * memory_s / block_s,
         "col": col_nbytes * memory_s / block_s + _unfilled(problem, topology, direction),
     }
+
+
+def _added_nbytes(problem: Problem, direction: Direction) -> tuple[float, float]:
+    """Bytes touched to add a partial result of a row, and of a column, to its running sum."""
+    row, col = problem.added_nbytes(direction)
+    return row * (problem.seq_q / problem.ranks), col * (problem.seq_kv / problem.ranks)
 
 
 def _unfilled(problem: Problem, topology: Topology, direction: Direction) -> float:
@@ -269,15 +244,6 @@ def _unfilled(problem: Problem, topology: Topology, direction: Direction) -> flo
     # A row of a place with a Ulysses degree has as many more tokens as it has fewer heads.
     row = problem.batch * problem.heads * problem.seq_q / problem.ranks / RUN
     return topology.device.width / row / 2 if row < topology.device.width else 0.0
-
-
-def _touched_nbytes(problem: Problem, direction: Direction) -> tuple[float, float]:
-    """Bytes moved to add a partial result of a row, and of a column, to its running sum."""
-    moved = problem.batch * (2 * problem.accumulator_itemsize + problem.itemsize)
-    tokens_q, tokens_kv = problem.seq_q / problem.ranks, problem.seq_kv / problem.ranks
-    qk, v = problem.head_dim_qk, problem.head_dim_v
-    row = moved * tokens_q * problem.heads * (v if direction == "forward" else qk)
-    return row, 0.0 if direction == "forward" else moved * tokens_kv * problem.kv_heads * (qk + v)
 
 
 class Extent(NamedTuple):
@@ -301,13 +267,13 @@ def _extent(problem: Problem, layout: Layout, assignment: Assignment) -> Extent:
 def _calls_s(choice: Choice, problem: Problem, topology: Topology, direction: Direction, extent: Extent) -> float:
     """Seconds for the fixed costs of kernel calls and for the memory traffic of adding up partials."""
     device = topology.device
-    rate = device.forward if direction == "forward" else device.backward
+    rate = device.rate(direction)
     is_whole = choice.is_collective
     meetings = 1.0 if is_whole else extent.blocks / min(choice.blocks_per_call or 1, max(extent.rows, extent.cols))
     rows, cols = (extent.rows, extent.cols) if is_whole else (meetings, extent.blocks)
-    row_nbytes, col_nbytes = _touched_nbytes(problem, direction)
+    row_nbytes, col_nbytes = _added_nbytes(problem, direction)
     touched = rows * row_nbytes + cols * col_nbytes
-    return CALLS_PER_MEET * meetings * rate.call_us * 1e-6 + touched / (device.memory_gb_per_s * 1e9)
+    return CALLS_PER_MEET * meetings * rate.call_us * 1e-6 + device.touch_seconds(touched, launches=0)
 
 
 def _copies_s(choice: Choice, problem: Problem, topology: Topology, direction: Direction, extent: Extent) -> float:
@@ -323,8 +289,7 @@ def _copies_s(choice: Choice, problem: Problem, topology: Topology, direction: D
         if kind in OUTPUTS[direction]:
             nbytes += shards * (running + size) + (shards - 1) * (2 * running + size)
             steps += 2 * shards - 1
-    device = topology.device
-    return steps * device.launch_us * 1e-6 + nbytes / (device.memory_gb_per_s * 1e9)
+    return topology.device.touch_seconds(nbytes, launches=steps)
 
 
 @lru_cache(maxsize=1024)
@@ -332,7 +297,7 @@ def _busy_s(
     problem: Problem, topology: Topology, layout: Layout, assignment: Assignment, direction: Direction
 ) -> float:
     """Seconds that the busiest rank computes."""
-    rate = topology.device.forward if direction == "forward" else topology.device.backward
+    rate = topology.device.rate(direction)
     if problem.mask == full():
         return _compute_s(problem, topology, direction)
     if BlockMatrix(problem, layout, assignment).is_uniform:
@@ -346,5 +311,5 @@ def _busy_s(
 
 
 def _compute_s(problem: Problem, topology: Topology, direction: Direction) -> float:
-    rate = topology.device.forward if direction == "forward" else topology.device.backward
+    rate = topology.device.rate(direction)
     return max(1e-12, problem.flops(direction) / problem.ranks / (rate.tflops * max(1.0, rate.masked) * 1e12))

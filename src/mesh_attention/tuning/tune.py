@@ -18,9 +18,9 @@ from mesh_attention.planning.costs import limits
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import complexity, of_fewest_bytes, shapes
-from mesh_attention.tuning.coarse import LONGER
-from mesh_attention.tuning.result import FORECAST_ERROR, NEAR_TIE, Trial, Tuning
-from mesh_attention.tuning.search import LARGE, PassSearch, Tried, effort, quick_effort
+from mesh_attention.tuning.coarse import MOST_SHORTENED
+from mesh_attention.tuning.result import FORECAST_ERROR, NEAR_TIE, Trial, Tuning, within
+from mesh_attention.tuning.search import EFFORT_ON_MANY_RANKS, PassSearch, effort, quick_effort
 from mesh_attention.tuning.traffic import plan_on, traffic
 from mesh_attention.units import GIB, Report, format_nbytes, format_time
 
@@ -64,7 +64,7 @@ def tune(
     _check_directions(directions)
     is_limited = memory_limit is not None
     if memory_limit is None:
-        memory_limit = topology.device.memory_gib * GIB / (LONGER if is_quick else 1)
+        memory_limit = topology.device.memory_gib * GIB / (MOST_SHORTENED if is_quick else 1)
     check_memory_limit(memory_limit)
     chosen_layout = Choice.of(layout=layout).layout or default_layout(problem)
     candidates = list(shapes(problem, topology, layout=chosen_layout))
@@ -74,17 +74,17 @@ def tune(
         candidates = of_fewest_bytes(candidates, problem, directions)
     if is_quick and not is_uniform:  # few shards travel, and an inner tile does not bring near ranks nearer
         candidates = [choice for choice in candidates if choice.inner is None]
-    searches = {}
+    searches: dict[Direction, PassSearch] = {}
     for number, direction in enumerate(directions):
         share = _share(report, number, len(directions))
         wanted = quick_effort(problem.ranks, is_uniform=is_uniform) if is_quick else effort(problem.ranks)
-        wanted = LARGE if is_many else wanted
+        wanted = EFFORT_ON_MANY_RANKS if is_many else wanted
         searches[direction] = PassSearch(problem, topology, direction, wanted, memory_limit, share)
         # Against a cache, ranks compute calls of different shapes; and their memory differs a little.
         is_alike = is_many or (problem.seq_q == problem.seq_kv and (not is_limited or problem.ranks > ALL_RANKS))
         priced = problem.ranks if not is_uniform else 1 if is_alike or is_quick else PRICED_RANKS
         searches[direction].run(candidates, priced_ranks=priced, is_uniform=is_uniform)
-    trials = _trials(searches) + (_mixed(searches) if is_quick else [])
+    trials = _trials(searches, (*FAMILIES, None) if is_quick else FAMILIES)
     if len(directions) == 2:
         trials += _one_choice(searches, () if is_quick else trials)
         trials += _exchanged_once(searches)
@@ -100,11 +100,12 @@ def tune(
         if not trials:
             raise _does_not_fit(searches, memory_limit)
     least = {direction: limits(problem, direction) for direction in directions}
-    rates = {"forward": topology.device.forward.tflops, "backward": topology.device.backward.tflops}
     return Tuning(
         trials=_ranked(trials),
         left_out=left_out,
-        bound_s=sum(bound.flops / (rates[direction] * 1e12) for direction, bound in least.items()),
+        bound_s=sum(
+            bound.flops / (topology.device.rate(direction).tflops * 1e12) for direction, bound in least.items()
+        ),
         bound_nbytes=sum(bound.received_nbytes for bound in least.values()),
         simulated=simulated,
     )
@@ -129,40 +130,39 @@ def _check_directions(directions: Sequence[Direction]) -> None:
         raise ScheduleError(f"directions {directions!r}: expected ('forward',), ('backward',) or both in this order")
 
 
-def _trials(searches: dict[Direction, PassSearch]) -> list[Trial]:
-    """A trial for every family: the fastest choice of each pass, unless a simpler one is about as fast."""
+Searches = Mapping[Direction, PassSearch]
+
+
+def _trials(searches: Searches, families: Sequence[Family | None]) -> list[Trial]:
+    """A trial for every family, or of whatever family if it is None: the fastest choice of each pass, unless a simpler
+    one is about as fast."""
     trials = []
-    for family in FAMILIES:
+    for family in families:
         by_pass = {direction: search.best(family) for direction, search in searches.items()}
         if all(by_pass.values()):
-            trials.append(_trial({direction: _simplest(tried) for direction, tried in by_pass.items()}))
+            trials.append(_trial(searches, {d: _simplest(searches[d], best) for d, best in by_pass.items()}))
     return trials
 
 
-def _mixed(searches: dict[Direction, PassSearch]) -> list[Trial]:
-    """The fastest choice of each pass, of whatever family."""
-    by_pass = {direction: search.best() for direction, search in searches.items()}
-    if not all(by_pass.values()):
-        return []
-    tried = {direction: _simplest(fastest) for direction, fastest in by_pass.items()}
-    return [_trial(tried)]
+def _simplest(search: PassSearch, fastest_first: Sequence[Choice]) -> Choice:
+    longest_s = search.tried[fastest_first[0]].time_s * (1 + SAME_TIME)
+    return min((choice for choice in fastest_first if search.tried[choice].time_s <= longest_s), key=complexity)
 
 
-def _simplest(tried: Sequence[Tried]) -> Tried:
-    near = [trial for trial in tried if trial.forecast.time_s <= tried[0].forecast.time_s * (1 + SAME_TIME)]
-    return min(near, key=lambda trial: complexity(trial.choice))
-
-
-def _trial(tried: dict[Direction, Tried]) -> Trial:
+def _trial(searches: Searches, choices: dict[Direction, Choice]) -> Trial:
     """A trial of these choices. If its passes are of different families, it is listed under the more complex family."""
     return Trial(
-        family=max((trial.choice.family for trial in tried.values()), key=FAMILIES.index),
-        choices={direction: trial.choice for direction, trial in tried.items()},
-        forecasts={direction: trial.forecast for direction, trial in tried.items()},
+        family=max((choice.family for choice in choices.values()), key=FAMILIES.index),
+        choices=choices,
+        forecasts={direction: searches[direction].simulate(choice) for direction, choice in choices.items()},
     )
 
 
-def _one_choice(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> list[Trial]:
+def _fits(trial: Trial, searches: Searches) -> bool:
+    return all(searches[direction].fits(forecast) for direction, forecast in trial.forecasts.items())
+
+
+def _one_choice(searches: Searches, trials: Sequence[Trial]) -> list[Trial]:
     """For every family, the fastest trial with one choice for both passes.
 
     Choices of `trials` within the forecast error of the fastest are first simulated in the other pass too.
@@ -174,54 +174,43 @@ def _one_choice(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) 
                 for search in searches.values():
                     search.simulate(choice)
     by_family: dict[Family, Trial] = {}
-    forward, backward = searches.values()
-    tried = {tried.choice: tried for tried in backward.best()}
-    for first in forward.best():
-        if first.choice in tried:
-            trial = _trial(dict(zip(searches, (first, tried[first.choice]), strict=True)))
+    forward, backward = (search.best() for search in searches.values())
+    in_both = set(backward)
+    for choice in forward:
+        if choice in in_both:
+            trial = _trial(searches, dict.fromkeys(searches, choice))
             by_family[trial.family] = min(by_family.get(trial.family, trial), trial, key=lambda trial: trial.time_s)
     return list(by_family.values())
 
 
-def _exchanged_once(searches: dict[Direction, PassSearch]) -> list[Trial]:
+def _exchanged_once(searches: Searches) -> list[Trial]:
     """The fastest trials in which both passes exchange heads alike, and backward finds its inputs exchanged."""
-    by_pass: list[dict[Exchange, Tried]] = []
-    for search in searches.values():
-        by_exchange: dict[Exchange, Tried] = {}
-        for tried in search.best():
-            grid = tried.choice.assignment
-            if grid.ulysses_degree > 1 and not tried.choice.keep:
-                by_exchange.setdefault((grid.ulysses_degree, grid.waves, grid.cut), tried)
-        by_pass.append(by_exchange)
-    alike = [
-        {d: by_exchange[e] for d, by_exchange in zip(searches, by_pass, strict=True)}
-        for e in by_pass[0]
-        if e in by_pass[1]
+    by_exchange: dict[Exchange, dict[Direction, Choice]] = {}
+    for direction, search in searches.items():
+        for choice in search.best():
+            grid = choice.assignment
+            if grid.ulysses_degree > 1 and not choice.keep:
+                passes = by_exchange.setdefault((grid.ulysses_degree, grid.waves, grid.cut), {})
+                passes.setdefault(direction, choice)
+    alike = [_trial(searches, passes) for passes in by_exchange.values() if len(passes) == len(searches)]
+    alike.sort(key=lambda trial: trial.time_s)
+    kept = [
+        _trial(searches, {d: replace(choice, keep=("own",)) for d, choice in trial.choices.items()})
+        for trial in alike[:TRIED_EXCHANGED_ONCE]
     ]
-    alike.sort(key=lambda pair: sum(tried.forecast.time_s for tried in pair.values()))
-    trials = []
-    for pair in alike[:TRIED_EXCHANGED_ONCE]:
-        choices = {d: replace(tried.choice, keep=("own",)) for d, tried in pair.items()}
-        kept = {d: Tried(choice, searches[d].simulate(choice)) for d, choice in choices.items()}
-        if all(tried.forecast.peak_nbytes <= searches[d].memory_limit for d, tried in kept.items()):
-            trials.append(_trial(kept))
-    return trials
+    return [trial for trial in kept if _fits(trial, searches)]
 
 
-def _kept(searches: dict[Direction, PassSearch], trials: Sequence[Trial]) -> list[Trial]:
+def _kept(searches: Searches, trials: Sequence[Trial]) -> list[Trial]:
     """Trials with the fastest trials' tiles in which forward keeps its inputs for backward."""
-    kept_trials = []
+    kept = []
     for trial in sorted(trials, key=lambda trial: trial.time_s)[:3]:
         for shape in dict.fromkeys(c for c in trial.choices.values() if c.assignment.places > 1):
-            for keep in KEEPS:
-                choice = replace(shape, keep=keep)
-                tried = {d: Tried(choice, search.simulate(choice)) for d, search in searches.items()}
-                if all(t.forecast.peak_nbytes <= searches[d].memory_limit for d, t in tried.items()):
-                    kept_trials.append(_trial(tried))
-    return kept_trials
+            kept += [_trial(searches, dict.fromkeys(searches, replace(shape, keep=keep))) for keep in KEEPS]
+    return [trial for trial in kept if _fits(trial, searches)]
 
 
-def _priced_again(trials: list[Trial], searches: dict[Direction, PassSearch]) -> list[Trial]:
+def _priced_again(trials: list[Trial], searches: Searches) -> list[Trial]:
     """Simulate the trials that are not far behind again, with the calls of more ranks priced. One that then takes more
     memory than is allowed is left out."""
     for search in searches.values():
@@ -230,9 +219,8 @@ def _priced_again(trials: list[Trial], searches: dict[Direction, PassSearch]) ->
     again = []
     for trial in sorted(trials, key=lambda trial: trial.time_s):
         if trial.time_s <= FAR_BEHIND * (1 + NEAR_TIE) * fastest_s:
-            forecasts = {direction: searches[direction].simulate(c) for direction, c in trial.choices.items()}
-            trial = replace(trial, forecasts=forecasts)
-            if any(forecast.peak_nbytes > searches[d].memory_limit for d, forecast in forecasts.items()):
+            trial = _trial(searches, trial.choices)
+            if not _fits(trial, searches):
                 continue
             fastest_s = min(fastest_s, trial.time_s)
         again.append(trial)
@@ -243,44 +231,41 @@ def _ranked(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     """The chosen one, then the best of every other family with the reason why it is not chosen, fastest first."""
     best = [_best([t for t in trials if t.family == family]) for family in dict.fromkeys(t.family for t in trials)]
     best.sort(key=lambda trial: trial.time_s)
-    near = _near(best, NEAR_TIE)
-    chosen = min(near, key=lambda trial: trial.complexity)
-    losers = [replace(trial, reason=why_not(trial, chosen, NEAR_TIE)) for trial in best if trial is not chosen]
+    chosen = min(within(NEAR_TIE, best), key=lambda trial: trial.complexity)
+    losers = [replace(trial, reason=why_not(trial, chosen)) for trial in best if trial is not chosen]
     return (chosen, *losers)
 
 
 def _best(trials: Sequence[Trial]) -> Trial:
     """The fastest trial of a family, unless one with a single choice for both passes is as fast."""
-    return min(_near(trials, SAME_TIME), key=lambda trial: (len(set(trial.choices.values())), trial.time_s))
+    return min(within(SAME_TIME, trials), key=lambda trial: (len(set(trial.choices.values())), trial.time_s))
 
 
-def _near(trials: Sequence[Trial], slower: float) -> list[Trial]:
-    """The trials within a share of the fastest."""
-    fastest_s = min(trial.time_s for trial in trials)
-    return [trial for trial in trials if trial.time_s <= fastest_s * (1 + slower)]
-
-
-def _does_not_fit(searches: dict[Direction, PassSearch], memory_limit: float) -> MemoryLimitError:
-    # A method must fit in every pass that was asked for.
-    needs = [
-        max(min(f.peak_nbytes for c, f in search.tried.items() if c.family == family) for search in searches.values())
-        for family in FAMILIES
-        if all(any(c.family == family for c in search.tried) for search in searches.values())
-    ]
-    least = min(needs)
+def _does_not_fit(searches: Searches, memory_limit: float) -> MemoryLimitError:
+    least = min(_least_nbytes(searches).values())
     return MemoryLimitError(
         f"no plan stays below {format_nbytes(memory_limit)} per rank; the smallest needs {format_nbytes(least)}. "
         "Allow more, or spread the sequence over more ranks"
     )
 
 
+def _least_nbytes(searches: Searches) -> dict[Family, int]:
+    """What every family that was simulated in each pass needs at least: it must fit in each."""
+    least: dict[Family, int] = {}
+    for family in FAMILIES:
+        peaks = [[f.peak_nbytes for c, f in s.tried.items() if c.family == family] for s in searches.values()]
+        if all(peaks):
+            least[family] = max(map(min, peaks))
+    return least
+
+
 # Why the others lost
 
 
-def why_not(loser: Trial, chosen: Trial, near_tie: float) -> str:
+def why_not(loser: Trial, chosen: Trial) -> str:
     """One line that names the largest cost of the loser."""
     lost = loser.time_s - chosen.time_s
-    if lost <= near_tie * chosen.time_s:
+    if lost <= NEAR_TIE * chosen.time_s:
         return "about as fast, and not as simple" if loser.time_s < chosen.time_s or lost > 0 else "as fast"
     exposed, computed = loser.exposed_s - chosen.exposed_s, loser.compute_s - chosen.compute_s
     if computed > exposed:
@@ -298,19 +283,18 @@ def why_not(loser: Trial, chosen: Trial, near_tie: float) -> str:
 def cannot_be_used(
     problem: Problem,
     usable: Collection[str],
-    searches: Mapping[Direction, PassSearch],
+    searches: Searches,
     memory_limit: float,
     candidates: Sequence[Choice],
 ) -> dict[str, str]:
     """The families that have no trial, and why."""
     left_out: dict[str, str] = {}
+    needed = _least_nbytes(searches)
     for family in FAMILIES:
         if family in usable:
             continue
-        needs = [[f.peak_nbytes for c, f in s.tried.items() if c.family == family] for s in searches.values()]
-        if all(needs):
-            most = max(map(min, needs))
-            left_out[family] = f"needs {format_nbytes(most)}, {format_nbytes(memory_limit)} allowed"
+        if family in needed:
+            left_out[family] = f"needs {format_nbytes(needed[family])}, {format_nbytes(memory_limit)} allowed"
         elif same := [choice for choice in candidates if choice.family == family]:
             least_s = sum(
                 min(traffic(c, problem, search.topology, direction).bound_s for c in same)

@@ -23,13 +23,6 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-class Work(NamedTuple):
-    """Pairs of every block, query place by key/value place: of calls without a mask, and of calls with one."""
-
-    whole: Floats
-    masked: Floats
-
-
 def pairs_of(problem: Problem, layout: Layout, assignment: Assignment, place: int) -> tuple[float, float]:
     """Pairs of one place's calls without a mask, and with one. For masks without documents; as `needs` counts them."""
     matrix = _of_degree(problem, layout, assignment.ulysses_degree)
@@ -55,11 +48,13 @@ class Segments(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def work(problem: Problem, layout: Layout, ulysses: int) -> Work:
+def _work(problem: Problem, layout: Layout, ulysses: int) -> tuple[Floats, Floats]:
+    """Pairs of every block, query place by key/value place: of calls without a mask, and of calls with one."""
     places = problem.ranks // ulysses
     matrix = _of_degree(problem, layout, ulysses)
     q, kv = (_segments(matrix, axis, range(places)) for axis in ("row", "col"))
-    return Work(*(_by_place(part, q.place, kv.place, places) for part in _cut(problem, q, kv)))
+    whole, masked = (_by_place(part, q.place, kv.place, places) for part in _cut(problem, q, kv))
+    return whole, masked
 
 
 def _of_degree(problem: Problem, layout: Layout, ulysses: int) -> BlockMatrix:
@@ -143,7 +138,7 @@ def needs(problem: Problem, layout: Layout, assignment: Assignment) -> Needs:
         for axis in ("row", "col")
     )
     blocks = rows[:, :, None], cols[:, None, :]
-    whole, masked = (part[blocks] for part in work(problem, layout, assignment.ulysses_degree))
+    whole, masked = (part[blocks] for part in _work(problem, layout, assignment.ulysses_degree))
     is_live = (whole + masked) > 0
     return Needs(
         members={"row": rows, "col": cols},

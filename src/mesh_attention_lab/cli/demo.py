@@ -241,7 +241,7 @@ def machine_at_hand(calibration: Measurement, *, ranks: int) -> tuple[Topology, 
     try:
         here = fit_topology(calibration, name="here", ranks=ranks, ranks_per_node=ranks, unmeasured=None)
     except TopologyError:
-        return PRESETS["laptop"].topology.with_ranks(ranks), False
+        return PRESETS["laptop"].with_ranks(ranks), False
     return here, True
 
 

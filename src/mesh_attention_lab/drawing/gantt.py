@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.timeline import LANES, Lane, Timeline, Track, rank_tracks
+from mesh_attention.timeline import LANES, Lane, Timeline
 from mesh_attention.units import format_time
 from mesh_attention_lab.drawing import canvas
+from mesh_attention_lab.drawing.tracks import Track, rank_tracks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.errors import UsageError, writing
-from mesh_attention.timeline import TOUCH_S, Lane, Span, Timeline, Track, rank_tracks
+from mesh_attention.timeline import Lane, Span, Timeline
+from mesh_attention_lab.drawing.tracks import TOUCH_S, Track, rank_tracks
 
 Event = dict[str, Any]
 
