@@ -7,7 +7,8 @@ attention, which stores them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -23,10 +24,6 @@ from mesh_attention.units import brief, count
 NO_CALL = (
     "a GenerationCache was given to a model whose attention is not mesh attention; use "
     'model.set_attn_implementation("mesh_attention"), or another cache for this model'
-)
-OTHERS_KEYS = (
-    "a layer attends to keys and values that it did not put into the cache (of another layer, perhaps); "
-    'generate with another implementation: model.set_attn_implementation("sdpa")'
 )
 
 
@@ -132,11 +129,14 @@ class GenerationCache(Cache):
         self._max_rollback = max(max_rollback, self._max_rollback)
         self.is_to_meet = True
 
-    def open(self) -> None:
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, layers that attend with mesh attention may update the cache."""
         self._is_in_call, self._updated = True, None
-
-    def close(self) -> None:
-        self._is_in_call = False
+        try:
+            yield
+        finally:
+            self._is_in_call = False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -147,13 +147,20 @@ class GenerationCache(Cache):
         self._updated = layer_idx
         return key_states, value_states
 
+    def updated_layer(self) -> int:
+        """The index of the layer that attends now."""
+        index, self._updated = self._updated, None
+        if index is None:
+            raise UsageError(
+                "a layer attends to keys and values that it did not put into the cache (of another layer, perhaps); "
+                'generate with another implementation: model.set_attn_implementation("sdpa")'
+            )
+        return index
+
     def number_of_layer(self, window: int | None) -> int:
         """The number in the sharded cache of the layer that attends now, with this window."""
-        index, self._updated = self._updated, None
-        observed = self._observed
+        index, observed = self.updated_layer(), self._observed
         assert observed is not None
-        if index is None or index not in observed.layers:
-            raise UsageError(OTHERS_KEYS)
         if observed.layers[index].window != window:
             raise MaskError(
                 f"layer {index} has a window of {window} tokens before its own, but the cache keeps "

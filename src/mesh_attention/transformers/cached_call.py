@@ -10,8 +10,7 @@ several steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -25,12 +24,13 @@ from mesh_attention.arguments import describe
 from mesh_attention.batches import fingerprint
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.execution.sharding import gather
+from mesh_attention.integrations.pytorch import as_autocast, with_sinks
 from mesh_attention.plan.serving import MOST_DECODED
 from mesh_attention.serving import Step, Turn
 from mesh_attention.session.agreement import Question
-from mesh_attention.transformers.attention import LayerAttention
+from mesh_attention.transformers.attention import LayerAttention, check_sinks
 from mesh_attention.transformers.cache import GenerationCache
-from mesh_attention.transformers.masks import CALL, CachedCall
+from mesh_attention.transformers.masks import BatchMask, calling, read_band, refuse_own_mask
 from mesh_attention.transformers.models import refuse_rotary_ends
 from mesh_attention.transformers.probe import observe
 from mesh_attention.units import count
@@ -58,8 +58,6 @@ def call_with_cache(model: Any, inputs: Inputs, layers: LayerAttention, try_mode
     except BaseException as error:
         cache.failure = f"{type(error).__name__}: {error}"
         raise
-    finally:
-        cache.close()
     cache.columns += new.columns
     cache.is_to_meet = False
     return out.to_tuple() if inputs.get("return_dict") is False else out
@@ -219,7 +217,9 @@ class _Call:
         columns = torch.tensor(wanted, device=tokens.device)
         if self.keeps and is_cut:
             inputs["logits_to_keep"] = columns
-        with _in_call(inputs, CachedCall(self.cache, part)):
+        # Compiled layers run uncompiled: shapes and tables change with every call.
+        stance = torch.compiler.set_stance("force_eager")
+        with calling(CachedCall(cache=self.cache, part=part)), self.cache.used(), stance:
             out = nn.Module.__call__(self.model, **inputs)
         name = type(self.model).__name__
         self.cache.check_all_attended(part, name)
@@ -253,18 +253,40 @@ def _output(out: Mapping[str, Any], logits: Any, cache: GenerationCache) -> Any:
     return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
 
-@contextmanager
-def _in_call(inputs: Inputs, call: CachedCall) -> Iterator[None]:
-    """Let the layers see the call. Compiled layers run uncompiled: shapes and tables change with every call."""
-    before = CALL.inputs
-    CALL.inputs, CALL.cached = inputs, call
-    call.cache.open()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        CALL.inputs, CALL.cached = before, None
-        call.cache.close()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedCall:
+    """A model's call with a `GenerationCache`: layers attend to it, and add the new tokens of a turn or a step."""
+
+    cache: GenerationCache
+    part: Turn | Step
+
+    def make_mask(self, *, attention_mask: Tensor | None = None, **request: Any) -> BatchMask:
+        """The mask of layers. The cache knows the positions of its tokens."""
+        if attention_mask is not None:
+            refuse_own_mask(attention_mask, None)
+        band = read_band(**{name: value for name, value in request.items() if name not in KNOWN})
+        if band.right != 0:
+            raise MaskError(f"generation needs causal attention, but the model asks for the mask {band}")
+        return BatchMask(band=band, call=self)
+
+    def attend(self, tensors: Sequence[Tensor], mask: BatchMask, arguments: Mapping[str, Any]) -> Tensor:
+        """Attention of new tokens to a cache and themselves, (rows, tokens, heads, dim)."""
+        with self.cache.attention.session.telling():
+            sinks = check_sinks(arguments, heads=tensors[0].shape[1])
+            layer = self.cache.number_of_layer(mask.band.left)
+        result: Any = self.part.attend(
+            layer,
+            *(tensor.transpose(1, 2) for tensor in as_autocast(*tensors)),
+            softmax_scale=arguments.get("scaling"),
+            softcap=arguments.get("softcap") or 0.0,
+            return_lse=sinks is not None,
+        )
+        out: Tensor = result if sinks is None else with_sinks(result[0], result[1], sinks)
+        return out
+
+
+KNOWN = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset")
+"""Sizes and positions that the cache knows better."""
 
 
 # The new tokens of a call. Everything here is about the whole call, which is the same on every rank, and sends nothing
