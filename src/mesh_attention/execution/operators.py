@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 from weakref import WeakValueDictionary
 
 import torch
@@ -52,32 +52,20 @@ class Operands(NamedTuple):
         return (*self.options, self.gradient, self.calls)
 
 
-T = TypeVar("T")
+CALLS: WeakValueDictionary[int, Calls] = WeakValueDictionary()
+"""By number, because an operator takes tensors and numbers only."""
+_NUMBERS = count(1)
 
 
-class WeakRegistry(Generic[T]):
-    """Objects that operators refer to by number, because an operator takes tensors and numbers only; held weakly."""
-
-    def __init__(self) -> None:
-        self._numbers = count(1)
-        self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
-
-    def number(self, new: T) -> int:
-        """A number for the object, valid as long as the object exists."""
-        number = next(self._numbers)
-        self._objects[number] = new
-        return number
-
-    def find(self, number: int) -> T | None:
-        return self._objects.get(number)
-
-
-CALLS: WeakRegistry[Calls] = WeakRegistry()
-number_of = CALLS.number
+def number_of(calls: Calls) -> int:
+    """A number for the calls of a MeshAttention, valid as long as they exist."""
+    number = next(_NUMBERS)
+    CALLS[number] = calls
+    return number
 
 
 def calls_of(number: int) -> Calls:
-    calls = CALLS.find(number)
+    calls = CALLS.get(number)
     if calls is None:
         raise UsageError(
             "the MeshAttention that this operator was traced with no longer exists; keep it as long as the compiled "
@@ -188,7 +176,7 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> No
     ctx.save_for_backward(*output, *(given if isinstance(given, Tensor) else None for given in inputs))
     ctx.others = tuple(None if isinstance(given, Tensor) else given for given in inputs)
     # Backward finds its calls by the same number. (While tracing, nothing can be said about what will run when.)
-    ctx.calls = CALLS.find(inputs[-1]) if type(inputs[-1]) is int else None
+    ctx.calls = CALLS.get(inputs[-1]) if type(inputs[-1]) is int else None
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:

@@ -32,6 +32,13 @@ PASSED_BY = ("use_cache", "num_items_in_batch", "shift_labels", "logits_to_keep"
 """Arguments that pass through the layers and have no effect on attention."""
 
 
+def make_mask(**request: Any) -> BatchMask:
+    """The mask of layers. Models request it in every forward, before the first layer attends."""
+    if CALL.current is None:
+        raise UsageError("mesh attention reads the arguments of a model's call; call the model, not its forward")
+    return CALL.current.make_mask(**request)
+
+
 class LayerAttention:
     """The attention function of one `MeshAttention`, and what is known of the models that use it."""
 
@@ -41,12 +48,6 @@ class LayerAttention:
         """The kinds of calls that each model was tried with, and why it refuses padding on the left, if it does."""
         self.observed: WeakKeyDictionary[nn.Module, dict[object, Observed]] = WeakKeyDictionary()
         """The layers of each model as a cache sees them, by dtype and device."""
-
-    def make_mask(self, **request: Any) -> BatchMask:
-        """The mask of layers. Models request it in every forward, before the first layer attends."""
-        if CALL.current is None:
-            raise UsageError("mesh attention reads the arguments of a model's call; call the model, not its forward")
-        return CALL.current.make_mask(**request)
 
     def __call__(
         self,

@@ -24,8 +24,10 @@ from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.integrations.pytorch import as_autocast
 from mesh_attention.sequences import CUTS, LENGTHS
 from mesh_attention.serving import CachedLayer
+from mesh_attention.session.agreement import Question
 from mesh_attention.transformers.cache import GenerationCache, Observed
 from mesh_attention.transformers.masks import DECODING, BatchMask, calling, read_band
+from mesh_attention.transformers.models import refuse_call, refuse_model
 
 if TYPE_CHECKING:
     from mesh_attention.transformers.attention import LayerAttention
@@ -40,9 +42,44 @@ PADDING = 2
 """Tokens of padding at the start, if the batch has padding there."""
 ITEMS = 7
 """The number of labelled tokens that the loss is divided by."""
+NOT_TRIED = ("use_cache", "output_hidden_states", "return_dict", "num_items_in_batch")
+"""Arguments that need no trial of their own, so that ranks may differ in them."""
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 FUSED = "fused_lm_head"
 """An argument of models that TRL changed: compute the loss without logits, which needs labels."""
+
+
+def try_once(model: Any, inputs: Mapping[str, Any], layers: LayerAttention) -> None:
+    """Try a model with the kinds of arguments that it is given, unless that was done before.
+
+    The kind must not depend on values: ranks with other batches (data parallelism) may share parameters, which a trial
+    gathers. So padding on the left is tried in any case, and refused once a batch has it.
+    """
+    kind = frozenset(name for name, value in inputs.items() if value is not None and name not in NOT_TRIED)
+    unsupported_reasons = layers.tried.setdefault(model, {})
+    mask = inputs.get("attention_mask")
+    session = layers.attention.session
+    with session.telling():
+        refuse_call(model, inputs)
+        if kind not in unsupported_reasons:
+            refuse_model(model)
+            try_model(model, inputs)
+            reason = _padding_unsupported_reason(model, inputs) if isinstance(mask, Tensor) else None
+    if kind not in unsupported_reasons:
+        session.agree(Question(asked={"operation": f"a model's first call with {', '.join(sorted(kind))}"}))
+        unsupported_reasons[kind] = reason
+    reason = unsupported_reasons[kind]
+    if reason is not None and mask is not None and bool((mask[:, 0] == 0).any()):
+        raise UsageError(reason)
+
+
+def _padding_unsupported_reason(model: Any, inputs: Mapping[str, Any]) -> str | None:
+    """Why the model does not take padding on the left, if so."""
+    try:
+        try_model(model, inputs, is_padded_left=True)
+    except UsageError as refusal:
+        return str(refusal)
+    return None
 
 
 @dataclass
@@ -349,7 +386,7 @@ def _look(model: Any, cache: GenerationCache, device: torch.device) -> Observed:
     ids = usual_ids(model, torch.zeros(1, dtype=torch.long, device=device)).repeat(ROWS, 1)
     positions = torch.arange(TOKENS, device=device).repeat(ROWS, 1)
     try:
-        with undisturbed(model), calling(trial), cache.used():
+        with undisturbed(model), calling(trial):
             nn.Module.__call__(model, input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     except UsageError:
         raise

@@ -18,7 +18,7 @@ from inspect import getsource, signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -27,13 +27,13 @@ from mesh_attention.batches import NEVER_RAN, calls_of, count_passes, is_sharded
 from mesh_attention.errors import UsageError
 from mesh_attention.sequences import CUTS
 from mesh_attention.session.agreement import Question
-from mesh_attention.transformers.attention import LayerAttention, ShardedCall, find_layers, read_call
+from mesh_attention.transformers.attention import LayerAttention, ShardedCall, find_layers, make_mask, read_call
 from mesh_attention.transformers.cache import GenerationCache
 from mesh_attention.transformers.cached_call import call_with_cache
 from mesh_attention.transformers.generation import watch_generation
 from mesh_attention.transformers.masks import CALL, calling, check_meanings
-from mesh_attention.transformers.models import refuse_call, refuse_model
-from mesh_attention.transformers.probe import try_model
+from mesh_attention.transformers.models import refuse_model
+from mesh_attention.transformers.probe import try_once
 
 NAME = "mesh_attention"
 MEANINGFUL = ("flash", "sdpa", "flex", "eager", "paged", "/", "|", ":")
@@ -61,11 +61,9 @@ def register(attention: MeshAttention, *, name: str = NAME) -> None:
         raise UsageError(f"{name!r} is registered already; choose another name, or unregister({name!r}) first")
     check_meanings()
     watch()
-    layers = LayerAttention(attention)
-    AttentionInterface.register(name, layers)
+    AttentionInterface.register(name, LayerAttention(attention))
     # torch.compile does not trace it: it reads closures and the values of padding. Layers can be compiled one by one.
-    untraced = torch.compiler.disable(layers.make_mask)  # type: ignore[no-untyped-call]
-    AttentionMaskInterface.register(name, untraced)
+    AttentionMaskInterface.register(name, torch.compiler.disable(make_mask))  # type: ignore[no-untyped-call]
 
 
 def unregister(name: str = NAME) -> None:
@@ -87,8 +85,6 @@ def _check_name(name: str) -> None:
 # The guard
 
 
-NOT_TRIED = ("use_cache", "output_hidden_states", "return_dict", "num_items_in_batch")
-"""Arguments that need no trial of their own, so that ranks may differ in them."""
 UNCOMPILED = "mesh attention checks every call of a model; compile its layers one by one, or without fullgraph=True"
 
 
@@ -123,7 +119,7 @@ def _watched(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             raise UsageError(NEVER_RAN.format(what=type(model).__name__))
         return out
     if isinstance(inputs.get("past_key_values"), GenerationCache):
-        return call_with_cache(model, inputs, layers, lambda inputs: _try_once(model, inputs, layers))
+        return call_with_cache(model, inputs, layers)
     with calling(_agreed_call(model, inputs, layers)):
         return nn.Module.__call__(model, *args, **kwargs)
 
@@ -140,7 +136,7 @@ def _count_passes(model: PreTrainedModel, inputs: Mapping[str, Any]) -> int | No
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _agreed_call(model: PreTrainedModel, inputs: Mapping[str, Any], layers: LayerAttention) -> ShardedCall:
     """The call, checked. Ranks tell each other of refusals; the others would wait otherwise."""
-    _try_once(model, inputs, layers)
+    try_once(model, inputs, layers)
     session = layers.attention.session
     with session.telling():
         call = read_call(model, inputs, layers.attention)
@@ -159,39 +155,6 @@ def _bind(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
         if parameter.kind is parameter.VAR_KEYWORD:
             bound |= bound.pop(name, {})
     return bound
-
-
-def _try_once(model: Any, inputs: Mapping[str, Any], layers: LayerAttention) -> None:
-    """Try a model with the kinds of arguments that it is given, unless that was done before.
-
-    The kind must not depend on values: ranks with other batches (data parallelism) may share parameters, which a trial
-    gathers. So padding on the left is tried in any case, and refused once a batch has it.
-    """
-    kind = frozenset(name for name, value in inputs.items() if value is not None and name not in NOT_TRIED)
-    unsupported_reasons = layers.tried.setdefault(model, {})
-    mask = inputs.get("attention_mask")
-    session = layers.attention.session
-    with session.telling():
-        refuse_call(model, inputs)
-        if kind not in unsupported_reasons:
-            refuse_model(model)
-            try_model(model, inputs)
-            reason = _padding_unsupported_reason(model, inputs) if isinstance(mask, Tensor) else None
-    if kind not in unsupported_reasons:
-        session.agree(Question(asked={"operation": f"a model's first call with {', '.join(sorted(kind))}"}))
-        unsupported_reasons[kind] = reason
-    reason = unsupported_reasons[kind]
-    if reason is not None and mask is not None and bool((mask[:, 0] == 0).any()):
-        raise UsageError(reason)
-
-
-def _padding_unsupported_reason(model: Any, inputs: Mapping[str, Any]) -> str | None:
-    """Why the model does not take padding on the left, if so."""
-    try:
-        try_model(model, inputs, is_padded_left=True)
-    except UsageError as refusal:
-        return str(refusal)
-    return None
 
 
 def _refuse_classes(choose: Callable[..., str]) -> Callable[..., str]:
