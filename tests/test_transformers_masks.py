@@ -26,7 +26,7 @@ from mesh_attention.testing.kernel_conformance import is_unmasked
 from mesh_attention.transformers import register, unregister
 from mesh_attention.transformers.attention import LayerAttention, ShardedCall, read_call
 from mesh_attention.transformers.masks import BatchMask, band_of, check_meanings
-from mesh_attention.transformers.models import refuse_mixing, refuse_model, refuse_rotary
+from mesh_attention.transformers.models import least_end, refuse_mixing, refuse_model, refuse_rotary
 
 
 def alone() -> MeshAttention:
@@ -345,6 +345,12 @@ def test_the_loss_of_a_router_is_refused(attention: MeshAttention) -> None:
         make_model("experts", "mesh_attention", output_router_logits=True)(**local)
 
 
+def rotary_config(**fields: Any) -> Any:
+    config = SimpleNamespace(**fields)
+    config.get_text_config = lambda: config
+    return config
+
+
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.sampled_from(["zigzag", "contiguous", "striped"]))
 def test_long_rotary_is_let_through_when_every_rank_chooses_as_one_process_would(
     limit: int, seq: int, ranks: int, layout: str
@@ -353,17 +359,17 @@ def test_long_rotary_is_let_through_when_every_rank_chooses_as_one_process_would
     ends = [int(ids.max()) + 1 for ids in attention.position_ids(seq) if len(ids)]
     rotary = {"rope_type": "longrope", "original_max_position_embeddings": limit}
     for parameters in (rotary, {"full_attention": rotary, "sliding_attention": {"rope_type": "default"}}):
-        config = SimpleNamespace(rope_parameters=parameters, max_position_embeddings=100)
+        config = rotary_config(rope_parameters=parameters, max_position_embeddings=100)
         is_same = all((end > limit) == (seq > limit) for end in ends)
         with nullcontext() if is_same else pytest.raises(UsageError, match=r"\(longrope\)"):
-            refuse_rotary(config, attention, [BatchRow((0, seq), (0, seq))])
+            refuse_rotary(config, (least_end(attention, [BatchRow((0, seq), (0, seq))]), seq))
 
 
 def test_documents_and_padding_count_as_short_for_long_rotary() -> None:
-    config = SimpleNamespace(rope_parameters={"rope_type": "longrope"}, max_position_embeddings=4)
+    config = rotary_config(rope_parameters={"rope_type": "longrope"}, max_position_embeddings=4)
     for row in (BatchRow((0, 20, 40), (0, 40)), BatchRow((0, 40), (3, 40))):
         with pytest.raises(UsageError, match="without padding or documents"):
-            refuse_rotary(config, alone(), [row])
+            refuse_rotary(config, (least_end(alone(), [row]), 40))
 
 
 def test_dropout_is_refused_in_training_only(attention: MeshAttention) -> None:

@@ -23,7 +23,7 @@ from mesh_attention.integrations.pytorch import as_autocast, with_sinks
 from mesh_attention.sequences import CUTS, LENGTHS, BatchRow, find_misplaced, read_documents, real_tokens
 from mesh_attention.transformers.cache import Observed
 from mesh_attention.transformers.masks import CALL, DECODING, BatchMask, read_band, refuse_own_mask
-from mesh_attention.transformers.models import parts_of, refuse_rotary
+from mesh_attention.transformers.models import least_end, refuse_rotary
 
 HONOURED = ("scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "deterministic")
 OF_THE_CALL = ("position_ids", "output_attentions", "output_router_logits", *CUTS, *LENGTHS)
@@ -142,8 +142,7 @@ def read_call(model: Any, inputs: Mapping[str, Any], attention: MeshAttention) -
     tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
     padding = inputs.get("attention_mask")
     rows = _read_rows(inputs, tokens, padding, attention)
-    for config in parts_of(model.config):
-        refuse_rotary(config, attention, rows)
+    refuse_rotary(model.config, (least_end(attention, rows), rows[0].cuts[-1]))
     position_ids = inputs.get("position_ids")
     if position_ids is None:  # a model that passed the trial counts like this
         position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]

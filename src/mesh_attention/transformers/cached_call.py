@@ -32,7 +32,7 @@ from mesh_attention.session.agreement import Question
 from mesh_attention.transformers.attention import LayerAttention, check_sinks
 from mesh_attention.transformers.cache import GenerationCache
 from mesh_attention.transformers.masks import BatchMask, calling, read_band, refuse_own_mask
-from mesh_attention.transformers.models import refuse_rotary_ends
+from mesh_attention.transformers.models import refuse_rotary
 from mesh_attention.transformers.probe import observe, try_once
 from mesh_attention.units import count
 
@@ -114,7 +114,7 @@ class _Call:
         counts = {self.cache.sequences[row]: number for row, number in enumerate(new.counts) if number}
         is_one_step = len({*counts.values()}) <= 1 and max(counts.values(), default=0) <= MOST_DECODED
         if not is_one_step and min(self.store.tokens_per_rank(counts)):
-            refuse_rotary_ends(self.model.config, self._ends())
+            refuse_rotary(self.model.config, self._ends())
             return None
         starts = [new.columns - number for number in new.counts]
         return [

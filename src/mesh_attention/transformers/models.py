@@ -127,21 +127,16 @@ def _refuse_outputs(config: object, inputs: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_rotary(config: object, attention: MeshAttention, rows: Sequence[BatchRow]) -> None:
-    """Refuse rotary frequencies that depend on the largest position, where ranks could differ in it."""
-    seq_len = rows[0].cuts[-1]
-    for kind, limit in _rotary_limits(config):
-        if seq_len > limit and not (kind == "longrope" and limit < _least_end(attention, rows, seq_len)):
-            raise UsageError(_depends(config, kind, limit, seq_len))
+def refuse_rotary(config: object, ends: Sequence[int]) -> None:
+    """Refuse rotary frequencies that depend on the largest position, if ranks differ in it.
 
-
-def refuse_rotary_ends(config: Any, ends: Sequence[int]) -> None:
-    """Refuse rotary frequencies that depend on the largest position, if ranks differ in it; `ends` are those behind."""
+    `ends` are the positions behind the last token of each rank, or the least and the greatest of them.
+    """
     if len(set(ends)) == 1:
         return
     for part in parts_of(config):
         for kind, limit in _rotary_limits(part):
-            if max(ends) >= limit and not (kind == "longrope" and min(ends) > limit):
+            if max(ends) > limit and not (kind == "longrope" and min(ends) > limit):
                 raise UsageError(_depends(part, kind, limit, max(ends)))
 
 
@@ -172,14 +167,13 @@ def _rotary_limits(config: object) -> Iterator[tuple[str, int]]:
             yield kind, limit
 
 
-def _least_end(attention: MeshAttention, rows: Sequence[BatchRow], seq_len: int) -> int:
+def least_end(attention: MeshAttention, rows: Sequence[BatchRow]) -> int:
     """The smallest end among the ranks' tokens; 0 where positions may restart, so that it is unknown."""
+    seq_len, ranks = rows[0].cuts[-1], attention.ranks
     whole = (0, seq_len)
     if any(row.cuts != whole or row.real != whole for row in rows):
         return 0
-    shards = (
-        attention.layout.segments(rank, seq_len=seq_len, ranks=attention.ranks) for rank in range(attention.ranks)
-    )
+    shards = (attention.layout.segments(rank, seq_len=seq_len, ranks=ranks) for rank in range(ranks))
     return min(max(segment[-1] for segment in shard) + 1 for shard in shards if shard)
 
 
