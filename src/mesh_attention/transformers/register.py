@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from mesh_attention.api import MeshAttention
-from mesh_attention.batches import NEVER_RAN, calls_of, count_passes, is_sharded
+from mesh_attention.batches import NEVER_RAN, count_passes, is_sharded
 from mesh_attention.errors import UsageError
 from mesh_attention.sequences import CUTS
 from mesh_attention.session.agreement import Question
@@ -127,7 +127,7 @@ def _watched(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _count_passes(model: PreTrainedModel, inputs: Mapping[str, Any]) -> int | None:
     """How often the attention has run that a sharded batch needs; None if no rank needs another's tokens."""
-    passes = count_passes(calls_of(inputs.values()))
+    passes = count_passes(inputs.values())
     if passes is not None:
         refuse_model(model)
     return passes
