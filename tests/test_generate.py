@@ -436,8 +436,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": torch.tensor([[0] * 8])}, "row 0 of attention_mask has no real token"),
     ({"max_time": 3.0}, "max_time=3.0 is not supported: the ranks' clocks differ"),
     ({"guidance_scale": 2.0}, "guidance_scale=2.0 is not supported with mesh attention: it runs a second prompt"),
-    ({"output_hidden_states": True}, "output_hidden_states is not supported with mesh attention: each rank has its"),
-    ({"output_attentions": True}, "output_attentions is not supported with mesh attention"),
+    ({"output_hidden_states": True}, "output_hidden_states is not supported with a GenerationCache: each rank has its"),
+    ({"output_attentions": True}, "output_attentions is not supported"),
     ({"custom_generate": lambda *_: None}, "custom_generate is not supported with mesh attention"),
     ({"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}, "custom_generate is not supported"),
 ]

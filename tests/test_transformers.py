@@ -211,7 +211,7 @@ def test_forgotten_position_ids_are_refused_on_every_rank(pool: RankPool, layout
     [
         ("packed", "if they restart for packed documents"),
         ("uneven", "or ranks hold unequal numbers of tokens, also pass cu_seq_lens_q/k of the whole sequence"),
-        ("own mask", "pass the mask of the whole sequence on every rank, not only this rank's part"),
+        ("own mask", "give attention_mask and cu_seq_lens of the whole sequence on every rank"),
     ],
 )
 def test_mistakes_in_cutting_are_refused_on_every_rank(pool: RankPool, mistake: str, message: str) -> None:

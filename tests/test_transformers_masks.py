@@ -14,18 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import make_model, tokens
 from torch import Tensor, nn
-from transformers import StaticCache, masking_utils
+from transformers import PreTrainedConfig, StaticCache, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mesh_attention import LocalGroup, UsageError, causal, documents, full
 from mesh_attention.api import MeshAttention
 from mesh_attention.batches import shard_batch
+from mesh_attention.masks import Mask
 from mesh_attention.sequences import BatchRow, cuts_of_restarts, join_rows, split_rows
 from mesh_attention.testing.kernel_conformance import is_unmasked
 from mesh_attention.transformers import register, unregister
-from mesh_attention.transformers.attention import LastAnswer, LayerAttention, refuse_arguments
-from mesh_attention.transformers.masks import BatchMask, band_of, check_meanings, make_mask
-from mesh_attention.transformers.models import refuse_mixing, refuse_rotary
+from mesh_attention.transformers.attention import LayerAttention, ShardedCall, read_call
+from mesh_attention.transformers.masks import BatchMask, band_of, check_meanings
+from mesh_attention.transformers.models import least_end, refuse_mixing, refuse_model, refuse_rotary
 
 
 def alone() -> MeshAttention:
@@ -38,6 +39,12 @@ def attention() -> Iterator[MeshAttention]:
     register(made)
     yield made
     unregister()
+
+
+def call_of(attention: MeshAttention | None = None, *, rows: int = 1, tokens: int = 8, **inputs: Any) -> ShardedCall:
+    """The call of a model without any peculiarities."""
+    model = SimpleNamespace(config=PreTrainedConfig())
+    return read_call(model, {"input_ids": torch.zeros(rows, tokens)} | inputs, attention or alone())
 
 
 # Masks
@@ -90,15 +97,12 @@ def padded_rows(draw: st.DrawFn) -> Tensor:
 @given(mask_functions, padded_rows())
 def test_padding_is_honoured_for_all_real_tokens(function: Callable[..., Any], padding: Tensor) -> None:
     rows, seq = padding.shape
-    made = make_mask(
-        alone(), batch_size=rows, q_length=seq, kv_length=seq, mask_function=function, attention_mask=padding
-    )
-    assert made.seq_len == seq
-    assert made.real is not None
+    call = call_of(alone(), rows=rows, tokens=seq, attention_mask=padding)
+    assert call.seq_len == seq
+    made = call.make_mask(batch_size=rows, q_length=seq, kv_length=seq, mask_function=function, attention_mask=padding)
     said = dense(masking_utils.and_masks(function, masking_utils.padding_mask_function(padding)), rows, seq)
     for row in range(rows):
-        cuts = BatchRow((0, seq), made.real[row]).boundaries(is_causal=made.is_causal)
-        assert torch.equal(dense_row(made.band, cuts, seq)[padding[row]], said[row][padding[row]])
+        assert torch.equal(dense_row(made.band, made.cuts[row], seq)[padding[row]], said[row][padding[row]])
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
@@ -130,9 +134,9 @@ def test_a_transformers_that_means_something_else_is_refused(monkeypatch: pytest
 # What is refused: masks
 
 
-def ask_mask(attention: MeshAttention | None = None, **changes: Any) -> BatchMask:
+def ask_mask(given: Tensor | None = None, **changes: Any) -> BatchMask:
     asked = {"batch_size": 2, "q_length": 8, "kv_length": 8, "mask_function": masking_utils.causal_mask_function}
-    return make_mask(attention or alone(), **(asked | changes))
+    return call_of(rows=2, attention_mask=given).make_mask(**(asked | changes))
 
 
 def with_hole() -> Tensor:
@@ -165,12 +169,14 @@ one_of_four = partial(MeshAttention, LocalGroup(4).comm(1))
         (lambda: ask_mask(q_offset=torch.tensor(0)), "a StaticCache"),
         (lambda: ask_mask(kv_offset=3), "generates with its own cache only"),
         (lambda: ask_mask(kv_length=11), "of different tokens"),
-        (lambda: ask_mask(attention_mask=torch.ones(2, 8), kv_length=11), "of different tokens"),
-        (lambda: ask_mask(attention_mask=torch.ones(3, 8)), "with 2 rows"),
-        (lambda: ask_mask(attention_mask=with_hole()), "row 1 of attention_mask has 2 masked tokens between real ones"),
+        (lambda: ask_mask(batch_size=4), "the model's layers have 4 rows, but it was called with 2"),
+        (lambda: ask_mask(attention_mask=with_hole()), "the model made its own attention_mask"),
+        (lambda: ask_mask(torch.ones(2, 8), attention_mask=with_hole()), "the model made its own attention_mask"),
+        (lambda: ask_mask(torch.ones(3, 8)), "with 2 rows; custom 4D masks are not supported"),
+        (lambda: ask_mask(with_hole()), "row 1 of attention_mask has 2 masked tokens between real ones"),
         (
-            lambda: ask_mask(one_of_four(), attention_mask=torch.ones(2, 8)),
-            "covers 8 tokens, so this rank should hold 2 of them, but the layer got 8; pass the mask",
+            lambda: call_of(one_of_four(), attention_mask=torch.ones(1, 8)),
+            "covers 8 tokens, so this rank should hold 2 of them, but the model got 8; cut inputs with",
         ),
         (lambda: ask_mask(cache_position=torch.arange(8)), "unknown argument 'cache_position' of the mask function"),
     ],
@@ -185,26 +191,19 @@ def test_a_mask_that_cannot_be_honoured_is_refused(ask: Callable[[], object], me
 )
 def test_a_mask_outside_of_attention_is_refused(use: Callable[[Any], object]) -> None:
     with pytest.raises(UsageError, match="the model's own code uses the attention mask"):
-        use(BatchMask(band=causal()))
-    assert not hasattr(BatchMask(band=causal()), "shape")
+        use(BatchMask(band=causal(), call=call_of()))
+    assert not hasattr(BatchMask(band=causal(), call=call_of()), "shape")
 
 
 # What is refused: arguments of attention
 
 
-CAUSAL = BatchMask(band=causal())
-
-
-def ask_layer(
-    attention: MeshAttention | None = None,
-    mask: object = CAUSAL,
-    rows: int = 1,
-    keys: int = 8,
-    **arguments: Any,
-) -> Tensor:
-    layer = LayerAttention(attention or alone())
-    q, k, v = torch.randn(rows, 4, 8, 4), torch.randn(rows, 2, keys, 4), torch.randn(rows, 2, keys, 4)
-    return layer(nn.Identity(), q, k, v, mask, **({"position_ids": torch.arange(8)[None]} | arguments))[0]
+def ask_layer(mask: object = causal(), keys: int = 8, **arguments: Any) -> Tensor:
+    layer = LayerAttention(alone())
+    q, k, v = torch.randn(1, 4, 8, 4), torch.randn(1, 2, keys, 4), torch.randn(1, 2, keys, 4)
+    if isinstance(mask, Mask):
+        mask = BatchMask(band=mask, call=call_of(), cuts=((0, 8),))
+    return layer(nn.Identity(), q, k, v, mask, **arguments)[0]
 
 
 def cuts(*ends: int, k: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -213,16 +212,16 @@ def cuts(*ends: int, k: tuple[int, ...] | None = None) -> dict[str, Any]:
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"dropout": 0.1}, "attention dropout is not supported, got 0.1"),
-    ({"output_attentions": True}, "output_attentions is not supported"),
     ({"position_bias": torch.zeros(1)}, "Identity passed position_bias to attention"),
     ({"mask": None}, "attention got no mask as its mask"),
     ({"mask": torch.zeros(1, 1, 8, 8)}, r"attention got a tensor of shape \(1, 1, 8, 8\) as its mask"),
     ({"is_causal": False}, "is_causal=False contradicts the mask causal"),
-    ({"is_causal": True, "mask": BatchMask(band=full())}, "is_causal=True contradicts the mask full"),
+    ({"is_causal": True, "mask": full()}, "is_causal=True contradicts the mask full"),
     ({"sliding_window": 4}, "sliding_window=4 contradicts the mask causal, which has another window"),
     ({"keys": 9}, "generates with its own cache only"),
     ({"s_aux": torch.zeros(3)}, r"s_aux is a tensor of shape \(3,\): expected attention sinks, one per head \(4\)"),
-    ({"position_ids": None}, "the layer passed no position_ids"),
+]
+INPUTS: list[tuple[dict[str, Any], str]] = [
     ({"position_ids": torch.arange(7)[None]}, r"expected \(batch or 1, 8\)"),
     ({"position_ids": torch.zeros(3, 1, 8)}, r"expected \(batch or 1, 8\)"),
     ({"position_ids": torch.arange(8)[None] + 1}, "are not those of this rank's tokens"),
@@ -232,11 +231,11 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     (cuts(0, 4, 8, k=(0, 5, 8)), "cu_seq_lens_q and cu_seq_lens_k differ"),
     (cuts(0, 4, 8) | {"max_length_q": 3}, "max_length_q=3 is less than the longest document, 4 tokens"),
     (cuts(0, 5, 3, 8), "running totals that start at 0 and never fall"),
-    (cuts(0, 4, 7), "the whole sequence has 7 tokens, so this rank should hold 7 of them, but the layer got 8"),
+    (cuts(0, 4, 7), "the whole sequence has 7 tokens, so this rank should hold 7 of them, but the model got 8"),
     (cuts(0, 10, 16) | {"rows": 2}, "with one at the end of every row"),
     (cuts(0, 8, 15) | {"rows": 2}, "with one at the end of every row"),
     (
-        cuts(0, 9) | {"mask": BatchMask(band=causal(), seq_len=8, real=((0, 8),))},
+        cuts(0, 9) | {"attention_mask": torch.ones(1, 8)},
         "cu_seq_lens has 9 tokens per row, but the batch or attention_mask has 8",
     ),
 ]
@@ -248,44 +247,22 @@ def test_an_argument_that_cannot_be_honoured_is_refused(arguments: dict[str, Any
         ask_layer(**arguments)
 
 
+@pytest.mark.parametrize(("inputs", "message"), INPUTS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_call_that_cannot_be_honoured_is_refused(inputs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call_of(**inputs)
+
+
 def test_what_is_without_effect_is_let_through() -> None:
     ask_layer(use_cache=True, num_items_in_batch=3, output_hidden_states=True, position_bias=None, is_causal=True)
-
-
-def test_position_ids_are_looked_at_once_a_forward() -> None:
-    looked = []
-    last: LastAnswer[None] = LastAnswer()
-    first, other = torch.arange(4), torch.arange(4)
-    for tensor in (first, first, other, other):
-        last.ask(lambda: looked.append("at values"), tensor, 4)
-    assert len(looked) == 2
-    other.add_(1)
-    last.ask(lambda: looked.append("at values"), other, 4)
-    last.ask(lambda: looked.append("at values"), other, 5)
-    assert len(looked) == 4
-    del other  # another tensor may come to lie at its address
-    for _ in range(3):
-        last.ask(lambda: looked.append("at values"), torch.arange(1, 5), 5)
-    assert len(looked) == 7
-
-
-def test_tensors_of_inference_mode_are_looked_at_every_time() -> None:
-    looked = []
-    last: LastAnswer[None] = LastAnswer()
-    with torch.inference_mode():
-        ids = torch.arange(4)
-        for _ in range(2):
-            last.ask(lambda: looked.append("at values"), ids)
-            ids.add_(1)
-    assert len(looked) == 2
 
 
 def test_sinks_take_their_share_of_every_row() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 8, 4, dtype=torch.float64) for heads in (4, 2, 2))
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    given = {"position_ids": torch.arange(8)[None], "scaling": 0.5, "s_aux": sinks}
-    out, _ = LayerAttention(alone())(nn.Identity(), q, k, v, CAUSAL, **given)
+    mask = BatchMask(band=causal(), call=call_of(), cuts=((0, 8),))
+    out, _ = LayerAttention(alone())(nn.Identity(), q, k, v, mask, scaling=0.5, s_aux=sinks)
     scores = (q @ k.repeat_interleave(2, 1).mT * 0.5).masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf)
     shares = torch.cat([scores, sinks[None, :, None, None].expand(1, 4, 8, 1)], dim=-1).softmax(-1)[..., :-1]
     due = (shares @ v.repeat_interleave(2, 1)).transpose(1, 2)
@@ -338,7 +315,6 @@ def test_what_a_model_passes_on_is_refused(attention: MeshAttention, call: dict[
         ("convolutions", {"layer_types": None}, r"\(its config has conv_L_cache\)"),
         ("llama", {"mamba_d_conv": 4}, r"llama mixes tokens .* \(its config has mamba_d_conv\)"),
         ("llama", {"layer_types": ["full_attention", "indexed_attention"]}, "layer_types has 'indexed_attention'"),
-        ("experts", {"output_router_logits": True}, "output_router_logits is not supported: the auxiliary loss"),
     ],
 )
 def test_models_that_look_at_several_tokens_outside_attention_are_refused(
@@ -348,15 +324,7 @@ def test_models_that_look_at_several_tokens_outside_attention_are_refused(
     for key, value in changes.items():
         setattr(model.config, key, value)
     with pytest.raises(UsageError, match=message):
-        refuse_arguments(Configured(model.config), {})
-
-
-class Configured(nn.Module):
-    """A module with a config, as layers are."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
+        refuse_model(model)
 
 
 def test_a_model_with_convolutions_over_tokens_is_refused(attention: MeshAttention) -> None:
@@ -377,6 +345,12 @@ def test_the_loss_of_a_router_is_refused(attention: MeshAttention) -> None:
         make_model("experts", "mesh_attention", output_router_logits=True)(**local)
 
 
+def rotary_config(**fields: Any) -> Any:
+    config = SimpleNamespace(**fields)
+    config.get_text_config = lambda: config
+    return config
+
+
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.sampled_from(["zigzag", "contiguous", "striped"]))
 def test_long_rotary_is_let_through_when_every_rank_chooses_as_one_process_would(
     limit: int, seq: int, ranks: int, layout: str
@@ -385,17 +359,17 @@ def test_long_rotary_is_let_through_when_every_rank_chooses_as_one_process_would
     ends = [int(ids.max()) + 1 for ids in attention.position_ids(seq) if len(ids)]
     rotary = {"rope_type": "longrope", "original_max_position_embeddings": limit}
     for parameters in (rotary, {"full_attention": rotary, "sliding_attention": {"rope_type": "default"}}):
-        config = SimpleNamespace(rope_parameters=parameters, max_position_embeddings=100)
+        config = rotary_config(rope_parameters=parameters, max_position_embeddings=100)
         is_same = all((end > limit) == (seq > limit) for end in ends)
         with nullcontext() if is_same else pytest.raises(UsageError, match=r"\(longrope\)"):
-            refuse_rotary(config, attention, [BatchRow((0, seq), (0, seq))], seq)
+            refuse_rotary(config, (least_end(attention, [BatchRow((0, seq), (0, seq))]), seq))
 
 
 def test_documents_and_padding_count_as_short_for_long_rotary() -> None:
-    config = SimpleNamespace(rope_parameters={"rope_type": "longrope"}, max_position_embeddings=4)
+    config = rotary_config(rope_parameters={"rope_type": "longrope"}, max_position_embeddings=4)
     for row in (BatchRow((0, 20, 40), (0, 40)), BatchRow((0, 40), (3, 40))):
         with pytest.raises(UsageError, match="without padding or documents"):
-            refuse_rotary(config, alone(), [row], 40)
+            refuse_rotary(config, (least_end(alone(), [row]), 40))
 
 
 def test_dropout_is_refused_in_training_only(attention: MeshAttention) -> None:

@@ -73,15 +73,11 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, Tensor) and value in _SHARDED
 
 
-def calls_of(values: Iterable[object]) -> list[Calls]:
-    """The `Calls` that a sharded batch needs; all that batches were sharded for, if its tensors were copied since."""
+def count_passes(values: Iterable[object]) -> int | None:
+    """How often the attention has run that a sharded batch needs (that of any batch, if its tensors were copied since);
+    None if no rank needs another's tokens."""
     needed = [_SHARDED[value]() for value in values if is_sharded(value)]
-    return [calls for calls in needed or _ALL_CALLS if calls is not None]
-
-
-def count_passes(every: Iterable[Calls]) -> int | None:
-    """How often they have run attention; None if no rank needs another's tokens."""
-    passes = [calls.forward_passes for calls in every if calls.session.size > 1]
+    passes = [x.forward_passes for x in needed or _ALL_CALLS if x is not None and x.session.size > 1]
     return sum(passes) if passes else None
 
 

@@ -112,7 +112,7 @@ def join_rows(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def longest_document(cuts: tuple[int, ...]) -> int:
-    return max([0, *(b - a for a, b in pairwise(cuts))])  # max(…, default=…) cannot be traced
+    return max((b - a for a, b in pairwise(cuts)), default=0)
 
 
 def cuts_of_restarts(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._functorch.config as compiler_config
@@ -26,19 +26,14 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from mesh_attention.errors import UsageError
 
+if TYPE_CHECKING:
+    from mesh_attention.context_parallel.sdpa import MeshSdpa
+
 KEY = "DeferredInit"
 """A key that torch reserves for packages outside of it, and does not use itself."""
 SDPA = "scaled_dot_product_attention"
 OTHER_NAMES = ("_transformer_encoder_layer_fwd",)
 """Functions of torch that attend, without "attention" in their name."""
-
-
-class Context(Protocol):
-    """What answers scaled_dot_product_attention."""
-
-    def attend(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def telling(self) -> AbstractContextManager[None]: ...
 
 
 def attends(name: str) -> bool:
@@ -81,7 +76,7 @@ def is_inside() -> bool:
 
 
 @contextmanager
-def answered_by(context: Context) -> Iterator[None]:
+def answered_by(context: MeshSdpa) -> Iterator[None]:
     """Inside, this thread's scaled_dot_product_attention goes to `context`, and other attention is refused."""
     _register()
     _THREAD.contexts.append(context)
@@ -104,7 +99,7 @@ class _Thread(threading.local):
     """The contexts that this thread is in: one, except while a checkpoint recomputes."""
 
     def __init__(self) -> None:
-        self.contexts: list[Any] = []
+        self.contexts: list[MeshSdpa] = []
 
 
 _THREAD = _Thread()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 from weakref import WeakValueDictionary
 
 import torch
@@ -52,24 +52,16 @@ class Operands(NamedTuple):
         return (*self.options, self.gradient, self.calls)
 
 
-T = TypeVar("T")
-
-
+CALLS: WeakValueDictionary[int, Calls] = WeakValueDictionary()
+"""By number, because an operator takes tensors and numbers only."""
 _NUMBERS = count(1)
 
 
-class WeakRegistry(WeakValueDictionary[int, T]):
-    """Objects that operators refer to by number, because an operator takes tensors and numbers only; held weakly."""
-
-    def number(self, new: T) -> int:
-        """A number for the object, valid as long as the object exists."""
-        number = next(_NUMBERS)
-        self[number] = new
-        return number
-
-
-CALLS: WeakRegistry[Calls] = WeakRegistry()
-number_of = CALLS.number
+def number_of(calls: Calls) -> int:
+    """A number for the calls of a MeshAttention, valid as long as they exist."""
+    number = next(_NUMBERS)
+    CALLS[number] = calls
+    return number
 
 
 def calls_of(number: int) -> Calls:

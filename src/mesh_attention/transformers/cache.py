@@ -18,15 +18,12 @@ from transformers import Cache
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.serving import CachedLayer, ShardedCache, Step, Turn
+from mesh_attention.transformers.masks import CALL
 from mesh_attention.units import brief, count
 
 NO_CALL = (
     "a GenerationCache was given to a model whose attention is not mesh attention; use "
     'model.set_attn_implementation("mesh_attention"), or another cache for this model'
-)
-OTHERS_KEYS = (
-    "a layer attends to keys and values that it did not put into the cache (of another layer, perhaps); "
-    'generate with another implementation: model.set_attn_implementation("sdpa")'
 )
 
 
@@ -48,7 +45,7 @@ class GenerationCache(Cache):
     """
 
     def __init__(self, attention: MeshAttention, *, tokens: int = 0, rows: int = 0, max_rollback: int = 0) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=[])  # so that there is one mask for each kind of layer, whatever its window
         if not isinstance(attention, MeshAttention) or attention.is_local:
             raise UsageError(
                 f"GenerationCache got a {type(attention).__name__}; expected a MeshAttention over a torch.distributed "
@@ -67,7 +64,6 @@ class GenerationCache(Cache):
         self.store: ShardedCache | None = None
         self._room, self._max_rollback = (tokens, rows), max_rollback
         self._observed: Observed | None = None
-        self._is_in_call = False
         self._updated: int | None = None
 
     def __repr__(self) -> str:
@@ -81,12 +77,9 @@ class GenerationCache(Cache):
         """Real tokens of each row."""
         return [self._stored().length(number) for number in self.sequences]
 
-    def check_usable(self) -> None:
-        if self.failure is not None:
-            raise UsageError(f"an earlier call with this cache failed ({self.failure}); start with a new cache")
-
     def prepare(self, observed: Observed, *, rows: int, tokens: int) -> None:
-        """Make room for new tokens of a model with these layers: `tokens` in all rows together."""
+        """Make room for new tokens of a model with these layers: `tokens` in all rows together. Begin the rows of a
+        batch, unless they have begun."""
         if self._observed is None:
             self._observed = observed
         elif self._observed != observed:
@@ -96,25 +89,21 @@ class GenerationCache(Cache):
             )
         held = sum(self.lengths) if self.store is not None else 0
         most, expected_rows = self._room
-        most, rows = max(most, held + tokens), max(rows, expected_rows, len(self.sequences))
+        most, most_rows = max(most, held + tokens), max(rows, expected_rows, len(self.sequences))
         if self.store is None:
             self.store = ShardedCache(
                 self.attention,
                 [layer for _, layer in sorted(observed.layers.items())],
                 tokens=most,
-                sequences=rows,
+                sequences=most_rows,
                 dtype=observed.dtype,
                 device=observed.device,
                 max_rollback=self._max_rollback,
             )
-        elif most > self.store.tokens or rows > self.store.most_sequences:
+        elif most > self.store.tokens or most_rows > self.store.most_sequences:
             grown = most if most == self._room[0] else max(most, self.store.tokens * 3 // 2)
-            self.store.reserve(grown, rows)
-
-    def fill_rows(self, rows: int) -> None:
-        """Begin the rows of a batch, unless they have begun."""
-        if not self.sequences:
-            self.sequences = [self._stored().new() for _ in range(rows)]
+            self.store.reserve(grown, most_rows)
+        self.sequences = self.sequences or [self.store.new() for _ in range(rows)]
 
     def expect(self, *, tokens: int, rows: int, max_rollback: int = 0) -> None:
         """Note what the next calls need, in all, so that there is room at once."""
@@ -132,28 +121,29 @@ class GenerationCache(Cache):
         self._max_rollback = max(max_rollback, self._max_rollback)
         self.is_to_meet = True
 
-    def open(self) -> None:
-        self._is_in_call, self._updated = True, None
-
-    def close(self) -> None:
-        self._is_in_call = False
-
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Note which layer attends next. Its new keys and values are returned as they are."""
-        if not self._is_in_call:
+        if CALL.current is None:
             raise UsageError(NO_CALL)
         self._updated = layer_idx
         return key_states, value_states
 
+    def updated_layer(self) -> int:
+        """The index of the layer that attends now."""
+        index, self._updated = self._updated, None
+        if index is None:
+            raise UsageError(
+                "a layer attends to keys and values that it did not put into the cache (of another layer, perhaps); "
+                'generate with another implementation: model.set_attn_implementation("sdpa")'
+            )
+        return index
+
     def number_of_layer(self, window: int | None) -> int:
         """The number in the sharded cache of the layer that attends now, with this window."""
-        index, self._updated = self._updated, None
-        observed = self._observed
+        index, observed = self.updated_layer(), self._observed
         assert observed is not None
-        if index is None or index not in observed.layers:
-            raise UsageError(OTHERS_KEYS)
         if observed.layers[index].window != window:
             raise MaskError(
                 f"layer {index} has a window of {window} tokens before its own, but the cache keeps "
@@ -188,35 +178,13 @@ class GenerationCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.columns + query_length, 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.columns
-
     @property
     def batch_size(self) -> int:
         return len(self.sequences) or -1
 
     @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
     def is_initialized(self) -> bool:
         return self.store is not None
-
-    @property
-    def is_croppable(self) -> bool:
-        return True
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return []  # one mask for each kind of layer, whatever its window
-
-    @property
-    def is_linear(self) -> list[bool]:
-        return []
-
-    def activate_past_recording(self) -> None:
-        """Nothing to do: `max_rollback` tokens are kept in any case."""
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False

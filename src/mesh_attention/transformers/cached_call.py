@@ -10,11 +10,11 @@ several steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,41 +25,39 @@ from mesh_attention.arguments import describe
 from mesh_attention.batches import fingerprint
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.execution.sharding import gather
+from mesh_attention.integrations.pytorch import as_autocast, with_sinks
 from mesh_attention.plan.serving import MOST_DECODED
 from mesh_attention.serving import Step, Turn
 from mesh_attention.session.agreement import Statement
-from mesh_attention.transformers.attention import LayerAttention
+from mesh_attention.transformers.attention import LayerAttention, check_sinks
 from mesh_attention.transformers.cache import GenerationCache
-from mesh_attention.transformers.masks import CALL, CachedCall
-from mesh_attention.transformers.models import refuse_rotary_ends
-from mesh_attention.transformers.probe import observe
+from mesh_attention.transformers.masks import BatchMask, calling, read_band, refuse_own_mask
+from mesh_attention.transformers.models import refuse_rotary
+from mesh_attention.transformers.probe import observe, try_once
 from mesh_attention.units import count
 
 Inputs = Mapping[str, Any]
 """The arguments of a model's call, by name."""
 
 
-def call_with_cache(model: Any, inputs: Inputs, layers: LayerAttention, try_model: Callable[[Inputs], None]) -> Any:
-    """The model's output for a whole call, on every rank. `try_model` refuses models that ranks cannot run."""
+def call_with_cache(model: Any, inputs: Inputs, layers: LayerAttention) -> Any:
+    """The model's output for a whole call, on every rank."""
     cache: GenerationCache = inputs["past_key_values"]
     session = layers.attention.session
     with session.telling():
         new = _checked(model, cache, inputs, layers)
-    try_model({new.name: new.tokens, "position_ids": new.tokens})  # makes positions of its own
+    try_once(model, {new.name: new.tokens, "position_ids": new.tokens}, layers)  # makes positions of its own
     with session.telling():
         cache.prepare(observe(model, layers, new.tokens.device), rows=len(new.counts), tokens=sum(new.counts))
-        cache.fill_rows(len(new.counts))
         call = _Call(model, cache, new)
-        parts = call.parts()
-    if cache.is_to_meet or parts is None or len(parts) > 1:
+        steps = call.steps()
+    if cache.is_to_meet or steps is None or len(steps) > 1:
         _compare(cache, new)
     try:
-        out = call.run(parts)
+        out = call.run(steps)
     except BaseException as error:
         cache.failure = f"{type(error).__name__}: {error}"
         raise
-    finally:
-        cache.close()
     cache.columns += new.columns
     cache.is_to_meet = False
     return out.to_tuple() if inputs.get("return_dict") is False else out
@@ -76,7 +74,8 @@ def _checked(model: Any, cache: GenerationCache, inputs: Inputs, layers: LayerAt
             "a GenerationCache keeps no gradients, but the model's parameters or inputs_embeds require them; use "
             "torch.no_grad()"
         )
-    cache.check_usable()
+    if cache.failure is not None:
+        raise UsageError(f"an earlier call with this cache failed ({cache.failure}); start with a new cache")
     return read_new_tokens(inputs, columns=cache.columns, lengths=cache.lengths if cache.sequences else [])
 
 
@@ -93,32 +92,38 @@ def _compare(cache: GenerationCache, new: NewTokens) -> None:
     cache.attention.session.agree(Statement(must_match=summary, advice=advice))
 
 
+class DecodedColumns(NamedTuple):
+    """A step of a call: some columns of those rows that have real tokens in all of them."""
+
+    rows: list[int]
+    first: int
+    stop: int
+
+
 class _Call:
-    """One call: its parts, and the logits that come of them."""
+    """One call: its steps, and the logits that come of them."""
 
     def __init__(self, model: Any, cache: GenerationCache, new: NewTokens) -> None:
         assert cache.store is not None
         self.model, self.cache, self.store, self.new = model, cache, cache.store, new
         self.keeps = "logits_to_keep" in signature(model.forward).parameters
-        self.logits: Tensor | None = None
 
-    def parts(self) -> list[tuple[list[int], int, int]] | None:
-        """Steps to decode, each as rows, the first of their new tokens, and how many; None for a prefill."""
-        counts = {row: number for row, number in enumerate(self.new.counts) if number}
-        numbers = set(counts.values())
-        if not counts or (len(numbers) == 1 and max(numbers) <= MOST_DECODED):
-            return [(list(counts), 0, max(numbers, default=0))] if counts else []
-        per_rank = self.store.tokens_per_rank({self.cache.sequences[row]: number for row, number in counts.items()})
-        if min(per_rank):
-            refuse_rotary_ends(self.model.config, self._ends())
+    def steps(self) -> list[DecodedColumns] | None:
+        """The steps to decode; None for a prefill."""
+        new = self.new
+        counts = {self.cache.sequences[row]: number for row, number in enumerate(new.counts) if number}
+        is_one_step = len({*counts.values()}) <= 1 and max(counts.values(), default=0) <= MOST_DECODED
+        if not is_one_step and min(self.store.tokens_per_rank(counts)):
+            refuse_rotary(self.model.config, self._ends())
             return None
-        steps, done = [], 0
-        while done < max(numbers):
-            left = {row: number - done for row, number in counts.items() if number > done}
-            size = min(MOST_DECODED, *left.values())
-            steps.append((list(left), done, size))
-            done += size
-        return steps
+        starts = [new.columns - number for number in new.counts]
+        return [
+            DecodedColumns(
+                [row for row, start in enumerate(starts) if start <= first], at, min(at + MOST_DECODED, stop)
+            )
+            for first, stop in pairwise(sorted({*starts, new.columns}))
+            for at in range(first, stop, MOST_DECODED)
+        ]
 
     def _ends(self) -> list[int]:
         """For each rank, the position behind the last of its new tokens."""
@@ -132,46 +137,38 @@ class _Call:
                     ends[rank] = max([ends[rank], *(s[-1] + 1 for s in segments)])
         return ends
 
-    def run(self, parts: Sequence[tuple[list[int], int, int]] | None) -> Any:
-        if parts is None:
+    def run(self, steps: Sequence[DecodedColumns] | None) -> Any:
+        new = self.new
+        if steps is None:
             return self._prefill()
-        if len(parts) == 1 and parts[0] == ([*range(len(self.new.counts))], 0, self.new.columns):
-            return self._decode(*parts[0], wanted=self.new.wanted)
-        out = None
-        for rows, start, size in parts:
-            here = {}
-            for row in rows:
-                for slot, column in enumerate(self.new.wanted):
-                    place = self.new.place(row, column)
-                    if place is not None and start <= place < start + size:
-                        here[row, slot] = place - start
-            kept = sorted(set(here.values())) or [0]
-            out = self._decode(rows, start, size, wanted=kept)
-            for (row, slot), place in here.items():
-                self._all_logits(out.logits)[row, slot] = out.logits[rows.index(row), kept.index(place)]
-        if out is None:  # padding alone, as in the first chunks of prompts that are all short
-            config = self.model.config.get_text_config()
-            nothing = torch.zeros(1, 1, config.vocab_size, dtype=self.model.dtype, device=self.new.tokens.device)
-            return _output({}, self._all_logits(nothing), self.cache)
-        return _output(out, self._all_logits(out.logits), self.cache)
+        if steps == [([*range(len(new.counts))], 0, new.columns)]:
+            return self._decode(steps[0], new.wanted)
+        config = self.model.config.get_text_config()
+        logits = self._no_logits(torch.empty(0, config.vocab_size, dtype=self.model.dtype, device=new.tokens.device))
+        out: Mapping[str, Any] = {}
+        for number, step in enumerate(steps):
+            slots = [slot for slot, column in enumerate(new.wanted) if step.first <= column < step.stop]
+            out = self._decode(step, [new.wanted[slot] for slot in slots] or [step.first])
+            logits = logits if number else self._no_logits(out["logits"])
+            if slots:
+                logits[torch.tensor(step.rows)[:, None], torch.tensor(slots)] = out["logits"]
+        return _output(out, logits, self.cache)
 
-    def _all_logits(self, like: Tensor) -> Tensor:
+    def _no_logits(self, like: Tensor) -> Tensor:
         """Room for the wanted logits of all rows; zeros for padding."""
-        if self.logits is None:
-            self.logits = like.new_zeros((len(self.new.counts), len(self.new.wanted), like.shape[-1]))
-        return self.logits
+        return like.new_zeros((len(self.new.counts), len(self.new.wanted), like.shape[-1]))
 
     # A few tokens
 
-    def _decode(self, rows: list[int], start: int, size: int, *, wanted: Sequence[int]) -> Any:
-        """Run the same tokens on every rank. Returns the logits of these columns."""
-        new, tokens = self.new, self.new.tokens
-        step = self.store.decode({self.cache.sequences[row]: size for row in rows})
+    def _decode(self, columns: DecodedColumns, wanted: Sequence[int]) -> Any:
+        """Run the same tokens on every rank. Returns the logits of the wanted columns."""
+        new, tokens, size = self.new, self.new.tokens, columns.stop - columns.first
+        step = self.store.decode({self.cache.sequences[row]: size for row in columns.rows})
         hashed = fingerprint(tokens)
         step.fingerprint = hashed if tokens.device.type == "cuda" else int(hashed)
-        if len(rows) < len(new.counts) or size < new.columns:
-            tokens = torch.stack([new.of_row(row, start, size) for row in rows])
-        return self._run(step, tokens, step.position_ids, wanted, of=size)
+        if len(columns.rows) < len(new.counts) or size < new.columns:
+            tokens = tokens[columns.rows, columns.first : columns.stop]
+        return self._run(step, tokens, step.position_ids, [column - columns.first for column in wanted], of=size)
 
     # Many tokens
 
@@ -179,14 +176,14 @@ class _Call:
         new, cache, store = self.new, self.cache, self.store
         rows = [row for row, number in enumerate(new.counts) if number]
         turn = store.prefill({cache.sequences[row]: new.counts[row] for row in rows})
-        packed = torch.cat([new.of_row(row, 0, new.counts[row]) for row in rows])[None]
+        packed = torch.cat([new.tokens[row, new.columns - new.counts[row] :] for row in rows])[None]
         wanted = self._wanted_by_rank(turn, rows)
         rank = cache.attention.rank
         own = [place for place, _ in wanted[rank]]
         local, positions = turn.shard(packed), turn.position_ids
         out = self._run(turn, local, positions, own or [0], of=local.shape[1])
         ours = out.logits[0, : len(own)].contiguous()
-        logits = self._all_logits(ours).flatten(0, 1)
+        logits = self._no_logits(ours).flatten(0, 1)
         parts = gather(ours, [len(places) for places in wanted], cache.attention.session, label="logits")
         for part, places in zip(parts, wanted, strict=True):
             if places:
@@ -219,7 +216,9 @@ class _Call:
         columns = torch.tensor(wanted, device=tokens.device)
         if self.keeps and is_cut:
             inputs["logits_to_keep"] = columns
-        with _in_call(inputs, CachedCall(self.cache, part)):
+        # Compiled layers run uncompiled: shapes and tables change with every call.
+        stance = torch.compiler.set_stance("force_eager")
+        with calling(CachedCall(cache=self.cache, part=part)), stance:
             out = nn.Module.__call__(self.model, **inputs)
         name = type(self.model).__name__
         self.cache.check_all_attended(part, name)
@@ -253,18 +252,40 @@ def _output(out: Mapping[str, Any], logits: Any, cache: GenerationCache) -> Any:
     return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
 
-@contextmanager
-def _in_call(inputs: Inputs, call: CachedCall) -> Iterator[None]:
-    """Let the layers see the call. Compiled layers run uncompiled: shapes and tables change with every call."""
-    before = CALL.inputs
-    CALL.inputs, CALL.cached = inputs, call
-    call.cache.open()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        CALL.inputs, CALL.cached = before, None
-        call.cache.close()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedCall:
+    """A model's call with a `GenerationCache`: layers attend to it, and add the new tokens of a turn or a step."""
+
+    cache: GenerationCache
+    part: Turn | Step
+
+    def make_mask(self, *, attention_mask: Tensor | None = None, **request: Any) -> BatchMask:
+        """The mask of layers. The cache knows the positions of its tokens."""
+        if attention_mask is not None:
+            refuse_own_mask(attention_mask, None)
+        band = read_band(**{name: value for name, value in request.items() if name not in KNOWN})
+        if band.right != 0:
+            raise MaskError(f"generation needs causal attention, but the model asks for the mask {band}")
+        return BatchMask(band=band, call=self)
+
+    def attend(self, tensors: Sequence[Tensor], mask: BatchMask, arguments: Mapping[str, Any]) -> Tensor:
+        """Attention of new tokens to a cache and themselves, (rows, tokens, heads, dim)."""
+        with self.cache.attention.session.telling():
+            sinks = check_sinks(arguments, heads=tensors[0].shape[1])
+            layer = self.cache.number_of_layer(mask.band.left)
+        result: Any = self.part.attend(
+            layer,
+            *(tensor.transpose(1, 2) for tensor in as_autocast(*tensors)),
+            softmax_scale=arguments.get("scaling"),
+            softcap=arguments.get("softcap") or 0.0,
+            return_lse=sinks is not None,
+        )
+        out: Tensor = result if sinks is None else with_sinks(result[0], result[1], sinks)
+        return out
+
+
+KNOWN = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset")
+"""Sizes and positions that the cache knows better."""
 
 
 # The new tokens of a call. Everything here is about the whole call, which is the same on every rank, and sends nothing
@@ -291,11 +312,6 @@ class NewTokens:
     @property
     def columns(self) -> int:
         return self.tokens.shape[1]
-
-    def of_row(self, row: int, start: int, count: int) -> Tensor:
-        """Some real tokens of a row, counted from its first new one."""
-        first = self.columns - self.counts[row] + start
-        return self.tokens[row, first : first + count]
 
     def place(self, row: int, column: int) -> int | None:
         """The number of a column among the row's new tokens; None for padding."""

@@ -167,12 +167,6 @@ def refuse_settings(settings: Any, mode: str) -> None:
             f"guidance_scale={settings.guidance_scale} is not supported with mesh attention: it runs a second prompt "
             f"with a cache of its own; leave it out, {INSTEAD}"
         )
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(settings, name, False):
-            raise UsageError(
-                f"{name} is not supported with mesh attention: each rank has its own tokens only; leave it out, "
-                f"{INSTEAD}"
-            )
 
 
 def refuse_mask(cache: GenerationCache, settings: Any, mask: Tensor | None, *, repeats: int) -> None:

@@ -6,39 +6,52 @@ taken from the whole sequence instead, and attention checks the position ids aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import local
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import refuse_unknown
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.masks import Mask, causal, full, window
-from mesh_attention.sequences import real_tokens
-
-if TYPE_CHECKING:
-    from mesh_attention.serving import Step, Turn
-    from mesh_attention.transformers.cache import GenerationCache
 
 MaskFunction = Callable[..., Any]
 
 
-class _ThreadCall(local):
-    """The model call that this thread is in."""
+class Call(Protocol):
+    """A model's call: on a rank's tokens, with a cache, or as a trial."""
 
-    inputs: Mapping[str, Any] | None = None
-    """Its arguments, because layers need some that not all models pass on."""
-    cached: CachedCall | None = None
-    """The part of a call with a `GenerationCache` that runs now."""
+    def make_mask(self, *, batch_size: int, q_length: int, kv_length: int, **request: Any) -> BatchMask:
+        """The mask of its layers."""
+
+    def attend(self, tensors: Sequence[Tensor], mask: BatchMask, arguments: Mapping[str, Any]) -> Tensor:
+        """The output of a layer, (batch, tokens, heads, dim), from (batch, heads, tokens, dim)."""
 
 
-CALL = _ThreadCall()
+class _Thread(local):
+    current: Call | None = None
+    """The model's call that this thread is in."""
+
+
+CALL = _Thread()
+
+
+@contextmanager
+def calling(call: Call) -> Iterator[None]:
+    """Inside, the layers of models attend through `call`."""
+    before, CALL.current = CALL.current, call
+    try:
+        yield
+    finally:
+        CALL.current = before
+
+
 DENSE_MASK_ARGUMENTS = (
     "allow_is_causal_skip",
     "allow_is_bidirectional_skip",
@@ -52,15 +65,14 @@ DENSE_MASK_ARGUMENTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMask:
-    """The mask of a layer: a band, and the padding of the whole sequence (None: not given).
+    """The mask of a layer: a band, the call that it belongs to, and boundaries in each row of a sharded batch.
 
-    It is not a tensor, and stands for one only in attention. `inputs` are the arguments of the model's call.
+    It is not a tensor, and stands for one only in attention.
     """
 
     band: Mask
-    seq_len: int | None = None
-    real: tuple[tuple[int, int], ...] | None = None
-    inputs: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    call: Call = field(compare=False, repr=False)
+    cuts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_causal(self) -> bool:
@@ -77,69 +89,16 @@ class BatchMask:
         raise MaskError(f"{MASK_USE} (it called {getattr(function, '__name__', function)})")
 
 
-@dataclass(frozen=True, slots=True)
-class CachedCall:
-    """A call with a `GenerationCache`, and the turn or step of its tokens."""
-
-    cache: GenerationCache
-    part: Turn | Step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedMask(BatchMask):
-    """The mask of a layer that attends to a cache. Its tokens and their padding are known to the call."""
-
-    call: CachedCall = field(compare=False, repr=False)
-
-
 MASK_USE = (
     "the model's own code uses the attention mask, as indexed and sparse attention do, but with mesh attention the "
     "mask is not a tensor; use another attn_implementation on whole sequences, or another model"
 )
 
 
-def make_mask(
-    attention: MeshAttention,
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    attention_mask: Tensor | None = None,
-    **request: Any,
-) -> BatchMask:
-    """Makes the mask of layers; transformers' models call it once per forward for each kind of layer."""
-    band = read_band(**request)
-    if attention_mask is None:
-        if kv_length != q_length:
-            raise UsageError(DECODING)
-        return BatchMask(band=band)
-    _check_padding(attention, attention_mask, batch_size, q_length, kv_length)
-    return BatchMask(band=band, seq_len=attention_mask.shape[1], real=real_tokens(attention_mask))
-
-
-def make_cached_mask(
-    call: CachedCall,
-    *,
-    attention_mask: Tensor | None = None,
-    q_offset: object = 0,
-    kv_offset: object = 0,
-    **request: Any,
-) -> CachedMask:
-    """Makes the mask of layers that attend to a cache, which knows the positions of its tokens."""
-    if attention_mask is not None:
-        refuse_padding(attention_mask)
-    band = read_band(**{name: value for name, value in request.items() if name not in SIZES})
-    if band.right != 0:
-        raise MaskError(f"generation needs causal attention, but the model asks for the mask {band}")
-    return CachedMask(band=band, call=call)
-
-
-SIZES = ("batch_size", "q_length", "kv_length")
-
-
-def refuse_padding(attention_mask: Tensor) -> None:
+def refuse_own_mask(requested: Tensor, given: Tensor | None) -> None:
     """Refuse a mask that a model made itself, of this rank's tokens, unless it masks nothing."""
-    if not bool(attention_mask.all()):
+    due = torch.ones_like(requested) if given is None else given.to(requested.device)
+    if requested.shape != due.shape or not bool(((requested != 0) == (due != 0)).all()):
         raise MaskError(
             "the model made its own attention_mask from this rank's tokens; pass shard_batch an attention_mask for the "
             "whole sequence"
@@ -171,31 +130,6 @@ DECODING = (
     "runs whole sequences, and generates with its own cache only: call model.generate without a cache, or give the "
     "model a GenerationCache"
 )
-
-
-def _check_padding(
-    attention: MeshAttention, attention_mask: Tensor, batch_size: int, q_length: int, kv_length: int
-) -> None:
-    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size:
-        raise MaskError(
-            f"attention_mask is {tuple(attention_mask.shape)}: expected (batch, tokens) with {batch_size} rows"
-        )
-    seq_len = attention_mask.shape[1]
-    due = shard_length(attention, seq_len)
-    if q_length != due:
-        raise MaskError(
-            f"attention_mask covers {seq_len} tokens, so this rank should hold {due} of them, but the layer got "
-            f"{q_length}; pass the mask of the whole sequence on every rank, not only this rank's part (shard_batch "
-            "does this for you)"
-        )
-    if kv_length not in (q_length, seq_len):
-        raise UsageError(DECODING)
-
-
-def shard_length(attention: MeshAttention, seq_len: int) -> int:
-    """Number of tokens of a whole sequence that this rank is home to."""
-    segments = attention.layout.segments(attention.rank, seq_len=seq_len, ranks=attention.ranks)
-    return sum(map(len, segments))
 
 
 def band_of(mask_function: MaskFunction) -> Mask:

@@ -1,8 +1,8 @@
-"""Refuses models that a rank cannot run on its own tokens, recognised by their configs.
+"""Refuses models that a rank cannot run on its own tokens, recognised by their configs and arguments.
 
 Everything but attention must treat tokens one by one: a rank's tokens are neither neighbours nor the whole sequence.
 Convolutions and recurrences over tokens, rotary frequencies that depend on the largest position, and a router's loss do
-not. Decisions depend only on what is the same on every rank, so all ranks decide alike.
+not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from mesh_attention.api import MeshAttention
+from mesh_attention.batches import is_sharded
 from mesh_attention.errors import UsageError
 from mesh_attention.sequences import BatchRow
 
@@ -42,6 +45,23 @@ HYBRIDS = (
 LAYERDROPS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")
 
 
+def parts_of(config: Any) -> tuple[Any, Any]:
+    """The config of a model, and that of its text part, which may be the same."""
+    return config, config.get_text_config()
+
+
+def refuse_model(model: Any) -> None:
+    """Refuse a model of two sequences, or one whose layers, other than attention, use several tokens."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"{_name(model.config)} is an encoder-decoder model, which attends across two sequences; in transformers, "
+            "mesh attention supports models of one sequence only; use another attn_implementation for it, or "
+            "MeshAttention in your own layers, which supports cross attention"
+        )
+    for config in parts_of(model.config):
+        refuse_mixing(config)
+
+
 def refuse_mixing(config: object) -> None:
     """Refuse a model whose layers, other than attention, use several tokens."""
     layers = getattr(config, "layer_types", None)
@@ -55,17 +75,34 @@ def refuse_mixing(config: object) -> None:
             raise UsageError(_mixes(config, f"its config has {name}"))
 
 
-def refuse_two_sequences(config: object) -> None:
-    """Refuse an encoder-decoder model, which attends across two sequences."""
-    if getattr(config, "is_encoder_decoder", False):
+def _mixes(config: object, why: str) -> str:
+    return (
+        f"{_name(config)} mixes tokens outside of plain attention ({why}), where each rank would silently treat its "
+        "own tokens as the whole sequence; run it with another attn_implementation on whole sequences, or use a model "
+        "whose layers are full or sliding attention"
+    )
+
+
+def refuse_call(model: Any, inputs: Mapping[str, Any]) -> None:
+    """Refuse what a trial does not show, because it depends on values or on training."""
+    kept = inputs.get("logits_to_keep")
+    if isinstance(kept, Tensor) or kept:
         raise UsageError(
-            f"{_name(config)} is an encoder-decoder model, which attends across two sequences; in transformers, mesh "
-            "attention supports models of one sequence only; use another attn_implementation for it, or MeshAttention "
-            "in your own layers, which supports cross attention"
+            "logits_to_keep was given, and each rank would keep its own last tokens; leave logits_to_keep out"
         )
+    has_labels = any(is_sharded(inputs.get(name)) for name in ("labels", "shift_labels"))
+    if has_labels and inputs.get("num_items_in_batch") is None:
+        raise UsageError(
+            "num_items_in_batch of the sharded batch was left out, so the loss would be the mean over this rank's "
+            "labels; call the model with all entries of shard_batch, or without labels"
+        )
+    for config in parts_of(model.config):
+        if model.training:
+            _refuse_layerdrop(config)
+        _refuse_outputs(config, inputs)
 
 
-def refuse_layerdrop(config: object) -> None:
+def _refuse_layerdrop(config: object) -> None:
     """Refuse a model that skips layers at random in training: ranks would skip different ones."""
     for name in LAYERDROPS:
         if getattr(config, name, None):
@@ -75,16 +112,13 @@ def refuse_layerdrop(config: object) -> None:
             )
 
 
-def _mixes(config: object, why: str) -> str:
-    return (
-        f"{_name(config)} mixes tokens outside of plain attention ({why}), where each rank would silently treat its "
-        "own tokens as the whole sequence; run it with another attn_implementation on whole sequences, or use a model "
-        "whose layers are full or sliding attention"
-    )
-
-
-def refuse_router_loss(config: object, arguments: Mapping[str, Any]) -> None:
-    argument = arguments.get("output_router_logits")
+def _refuse_outputs(config: object, inputs: Mapping[str, Any]) -> None:
+    """Refuse outputs that no rank has, or that ranks would have of their own tokens only."""
+    if inputs.get("output_attentions") or getattr(config, "output_attentions", False):
+        raise UsageError(
+            "output_attentions is not supported: no rank has the attention weights; use eager attention instead"
+        )
+    argument = inputs.get("output_router_logits")
     if getattr(config, "output_router_logits", False) if argument is None else argument:
         raise UsageError(
             "output_router_logits is not supported: the auxiliary loss of a router would cover this rank's tokens "
@@ -93,20 +127,16 @@ def refuse_router_loss(config: object, arguments: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_rotary(config: object, attention: MeshAttention, rows: Sequence[BatchRow], seq_len: int) -> None:
-    """Refuse rotary frequencies that depend on the largest position, where ranks could differ in it."""
-    for kind, limit in _rotary_limits(config):
-        if seq_len > limit and not (kind == "longrope" and limit < _least_end(attention, rows, seq_len)):
-            raise UsageError(_depends(config, kind, limit, seq_len))
+def refuse_rotary(config: object, ends: Sequence[int]) -> None:
+    """Refuse rotary frequencies that depend on the largest position, if ranks differ in it.
 
-
-def refuse_rotary_ends(config: Any, ends: Sequence[int]) -> None:
-    """Refuse rotary frequencies that depend on the largest position, if ranks differ in it; `ends` are those behind."""
+    `ends` are the positions behind the last token of each rank, or the least and the greatest of them.
+    """
     if len(set(ends)) == 1:
         return
-    for part in (config, getattr(config, "text_config", None)):
+    for part in parts_of(config):
         for kind, limit in _rotary_limits(part):
-            if max(ends) >= limit and not (kind == "longrope" and min(ends) > limit):
+            if max(ends) > limit and not (kind == "longrope" and min(ends) > limit):
                 raise UsageError(_depends(part, kind, limit, max(ends)))
 
 
@@ -137,14 +167,13 @@ def _rotary_limits(config: object) -> Iterator[tuple[str, int]]:
             yield kind, limit
 
 
-def _least_end(attention: MeshAttention, rows: Sequence[BatchRow], seq_len: int) -> int:
+def least_end(attention: MeshAttention, rows: Sequence[BatchRow]) -> int:
     """The smallest end among the ranks' tokens; 0 where positions may restart, so that it is unknown."""
+    seq_len, ranks = rows[0].cuts[-1], attention.ranks
     whole = (0, seq_len)
     if any(row.cuts != whole or row.real != whole for row in rows):
         return 0
-    shards = (
-        attention.layout.segments(rank, seq_len=seq_len, ranks=attention.ranks) for rank in range(attention.ranks)
-    )
+    shards = (attention.layout.segments(rank, seq_len=seq_len, ranks=ranks) for rank in range(ranks))
     return min(max(segment[-1] for segment in shard) + 1 for shard in shards if shard)
 
 

@@ -9,25 +9,25 @@ Nothing is sent, except by a model whose parameters are sharded. Every rank trie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from transformers import Cache
 
 from mesh_attention.batches import IGNORED
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.integrations.pytorch import as_autocast
 from mesh_attention.sequences import CUTS, LENGTHS
 from mesh_attention.serving import CachedLayer
-from mesh_attention.transformers.cache import OTHERS_KEYS, Observed
-from mesh_attention.transformers.masks import DECODING, BatchMask, read_band
+from mesh_attention.session.agreement import Statement
+from mesh_attention.transformers.cache import GenerationCache, Observed
+from mesh_attention.transformers.masks import DECODING, BatchMask, calling, read_band
+from mesh_attention.transformers.models import refuse_call, refuse_model
 
 if TYPE_CHECKING:
     from mesh_attention.transformers.attention import LayerAttention
@@ -42,9 +42,44 @@ PADDING = 2
 """Tokens of padding at the start, if the batch has padding there."""
 ITEMS = 7
 """The number of labelled tokens that the loss is divided by."""
+NOT_TRIED = ("use_cache", "output_hidden_states", "return_dict", "num_items_in_batch")
+"""Arguments that need no trial of their own, so that ranks may differ in them."""
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 FUSED = "fused_lm_head"
 """An argument of models that TRL changed: compute the loss without logits, which needs labels."""
+
+
+def try_once(model: Any, inputs: Mapping[str, Any], layers: LayerAttention) -> None:
+    """Try a model with the kinds of arguments that it is given, unless that was done before.
+
+    The kind must not depend on values: ranks with other batches (data parallelism) may share parameters, which a trial
+    gathers. So padding on the left is tried in any case, and refused once a batch has it.
+    """
+    kind = frozenset(name for name, value in inputs.items() if value is not None and name not in NOT_TRIED)
+    unsupported_reasons = layers.tried.setdefault(model, {})
+    mask = inputs.get("attention_mask")
+    session = layers.attention.session
+    with session.telling():
+        refuse_call(model, inputs)
+        if kind not in unsupported_reasons:
+            refuse_model(model)
+            try_model(model, inputs)
+            reason = _padding_unsupported_reason(model, inputs) if isinstance(mask, Tensor) else None
+    if kind not in unsupported_reasons:
+        session.agree(Statement(must_match={"operation": f"a model's first call with {', '.join(sorted(kind))}"}))
+        unsupported_reasons[kind] = reason
+    reason = unsupported_reasons[kind]
+    if reason is not None and mask is not None and bool((mask[:, 0] == 0).any()):
+        raise UsageError(reason)
+
+
+def _padding_unsupported_reason(model: Any, inputs: Mapping[str, Any]) -> str | None:
+    """Why the model does not take padding on the left, if so."""
+    try:
+        try_model(model, inputs, is_padded_left=True)
+    except UsageError as refusal:
+        return str(refusal)
+    return None
 
 
 @dataclass
@@ -58,9 +93,10 @@ class TrialAttention:
 
     def make_mask(self, *, batch_size: int, q_length: int, kv_length: int, **request: Any) -> BatchMask:
         request.pop("attention_mask", None)  # padding is of no importance here: attention sees all tokens
-        return BatchMask(band=read_band(**request))
+        return BatchMask(band=read_band(**request), call=self)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, mask: BatchMask) -> Tensor:
+    def attend(self, tensors: Sequence[Tensor], mask: BatchMask, arguments: Mapping[str, Any]) -> Tensor:
+        query, key, value = tensors
         if query.shape[2] != key.shape[2]:
             raise UsageError(DECODING)
         if self.own is None:
@@ -72,7 +108,8 @@ class TrialAttention:
             _, key, value = self.seen[len(self.later) - 1]
         groups = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-        return functional.scaled_dot_product_attention(query, key, value, scale=scaling).transpose(1, 2)
+        out = functional.scaled_dot_product_attention(query, key, value, scale=arguments.get("scaling"))
+        return out.transpose(1, 2)
 
     def differs(self) -> bool:
         return len(self.seen) != len(self.later) or any(
@@ -82,30 +119,18 @@ class TrialAttention:
         )
 
 
-def try_model(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    set_trial: Callable[[TrialAttention | None], None],
-    *,
-    is_padded_left: bool = False,
-) -> None:
+def try_model(model: nn.Module, inputs: Mapping[str, Any], *, is_padded_left: bool = False) -> None:
     """Raise unless `model` gives a rank's tokens the results that they have in the whole sequence.
 
-    `inputs` are the arguments of its first call; `set_trial` installs a trial in the attention function, or removes it.
+    `inputs` are the arguments of its first call.
     """
     with undisturbed(model):
-        _Attempt(model, inputs, set_trial, PADDING if is_padded_left else 0).check()
+        _Attempt(model, inputs, PADDING if is_padded_left else 0).check()
 
 
 class _Attempt:
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: Mapping[str, Any],
-        set_trial: Callable[[TrialAttention | None], None],
-        padding: int,
-    ) -> None:
-        self.model, self.inputs, self.set_trial, self.padding = model, inputs, set_trial, padding
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], padding: int) -> None:
+        self.model, self.inputs, self.padding = model, inputs, padding
         self.name = type(model).__name__.removeprefix("FSDP")
         tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
@@ -153,11 +178,8 @@ class _Attempt:
             ) from error
 
     def _run(self, trial: TrialAttention, places: Tensor, **more: Any) -> Any:
-        self.set_trial(trial)
-        try:
+        with calling(trial):
             return nn.Module.__call__(self.model, **self._arguments(places), **more)
-        finally:
-            self.set_trial(None)
 
     def _arguments(self, places: Tensor) -> dict[str, Any]:
         """The call's arguments for these tokens, without labels, positions and boundaries."""
@@ -349,27 +371,22 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 # What a model puts into a cache, seen by running it on a few tokens, instead of reading its config
 
 
-_OBSERVED: WeakKeyDictionary[nn.Module, dict[object, Observed]] = WeakKeyDictionary()
-
-
 def observe(model: Any, layers: LayerAttention, device: torch.device) -> Observed:
     """The layers of a model as a cache sees them; looked at once for each dtype and device."""
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    key = layers.number, model.dtype, device, autocast
-    observed = _OBSERVED.setdefault(model, {})
+    key = model.dtype, device, autocast
+    observed = layers.observed.setdefault(model, {})
     if key not in observed:
-        observed[key] = _look(model, layers, device)
+        observed[key] = _look(model, GenerationCache(layers.attention), device)
     return observed[key]
 
 
-def _look(model: Any, layers: LayerAttention, device: torch.device) -> Observed:
-    cache = _NotingCache()
+def _look(model: Any, cache: GenerationCache, device: torch.device) -> Observed:
     trial = _NotingTrial(cache)
     ids = usual_ids(model, torch.zeros(1, dtype=torch.long, device=device)).repeat(ROWS, 1)
     positions = torch.arange(TOKENS, device=device).repeat(ROWS, 1)
-    layers.set_trial(trial)
     try:
-        with undisturbed(model):
+        with undisturbed(model), calling(trial):
             nn.Module.__call__(model, input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     except UsageError:
         raise
@@ -378,44 +395,27 @@ def _look(model: Any, layers: LayerAttention, device: torch.device) -> Observed:
             f"{type(model).__name__} cannot generate with mesh attention: it raised {type(error).__name__} with a "
             f'cache ({error}); generate with another implementation: model.set_attn_implementation("sdpa")'
         ) from error
-    finally:
-        layers.set_trial(None)
     if not trial.layers or trial.key is None:
         raise UsageError(f"{type(model).__name__} puts nothing into its cache, so it cannot generate on ranks")
     return Observed(trial.layers, trial.key.dtype, trial.key.device)
 
 
-class _NotingCache(Cache):
-    """An empty cache that notes the last layer that used it."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.last: int | None = None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        self.last = layer_idx
-        return key_states, value_states
-
-
 class _NotingTrial(TrialAttention):
     """A trial that notes the heads, sizes and window of each layer that attends."""
 
-    def __init__(self, cache: _NotingCache) -> None:
+    def __init__(self, cache: GenerationCache) -> None:
         super().__init__()
         self.cache = cache
         self.layers: dict[int, CachedLayer] = {}
         self.key: Tensor | None = None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, mask: BatchMask) -> Tensor:
-        index, self.cache.last = self.cache.last, None
-        if index is None:
-            raise UsageError(OTHERS_KEYS)
+    def attend(self, tensors: Sequence[Tensor], mask: BatchMask, arguments: Mapping[str, Any]) -> Tensor:
+        index = self.cache.updated_layer()
         if not mask.is_causal:
             raise MaskError(f"generation needs causal attention, but layer {index} has the mask {mask.band}")
+        _, key, value = tensors
         self.layers[index] = CachedLayer(
             kv_heads=key.shape[1], head_dim=key.shape[3], head_dim_v=value.shape[3], window=mask.band.left
         )
         self.key = as_autocast(key)[0]
-        return super().attend(query, key, value, scaling, mask)
+        return super().attend(tensors, mask, arguments)

@@ -12,30 +12,28 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from inspect import getsource, signature
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from mesh_attention.api import MeshAttention
-from mesh_attention.batches import NEVER_RAN, calls_of, count_passes, is_sharded
+from mesh_attention.batches import NEVER_RAN, count_passes, is_sharded
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.call import Calls
 from mesh_attention.sequences import CUTS
 from mesh_attention.session.agreement import Statement
-from mesh_attention.transformers.attention import LayerAttention, find_layers
+from mesh_attention.transformers.attention import LayerAttention, ShardedCall, find_layers, make_mask, read_call
 from mesh_attention.transformers.cache import GenerationCache
 from mesh_attention.transformers.cached_call import call_with_cache
 from mesh_attention.transformers.generation import watch_generation
-from mesh_attention.transformers.masks import CALL, check_meanings
-from mesh_attention.transformers.models import refuse_layerdrop, refuse_mixing, refuse_two_sequences
-from mesh_attention.transformers.probe import try_model
+from mesh_attention.transformers.masks import CALL, calling, check_meanings
+from mesh_attention.transformers.models import refuse_model
+from mesh_attention.transformers.probe import try_once
 
 NAME = "mesh_attention"
 MEANINGFUL = ("flash", "sdpa", "flex", "eager", "paged", "/", "|", ":")
@@ -63,11 +61,9 @@ def register(attention: MeshAttention, *, name: str = NAME) -> None:
         raise UsageError(f"{name!r} is registered already; choose another name, or unregister({name!r}) first")
     check_meanings()
     watch()
-    layers = LayerAttention(attention)
-    AttentionInterface.register(name, layers)
+    AttentionInterface.register(name, LayerAttention(attention))
     # torch.compile does not trace it: it reads closures and the values of padding. Layers can be compiled one by one.
-    untraced = torch.compiler.disable(layers.make_mask)  # type: ignore[no-untyped-call]
-    AttentionMaskInterface.register(name, untraced)
+    AttentionMaskInterface.register(name, torch.compiler.disable(make_mask))  # type: ignore[no-untyped-call]
 
 
 def unregister(name: str = NAME) -> None:
@@ -89,10 +85,6 @@ def _check_name(name: str) -> None:
 # The guard
 
 
-TRIED: WeakKeyDictionary[nn.Module, dict[tuple[int, frozenset[str]], str | None]] = WeakKeyDictionary()
-"""The kinds of calls that each model was tried with, and why it refuses padding on the left, if it does."""
-NOT_TRIED = ("use_cache", "output_hidden_states", "return_dict", "num_items_in_batch")
-"""Arguments that need no trial of their own, so that ranks may differ in them."""
 UNCOMPILED = "mesh attention checks every call of a model; compile its layers one by one, or without fullgraph=True"
 
 
@@ -117,34 +109,40 @@ def _call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 # Parts of the model can be compiled.
 @torch.compiler.disable(recursive=False, reason=UNCOMPILED)  # type: ignore[no-untyped-call, untyped-decorator]
 def _watched(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    if CALL.inputs is not None:  # a part of a model that is being called
+    if CALL.current is not None:  # a part of a model that is being called
         return nn.Module.__call__(model, *args, **kwargs)
     inputs, layers = _bind(model, args, kwargs), find_layers(model)
-    CALL.inputs = inputs
-    try:
-        if layers is not None and isinstance(inputs.get("past_key_values"), GenerationCache):
-            return call_with_cache(model, inputs, layers, lambda inputs: _try_once(model, inputs, layers))
-        every, passes = _check_call(model, inputs, layers)
+    if layers is None:
+        passes = _count_passes(model, inputs)
         out = nn.Module.__call__(model, *args, **kwargs)
-    finally:
-        CALL.inputs = None
-    if passes is not None and passes == count_passes(every):
-        raise UsageError(NEVER_RAN.format(what=type(model).__name__))
-    return out
+        if passes is not None and passes == _count_passes(model, inputs):
+            raise UsageError(NEVER_RAN.format(what=type(model).__name__))
+        return out
+    if isinstance(inputs.get("past_key_values"), GenerationCache):
+        return call_with_cache(model, inputs, layers)
+    with calling(_agreed_call(model, inputs, layers)):
+        return nn.Module.__call__(model, *args, **kwargs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _check_call(
-    model: PreTrainedModel, inputs: Mapping[str, Any], layers: LayerAttention | None
-) -> tuple[Sequence[Calls], int | None]:
-    """Check a call before it is made. Returns the `Calls` it needs, and how often they have run."""
-    every = calls_of(inputs.values()) if layers is None else [layers.attention.calls]
-    passes = count_passes(every)
-    if layers is not None:
-        _try_once(model, inputs, layers)
-    elif passes is not None:
-        _refuse_config(model)
-    return every, passes
+def _count_passes(model: PreTrainedModel, inputs: Mapping[str, Any]) -> int | None:
+    """How often the attention has run that a sharded batch needs; None if no rank needs another's tokens."""
+    passes = count_passes(inputs.values())
+    if passes is not None:
+        refuse_model(model)
+    return passes
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _agreed_call(model: PreTrainedModel, inputs: Mapping[str, Any], layers: LayerAttention) -> ShardedCall:
+    """The call, checked. Ranks tell each other of refusals; the others would wait otherwise."""
+    try_once(model, inputs, layers)
+    session = layers.attention.session
+    with session.telling():
+        call = read_call(model, inputs, layers.attention)
+    # In training, layers may refuse what they compute otherwise.
+    session.agree(Statement(must_match={"operation": "a model's attention", "training": str(model.training)}))
+    return call
 
 
 def _bind(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,64 +155,6 @@ def _bind(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
         if parameter.kind is parameter.VAR_KEYWORD:
             bound |= bound.pop(name, {})
     return bound
-
-
-def _try_once(model: Any, inputs: Mapping[str, Any], layers: LayerAttention) -> None:
-    """Try a model with the kinds of arguments that it is given, unless that was done before.
-
-    The kind must not depend on values: ranks with other batches (data parallelism) may share parameters, which a trial
-    gathers. So padding on the left is tried in any case, and refused once a batch has it.
-    """
-    names = frozenset(name for name, value in inputs.items() if value is not None and name not in NOT_TRIED)
-    kind = layers.number, names
-    unsupported_reasons = TRIED.setdefault(model, {})
-    mask = inputs.get("attention_mask")
-    session = layers.attention.session
-    with session.telling():
-        _refuse_call(model, inputs)
-        if kind not in unsupported_reasons:
-            _refuse_config(model)
-            try_model(model, inputs, layers.set_trial)
-            reason = _padding_unsupported_reason(model, inputs, layers) if isinstance(mask, Tensor) else None
-    if kind not in unsupported_reasons:
-        session.agree(Statement(must_match={"operation": f"a model's first call with {', '.join(sorted(names))}"}))
-        unsupported_reasons[kind] = reason
-    reason = unsupported_reasons[kind]
-    if reason is not None and mask is not None and bool((mask[:, 0] == 0).any()):
-        raise UsageError(reason)
-
-
-def _refuse_call(model: Any, inputs: Mapping[str, Any]) -> None:
-    """Refuse what a trial does not show, because it depends on values or on training."""
-    kept = inputs.get("logits_to_keep")
-    if isinstance(kept, Tensor) or kept:
-        raise UsageError(
-            "logits_to_keep was given, and each rank would keep its own last tokens; leave logits_to_keep out"
-        )
-    has_labels = any(is_sharded(inputs.get(name)) for name in ("labels", "shift_labels"))
-    if has_labels and inputs.get("num_items_in_batch") is None:
-        raise UsageError(
-            "num_items_in_batch of the sharded batch was left out, so the loss would be the mean over this rank's "
-            "labels; call the model with all entries of shard_batch, or without labels"
-        )
-    if model.training:
-        for config in (model.config, getattr(model.config, "text_config", None)):
-            refuse_layerdrop(config)
-
-
-def _padding_unsupported_reason(model: Any, inputs: Mapping[str, Any], layers: LayerAttention) -> str | None:
-    """Why the model does not take padding on the left, if so."""
-    try:
-        try_model(model, inputs, layers.set_trial, is_padded_left=True)
-    except UsageError as refusal:
-        return str(refusal)
-    return None
-
-
-def _refuse_config(model: Any) -> None:
-    refuse_two_sequences(model.config)
-    for config in (model.config, getattr(model.config, "text_config", None)):
-        refuse_mixing(config)
 
 
 def _refuse_classes(choose: Callable[..., str]) -> Callable[..., str]:
