@@ -1,6 +1,10 @@
-"""Shared settings: the same examples in every run, and a flag that rewrites golden files."""
+"""Shared settings: the same examples in every run, folders of their own, and a flag that rewrites golden files."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,17 @@ settings.register_profile(
     "repeatable", max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Neither tests nor what they start see what the user has measured and tuned. Matplotlib may keep its fonts."""
+    with pytest.MonkeyPatch.context() as patch:
+        fonts = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "matplotlib"
+        patch.setenv("MPLCONFIGDIR", os.environ.get("MPLCONFIGDIR") or str(fonts))
+        for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+            patch.setenv(name, str(tmp_path_factory.mktemp(name)))
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -25,10 +25,18 @@ from mesh_attention_lab.launch import process_context
 
 
 @lru_cache(maxsize=1)
-def shared_pool() -> RankPool:
+def _pool() -> RankPool:
     pool = RankPool(8)
     atexit.register(pool.close)
     return pool
+
+
+def shared_pool() -> RankPool:
+    """The pool of this process; a new one if something failed in the last one, which says nothing about other tests."""
+    if not _pool().is_whole:
+        _pool().close()
+        _pool.cache_clear()
+    return _pool()
 
 
 class Finished(NamedTuple):

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import CallOptions
+from mesh_attention.clusters import cluster_named
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import TopologyError
 from mesh_attention.execution import engine
@@ -149,8 +150,12 @@ def test_all_ranks_hear_of_a_mistake_and_go_on(
 
 
 def _measure(group: Any, folder: str, *, is_known: bool) -> tuple[list[str], float]:
+    """On a busy machine, times may be inconsistent: they are taken, but not fitted."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
+        patch.setattr(
+            planner, "fit_topology", lambda times, **named: cluster_named("laptop").with_ranks(named["ranks"])
+        )
         if is_known:
             patch.setattr(planner, "probe", fail)
         attention = MeshAttention(group, cluster="measure")
