@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -269,10 +270,10 @@ def test_a_device_that_sees_another_mark_spoils_the_results_of_all_ranks(pool: R
     for answers, raised in pool.run(4, compare_on_the_device, what):
         assert answers == [True, True]
         assert raised.startswith("TransportError: an earlier call on this group failed")
-        who = (
-            "rank 1 makes another call than ranks 0, 2, 3 in pass 5" if what == "call" else "ranks made different calls"
-        )
-        assert f"an earlier call on this group failed: {who}" in raised
+        # On a busy machine, ranks that answer late are not among those that are named, and perhaps nobody is.
+        named = "rank 1 makes another call than ranks? [023](, [023])*|rank [23] makes another call than rank 1"
+        who = f"({named}) in pass 5|ranks made different calls" if what == "call" else "ranks made different calls"
+        assert re.search(f"an earlier call on this group failed: ({who})", raised), raised
 
 
 def test_a_refusal_does_not_fail_a_group() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -62,16 +61,15 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def make_mistakes(group: Any) -> list[tuple[str, str, float]]:
-    """What this rank raises for each mistake of rank 1, and how long it takes; a good call between them is right."""
+def make_mistakes(group: Any) -> list[tuple[str, str]]:
+    """What this rank raises for each mistake of rank 1; a good call between them is right."""
     found = []
     for said, mistake in MISTAKES.items():
-        start = time.monotonic()
         try:
             mistake(group) if dist.get_rank(group) == 1 else _call(group)
-            found.append((said, "nothing", 0.0))
+            found.append((said, "nothing"))
         except Exception as error:
-            found.append((said, f"{type(error).__name__}: {error}", time.monotonic() - start))
+            found.append((said, f"{type(error).__name__}: {error}"))
         assert _call(group).shape == (1, 8, 2, 4)
     return found
 
@@ -79,8 +77,7 @@ def make_mistakes(group: Any) -> list[tuple[str, str, float]]:
 def test_whatever_one_rank_refuses_is_told_to_all_and_the_group_still_works() -> None:
     ranks = shared_pool().run(3, make_mistakes)
     for rank, found in enumerate(ranks):
-        for said, raised, seconds in found:
-            assert seconds < 20
+        for said, raised in found:
             assert said.strip() in raised
             assert raised.startswith("DisagreementError: rank 1 refused the call: ") == (rank != 1), raised
 

