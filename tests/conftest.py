@@ -28,5 +28,28 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+LONGEST = (
+    *("page_in_chromium", "transformers", "emulation", "plans_verify", "tuning", "docs", "attention_local", "generate"),
+    *(
+        "interpreted",
+        "context_parallel",
+        "train_recall",
+        "cli",
+        "cli_tune",
+        "demo",
+        "calibration",
+        "processes",
+        "coarse",
+    ),
+    *("priced", "transformers_guard", "operators", "docs_site", "call_ids", "what_do_the_papers_claim", "drawing"),
+)
+"""Files that take long. They come first, so that two processes end at about the same time."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="rewrite golden files instead of comparing")

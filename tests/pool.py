@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch._dynamo  # by the server as well, so that ranks that compile need not each
 from run_ranks import RankPool
 from torch.distributed import TCPStore
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pool import shared_pool
 from run_ranks import RankPool
 from torch import Tensor
 
@@ -25,15 +26,15 @@ TOKENS, HEADS, DIM = 8, 4, 8
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as made:  # all of them take part in making a group
-        yield made
+def pool() -> RankPool:
+    return shared_pool()
 
 
 @contextmanager
 def new_group(of: Any, seconds: float = 30.0) -> Iterator[Any]:
     """A group of its own: a call that fails leaves it failed."""
-    made = dist.new_group(dist.get_process_group_ranks(of), timeout=timedelta(seconds=seconds))
+    ranks = dist.get_process_group_ranks(of)
+    made = dist.new_group(ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True)
     yield made
     dist.destroy_process_group(made)
 

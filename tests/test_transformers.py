@@ -66,11 +66,11 @@ def on_device(batch: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 def cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Some models with every batch, the others with every second one; all of them meet every method."""
+    """Some models with every batch, the others with every third one; batches and methods meet."""
     for i, model_name in enumerate(name for name in CONFIGS if name not in UNUSUAL):
         for j, batch_name in enumerate(BATCHES):
-            if model_name in ("llama", "mistral", "gemma2") or (i + j) % 2:
-                yield model_name, batch_name, METHODS[(i + j // 2) % len(METHODS)]
+            if model_name in ("llama", "gemma2") or (i + j) % 3 == 0:
+                yield model_name, batch_name, METHODS[(i + j) % len(METHODS)]
 
 
 @pytest.mark.parametrize(("model_name", "batch_name", "options"), list(cases()))
@@ -144,7 +144,7 @@ def test_gradient_checkpointing_changes_nothing(pool: RankPool, change: str) -> 
 
 @pytest.mark.parametrize(
     ("model_name", "batch_name"),
-    [("mistral", "packed by boundaries"), ("llama", "plain"), ("gemma2", "padded both"), ("qwen2", "packed rows")],
+    [("gemma2", "padded both"), ("qwen2", "packed rows")],
 )
 def test_layers_are_compiled_without_breaks_and_give_the_same(pool: RankPool, model_name: str, batch_name: str) -> None:
     differences = pool.run(2, difference_made, "compiled layers", model_name, batch_name)
@@ -245,8 +245,15 @@ def refusals_of_the_second(group: Any, change: str, mistake: str) -> tuple[str, 
     return said[1], said[2]
 
 
-@pytest.mark.parametrize("change", ["nothing", "compiled layers", "checkpointing"])
-@pytest.mark.parametrize("mistake", ["position_ids", "boundaries"])
+@pytest.mark.parametrize(
+    ("change", "mistake"),
+    [
+        ("nothing", "position_ids"),
+        ("nothing", "boundaries"),
+        ("compiled layers", "boundaries"),
+        ("checkpointing", "position_ids"),
+    ],
+)
 def test_a_mistake_in_a_later_forward_is_refused_on_every_rank(pool: RankPool, change: str, mistake: str) -> None:
     answers = pool.run(2, refusals_of_the_second, change, mistake)
     assert answers[0][0].startswith("DisagreementError: rank 1 refused the call: position_ids of row 0")

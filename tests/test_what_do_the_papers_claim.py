@@ -150,15 +150,11 @@ def test_the_preset_is_as_good_as_it_says(preset: Fit) -> None:
     assert max(others) == pytest.approx(0.07, abs=0.01)
 
 
-def test_a_search_from_the_preset_finds_nothing_much_better(preset: Fit) -> None:
-    assert refined(preset, (1.2,)).rms > 0.95 * preset.rms
-
-
 def test_a_search_from_elsewhere_comes_back_to_the_preset(preset: Fit) -> None:
     (start,) = scaled_fits(with_rates(fitted(), tflops=185, inside=3.4, between=2.23), (PASSES,))
     found = refined(start, (1.2,))
     assert start.rms > 1.3 * preset.rms
-    assert found.rms < 1.1 * preset.rms
+    assert 0.95 * preset.rms < found.rms < 1.1 * preset.rms  # and nothing is much better
     assert found.cluster.inside.gb_per_s == pytest.approx(fitted().inside.gb_per_s, rel=0.1)
 
 
@@ -187,11 +183,11 @@ def test_hypotheses_are_sorted_and_the_best_are_searched_finely(preset: Fit, mon
 
 
 def test_other_hypotheses_fit_worse(preset: Fit) -> None:
-    """Forward alone on the same nodes; both passes with a NIC a GPU, with full-duplex links, with one NIC a node."""
+    """Forward alone on the same nodes; both passes with a NIC a GPU, or with full-duplex links."""
     forward = DIRECTIONS[:1]
     (alone,) = scaled_fits(with_rates(fitted(), tflops=50, inside=0.91, between=0.79), (forward,))
     assert alone.rms > 1.05 * preset.rms
-    rivals = {(8, False): 2.9, (4, True): 2.5, (8, True): 1.5, (1, True): 24.0}
+    rivals = {(8, False): 2.9, (4, True): 2.5}
     for (nics, full_duplex), inside in rivals.items():
         cluster = replace(fitted(), nics_per_node=nics, full_duplex=full_duplex)
         for found in best_of(cluster, [(180.0, inside)], (PASSES, forward)):
