@@ -27,7 +27,7 @@ PASSES = {
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_conform_when_interpreted() -> None:
     files = [str(Path(__file__).parent / name) for name in PASSES]
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         [*command, "-W", "ignore::RuntimeWarning"],  # numpy minds log 0 and inf - inf
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
