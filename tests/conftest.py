@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from run_ranks import RankPool
 
 torch.set_num_threads(1)  # tests run side by side, and their tensors are small
 settings.register_profile(
@@ -26,6 +30,14 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name)))
         yield
+
+
+@pytest.fixture
+def pool() -> RankPool:
+    """Eight ranks, kept between tests."""
+    from pool import shared_pool  # which imports a lot
+
+    return shared_pool()
 
 
 LONGEST = (

@@ -23,11 +23,6 @@ from mesh_attention.batches import batch_loss, count_items, is_sharded, reduce_l
 from mesh_attention.plan.layout import LAYOUTS
 
 
-@pytest.fixture(scope="module")
-def pool() -> RankPool:
-    return shared_pool()
-
-
 def cut(batch: dict[str, Any], ranks: int, layout: str = "zigzag") -> list[dict[str, Any]]:
     """What each rank would get; without comparing, since no two of them run at once here."""
     group = LocalGroup(ranks)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import shared_pool
 from run_ranks import RankPool
 from torch import Tensor
 
@@ -23,11 +22,6 @@ from mesh_attention.session.session import Session
 from mesh_attention.testing.wrappers import Counting, Failing
 
 TOKENS, HEADS, DIM = 8, 4, 8
-
-
-@pytest.fixture(scope="module")
-def pool() -> RankPool:
-    return shared_pool()
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import shared_pool
 from run_ranks import RankPool
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -28,11 +27,6 @@ from mesh_attention.context_parallel import context_parallel, context_parallel_u
 from mesh_attention.integrations.pytorch import saved_attention
 
 F64 = torch.float64
-
-
-@pytest.fixture(scope="module")
-def pool() -> RankPool:
-    return shared_pool()
 
 
 def mesh_of(group: Any, device: str = "cpu") -> DeviceMesh:

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from pool import shared_pool
 from run_ranks import RankPool
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,11 +18,6 @@ from mesh_attention import MeshAttention, UsageError
 from mesh_attention.context_parallel import attend_dtensor, context_parallel
 
 F64 = torch.float64
-
-
-@pytest.fixture(scope="module")
-def pool() -> RankPool:
-    return shared_pool()
 
 
 def error(ours: Tensor, due: Tensor) -> float:

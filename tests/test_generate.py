@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from pool import shared_pool
 from run_ranks import RankPool
 from tiny_models import Exact, make_model
 from torch import Tensor
@@ -31,11 +30,6 @@ Result = tuple[list[Any], list[Tensor]]
 PLACE = {"device": "cpu"}
 """Where prompts are."""
 WINDOWS = ("mistral", "gemma3", "gpt_oss", "gemma2")
-
-
-@pytest.fixture(scope="module")
-def pool() -> RankPool:
-    return shared_pool()
 
 
 def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:

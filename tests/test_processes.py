@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attention_cases import BY_NAME, CASES, Case, dense_answer, methods, relative_error, spread_out, whole_tensors
-from pool import shared_pool
+from attention_cases import BY_NAME, CASES, AttendedCase, Case, dense_answer, methods, relative_error, whole_tensors
 from run_ranks import RankError, RankPool
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,41 +26,12 @@ from mesh_attention.planning.costs import Costs
 from mesh_attention.testing.wrappers import Counting, Delaying
 
 
-@pytest.fixture(scope="module")
-def pool() -> RankPool:
-    return shared_pool()
-
-
 def errors_of(group: Any, case: Case, options: dict[str, Any], delay_s: float = 0.0) -> list[float]:
     """This rank's relative errors of the output, the LSE and the gradients."""
     comm = TorchComm(group)
     attention = MeshAttention(Delaying(comm, delay_s) if delay_s else comm, **options)
-    truth = dense_answer(case)
-    q, k, v, d_out, d_lse = whole_tensors(case)
-
-    def mine(whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        return sharding.shard(whole, attention.layout, comm.rank, ranks=comm.size, dim=dim)
-
-    inputs = [mine(t).requires_grad_(need) for t, need in zip((q, k, v), case.needs_grad, strict=True)]
-    given = [spread_out(t) if case.strided else t[0] if case.packed else t for t in inputs]
-    call = {"seq_len": case.seq_q, "seq_len_k": case.seq_kv} | case.call
-    out, lse = attention(*given, return_lse=True, **call)
-    if case.packed:
-        out, lse = out[None], lse[None]
-    loss = (out * mine(d_out)).sum()
-    if case.lse_gradient:
-        loss = loss + (lse * mine(d_lse, 2)).sum()
-    wanted = [t for t in inputs if t.requires_grad]
-    gradients = iter(torch.autograd.grad(loss, wanted))
-    errors = [relative_error(out, mine(truth.out))]
-    seen = mine(truth.lse, 2).isfinite()
-    errors.append(relative_error(lse[seen], mine(truth.lse, 2)[seen]))
-    for tensor, due in zip(inputs, truth.gradients, strict=True):
-        if tensor.requires_grad:
-            errors.append(relative_error(next(gradients), mine(due)))
-    whole = attention.unshard(out)
-    errors.append(relative_error(whole, truth.out))
-    return errors
+    attended = AttendedCase(attention, case, dense_answer(case))
+    return [*attended.gradient_errors(), *attended.forward_errors()]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
