@@ -11,7 +11,7 @@ import runpy
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,6 +38,15 @@ def shared_pool() -> RankPool:
         _pool().close()
         _pool.cache_clear()
     return _pool()
+
+
+def said(call: Callable[[], object]) -> str:
+    """The type and message of what a call raised, to be sent to the test."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
 
 
 class Finished(NamedTuple):

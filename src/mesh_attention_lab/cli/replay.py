@@ -9,8 +9,9 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,9 +23,9 @@ from mesh_attention.errors import UsageError
 from mesh_attention.planning.choice import FAMILIES
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
-from mesh_attention.units import BYTES, TIMES, Report, count, three_digits
+from mesh_attention.units import BYTES, TIMES, Report, count, format_together, three_digits
 from mesh_attention_lab.cli import options as opt
-from mesh_attention_lab.cli.files import checked_plan, problem_to_json
+from mesh_attention_lab.cli.files import checked_plan, progress
 from mesh_attention_lab.cli.replay_decoding import DecodingPlayed, decoding_as_json, print_decoding
 from mesh_attention_lab.cli.terminal import (
     NO_NUMBER,
@@ -33,7 +34,6 @@ from mesh_attention_lab.cli.terminal import (
     plain_console,
     print_table,
     problem_words,
-    progress,
     times,
 )
 from mesh_attention_lab.decoding import decode_plans
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from mesh_attention_lab.replay.device import Environment
 
 
-def parse_methods(text: str) -> tuple[str, ...]:
+def parse_methods(name: str, text: str) -> tuple[str, ...]:
     """Method names, in upper or lower case; + may be left out, or written as a hyphen."""
     spellings = {_key(known): known for known in (*FAMILIES, BEST)}
     methods = []
@@ -65,7 +65,7 @@ def parse_methods(text: str) -> tuple[str, ...]:
         if key not in spellings:
             near = get_close_matches(key, spellings, n=1)
             hint = f"did you mean {spellings[near[0]]}?" if near else f"expected some of {', '.join((*FAMILIES, BEST))}"
-            raise UsageError(f" {part!r}: {hint}")
+            raise UsageError(f"{name} {part!r}: {hint}")
         methods.append(spellings[key])
     return tuple(dict.fromkeys(methods))
 
@@ -74,64 +74,73 @@ def _key(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-REPLAY = "Replay"
-"""A panel of the help."""
+OfReplay = partial(typer.Option, rich_help_panel="Replay")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplayOptions(opt.DecodeOptions):
-    ranks: opt.Ranks
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
     methods: Annotated[
         Any,  # tuple[str, ...], which typer would read as an option of several values
-        opt.option(
-            f"Some of {', '.join(FAMILIES)} (ulysses-mesh will do), as tuned, and {BEST}, the tuner's choice.",
-            "NAME,…",
-            parse_methods,
-            opt.PLAN,
+        opt.OfPlan(
+            "--methods",
+            help=f"Some of {', '.join(FAMILIES)} (ulysses-mesh will do), as tuned, and {BEST}, the tuner's choice.",
+            metavar="NAME,…",
+            parser=opt.parsed("--methods", parse_methods),
         ),
     ] = "ring,mesh,best"
     plan: Annotated[
         list[Path] | None,
-        opt.option("A plan file for this problem to replay as well; may be repeated.", "FILE", panel=opt.PLAN),
+        opt.OfPlan("--plan", help="A plan file for this problem to replay as well; may be repeated.", metavar="FILE"),
     ] = None
     backward: opt.BothPasses = False
+    layout: opt.LayoutOption = None
     rank: Annotated[
         int | None,
-        opt.whole_number("The rank to play; the middle one, or with --decode the first, if left out.", REPLAY, least=0),
+        opt.whole_number(
+            "--rank", "The rank to play; the middle one, or with --decode the first, if left out.", OfReplay, least=0
+        ),
     ] = None
-    rounds: Annotated[int, opt.whole_number("How often each method runs.", REPLAY)] = 5
+    rounds: Annotated[int, opt.whole_number("--rounds", "How often each method runs.", OfReplay)] = 5
     device: Annotated[
-        str | None, opt.option("cpu, cuda or cuda:1; if left out, a GPU if there is one.", "NAME", panel=REPLAY)
+        str | None,
+        OfReplay("--device", help="cpu, cuda or cuda:1; if left out, a GPU if there is one.", metavar="NAME"),
     ] = None
     cluster: Annotated[
         str | None,
-        opt.option(
-            "Plan and forecast for this cluster (h200, FILE.toml); if left out, this device and its link are measured.",
-            "CLUSTER",
-            panel=REPLAY,
+        OfReplay(
+            "--cluster",
+            help="Plan and forecast for this cluster (h200, FILE.toml); if left out, this device and its link are "
+            "measured.",
+            metavar="CLUSTER",
         ),
     ] = None
-    no_graphs: Annotated[bool, opt.flag("--no-graphs", "Queue every step, without CUDA graphs.", REPLAY)] = False
+    no_graphs: Annotated[bool, OfReplay("--no-graphs", help="Queue every step, without CUDA graphs.")] = False
     chart: opt.ChartFile = None
     json: opt.AsJson = False
 
 
-def replay_command(options: ReplayOptions) -> None:
+def replay_command(
+    context: typer.Context,
+    ranks: opt.Ranks,
+    problem_options: opt.ProblemOptions,
+    decode_options: opt.DecodeOptions,
+    options: ReplayOptions,
+) -> None:
     """Play one rank of a plan on this device, at real sizes, and compare it with one kernel and with ring.
 
     There are no other ranks: transfers are copies from and to the host's memory.
 
     Exit code 0: done. 1: a plan file breaks a rule. 2: invalid input, or a plan does not fit into memory.
     """
-    command = shlex.join(["mesh-attention", *options.context.obj])
-    if options.decode:
-        options.refuse_with("--decode", "methods", "plan", "backward", "layout", "chart")  # its program is fixed
-        _replay_decoding(options, command)
+    command = shlex.join(["mesh-attention", *context.obj])
+    if decode_options.decode:
+        opt.refuse_with("--decode", dict.fromkeys(opt.options_given(context, *OF_PLANS), True))
+        _replay_decoding(problem_options.decoded(ranks), decode_options, options, command)
         return
     if not options.methods and not options.plan:
         raise UsageError("nothing to replay: give --methods, or a --plan")
     with progress("starting") as report:
-        played = _play(options, command, report)
+        played = _play(problem_options, ranks, options, command, report)
         if options.chart is not None:
             report(f"drawing {options.chart.name}", 1.0)
             save_chart(chart_of(played), options.chart)
@@ -143,11 +152,15 @@ def replay_command(options: ReplayOptions) -> None:
         typer.echo(f"\nwrote {options.chart}")
 
 
-def _replay_decoding(options: ReplayOptions, command: str) -> None:
+OF_PLANS = ("methods", "plan", "backward", "layout", "chart")
+"""Options that a decoded step, whose program is fixed, has no use for."""
+
+
+def _replay_decoding(problem: Problem, decode_options: opt.DecodeOptions, options: ReplayOptions, command: str) -> None:
     from mesh_attention_lab.replay.decoding import replay_decoding
     from mesh_attention_lab.replay.device import environment_with, find_device
 
-    problem, device = options.decoded(options.ranks), find_device(options.device)
+    device = find_device(options.device)
     rank = opt.check_rank(options.rank or 0, problem.ranks)  # the first has the largest slice
     plans = decode_plans(problem, decode_options.queries)
     with progress("starting") as report:
@@ -174,25 +187,35 @@ def _replay_decoding(options: ReplayOptions, command: str) -> None:
         print_decoding(played)
 
 
-def _play(options: ReplayOptions, command: str, report: Report) -> Played:
+def _play(
+    problem_options: opt.ProblemOptions, ranks: int, options: ReplayOptions, command: str, report: Report
+) -> Played:
     from mesh_attention_lab.replay.actor import BaselineKernel
     from mesh_attention_lab.replay.device import check_memory, environment_of, find_device, measure_cluster
     from mesh_attention_lab.replay.replay import replay
 
-    problem, directions = options.problem(options.ranks), options.passes(both=options.backward)
-    layout, device = options.planned_layout, find_device(options.device)
+    problem, directions = problem_options.problem(ranks), problem_options.passes(both=options.backward)
+    layout = problem_options.layout(options.layout)
+    device = find_device(options.device)
     rank = problem.ranks // 2 if options.rank is None else opt.check_rank(options.rank, problem.ranks)
-    parts = [_part_of(file, problem, directions, report) for file in options.plan or ()]
+    from_files = [_part_of(file, problem, directions, report) for file in options.plan or ()]
     if options.cluster is None:
         topology = measure_cluster(problem, device=device, report=report)
     else:
         topology = cluster_named(options.cluster).with_ranks(problem.ranks)
+    parts: list[Part] = []
     if options.methods:
-        tuned = tuned_parts(
-            problem, topology, options.methods, directions=directions, layout=layout, on_progress=report
+        parts = tuned_parts(
+            problem,
+            topology,
+            options.methods,
+            directions=directions,
+            layout=layout,
+            on_progress=report,
         )
-        parts = [*tuned, *parts]
-    is_captured = device.type == "cuda" and not options.no_graphs
+    parts += from_files
+    is_cuda = device.type == "cuda"
+    is_captured = is_cuda and not options.no_graphs
     check_memory(parts, rank=rank, device=device, is_captured=is_captured)
     kernel = BaselineKernel(problem, device=device)
     return Played(
@@ -202,7 +225,7 @@ def _play(options: ReplayOptions, command: str, report: Report) -> Played:
         topology=topology,
         is_measured=options.cluster is None,
         is_captured=is_captured,
-        is_cuda=device.type == "cuda",
+        is_cuda=is_cuda,
         rounds=options.rounds,
         environment=environment_of(problem, device),
         kernel_tokens=(kernel.tokens, kernel.kv_tokens),
@@ -221,10 +244,10 @@ def _play(options: ReplayOptions, command: str, report: Report) -> Played:
 
 def _part_of(file: Path, problem: Problem, directions: Sequence[Direction], report: Report) -> Part:
     plan = checked_plan(file, report)
-    for field in fields(Problem):
-        there, here = getattr(plan.problem, field.name), getattr(problem, field.name)
+    for name in Problem.__dataclass_fields__:
+        there, here = getattr(plan.problem, name), getattr(problem, name)
         if there != here:
-            raise UsageError(f"--plan {file} is for another problem: its {field.name} is {there}, expected {here}")
+            raise UsageError(f"--plan {file} is for another problem: its {name} is {there}, expected {here}")
     if plan.direction not in directions:
         raise UsageError(f"--plan {file} is a plan of the {plan.direction} pass; add --backward to play it")
     schedule = plan.schedule
@@ -277,7 +300,12 @@ def print_replay(played: Played) -> None:
     console.print(WHAT_IT_IS)
     console.print()
     rows = rows_of(replayed)
-    left_out = print_table(console, replay_columns(rows, is_cuda=played.is_cuda))
+    lines: list[ReplayRow | str] = []
+    for row, before in zip(rows, (None, *rows), strict=False):
+        lines += [row] if before is not None and before.method == row.method else [row.method, row]
+    left_out = print_table(
+        console, replay_columns(lines, is_cuda=played.is_cuda), bold=[isinstance(line, str) for line in lines]
+    )
     rates = " and ".join(f"{three_digits(timed.tflops)} TFLOP/s {timed.direction}" for timed in replayed.kernel)
     console.print(f"one kernel with as much work, {played.kernel_words}: {rates}")
     console.print(_caption(played, rows, left_out), style="dim")
@@ -294,27 +322,35 @@ def _setting_words(played: Played) -> str:
     return f"{words}; link {link.gb_per_s:g} GB/s each way at once, {link.latency_us:g} µs"
 
 
-def replay_columns(rows: Sequence[ReplayRow], *, is_cuda: bool) -> list[Column]:
-    host = Column.of_amounts("host", [1e9 * row.host_s for row in rows], TIMES, drop=3)
+def replay_columns(lines: Sequence[ReplayRow | str], *, is_cuda: bool) -> list[Column]:
+    """A line is a row, or the name of the method of the rows that follow."""
+    rows = [line for line in lines if not isinstance(line, str)]
+    seconds = [s for row in rows for s in (row.time_s, row.exposed_s, row.host_s if is_cuda else 0.0, row.forecast_s)]
+    unit, texts = format_together([round(s * 1e9) for s in seconds], TIMES, below=10_000)
+    peak_unit, peaks = format_together([row.peak_nbytes or 0 for row in rows], BYTES, below=10_000, digits=3)
     # A host that is slower than the device is marked.
-    marked = [f"{text}!" if row.host_s > row.time_s else text for row, text in zip(rows, host.cells, strict=True)]
-    peak = Column.of_amounts("peak", [row.peak_nbytes or 0 for row in rows], BYTES, digits=3, drop=2)
-    peaks = [text if row.peak_nbytes else NO_NUMBER for row, text in zip(rows, peak.cells, strict=True)]
-    names = [f"{row.method} {SHORT[row.what]}" + (f"\n  {row.plan}" if row.plan else "") for row in rows]
-    return [
-        Column(header="method, pass\n  plan", cells=names, is_text=True, least_width=NAME_WIDTH),
-        Column.of_amounts("time", [1e9 * row.time_s for row in rows], TIMES),
-        Column(header="±\n%", cells=[f"{100 * row.spread:.1f}" for row in rows], drop=4),
-        Column(header="TFLOP/s", cells=[three_digits(row.tflops) for row in rows]),
-        Column(header="% of one\nkernel", cells=[f"{100 * row.share:.1f}" for row in rows]),
-        Column(header="×\nring", cells=[times(row.times_ring) for row in rows]),
-        Column.of_amounts("exposed", [1e9 * row.exposed_s for row in rows], TIMES),
-        replace(host, cells=marked if is_cuda else [NO_NUMBER] * len(rows)),
-        replace(peak, cells=peaks),
-        Column(header="plan\n%", cells=[_percent(row.memory_error) for row in rows], drop=1),
-        Column.of_amounts("forecast", [1e9 * row.forecast_s for row in rows], TIMES, drop=5),
-        Column(header="error\n%", cells=[_percent(row.forecast_error) for row in rows]),
+    hosts = [f"{text}!" if row.host_s > row.time_s else text for row, text in zip(rows, texts[2::4], strict=True)]
+    peaks = [peak if row.peak_nbytes else NO_NUMBER for row, peak in zip(rows, peaks, strict=True)]
+    names = [line if isinstance(line, str) else f"  {SHORT[line.what]} {line.plan}".rstrip() for line in lines]
+    columns: list[tuple[str, list[str], int]] = [
+        (f"time\n{unit}", texts[::4], 0),
+        ("±\n%", [f"{100 * row.spread:.1f}" for row in rows], 4),
+        ("TFLOP/s", [three_digits(row.tflops) for row in rows], 0),
+        ("% of one\nkernel", [f"{100 * row.share:.1f}" for row in rows], 0),
+        ("×\nring", [times(row.times_ring) for row in rows], 0),
+        (f"exposed\n{unit}", texts[1::4], 0),
+        (f"host\n{unit}", hosts if is_cuda else [NO_NUMBER] * len(rows), 3),
+        (f"peak\n{peak_unit}", peaks, 2),
+        ("plan\n%", [_percent(row.memory_error) for row in rows], 1),
+        (f"forecast\n{unit}", texts[3::4], 5),
+        ("error\n%", [_percent(row.forecast_error) for row in rows], 0),
     ]
+    table = [Column(header="method\n  pass, plan", cells=names, is_text=True, least_width=NAME_WIDTH)]
+    for header, cells, drop in columns:
+        rest = iter(cells)
+        spread = ["" if isinstance(line, str) else next(rest) for line in lines]
+        table.append(Column(header=header, cells=spread, drop=drop))
+    return table
 
 
 def _percent(value: float | None) -> str:
@@ -342,11 +378,11 @@ def as_json(played: Played) -> dict[str, Any]:
     return {
         "command": played.command,
         **asdict(played.environment),
-        "problem": problem_to_json(played.problem),
+        "problem": asdict(played.problem) | {"mask": str(played.problem.mask)},
         "layout": played.layout,
         "cluster": asdict(played.topology),
         "is_measured": played.is_measured,
-        "is_captured": played.is_captured,
+        "is_recorded": played.is_captured,
         "rank": played.replayed.rank,
         "rounds": played.rounds,
         "rows": [row_as_json(row) for row in rows_of(played.replayed)],
