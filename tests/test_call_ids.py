@@ -27,6 +27,7 @@ TOKENS, HEADS, DIM = 8, 4, 8
 @contextmanager
 def new_group(of: Any, seconds: float = 30.0) -> Iterator[Any]:
     """A group of its own: a call that fails leaves it failed."""
+    dist.barrier(of)  # on a busy machine, ranks import this file at very different times
     ranks = dist.get_process_group_ranks(of)
     made = dist.new_group(ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True)
     yield made
@@ -130,7 +131,7 @@ def fail_in_mid_call(group: Any) -> list[str]:
     """Rank 0 runs out of memory in mid-call, catches that, and goes on with the next batch."""
     rank = dist.get_rank(group)
     answers = []
-    with new_group(group, 2.0) as made:
+    with new_group(group, 5.0) as made:
         attention = MeshAttention(made, method="ring")
         attention(*inputs(rank))
         (engine,) = attention.calls.engines.values()
@@ -220,7 +221,7 @@ def test_threads_may_share_a_local_group() -> None:
 
 def use_threads_on_a_rank(group: Any) -> list[str]:
     rank = dist.get_rank(group)
-    with new_group(group, 5.0) as made:
+    with new_group(group) as made:
         attention = MeshAttention(made)
         answers = [outcome(lambda: attention(*inputs(rank)))]
         with ThreadPoolExecutor(1) as thread:

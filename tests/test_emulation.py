@@ -102,7 +102,7 @@ def test_nothing_is_left_when_a_rank_fails(tmp_path: Path, capfd: pytest.Capture
     assert result.rank_codes[2] == 7
     assert all(code is not None and code < 0 for rank, code in enumerate(result.rank_codes) if rank != 2)
     assert namespaces_of(os.getpid()) == []
-    assert not any(map(is_running, pids_in(pids, 7)))
+    assert wait_until(lambda: not any(map(is_running, pids_in(pids, 7))))
     assert "failed with 7" in capfd.readouterr().err
 
 
@@ -130,7 +130,7 @@ def test_nothing_is_left_at_the_time_limit(tmp_path: Path) -> None:
     assert result.seconds >= 1.0
     assert result.rank_codes == [-signal.SIGKILL] * 2
     assert namespaces_of(os.getpid()) == []
-    assert not any(map(is_running, pids_in(pids, 4)))
+    assert wait_until(lambda: not any(map(is_running, pids_in(pids, 4))))
 
 
 @needs_network
@@ -149,7 +149,7 @@ def test_a_launcher_that_is_stopped_takes_everything_down(tmp_path: Path, number
     launcher.send_signal(number)
     assert launcher.wait(timeout=30) == 128 + number
     assert namespaces_of(launcher.pid) == []
-    assert not any(map(is_running, ranks))
+    assert wait_until(lambda: not any(map(is_running, ranks)))
 
 
 @needs_network
