@@ -125,9 +125,9 @@ def test_nothing_is_left_at_the_time_limit(tmp_path: Path) -> None:
     pids.mkdir()
     with Cluster(nodes=2) as cluster:
         # A rank that does not listen to being asked to stop is killed.
-        result = cluster.run(sleep_after("trap '' TERM", pids), timeout_s=1.0, log_dir=tmp_path / "logs")
+        result = cluster.run(sleep_after("trap '' TERM", pids), timeout_s=3.0, log_dir=tmp_path / "logs")
     assert result.returncode == 124
-    assert result.seconds >= 1.0
+    assert result.seconds >= 3.0
     assert result.rank_codes == [-signal.SIGKILL] * 2
     assert namespaces_of(os.getpid()) == []
     assert wait_until(lambda: not any(map(is_running, pids_in(pids, 4))))
