@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # as in pool.py: ranks that compile share its import
 import torch.distributed as dist
 from run_ranks import RankPool
 from torch import Tensor
@@ -24,12 +25,18 @@ from mesh_attention.testing.wrappers import Counting, Failing
 TOKENS, HEADS, DIM = 8, 4, 8
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as made:  # all of them take part in making a group
+        yield made
+
+
 @contextmanager
 def new_group(of: Any, seconds: float = 30.0) -> Iterator[Any]:
     """A group of its own: a call that fails leaves it failed."""
     dist.barrier(of)  # on a busy machine, ranks import this file at very different times
     ranks = dist.get_process_group_ranks(of)
-    made = dist.new_group(ranks, timeout=timedelta(seconds=seconds), use_local_synchronization=True)
+    made = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
     yield made
     dist.destroy_process_group(made)
 
