@@ -167,9 +167,9 @@ def _join(world: _World) -> dict[int, Any]:
 
 
 def _has_failed(group: Any) -> bool:
-    from mesh_attention.session.session import _STATES
+    from mesh_attention.session.session import Session
 
-    return group in _STATES and _STATES[group].failure is not None
+    return Session(group).state.failure is not None
 
 
 def _told(error: Exception) -> tuple[str, tuple[str, str, str]]:
