@@ -6,13 +6,14 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from attention_cases import BY_NAME, CASES, AttendedCase, Case, dense_answer, methods, relative_error, whole_tensors
-from pool import said
+from pool import said, shared_pool
 from run_ranks import RankError, RankPool
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -247,6 +248,21 @@ def test_a_pool_has_the_groups_and_the_environment_it_was_asked_for() -> None:
         assert pool.run(2, size_and_variable, "MESH_ATTENTION_TRIED") == [(2, "yes")] * 2
         with pytest.raises(RankError, match="KeyError: 1"):
             pool.run(1, size_and_variable, "MESH_ATTENTION_TRIED")
+
+
+def fail_a_call(group: Any, is_caught: bool) -> None:
+    with nullcontext() if not is_caught else suppress(KeyError), MeshAttention(group).session.call():
+        raise KeyError
+
+
+@pytest.mark.parametrize("is_caught", [True, False])
+def test_a_shared_pool_whose_group_failed_is_replaced(is_caught: bool) -> None:
+    before = shared_pool()
+    assert shared_pool() is before
+    with nullcontext() if is_caught else pytest.raises(RankError):
+        before.run(2, fail_a_call, is_caught)
+    assert shared_pool() is not before
+    assert shared_pool().run(2, size_and_variable, "HOME") == [(2, os.environ.get("HOME"))] * 2
 
 
 def size_and_variable(group: Any, name: str) -> tuple[int, str | None]:
