@@ -326,13 +326,10 @@ def test_a_measurement_becomes_a_file_that_reads_back(tmp_path: Path, capsys: py
 SCRIPT = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from mesh_attention.machine import probe
-from mesh_attention.machine.timing import BRIEF
 from mesh_attention_lab.cli import calibrate
 from mesh_attention_lab.cli.main import main
 from test_calibration import fit_steady_times
 calibrate.fit_topology = fit_steady_times
-probe.measure.__kwdefaults__["effort"] = BRIEF
 sys.exit(main())
 """
 
