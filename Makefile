@@ -21,9 +21,10 @@ demo: $(VENV)/installed
 	$(BIN)/mesh-attention plan --ranks 64 --seq 128k --heads 32 --kv-heads 8 --causal --save $(VENV)/demo-plan.txt
 	$(BIN)/mesh-attention verify $(VENV)/demo-plan.txt
 
-# A worker runs whole files, so their fixtures are set up once. The recipes have a target of their own.
+# A worker runs whole files, so their fixtures are set up once; the longest first, as tests/conftest.py says. The recipes
+# have a target of their own.
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/recipes $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/recipes $(ARGS)
 
 # The core tests, to run while editing: they start no ranks and take less than a minute.
 QUICK := api_refusals attention_local bands bytes calls choice clusters cuda_kernels errors greedy imports \

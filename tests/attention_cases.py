@@ -1,15 +1,16 @@
-"""What must work, as data: each case is run in one process and with real processes, against dense attention."""
+"""What must work, as data, and how far a call is from dense attention: in one process, and on one rank of several."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mesh_attention import causal, documents, full, window
+from mesh_attention import MeshAttention, causal, documents, full, window
 from mesh_attention.masks import Mask
 from mesh_attention.testing.kernel_conformance import is_unmasked
 
@@ -130,11 +131,105 @@ def spread_out(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, tensor], dim=-1)[..., 0]
 
 
-def relative_error(ours: Tensor, theirs: Tensor) -> float:
+def relative_error(ours: Tensor, theirs: Tensor, least: float = 0.01) -> float:
+    """Against `least` at least: gradients that are zero have nothing to be relative to."""
     if not theirs.numel():
         return 0.0
-    # Against 0.01 at least: gradients that are zero have nothing to be relative to.
-    return float((ours.double() - theirs.double()).abs().max() / theirs.abs().max().clamp_min(0.01))
+    return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp_min(least))
+
+
+# All ranks in one process
+
+
+def attend(
+    attention: MeshAttention, case: Case, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu"
+) -> Answer:
+    """The whole case through a local group: shard, attend, unshard, backward."""
+    q, k, v, d_out, d_lse = (tensor.to(device) for tensor in whole_tensors(case, dtype))
+    inputs = [t.requires_grad_(need) for t, need in zip((q, k, v), case.needs_grad, strict=True)]
+    shards = [attention.shard(t) for t in inputs]
+    if case.strided:
+        shards = [[spread_out(t) for t in side] for side in shards]
+    if case.packed:
+        shards = [[t[0] for t in side] for side in shards]
+    call = {"seq_len": case.seq_q, "seq_len_k": case.seq_kv} | case.call
+    outs, lses = attention(*shards, return_lse=True, **call)
+    if case.packed:
+        outs, lses = [t[None] for t in outs], [t[None] for t in lses]
+    out, lse = attention.unshard(outs), attention.unshard(lses, dim=2)
+    loss = (out.double() * d_out.double()).sum()
+    if case.lse_gradient:
+        loss = loss + (lse.double() * d_lse.double()).sum()
+    given_back = iter(torch.autograd.grad(loss, [t for t in inputs if t.requires_grad]))
+    gradients = tuple((next(given_back) if t.requires_grad else torch.zeros_like(t)).cpu() for t in inputs)
+    return Answer(out.detach().cpu(), lse.detach().cpu(), gradients)  # type: ignore[arg-type]
+
+
+def assert_close(case: Case, ours: Answer, truth: Answer, tolerance: float = 1e-12, least: float = 0.01) -> None:
+    assert relative_error(ours.out, truth.out, least) <= tolerance
+    seen = truth.lse.isfinite()
+    assert torch.equal(ours.lse.isfinite(), seen)
+    assert relative_error(ours.lse[seen], truth.lse[seen], least) <= tolerance
+    for mine, theirs, need in zip(ours.gradients, truth.gradients, case.needs_grad, strict=True):
+        if need:
+            assert relative_error(mine, theirs, least) <= tolerance
+
+
+# One rank of several
+
+
+class AttendedCase:
+    """A case on this rank: its forward pass is made at once, its backward pass by `gradients`."""
+
+    def __init__(
+        self,
+        attention: MeshAttention,
+        case: Case,
+        truth: Answer,
+        dtype: torch.dtype = torch.float64,
+        *,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        **call: Any,
+    ) -> None:
+        self.attention, self.case, self.truth, self.dtype, self.device = attention, case, truth, dtype, device
+        q, k, v, self.d_out, self.d_lse = whole_tensors(case, dtype, seed)
+        self.inputs = [self.mine(t).requires_grad_(need) for t, need in zip((q, k, v), case.needs_grad, strict=True)]
+        given = [spread_out(t) if case.strided else t[0] if case.packed else t for t in self.inputs]
+        call = {"seq_len": case.seq_q, "seq_len_k": case.seq_kv, "return_lse": True} | case.call | call
+        self.out, self.lse = attention(*given, **call)
+        if case.packed:
+            self.out, self.lse = self.out[None], self.lse[None]
+
+    def mine(self, whole: Tensor, dim: int = 1) -> Tensor:
+        shard: Tensor = self.attention.shard(whole, dim=dim)
+        return shard.to(self.device)
+
+    def loss(self) -> Tensor:
+        loss = (self.out.double() * self.mine(self.d_out).double()).sum()
+        return loss + (self.lse.double() * self.mine(self.d_lse, 2).double()).sum() if self.case.lse_gradient else loss
+
+    def gradients(self) -> list[Tensor]:
+        return list(torch.autograd.grad(self.loss(), [t for t in self.inputs if t.requires_grad]))
+
+    def forward_errors(self, least: float = 0.01) -> list[float]:
+        """Of the output, the LSE and the whole output. Nothing is raised: the other ranks go on."""
+        lse, due = self.lse.detach().cpu(), self.mine(self.truth.lse, 2).cpu()
+        seen = due.isfinite()
+        whole = self.attention.unshard(self.out.detach()).cpu()
+        return [
+            relative_error(self.out.detach().cpu(), self.mine(self.truth.out).cpu(), least),
+            relative_error(lse[seen], due[seen], least),
+            relative_error(whole, self.truth.out, least),
+            0.0 if torch.equal(lse.isfinite(), seen) else inf,
+        ]
+
+    def gradient_errors(self, least: float = 0.01) -> list[float]:
+        due = [self.mine(t) for t, need in zip(self.truth.gradients, self.case.needs_grad, strict=True) if need]
+        return [relative_error(a.cpu(), b.cpu(), least) for a, b in zip(self.gradients(), due, strict=True)]
+
+
+# Planners
 
 
 def tiles(ranks: int) -> list[tuple[int, int]]:

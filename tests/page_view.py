@@ -123,8 +123,16 @@ WORST_CONTRAST = """(contrast) => {
 }"""
 
 CONTRAST = """(pairs) => {
-  const parse = (text) => { const c = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
-    c.fillStyle = text; c.fillRect(0, 0, 1, 1); return [...c.getImageData(0, 0, 1, 1).data]; };
+  const c = document.createElement('canvas').getContext('2d', { willReadFrequently: true }), known = new Map();
+  const parse = (text) => {
+    if (!known.has(text)) {
+      c.clearRect(0, 0, 1, 1);
+      c.fillStyle = text;
+      c.fillRect(0, 0, 1, 1);
+      known.set(text, [...c.getImageData(0, 0, 1, 1).data]);
+    }
+    return known.get(text);
+  };
   const linear = (v) => v / 255 <= 0.03928 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4;
   const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
   const ground = (e) => {

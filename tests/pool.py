@@ -11,13 +11,14 @@ import runpy
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch._dynamo  # by the server as well, so that ranks that compile need not each
 from run_ranks import RankPool
 from torch.distributed import TCPStore
 
@@ -25,10 +26,27 @@ from mesh_attention_lab.launch import process_context
 
 
 @lru_cache(maxsize=1)
-def shared_pool() -> RankPool:
+def _pool() -> RankPool:
     pool = RankPool(8)
     atexit.register(pool.close)
     return pool
+
+
+def shared_pool() -> RankPool:
+    """The pool of this process; a new one if something failed in the last one, which says nothing about other tests."""
+    if not _pool().is_whole:
+        _pool().close()
+        _pool.cache_clear()
+    return _pool()
+
+
+def said(call: Callable[[], object]) -> str:
+    """The type and message of what a call raised, to be sent to the test."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
 
 
 class Finished(NamedTuple):

@@ -54,6 +54,8 @@ class RankPool:
         on_gpu: bool = False,
     ) -> None:
         self.size = size
+        self.is_whole = True
+        """False once a rank raised or did not answer, or a call on a group failed: other functions would fail, too."""
         self._folder = tempfile.TemporaryDirectory(prefix="mesh-attention-pool-")
         # A process that was forked cannot use CUDA if the server looked for a device.
         context = multiprocessing.get_context("spawn") if on_gpu or "nccl" in backend else process_context()
@@ -76,10 +78,13 @@ class RankPool:
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
         """Results of the function on each of the first `ranks` ranks."""
+        was_whole, self.is_whole = self.is_whole, False
         for _, connection in self._workers[:ranks]:
             connection.send((ranks, function, arguments))
         deadline = time.monotonic() + timeout_s
-        return self._results([self._receive(rank, deadline) for rank in range(ranks)])
+        answers = [self._receive(rank, deadline) for rank in range(ranks)]
+        self.is_whole = was_whole and all(answer[0] == "result" for answer in answers)
+        return self._results(answers)
 
     def _results(self, answers: list[Any]) -> list[Any]:
         errors = [(rank, *answer[1]) for rank, answer in enumerate(answers) if answer[0] == "error"]
@@ -140,7 +145,8 @@ def _work(connection: Connection, world: _World, environment: dict[str, str]) ->
         except (EOFError, OSError):
             return
         try:
-            connection.send(("result", function(groups[ranks], *arguments)))
+            result = function(groups[ranks], *arguments)
+            connection.send(("failed group" if _has_failed(groups[ranks]) else "result", result))
         except Exception as error:
             connection.send(_told(error))
 
@@ -158,6 +164,12 @@ def _join(world: _World) -> dict[int, Any]:
     timeout, store = timedelta(seconds=world.timeout_s), f"file://{world.store}"
     dist.init_process_group(world.backend, init_method=store, rank=world.rank, world_size=world.size, timeout=timeout)
     return {n: dist.new_group(list(range(n)), timeout=timeout) for n in world.sizes}  # NCCL connects them at first use
+
+
+def _has_failed(group: Any) -> bool:
+    from mesh_attention.session.session import Session
+
+    return Session(group).state.failure is not None
 
 
 def _told(error: Exception) -> tuple[str, tuple[str, str, str]]:

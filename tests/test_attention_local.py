@@ -11,12 +11,12 @@ import torch
 from attention_cases import (
     BY_NAME,
     CASES,
-    Answer,
     Case,
+    assert_close,
+    attend,
     dense_answer,
     methods,
     relative_error,
-    spread_out,
     whole_tensors,
 )
 from hypothesis import given, settings
@@ -35,45 +35,12 @@ from mesh_attention.testing.wrappers import Counting
 TOLERANCE = 1e-12
 
 
-def attend(attention: MeshAttention, case: Case, dtype: torch.dtype = torch.float64) -> Answer:
-    """The whole case through a local group: shard, attend, unshard, backward."""
-    q, k, v, d_out, d_lse = whole_tensors(case, dtype)
-    inputs = [t.requires_grad_(need) for t, need in zip((q, k, v), case.needs_grad, strict=True)]
-    shards = [attention.shard(t) for t in inputs]
-    if case.strided:
-        shards = [[spread_out(t) for t in side] for side in shards]
-    call = {"seq_len": case.seq_q, "seq_len_k": case.seq_kv} | case.call
-    if case.packed:
-        shards = [[t[0] for t in side] for side in shards]
-    outs, lses = attention(*shards, return_lse=True, **call)
-    if case.packed:
-        outs, lses = [t[None] for t in outs], [t[None] for t in lses]
-    out, lse = attention.unshard(outs), attention.unshard(lses, dim=2)
-    loss = (out * d_out).sum()
-    if case.lse_gradient:
-        loss = loss + (lse * d_lse).sum()
-    wanted = [t for t in inputs if t.requires_grad]
-    given_back = iter(torch.autograd.grad(loss, wanted))
-    gradients = tuple(next(given_back) if t.requires_grad else torch.zeros_like(t) for t in inputs)
-    return Answer(out.detach(), lse.detach(), gradients)
-
-
-def assert_equal(case: Case, ours: Answer, truth: Answer, tolerance: float = TOLERANCE) -> None:
-    assert relative_error(ours.out, truth.out) <= tolerance
-    seen = truth.lse.isfinite()
-    assert torch.equal(ours.lse.isfinite(), seen)
-    assert relative_error(ours.lse[seen], truth.lse[seen]) <= tolerance
-    for mine, theirs, need in zip(ours.gradients, truth.gradients, case.needs_grad, strict=True):
-        if need:
-            assert relative_error(mine, theirs) <= tolerance
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("ranks", [1, 4, 5])
 def test_every_feature_is_exact(case: Case, ranks: int) -> None:
     truth = dense_answer(case)
     for options in methods(ranks, case.kv_heads):
-        assert_equal(case, attend(MeshAttention(LocalGroup(ranks), **options), case), truth)
+        assert_close(case, attend(MeshAttention(LocalGroup(ranks), **options), case), truth)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -81,23 +48,22 @@ def test_every_feature_is_exact(case: Case, ranks: int) -> None:
 def test_every_layout_is_exact(name: str, layout: str) -> None:
     case = BY_NAME[name]
     truth = dense_answer(case)
-    for ranks in (2, 6):
-        for options in methods(ranks, case.kv_heads):
-            assert_equal(case, attend(MeshAttention(LocalGroup(ranks), layout=layout, **options), case), truth)
+    for options in methods(6, case.kv_heads):
+        assert_close(case, attend(MeshAttention(LocalGroup(6), layout=layout, **options), case), truth)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["zigzag", "chunks"])
 def test_sixteen_ranks_are_exact(layout: str) -> None:
     case = BY_NAME["causal"]
     truth = dense_answer(case)
     for options in methods(16, case.kv_heads):
-        assert_equal(case, attend(MeshAttention(LocalGroup(16), layout=layout, **options), case), truth)
+        assert_close(case, attend(MeshAttention(LocalGroup(16), layout=layout, **options), case), truth)
 
 
 @pytest.mark.slow
 @given(plans(max_ranks=16, of_inputs=True), st.sampled_from([0.0, 2.0]))
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_any_plan_computes_attention(plan: Plan, softcap: float) -> None:
     """Whatever problem, planner and options: the forward and backward plans of one draw, executed."""
     problem = plan.problem
@@ -114,7 +80,7 @@ def test_any_plan_computes_attention(plan: Plan, softcap: float) -> None:
         call={"softcap": softcap, **_call_of(plan)},
     )
     attention = MeshAttention(LocalGroup(problem.ranks), layout=plan.layout, **_options_of(plan))
-    assert_equal(case, attend(attention, case), dense_answer(case))
+    assert_close(case, attend(attention, case), dense_answer(case))
 
 
 def _options_of(plan: Plan) -> dict[str, Any]:
@@ -183,7 +149,7 @@ def test_narrow_dtypes_are_as_exact_as_they_can_be(dtype: torch.dtype) -> None:
         ours = attend(MeshAttention(LocalGroup(8), **options), case, dtype)
         assert ours.out.dtype == dtype
         assert ours.lse.dtype == torch.float32
-        assert_equal(case, ours, truth, tolerance)
+        assert_close(case, ours, truth, tolerance)
 
 
 LARGE = [

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from pool import shared_pool
+from pool import said, shared_pool
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import CallOptions
+from mesh_attention.clusters import cluster_named
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import TopologyError
 from mesh_attention.execution import engine
@@ -50,14 +51,6 @@ def plans_of(attention: MeshAttention) -> list[str]:
 
 def fail(*given: Any, **named: Any) -> Any:
     raise ZeroDivisionError("a bug")
-
-
-def said(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 # One rank plans
@@ -149,8 +142,12 @@ def test_all_ranks_hear_of_a_mistake_and_go_on(
 
 
 def _measure(group: Any, folder: str, *, is_known: bool) -> tuple[list[str], float]:
+    """On a busy machine, times may be inconsistent: they are taken, but not fitted."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
+        patch.setattr(
+            planner, "fit_topology", lambda times, **named: cluster_named("laptop").with_ranks(named["ranks"])
+        )
         if is_known:
             patch.setattr(planner, "probe", fail)
         attention = MeshAttention(group, cluster="measure")
@@ -355,7 +352,7 @@ def _one_in_a_mode(group: Any, folder: str) -> list[str]:
 def test_a_rank_that_can_keep_nothing_is_told_apart(tmp_path: Path) -> None:
     for first, second in shared_pool().run(2, _one_in_a_mode, str(tmp_path)):
         assert "keeping inputs for backward is not allowed on rank(s) 0" in first
-        assert second == "nothing"
+        assert second == "nothing was raised"
 
 
 def test_a_layout_of_one_call_is_tuned_as_zigzag() -> None:

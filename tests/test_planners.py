@@ -36,32 +36,21 @@ def planned(problem: Problem, direction: Direction, layout: Layout) -> Plan:
     return make_plan(problem, tile=(2, 2), direction=direction, layout=layout)
 
 
-def with_other_layout(problem: Problem, direction: Direction, layout: Layout) -> Plan:
-    return make_plan(problem, tile=(2, 2), direction=direction, layout=Contiguous())
+def for_another(**changes: Any) -> Planner:
+    """A planner that plans for a problem with changes, or for another direction or layout."""
+
+    def planner(problem: Problem, **given: Any) -> Plan:
+        fields = {name: value for name, value in changes.items() if name not in given}
+        return planned(replace(problem, **fields), **{name: changes.get(name, value) for name, value in given.items()})
+
+    return planner
 
 
-def with_other_mask(problem: Problem, direction: Direction, layout: Layout) -> Plan:
-    return make_plan(replace(problem, mask=full()), tile=(2, 2), direction=direction, layout=layout)
-
-
-def with_other_dtype(problem: Problem, direction: Direction, layout: Layout) -> Plan:
-    return make_plan(replace(problem, dtype="bfloat16"), tile=(2, 2), direction=direction, layout=layout)
-
-
-def with_other_length(problem: Problem, direction: Direction, layout: Layout) -> Plan:
-    return make_plan(replace(problem, seq_kv=64), tile=(2, 2), direction=direction, layout=layout)
-
-
-def always_forward(problem: Problem, direction: Direction, layout: Layout) -> Plan:
-    return make_plan(problem, tile=(2, 2), direction="forward", layout=layout)
-
-
-def no_plan(problem: Problem, direction: Direction, layout: Layout) -> str:
-    return str(make_plan(problem, tile=(2, 2), direction=direction, layout=layout))
+with_other_mask = for_another(mask=full())
 
 
 def without_an_attend(problem: Problem, direction: Direction, layout: Layout) -> Plan:
-    plan = make_plan(problem, tile=(2, 2), direction=direction, layout=layout).unrolled()
+    plan = planned(problem, direction, layout).unrolled()
     assert plan.programs is not None
     first = plan.programs[0]
     last = max(index for index, step in enumerate(first.steps) if isinstance(step, Attend))
@@ -72,12 +61,12 @@ def without_an_attend(problem: Problem, direction: Direction, layout: Layout) ->
 @pytest.mark.parametrize(
     ("planner", "complaint"),
     [
-        (with_other_layout, "layout contiguous instead of zigzag"),
+        (for_another(layout=Contiguous()), "layout contiguous instead of zigzag"),
         (with_other_mask, "mask full instead of causal"),
-        (with_other_dtype, "dtype bfloat16 instead of float64"),
-        (with_other_length, "seq_kv 64 instead of 32"),
-        (always_forward, "direction forward instead of backward"),
-        (no_plan, "returned str for forward; expected a Plan"),
+        (for_another(dtype="bfloat16"), "dtype bfloat16 instead of float64"),
+        (for_another(seq_kv=64), "seq_kv 64 instead of 32"),
+        (for_another(direction="forward"), "direction forward instead of backward"),
+        (lambda *given, **named: str(planned(*given, **named)), "returned str for forward; expected a Plan"),
         (without_an_attend, "the planner's plan is wrong: .* breaks the rules .*coverage"),
     ],
 )

@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import shared_pool
 from run_ranks import RankPool
-from tiny_models import BATCHES, CONFIGS, UNUSUAL, Exact, make_model, packed, relative_error, tokens, truth
+from tiny_models import BATCHES, CONFIGS, UNUSUAL, Exact, make_model, packed, registered, relative_error, tokens, truth
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from mesh_attention.api import MeshAttention
 from mesh_attention.batches import batch_loss, shard_batch
 from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.sequences import CUTS
-from mesh_attention.transformers import register, unregister
 
 METHODS: list[dict[str, Any]] = [
     {"method": "ring"},
@@ -30,28 +27,18 @@ METHODS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pool() -> RankPool:
-    return shared_pool()
-
-
 def errors_of(
-    group: Any, model_name: str, batch_name: str, options: dict[str, Any], device: str = "cpu"
+    group: Any, model_name: str, batch_name: str, options: dict[str, Any], device: str = "cpu", due: Any = None
 ) -> dict[str, float]:
     """Relative errors of the logits of this rank's real tokens, of the loss, and of all gradients."""
-    logits, loss, gradients = truth(model_name, batch_name)
-    attention = MeshAttention(group, **options)
-    register(attention)
-    try:
-        with Exact():
-            model = make_model(model_name, "mesh_attention").to(device)
-            batch = on_device(BATCHES[batch_name](), device)
-            local = shard_batch(attention, batch)
-            out = model(**local)
-            ours = batch_loss(out.loss, local, group=group, gradients="summed")
-            ours.backward()
-    finally:
-        unregister()
+    logits, loss, gradients = due or truth(model_name, batch_name)
+    with registered(group, **options) as attention, Exact():
+        model = make_model(model_name, "mesh_attention").to(device)
+        batch = on_device(BATCHES[batch_name](), device)
+        local = shard_batch(attention, batch)
+        out = model(**local)
+        ours = batch_loss(out.loss, local, group=group, gradients="summed")
+        ours.backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=group)
     real = attention.shard(batch.get("attention_mask", torch.ones_like(batch["input_ids"]))) == 1
@@ -66,18 +53,19 @@ def on_device(batch: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 def cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Some models with every batch, the others with every second one; all of them meet every method."""
+    """Some models with every batch, the others with every third one; batches and methods meet."""
     for i, model_name in enumerate(name for name in CONFIGS if name not in UNUSUAL):
         for j, batch_name in enumerate(BATCHES):
-            if model_name in ("llama", "mistral", "gemma2") or (i + j) % 2:
-                yield model_name, batch_name, METHODS[(i + j // 2) % len(METHODS)]
+            if model_name in ("llama", "gemma2") or (i + j) % 3 == 0:
+                yield model_name, batch_name, METHODS[(i + j) % len(METHODS)]
 
 
 @pytest.mark.parametrize(("model_name", "batch_name", "options"), list(cases()))
 def test_logits_and_gradients_are_those_of_one_process(
     pool: RankPool, model_name: str, batch_name: str, options: dict[str, Any]
 ) -> None:
-    for errors in pool.run(4, errors_of, model_name, batch_name, options):
+    due = truth(model_name, batch_name)
+    for errors in pool.run(4, errors_of, model_name, batch_name, options, "cpu", due):
         assert max(errors.values()) <= 1e-9, errors
 
 
@@ -85,18 +73,13 @@ def fully_sharded_errors(group: Any, model_name: str, batch_name: str, device: s
     """Errors of the loss and of all gradients when FSDP2 holds the parameters and averages the gradients."""
     _, loss, gradients = truth(model_name, batch_name)
     mesh = DeviceMesh.from_group(group, device)
-    attention = MeshAttention(mesh)
-    register(attention)
-    try:
-        with Exact():
-            model = make_model(model_name, "mesh_attention").to(device)
-            for part in (*model.model.layers, model):
-                fully_shard(part, mesh=mesh)
-            local = shard_batch(attention, on_device(BATCHES[batch_name](), device))
-            ours = batch_loss(model(**local).loss, local, group=mesh)
-            ours.backward()
-    finally:
-        unregister()
+    with registered(mesh) as attention, Exact():
+        model = make_model(model_name, "mesh_attention").to(device)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+        local = shard_batch(attention, on_device(BATCHES[batch_name](), device))
+        ours = batch_loss(model(**local).loss, local, group=mesh)
+        ours.backward()
     errors = [relative_error(p.grad.full_tensor(), gradients[name]) for name, p in model.named_parameters()]
     return [abs(ours.item() - loss) / loss, *errors]
 
@@ -108,9 +91,7 @@ def test_fully_sharded_models_have_the_gradients_of_one_process(pool: RankPool) 
 
 def difference_made(group: Any, change: str, model_name: str, batch_name: str) -> float:
     """The largest difference, in logits and gradients, that a change to a model makes to it."""
-    attention = MeshAttention(group)
-    register(attention)
-    try:
+    with registered(group) as attention:
         results = []
         for change_model in (CHANGES[change], CHANGES["nothing"]):  # what is changed meets the batch first
             local = shard_batch(attention, BATCHES[batch_name]())
@@ -119,8 +100,6 @@ def difference_made(group: Any, change: str, model_name: str, batch_name: str) -
             out = model(**local)
             out.loss.backward()
             results.append([out.logits.detach(), *(parameter.grad for parameter in model.parameters())])
-    finally:
-        unregister()
     return max(relative_error(ours, due) for ours, due in zip(*results, strict=True))
 
 
@@ -144,7 +123,7 @@ def test_gradient_checkpointing_changes_nothing(pool: RankPool, change: str) -> 
 
 @pytest.mark.parametrize(
     ("model_name", "batch_name"),
-    [("mistral", "packed by boundaries"), ("llama", "plain"), ("gemma2", "padded both"), ("qwen2", "packed rows")],
+    [("gemma2", "padded both"), ("qwen2", "packed rows")],
 )
 def test_layers_are_compiled_without_breaks_and_give_the_same(pool: RankPool, model_name: str, batch_name: str) -> None:
     differences = pool.run(2, difference_made, "compiled layers", model_name, batch_name)
@@ -156,16 +135,11 @@ def test_layers_are_compiled_without_breaks_and_give_the_same(pool: RankPool, mo
 
 def logits_by_hand(group: Any, layout: str, seq: int) -> float:
     """A model given shards and position ids by hand, with the cache that transformers makes unless told not to."""
-    attention = MeshAttention(group, layout=layout)
-    register(attention)
-    try:
-        with Exact(), torch.no_grad():
-            ids = tokens(2, seq)["input_ids"]
-            due = make_model("mistral")(ids).logits
-            model = make_model("mistral", "mesh_attention")
-            out = model(attention.shard(ids), position_ids=attention.position_ids(seq)[None])
-    finally:
-        unregister()
+    with registered(group, layout=layout) as attention, Exact(), torch.no_grad():
+        ids = tokens(2, seq)["input_ids"]
+        due = make_model("mistral")(ids).logits
+        model = make_model("mistral", "mesh_attention")
+        out = model(attention.shard(ids), position_ids=attention.position_ids(seq)[None])
     return relative_error(attention.unshard(out.logits), due)
 
 
@@ -175,25 +149,22 @@ def test_shards_and_position_ids_are_enough_when_ranks_hold_as_many_tokens(pool:
 
 
 def refusal_by_hand(group: Any, layout: str, mistake: str) -> str:
-    attention = MeshAttention(group, layout=layout)
-    register(attention)
     try:
-        model = make_model("llama", "mesh_attention")
-        seq = 22 if mistake == "uneven" else 24
-        call: dict[str, Any] = {"input_ids": attention.shard(tokens(1, seq)["input_ids"])}
-        if mistake == "packed":  # as transformers would take it, in each rank's own tokens
-            restarted = torch.cat([torch.arange(10), torch.arange(14)])
-            call["position_ids"] = attention.shard(restarted[None])
-        if mistake == "uneven":
-            call["position_ids"] = attention.position_ids(seq)[None]
-        if mistake == "own mask":
-            call["position_ids"] = attention.position_ids(seq)[None]
-            call["attention_mask"] = torch.ones_like(call["input_ids"])
-        model(**call)
+        with registered(group, layout=layout) as attention:
+            model = make_model("llama", "mesh_attention")
+            seq = 22 if mistake == "uneven" else 24
+            call: dict[str, Any] = {"input_ids": attention.shard(tokens(1, seq)["input_ids"])}
+            if mistake == "packed":  # as transformers would take it, in each rank's own tokens
+                restarted = torch.cat([torch.arange(10), torch.arange(14)])
+                call["position_ids"] = attention.shard(restarted[None])
+            if mistake == "uneven":
+                call["position_ids"] = attention.position_ids(seq)[None]
+            if mistake == "own mask":
+                call["position_ids"] = attention.position_ids(seq)[None]
+                call["attention_mask"] = torch.ones_like(call["input_ids"])
+            model(**call)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        unregister()
     return "nothing was raised"
 
 
@@ -222,10 +193,8 @@ def test_mistakes_in_cutting_are_refused_on_every_rank(pool: RankPool, mistake: 
 def refusals_of_the_second(group: Any, change: str, mistake: str) -> tuple[str, str]:
     """What a second forward without position ids, or boundaries, says, and a third that is right, after a right one."""
     torch.compiler.reset()
-    attention = MeshAttention(group, layout="contiguous")
-    register(attention)
-    said = []
-    try:
+    with registered(group, layout="contiguous") as attention:
+        said = []
         model = make_model("llama", "mesh_attention").train()
         CHANGES[change](model)
         batch = BATCHES["plain"]() if mistake == "position_ids" else packed((12, 3, 9), by="position_ids")
@@ -239,14 +208,19 @@ def refusals_of_the_second(group: Any, change: str, mistake: str) -> tuple[str, 
             except (UsageError, DisagreementError) as refusal:
                 said.append(f"{type(refusal).__name__}: {refusal}")
             gc.collect()  # before 2.13, torch keeps the hooks of a checkpointed forward that raised until then
-    finally:
-        unregister()
     assert said[0] == ""
     return said[1], said[2]
 
 
-@pytest.mark.parametrize("change", ["nothing", "compiled layers", "checkpointing"])
-@pytest.mark.parametrize("mistake", ["position_ids", "boundaries"])
+@pytest.mark.parametrize(
+    ("change", "mistake"),
+    [
+        ("nothing", "position_ids"),
+        ("nothing", "boundaries"),
+        ("compiled layers", "boundaries"),
+        ("checkpointing", "position_ids"),
+    ],
+)
 def test_a_mistake_in_a_later_forward_is_refused_on_every_rank(pool: RankPool, change: str, mistake: str) -> None:
     answers = pool.run(2, refusals_of_the_second, change, mistake)
     assert answers[0][0].startswith("DisagreementError: rank 1 refused the call: position_ids of row 0")
@@ -256,18 +230,14 @@ def test_a_mistake_in_a_later_forward_is_refused_on_every_rank(pool: RankPool, c
 
 def rotary_outcome(group: Any, model_name: str, layout: str, seq: int) -> float | str:
     """The error of the logits of a model with rotary frequencies that may depend on the length, or a refusal."""
-    attention = MeshAttention(group, layout=layout)
-    register(attention)
     try:
-        with Exact(), torch.no_grad():
+        with registered(group, layout=layout) as attention, Exact(), torch.no_grad():
             batch = {"input_ids": tokens(1, seq)["input_ids"]}
             due = make_model(model_name)(**batch).logits
             out = make_model(model_name, "mesh_attention")(**shard_batch(attention, batch))
             return relative_error(attention.unshard(out.logits), due)
     except UsageError as refusal:
         return str(refusal)
-    finally:
-        unregister()
 
 
 @pytest.mark.parametrize(
@@ -297,16 +267,13 @@ def test_rotary_frequencies_are_those_of_the_whole_sequence_or_refused(
 
 
 def refusal_of_a_loss(group: Any, implementation: str) -> str:
-    attention = MeshAttention(group)
-    register(attention)
     try:
-        model = make_model("llama", implementation)
-        local = shard_batch(attention, BATCHES["plain"]())
-        batch_loss(model(**local).loss, local, group=group)
+        with registered(group) as attention:
+            model = make_model("llama", implementation)
+            local = shard_batch(attention, BATCHES["plain"]())
+            batch_loss(model(**local).loss, local, group=group)
     except UsageError as refusal:
         return str(refusal)
-    finally:
-        unregister()
     return "none"
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from pool import shared_pool
 from run_ranks import RankPool
-from tiny_models import BATCHES, Exact, make_model, relative_error, tokens
+from tiny_models import BATCHES, Exact, make_model, registered, relative_error, tokens
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -33,22 +32,14 @@ from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
 from mesh_attention.batches import batch_loss, shard_batch
 from mesh_attention.errors import DisagreementError
-from mesh_attention.transformers import register, unregister
 
 sys.path.insert(0, str(Path(__file__).parent / "campaign"))
 
 
-@pytest.fixture(scope="module")
-def pool() -> RankPool:
-    return shared_pool()
-
-
 @pytest.fixture
 def attention() -> Iterator[MeshAttention]:
-    made = MeshAttention(LocalGroup(1).comm(0))
-    register(made)
-    yield made
-    unregister()
+    with registered(LocalGroup(1).comm(0)) as made:
+        yield made
 
 
 # Families: a fixed share of tests/campaign/families.py
@@ -92,12 +83,8 @@ def family_outcome(group: Any, model_type: str, kind: str, batch_name: str) -> s
     batch = {name: value for name, value in batches(kind)[batch_name].items() if name != "labels"}
     with torch.no_grad():
         due = ordinary(build(model_type, kind, implementation, sizes), batch_name, batch)
-    attention = MeshAttention(group)
-    register(attention)
-    try:
+    with registered(group) as attention:
         verdict, why = run_batch(attention, (model_type, kind, sizes), batch, (due, {}))
-    finally:
-        unregister()
     return verdict if verdict == "right" else f"{verdict}: {why}"
 
 
@@ -119,16 +106,13 @@ def test_the_page_of_families_has_none_that_is_wrong_or_unclear() -> None:
 
 def outcome_of(group: Any, how: str, implementation: str) -> str:
     torch.compiler.reset()
-    attention = MeshAttention(group)
-    register(attention)
     try:
-        model = make_model("llama", implementation).eval()
-        local = shard_batch(attention, BATCHES["plain"]())
-        WAYS[how](model, local)
+        with registered(group) as attention:
+            model = make_model("llama", implementation).eval()
+            local = shard_batch(attention, BATCHES["plain"]())
+            WAYS[how](model, local)
     except UsageError as refusal:
         return str(refusal)
-    finally:
-        unregister()
     return "ran"
 
 
@@ -233,9 +217,7 @@ def test_layers_that_take_many_tokens_at_a_time_are_tried(attention: MeshAttenti
 
 def kind_of_logits(group: Any) -> str:
     """Of a model whose head gives each rank a part of the vocabulary."""
-    attention = MeshAttention(LocalGroup(1).comm(0))
-    register(attention)
-    try:
+    with registered(LocalGroup(1).comm(0)) as attention:
         model = make_model("llama", "mesh_attention")
         plan = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
         parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
@@ -243,8 +225,6 @@ def kind_of_logits(group: Any) -> str:
         with pytest.raises(UsageError, match="returns DTensor logits, so its loss cannot be checked; call it without"):
             model(**local)
         logits = model(local["input_ids"], position_ids=local["position_ids"]).logits
-    finally:
-        unregister()
     return type(logits).__name__
 
 
@@ -275,10 +255,8 @@ def test_layers_skipped_at_random_are_refused_in_training(attention: MeshAttenti
 
 def outcomes_of_other_arguments(group: Any) -> list[str]:
     """Of calls in which rank 0 gives other arguments than rank 1."""
-    attention = MeshAttention(group)
-    register(attention)
-    outcomes = []
-    try:
+    with registered(group) as attention:
+        outcomes = []
         model, local = make_model("llama", "mesh_attention"), shard_batch(attention, tokens(1, 8))
         model(**local)
         is_first = torch.distributed.get_rank(group) == 0
@@ -290,8 +268,6 @@ def outcomes_of_other_arguments(group: Any) -> list[str]:
                 outcomes.append("ran")
             except (UsageError, DisagreementError) as refusal:
                 outcomes.append(str(refusal))
-    finally:
-        unregister()
     return outcomes
 
 
@@ -341,18 +317,13 @@ def masked_model(implementation: str) -> Any:
 def masked_loss_error(group: Any) -> float:
     """Of a gradient of a masked language model on ranks."""
     batch = BATCHES["padded right"]()
-    attention = MeshAttention(group)
-    register(attention)
-    try:
-        with Exact():
-            alone = masked_model("eager")
-            alone(**batch).loss.backward()
-            model = masked_model("mesh_attention")
-            local = shard_batch(attention, batch, shift_labels=False)
-            loss = batch_loss(model(**local).loss, local, group=group, gradients="summed")
-            loss.backward()
-    finally:
-        unregister()
+    with registered(group) as attention, Exact():
+        alone = masked_model("eager")
+        alone(**batch).loss.backward()
+        model = masked_model("mesh_attention")
+        local = shard_batch(attention, batch, shift_labels=False)
+        loss = batch_loss(model(**local).loss, local, group=group, gradients="summed")
+        loss.backward()
     gradient = model.model.embed_tokens.weight.grad
     torch.distributed.all_reduce(gradient, group=group)
     return relative_error(gradient, alone.model.embed_tokens.weight.grad)
@@ -408,17 +379,14 @@ def test_an_encoder_with_a_decoder_is_refused(attention: MeshAttention) -> None:
 
 def refusal_on_one_rank(group: Any) -> str:
     """A model that only one rank has changed: all refuse it."""
-    attention = MeshAttention(group)
-    register(attention)
     try:
-        model = make_model("llama", "mesh_attention")
-        if torch.distributed.get_rank(group) == 1:
-            model.model.layers[1].mlp = Shifting(model.model.layers[1].mlp)
-        model(**shard_batch(attention, BATCHES["plain"]()))
+        with registered(group) as attention:
+            model = make_model("llama", "mesh_attention")
+            if torch.distributed.get_rank(group) == 1:
+                model.model.layers[1].mlp = Shifting(model.model.layers[1].mlp)
+            model(**shard_batch(attention, BATCHES["plain"]()))
     except (UsageError, DisagreementError) as refusal:
         return str(refusal)
-    finally:
-        unregister()
     return "ran"
 
 

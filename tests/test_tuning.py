@@ -213,7 +213,7 @@ def test_too_little_memory_is_refused_with_what_is_needed() -> None:
 # Bounds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_no_candidate_is_faster_than_its_bound(data: st.DataObject) -> None:
     ranks = data.draw(st.sampled_from((8, 12, 16, 32)))
@@ -232,7 +232,7 @@ def test_no_candidate_is_faster_than_its_bound(data: st.DataObject) -> None:
     assert traffic(candidate, asked, cluster, direction).bound_s <= simulate(plan, cluster).time_s * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plans(max_ranks=6))
 def test_no_plan_with_even_work_moves_less_than_the_bound(plan: object) -> None:
     costs = [rank_costs(plan, rank) for rank in range(plan.problem.ranks)]  # type: ignore[attr-defined]

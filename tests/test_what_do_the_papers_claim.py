@@ -24,7 +24,7 @@ from papers.fit import (
     with_rates,
 )
 from papers.reproduce import Reproduction, Row, attention2d_speedup, reproduce, volume
-from papers.scaling import WEAK_SEQ, Contender, Run, Scaling, run_experiments, scaling_problem
+from papers.scaling import WEAK_SEQ, Run, Scaling, run_experiments, scaling_problem
 
 from mesh_attention import make_plan, rank_costs
 from mesh_attention.plan.assignment import Tile
@@ -106,21 +106,6 @@ def test_times_that_are_explained_stay_within_a_tenth_and_the_others_do_not(repr
         assert row.figure.is_explained or row.figure.note, row
 
 
-def test_deviations_follow_from_what_is_published_and_ours(reproduction: Reproduction) -> None:
-    for row in reproduction.rows:
-        published = row.figure.published
-        match row.figure.unit:
-            case "%":
-                assert row.deviation == pytest.approx(row.ours - published)
-            case "GPUs":
-                contender: Contender = "ring" if row.figure.what.startswith("Ring") else "mesh"
-                times = {ranks: s.time_s for ranks, s in reproduction.scaling.strong(contender).items()}
-                assert times[int(row.ours)] == min(times.values())
-                assert row.deviation == pytest.approx(times[int(published)] / min(times.values()) - 1)
-            case _:
-                assert row.deviation == pytest.approx((row.ours - published) / published)
-
-
 def test_simulated_figures_are_read_off_the_runs(reproduction: Reproduction) -> None:
     ours = {row.figure.what: row.ours for row in reproduction.rows}
     ring, mesh = reproduction.scaling.strong("ring"), reproduction.scaling.strong("mesh")
@@ -150,15 +135,11 @@ def test_the_preset_is_as_good_as_it_says(preset: Fit) -> None:
     assert max(others) == pytest.approx(0.07, abs=0.01)
 
 
-def test_a_search_from_the_preset_finds_nothing_much_better(preset: Fit) -> None:
-    assert refined(preset, (1.2,)).rms > 0.95 * preset.rms
-
-
 def test_a_search_from_elsewhere_comes_back_to_the_preset(preset: Fit) -> None:
     (start,) = scaled_fits(with_rates(fitted(), tflops=185, inside=3.4, between=2.23), (PASSES,))
     found = refined(start, (1.2,))
     assert start.rms > 1.3 * preset.rms
-    assert found.rms < 1.1 * preset.rms
+    assert 0.95 * preset.rms < found.rms < 1.1 * preset.rms  # and nothing is much better
     assert found.cluster.inside.gb_per_s == pytest.approx(fitted().inside.gb_per_s, rel=0.1)
 
 
@@ -187,36 +168,15 @@ def test_hypotheses_are_sorted_and_the_best_are_searched_finely(preset: Fit, mon
 
 
 def test_other_hypotheses_fit_worse(preset: Fit) -> None:
-    """Forward alone on the same nodes; both passes with a NIC a GPU, with full-duplex links, with one NIC a node."""
+    """Forward alone on the same nodes; both passes with a NIC a GPU, or with full-duplex links."""
     forward = DIRECTIONS[:1]
     (alone,) = scaled_fits(with_rates(fitted(), tflops=50, inside=0.91, between=0.79), (forward,))
     assert alone.rms > 1.05 * preset.rms
-    rivals = {(8, False): 2.9, (4, True): 2.5, (8, True): 1.5, (1, True): 24.0}
+    rivals = {(8, False): 2.9, (4, True): 2.5}
     for (nics, full_duplex), inside in rivals.items():
         cluster = replace(fitted(), nics_per_node=nics, full_duplex=full_duplex)
         for found in best_of(cluster, [(180.0, inside)], (PASSES, forward)):
             assert found.rms > 1.15 * preset.rms, (nics, full_duplex)
-
-
-def test_a_fit_does_not_depend_on_how_fast_all_rates_are_together(preset: Fit) -> None:
-    cluster = fitted()
-    slow = with_rates(
-        cluster,
-        tflops=cluster.device.forward.tflops / 3,
-        inside=cluster.inside.gb_per_s / 3,
-        between=cluster.between.gb_per_s / 3,
-    )
-    (found,) = scaled_fits(slow, (PASSES,))
-    assert found.cluster.between.gb_per_s == pytest.approx(cluster.between.gb_per_s, rel=0.02)
-    assert found.cluster.inside.gb_per_s == pytest.approx(cluster.inside.gb_per_s, rel=0.02)
-    assert found.rms == pytest.approx(preset.rms, rel=0.05)
-
-
-def test_residuals_are_logs_of_ratios(reproduction: Reproduction) -> None:
-    found, values = residuals(reproduction.scaling), reproduction.scaling.values()
-    assert found["ring time"] == pytest.approx(log(values["ring time"] / 37.5))
-    assert found["wait share"] == pytest.approx(log(values["wait share"] / 86.6))
-    assert found["ring best"] == pytest.approx(log(1 + reproduction.scaling.excess("ring", 64)))
 
 
 # What the remarks say
@@ -295,18 +255,6 @@ def test_the_table_has_every_figure_and_fits(
         assert figure.note in words
     assert "Not explained. Ring's volume grows 2.91 times" in words
     assert "rms of the log ratios 0.0" in words
-
-
-def test_the_table_states_ours_and_the_deviation(
-    quick: Reproduction, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    lines, _ = printed(capsys)
-    for row in quick.rows:
-        line = next(line for line in lines if line.startswith(f"{row.figure.what}  "))
-        shown = f"{row.deviation:+.1f} points" if row.figure.unit == "%" else f"{row.deviation:+.1%}"
-        assert shown in line
-        assert len(line.split()) >= len(row.figure.what.split()) + 5
 
 
 def test_json_has_every_figure(quick: Reproduction, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,8 @@ keeps what is float64 in float64 there, so that 1e-9 can be demanded; in our own
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -29,6 +31,9 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from mesh_attention import MeshAttention
+from mesh_attention.transformers import register, unregister
 
 VOCABULARY = 29
 SIZES: dict[str, Any] = {
@@ -103,6 +108,17 @@ CONFIGS: dict[str, Any] = {
 }
 UNUSUAL = ("dynamic rotary", "long rotary", "convolutions", "experts")
 """Models that are refused, always or for some batches."""
+
+
+@contextmanager
+def registered(group: Any, **options: Any) -> Iterator[MeshAttention]:
+    """A MeshAttention that transformers knows meanwhile."""
+    attention = MeshAttention(group, **options)
+    register(attention)
+    try:
+        yield attention
+    finally:
+        unregister()
 
 
 def make_model(name: str, implementation: str = "eager", **changes: Any) -> Any:

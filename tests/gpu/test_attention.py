@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attention_cases import BY_NAME, CASES, Answer, Case, dense_answer, methods, spread_out, whole_tensors
+from attention_cases import BY_NAME, CASES, Case, assert_close, attend, dense_answer, methods, relative_error
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -28,44 +28,8 @@ ROUNDINGS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.
 """Half a unit in the last place; wide dtypes less, for what thousands of additions lose."""
 SLACK = 6
 """Roundings on the way from inputs to gradients: P, dS, dO·V, and a partial's own."""
-
-
-def attend(attention: MeshAttention, case: Case, dtype: torch.dtype) -> Answer:
-    q, k, v, d_out, d_lse = (t.to(CUDA) for t in whole_tensors(case, dtype))
-    inputs = [t.requires_grad_(need) for t, need in zip((q, k, v), case.needs_grad, strict=True)]
-    shards = [attention.shard(t) for t in inputs]
-    if case.strided:
-        shards = [[spread_out(t) for t in side] for side in shards]
-    call = {"seq_len": case.seq_q, "seq_len_k": case.seq_kv} | case.call
-    if case.packed:
-        shards = [[t[0] for t in side] for side in shards]
-    outs, lses = attention(*shards, return_lse=True, **call)
-    if case.packed:
-        outs, lses = [t[None] for t in outs], [t[None] for t in lses]
-    out, lse = attention.unshard(outs), attention.unshard(lses, dim=2)
-    loss = (out.double() * d_out.double()).sum()
-    if case.lse_gradient:
-        loss = loss + (lse.double() * d_lse.double()).sum()
-    given_back = iter(torch.autograd.grad(loss, [t for t in inputs if t.requires_grad]))
-    gradients = tuple((next(given_back) if t.requires_grad else torch.zeros_like(t)).cpu() for t in inputs)
-    return Answer(out.detach().cpu(), lse.detach().cpu(), gradients)  # type: ignore[arg-type]
-
-
-def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Against 1 at least, which inputs are about: what is a small difference of them has their roundings."""
-    if not theirs.numel():
-        return 0.0
-    return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp_min(1.0))
-
-
-def assert_close(case: Case, ours: Answer, truth: Answer, tolerance: float) -> None:
-    assert relative_error(ours.out, truth.out) <= tolerance
-    seen = truth.lse.isfinite()
-    assert torch.equal(ours.lse.isfinite(), seen)
-    assert relative_error(ours.lse[seen], truth.lse[seen]) <= tolerance
-    for mine, theirs, need in zip(ours.gradients, truth.gradients, case.needs_grad, strict=True):
-        if need:
-            assert relative_error(mine, theirs) <= tolerance
+LEAST = 1.0
+"""What errors are relative to at least; inputs are about as large, and small differences have their roundings."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -73,11 +37,11 @@ def test_every_mask_in_one_process(case: Case) -> None:
     """On one rank, and by a planner on 4 or 16; `tests/nccl` has more of them."""
     dtype = (torch.bfloat16, torch.float16)[CASES.index(case) % 2]
     truth = dense_answer(case, dtype)
-    assert_close(case, attend(MeshAttention(LocalGroup(1)), case, dtype), truth, SLACK * ROUNDINGS[dtype])
+    assert_close(case, attend(MeshAttention(LocalGroup(1)), case, dtype, CUDA), truth, SLACK * ROUNDINGS[dtype], LEAST)
     ranks = 4 if dtype is torch.bfloat16 else 16
     every = methods(ranks, case.kv_heads)
-    ours = attend(MeshAttention(LocalGroup(ranks), **every[CASES.index(case) % len(every)]), case, dtype)
-    assert_close(case, ours, truth, SLACK * ROUNDINGS[dtype])
+    ours = attend(MeshAttention(LocalGroup(ranks), **every[CASES.index(case) % len(every)]), case, dtype, CUDA)
+    assert_close(case, ours, truth, SLACK * ROUNDINGS[dtype], LEAST)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +50,8 @@ def test_every_mask_in_one_process(case: Case) -> None:
 def test_wide_dtypes_go_the_same_way(name: str, dtype: torch.dtype) -> None:
     case = BY_NAME[name]
     for options in methods(4, case.kv_heads):
-        ours = attend(MeshAttention(LocalGroup(4), **options), case, dtype)
-        assert_close(case, ours, dense_answer(case, dtype), SLACK * ROUNDINGS[dtype])
+        ours = attend(MeshAttention(LocalGroup(4), **options), case, dtype, CUDA)
+        assert_close(case, ours, dense_answer(case, dtype), SLACK * ROUNDINGS[dtype], LEAST)
 
 
 # Larger ones, where the fast kernels are at work
@@ -186,7 +150,9 @@ def test_playing_a_graph_gives_what_steps_give(name: str) -> None:
             results.append([out.detach(), *torch.autograd.grad((out * d_out).sum(), leaves)])
         assert torch.equal(results[0][0], results[1][0])
         for ours, theirs in zip(*results, strict=True):
-            assert relative_error(ours, theirs) <= SLACK * ROUNDINGS[torch.bfloat16]  # dQ is added in no fixed order
+            assert (
+                relative_error(ours, theirs, LEAST) <= SLACK * ROUNDINGS[torch.bfloat16]
+            )  # dQ is added in no fixed order
 
 
 def test_graphs_leave_earlier_results_alone() -> None:
@@ -208,7 +174,7 @@ def test_any_mask_and_kernel_can_be_captured(name: str, dtype: torch.dtype) -> N
     truth = dense_answer(case, dtype)
     attention = MeshAttention(LocalGroup(4), tile=(2, 2), cuda_graphs=True)
     for _ in range(3):
-        assert_close(case, attend(attention, case, dtype), truth, SLACK * ROUNDINGS[dtype])
+        assert_close(case, attend(attention, case, dtype, CUDA), truth, SLACK * ROUNDINGS[dtype], LEAST)
 
 
 def test_graphs_play_for_layers_that_are_computed_again() -> None:
@@ -230,7 +196,7 @@ def test_graphs_play_for_layers_that_are_computed_again() -> None:
             results.append([out.detach(), *torch.autograd.grad((out * d_out).sum(), leaves)])
         assert torch.equal(results[0][0], results[1][0])
         for ours, theirs in zip(*results, strict=True):
-            assert relative_error(ours, theirs) <= SLACK * ROUNDINGS[torch.bfloat16]
+            assert relative_error(ours, theirs, LEAST) <= SLACK * ROUNDINGS[torch.bfloat16]
 
 
 def test_graphs_play_on_two_streams_without_meeting() -> None:
@@ -328,7 +294,7 @@ def test_nccl_of_one_rank() -> None:
         expected = spread({}, {"causal": True}, torch.bfloat16, 1)
         assert torch.equal(found[0], expected[0])
         for ours, theirs in zip(found, expected, strict=True):
-            assert relative_error(ours, theirs) <= SLACK * ROUNDINGS[torch.bfloat16]
+            assert relative_error(ours, theirs, LEAST) <= SLACK * ROUNDINGS[torch.bfloat16]
         torch.testing.assert_close(attention.unshard(out.detach()), out.detach())
     finally:
         dist.destroy_process_group()

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import inf
 from typing import Any
 
 import torch
-from attention_cases import BY_NAME, CASES, Answer, Case, dense_answer, spread_out, tiles, whole_tensors
-from gpu.test_attention import ROUNDINGS, SLACK, relative_error
-from torch import Tensor
+from attention_cases import BY_NAME, CASES, Answer, AttendedCase, Case, dense_answer, tiles
+from gpu.test_attention import ROUNDINGS, SLACK
 
 from mesh_attention import MeshAttention
 from nccl.rig import DEVICE, SIZES
@@ -78,52 +76,23 @@ def worst(errors: Iterable[float]) -> float:
     return float(torch.tensor(list(errors), dtype=torch.float64).max())
 
 
-class Attended:
-    """A case on this rank: its forward pass is made at once, its backward pass by `errors`."""
+class Attended(AttendedCase):
+    """A case by its name, on this rank; errors are in tolerances of the dtype."""
 
     def __init__(
         self, attention: MeshAttention, name: str, dtype: torch.dtype, *, degree: int = 1, seed: int = 0, **call: Any
     ) -> None:
-        self.attention, self.dtype = attention, dtype
-        self.case = case = widened(BY_NAME[name], degree)
-        self.truth = truth(name, dtype, degree, seed)
-        q, k, v, self.d_out, self.d_lse = whole_tensors(case, dtype, seed)
-        self.inputs = [self.mine(t).requires_grad_(need) for t, need in zip((q, k, v), case.needs_grad, strict=True)]
-        given = [spread_out(t) if case.strided else t[0] if case.packed else t for t in self.inputs]
-        call = {"seq_len": case.seq_q, "seq_len_k": case.seq_kv, "return_lse": True} | case.call | call
-        self.out, self.lse = attention(*given, **call)
-        if case.packed:
-            self.out, self.lse = self.out[None], self.lse[None]
-
-    def mine(self, whole: Tensor, dim: int = 1) -> Tensor:
-        shard: Tensor = self.attention.shard(whole, dim=dim)
-        return shard.to(DEVICE)
-
-    def loss(self) -> Tensor:
-        loss = (self.out.double() * self.mine(self.d_out).double()).sum()
-        return loss + (self.lse.double() * self.mine(self.d_lse, 2).double()).sum() if self.case.lse_gradient else loss
-
-    def gradients(self) -> list[Tensor]:
-        return list(torch.autograd.grad(self.loss(), [t for t in self.inputs if t.requires_grad]))
+        case, due = widened(BY_NAME[name], degree), truth(name, dtype, degree, seed)
+        super().__init__(attention, case, due, dtype, device=DEVICE, seed=seed, **call)
 
     def forward_error(self) -> float:
-        """The largest error of the output and the LSE, in tolerances of the dtype."""
-        lse, due = self.lse.detach().cpu(), self.mine(self.truth.lse, 2).cpu()
-        seen = due.isfinite()
-        whole = self.attention.unshard(self.out.detach()).cpu()
-        errors = [
-            relative_error(self.out.detach().cpu(), self.mine(self.truth.out).cpu()),
-            relative_error(lse[seen], due[seen]),
-            relative_error(whole, self.truth.out),
-            0.0 if torch.equal(lse.isfinite(), seen) else inf,  # raised later: the other ranks go on
-        ]
-        return worst(errors) / (SLACK * ROUNDINGS[self.dtype])
+        """The largest error of the output and the LSE."""
+        return worst(self.forward_errors(1.0)) / (SLACK * ROUNDINGS[self.dtype])
 
     def error(self) -> float:
         """The same of both passes."""
-        due = [self.mine(t) for t, need in zip(self.truth.gradients, self.case.needs_grad, strict=True) if need]
-        errors = [relative_error(ours.cpu(), theirs.cpu()) for ours, theirs in zip(self.gradients(), due, strict=True)]
-        return worst([self.forward_error(), worst(errors) / (SLACK * ROUNDINGS[self.dtype])])
+        backward = worst(self.gradient_errors(1.0)) / (SLACK * ROUNDINGS[self.dtype])
+        return worst([self.forward_error(), backward])
 
 
 def errors_of_cases(
