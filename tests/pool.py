@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from run_ranks import RankPool
+from run_ranks import RankPool, process_context
 from torch.distributed import TCPStore
-
-from mesh_attention_lab.launch import process_context
 
 
 @lru_cache(maxsize=1)
