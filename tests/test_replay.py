@@ -20,7 +20,7 @@ from mesh_attention_lab.replay.actor import Actor, BaselineKernel
 from mesh_attention_lab.replay.device import check_memory, measure_cluster
 from mesh_attention_lab.replay.replay import replay
 from mesh_attention_lab.replay.result import BEST, KernelPass, Part, Replayed, ReplayRow, rows_of, tuned_parts
-from mesh_attention_lab.replay.transport import ReplayComm, SilentComm
+from mesh_attention_lab.replay.transport import ReplayComm
 
 CPU = torch.device("cpu")
 PROBLEM = Problem.self_attention(
@@ -59,18 +59,6 @@ def test_what_arrives_is_noise_of_a_believable_size() -> None:
         values = arrived.chunks[0].view(dtype)
         assert values.isfinite().all()
         assert 0.5 < values.float().std() < 2
-
-
-def test_nothing_arrives_in_silence() -> None:
-    arrived = parcel(4096)
-    work = SilentComm(0, 2, device=CPU).post([parcel(4096)], [arrived])
-    work.wait()
-    assert work.is_done()
-    assert not arrived.chunks[0].any()
-
-
-def test_everybody_says_what_this_rank_says() -> None:
-    assert ReplayComm(1, 3, device=CPU).share("hello").result() == ["hello"] * 3
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

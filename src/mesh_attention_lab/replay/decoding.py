@@ -15,11 +15,12 @@ import torch
 
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, drive
+from mesh_attention.comm.local import LocalGroup
 from mesh_attention.errors import MemoryLimitError
 from mesh_attention.execution.buffers import DTYPES
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.kernels.decode import TorchDecode
-from mesh_attention.machine.timing import Clock, rest, sample_s, within
+from mesh_attention.machine.timing import Clock, within
 from mesh_attention.plan.serving import BLOCK_TOKENS, DecodePlan
 from mesh_attention.problem import Problem
 from mesh_attention.serving.book import WindowSize
@@ -29,8 +30,8 @@ from mesh_attention.topology import Topology
 from mesh_attention.units import Report, format_nbytes
 from mesh_attention_lab.decoding import forecast_plan, kv_nbytes
 from mesh_attention_lab.replay.device import free_nbytes
-from mesh_attention_lab.replay.replay import REST_S
-from mesh_attention_lab.replay.transport import JoinedComm, ReplayComm
+from mesh_attention_lab.replay.replay import timed_s
+from mesh_attention_lab.replay.transport import JoinedComm
 
 IN_TURN_NBYTES = {"cuda": 2**30, "cpu": 0}
 """K and V of all layers that take turns: many times the cache of a device."""
@@ -123,8 +124,7 @@ def replay_decoding(
     for number in range(rounds):
         report("playing steps", 0.6 + 0.4 * number / rounds)
         for run, times in zip(runs, times_s, strict=True):
-            rest(device, REST_S)
-            times.append(sample_s(run, device, calls=STEPS_IN_A_ROW[device.type]) / cache.layers)
+            times.append(timed_s(run, device, calls=STEPS_IN_A_ROW[device.type]) / cache.layers)
     attend_times_s, *step_times_s = map(tuple, times_s)
     return PlayedDecoding(
         rank=rank,
@@ -144,7 +144,7 @@ def replay_decoding(
 def measure_read(device: torch.device) -> float:
     """GB/s of a large read: the best of two reductions."""
     data = torch.ones(READ_NBYTES[device.type] // 4, device=device).view(-1, 4096)
-    clock = Clock(comm=ReplayComm(0, 1, device=device), device=device)
+    clock = Clock(comm=LocalGroup(1).comm(0), device=device)
     return data.nbytes / min(clock.call_s(lambda: data.sum(1)), clock.call_s(lambda: data.amax(1))) / 1e9
 
 

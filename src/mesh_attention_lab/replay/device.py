@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from mesh_attention.comm.base import Parcel
+from mesh_attention.comm.local import LocalGroup
 from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.kernels.select import choose_merging
 from mesh_attention.machine.fit import MessageTime, fit_topology
@@ -157,7 +158,7 @@ def measure_cluster(problem: Problem, *, device: torch.device, report: Report) -
     """A cluster with the ranks of the problem, each on a device like this one, with the host's memory as its peer."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events and graphs use the current device
-    clock = Clock(comm=ReplayComm(0, 1, device=device), device=device)
+    clock = Clock(comm=LocalGroup(1).comm(0), device=device)
     calls = time_kernel(problem, clock, lambda doing, fraction: report(doing, 0.8 * fraction))
     report("merging partials", 0.8)
     memory = time_memory(problem, clock, ranks_here=1)
