@@ -144,6 +144,7 @@ def _token_nbytes(problem: Problem) -> int:
 
 def free_nbytes(device: torch.device) -> int:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps after measuring is free
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
