@@ -19,10 +19,8 @@ from typing import NamedTuple
 
 import torch
 import torch._dynamo  # by the server as well, so that ranks that compile need not each
-from run_ranks import RankPool
+from run_ranks import RankPool, process_context
 from torch.distributed import TCPStore
-
-from mesh_attention_lab.launch import process_context
 
 
 @lru_cache(maxsize=1)

@@ -12,20 +12,36 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from mesh_attention_lab.launch import process_context, share_one_gpu
+from mesh_attention_lab.launch import share_one_gpu
 
 START_S = 120
 """Seconds that the workers may take to import torch and find each other."""
+SLOW_IMPORTS = (
+    *("mesh_attention.api", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    *("transformers.modeling_utils", "hypothesis", "pytest"),
+)
+"""Imported once for all workers if this process has imported them."""
+
+
+def process_context() -> ForkServerContext | SpawnContext:
+    """A forkserver with torch imported, or spawn if the system has no fork."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", *(name for name in SLOW_IMPORTS if name in sys.modules)])
+    return context
 
 
 class RankError(AssertionError):

@@ -22,10 +22,10 @@ from mesh_attention import LocalGroup, MeshAttention, UsageError
 from mesh_attention.arguments import CallOptions
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution.operators import Operands
+from mesh_attention.execution.warm_up import DryComm
 from mesh_attention.integrations.pytorch import flop_formulas, saved_attention
 from mesh_attention.testing.wrappers import Counting
 from mesh_attention_lab.recording import record
-from mesh_attention_lab.replay.transport import ReplayComm
 
 # torch 2.11's own, when it compiles
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -310,13 +310,13 @@ def test_a_refusal_while_tracing_reaches_the_other_ranks() -> None:
     """It is raised when the graph runs: while a compiler traces, no rank can be told."""
     told: list[str] = []
 
-    class TwoRanks(ReplayComm):
+    class TwoRanks(DryComm):
         def share(self, text: str) -> Any:
             told.append(json.loads(text)["refusal"])
-            return super().share(text)
+            return LocalGroup(1).comm(0).share(text)
 
     torch._dynamo.reset()
-    attention = MeshAttention(TwoRanks(0, 2, device=torch.device("cpu")))
+    attention = MeshAttention(TwoRanks(0, 2))
     q = torch.randn(1, 6, 2, 8)
     wrong: list[tuple[Any, dict[str, Any]]] = [(q, {"window_size": 5}), (q, {"casual": True}), (q[0, 0], {})]
     for given, call in wrong:

@@ -233,7 +233,7 @@ def test_passes_as_cuda_graphs_are_refused() -> None:
     tensors = [list(rank) for rank in zip(*(attention.shard(tensor) for tensor in whole_inputs()), strict=True)]
     engine = attention.calls.engine(tensors, CallOptions())
     with pytest.raises(UsageError, match=r"record\(\) cannot look into CUDA graphs; use a Mesh"):
-        Recording(attention.comms).observed(replace(engine, captured=object()), tensors[0][0].device)  # type: ignore[arg-type]
+        Recording(attention.calls.session).observed(replace(engine, captured=object()), tensors[0][0].device)  # type: ignore[arg-type]
 
 
 # Processes
@@ -298,7 +298,7 @@ def differing_here(group: Any) -> str:
     with record(attention) as recording:
         attention(q, k, v, seq_len=TOKENS)
     if comm.rank:
-        recording._observers[0].passes.clear()
+        recording.notes[0].clear()
     try:
         recording.passes()
     except UsageError as error:

@@ -17,10 +17,10 @@ from mesh_attention.testing.wrappers import Counting
 from mesh_attention.topology import Topology
 from mesh_attention_lab.cli.replay import bar_groups
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
-from mesh_attention_lab.replay.device import check_memory, measure_link
+from mesh_attention_lab.replay.device import check_memory, measure_cluster
 from mesh_attention_lab.replay.replay import replay
 from mesh_attention_lab.replay.result import BEST, KernelPass, Part, Replayed, ReplayRow, rows_of, tuned_parts
-from mesh_attention_lab.replay.transport import ReplayComm, SilentComm
+from mesh_attention_lab.replay.transport import ReplayComm
 
 CPU = torch.device("cpu")
 PROBLEM = Problem.self_attention(
@@ -59,18 +59,6 @@ def test_what_arrives_is_noise_of_a_believable_size() -> None:
         values = arrived.chunks[0].view(dtype)
         assert values.isfinite().all()
         assert 0.5 < values.float().std() < 2
-
-
-def test_nothing_arrives_in_silence() -> None:
-    arrived = parcel(4096)
-    work = SilentComm(0, 2, device=CPU).post([parcel(4096)], [arrived])
-    work.wait()
-    assert work.is_done()
-    assert not arrived.chunks[0].any()
-
-
-def test_everybody_says_what_this_rank_says() -> None:
-    assert ReplayComm(1, 3, device=CPU).share("hello").result() == ["hello"] * 3
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -162,10 +150,11 @@ def test_the_one_kernel_has_a_ranks_share_of_the_work(problem: Problem) -> None:
     assert BaselineKernel(problem, device=CPU).flops("forward") == pytest.approx(average, rel=0.1)
 
 
-def test_a_link_is_measured() -> None:
-    link = measure_link(CPU)
-    assert link.gb_per_s > 0
-    assert link.latency_us >= 0
+def test_this_device_and_its_link_are_measured_as_a_cluster() -> None:
+    cluster = measure_cluster(PROBLEM, device=CPU, report=lambda doing, fraction: None)
+    assert (cluster.ranks, cluster.ranks_per_node, cluster.full_duplex) == (4, 1, True)
+    assert cluster.between == cluster.inside
+    assert cluster.between.gb_per_s > 0
 
 
 # What follows from it

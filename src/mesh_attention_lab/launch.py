@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import os
 import socket
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -18,18 +17,11 @@ from mesh_attention.errors import MeshAttentionError, UsageError
 from mesh_attention.units import Report, count
 
 if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerContext, SpawnContext
-
     import torch
 
     from mesh_attention.comm.base import Comm
 
 POLL_S = 0.2
-SLOW_IMPORTS = (
-    *("mesh_attention.api", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-    *("transformers.modeling_utils", "hypothesis", "pytest"),
-)
-"""Imported once for all workers if this process has imported them."""
 
 
 class WorkerError(MeshAttentionError):
@@ -153,18 +145,6 @@ def check_gpus(ranks: int) -> None:
             f"{ranks} ranks, but this machine has {count(gpus, 'GPU')}: expected one for each rank; use "
             f"{count(gpus, 'rank')}, or set CUDA_VISIBLE_DEVICES= to use the CPU"
         )
-
-
-# For tests and benchmarks
-
-
-def process_context() -> ForkServerContext | SpawnContext:
-    """A forkserver with torch imported, or spawn if the system has no fork."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", *(name for name in SLOW_IMPORTS if name in sys.modules)])
-    return context
 
 
 def share_one_gpu(rank: int) -> None:

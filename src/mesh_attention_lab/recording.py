@@ -31,14 +31,14 @@ import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from platform import node
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from mesh_attention.comm.base import Comm, Parcel, Sharing, Work
+from mesh_attention.comm.base import Parcel, Work, Wrapper
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.call import Calls
 from mesh_attention.execution.compiled import Compiled, Instruction
@@ -82,81 +82,69 @@ class RecordedPass:
     timeline: Timeline
 
 
-@dataclass
 class Recording:
     """The notes of the ranks that this process plays."""
 
-    session: Session
-    _engines: dict[int, tuple[Engine, Engine]] = field(default_factory=dict)
-    _observers: list[Observer] = field(default_factory=list)
-    _device: torch.device | None = None
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.notes: list[list[PassNotes]] = [[] for _ in session.comms]
+        self.device: torch.device | None = None
 
     def observed(self, engine: Engine, device: torch.device) -> Engine:
         """An engine that runs the same passes and notes them."""
         if engine.captured is not None:
             raise UsageError("record() cannot look into CUDA graphs; use a MeshAttention without cuda_graphs")
-        if id(engine) not in self._engines:
-            self._engines[id(engine)] = engine, self._observed(engine, device)
-        return self._engines[id(engine)][1]
-
-    def _observed(self, engine: Engine, device: torch.device) -> Engine:
-        if not self._observers:  # one for each rank, shared by all engines
-            self._observers = [Observer(is_alone=len(engine.comms) == 1) for _ in engine.comms]
-            self._device = device
-        observers = self._observers
+        self.device = device
+        # On CUDA, a wait acts on the stream of the thread that waits; ranks of one thread must not block it.
+        has_waiters = len(engine.comms) == 1 and device.type == "cpu"
+        ranks = [
+            WatchedRank(comm, notes, device, has_waiters) for comm, notes in zip(engine.comms, self.notes, strict=True)
+        ]
         return replace(
             engine,
-            comms=[WatchedComm(comm, observer) for comm, observer in zip(engine.comms, observers, strict=True)],
+            comms=ranks,
             programs=lambda direction: [
-                observer.watched(compiled, device)
-                for compiled, observer in zip(engine.programs(direction), observers, strict=True)
+                rank.program(compiled) for rank, compiled in zip(ranks, engine.programs(direction), strict=True)
             ],
-            observed=lambda ranks: engine.observed([o.steps(rank) for rank, o in zip(ranks, observers, strict=True)]),
+            observed=lambda passes: engine.observed(
+                [rank.driven(own) for rank, own in zip(ranks, passes, strict=True)]
+            ),
         )
 
     def passes(self) -> tuple[RecordedPass, ...]:
         """Every pass that ran to its end, in order, with the spans of all ranks. All ranks must call this."""
         meeting = Statement(must_match={"operation": "a recording's passes"})
-        self.session.agree(*[meeting] * len(self.session.comms), device=self._device)
-        now_s = time.perf_counter()
-        notes = [[of_pass for of_pass in o.passes if of_pass.stop is not None] for o in self._observers] or [
-            [] for _ in self.session.comms
+        self.session.agree(*[meeting] * len(self.notes), device=self.device)
+        met_s, machine = time.perf_counter(), _machine()
+        ended = [[notes for notes in rank if notes.stop is not None] for rank in self.notes]
+        statements = [
+            replace(meeting, payload=[asdict(notes.result(machine, met_s)) for notes in rank]) for rank in ended
         ]
-        machine = _machine()
-        own = [
-            _RankReport(machine=machine, now_s=now_s, passes=[of_pass.result() for of_pass in rank]) for rank in notes
-        ]
-        statements = [Statement(must_match=meeting.must_match, payload=asdict(report)) for report in own]
-        reports = [_RankReport(**rank.payload) for rank in self.session.agree(*statements, device=self._device)]
-        counts = {len(report.passes) for report in reports}
+        ranks = [rank.payload for rank in self.session.agree(*statements, device=self.device)]
+        counts = set(map(len, ranks))
         if len(counts) > 1:
             raise UsageError(f"ranks recorded {sorted(counts)} passes; record the same calls on every rank")
-        plans = [of_pass.compiled.plan for of_pass in notes[0]]
         return tuple(
-            RecordedPass(plan=plan, timeline=_timeline(plan, reports, number)) for number, plan in enumerate(plans)
+            RecordedPass(
+                plan=notes.compiled.plan, timeline=_timeline(notes.compiled.plan, [_RankPass(**own) for own in passes])
+            )
+            for notes, *passes in zip(ended[0], *ranks, strict=True)
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankPass:
-    """One pass of one rank. Spans are in seconds of the rank's own clock."""
+    """One pass of one rank, in seconds of the rank's own clock, which showed `met_s` when all ranks met."""
 
     rank: int
+    machine: str
+    met_s: float
     start_s: float
     stop_s: float
     spans: list[Span]
     sent: dict[int, int]
     flops: int
     peak_nbytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RankReport:
-    """The passes of one rank, its clock when all ranks met, and the machine it runs on."""
-
-    machine: str
-    now_s: float
-    passes: Sequence[_RankPass]
 
 
 def _machine() -> str:
@@ -167,10 +155,9 @@ def _machine() -> str:
 # From all ranks' spans to a timeline
 
 
-def _timeline(plan: Plan, reports: Sequence[_RankReport], number: int) -> Timeline:
-    passes = [_RankPass(**report.passes[number]) for report in reports]  # type: ignore[arg-type]
-    is_one_machine = len({report.machine for report in reports}) == 1
-    shifts = [0.0 if is_one_machine else -report.now_s for report in reports]
+def _timeline(plan: Plan, passes: Sequence[_RankPass]) -> Timeline:
+    is_one_machine = len({rank.machine for rank in passes}) == 1
+    shifts = [0.0 if is_one_machine else -rank.met_s for rank in passes]
     zero_s = min(rank.start_s + shift for rank, shift in zip(passes, shifts, strict=True))
     spans = [
         span._replace(start_s=span.start_s + shift - zero_s, stop_s=span.stop_s + shift - zero_s)
@@ -178,9 +165,9 @@ def _timeline(plan: Plan, reports: Sequence[_RankReport], number: int) -> Timeli
         for span in map(Span._make, rank.spans)
     ]
     sent: dict[LinkClass, int] = {"inside": 0, "between": 0}
-    for rank, report in zip(passes, reports, strict=True):
+    for rank in passes:
         for dest, nbytes in rank.sent.items():
-            sent["inside" if report.machine == reports[int(dest)].machine else "between"] += nbytes
+            sent["inside" if rank.machine == passes[int(dest)].machine else "between"] += nbytes
     return Timeline(
         name=f"{plan.method} {plan.assignment} {plan.direction}",
         ranks=tuple(
@@ -264,11 +251,9 @@ class Note:
 class PassNotes:
     """One pass of one rank. A pass that was interrupted has no `stop`."""
 
-    def __init__(self, compiled: Compiled, device: torch.device, *, is_alone: bool) -> None:
+    def __init__(self, compiled: Compiled, device: torch.device) -> None:
         self.compiled = compiled
         self.clock = DeviceClock(device) if device.type == "cuda" else HostClock()
-        # On CUDA, a wait acts on the stream of the thread that waits; ranks of one thread must not block it.
-        self.has_waiters = is_alone and device.type == "cpu"
         self.notes: list[Note] = []
         self.instruction: Instruction | None = None
         self.has_posted = False
@@ -311,7 +296,7 @@ class PassNotes:
         self.notes += posted
         return posted
 
-    def result(self) -> _RankPass:
+    def result(self, machine: str, met_s: float) -> _RankPass:
         compiled = self.compiled
         program = Program(rank=compiled.rank, steps=compiled.steps, peak_nbytes=compiled.peak_nbytes)
         sent: dict[int, int] = defaultdict(int)
@@ -320,6 +305,8 @@ class PassNotes:
                 sent[note.end.dest] += note.nbytes
         return _RankPass(
             rank=compiled.rank,
+            machine=machine,
+            met_s=met_s,
             start_s=self.clock.seconds(self.start),
             stop_s=self.clock.seconds(self.stop),
             spans=self._spans(),
@@ -345,69 +332,62 @@ class PassNotes:
         return spans
 
 
-class Observer:
-    """Notes what one rank does, pass after pass. `is_alone` says that this process plays no other rank."""
+@dataclass
+class WatchedRank(Wrapper):
+    """One rank's transport, and its program and its pass, which note what they do.
 
-    def __init__(self, *, is_alone: bool) -> None:
-        self.is_alone = is_alone
-        self.passes: list[PassNotes] = []
+    If it `has_waiters`, each post has a thread that waits for it.
+    """
 
-    def watched(self, compiled: Compiled, device: torch.device) -> Compiled:
+    notes: list[PassNotes]
+    device: torch.device
+    has_waiters: bool
+
+    def program(self, compiled: Compiled) -> Compiled:
         """The same program, which is noted as it is walked."""
-        return replace(compiled, instructions=_Watched(compiled, self, device))  # type: ignore[arg-type]
+        return replace(compiled, instructions=_Watched(compiled, self))  # type: ignore[arg-type]
 
-    def steps(self, rank: Generator[Work, None, Result]) -> Generator[Work, None, Result]:
+    def driven(self, own: Generator[Work, None, Result]) -> Generator[Work, None, Result]:
         """The same generator, which notes how long it waits. Errors thrown in are passed on."""
         reply: BaseException | None = None
         while True:
             try:
-                work = next(rank) if reply is None else rank.throw(reply)
+                work = next(own) if reply is None else own.throw(reply)
             except StopIteration as stop:
-                self.passes[-1].end()
+                self.notes[-1].end()
                 result: Result = stop.value
                 return result
-            self.passes[-1].wait()
+            self.notes[-1].wait()
             reply = None
             try:
                 yield work
             except Exception as error:
                 reply = error
-            self.passes[-1].resume()
+            self.notes[-1].resume()
+
+    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        notes = self.notes[-1]
+        posted = notes.post(sends, recvs)
+        work = _WatchedWork(super().post(sends, recvs), posted, notes.clock)
+        notes.has_posted = True
+        return _ThreadedWork(work) if self.has_waiters else work
 
 
 class _Watched:
     """The instructions of a program; walking them begins a pass."""
 
-    def __init__(self, compiled: Compiled, observer: Observer, device: torch.device) -> None:
-        self.compiled, self.observer, self.device = compiled, observer, device
+    def __init__(self, compiled: Compiled, rank: WatchedRank) -> None:
+        self.compiled, self.rank = compiled, rank
 
     def __iter__(self) -> Iterator[Instruction]:
-        notes = PassNotes(self.compiled, self.device, is_alone=self.observer.is_alone)
-        self.observer.passes.append(notes)
+        notes = PassNotes(self.compiled, self.rank.device)
+        self.rank.notes.append(notes)
         for instruction in self.compiled.instructions:
             notes.step(instruction)
             yield instruction
 
     def __getitem__(self, index: int) -> Instruction:
         return self.compiled.instructions[index]
-
-
-class WatchedComm:
-    """A transport that notes what is posted, and when it is seen to be done."""
-
-    def __init__(self, inner: Comm, observer: Observer) -> None:
-        self.inner, self.observer = inner, observer
-        self.rank, self.size, self.is_capturable = inner.rank, inner.size, inner.is_capturable
-
-    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
-        notes = self.observer.passes[-1]
-        posted = notes.post(sends, recvs)
-        work = _WatchedWork(self.inner.post(sends, recvs), posted, notes.clock)
-        notes.has_posted = True
-        return _ThreadedWork(work) if notes.has_waiters else work
-
-    def share(self, text: str) -> Sharing:
-        return self.inner.share(text)
 
 
 class _WatchedWork:

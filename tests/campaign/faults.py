@@ -38,7 +38,9 @@ import mesh_attention
 from mesh_attention import MeshAttention, MeshAttentionError
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution.call import Calls
-from mesh_attention_lab.launch import process_context
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from run_ranks import process_context
 
 RANKS = 4
 TIMEOUT_S, SLACK_S, LATE_S = 5.0, 5.0, 1.5

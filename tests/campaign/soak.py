@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,9 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from mesh_attention import DisagreementError, MeshAttention, UsageError, mesh_attention
-from mesh_attention_lab.launch import process_context
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from run_ranks import process_context
 
 RANKS = 4
 CALLS_PER_ROUND = 20

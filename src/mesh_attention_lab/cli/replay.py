@@ -25,7 +25,7 @@ from mesh_attention.topology import Topology
 from mesh_attention.units import BYTES, TIMES, Report, count, three_digits
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import checked_plan, problem_to_json
-from mesh_attention_lab.cli.replay_decoding import DecodingPlayed, decoding_as_json, print_decoding
+from mesh_attention_lab.cli.serving import played_as_json, print_played_decoding
 from mesh_attention_lab.cli.terminal import (
     NO_NUMBER,
     Column,
@@ -51,6 +51,7 @@ from mesh_attention_lab.replay.result import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
 
     from mesh_attention_lab.replay.device import Environment
@@ -144,48 +145,57 @@ def replay_command(options: ReplayOptions) -> None:
 
 def _replay_decoding(options: ReplayOptions, command: str) -> None:
     from mesh_attention_lab.replay.decoding import replay_decoding
-    from mesh_attention_lab.replay.device import environment_with, find_device
+    from mesh_attention_lab.replay.device import environment_of, find_device
 
     problem, device = options.decoded(options.ranks), find_device(options.device)
     rank = opt.check_rank(options.rank or 0, problem.ranks)  # the first has the largest slice
     plans = decode_plans(problem, options.queries)
     with progress("starting") as report:
-        decoding = replay_decoding(
+        topology = _topology(options, problem, device, report)
+        played = replay_decoding(
             problem,
             plans,
+            topology,
             rank=rank,
             device=device,
             rounds=options.rounds,
             cuda_graphs=not options.no_graphs,
-            topology=None if options.cluster is None else cluster_named(options.cluster).with_ranks(problem.ranks),
             on_progress=report,
         )
-    played = DecodingPlayed(
+    environment = replace(environment_of(problem, device), kernel=played.kernel, merging=played.kernel)
+    setting = Setting(
         command=command,
         problem=problem,
+        topology=topology,
         is_measured=options.cluster is None,
-        environment=environment_with(device, kernel=decoding.kernel, merging=decoding.kernel),
-        decoding=decoding,
+        is_captured=played.is_captured,
+        rounds=options.rounds,
+        environment=environment,
     )
     if options.json:
-        typer.echo(json.dumps(decoding_as_json(played)))
+        typer.echo(json.dumps(setting_as_json(setting) | played_as_json(played)))
     else:
-        print_decoding(played)
+        print_played_decoding(problem, played, device=environment.device, setting=setting_words(setting))
+
+
+def _topology(options: ReplayOptions, problem: Problem, device: torch.device, report: Report) -> Topology:
+    from mesh_attention_lab.replay.device import measure_cluster
+
+    if options.cluster is None:
+        return measure_cluster(problem, device=device, report=report)
+    return cluster_named(options.cluster).with_ranks(problem.ranks)
 
 
 def _play(options: ReplayOptions, command: str, report: Report) -> Played:
     from mesh_attention_lab.replay.actor import BaselineKernel
-    from mesh_attention_lab.replay.device import check_memory, environment_of, find_device, measure_cluster
+    from mesh_attention_lab.replay.device import check_memory, environment_of, find_device
     from mesh_attention_lab.replay.replay import replay
 
     problem, directions = options.problem(options.ranks), options.passes(both=options.backward)
     layout, device = options.planned_layout, find_device(options.device)
     rank = problem.ranks // 2 if options.rank is None else opt.check_rank(options.rank, problem.ranks)
     parts = [_part_of(file, problem, directions, report) for file in dict.fromkeys(options.plan or ())]
-    if options.cluster is None:
-        topology = measure_cluster(problem, device=device, report=report)
-    else:
-        topology = cluster_named(options.cluster).with_ranks(problem.ranks)
+    topology = _topology(options, problem, device, report)
     if options.methods:
         tuned = tuned_parts(
             problem, topology, options.methods, directions=directions, layout=layout, on_progress=report
@@ -244,18 +254,22 @@ WHAT_IT_IS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """A replay, and its settings. The topology was measured here, unless --cluster says otherwise."""
+class Setting:
+    """What is played, and how. The topology was measured here, unless --cluster says otherwise."""
 
     command: str
     problem: Problem
-    layout: str
     topology: Topology
     is_measured: bool
     is_captured: bool
-    is_cuda: bool
     rounds: int
     environment: Environment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played(Setting):
+    layout: str
+    is_cuda: bool
     kernel_tokens: tuple[int, int]
     kernel_words: str
     replayed: Replayed
@@ -272,7 +286,7 @@ def print_replay(played: Played) -> None:
         f"{problem_words(played.problem, played.layout)}",
         style="bold",
     )
-    console.print(_setting_words(played))
+    console.print(setting_words(played))
     console.print(WHAT_IT_IS)
     console.print()
     rows = rows_of(replayed)
@@ -282,14 +296,14 @@ def print_replay(played: Played) -> None:
     console.print(_caption(played, rows, left_out), style="dim")
 
 
-def _setting_words(played: Played) -> str:
-    on = played.environment
+def setting_words(setting: Setting) -> str:
+    on = setting.environment
     versions = ", ".join(f"{name} {number}" for name, number in on.versions.items())
-    queued = "from CUDA graphs" if played.is_captured else "step by step"
-    words = f"kernel {on.kernel}, merging {on.merging}, {count(played.rounds, 'round')} {queued}; {versions}"
-    if not played.is_measured:
-        return f"{words}; plans and forecasts for {cluster_words(played.topology)}"
-    link = played.topology.between
+    queued = "from CUDA graphs" if setting.is_captured else "step by step"
+    words = f"kernel {on.kernel}, merging {on.merging}, {count(setting.rounds, 'round')} {queued}; {versions}"
+    if not setting.is_measured:
+        return f"{words}; plans and forecasts for {cluster_words(setting.topology)}"
+    link = setting.topology.between
     return f"{words}; link {link.gb_per_s:g} GB/s each way at once, {link.latency_us:g} µs"
 
 
@@ -337,17 +351,22 @@ def _caption(played: Played, rows: Sequence[ReplayRow], left_out: str) -> str:
 # For machines, and as a chart
 
 
-def as_json(played: Played) -> dict[str, Any]:
+def setting_as_json(setting: Setting) -> dict[str, Any]:
     return {
-        "command": played.command,
-        **asdict(played.environment),
-        "problem": problem_to_json(played.problem),
+        "command": setting.command,
+        **asdict(setting.environment),
+        "problem": problem_to_json(setting.problem),
+        "cluster": asdict(setting.topology),
+        "is_measured": setting.is_measured,
+        "is_captured": setting.is_captured,
+        "rounds": setting.rounds,
+    }
+
+
+def as_json(played: Played) -> dict[str, Any]:
+    return setting_as_json(played) | {
         "layout": played.layout,
-        "cluster": asdict(played.topology),
-        "is_measured": played.is_measured,
-        "is_captured": played.is_captured,
         "rank": played.replayed.rank,
-        "rounds": played.rounds,
         "rows": [row_as_json(row) for row in rows_of(played.replayed)],
         "one_kernel": [
             kernel_as_json(timed) | dict(zip(("tokens", "kv_tokens"), played.kernel_tokens, strict=True))

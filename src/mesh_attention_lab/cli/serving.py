@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -20,6 +20,7 @@ from mesh_attention.tuning.result import Forecast
 from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import GIB, Report, format_nbytes, format_time
+from mesh_attention_lab.cli.files import problem_to_json
 from mesh_attention_lab.cli.terminal import (
     LABEL_WIDTH,
     Column,
@@ -33,6 +34,9 @@ from mesh_attention_lab.cli.terminal import (
 )
 from mesh_attention_lab.decoding import DecodeForecast, forecast_as_json
 from mesh_attention_lab.decoding import travel_words as decode_travel_words
+
+if TYPE_CHECKING:
+    from mesh_attention_lab.replay.decoding import PlayedDecoding
 
 GROUPINGS = (1, 4, 16, None)
 """Blocks per call that are tried for a rival; None is cost-based."""
@@ -207,7 +211,7 @@ def decoding_as_json(
     problem: Problem, topology: Topology, forecasts: Sequence[DecodeForecast], layers: int
 ) -> dict[str, Any]:
     return {
-        "problem": asdict(problem) | {"mask": str(problem.mask)},
+        "problem": problem_to_json(problem),
         "cluster": asdict(topology),
         "layers": layers,
         "time_s": layers * forecasts[0].time_s,
@@ -215,3 +219,50 @@ def decoding_as_json(
         "reason": decode_travel_words(problem),
         "forecasts": list(map(forecast_as_json, forecasts)),
     }
+
+
+def print_played_decoding(problem: Problem, played: PlayedDecoding, *, device: str, setting: str) -> None:
+    console = plain_console()
+    console.print(
+        f"replay of rank {played.rank} of {problem.ranks:,} on {device}: decode; "
+        f"{new_words(problem)}, {head_words(problem)}",
+        style="bold",
+    )
+    console.print(setting)
+    console.print()
+    read = f"{format_nbytes(played.kv_nbytes)} of keys and values at {played.read_gb_per_s / 1e3:.3g} TB/s"
+    print_fact(console, "read", f"{read}, this device's rate: {format_time(played.read_s)}")
+    attended = f"{format_time(played.attend_s)}, {played.attend_gb_per_s / 1e3:.3g} TB/s"
+    print_fact(console, "attend", f"{attended}, {played.attend_gb_per_s / played.read_gb_per_s:.1%} of that rate")
+    console.print()
+    no_room = print_table(console, _played_columns(played))
+    words = (
+        "Times are of one layer, with real kernels, keys and values; an exchange is one copy each way between device "
+        "and host, without other ranks being late or the latency of many peers. × read: relative to reading keys and "
+        "values. sent: by this rank. error: of the forecast."
+    )
+    console.print(f"{words} {no_room}".rstrip(), style="dim")
+
+
+def _played_columns(played: PlayedDecoding) -> list[Column]:
+    steps = played.steps
+    return [
+        Column(header="queries, combine", cells=[step.plan.name for step in steps], is_text=True),
+        Column(header="time", cells=[format_time(step.time_s) for step in steps]),
+        Column(header="×\nread", cells=[f"{step.time_s / played.read_s:.2f}" for step in steps]),
+        Column(header="exchanges", cells=[str(step.plan.exchanges) for step in steps], drop=2),
+        Column(header="sent", cells=[format_nbytes(step.plan.sent_nbytes(played.rank)) for step in steps], drop=1),
+        Column(header="forecast", cells=[format_time(step.forecast_s) for step in steps]),
+        Column(header="error\n%", cells=[f"{100 * step.forecast_error:+.1f}" for step in steps]),
+    ]
+
+
+def played_as_json(played: PlayedDecoding) -> dict[str, Any]:
+    steps = [
+        asdict(step)
+        | {"name": step.plan.name, "time_s": step.time_s, "forecast_error": step.forecast_error}
+        | {"sent_nbytes": step.plan.sent_nbytes(played.rank), "against_read": step.time_s / played.read_s}
+        for step in played.steps
+    ]
+    derived = {name: getattr(played, name) for name in ("read_s", "attend_s", "attend_gb_per_s")}
+    return asdict(played) | derived | {"steps": steps}

@@ -43,15 +43,12 @@ def write_trace(path: Path | str, timelines: Mapping[str, Timeline] | Timeline) 
 def _processes(
     timelines: Mapping[str, Timeline] | Timeline,
 ) -> Iterator[tuple[str, dict[Lane, tuple[Track, ...]]]]:
-    if isinstance(timelines, Timeline):
-        for rank, lanes in rank_tracks(timelines).items():
-            yield f"rank {rank}", lanes
-        return
-    if not timelines:
+    by_name = {"": timelines} if isinstance(timelines, Timeline) else timelines
+    if not by_name:
         raise UsageError("no timelines given; expected at least one to make a trace of")
-    for name, timeline in timelines.items():
+    for name, timeline in by_name.items():
         for rank, lanes in rank_tracks(timeline).items():
-            yield f"{name}: rank {rank}", lanes
+            yield f"{name}: rank {rank}".removeprefix(": "), lanes
 
 
 def _named(kind: str, name: str, *, place: int, **ids: int) -> tuple[Event, Event]:

@@ -9,19 +9,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from statistics import median
 
 import torch
 
 from mesh_attention.comm.base import Parcel
+from mesh_attention.comm.local import LocalGroup
 from mesh_attention.errors import MemoryLimitError, UsageError
-from mesh_attention.execution.graphs import CapturedGraph
-from mesh_attention.machine.fit import fit_device, fit_line
+from mesh_attention.kernels.select import choose_merging
+from mesh_attention.machine.fit import MessageTime, fit_topology
 from mesh_attention.machine.probe import measured_on
-from mesh_attention.machine.timing import Clock, sample_s, time_kernel, time_memory
-from mesh_attention.planning.registry import make_plan
+from mesh_attention.machine.timing import Clock, kernel_for, time_kernel, time_memory
 from mesh_attention.problem import Problem
-from mesh_attention.topology import Link, Topology
+from mesh_attention.topology import Topology
 from mesh_attention.units import Report, count, format_nbytes
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
 from mesh_attention_lab.replay.result import Part
@@ -63,16 +62,11 @@ def find_device(text: str | None) -> torch.device:
 
 
 def environment_of(problem: Problem, device: torch.device) -> Environment:
-    actor = Actor(make_plan(problem, method="ring"), 0, device=device)  # kernels depend on the problem, not on the plan
-    return environment_with(device, kernel=actor.kernel.name, merging=actor.merging.name)
-
-
-def environment_with(device: torch.device, *, kernel: str, merging: str) -> Environment:
     is_cuda = device.type == "cuda"
     return Environment(
         device=torch.cuda.get_device_name(device) if is_cuda else f"cpu, {count(torch.get_num_threads(), 'thread')}",
-        kernel=kernel,
-        merging=merging,
+        kernel=kernel_for(problem, device).name,
+        merging=choose_merging(device).name,
         versions=_versions(),
         machine=f"{platform.system()} {platform.machine()}, {count(os.cpu_count() or 1, 'core')}",
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -150,40 +144,34 @@ def _token_nbytes(problem: Problem) -> int:
 
 def free_nbytes(device: torch.device) -> int:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps after measuring is free
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
+# As a cluster
+
 MESSAGE_NBYTES = (2**20, 2**22, 2**24, 2**26)
-MESSAGES_IN_A_ROW, SAMPLES = 8, 5
+MESSAGES_IN_A_ROW = 8
 
 
 def measure_cluster(problem: Problem, *, device: torch.device, report: Report) -> Topology:
     """A cluster with the ranks of the problem, each on a device like this one, with the host's memory as its peer."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events and graphs use the current device
-    clock = Clock(comm=ReplayComm(0, 1, device=device), device=device)
+    clock = Clock(comm=LocalGroup(1).comm(0), device=device)
     calls = time_kernel(problem, clock, lambda doing, fraction: report(doing, 0.8 * fraction))
     report("merging partials", 0.8)
     memory = time_memory(problem, clock, ranks_here=1)
     report("copies to the host and back", 0.9)
-    link = measure_link(device)
-    measurement = measured_on(device, problem, calls=calls, memory=memory)
-    return Topology(
-        name=measurement.device,
-        ranks=problem.ranks,
-        ranks_per_node=1,
-        device=fit_device(measurement),
-        inside=link,
-        between=link,
-    )
+    measurement = measured_on(device, problem, calls=calls, memory=memory, messages=time_copies(clock))
+    return fit_topology(measurement, name=measurement.device, ranks=problem.ranks, ranks_per_node=1, unmeasured=None)
 
 
-def measure_link(device: torch.device) -> Link:
-    """The link, measured by copies in and out at once, as in a replay; the rate is that of one direction."""
-    comm = ReplayComm(0, 2, device=device)
+def time_copies(clock: Clock) -> list[MessageTime]:
+    """Copies in and out at once, as in a replay: the time of both ways is that of each."""
+    comm, device, times = ReplayComm(0, 2, device=clock.device), clock.device, list[MessageTime]()
     comm.reserve(max(MESSAGE_NBYTES))
-    points = []
     for nbytes in MESSAGE_NBYTES:
         out, back = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
         # In two chunks, as the shards of a zigzag layout.
@@ -193,10 +181,6 @@ def measure_link(device: torch.device) -> Link:
             for work in [comm.post(*parcels) for _ in range(MESSAGES_IN_A_ROW)]:
                 work.wait()
 
-        sample_s(in_a_row, device, calls=1)
-        # From a graph: the host is slower at posting small copies than the device at making them.
-        play = CapturedGraph(in_a_row, device).launch if device.type == "cuda" else in_a_row
-        times = [sample_s(play, device, calls=1) / MESSAGES_IN_A_ROW for _ in range(SAMPLES)]
-        points.append((float(nbytes), median(times)))
-    line = fit_line(points)
-    return Link(gb_per_s=float(f"{1e-9 / line.slope:.4g}"), latency_us=float(f"{line.base * 1e6:.4g}"))
+        time_s = clock.call_s(in_a_row) / MESSAGES_IN_A_ROW
+        times.append(MessageTime(link_class="between", pairs=1, nbytes=nbytes, one_way_s=time_s, both_ways_s=time_s))
+    return times

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 import torch
@@ -12,14 +13,15 @@ import torch
 from mesh_attention.comm.base import Comm
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.graphs import CapturedGraph
-from mesh_attention.machine.timing import rest
+from mesh_attention.execution.warm_up import DryComm
+from mesh_attention.machine.timing import rest, sample_s
 from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.units import Report
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
 from mesh_attention_lab.replay.result import KernelPass, Part, Replayed, ReplayRow
-from mesh_attention_lab.replay.transport import ReplayComm, SilentComm
+from mesh_attention_lab.replay.transport import ReplayComm
 
 REST_S = 0.2
 CAPTURES = 3
@@ -62,7 +64,7 @@ def replay(
     for number in range(rounds):
         report(f"round {number + 1} of {rounds}", 0.5 + 0.5 * number / rounds)
         for direction, times in kernel_times.items():
-            times.append(clock(lambda direction=direction: kernel.run(direction), device).device_s)  # type: ignore[misc]
+            times.append(timed_s(partial(kernel.run, direction), device))
         for take in takes:
             take.once()
     alone = {
@@ -76,31 +78,18 @@ def replay(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Clocked:
-    """Seconds until the device was done, and until the host had queued everything."""
-
-    device_s: float
-    host_s: float
-
-
-def clock(run: Callable[[], object], device: torch.device) -> Clocked:
-    """Time one run, after the device has rested: a GPU that was busy may be slower, at its power limit."""
+def timed_s(run: Callable[[], object], device: torch.device, *, calls: int = 1) -> float:
+    """Seconds of a run, after the device has rested: a GPU that was busy may be slower, at its power limit."""
     rest(device, REST_S)
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        run()
-        elapsed = time.perf_counter() - begin
-        return Clocked(elapsed, elapsed)
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    return sample_s(run, device, calls=calls)
+
+
+def queued_s(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds until the host has queued everything; on a CPU, until everything is done."""
+    rest(device, REST_S)
     begin = time.perf_counter()
-    start.record()
-    result = run()
-    stop.record()
-    host_s = time.perf_counter() - begin
-    stop.synchronize()
-    del result
-    return Clocked(float(start.elapsed_time(stop)) * 1e-3, host_s)
+    run()
+    return time.perf_counter() - begin
 
 
 @dataclass
@@ -130,11 +119,11 @@ class _Take:
     def prepare(self, comm: Comm, topology: Topology) -> None:
         """Run it step by step, to warm up and to measure its memory; then capture it as a CUDA graph, if asked to."""
         self.forecast_s = simulate(self.actor.plan, topology).ranks[self.rank].stop_s
-        silence = SilentComm(self.rank, self.actor.problem.ranks, device=self.device)
+        silence = DryComm(self.rank, self.actor.problem.ranks)
         self.run, self.run_silently = (lambda: self.actor.run(comm)), (lambda: self.actor.run(silence))
         self.run()
         self.peak_nbytes = self._peak()
-        self.host_s = clock(self.run, self.device).host_s
+        self.host_s = queued_s(self.run, self.device)
         if self.is_captured:
             graph = self._fastest_capture()
             pool = graph.graph.pool()
@@ -150,11 +139,11 @@ class _Take:
         graphs = [CapturedGraph(self.run, self.device) for _ in range(CAPTURES)]
         for graph in graphs:
             graph.launch()
-        return min(graphs, key=lambda graph: clock(graph.launch, self.device).device_s)
+        return min(graphs, key=lambda graph: timed_s(graph.launch, self.device))
 
     def once(self) -> None:
-        self.times_s.append(clock(self.run, self.device).device_s)
-        self.silent_s.append(clock(self.run_silently, self.device).device_s)
+        self.times_s.append(timed_s(self.run, self.device))
+        self.silent_s.append(timed_s(self.run_silently, self.device))
 
     def _peak(self) -> int | None:
         if self.device.type != "cuda":

@@ -14,18 +14,20 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from mesh_attention.comm.base import Parcel, Sharing, Work
+from mesh_attention.comm.base import AllOf, Parcel, Work
+from mesh_attention.execution.warm_up import DryComm
 
 _STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
-class ReplayComm:
+class ReplayComm(DryComm):
     """The transport of the rank that is played."""
 
     is_capturable = True
 
     def __init__(self, rank: int, size: int, *, device: torch.device) -> None:
-        self.rank, self.size, self.device = rank, size, device
+        super().__init__(rank, size)
+        self.device = device
         self._host = {"in": torch.empty(0, dtype=torch.uint8), "out": torch.empty(0, dtype=torch.uint8)}
         self._streams = (
             {way: torch.cuda.Stream(device) for way in self._host} if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -37,7 +39,7 @@ class ReplayComm:
         if self._streams is None:
             self._copy_in(into)
             self._copy_out(from_)
-            return _Copied((), self.device)
+            return AllOf(())
         compute = _current_stream(self.device)
         posted = compute.record_event()
         done = []
@@ -52,10 +54,6 @@ class ReplayComm:
         finally:
             torch.cuda.set_stream(compute)
         return _Copied(tuple(done), self.device)
-
-    def share(self, text: str) -> Sharing:
-        """Every other rank echoes this one."""
-        return _Echo([text] * self.size)
 
     def reserve(self, nbytes: int) -> None:
         """Make room for messages of this size. Pinning memory is slow, so do it before anything is timed."""
@@ -98,13 +96,6 @@ class JoinedComm(ReplayComm):
         return [Parcel([self._own[way][:nbytes]], 0, "")] if nbytes else []
 
 
-class SilentComm(ReplayComm):
-    """Sends nothing and waits for nothing: a replay with it is pure compute."""
-
-    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
-        return _Copied((), self.device)
-
-
 class _Copied:
     """Copies in flight; waiting makes the current stream wait, not the host."""
 
@@ -117,20 +108,6 @@ class _Copied:
     def wait(self) -> None:
         for event in self.events:
             _current_stream(self.device).wait_event(event)
-
-
-class _Echo:
-    def __init__(self, texts: list[str]) -> None:
-        self.texts = texts
-
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-    def result(self) -> list[str]:
-        return self.texts
 
 
 def _current_stream(device: torch.device) -> torch.cuda.Stream:
