@@ -24,7 +24,6 @@ def part_report(report: Report, number: int, of: int, prefix: str = "") -> Repor
 Units = tuple[tuple[str, int], ...]
 BYTES: Units = (("B", 1), ("KiB", 1024), ("MiB", 1024**2), ("GiB", GIB), ("TiB", 1024**4))
 TIMES: Units = (("ns", 1), ("µs", 10**3), ("ms", 10**6), ("s", 10**9))
-FLOPS: Units = (("FLOP", 1), ("kFLOP", 10**3), ("MFLOP", 10**6), ("GFLOP", 10**9), ("TFLOP", 10**12))
 SECONDS = (("µs", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0))
 
 _TOKENS = {"": 1, "k": 1024, "m": 1024**2}

@@ -58,7 +58,7 @@ def print_decoding(played: DecodingPlayed) -> None:
         f"{decoding.attend_gb_per_s / decoding.read_gb_per_s:.1%} of that rate",
     )
     console.print()
-    no_room = print_table(console, _columns(decoding))
+    print_table(console, _columns(decoding))
     words = (
         f"Times are of one layer: medians of {count(len(decoding.attend_times_s), 'round')}. time: with exchanges and "
         "merging. × read: relative to the time to read keys and values. alone: without exchanges. sent: by this rank. "
@@ -66,7 +66,7 @@ def print_decoding(played: DecodingPlayed) -> None:
     )
     if not played.is_measured:
         words += " Forecasts are for the cluster's links; the replay uses this machine's."
-    console.print(f"{words} {no_room}".rstrip(), style="dim")
+    console.print(words, style="dim")
 
 
 def _setting_words(played: DecodingPlayed) -> str:
@@ -90,8 +90,7 @@ def _columns(decoding: PlayedDecoding) -> list[Column]:
         Column(header="time", cells=[format_time(step.time_s) for step in steps]),
         Column(header="×\nread", cells=[f"{step.time_s / decoding.read_s:.2f}" for step in steps]),
         Column(header="alone", cells=[format_time(step.silent_s) for step in steps]),
-        Column(header="exchanges", cells=[str(step.plan.exchanges) for step in steps], drop=2),
-        Column(header="sent", cells=[format_nbytes(step.plan.sent_nbytes(decoding.rank)) for step in steps], drop=1),
+        Column(header="sent", cells=[format_nbytes(step.plan.sent_nbytes(decoding.rank)) for step in steps]),
         Column(header="forecast", cells=[format_time(step.forecast_s) for step in steps]),
         Column(header="error\n%", cells=[f"{100 * _error(step):+.1f}" for step in steps]),
     ]

@@ -156,6 +156,12 @@ def turn_as_json(problem: Problem, choice: Choice, time_s: float, served: Served
 
 # Decoding
 
+CAPTION = (
+    "The first is chosen. Times are of one layer. attend: read the rank's keys and values; exchange: partial results, "
+    "and of sharded queries the new tokens. replicated: every rank runs the same tokens; sharded: some of the "
+    "sequences. The cost of many small messages is left out."
+)
+
 
 def print_decoding(problem: Problem, topology: Topology, forecasts: Sequence[DecodeForecast], layers: int) -> None:
     console, chosen, plan = plain_console(), forecasts[0], forecasts[0].plan
@@ -172,35 +178,20 @@ def print_decoding(problem: Problem, topology: Topology, forecasts: Sequence[Dec
     print_fact(console, "sent", f"{format_nbytes(chosen.sent_nbytes)} a layer, by the busiest rank")
     print_fact(console, "why", decode_travel_words(problem))
     console.print()
-    no_room = print_table(console, _columns(forecasts), bold=[forecast is chosen for forecast in forecasts])
-    console.print(_caption(no_room), style="dim")
+    print_table(console, _columns(forecasts), bold=[forecast is chosen for forecast in forecasts])
+    console.print(CAPTION, style="dim")
 
 
 def _columns(forecasts: Sequence[DecodeForecast]) -> list[Column]:
-    parts = [
-        s for forecast in forecasts for s in (forecast.time_s, forecast.attend_s, forecast.exchange_s, forecast.merge_s)
-    ]
-    texts = [format_time(s) for s in parts]
     fastest = forecasts[0].time_s
     return [
         Column(header="queries, combine", cells=[forecast.plan.name for forecast in forecasts], is_text=True),
-        Column(header="time", cells=texts[::4]),
+        Column(header="time", cells=[format_time(forecast.time_s) for forecast in forecasts]),
         Column(header="×\nfirst", cells=[f"{forecast.time_s / fastest:.2f}" for forecast in forecasts]),
-        Column(header="attend", cells=texts[1::4]),
-        Column(header="exchange", cells=texts[2::4]),
-        Column(header="merge", cells=texts[3::4], drop=2),
-        Column(header="sent", cells=[format_nbytes(forecast.sent_nbytes) for forecast in forecasts], drop=1),
-        Column(header="why not", cells=[forecast.reason for forecast in forecasts], is_text=True, least_width=18),
+        Column(header="attend", cells=[format_time(forecast.attend_s) for forecast in forecasts]),
+        Column(header="exchange", cells=[format_time(forecast.exchange_s) for forecast in forecasts]),
+        Column(header="why not", cells=[forecast.reason for forecast in forecasts], is_text=True, least_width=16),
     ]
-
-
-def _caption(no_room: str) -> str:
-    words = (
-        "The first is chosen. Times are of one layer. attend: read the rank's keys and values; exchange: partial "
-        "results, and if queries are sharded also new tokens; replicated: every rank runs the same tokens; sharded: "
-        "each rank runs some of the sequences. The cost of many small messages is left out."
-    )
-    return f"{words} {no_room}".rstrip()
 
 
 def decoding_as_json(
