@@ -15,10 +15,15 @@ GIB = 2**30
 Report = Callable[[str, float], None]
 """Hears of progress: the current activity, and the fraction done."""
 
+
+def part_report(report: Report, number: int, of: int, prefix: str = "") -> Report:
+    """Reports the progress of one of several equal parts as that of the whole."""
+    return lambda doing, fraction: report(f"{prefix}{doing}", (number + fraction) / of)
+
+
 Units = tuple[tuple[str, int], ...]
 BYTES: Units = (("B", 1), ("KiB", 1024), ("MiB", 1024**2), ("GiB", GIB), ("TiB", 1024**4))
 TIMES: Units = (("ns", 1), ("µs", 10**3), ("ms", 10**6), ("s", 10**9))
-FLOPS: Units = (("FLOP", 1), ("kFLOP", 10**3), ("MFLOP", 10**6), ("GFLOP", 10**9), ("TFLOP", 10**12))
 SECONDS = (("µs", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0))
 
 _TOKENS = {"": 1, "k": 1024, "m": 1024**2}

@@ -17,13 +17,14 @@ from mesh_attention.problem import Direction, Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
-from mesh_attention.units import Report
+from mesh_attention.units import Report, part_report
 from mesh_attention_lab.comparison import single_block_plan, usual_ring_plan
 from mesh_attention_lab.drawing.page import Scene, write_page
 from mesh_attention_lab.drawing.trace import write_trace
 
 OFFERED_RANKS = (4, 16, 64)
 """Numbers of ranks on the explorer page, besides the one that was asked for."""
+MESH_TILES = 3
 ALL_SPANS, SOME_SPANS = 16, 8
 """Spans of all ranks are kept up to this many ranks; of more ranks, those of a few."""
 TRACE = "trace.json"
@@ -58,18 +59,14 @@ def rival_scenes(
     layout: Layout | None,
     directions: Sequence[Direction],
     report: Report,
-    tiles: int = 3,
 ) -> Iterator[Scene]:
-    """Ring, attention2d, mesh on up to `tiles` tiles, and ulysses+mesh, as far as they fit the problem; of a turn
+    """Ring, attention2d, mesh on a few tiles, and ulysses+mesh, as far as they fit the problem; of a turn
     also pass-q."""
-    choices = list(_choices(problem, layout or default_layout(problem), tiles=tiles))
+    choices = list(_choices(problem, layout or default_layout(problem)))
     for number, choice in enumerate(choices):
-
-        def report_part(doing: str, fraction: float, done: int = number) -> None:
-            report(f"{problem.ranks} ranks: {doing}", (done + fraction) / len(choices))
-
         plans = {direction: _plan(problem, topology, direction, choice) for direction in directions}
-        yield scene_of(plans, topology, report=report_part)
+        prefix = f"{problem.ranks} ranks: "
+        yield scene_of(plans, topology, report=part_report(report, number, len(choices), prefix))
 
 
 def _plan(problem: Problem, topology: Topology, direction: Direction, choice: Choice) -> Plan:
@@ -77,12 +74,12 @@ def _plan(problem: Problem, topology: Topology, direction: Direction, choice: Ch
     return usual_ring_plan(plan, topology) if plan.method == "ring" else plan
 
 
-def _choices(problem: Problem, layout: Layout, *, tiles: int) -> Iterator[Choice]:
+def _choices(problem: Problem, layout: Layout) -> Iterator[Choice]:
     """One tile for both passes: the one that moves the fewest bytes forward, and its neighbours."""
     yield Choice(method="ring", layout=layout)
     if layout == Turn():
         yield Choice(method="pass-q", layout=layout)
-    grids = _tiles(problem, layout, degree=1)[:tiles]
+    grids = _tiles(problem, layout, degree=1)[:MESH_TILES]
     if grids:
         yield Choice(method="attention2d", tile=grids[0], layout=layout)
     for tile in sorted(grids, key=lambda tile: tile.rows):
@@ -106,26 +103,17 @@ def explorer_scenes(first: Sequence[Scene], topology: Topology, *, report: Repor
     """These scenes, and the main methods on the same problem, on this and other numbers of ranks."""
     plan = next(iter(first[0].plans.values()))
     problem, directions = plan.problem, first[0].directions
-    counts = [topology.ranks, *(n for n in OFFERED_RANKS if n != topology.ranks and _fits(problem, n))]
-    scenes = list(first)
+    tokens = min(problem.seq_q, problem.seq_kv)
+    counts = [topology.ranks, *(n for n in OFFERED_RANKS if n != topology.ranks and n <= tokens)]
+    scenes = {(scene.ranks, scene.method, scene.tile): scene for scene in first}
     for number, ranks in enumerate(counts):
-
-        def report_part(doing: str, fraction: float, done: int = number) -> None:
-            report(doing, (done + fraction) / len(counts))
-
         rescaled = replace(problem, ranks=ranks)
         cluster = topology.with_ranks(ranks)
-        rivals = rival_scenes(rescaled, cluster, layout=plan.layout, directions=directions, report=report_part)
-        scenes += [scene for scene in rivals if not any(_is_same(scene, other) for other in scenes)]
-    return scenes
-
-
-def _fits(problem: Problem, ranks: int) -> bool:
-    return ranks <= min(problem.seq_q, problem.seq_kv)
-
-
-def _is_same(one: Scene, other: Scene) -> bool:
-    return (one.ranks, one.method, one.tile) == (other.ranks, other.method, other.tile)
+        part = part_report(report, number, len(counts))
+        rivals = rival_scenes(rescaled, cluster, layout=plan.layout, directions=directions, report=part)
+        for scene in rivals:
+            scenes.setdefault((scene.ranks, scene.method, scene.tile), scene)
+    return list(scenes.values())
 
 
 # Files

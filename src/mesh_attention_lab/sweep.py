@@ -1,12 +1,10 @@
-"""Times of the main methods along an axis: numbers of ranks, sequence lengths, or tiles."""
+"""Times of the main methods against the number of ranks, the length of the sequence, or the tile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
-
-from typing_extensions import assert_never
 
 from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.plan.assignment import tiles_of
@@ -15,10 +13,10 @@ from mesh_attention.problem import Direction, Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import shapes
-from mesh_attention.tuning.result import Forecast, Tuning
+from mesh_attention.tuning.result import Forecast, Trial, Tuning
 from mesh_attention.tuning.search import groupings
 from mesh_attention.tuning.traffic import plan_on, traffic
-from mesh_attention.units import Report
+from mesh_attention.units import Report, part_report
 from mesh_attention_lab.drawing.times import ChartPoint
 
 SweepAxis = Literal["ranks", "seq", "tile"]
@@ -27,11 +25,11 @@ MAIN_METHODS = ("ring", "ulysses", "attention2d", "usp", "mesh", "ulysses+mesh")
 """Methods in the chart besides the chosen one; all of them would be too many."""
 OF_A_TILE = ("mesh", "attention2d")
 FEWEST_RANKS, FEWEST_TOKENS = 8, 65536
-TRIED_OF_A_TILE = 3
-"""Placements, routes and groupings of each tile that are simulated, the most promising first."""
-PRICED_RANKS = 8
+TRIED_OF_A_TILE, PRICED_RANKS = 3, 8
+"""Placements, routes and groupings of each tile that are simulated, the most promising first; and ranks of each."""
 
-TuneAt = Callable[[Problem, Topology, Report], Tuning]
+TuneAt = Callable[[Problem, Topology, Report], tuple[Tuning, bool]]
+"""The tuning, and True if it was read from the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,80 +45,73 @@ def check_axis(axis: SweepAxis, problem: Problem) -> None:
         raise UsageError("packed documents fix the length; use ranks or tile instead of seq, or leave documents out")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sweeper:
-    """Varies a problem that was tuned; `tune_at` tunes the variations."""
+def sweep(
+    axis: SweepAxis, problem: Problem, topology: Topology, *, chosen: str, tune_at: TuneAt, report: Report
+) -> Sweep:
+    """Tune variations of a problem, for which the `chosen` method was the best."""
+    check_axis(axis, problem)
+    points: list[ChartPoint] = []
+    left_out: list[str] = []
+    families = list(dict.fromkeys((*MAIN_METHODS, chosen)))
+    cases = list(_cases(axis, problem, topology))
+    for number, (at, varied, cluster) in enumerate(cases):
+        try:
+            tuning, _ = tune_at(varied, cluster, part_report(report, number, len(cases), f"{at:,}: "))
+        except MemoryLimitError:
+            left_out.append(f"{at:,}")
+            continue
+        points += [
+            ChartPoint(method=trial.family, x=at, time_s=trial.time_s, exposed_s=trial.exposed_s)
+            for trial in tuning.trials
+            if trial.family in families
+        ]
+    points.sort(key=lambda point: families.index(point.method))  # a method has the same colour in every chart
+    return Sweep(points=tuple(points), left_out=tuple(left_out))
 
-    problem: Problem
-    topology: Topology
-    tuning: Tuning
-    memory_limit: float
-    tune_at: TuneAt
-    report: Report
 
-    def along(self, axis: SweepAxis) -> Sweep:
-        problem, topology = self.problem, self.topology
-        check_axis(axis, problem)
-        match axis:
-            case "ranks":
-                counts = doubled(FEWEST_RANKS, problem.ranks)
-                return self._tunings([(n, replace(problem, ranks=n), topology.with_ranks(n)) for n in counts])
-            case "seq":
-                lengths = doubled(FEWEST_TOKENS, problem.seq_q)
-                return self._tunings([(n, _with_tokens(problem, n), topology) for n in lengths])
-            case "tile":
-                return self._tiles()
-            case _:
-                assert_never(axis)
+def sweep_tiles(problem: Problem, topology: Topology, *, chosen: Trial, memory_limit: float, report: Report) -> Sweep:
+    """Forecast every tile at the Ulysses degree of the `chosen` trial, that of forward if its passes differ."""
+    first = next(iter(chosen.choices.values()))
+    degree = first.assignment.ulysses_degree
+    all_shapes = shapes(problem, topology, layout=first.layout or default_layout(problem))
+    cases = [(tile, method) for tile in tiles_of(problem.ranks // degree) for method in OF_A_TILE]
+    points: list[ChartPoint] = []
+    left_out: list[str] = []
+    for number, (tile, method) in enumerate(cases):
+        report(f"simulating {method} {tile}", number / len(cases))
+        choices = [
+            replace(choice, blocks_per_call=blocks)
+            for choice in all_shapes
+            if choice.assignment.ulysses_degree == degree
+            and choice.tile == tile
+            and choice.is_collective == (method == "attention2d")
+            for blocks in groupings(choice)
+        ]
+        forecasts = [_fastest(choices, problem, topology, direction) for direction in chosen.choices if choices]
+        if forecasts and max(forecast.peak_nbytes for forecast in forecasts) <= memory_limit:
+            time_s, exposed_s = sum(f.time_s for f in forecasts), sum(f.exposed_s for f in forecasts)
+            points.append(ChartPoint(method=method, x=str(tile), time_s=time_s, exposed_s=exposed_s))
+        elif forecasts:
+            left_out.append(f"{method} {tile}")
+    return Sweep(points=tuple(points), left_out=tuple(left_out))
 
-    def _tunings(self, cases: Sequence[tuple[int, Problem, Topology]]) -> Sweep:
-        points: list[ChartPoint] = []
-        left_out: list[str] = []
-        families = list(dict.fromkeys((*MAIN_METHODS, self.tuning.chosen.family)))
-        for number, (at, problem, topology) in enumerate(cases):
-            try:
-                tuning = self.tune_at(problem, topology, _share(self.report, f"{at:,}", number, len(cases)))
-            except MemoryLimitError:
-                left_out.append(f"{at:,}")
-                continue
-            points += [
-                ChartPoint(method=trial.family, x=at, time_s=trial.time_s, exposed_s=trial.exposed_s)
-                for trial in tuning.trials
-                if trial.family in families
-            ]
-        points.sort(key=lambda point: families.index(point.method))  # a method has the same colour in every chart
-        return Sweep(points=tuple(points), left_out=tuple(left_out))
 
-    def _tiles(self) -> Sweep:
-        """Every tile at the Ulysses degree that was chosen, for forward if the passes differ."""
-        chosen = self.tuning.chosen.choices
-        first = next(iter(chosen.values()))
-        degree = first.assignment.ulysses_degree
-        all_shapes = shapes(self.problem, self.topology, layout=first.layout or default_layout(self.problem))
-        candidates = [choice for choice in all_shapes if choice.assignment.ulysses_degree == degree]
-        tiles = tiles_of(self.problem.ranks // degree)
-        points: list[ChartPoint] = []
-        left_out: list[str] = []
-        for number, (tile, method) in enumerate((tile, method) for tile in tiles for method in OF_A_TILE):
-            self.report(f"simulating {method} {tile}", number / len(tiles) / len(OF_A_TILE))
-            is_collective = method == "attention2d"
-            same = [c for c in candidates if c.tile == tile and c.is_collective == is_collective]
-            forecasts = [self._fastest(same, direction) for direction in chosen]
-            fitting = [f for f in forecasts if f is not None and f.peak_nbytes <= self.memory_limit]
-            if len(fitting) == len(forecasts):
-                time_s, exposed_s = sum(f.time_s for f in fitting), sum(f.exposed_s for f in fitting)
-                points.append(ChartPoint(method=method, x=str(tile), time_s=time_s, exposed_s=exposed_s))
-            elif same:
-                left_out.append(f"{method} {tile}")
-        return Sweep(points=tuple(points), left_out=tuple(left_out))
+def _fastest(choices: list[Choice], problem: Problem, topology: Topology, direction: Direction) -> Forecast:
+    promising = sorted(choices, key=lambda choice: traffic(choice, problem, topology, direction).estimate_s)
+    plans = [plan_on(topology, problem, choice, direction) for choice in promising[:TRIED_OF_A_TILE]]
+    forecasts = [Forecast.of(simulate(plan, topology, priced_ranks=PRICED_RANKS)) for plan in plans]
+    return min(forecasts, key=lambda forecast: forecast.time_s)
 
-    def _fastest(self, candidates: Sequence[Choice], direction: Direction) -> Forecast | None:
-        problem, topology = self.problem, self.topology
-        grouped = [replace(c, blocks_per_call=grouping) for c in candidates for grouping in groupings(c)]
-        grouped.sort(key=lambda c: traffic(c, problem, topology, direction).estimate_s)
-        plans = [plan_on(topology, problem, choice, direction) for choice in grouped[:TRIED_OF_A_TILE]]
-        forecasts = [Forecast.of(simulate(plan, topology, priced_ranks=PRICED_RANKS)) for plan in plans]
-        return min(forecasts, key=lambda forecast: forecast.time_s, default=None)
+
+def _cases(axis: SweepAxis, problem: Problem, topology: Topology) -> Iterator[tuple[int, Problem, Topology]]:
+    """Numbers of ranks or of queries, with keys in the same ratio, and the problem and the cluster of each."""
+    if axis == "ranks":
+        for ranks in doubled(FEWEST_RANKS, problem.ranks):
+            yield ranks, replace(problem, ranks=ranks), topology.with_ranks(ranks)
+        return
+    for tokens in doubled(FEWEST_TOKENS, problem.seq_q):
+        seq_kv = max(1, problem.seq_kv * tokens // problem.seq_q)
+        yield tokens, replace(problem, seq_q=tokens, seq_kv=seq_kv), topology
 
 
 def doubled(fewest: int, most: int) -> list[int]:
@@ -129,12 +120,3 @@ def doubled(fewest: int, most: int) -> list[int]:
     while 2 * numbers[-1] < most:
         numbers.append(2 * numbers[-1])
     return numbers if numbers[-1] == most else [*numbers, most]
-
-
-def _with_tokens(problem: Problem, tokens: int) -> Problem:
-    """The problem with this many queries, and keys in the same ratio."""
-    return replace(problem, seq_q=tokens, seq_kv=max(1, problem.seq_kv * tokens // problem.seq_q))
-
-
-def _share(report: Report, what: str, number: int, of: int) -> Report:
-    return lambda doing, fraction: report(f"{what}: {doing}", (number + fraction) / of)

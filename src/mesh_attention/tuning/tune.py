@@ -22,7 +22,7 @@ from mesh_attention.tuning.coarse import MOST_SHORTENED
 from mesh_attention.tuning.result import FORECAST_ERROR, NEAR_TIE, Trial, Tuning, within
 from mesh_attention.tuning.search import EFFORT_ON_MANY_RANKS, PassSearch, effort, quick_effort
 from mesh_attention.tuning.traffic import plan_on, traffic
-from mesh_attention.units import GIB, Report, format_nbytes, format_time
+from mesh_attention.units import GIB, Report, format_nbytes, format_time, part_report
 
 SAME_TIME = 0.005
 """Among choices of a pass within this share of the fastest, the simplest is taken."""
@@ -76,7 +76,7 @@ def tune(
         candidates = [choice for choice in candidates if choice.inner is None]
     searches: dict[Direction, PassSearch] = {}
     for number, direction in enumerate(directions):
-        share = _share(report, number, len(directions))
+        share = part_report(report, number, len(directions))
         wanted = quick_effort(problem.ranks, is_uniform=is_uniform) if is_quick else effort(problem.ranks)
         wanted = EFFORT_ON_MANY_RANKS if is_many else wanted
         searches[direction] = PassSearch(problem, topology, direction, wanted, memory_limit, share)
@@ -114,10 +114,6 @@ def tune(
 def tuned_plans(problem: Problem, topology: Topology, trial: Trial) -> dict[Direction, Plan]:
     """The plan of each pass of a trial."""
     return {direction: plan_on(topology, problem, choice, direction) for direction, choice in trial.choices.items()}
-
-
-def _share(report: Report, number: int, of: int) -> Report:
-    return lambda doing, fraction: report(doing, (number + fraction) / of)
 
 
 def check_memory_limit(memory_limit: object) -> None:

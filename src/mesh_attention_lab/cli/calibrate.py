@@ -22,12 +22,11 @@ from mesh_attention.machine.files import keep_calibrated, slug
 from mesh_attention.machine.fit import Measurement, fit_topology
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Topology
-from mesh_attention.units import Report, count, format_nbytes, format_time, three_digits
+from mesh_attention.units import Report, count
 from mesh_attention_lab.cli.files import output_file
 from mesh_attention_lab.cli.options import HEAD_DIM, flag, option, whole_number
-from mesh_attention_lab.cli.terminal import Column, plain_console, print_table, progress
+from mesh_attention_lab.cli.terminal import percent, plain_console, progress
 from mesh_attention_lab.fit_quality import (
-    fitted_time_s,
     kernel_seconds,
     median_error,
     message_seconds,
@@ -182,7 +181,7 @@ def _tell(options: CalibrateOptions, measurement: Measurement, topology: Topolog
     headline = _headline(measurement, topology, options.setting)
     text = cluster_to_toml(topology, note=_note(headline, measurement, options.links_of))
     if not options.json:
-        _print_report(headline, measurement, topology, text)
+        _print_report(headline, median_error(measurement, topology), text)
     with writing(options.out), options.out.open("w" if options.force else "x", encoding="utf-8") as file:
         file.write(text)
     kept = keep_calibrated(measurement.device, text) if options.keep else None
@@ -193,22 +192,17 @@ def _tell(options: CalibrateOptions, measurement: Measurement, topology: Topolog
         typer.echo(f"wrote {' and '.join(map(str, filter(None, (options.out, kept))))}")
 
 
-RATE_FROM_NBYTES = 4096
-"""Smaller messages are all latency."""
 LARGEST_MEDIAN_ERROR = 0.2
 """Kernels and links are not quite linear; a larger error is noise."""
 
 
-def _print_report(headline: str, measurement: Measurement, topology: Topology, text: str) -> None:
-    """The measured times, how well they were fitted, and the text of the file."""
+def _print_report(headline: str, error: float, text: str) -> None:
     console = plain_console()
     console.print(f"measured: {headline}", style="bold")
-    print_table(console, _call_columns(measurement, topology))
-    if measurement.messages:
-        console.print()
-        print_table(console, _message_columns(measurement, topology))
-    console.print(f"\n{text}")
-    if median_error(measurement, topology) > LARGEST_MEDIAN_ERROR:
+    console.print(
+        f"The median error of the figures below is {percent(error, digits=1)}; --json has every time.\n\n{text}"
+    )
+    if error > LARGEST_MEDIAN_ERROR:
         console.print(
             "The measured times are far from the fit: is the machine busy with something else? Measure again when it "
             "is idle.",
@@ -242,34 +236,3 @@ def _headline(measurement: Measurement, topology: Topology, setting: Problem) ->
         f"{count(topology.ranks, 'rank')} on {measurement.device}{threads}, kernel {measurement.kernel}, "
         f"{count(setting.heads, 'head')} of {setting.head_dim_qk}, {setting.dtype}"
     )
-
-
-def _call_columns(measurement: Measurement, topology: Topology) -> list[Column]:
-    calls = sorted(measurement.calls, key=lambda call: call.direction, reverse=True)
-    return [
-        Column(header="call", cells=[call.direction for call in calls], is_text=True),
-        Column(header="queries × keys", cells=[f"{call.q_tokens} × {call.kv_tokens}" for call in calls]),
-        Column(header="mask", cells=["causal" if call.is_causal else "full" for call in calls], is_text=True),
-        Column(header="time", cells=[format_time(call.time_s) for call in calls]),
-        Column(header="TFLOP/s", cells=[three_digits(call.flops / call.time_s / 1e12) for call in calls]),
-        Column(header="error", cells=[_error(kernel_seconds(topology.device, call), call.time_s) for call in calls]),
-    ]
-
-
-def _message_columns(measurement: Measurement, topology: Topology) -> list[Column]:
-    messages = measurement.messages
-    rates = [m.nbytes / fitted_time_s(m, topology) / 1e9 if m.nbytes >= RATE_FROM_NBYTES else None for m in messages]
-    errors = [_error(message_seconds(topology, m), fitted_time_s(m, topology)) for m in messages]
-    return [
-        Column(header="messages", cells=[m.link_class for m in messages], is_text=True),
-        Column(header="at once", cells=[count(m.pairs, "pair") for m in messages]),
-        Column(header="size", cells=[format_nbytes(m.nbytes) for m in messages]),
-        Column(header="one way", cells=[format_time(m.one_way_s) for m in messages]),
-        Column(header="both ways", cells=[format_time(m.both_ways_s) for m in messages]),
-        Column(header="GB/s", cells=["" if rate is None else three_digits(rate) for rate in rates]),
-        Column(header="error", cells=errors),
-    ]
-
-
-def _error(fitted: float, seen: float) -> str:
-    return f"{fitted / seen - 1:+.0%}"

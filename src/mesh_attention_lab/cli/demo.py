@@ -36,7 +36,6 @@ from mesh_attention_lab.cli.terminal import (
     size_words,
     tile_reason,
 )
-from mesh_attention_lab.drawing.page import Scene
 from mesh_attention_lab.launch import run_processes
 from mesh_attention_lab.scenes import scene_of, write_explorer
 
@@ -167,10 +166,9 @@ def _print(problem: Problem, rows: Sequence[MethodResult]) -> None:
     if problem.ranks % ULYSSES_DEGREE:
         console.print(f"ulysses+mesh is left out: {ULYSSES_DEGREE} does not divide {problem.ranks} ranks")
     console.print(
-        "Errors: largest difference from attention in one process in float64, relative to its largest value. Received, "
-        "messages sent and peak of buffers are those of the worst rank. As planned: bytes of each kind, messages and "
-        f"peaks are exactly the plan's on every rank. Time: the slowest rank, median of {TIMED_RUNS} runs; the "
-        "processes share the cores, so it says little about GPUs.",
+        "Each number is that of the worst rank. Errors: largest difference from attention in one process in float64. "
+        "As planned: bytes, messages and peaks are exactly the plan's on every rank. Time: median of "
+        f"{TIMED_RUNS} runs; the processes share the cores, so it says little about GPUs.",
         style="dim",
     )
     for row in rows:
@@ -220,8 +218,17 @@ def write_report(folder: Path, problem: Problem, seen: RankResults, *, best: str
     page opens on the `best` method."""
     make_folder("--report", folder)
     assert seen.calibration is not None  # passes were recorded
-    here, is_fitted = machine_at_hand(seen.calibration, ranks=problem.ranks)
-    measured = [_measured_scene(result, here, report) for result in seen.methods]
+    here, source = _machine_at_hand(seen.calibration, ranks=problem.ranks)
+    measured = [
+        scene_of(
+            {plan.direction: plan for plan, _ in result.passes},
+            here,
+            report=report,
+            measured={plan.direction: timeline for plan, timeline in result.passes},
+            method=result.method,
+        )
+        for result in seen.methods
+    ]
     opening = next(scene for scene in measured if scene.method == best)
     page = folder / PAGE
     write_explorer(
@@ -229,35 +236,25 @@ def write_report(folder: Path, problem: Problem, seen: RankResults, *, best: str
         measured,
         traced=measured,
         title="Attention spread over ranks: who computes what, and when",
-        notes=_notes(problem, here, is_fitted=is_fitted),
+        notes=_notes(problem, here, source),
         opening=opening,
         lead=f"Shown first: {best} {opening.tile}, which the demo recommends: a rank receives the fewest bytes.",
     )
     return page
 
 
-def machine_at_hand(calibration: Measurement, *, ranks: int) -> tuple[Topology, bool]:
-    """The calibrated machine, or the `laptop` preset if its times are inconsistent, as on a busy machine."""
+def _machine_at_hand(calibration: Measurement, *, ranks: int) -> tuple[Topology, str]:
+    """The calibrated machine, or the `laptop` preset if its times are inconsistent, as on a busy machine; and which."""
     try:
         here = fit_topology(calibration, name="here", ranks=ranks, ranks_per_node=ranks, unmeasured=None)
     except TopologyError:
-        return PRESETS["laptop"].with_ranks(ranks), False
-    return here, True
+        reason = "because the measured times are inconsistent; run it again when the machine is idle"
+        return PRESETS["laptop"].with_ranks(ranks), f"by the laptop preset, {reason}"
+    return here, "as calibrated by the same processes right after they ran"
 
 
-def _measured_scene(result: MethodResult, here: Topology, report: Report) -> Scene:
-    plans = {plan.direction: plan for plan, _ in result.passes}
-    timelines = {plan.direction: timeline for plan, timeline in result.passes}
-    return scene_of(plans, here, report=report, measured=timelines, method=result.method)
-
-
-def _notes(problem: Problem, here: Topology, *, is_fitted: bool) -> list[str]:
+def _notes(problem: Problem, here: Topology, source: str) -> list[str]:
     rates = f"{1e3 * here.device.forward.tflops:.3g} and {1e3 * here.device.backward.tflops:.3g} GFLOP/s per rank"
-    source = (
-        "as calibrated by the same processes right after they ran"
-        if is_fitted
-        else "by the laptop preset, because the measured times are inconsistent; run it again when the machine is idle"
-    )
     return [
         f"All scenes were measured: {size_words(problem)}, {mask_words(problem)}, in "
         f"{problem.ranks} processes on {os.cpu_count()} cores, with Gloo on the loopback interface. Each pass was "

@@ -19,7 +19,7 @@ from mesh_attention.plan.steps import transfers
 from mesh_attention.plan.text import format_step
 from mesh_attention.planning.registry import make_plan
 from mesh_attention.tuning.search import MOST_TRANSFERS
-from mesh_attention.units import BYTES, FLOPS, count, format_nbytes
+from mesh_attention.units import BYTES, count, format_nbytes
 from mesh_attention.verification.rules import RULES, check, format_breaches
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import problem_to_json, read_plan
@@ -92,7 +92,8 @@ def plan_command(options: PlanOptions) -> None:
     bold = [row.is_this_plan for row in comparison.rows]
     print_table(console, _comparison_columns(comparison), bold=bold)
     console.print(_comparison_caption(comparison, ranks=options.ranks), style="dim")
-    console.print(_verdict(plan, comparison))
+    if this.against_ring is not None and this.against_ring < 1:
+        console.print(f"Fewer bytes than ring: {tile_reason(plan.assignment)}")
     if saved:
         console.print(f"\n{saved}")
 
@@ -176,15 +177,12 @@ def _comparison_columns(comparison: Comparison) -> list[Column]:
     return [
         Column(header="method", cells=names, is_text=True),
         Column(header="tile", cells=[_tile(row) for row in rows], is_text=True),
-        Column.of_amounts("sent", [row.sent_nbytes for row in rows], BYTES, drop=1),
         Column.of_amounts("received", [row.received_nbytes for row in rows], BYTES),
         Column(header="×\nring", cells=[times(row.against_ring) for row in rows]),
         Column(header="×\nbound", cells=[times(row.against_bound) for row in rows]),
-        Column.of_amounts("work", [row.flops for row in rows], FLOPS, below=100),
         Column(header="imbalance", cells=[f"{row.imbalance:.1%}" for row in rows]),
         Column.of_amounts("peak", [row.peak_nbytes for row in rows], BYTES),
         Column(header="kernel\ncalls", cells=[f"{row.kernel_calls:,}" for row in rows]),
-        Column(header="messages", cells=[f"{row.messages:,}" for row in rows], drop=2),
     ]
 
 
@@ -199,25 +197,10 @@ def _comparison_caption(comparison: Comparison, *, ranks: int) -> str:
         f" Ring and pass-q are not planned on more than {MOST_TRANSFERS:,} ranks." if ranks > MOST_TRANSFERS else ""
     )
     return (
-        f"> marks this plan. Each number is that of the worst of {of_whom}. Tile: query shards x KV shards, after the "
-        "Ulysses degree if any. × ring: bytes received, relative to ring. × bound: relative to the least that an "
-        "average rank can receive with any assignment, even one that splits heads. All plans have the layout, "
-        f"direction and options of this one, except --inner.{no_ring}"
+        f"> marks this plan; the others have its layout, direction and options, but no --inner. Each number is that of "
+        f"the worst of {of_whom}. Tile: query shards x KV shards, after the Ulysses degree if any. × bound: relative "
+        f"to the least that an average rank can receive.{no_ring}"
     )
-
-
-def _verdict(plan: Plan, comparison: Comparison) -> str:
-    """A comparison of this plan with ring, with the reason, and the plan that receives the least."""
-    this = next(row for row in comparison.rows if row.is_this_plan)
-    least = min(comparison.rows, key=lambda row: row.received_nbytes)
-    if this.against_ring is None or least.against_ring is None:
-        return "A single rank receives nothing."
-    words = []
-    if this.against_ring < 1:
-        words.append(f"This plan receives {times(this.against_ring)} of ring's bytes: {tile_reason(plan.assignment)}")
-    if least.received_nbytes < this.received_nbytes:
-        words.append(f"{least.method} {_tile(least)} receives the least: {times(least.against_ring)} of ring's bytes.")
-    return " ".join(words) or "No other method receives fewer bytes here."
 
 
 # verify

@@ -211,7 +211,6 @@ def _play(options: ReplayOptions, command: str, report: Report) -> Played:
         topology=topology,
         is_measured=options.cluster is None,
         is_captured=is_captured,
-        is_cuda=device.type == "cuda",
         rounds=options.rounds,
         environment=environment_of(problem, device),
         kernel_tokens=(kernel.tokens, kernel.kv_tokens),
@@ -253,6 +252,9 @@ WHAT_IT_IS = (
 )
 
 
+OTHER_LINKS = "Forecasts are for the cluster's links; the replay uses this machine's."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What is played, and how. The topology was measured here, unless --cluster says otherwise."""
@@ -269,7 +271,6 @@ class Setting:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played(Setting):
     layout: str
-    is_cuda: bool
     kernel_tokens: tuple[int, int]
     kernel_words: str
     replayed: Replayed
@@ -290,10 +291,10 @@ def print_replay(played: Played) -> None:
     console.print(WHAT_IT_IS)
     console.print()
     rows = rows_of(replayed)
-    left_out = print_table(console, replay_columns(rows, is_cuda=played.is_cuda))
+    print_table(console, _columns(rows))
     rates = " and ".join(f"{three_digits(timed.tflops)} TFLOP/s {timed.direction}" for timed in replayed.kernel)
     console.print(f"one kernel with as much work, {played.kernel_words}: {rates}")
-    console.print(_caption(played, rows, left_out), style="dim")
+    console.print(_caption(played, rows), style="dim")
 
 
 def setting_words(setting: Setting) -> str:
@@ -307,45 +308,29 @@ def setting_words(setting: Setting) -> str:
     return f"{words}; link {link.gb_per_s:g} GB/s each way at once, {link.latency_us:g} µs"
 
 
-def replay_columns(rows: Sequence[ReplayRow], *, is_cuda: bool) -> list[Column]:
-    host = Column.of_amounts("host", [1e9 * row.host_s for row in rows], TIMES, drop=3)
-    # A host that is slower than the device is marked.
-    marked = [f"{text}!" if row.host_s > row.time_s else text for row, text in zip(rows, host.cells, strict=True)]
-    peak = Column.of_amounts("peak", [row.peak_nbytes or 0 for row in rows], BYTES, digits=3, drop=2)
+def _columns(rows: Sequence[ReplayRow]) -> list[Column]:
+    peak = Column.of_amounts("peak", [row.peak_nbytes or 0 for row in rows], BYTES, digits=3)
     peaks = [text if row.peak_nbytes else NO_NUMBER for row, text in zip(rows, peak.cells, strict=True)]
     names = [f"{row.method} {SHORT[row.what]}" + (f"\n  {row.plan}" if row.plan else "") for row in rows]
     return [
         Column(header="method, pass\n  plan", cells=names, is_text=True, least_width=NAME_WIDTH),
         Column.of_amounts("time", [1e9 * row.time_s for row in rows], TIMES),
-        Column(header="±\n%", cells=[f"{100 * row.spread:.1f}" for row in rows], drop=4),
         Column(header="TFLOP/s", cells=[three_digits(row.tflops) for row in rows]),
-        Column(header="% of one\nkernel", cells=[f"{100 * row.share:.1f}" for row in rows]),
+        Column(header="% of\nkernel", cells=[f"{100 * row.share:.1f}" for row in rows]),
         Column(header="×\nring", cells=[times(row.times_ring) for row in rows]),
         Column.of_amounts("exposed", [1e9 * row.exposed_s for row in rows], TIMES),
-        replace(host, cells=marked if is_cuda else [NO_NUMBER] * len(rows)),
         replace(peak, cells=peaks),
-        Column(header="plan\n%", cells=[_percent(row.memory_error) for row in rows], drop=1),
-        Column.of_amounts("forecast", [1e9 * row.forecast_s for row in rows], TIMES, drop=5),
-        Column(header="error\n%", cells=[_percent(row.forecast_error) for row in rows]),
+        Column(header="error\n%", cells=[f"{100 * row.forecast_error:+.1f}" for row in rows]),
     ]
 
 
-def _percent(value: float | None) -> str:
-    return NO_NUMBER if value is None else f"{100 * value:+.1f}"
-
-
-def _caption(played: Played, rows: Sequence[ReplayRow], left_out: str) -> str:
-    words = [
-        f"Times are medians of {count(played.rounds, 'round')}, ± half their range. × ring: speed relative to ring. "
-        "exposed: the time that transfers add. host: the time to queue the pass step by step. peak: measured "
-        "memory, without the inputs. plan: error of the plan's own memory figure. error: error of the simulator's "
-        "forecast."
-    ]
-    if played.is_cuda and any(row.host_s > row.time_s for row in rows):
-        words.append("!: without CUDA graphs the host would be the limit.")
-    if not played.is_measured:
-        words.append("Forecasts are for the cluster's links; the replay uses this machine's.")
-    return " ".join([*words, left_out]).rstrip()
+def _caption(played: Played, rows: Sequence[ReplayRow]) -> str:
+    words = (
+        f"Times are medians of {count(played.rounds, 'round')}, up to ± {100 * max(row.spread for row in rows):.1f} %. "
+        "× ring: speed relative to ring. exposed: the time that transfers add. peak: measured memory, without the "
+        "inputs. error: of the forecast."
+    )
+    return words if played.is_measured else f"{words} {OTHER_LINKS}"
 
 
 # For machines, and as a chart

@@ -160,6 +160,12 @@ def turn_as_json(problem: Problem, choice: Choice, time_s: float, served: Served
 
 # Decoding
 
+CAPTION = (
+    "The first is chosen. Times are of one layer. attend: read the rank's keys and values; exchange: partial results, "
+    "and of sharded queries the new tokens. replicated: every rank runs the same tokens; sharded: some of the "
+    "sequences. The cost of many small messages is left out."
+)
+
 
 def print_decoding(problem: Problem, topology: Topology, forecasts: Sequence[DecodeForecast], layers: int) -> None:
     console, chosen, plan = plain_console(), forecasts[0], forecasts[0].plan
@@ -176,35 +182,20 @@ def print_decoding(problem: Problem, topology: Topology, forecasts: Sequence[Dec
     print_fact(console, "sent", f"{format_nbytes(chosen.sent_nbytes)} a layer, by the busiest rank")
     print_fact(console, "why", decode_travel_words(problem))
     console.print()
-    no_room = print_table(console, _columns(forecasts), bold=[forecast is chosen for forecast in forecasts])
-    console.print(_caption(no_room), style="dim")
+    print_table(console, _columns(forecasts), bold=[forecast is chosen for forecast in forecasts])
+    console.print(CAPTION, style="dim")
 
 
 def _columns(forecasts: Sequence[DecodeForecast]) -> list[Column]:
-    parts = [
-        s for forecast in forecasts for s in (forecast.time_s, forecast.attend_s, forecast.exchange_s, forecast.merge_s)
-    ]
-    texts = [format_time(s) for s in parts]
     fastest = forecasts[0].time_s
     return [
         Column(header="queries, combine", cells=[forecast.plan.name for forecast in forecasts], is_text=True),
-        Column(header="time", cells=texts[::4]),
+        Column(header="time", cells=[format_time(forecast.time_s) for forecast in forecasts]),
         Column(header="×\nfirst", cells=[f"{forecast.time_s / fastest:.2f}" for forecast in forecasts]),
-        Column(header="attend", cells=texts[1::4]),
-        Column(header="exchange", cells=texts[2::4]),
-        Column(header="merge", cells=texts[3::4], drop=2),
-        Column(header="sent", cells=[format_nbytes(forecast.sent_nbytes) for forecast in forecasts], drop=1),
-        Column(header="why not", cells=[forecast.reason for forecast in forecasts], is_text=True, least_width=18),
+        Column(header="attend", cells=[format_time(forecast.attend_s) for forecast in forecasts]),
+        Column(header="exchange", cells=[format_time(forecast.exchange_s) for forecast in forecasts]),
+        Column(header="why not", cells=[forecast.reason for forecast in forecasts], is_text=True, least_width=16),
     ]
-
-
-def _caption(no_room: str) -> str:
-    words = (
-        "The first is chosen. Times are of one layer. attend: read the rank's keys and values; exchange: partial "
-        "results, and if queries are sharded also new tokens; replicated: every rank runs the same tokens; sharded: "
-        "each rank runs some of the sequences. The cost of many small messages is left out."
-    )
-    return f"{words} {no_room}".rstrip()
 
 
 def decoding_as_json(
@@ -235,13 +226,13 @@ def print_played_decoding(problem: Problem, played: PlayedDecoding, *, device: s
     attended = f"{format_time(played.attend_s)}, {played.attend_gb_per_s / 1e3:.3g} TB/s"
     print_fact(console, "attend", f"{attended}, {played.attend_gb_per_s / played.read_gb_per_s:.1%} of that rate")
     console.print()
-    no_room = print_table(console, _played_columns(played))
+    print_table(console, _played_columns(played))
     words = (
         "Times are of one layer, with real kernels, keys and values; an exchange is one copy each way between device "
         "and host, without other ranks being late or the latency of many peers. × read: relative to reading keys and "
         "values. sent: by this rank. error: of the forecast."
     )
-    console.print(f"{words} {no_room}".rstrip(), style="dim")
+    console.print(words, style="dim")
 
 
 def _played_columns(played: PlayedDecoding) -> list[Column]:
@@ -250,8 +241,7 @@ def _played_columns(played: PlayedDecoding) -> list[Column]:
         Column(header="queries, combine", cells=[step.plan.name for step in steps], is_text=True),
         Column(header="time", cells=[format_time(step.time_s) for step in steps]),
         Column(header="×\nread", cells=[f"{step.time_s / played.read_s:.2f}" for step in steps]),
-        Column(header="exchanges", cells=[str(step.plan.exchanges) for step in steps], drop=2),
-        Column(header="sent", cells=[format_nbytes(step.plan.sent_nbytes(played.rank)) for step in steps], drop=1),
+        Column(header="sent", cells=[format_nbytes(step.plan.sent_nbytes(played.rank)) for step in steps]),
         Column(header="forecast", cells=[format_time(step.forecast_s) for step in steps]),
         Column(header="error\n%", cells=[f"{100 * step.forecast_error:+.1f}" for step in steps]),
     ]

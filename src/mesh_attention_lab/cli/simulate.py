@@ -265,7 +265,6 @@ def _caption(forecasts: Sequence[Forecasts], topology: Topology) -> str:
         prices += f" Ring is not simulated on more than {MOST_TRANSFERS:,} ranks."
     return (
         f"{ring}exposed: the time in which the busiest rank does not compute. overlap: the share of the busiest "
-        "link's time that compute hides. utilisation: the share of all ranks' time spent computing. Bytes are "
-        f"those of an average rank. Lower bounds: {format_time(bound_s)} of compute at the full kernel rate, "
-        f"{format_nbytes(bound_nbytes)} received by an average rank. {prices}"
+        "link's time that compute hides. Bytes are those of an average rank. Lower bounds: "
+        f"{format_time(bound_s)} of compute, {format_nbytes(bound_nbytes)} received. {prices}"
     )

@@ -26,30 +26,24 @@ from mesh_attention.topology import Topology
 from mesh_attention.units import Report, Units, count, format_size, format_time, format_together
 
 NO_NUMBER = "–"
-GAP = 2
-"""Between columns; one less where a table has no room and no columns to leave out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """Cells below a header. Numbers are never wrapped; text is, down to `least_width` if it has one.
-
-    If there is not room for all columns, those with `drop` are left out, the highest first.
-    """
+    """Cells below a header. Numbers are never wrapped; text is, down to `least_width` if it has one."""
 
     header: str
     cells: Sequence[str]
     is_text: bool = False
     least_width: int | None = None
-    drop: int = 0
 
     @classmethod
     def of_amounts(
-        cls, header: str, values: Sequence[float], units: Units, *, below: int = 10_000, digits: int = 4, drop: int = 0
+        cls, header: str, values: Sequence[float], units: Units, *, below: int = 10_000, digits: int = 4
     ) -> Column:
         """Amounts in one unit, which stands below the header."""
         unit, cells = format_together(list(map(round, values)), units, below=below, digits=digits)
-        return cls(header=f"{header}\n{unit}", cells=cells, drop=drop)
+        return cls(header=f"{header}\n{unit}", cells=cells)
 
     @property
     def narrow_width(self) -> int:
@@ -62,33 +56,16 @@ def plain_console() -> Console:
     return Console(highlight=False, markup=False, emoji=False)
 
 
-def print_table(console: Console, columns: Sequence[Column], *, bold: Sequence[bool] = ()) -> str:
-    """Prints the columns that fit; returns a sentence about the others, if any."""
-    kept = fitting(columns, width=console.width)
-    gap = GAP if _narrow_width(kept, GAP) <= console.width else 1
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, gap - 1, 0, 0))
-    for column in kept:
+def print_table(console: Console, columns: Sequence[Column], *, bold: Sequence[bool] = ()) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
         align: Literal["left", "right"] = "left" if column.is_text else "right"
         table.add_column(
             column.header, justify=align, no_wrap=column.least_width is None, min_width=column.narrow_width
         )
-    for cells, is_bold in zip_longest(zip(*(column.cells for column in kept), strict=True), bold):
+    for cells, is_bold in zip_longest(zip(*(column.cells for column in columns), strict=True), bold):
         table.add_row(*map(_indented, cells), style="bold" if is_bold else None)
     console.print(table)
-    dropped = ", ".join(" ".join(column.header.split()) for column in columns if column not in kept)
-    return f"No room for {dropped}: use a wider terminal, or --json." if dropped else ""
-
-
-def fitting(columns: Sequence[Column], *, width: int) -> list[Column]:
-    """The columns for which there is room."""
-    kept = list(columns)
-    while _narrow_width(kept, GAP) > width and any(column.drop for column in kept):
-        kept.remove(max(kept, key=lambda column: column.drop))
-    return kept
-
-
-def _narrow_width(columns: Sequence[Column], gap: int) -> int:
-    return sum(column.narrow_width + gap for column in columns) - gap
 
 
 def _indented(cell: str) -> RenderableType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,6 @@ from mesh_attention.units import (
     format_nbytes,
     format_time,
     parse_nbytes,
-    three_digits,
 )
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import problem_to_json
@@ -73,11 +72,9 @@ from mesh_attention_lab.drawing.canvas import save_chart
 from mesh_attention_lab.drawing.times import ChartX, time_chart
 from mesh_attention_lab.drawing.trace import write_trace
 from mesh_attention_lab.rivals import Bound, startrail
-from mesh_attention_lab.sweep import AXES, Sweep, SweepAxis, Sweeper, check_axis
+from mesh_attention_lab.sweep import AXES, SweepAxis, TuneAt, check_axis, sweep, sweep_tiles
 
 CHART_X: dict[SweepAxis, ChartX] = {"ranks": "ranks", "seq": "sequence length", "tile": "tile"}
-Tune = Callable[[Problem, Topology, Report], tuple[Tuning, bool]]
-"""The tuning, and True if it was read from the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,37 +174,32 @@ def _tune_decoding(options: TuneOptions, topology: Topology) -> None:
     print_decoding(problem, topology, forecasts, options.layers)
 
 
-def _draw(answer: TuneAnswer, tune_at: Tune, axis: SweepAxis, path: Path, report: Report) -> dict[str, Any]:
+def _draw(answer: TuneAnswer, tune_at: TuneAt, axis: SweepAxis, path: Path, report: Report) -> dict[str, Any]:
     """Draw the chart; returns what it shows."""
-    topology = answer.topology
-    sweep: Sweep = Sweeper(
-        problem=answer.problem,
-        topology=topology,
-        tuning=answer.tuning,
-        memory_limit=topology.device.memory_gib * GIB if answer.memory_limit is None else answer.memory_limit,
-        tune_at=lambda problem, topology, report: tune_at(problem, topology, report)[0],
-        report=report,
-    ).along(axis)
+    problem, topology, chosen = answer.problem, answer.topology, answer.tuning.chosen
+    if axis == "tile":
+        limit = topology.device.memory_gib * GIB if answer.memory_limit is None else answer.memory_limit
+        drawn = sweep_tiles(problem, topology, chosen=chosen, memory_limit=limit, report=report)
+    else:
+        drawn = sweep(axis, problem, topology, chosen=chosen.family, tune_at=tune_at, report=report)
     report(f"drawing {path.name}", 1.0)
     x, title = CHART_X[axis], _title(answer, axis)
-    save_chart(time_chart(sweep.points, x=x, title=title), path)
-    points, left_out = list(map(asdict, sweep.points)), list(sweep.left_out)
-    return {"path": str(path), "points": points, "x": x, "title": title, "left_out": left_out}
+    save_chart(time_chart(drawn.points, x=x, title=title), path)
+    return asdict(drawn) | {"path": str(path), "x": x, "title": title}
 
 
 def _title(answer: TuneAnswer, axis: SweepAxis) -> str:
-    problem, chosen = answer.problem, answer.tuning.chosen.choices
+    """What the points of a chart have in common."""
+    problem = answer.problem
     lengths = token_words(problem) if answer.served is None else new_words(problem)
-    degree = next(iter(chosen.values())).assignment.ulysses_degree
-    words = [
-        "" if axis == "seq" else lengths,
-        head_words(problem),
-        mask_words(problem),
-        " and ".join(chosen),
-        f"on {answer.topology.name if axis == 'ranks' else cluster_name(answer.topology)}",
-        f"Ulysses degree {degree}" if axis == "tile" and degree > 1 else "",
-    ]
-    return ", ".join(filter(None, words))
+    words = [head_words(problem), mask_words(problem), " and ".join(answer.plans)]
+    if axis == "ranks":
+        return ", ".join([lengths, *words, f"on {answer.topology.name}"])
+    words.append(f"on {cluster_name(answer.topology)}")
+    if axis == "seq":
+        return ", ".join(words)
+    degree = next(iter(answer.tuning.chosen.choices.values())).assignment.ulysses_degree
+    return ", ".join([lengths, *words, *([f"Ulysses degree {degree}"] if degree > 1 else [])])
 
 
 def _as_json(answer: TuneAnswer) -> dict[str, Any]:
@@ -237,7 +229,7 @@ def _as_json(answer: TuneAnswer) -> dict[str, Any]:
     }
 
 
-NAME_WIDTH, REASON_WIDTH = 22, 22
+NAME_WIDTH, REASON_WIDTH = 19, 20
 """Methods and reasons are wrapped to these widths where there is little room."""
 LET_CALLS_CHOOSE = "or let calls choose, by a quick search"
 SHORT: dict[Direction, str] = {"forward": "fwd", "backward": "bwd"}
@@ -296,8 +288,8 @@ def print_tuning(answer: TuneAnswer) -> None:
         print_turn(console, answer.problem, answer.topology, *answer.turn, answer.served)
         console.print()
     columns = _columns(tuning, has_nodes=answer.topology.nodes > 1)
-    no_room = print_table(console, columns, bold=[trial is chosen for trial in tuning.trials])
-    console.print(_caption(answer, no_room), style="dim")
+    print_table(console, columns, bold=[trial is chosen for trial in tuning.trials])
+    console.print(_caption(answer), style="dim")
     if tuning.left_out:
         console.print("\nleft out", style="bold")
         for reason in dict.fromkeys(tuning.left_out.values()):
@@ -336,19 +328,16 @@ def _print_equals(console: Console, tuning: Tuning) -> None:
 def _columns(tuning: Tuning, *, has_nodes: bool) -> list[Column]:
     trials, chosen = tuning.trials, tuning.chosen
     slower = [f"{trial.time_s / chosen.time_s:.2f}" if chosen.time_s else NO_NUMBER for trial in trials]
-    columns = [
+    sent = ("between\nnodes", "between_nbytes") if has_nodes else ("sent", "sent_nbytes")
+    return [
         Column(header="method\n  choice", cells=list(map(_name, trials)), is_text=True, least_width=NAME_WIDTH),
         Column.of_amounts("time", [1e9 * trial.time_s for trial in trials], TIMES, below=1000),
         Column(header="×\nfirst", cells=slower),
         Column.of_amounts("exposed", [max(0.0, 1e9 * trial.exposed_s) for trial in trials], TIMES, below=1000),
-        Column.of_amounts("between\nnodes", [trial.between_nbytes for trial in trials], BYTES, drop=1),
-        Column.of_amounts("sent\nin all", [trial.sent_nbytes for trial in trials], BYTES, drop=4),
-        Column(header="×\nbound", cells=[_against_bound(trial, tuning) for trial in trials], drop=2),
-        Column(header="TFLOP/s", cells=[three_digits(_tflops(trial)) for trial in trials], drop=5),
-        Column.of_amounts("peak", [trial.peak_nbytes for trial in trials], BYTES, below=1000, digits=3, drop=3),
+        Column.of_amounts(sent[0], [getattr(trial, sent[1]) for trial in trials], BYTES),
+        Column.of_amounts("peak", [trial.peak_nbytes for trial in trials], BYTES, below=1000, digits=3),
         Column(header="why not", cells=[trial.reason for trial in trials], is_text=True, least_width=REASON_WIDTH),
     ]
-    return [column for column in columns if has_nodes or not column.header.startswith("between")]
 
 
 def _name(trial: Trial) -> str:
@@ -361,34 +350,17 @@ def _name(trial: Trial) -> str:
     return "\n".join([trial.family, *(f"  {line}" for line in lines)])
 
 
-def _against_bound(trial: Trial, tuning: Tuning) -> str:
-    # Inputs that forward keeps for backward are not sent again: the bound does not hold.
-    if not tuning.bound_nbytes or any(choice.keep for choice in trial.choices.values()):
-        return NO_NUMBER
-    return f"{trial.sent_nbytes / tuning.bound_nbytes:.2f}"
-
-
-def _tflops(trial: Trial) -> float:
-    """Rate of an average rank, over all passes."""
-    operations = sum(forecast.tflops * forecast.time_s for forecast in trial.forecasts.values())
-    return operations / trial.time_s if trial.time_s else 0.0
-
-
-def _caption(answer: TuneAnswer, no_room: str) -> str:
+def _caption(answer: TuneAnswer) -> str:
     tuning, bound = answer.tuning, answer.bound
-    least = (
+    words = [
+        "The first is chosen.",
+        tuning.tie_words,
+        "2x4: query shards x KV shards of a rank; inner: the part of that grid in one node. exposed: the time in which "
+        "the busiest rank does not compute. Bytes are what an average rank sends; it must receive at least "
+        f"{format_nbytes(tuning.bound_nbytes)}.",
         ""
         if bound is None
-        else f"{bound.family}, which has no planner here, takes {format_time(bound.time_s)} or more."
-    )
-    words = [
-        f"The first is chosen. {tuning.tie_words}".strip(),
-        "2x4: query shards x KV shards of a rank; inner: the part of that grid in one node; a choice without blocks "
-        "per call has cost-based calls. exposed: the time in which the busiest rank does not compute. Bytes are what "
-        "an average rank sends; × bound: relative to the least that an average rank must receive, "
-        f"{format_nbytes(tuning.bound_nbytes)}.",
-        least,
-        no_room,
+        else f"{bound.family}, which has no planner here, takes {format_time(bound.time_s)} or more.",
         "Read from the cache." if answer.is_from_cache else f"{count(tuning.simulated, 'plan')} simulated.",
     ]
     return " ".join(filter(None, words))

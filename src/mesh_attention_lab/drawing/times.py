@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, floor, log10
+from math import floor, log10
 from typing import TYPE_CHECKING, Any, Literal
 
 from mesh_attention.errors import UsageError
@@ -21,8 +21,8 @@ MARKERS = "os^DvPX"
 TIME_LOOK: dict[str, Any] = {"linewidth": 2.0, "markersize": 5.0}
 EXPOSED_LOOK: dict[str, Any] = TIME_LOOK | {"linewidth": 1.3, "linestyle": (0, (4, 2)), "markerfacecolor": "white"}
 LABELS_IN_HEIGHT = 16
-MOST_TILES, LEVEL_LETTERS = 30, 48
-"""Tiles that have a tick, and letters of all their texts up to which they stand level."""
+MOST_LEVEL = 10
+"""Tiles whose texts stand level on the axis; more of them are slanted."""
 LOG_FROM = 10.0
 """Times that differ by more than this factor are drawn on a log axis."""
 SHOWN_BELOW = 100.0
@@ -42,27 +42,26 @@ class ChartPoint:
 def time_chart(points: Iterable[ChartPoint], *, x: ChartX, title: str = "") -> Figure:
     """Time (solid) and exposed communication (dashed) of several methods.
 
-    Numbers stand on a log2 axis, tiles in the order in which they come first.
+    Numbers stand on a log2 axis, tiles side by side in the order in which they come first.
     """
     points = tuple(points)
     if not points:
         raise UsageError("no points given; expected at least one to draw")
-    tiles = list(dict.fromkeys(point.x for point in points))
+    tiles = [str(text) for text in dict.fromkeys(point.x for point in points)] if x == "tile" else []
+    places = {point.x: tiles.index(str(point.x)) if tiles else float(point.x) for point in points}
     lines = {
-        method: sorted(
-            (point for point in points if point.method == method),
-            key=lambda point: tiles.index(point.x) if isinstance(point.x, str) else point.x,
-        )
+        method: sorted((point for point in points if point.method == method), key=lambda point: places[point.x])
         for method in dict.fromkeys(point.method for point in points)
     }
     height_in = 4.6 + 0.2 * max(0, len(lines) - LABELS_IN_HEIGHT)
     figure, axes = canvas.new_axes(height_in=height_in, title=title)
     for number, (method, line) in enumerate(lines.items()):
-        places = [tiles.index(point.x) if x == "tile" else float(point.x) for point in line]
-        _draw_line(axes, method, line, places, number)
+        _draw_line(axes, method, line, [places[point.x] for point in line], number)
     _set_times(axes, points)
-    if x == "tile":
-        _set_tiles(axes, [str(tile) for tile in tiles])
+    if tiles:
+        # matplotlib would slant or thin out nothing by itself.
+        axes.set_xticks(range(len(tiles)), tiles, rotation=45 if len(tiles) > MOST_LEVEL else 0)
+        axes.set_xlabel("tile", fontsize=canvas.TEXT_SIZE, color=canvas.FADED)
     else:
         _set_numbers(axes, x)
     _explain(axes, lines)
@@ -94,17 +93,6 @@ def _set_times(axes: Axes, points: Sequence[ChartPoint]) -> None:
         axes.set_ylim(low if len(seen) == len(exposed) else 0.0, 1.3 * longest)
     canvas.set_time_ticks(axes.yaxis)
     axes.grid(axis="y", color=canvas.GRID, linewidth=0.8)
-
-
-def _set_tiles(axes: Axes, tiles: Sequence[str]) -> None:
-    """Tiles side by side; if there are many, only some have a tick."""
-    shown = range(0, len(tiles), ceil(len(tiles) / MOST_TILES))
-    texts = [tiles[at] for at in shown]
-    is_level = sum(map(len, texts)) <= LEVEL_LETTERS
-    slant: dict[str, Any] = {} if is_level else {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-    axes.set_xticks(shown, texts, parse_math=False, **slant)
-    axes.set_xlim(-0.25, len(tiles) - 0.75)
-    axes.set_xlabel("tile", fontsize=canvas.TEXT_SIZE, color=canvas.FADED)
 
 
 def _set_numbers(axes: Axes, x: ChartX) -> None:
