@@ -124,11 +124,6 @@ def delta_of(row: RowGradient) -> Tensor:
     return row_delta(row.out.transpose(1, 2), row.do.transpose(1, 2), wide=row.lse.dtype).transpose(1, 2)
 
 
-def output_of(row: RowGradient) -> Tensor:
-    """The output as given, or one that stands in for it."""
-    return row.out if row.out is not None else stand_in_output(row.do, delta_of(row))
-
-
 def row_delta(out: Tensor, d_out: Tensor, *, wide: torch.dtype) -> Tensor:
     """rowsum(O∘dO) over the last dimension of (batch, tokens, heads, dim), computed and returned in dtype `wide`."""
     assert out.shape == d_out.shape
@@ -139,13 +134,9 @@ def row_delta(out: Tensor, d_out: Tensor, *, wide: torch.dtype) -> Tensor:
     return delta
 
 
-def stand_in_output(do: Tensor, delta: Tensor) -> Tensor:
-    """An O of shape (batch, heads, tokens, dim) with rowsum(O∘dO) = delta, the only thing the kernel uses O for."""
-    return stand_in_rows(do, delta, delta)[0]
-
-
 def stand_in_rows(do: Tensor, delta: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`stand_in_output`, and a contiguous LSE with 0 for -inf: such rows are masked, and -inf - -inf would be NaN."""
+    """An O of shape (batch, heads, tokens, dim) with rowsum(O∘dO) = delta, the only thing a kernel uses O for; and a
+    contiguous LSE with 0 for -inf: such rows are masked, and -inf - -inf would be NaN."""
     assert delta.shape == lse.shape == do.shape[:3]
     if _is_fused(do):
         batch, heads, tokens, dim = do.shape
