@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, verify
 from mesh_attention.machine import choosing
-from mesh_attention.machine.choosing import Tuner, tuned_choices
+from mesh_attention.machine.choosing import Tuner, tuned
 from mesh_attention.masks import Mask, documents, full, window
 from mesh_attention.plan.assignment import Assignment, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix
@@ -28,7 +28,7 @@ from mesh_attention.tuning.coarse import MOST_SHORTENED, can_be_widened, coarse,
 from mesh_attention.tuning.result import NEAR_TIE
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.tuning.tune import tune
-from mesh_attention.tuning.work import needs, work
+from mesh_attention.tuning.work import _work, needs
 
 
 def problem(ranks: int, *, tokens: int = 4096, mask: Mask | None = None, kv_heads: int = 8) -> Problem:
@@ -160,8 +160,8 @@ def test_a_choice_with_rows_is_not_widened() -> None:
         found = tune(*part_of(asked, cluster), directions=DIRECTIONS)
         mesh, ring = (next(t for t in found.trials if t.family == family) for family in ("mesh", "ring"))
         patch.setattr(choosing, "cached_tune", lambda *_, **__: (replace(found, trials=(mesh, ring)), False))
-        choices, _ = tuned_choices(asked, cluster, Contiguous(), needs_gradient=True, is_quick=True)
-        assert {str(choice.assignment) for choice in choices.values()} == {"1x64"}
+        chosen, _ = tuned.__wrapped__(asked, cluster, Contiguous(), True, None, is_coarse=True)
+        assert {str(each.choice.assignment) for each in chosen.passes.values()} == {"1x64"}
 
 
 @pytest.mark.parametrize("mask", [full(), causal(), window(100_000, 0), causal() & documents([0, 1 << 17, 1 << 18])])
@@ -235,8 +235,8 @@ def test_work_is_what_the_mask_leaves(data: st.DataObject) -> None:
     matrix = BlockMatrix(asked, layout, Assignment(tile, degree))
     places = range(tile.rows * tile.cols)
     exact = np.array([[matrix.pairs(row, col) for col in places] for row in places])
-    found = work(asked, layout, degree)
-    assert np.array_equal(found.whole + found.masked, exact)
+    whole, masked = _work(asked, layout, degree)
+    assert np.array_equal(whole + masked, exact)
     needed = needs(asked, layout, matrix.assignment)
     for place in places:
         for axis in ("row", "col"):
