@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores
-from mesh_attention.kernels.merging import delta_of, stand_in_rows
+from mesh_attention.kernels.merging import output_of
 from mesh_attention.kernels.reference import REFERENCE, of_rows
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -41,10 +41,8 @@ class CpuFlashKernel:
         if _is_empty(q, k):
             return REFERENCE.backward(q, k, v, row, scores)
         bias, _ = _bias(scores.mask, q)
-        out, lse = row.out, row.lse.masked_fill(row.lse == -torch.inf, 0.0)  # masked rows; -inf - -inf would be NaN
-        if out is None:
-            out, lse = stand_in_rows(row.do, delta_of(row), row.lse)
-        q, k, v, do, out = (_in_one_piece(x) for x in (q, k, v, row.do, out))
+        lse = row.lse.masked_fill(row.lse == -torch.inf, 0.0)  # masked everywhere; -inf - -inf would be NaN
+        q, k, v, do, out = (_in_one_piece(x) for x in (q, k, v, row.do, output_of(row)))
         is_causal = scores.mask.form == "causal"
         grads = _backward(do, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scores.scale)
         return Gradients(*grads)

@@ -124,6 +124,11 @@ def delta_of(row: RowGradient) -> Tensor:
     return row_delta(row.out.transpose(1, 2), row.do.transpose(1, 2), wide=row.lse.dtype).transpose(1, 2)
 
 
+def output_of(row: RowGradient) -> Tensor:
+    """The output as given, or one that stands in for it."""
+    return row.out if row.out is not None else stand_in_rows(row.do, delta_of(row), row.lse)[0]
+
+
 def row_delta(out: Tensor, d_out: Tensor, *, wide: torch.dtype) -> Tensor:
     """rowsum(O∘dO) over the last dimension of (batch, tokens, heads, dim), computed and returned in dtype `wide`."""
     assert out.shape == d_out.shape

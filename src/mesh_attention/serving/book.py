@@ -70,17 +70,13 @@ class Shares:
         """The number of a rank's tokens before a position."""
         return sum(map(len, clip(self.segments(rank), 0, position)))
 
-    def appended(self, tokens: int, layout: Layout, counts: Sequence[int] | None = None) -> Shares:
-        """The shares after a chunk or a turn, which begins with the rank that has the fewest tokens.
-
-        `counts` are those of the ranks, if they are known.
-        """
-        counts = self.counts() if counts is None else counts
+    def appended(self, tokens: int, layout: Layout, counts: Sequence[int]) -> Shares:
+        """The shares after a chunk or a turn, which begins with the rank that has the fewest tokens."""
         first = min(range(self.ranks), key=lambda rank: counts[rank])
         run = Run(start=self.length, tokens=tokens, kept=tokens, layout=layout, first=first)
         return replace(self, runs=(*self.runs, run))
 
-    def decoded(self, tokens: int, counts: Sequence[int] | None = None) -> Shares:
+    def decoded(self, tokens: int, counts: Sequence[int]) -> Shares:
         """The shares after tokens that go round the ranks, where the last ones left off."""
         last = self.runs[-1] if self.runs else None
         if last is None or last.layout != Striped():

@@ -276,7 +276,10 @@ class StepRunner:
     def layer_step(self, plan: DecodePlan, layer: int, softmax: Softmax) -> LayerStep:
         if plan not in self.by_plan:
             if len(self.by_plan) >= MOST_STEPS:
-                self._drop_oldest()
+                oldest = next(iter(self.by_plan))
+                del self.by_plan[oldest]
+                self.layers = {key: kept for key, kept in self.layers.items() if key[0] != oldest}
+                self.ready.clear()  # those that are left are found again by their plan
             self.by_plan[plan] = StepBuffers(plan, self.session.comms_on(self.device), self.device)
         key = plan, layer, softmax
         if key not in self.layers:
@@ -314,12 +317,6 @@ class StepRunner:
             for engine, memory, state, rank in zip(engines, self.memories, states, tensors, strict=True)
         ]
         return self.session.run_pass(ranks, pass_id, self.device, lambda _: [engines[0].results.typed])
-
-    def _drop_oldest(self) -> None:
-        oldest = next(iter(self.by_plan))
-        del self.by_plan[oldest]
-        self.layers = {key: layer for key, layer in self.layers.items() if key[0] != oldest}
-        self.ready.clear()  # those that are left are found again by their plan
 
     def drop(self) -> None:
         """Forget all buffers and graphs, which refer to memory that is about to move."""
