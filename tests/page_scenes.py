@@ -45,7 +45,7 @@ def slower(timeline: Timeline) -> Timeline:
     """The same in one and a half times the time: stands for a measurement where only the drawing of it is tested."""
     spans = tuple(s._replace(start_s=1.5 * s.start_s, stop_s=1.5 * s.stop_s) for s in timeline.spans)
     ranks = tuple(
-        replace(r, **{name: 1.5 * getattr(r, name) for name in ("stop_s", "compute_s", "wait_s", "link_s")})
+        replace(r, **{name: 1.5 * getattr(r, name) for name in ("stop_s", "compute_s", "link_s")})
         for r in timeline.ranks
     )
     return replace(timeline, spans=spans, ranks=ranks)

@@ -624,7 +624,7 @@ def test_words_are_wrapped_and_what_was_indented_stays_so(capsys: pytest.Capture
 
 
 def made_timeline(direction: Direction, *, stop_s: float) -> Timeline:
-    ranks = tuple(RankTimes(rank=r, stop_s=stop_s - r, compute_s=1.0 + r, wait_s=1.0, link_s=0.5) for r in range(2))
+    ranks = tuple(RankTimes(rank=r, stop_s=stop_s - r, compute_s=1.0 + r, link_s=0.5) for r in range(2))
     spans = (Span(1, "send", 0.25, 1.0, f"kv1 {direction}", 8),)
     sent = {"inside": 8, "between": 4}
     return Timeline(

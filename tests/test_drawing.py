@@ -44,7 +44,6 @@ def timeline_of(spans: list[Span], *, name: str = "mesh 2x2 forward") -> Timelin
             rank=rank,
             stop_s=stops[rank],
             compute_s=totals[rank, "compute"],
-            wait_s=totals[rank, "wait"],
             link_s=max(totals[rank, "send"], totals[rank, "recv"]),
         )
         for rank in sorted(stops)
@@ -171,7 +170,6 @@ def test_a_trace_adds_up_to_the_totals(timeline: Timeline) -> None:
     error_us = TWO_NS_IN_US * len(timeline.spans)
     for rank in timeline.ranks:
         assert busy_us[f"rank {rank.rank}", "compute"] == pytest.approx(rank.compute_s * 1e6, abs=error_us)
-        assert busy_us[f"rank {rank.rank}", "wait"] == pytest.approx(rank.wait_s * 1e6, abs=error_us)
     assert max(e["ts"] + e["dur"] for e in events(trace, "X")) == pytest.approx(timeline.time_s * 1e6, abs=error_us)
 
 

@@ -267,7 +267,7 @@ def test_a_choice_reads_back_and_makes_the_same_plans() -> None:
 def test_a_new_length_of_a_model_is_not_tuned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = Tuner(cluster_named("h200x8"), Zigzag(), None)
     tuner.choose(problem_of(8, seq=2**16), needs_gradient=True)
-    monkeypatch.setattr("mesh_attention.machine.choosing.tuned_choices", None)
+    monkeypatch.setattr("mesh_attention.machine.choosing.cached_tune", None)
     for seq in (2**15, 2**16 + 1000, 2**17):
         chosen, _ = tuner.choose(problem_of(8, seq=seq), needs_gradient=True)
         assert {plan.problem.seq_q for plan in chosen.plans(problem_of(8, seq=seq), tuner.layout).values()} == {seq}

@@ -280,7 +280,8 @@ def test_ranks_differ_by_at_most_a_token_and_every_position_has_a_home(
 ) -> None:
     shares = Shares(ranks)
     for is_decoded, tokens in runs:
-        shares = shares.decoded(tokens) if is_decoded else shares.appended(tokens, Zigzag())
+        counts = shares.counts()
+        shares = shares.decoded(tokens, counts) if is_decoded else shares.appended(tokens, Zigzag(), counts)
     counts = shares.counts()
     assert max(counts) - min(counts) <= 1
     segments = [shares.segments(rank) for rank in range(ranks)]

@@ -31,14 +31,17 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """One rank's totals. `wait_s` is the time in which its compute lane waits. `link_s` is the time of the transfers
-    it received, or of those it sent, whichever is longer."""
+    """One rank's totals. `link_s` is the time of the transfers it received or sent, whichever is longer."""
 
     rank: int
     stop_s: float
     compute_s: float
-    wait_s: float
     link_s: float
+
+    @property
+    def wait_s(self) -> float:
+        """The time in which its compute lane waits."""
+        return self.stop_s - self.compute_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +128,9 @@ def _name(first: str, second: str) -> str:
 
 
 def _totals(first: RankTimes, second: RankTimes, start_s: float) -> RankTimes:
-    stop_s, compute_s = start_s + second.stop_s, first.compute_s + second.compute_s
     return RankTimes(
         rank=first.rank,
-        stop_s=stop_s,
-        compute_s=compute_s,
-        wait_s=stop_s - compute_s,
+        stop_s=start_s + second.stop_s,
+        compute_s=first.compute_s + second.compute_s,
         link_s=first.link_s + second.link_s,
     )

@@ -186,7 +186,7 @@ def _times(rank: int, spans: Sequence[Span], stop_s: float) -> RankTimes:
     under_way = [
         _covered_s(span for span in spans if (span.rank, span.lane) == (rank, lane)) for lane in ("send", "recv")
     ]
-    return RankTimes(rank=rank, stop_s=stop_s, compute_s=compute_s, wait_s=stop_s - compute_s, link_s=max(under_way))
+    return RankTimes(rank=rank, stop_s=stop_s, compute_s=compute_s, link_s=max(under_way))
 
 
 def _covered_s(spans: Iterator[Span]) -> float:

@@ -109,10 +109,7 @@ class TorchFlashKernel(WindowedKernel):
         name = "torch flash, deterministic" if is_deterministic else "torch flash"
         super().__init__(name, (TorchFlashOp(is_deterministic),), is_deterministic=is_deterministic)
 
-    def unsupported_reason(self, demand: Demand) -> str | None:
-        reason = super().unsupported_reason(demand)
-        if reason is not None:
-            return reason
+    def _further_reason(self, demand: Demand) -> str | None:
         if demand.head_dim_qk != demand.head_dim_v:
             return f"needs one head size, not {demand.head_dim_qk} and {demand.head_dim_v}"
         return _torch_unsupported_reason(torch.backends.cuda.can_use_flash_attention, demand)
@@ -129,8 +126,8 @@ class CudnnKernel(WindowedKernel):
         backward_ops = (flash,) if is_deterministic else None
         super().__init__(name, (CudnnOp(), flash), backward_ops=backward_ops, is_deterministic=is_deterministic)
 
-    def unsupported_reason(self, demand: Demand) -> str | None:
-        reason = super().unsupported_reason(demand) or _cudnn_unsupported_reason()
+    def _further_reason(self, demand: Demand) -> str | None:
+        reason = _cudnn_unsupported_reason()
         if reason is not None:
             return reason
         if demand.deterministic and demand.head_dim_qk != demand.head_dim_v:

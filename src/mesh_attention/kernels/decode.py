@@ -175,8 +175,7 @@ class TritonDecode:
         assert out.stride(-1) == 1
         if q.stride(-1) != 1:
             q = q.contiguous()
-        shapes = (q.shape, blocks.k.shape, blocks.v.shape, *(each.shape for each in reach), out.shape, lse.shape)
-        work = _work(shapes, q.dtype, q.device, self._tile)
+        work = _work(q.shape, blocks.v.shape, q.dtype, q.device, self._tile)
         if not work.sequences * work.queries:
             return
         scratch = self._scratch(q.device, work.scratch_size)
@@ -186,8 +185,6 @@ class TritonDecode:
         launch(("merge_splits", work), merged, lambda: _merge_launch(work, merged))
 
     def merge(self, parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
-        assert parts.shape == (*lses.shape, out.shape[-1])
-        assert out.shape[:-1] == lse.shape == lses.shape[1:]
         assert out.stride(-1) == parts.stride(-1) == 1
         if lse.numel():
             tensors = (parts, lses, out, lse)
@@ -231,11 +228,10 @@ class _Work(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _work(
-    shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device, tile: SplitTile | None
+    q: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype, device: torch.device, tile: SplitTile | None
 ) -> _Work:
-    _check(*shapes)
-    sequences, queries, heads, dim = shapes[0]
-    _, block_tokens, kv_heads, dim_v = shapes[2]
+    sequences, queries, heads, dim = q
+    _, block_tokens, kv_heads, dim_v = v
     all_rows = queries * (heads // kv_heads)
     rows = min(MOST_ROWS[dtype.itemsize], max(16, 1 << (all_rows - 1).bit_length()))
     row_tiles = -(-all_rows // rows)
@@ -332,25 +328,6 @@ def _merge_tile(dim: int, number: int) -> tuple[int, int, int]:
     block = padded_dim(dim)
     chunk = min(8192 // block, 1 << (number - 1).bit_length() if number else 1)
     return block, chunk, max(1, min(4, block * chunk // 512))
-
-
-def _check(
-    q: tuple[int, ...],
-    k: tuple[int, ...],
-    v: tuple[int, ...],
-    table: tuple[int, ...],
-    first: tuple[int, ...],
-    stop: tuple[int, ...],
-    out: tuple[int, ...],
-    lse: tuple[int, ...],
-) -> None:
-    """A kernel would read or write past the end of tensors whose shapes do not fit together."""
-    assert k == (*v[:3], q[3])
-    assert q[2] % v[2] == 0
-    assert out == (*q[:3], v[3])
-    assert lse == q[:3]
-    assert first == stop == q[:2]
-    assert table[0] == q[0]
 
 
 # Choice

@@ -166,10 +166,7 @@ class FlashAttnKernel(WindowedKernel):
         super().__init__(release.name, (FlashAttnOp(release), TorchFlashOp()))
         self._release = release
 
-    def unsupported_reason(self, demand: Demand) -> str | None:
-        reason = super().unsupported_reason(demand)
-        if reason is not None:
-            return reason
+    def _further_reason(self, demand: Demand) -> str | None:
         dims = demand.head_dim_qk, demand.head_dim_v
         if dims[0] != dims[1] or dims[0] not in self._release.head_dims:
             return f"needs one head size among {_spell(self._release.head_dims)}, not {dims[0]} and {dims[1]}"

@@ -126,7 +126,7 @@ def delta_of(row: RowGradient) -> Tensor:
 
 def output_of(row: RowGradient) -> Tensor:
     """The output as given, or one that stands in for it."""
-    return row.out if row.out is not None else stand_in_output(row.do, delta_of(row))
+    return row.out if row.out is not None else stand_in_rows(row.do, delta_of(row), row.lse)[0]
 
 
 def row_delta(out: Tensor, d_out: Tensor, *, wide: torch.dtype) -> Tensor:
@@ -139,13 +139,9 @@ def row_delta(out: Tensor, d_out: Tensor, *, wide: torch.dtype) -> Tensor:
     return delta
 
 
-def stand_in_output(do: Tensor, delta: Tensor) -> Tensor:
-    """An O of shape (batch, heads, tokens, dim) with rowsum(O∘dO) = delta, the only thing the kernel uses O for."""
-    return stand_in_rows(do, delta, delta)[0]
-
-
 def stand_in_rows(do: Tensor, delta: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`stand_in_output`, and a contiguous LSE with 0 for -inf: such rows are masked, and -inf - -inf would be NaN."""
+    """An O of shape (batch, heads, tokens, dim) with rowsum(O∘dO) = delta, the only thing a kernel uses O for; and a
+    contiguous LSE with 0 for -inf: such rows are masked, and -inf - -inf would be NaN."""
     assert delta.shape == lse.shape == do.shape[:3]
     if _is_fused(do):
         batch, heads, tokens, dim = do.shape

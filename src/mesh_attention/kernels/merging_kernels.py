@@ -173,7 +173,7 @@ def stand_in_rows(
     tokens: tl.int64, tiles: tl.int32,
     heads: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, rows: tl.constexpr, unit: tl.constexpr,
 ):  # fmt: skip
-    """b with rowsum(b∘a) = a_stat, as `merging.stand_in_output`, and c_stat = b_stat with 0 for -inf."""
+    """b with rowsum(b∘a) = a_stat, and c_stat = b_stat with 0 for -inf."""
     batch, token, onward, head, is_row = _locate(tokens, tiles, heads, rows)
     a_at = _across(_rows(a, a_batch, a_head, a_token, batch, token, onward, head, unit), a_dim, block)
     b_at = _across(_rows(b, b_batch, b_head, b_token, batch, token, onward, head, unit), b_dim, block)

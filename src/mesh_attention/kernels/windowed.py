@@ -96,7 +96,7 @@ class WindowedKernel:
         self._forward_ops, self._backward_ops = ops, ops if backward_ops is None else backward_ops
 
     def unsupported_reason(self, demand: Demand) -> str | None:
-        """What no flash kernel can do; None if one might."""
+        """What no flash kernel can do, or what this one cannot."""
         if demand.device != "cuda":
             return f"runs on cuda, not on {demand.device}"
         if demand.dtype not in (torch.bfloat16, torch.float16):
@@ -107,7 +107,13 @@ class WindowedKernel:
             return "has no softcap"
         if demand.lse_gradient:
             return "cannot take a gradient into the LSE in rows where dO is zero"
-        return "adds up dQ in no fixed order" if demand.deterministic and not self.is_deterministic else None
+        if demand.deterministic and not self.is_deterministic:
+            return "adds up dQ in no fixed order"
+        return self._further_reason(demand)
+
+    def _further_reason(self, demand: Demand) -> str | None:
+        """What this kernel cannot do, but another one might."""
+        return None
 
     def prepare(self, q: Tensor, v: Tensor, mask: CallMask) -> None:
         """Make what a call with this mask needs on the device, without making the call."""

@@ -124,30 +124,13 @@ def tuned(
     *,
     is_coarse: bool,
 ) -> tuple[Chosen, Tuning]:
-    """The choice for a problem, and the tuning it is from."""
-    choices, tuning = tuned_choices(
-        problem, topology, layout, needs_gradient, memory_limit=memory_limit, is_quick=is_coarse
-    )
-    passes = _passes(problem, choices, partial(costs_on, topology))
-    return Chosen(lengths=(problem.seq_q, problem.seq_kv) if is_coarse else None, passes=passes), tuning
+    """The choice for a problem, and the tuning it is from; backward copies forward's if it never runs.
 
-
-def tuned_choices(
-    problem: Problem,
-    topology: Topology,
-    layout: Layout,
-    needs_gradient: bool,
-    *,
-    memory_limit: float | None = None,
-    is_quick: bool,
-) -> tuple[dict[Direction, Choice], Tuning]:
-    """The choice of each pass, and the tuning it is from; backward copies forward's if it never runs.
-
-    If `is_quick`, a problem with a local mask may be tuned on a part of its ranks.
+    If it `is_coarse`, a problem with a local mask may be tuned on a part of its ranks, and the tuning is a quick one.
     """
     directions = DIRECTIONS if needs_gradient else DIRECTIONS[:1]
-    options: dict[str, Any] = {"layout": layout, "memory_limit": memory_limit, "is_quick": is_quick}
-    part, on = part_of(problem, topology) if is_quick else (problem, topology)
+    options: dict[str, Any] = {"layout": layout, "memory_limit": memory_limit, "is_quick": is_coarse}
+    part, on = part_of(problem, topology) if is_coarse else (problem, topology)
     tuning, _ = cached_tune(part, on, directions=directions, **options)
     if part.ranks < problem.ranks:
         trials = tuple(trial for trial in tuning.trials if all(map(can_be_widened, trial.choices.values())))
@@ -155,8 +138,10 @@ def tuned_choices(
             tuning = replace(tuning, trials=trials)
         else:
             tuning, _ = cached_tune(problem, topology, directions=directions, **options)
-    chosen = tuning.chosen.choices
-    return {d: widened(chosen.get(d, chosen["forward"]), problem.ranks) for d in DIRECTIONS}, tuning
+    best = tuning.chosen.choices
+    choices = {d: widened(best.get(d, best["forward"]), problem.ranks) for d in DIRECTIONS}
+    passes = _passes(problem, choices, partial(costs_on, topology))
+    return Chosen(lengths=(problem.seq_q, problem.seq_kv) if is_coarse else None, passes=passes), tuning
 
 
 def volume_based(problem: Problem, choice: Choice, *, price: Price | None = None) -> Chosen:

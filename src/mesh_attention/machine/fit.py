@@ -77,16 +77,8 @@ def fit_topology(
 ) -> Topology:
     """The measured cluster. Links that were not measured come from `unmeasured`, or else equal those that were."""
     links = fit_links(measurement.messages, ranks_per_node=ranks_per_node, unmeasured=unmeasured)
-    return Topology(
-        name=name,
-        ranks=ranks,
-        ranks_per_node=ranks_per_node,
-        device=fit_device(measurement),
-        inside=links.inside,
-        between=links.between,
-        nics_per_node=links.nics_per_node,
-        full_duplex=links.full_duplex,
-    )
+    device = fit_device(measurement)
+    return Topology(name=name, ranks=ranks, ranks_per_node=ranks_per_node, device=device, **links._asdict())
 
 
 def fit_device(measurement: Measurement) -> Device:

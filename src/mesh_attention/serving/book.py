@@ -70,17 +70,13 @@ class Shares:
         """The number of a rank's tokens before a position."""
         return sum(map(len, clip(self.segments(rank), 0, position)))
 
-    def appended(self, tokens: int, layout: Layout, counts: Sequence[int] | None = None) -> Shares:
-        """The shares after a chunk or a turn, which begins with the rank that has the fewest tokens.
-
-        `counts` are those of the ranks, if they are known.
-        """
-        counts = self.counts() if counts is None else counts
+    def appended(self, tokens: int, layout: Layout, counts: Sequence[int]) -> Shares:
+        """The shares after a chunk or a turn, which begins with the rank that has the fewest tokens."""
         first = min(range(self.ranks), key=lambda rank: counts[rank])
         run = Run(start=self.length, tokens=tokens, kept=tokens, layout=layout, first=first)
         return replace(self, runs=(*self.runs, run))
 
-    def decoded(self, tokens: int, counts: Sequence[int] | None = None) -> Shares:
+    def decoded(self, tokens: int, counts: Sequence[int]) -> Shares:
         """The shares after tokens that go round the ranks, where the last ones left off."""
         last = self.runs[-1] if self.runs else None
         if last is None or last.layout != Striped():
@@ -207,20 +203,17 @@ class Book:
 
     def extend(self, new: Mapping[int, int], *, is_decoded: bool) -> None:
         """Append tokens to sequences: on the layout, or round the ranks."""
-        changed: dict[int, Entry] = {}
-        undo: list[tuple[WindowSize, list[int]]] = []
-        copied: list[tuple[WindowSize, int, int]] = []
+        taken: list[tuple[WindowSize, list[int]]] = []
         try:
-            for number, tokens in new.items():
-                changed[number] = self._grown(self.entry(number), tokens, is_decoded, undo, copied)
+            changed = {n: self._grown(self.entry(n), tokens, is_decoded, taken) for n, tokens in new.items()}
         except BaseException:
-            for window, blocks in undo:
+            for window, blocks in taken:
                 self.pools[window].give_back(blocks)
             raise
         for number, entry in changed.items():
-            self._give_back_dropped(self.entries[number], entry, copied)
+            for window, table in self.entries[number].tables.items():
+                self._replace(window, table, entry.tables[window])
             self.entries[number] = entry
-        self.copied += copied
 
     def remove(self, number: int) -> None:
         for window, table in self.entry(number).tables.items():
@@ -262,8 +255,7 @@ class Book:
         entry: Entry,
         tokens: int,
         is_decoded: bool,
-        undo: list[tuple[WindowSize, list[int]]],
-        copied: list[tuple[WindowSize, int, int]],
+        taken: list[tuple[WindowSize, list[int]]],
     ) -> Entry:
         before = entry.shares
         if is_decoded:
@@ -277,7 +269,7 @@ class Book:
             last = before.length if is_decoded else after.length
             dropped, cutoff = self._dropped(table, after, window, last, counts)
             min_length = max(min_length, 0 if not dropped or window is None else cutoff + window)
-            tables[window] = self._grow_table(window, table, entry, counts, dropped, undo, copied)
+            tables[window] = self._grow_table(window, table, entry, counts, dropped, taken)
         return Entry(after, counts, tables, min_length)
 
     def _counts(self, entry: Entry, after: Shares, tokens: int, is_decoded: bool) -> tuple[int, ...]:
@@ -308,25 +300,22 @@ class Book:
         entry: Entry,
         counts: tuple[int, ...],
         dropped: int,
-        undo: list[tuple[WindowSize, list[int]]],
-        copied: list[tuple[WindowSize, int, int]],
+        taken: list[tuple[WindowSize, list[int]]],
     ) -> Table:
         pool, size = self.pools[window], self.block_tokens
         blocks = list(table.blocks[dropped - table.dropped :])
         first_changed = min(entry.counts) // size - dropped  # all blocks before it are full on every rank
         shared = [at for at in range(max(0, first_changed), len(blocks)) if pool.users[blocks[at]] > 1]
         wanted = max(0, self._blocks(counts) - dropped - len(blocks))
-        taken = pool.take(wanted + len(shared), after=blocks[-1] if blocks and not shared else None)
-        undo.append((window, taken))
-        for at, own in zip(shared, taken, strict=False):
-            copied.append((window, blocks[at], own))
+        new = pool.take(wanted + len(shared), after=blocks[-1] if blocks and not shared else None)
+        taken.append((window, new))
+        for at, own in zip(shared, new, strict=False):
             blocks[at] = own
-        return Table((*blocks, *taken[len(shared) :]), dropped)
+        return Table((*blocks, *new[len(shared) :]), dropped)
 
-    def _give_back_dropped(self, old: Entry, new: Entry, copied: list[tuple[WindowSize, int, int]]) -> None:
-        replaced = {(window, source) for window, source, _ in copied}
-        for window, table in old.tables.items():
-            kept = set(new.tables[window].blocks)
-            gone = [block for block in table.blocks if block not in kept]
-            assert all((window, block) in replaced or new.tables[window].dropped > table.dropped for block in gone)
-            self.pools[window].give_back(gone)
+    def _replace(self, window: WindowSize, old: Table, new: Table) -> None:
+        """Give back the blocks that a sequence no longer uses. One in whose place it has another was shared."""
+        dropped = new.dropped - old.dropped
+        pairs = [(a, b) for a, b in zip(old.blocks[dropped:], new.blocks, strict=False) if a != b]
+        self.copied += [(window, source, dest) for source, dest in pairs]
+        self.pools[window].give_back([*old.blocks[:dropped], *(source for source, _ in pairs)])

@@ -71,10 +71,10 @@ class ShardedCache:
         pools = {window: BlockPool(number) for window, number in blocks.items()}
         self.book = Book(attention.ranks, attention.layout, block_tokens, pools, max_rollback)
         # Of the last turn or step, but not the turn itself, which refers to its cache.
-        self.last: set[int] | None = None
-        """The layers that attended in it; None if it is over."""
-        self._attended, self._lengths = set(range(len(self.layers))), dict[int, int]()
-        """The layers that attended in it, and how long its sequences were before."""
+        self.last = set(range(len(self.layers)))
+        """The layers that attended in it: the turn's own set, or a copy if the turn is over."""
+        self._lengths = dict[int, int]()
+        """How long its sequences were before."""
         self.steps = StepRunner(attention.session, attention.calls.cuda_graphs, self.layers, self.memories, self.device)
 
     # CacheMemory
@@ -222,18 +222,18 @@ class ShardedCache:
         self.history = hash((self.history, *numbers))
 
     def _begun(self, turn: AnyTurn) -> AnyTurn:
-        self.last = self._attended = turn.attended
+        self.last = turn.attended
         self._lengths = {number: grown.before.shares.length for number, grown in turn.sequences.items()}
         return turn
 
     def _end_turn_of(self, sequence: int) -> None:
         """A turn or step of this sequence can no longer attend: its tokens may be gone."""
         if sequence in self._lengths:
-            self.last = None
+            self.last = self.last.copy()
 
     def _refuse_unfinished(self) -> None:
         """Refuse to go on while a sequence has tokens that some layer has no keys and values of."""
-        missing = set(range(len(self.layers))) - self._attended
+        missing = set(range(len(self.layers))) - self.last
         for number, length in self._lengths.items():
             entry = self.book.entries.get(number)
             if missing and entry is not None and entry.shares.length > length:

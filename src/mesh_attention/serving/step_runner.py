@@ -19,7 +19,7 @@ from mesh_attention.comm.base import Comm, Parcel, Work
 from mesh_attention.execution.buffers import DTYPES
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.kernels.base import Demand
-from mesh_attention.kernels.decode import DecodeKernel, Reach, TorchDecode, choose_decode
+from mesh_attention.kernels.decode import Blocks, DecodeKernel, Reach, TorchDecode, choose_decode
 from mesh_attention.plan.serving import DecodePlan
 from mesh_attention.serving.book import WindowSize
 from mesh_attention.serving.memory import CachedLayer, CacheMemory
@@ -134,26 +134,25 @@ class StepEngine:
         if plan.queries == "sharded":
             q, k, v = yield from self._gather_tokens(q, k, v)
         memory.write(layer, state.slots, k.flatten(0, 1), v.flatten(0, 1))
-        shape = (plan.sequences, plan.new_tokens, plan.heads)
-        kernel, partials = self.kernel_for(softmax.softcap), self.partials
-        kernel.attend(
-            q,
-            memory.stored[layer],
-            state.reach,
-            scale=softmax.scale,
-            softcap=softmax.softcap,
-            out=partials.out.view(*shape, plan.head_dim_v),
-            lse=partials.lse.view(shape),
-        )
+        self.attend(q, memory.stored[layer], state.reach, softmax)
         if plan.ranks > 1:
-            yield from self._meet(kernel)
-        results = self.results
+            yield from self._meet(self.kernel_for(softmax.softcap))
+        out, lse = self.results.out, self.results.lse
         if plan.queries == "sharded":
-            mine = self.own if plan.ranks > 1 else range(plan.rows)
-            shape = (len(plan.own[self.comm.rank]), *shape[1:])
-            rows = slice(mine.start, mine.stop)
-            return results.out[rows].view(*shape, plan.head_dim_v), results.lse[rows].view(shape)
-        return results.out.view(*shape, plan.head_dim_v), results.lse.view(shape)
+            mine = slice(self.own.start, self.own.stop)
+            out, lse = out[mine], lse[mine]
+        return self._by_query(out, lse)
+
+    def attend(self, q: Tensor, blocks: Blocks, reach: Reach, softmax: Softmax) -> None:
+        """Attend to this rank's own tokens; `partials` hold the results."""
+        out, lse = self._by_query(self.partials.out, self.partials.lse)
+        kernel = self.kernel_for(softmax.softcap)
+        kernel.attend(q, blocks, reach, scale=softmax.scale, softcap=softmax.softcap, out=out, lse=lse)
+
+    def _by_query(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows by sequence, query and head."""
+        shape = (-1, self.plan.new_tokens, self.plan.heads)
+        return out.view(*shape, self.plan.head_dim_v), lse.view(shape)
 
     def _meet(self, kernel: DecodeKernel) -> Generator[Work, None, None]:
         """Partials of all ranks, merged: the own rows, and if queries are replicated then those of the others."""
@@ -277,7 +276,10 @@ class StepRunner:
     def layer_step(self, plan: DecodePlan, layer: int, softmax: Softmax) -> LayerStep:
         if plan not in self.by_plan:
             if len(self.by_plan) >= MOST_STEPS:
-                self._drop_oldest()
+                oldest = next(iter(self.by_plan))
+                del self.by_plan[oldest]
+                self.layers = {key: kept for key, kept in self.layers.items() if key[0] != oldest}
+                self.ready.clear()  # those that are left are found again by their plan
             self.by_plan[plan] = StepBuffers(plan, self.session.comms_on(self.device), self.device)
         key = plan, layer, softmax
         if key not in self.layers:
@@ -315,12 +317,6 @@ class StepRunner:
             for engine, memory, state, rank in zip(engines, self.memories, states, tensors, strict=True)
         ]
         return self.session.run_pass(ranks, pass_id, self.device, lambda _: [engines[0].results.typed])
-
-    def _drop_oldest(self) -> None:
-        oldest = next(iter(self.by_plan))
-        del self.by_plan[oldest]
-        self.layers = {key: layer for key, layer in self.layers.items() if key[0] != oldest}
-        self.ready.clear()  # those that are left are found again by their plan
 
     def drop(self) -> None:
         """Forget all buffers and graphs, which refer to memory that is about to move."""

@@ -91,7 +91,6 @@ class Recorder:
                 rank=rank,
                 stop_s=stop,
                 compute_s=self.compute_s[rank],
-                wait_s=stop - self.compute_s[rank],
                 link_s=max(self.out_s[rank], self.in_s[rank]),
             )
             for rank, stop in enumerate(self.stop_s)
@@ -178,10 +177,6 @@ class EventEngine:
         state.pending[state.at] = len(posted)
         for transfer in posted:
             self._try(transfer, now)
-        self._leave(rank, now)
-
-    def _leave(self, rank: int, now: float) -> None:
-        state = self.ranks[rank]
         state.at += 1
         state.is_computing = False
         self.recorder.stop(rank, now)

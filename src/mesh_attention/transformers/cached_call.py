@@ -129,11 +129,11 @@ class _Call:
         """For each rank, the position behind the last of its new tokens."""
         ends = [0] * self.store.ranks
         for sequence, number in zip(self.cache.sequences, self.new.counts, strict=True):
-            shares = self.store.book.entry(sequence).shares
+            entry = self.store.book.entry(sequence)
             if number:
-                after = shares.appended(number, self.store.attention.layout)
+                after = entry.shares.appended(number, self.store.attention.layout, entry.counts)
                 for rank in range(self.store.ranks):
-                    segments = [s for s in after.segments(rank) if s and s[-1] >= shares.length]
+                    segments = [s for s in after.segments(rank) if s and s[-1] >= entry.shares.length]
                     ends[rank] = max([ends[rank], *(s[-1] + 1 for s in segments)])
         return ends
 

@@ -206,15 +206,5 @@ class DecodeActor:
 
     def attend(self) -> None:
         """The attention calls alone."""
-        plan, cache, partials = self.plan, self.cache, self.engine.partials
-        shape = (plan.sequences, plan.new_tokens, plan.heads)
-        for stored in cache.memory.stored:
-            self.kernel.attend(
-                self.queries,
-                stored,
-                cache.state.reach,
-                scale=self.softmax.scale,
-                softcap=0.0,
-                out=partials.out.view(*shape, plan.head_dim_v),
-                lse=partials.lse.view(shape),
-            )
+        for stored in self.cache.memory.stored:
+            self.engine.attend(self.queries, stored, self.cache.state.reach, self.softmax)
