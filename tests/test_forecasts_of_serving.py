@@ -288,7 +288,8 @@ def test_every_plan_of_a_step_is_played(queries: int) -> None:
     problem = tiny(queries=queries)
     plans = decode_plans(problem)
     topology = cluster_named("h200x4")
-    found = replayed.replay_decoding(problem, plans, topology, rank=0, device=CPU, rounds=2)
+    settings = {"rank": 0, "device": CPU, "rounds": 2, "cuda_graphs": True}
+    found = replayed.replay_decoding(problem, plans, topology, report=lambda doing, fraction: None, **settings)  # type: ignore[arg-type]
     assert [step.plan for step in found.steps] == plans
     assert (found.kernel, found.is_captured, found.layers) == ("torch", False, 2)
     assert found.kv_nbytes == kv_nbytes(problem)

@@ -10,27 +10,12 @@ from typing import NamedTuple, TypeVar
 from mesh_attention.execution.buffers import Allocation, Span, TokenSpan, paired, token_format
 from mesh_attention.kernels.base import CallMask
 from mesh_attention.masks import BlockKind, Segment
+from mesh_attention.plan import steps as ops
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffers import KernelCall, kernel_calls, peak_nbytes, shared_buffers
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import stops
-from mesh_attention.plan.steps import (
-    AXIS_OF,
-    Attend,
-    Collective,
-    Exchange,
-    Finish,
-    Item,
-    Kind,
-    Merge,
-    Pack,
-    Recv,
-    Send,
-    Step,
-    effects,
-    running,
-    transfers,
-)
+from mesh_attention.plan.steps import AXIS_OF, Item, Kind, effects, running, transfers
 from mesh_attention.plan.text import format_step
 
 
@@ -71,14 +56,14 @@ class Instruction:
     """
 
     index: int
-    step: Step
+    step: ops.Step
     arrivals: tuple[Item, ...]
     departures: tuple[Item, ...]
     opens: tuple[Item, ...] = ()
     calls: tuple[Call, ...] = ()
     stretches: tuple[Stretch, ...] = ()
     blanks: tuple[Stretch, ...] = ()
-    turn: tuple[Step, ...] = ()
+    turn: tuple[ops.Step, ...] = ()
 
 
 class Exchanged(NamedTuple):
@@ -99,7 +84,7 @@ class Compiled:
 
     plan: Plan
     rank: int
-    steps: tuple[Step, ...]
+    steps: tuple[ops.Step, ...]
     instructions: tuple[Instruction, ...]
     allocations: dict[Item, Allocation]
     exchanged: dict[Item, tuple[Exchanged, ...]]
@@ -146,7 +131,9 @@ def peers_of(compiled: Compiled) -> tuple[set[int], set[int]]:
 
 def describe_post(compiled: Compiled, index: int) -> tuple[str, tuple[int, ...]]:
     """The step of the pass's post with this index, counted from 0, and the ranks at the other ends."""
-    posts = [i for i in compiled.instructions if isinstance(i.step, Recv | Send | Collective | Exchange)]
+    posts = [
+        i for i in compiled.instructions if isinstance(i.step, ops.Recv | ops.Send | ops.Collective | ops.Exchange)
+    ]
     instruction = posts[index]
     ends = [transfers(step) for step in instruction.turn or (instruction.step,)]
     sources = [recv.source for _, recvs in ends for recv in recvs]
@@ -174,7 +161,7 @@ def lay_out(items: Iterable[Item], matrix: BlockMatrix) -> Allocation:
 
 
 def _allocations(
-    steps: tuple[Step, ...], matrix: BlockMatrix, kept: tuple[tuple[Item, ...], ...]
+    steps: tuple[ops.Step, ...], matrix: BlockMatrix, kept: tuple[tuple[Item, ...], ...]
 ) -> dict[Item, Allocation]:
     allocations: dict[Item, Allocation] = {}
     for group in shared_buffers(steps, kept):
@@ -190,11 +177,11 @@ def _allocations(
 Held = dict[tuple[Item, int], tuple[TokenSpan, ...]]
 
 
-def _held_in_wholes(steps: tuple[Step, ...], matrix: BlockMatrix, allocations: dict[Item, Allocation]) -> Held:
+def _held_in_wholes(steps: tuple[ops.Step, ...], matrix: BlockMatrix, allocations: dict[Item, Allocation]) -> Held:
     """For each item that an exchange makes or takes apart: the spans of each rank's tokens in its buffer."""
     held: Held = {}
     for step in steps:
-        if isinstance(step, Exchange):
+        if isinstance(step, ops.Exchange):
             whole = _whole(step)
             axis, spans = (
                 AXIS_OF[whole.kind],
@@ -205,10 +192,10 @@ def _held_in_wholes(steps: tuple[Step, ...], matrix: BlockMatrix, allocations: d
     return held
 
 
-def _exchanged(steps: tuple[Step, ...], matrix: BlockMatrix, held: Held) -> dict[Item, tuple[Exchanged, ...]]:
+def _exchanged(steps: tuple[ops.Step, ...], matrix: BlockMatrix, held: Held) -> dict[Item, tuple[Exchanged, ...]]:
     exchanged: dict[Item, tuple[Exchanged, ...]] = {}
     for step in steps:
-        if isinstance(step, Exchange):
+        if isinstance(step, ops.Exchange):
             whole, at = _whole(step), 0
             ours, theirs = [send.item for send in step.sends], [recv.item for recv in step.recvs]
             if step.before is whole:
@@ -224,12 +211,12 @@ def _exchanged(steps: tuple[Step, ...], matrix: BlockMatrix, held: Held) -> dict
     return exchanged
 
 
-def _whole(step: Exchange) -> Item:
+def _whole(step: ops.Exchange) -> Item:
     return step.after if step.before.form == "home" else step.before
 
 
 def _copied(
-    steps: tuple[Step, ...],
+    steps: tuple[ops.Step, ...],
     allocations: dict[Item, Allocation],
     held: Held,
     rank: int,
@@ -237,7 +224,7 @@ def _copied(
 ) -> dict[Item, tuple[tuple[Span, Span], ...]]:
     copied: dict[Item, tuple[tuple[Span, Span], ...]] = {}
     for step in steps:
-        if isinstance(step, Pack):
+        if isinstance(step, ops.Pack):
             here, there = allocations[step.before].spans[step.before], allocations[step.after].spans[step.after]
             copied[step.after] = _pairs(here, there, batch)
     for (whole, owner), there in held.items():
@@ -287,22 +274,22 @@ class _Compiling:
     touched: dict[Item, set[int]] = field(default_factory=dict)
     owners: dict[tuple[Item, ...], dict[Segment, tuple[Item, int]]] = field(default_factory=dict)
 
-    def step(self, step: Step, calls: Sequence[KernelCall]) -> _Details:
+    def step(self, step: ops.Step, calls: Sequence[KernelCall]) -> _Details:
         opens = tuple(item for item in effects(step).adds if item not in self.touched)
         for item in opens:
             self.touched[item] = set()
         match step:
-            case Attend():
+            case ops.Attend():
                 return _Details(opens, calls=tuple(self._call(call, step) for call in calls))
-            case Merge(partial):
+            case ops.Merge(partial):
                 return _Details(opens, stretches=self._merged(partial))
-            case Finish(item):
+            case ops.Finish(item):
                 stretches, blanks = self._finished(item)
                 return _Details(opens, stretches=stretches, blanks=blanks)
             case _:
                 return _Details(opens)
 
-    def _call(self, call: KernelCall, attend: Attend) -> Call:
+    def _call(self, call: KernelCall, attend: ops.Attend) -> Call:
         problem = self.matrix.problem
         q, q_span = self._span(call.q, attend.rows)
         kv, kv_span = self._span(call.kv, attend.cols)

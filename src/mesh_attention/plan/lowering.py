@@ -13,6 +13,7 @@ from typing import Literal
 
 from typing_extensions import assert_never
 
+from mesh_attention.plan import steps as ops
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffers import held_nbytes, shared_buffers
@@ -23,22 +24,10 @@ from mesh_attention.plan.steps import (
     AXIS_OF,
     INPUTS,
     OUTPUTS,
-    Attend,
-    Clear,
-    Collective,
     Direction,
-    Exchange,
-    Finish,
     Form,
-    Free,
     Item,
     Kind,
-    Merge,
-    Pack,
-    Recv,
-    Send,
-    Step,
-    Unpack,
     effects,
     in_flight,
     running,
@@ -59,7 +48,7 @@ def lower(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank
     return Program(rank=rank, steps=steps, peak_nbytes=max(held, default=0))
 
 
-def lowered_steps(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank: int) -> tuple[Step, ...]:
+def lowered_steps(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank: int) -> tuple[ops.Step, ...]:
     """The steps of one rank."""
     lowering = _Lowering(matrix, schedule, direction, rank)
     for move in schedule.moves:
@@ -101,7 +90,7 @@ class _Lowering:
         self.rank = rank
         self.place = matrix.assignment.place(rank)
         self.head_slice = matrix.assignment.head_slice(rank)
-        self.steps: list[Step] = []
+        self.steps: list[ops.Step] = []
         self.meets = 0
         self.arrived: list[tuple[Item, int]] = []  # partials not merged yet, and the number of meets before each
 
@@ -125,7 +114,7 @@ class _Lowering:
         for live, row_shards in by_cols.items():
             row_items = tuple([self._item("q", shard, wave) for shard in row_shards])
             grads = tuple([item._replace(kind="do") for item in row_items]) if self.direction == "backward" else ()
-            self.steps.append(Attend(row_items, tuple([self._item("kv", shard, wave) for shard in live]), grads))
+            self.steps.append(ops.Attend(row_items, tuple([self._item("kv", shard, wave) for shard in live]), grads))
 
     def return_partial(self, kind: Kind, offset: int, wave: int) -> None:
         own = self._item(kind, self.place, wave)
@@ -142,19 +131,19 @@ class _Lowering:
             self._merge_arrived(own, meets_ago=MEETS_THAT_HIDE)
         contributes = self.matrix.needs(axis, self.place, item.shard, item.part)
         if contributes:
-            self.steps.append(Finish(item))
+            self.steps.append(ops.Finish(item))
         arriving = [self._partial_from(kind, hop, wave) for hop in partial_hops_in(*around)]
         self.steps += arriving
         self.arrived += [(recv.item, self.meets) for recv in arriving]
         if contributes:
-            self.steps.append(Send(item, self._rank_of(partial_dest(*around))))
+            self.steps.append(ops.Send(item, self._rank_of(partial_dest(*around))))
 
     def together(self, op: Literal["gather", "reduce", "exchange", "unpack"], kind: Kind, wave: int) -> None:
         {"gather": self.gather, "reduce": self.reduce, "exchange": self.exchange, "unpack": self.unpack}[op](kind, wave)
 
     def gather(self, kind: Kind, wave: int) -> None:
-        sends: list[Send] = []
-        recvs: list[Recv] = []
+        sends: list[ops.Send] = []
+        recvs: list[ops.Recv] = []
         for offset in self._offsets(kind):
             given, taken = self._hand_round(kind, "direct", offset, wave)
             sends += given
@@ -163,14 +152,14 @@ class _Lowering:
 
     def reduce(self, kind: Kind, wave: int) -> None:
         """Send every partial home; this rank's own is finished by a return at offset 0."""
-        sends: list[Send] = []
-        recvs: list[Recv] = []
+        sends: list[ops.Send] = []
+        recvs: list[ops.Recv] = []
         axis = AXIS_OF[kind]
         for offset in self._offsets(kind):
             item = self._item(kind, self.assignment.peer(axis, self.place, offset), wave)
             if self.matrix.needs(axis, self.place, item.shard, item.part):
-                self.steps.append(Finish(item))
-                sends.append(Send(item, self._rank_of(item.shard)))
+                self.steps.append(ops.Finish(item))
+                sends.append(ops.Send(item, self._rank_of(item.shard)))
             hops = partial_hops_in(self.matrix, "direct", axis, self.place, item.part, offset)
             recvs += [self._partial_from(kind, hop, wave) for hop in hops]
         self._collective("reduce", kind, sends, recvs, wave)
@@ -189,18 +178,18 @@ class _Lowering:
             given = self._piece(kind, *((self.rank, dest) if inward else (dest, self.rank)), wave)
             taken = self._piece(kind, *((source, self.rank) if inward else (self.rank, source)), wave)
             if given is not None:
-                sends.append(Send(given, dest))
+                sends.append(ops.Send(given, dest))
             if taken is not None:
-                recvs.append(Recv(taken, source))
+                recvs.append(ops.Recv(taken, source))
         home, whole = self._home(kind, wave), self._item(kind, self.place, wave)
         if inward and "own" in self.schedule.keep and kind in INPUTS["forward"] and kind not in self.schedule.keep:
             whole = whole._replace(form="kept")
         before, after = (home, whole) if inward else (whole, staged(home))
-        self.steps.append(Exchange(before, after, group, tuple(sends), tuple(recvs)))
+        self.steps.append(ops.Exchange(before, after, group, tuple(sends), tuple(recvs)))
 
     def unpack(self, kind: Kind, wave: int) -> None:
         if self._is_exchanged(kind, wave):
-            self.steps.append(Unpack(self._item(kind, self.place, wave), self._home(kind, wave)))
+            self.steps.append(ops.Unpack(self._item(kind, self.place, wave), self._home(kind, wave)))
 
     def _is_exchanged(self, kind: Kind, wave: int) -> bool:
         if kind in OUTPUTS[self.direction]:
@@ -230,12 +219,14 @@ class _Lowering:
     def _home(self, kind: Kind, wave: int) -> Item:
         return Item(kind, self.rank, "home", part=self.assignment.home_part(AXIS_OF[kind], wave))
 
-    def _hand_round(self, kind: Kind, route: Route, offset: int, wave: int) -> tuple[list[Send], list[Recv]]:
+    def _hand_round(self, kind: Kind, route: Route, offset: int, wave: int) -> tuple[list[ops.Send], list[ops.Recv]]:
         axis = AXIS_OF[kind]
         around = (self.matrix, route, axis, self.place, self._part(axis, wave), offset)
-        sends = [Send(self._item(kind, shard, wave), self._rank_of(dest)) for dest, shard in fetch_hops_out(*around)]
+        sends = [
+            ops.Send(self._item(kind, shard, wave), self._rank_of(dest)) for dest, shard in fetch_hops_out(*around)
+        ]
         hops = fetch_hops_in(*around)
-        return sends, [Recv(self._item(kind, shard, wave), self._rank_of(source)) for source, shard in hops]
+        return sends, [ops.Recv(self._item(kind, shard, wave), self._rank_of(source)) for source, shard in hops]
 
     def _rank_of(self, place: int) -> int:
         return self.assignment.rank(place, head_slice=self.head_slice)
@@ -245,7 +236,7 @@ class _Lowering:
         waiting = []
         for item, meets in self.arrived:
             if item._replace(source=None) == total and self.meets - meets >= meets_ago:
-                self.steps.append(Merge(item))
+                self.steps.append(ops.Merge(item))
             else:
                 waiting.append((item, meets))
         self.arrived = waiting
@@ -254,11 +245,11 @@ class _Lowering:
         item = self._item(kind, self.place, wave)
         if self.matrix.has_shard(AXIS_OF[kind], self.place):
             if not self.matrix.is_wanted(AXIS_OF[kind], self.place, item.part):
-                self.steps.append(Clear(running(item)))
-            self.steps.append(Finish(self._home(kind, wave) if self.assignment.ulysses_degree == 1 else item))
+                self.steps.append(ops.Clear(running(item)))
+            self.steps.append(ops.Finish(self._home(kind, wave) if self.assignment.ulysses_degree == 1 else item))
 
     def _collective(
-        self, op: Literal["gather", "reduce"], kind: Kind, sends: list[Send], recvs: list[Recv], wave: int
+        self, op: Literal["gather", "reduce"], kind: Kind, sends: list[ops.Send], recvs: list[ops.Recv], wave: int
     ) -> None:
         """Append a collective if any rank of the group has something to move; then the whole group takes part."""
         axis = AXIS_OF[kind]
@@ -267,20 +258,20 @@ class _Lowering:
             self.matrix.needs(axis, member, shard, part) for member in places for shard in places if member != shard
         ):
             group = tuple(self._rank_of(place) for place in places)
-            self.steps.append(Collective(op, group, tuple(sends), tuple(recvs)))
+            self.steps.append(ops.Collective(op, group, tuple(sends), tuple(recvs)))
 
-    def _partial_from(self, kind: Kind, hop: Hop, wave: int) -> Recv:
+    def _partial_from(self, kind: Kind, hop: Hop, wave: int) -> ops.Recv:
         place, shard = hop
         source = self._rank_of(place)
-        return Recv(self._item(kind, shard, wave)._replace(source=source), source)
+        return ops.Recv(self._item(kind, shard, wave)._replace(source=source), source)
 
     def _offsets(self, kind: Kind) -> range:
         return range(1, len(self.assignment.group(AXIS_OF[kind], self.place)))
 
 
 def with_packs(
-    steps: Sequence[Step], form: Form, *, own: set[Item], kept: Collection[tuple[Item, ...]] = ()
-) -> list[Step]:
+    steps: Sequence[ops.Step], form: Form, *, own: set[Item], kept: Collection[tuple[Item, ...]] = ()
+) -> list[ops.Step]:
     """The steps with the rank's own inputs packed before first use, where they travel, are kept or share a buffer.
 
     An input that is only attended by itself is read in its other form, with no copy.
@@ -289,21 +280,21 @@ def with_packs(
     packed.update(item for group in (*shared_buffers(steps), *kept) for item in group)
     at_home = {item: item._replace(form=form) for item in own - packed}
     waiting = own & packed
-    result: list[Step] = []
+    result: list[ops.Step] = []
     for step in steps:
         for item in sorted(waiting.intersection(effects(step).reads)) if waiting else ():
-            result.append(Pack(item._replace(form=form), item))
+            result.append(ops.Pack(item._replace(form=form), item))
             waiting.discard(item)
-        result.append(_renamed(step, at_home) if at_home and isinstance(step, Attend) else step)
+        result.append(_renamed(step, at_home) if at_home and isinstance(step, ops.Attend) else step)
     return result
 
 
-def _renamed(step: Attend, names: dict[Item, Item]) -> Attend:
+def _renamed(step: ops.Attend, names: dict[Item, Item]) -> ops.Attend:
     rows, cols, grads = (tuple([names.get(i, i) for i in side]) for side in (step.rows, step.cols, step.grads))
-    return Attend(rows, cols, grads)
+    return ops.Attend(rows, cols, grads)
 
 
-def with_frees(steps: Sequence[Step], *, kept: Collection[Item] = (), hiding: int = 1) -> tuple[Step, ...]:
+def with_frees(steps: Sequence[ops.Step], *, kept: Collection[Item] = (), hiding: int = 1) -> tuple[ops.Step, ...]:
     """The steps with every item freed after its last use, except the caller's tensors and kept items.
 
     An input that leaves in its last use is freed after the next attend, a partial after the next `hiding` ones: freeing
@@ -315,22 +306,22 @@ def with_frees(steps: Sequence[Step], *, kept: Collection[Item] = (), hiding: in
         last_use.update(dict.fromkeys((*done.reads, *done.writes, *done.adds), index))
         for item in done.frees:
             del last_use[item]
-    freed_after: dict[int, list[Step]] = {}
+    freed_after: dict[int, list[ops.Step]] = {}
     for item, index in last_use.items():
         if item.form != "home" and item not in kept:
-            freed_after.setdefault(_free_point(steps, index, hiding), []).append(Free(item))
+            freed_after.setdefault(_free_point(steps, index, hiding), []).append(ops.Free(item))
     return tuple(s for index, step in enumerate(steps) for s in (step, *freed_after.get(index, ())))
 
 
-def _free_point(steps: Sequence[Step], last_use: int, hiding: int) -> int:
+def _free_point(steps: Sequence[ops.Step], last_use: int, hiding: int) -> int:
     step = steps[last_use]
     leaving = in_flight(step)[1]
     if not leaving:
         return last_use
     # A rank soon needs the input it receives in the turn in which it passes one on; the send is over by then.
     wanted = 1 if leaving[0].kind in ("q", "kv", "do") else hiding
-    if isinstance(step, Exchange):  # posted long before it is needed, perhaps; what it sends has left when it is
+    if isinstance(step, ops.Exchange):  # posted long before it is needed, perhaps; what it sends has left when it is
         readers = (at for at in range(last_use + 1, len(steps)) if step.after in effects(steps[at]).reads)
         last_use, wanted = next(readers, last_use), 1
-    attends = (index for index in range(last_use, len(steps)) if isinstance(steps[index], Attend))
+    attends = (index for index in range(last_use, len(steps)) if isinstance(steps[index], ops.Attend))
     return next(islice(attends, wanted - 1, None), len(steps) - 1)

@@ -40,43 +40,24 @@ class Effort:
     fastest `finalists`, and the first `firsts` of every family, are tried with up to `regroupings` larger and as many
     smaller groupings; then the fastest of `waved` Ulysses degrees in several waves."""
 
-    by_family: bool
-    at_least: int
-    least: int
-    most: int
-    worth_trying: float
-    regroupings: int
-    finalists: int
-    firsts: int
-    waved: int
+    by_family: bool = True
+    at_least: int = 3
+    least: int = 12
+    most: int = 48
+    worth_trying: float = 1.1
+    regroupings: int = 4
+    finalists: int = 8
+    firsts: int = 2
+    waved: int = 4
 
 
 def effort(ranks: int) -> Effort:
     """Search effort for a number of ranks: simulations of fewer ranks are faster, so more are made."""
-    many = Effort(
-        by_family=True,
-        at_least=3,
-        least=12,
-        most=48,
-        worth_trying=1.1,
-        regroupings=4,
-        finalists=8,
-        firsts=2,
-        waved=4,
-    )
-    return many if ranks <= 64 else replace(many, least=5, most=16, worth_trying=1.03, regroupings=1)
+    return Effort() if ranks <= 64 else Effort(least=5, most=16, worth_trying=1.03, regroupings=1)
 
 
 EFFORT_ON_MANY_RANKS = Effort(
-    by_family=True,
-    at_least=0,
-    least=1,
-    most=4,
-    worth_trying=1.02,
-    regroupings=1,
-    finalists=2,
-    firsts=0,
-    waved=2,
+    at_least=0, least=1, most=4, worth_trying=1.02, regroupings=1, finalists=2, firsts=0, waved=2
 )
 """Planning and pricing one rank's program takes up to seconds there."""
 

@@ -160,7 +160,7 @@ def _replay_decoding(options: ReplayOptions, command: str) -> None:
             device=device,
             rounds=options.rounds,
             cuda_graphs=not options.no_graphs,
-            on_progress=report,
+            report=report,
         )
     environment = replace(environment_of(problem, device), kernel=played.kernel, merging=played.kernel)
     setting = Setting(

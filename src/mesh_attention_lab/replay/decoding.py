@@ -93,17 +93,16 @@ def replay_decoding(
     plans: Sequence[DecodePlan],
     topology: Topology,
     *,
-    rank: int,
     device: torch.device,
-    rounds: int = 5,
-    cuda_graphs: bool = True,
-    on_progress: Report | None = None,
+    rank: int,
+    rounds: int,
+    cuda_graphs: bool,
+    report: Report,
 ) -> PlayedDecoding:
     """Play the attention call alone and the step of each plan, one after the other in every round.
 
     Forecasts are for `topology`, which should describe this device and its link.
     """
-    report = on_progress or (lambda doing, fraction: None)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events and graphs use the current device
     report("reading memory", 0.0)
