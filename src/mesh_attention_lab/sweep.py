@@ -73,7 +73,7 @@ def sweep_tiles(problem: Problem, topology: Topology, *, chosen: Trial, memory_l
     """Forecast every tile at the Ulysses degree of the `chosen` trial, that of forward if its passes differ."""
     first = next(iter(chosen.choices.values()))
     degree = first.assignment.ulysses_degree
-    all_shapes = shapes(problem, topology, layout=first.layout or default_layout(problem))
+    all_shapes = list(shapes(problem, topology, layout=first.layout or default_layout(problem)))
     cases = [(tile, method) for tile in tiles_of(problem.ranks // degree) for method in OF_A_TILE]
     points: list[ChartPoint] = []
     left_out: list[str] = []
