@@ -16,8 +16,7 @@ from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.plan.steps import KINDS, Direction
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.methods import has_inner_rings
-from mesh_attention.planning.registry import make_plan
+from mesh_attention.planning.planners import has_inner_rings, make_plan
 from mesh_attention.problem import ITEMSIZE, Problem
 
 

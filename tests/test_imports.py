@@ -143,7 +143,7 @@ def test_the_library_loads_nothing_of_the_command_line() -> None:
 
 def test_the_test_for_directions_can_fail(tmp_path: Path) -> None:
     upside_down = tmp_path / "layout.py"
-    upside_down.write_text("def f():\n    from mesh_attention.planning.methods import plan_mesh\n")
+    upside_down.write_text("def f():\n    from mesh_attention.planning.planners import plan_mesh\n")
     assert imported_parts(upside_down) - {"plan", *LAYERS["plan"]} == {"planning"}
 
 

@@ -42,7 +42,7 @@ from mesh_attention.plan.layout import LAYOUTS, Cached, Turn, Zigzag
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import Choice, ChoiceOptions, as_choice
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.registry import Planner, StatedStrategy
+from mesh_attention.planning.planners import Planner, StatedStrategy
 from mesh_attention.session.session import Session
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.tune import check_memory_limit

@@ -33,7 +33,7 @@ from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.registry import make_plan
+from mesh_attention.planning.planners import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.verification.rules import check, format_breaches
 

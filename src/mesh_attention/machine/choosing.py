@@ -18,7 +18,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.registry import Price, make_plan, priced
+from mesh_attention.planning.planners import Price, make_plan, priced
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.cache import cached_tune

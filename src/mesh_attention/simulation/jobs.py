@@ -14,7 +14,7 @@ from typing_extensions import assert_never
 from mesh_attention.masks import BlockKind, Mask, Segment
 from mesh_attention.plan import steps
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.buffers import KernelCall, kernel_calls, peak_nbytes
+from mesh_attention.plan.calls import KernelCall, kernel_calls, peak_nbytes
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import stops
 from mesh_attention.plan.steps import Direction, Free, Item, Recv, Send, Step, effects, in_flight, running, transfers

@@ -17,7 +17,7 @@ from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import transfers
 from mesh_attention.plan.text import format_step
-from mesh_attention.planning.registry import make_plan
+from mesh_attention.planning.planners import make_plan
 from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.units import BYTES, count, format_nbytes
 from mesh_attention.verification.rules import RULES, check, format_breaches

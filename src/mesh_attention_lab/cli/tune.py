@@ -17,7 +17,7 @@ from mesh_attention.plan.counts import sampled_ranks
 from mesh_attention.plan.layout import Turn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import Choice, default_layout
-from mesh_attention.planning.registry import make_plan
+from mesh_attention.planning.planners import make_plan
 from mesh_attention.problem import DIRECTIONS, Direction, Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import joined
