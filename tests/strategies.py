@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mesh_attention.masks import Mask, Segment, causal, documents, full, window
 from mesh_attention.plan.assignment import CUTS, Tile, divisors, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Listed, Turn, shifted
+from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Listed, TypicalTurn, shifted
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.plan.steps import KINDS, Direction
@@ -71,7 +71,7 @@ def layouts() -> st.SearchStrategy[Layout]:
 @st.composite
 def planned_layouts(draw: st.DrawFn, problem: Problem) -> Layout:
     """Any layout that a plan of the problem may have: also those of a cache that has grown by runs."""
-    plain = draw(st.sampled_from((*LAYOUTS.values(), Turn(), None)))
+    plain = draw(st.sampled_from((*LAYOUTS.values(), TypicalTurn(), None)))
     if plain is not None:
         return plain
     q, kv = (draw(listed(tokens, problem.ranks)) for tokens in (problem.seq_q, problem.seq_kv))

@@ -16,7 +16,7 @@ from mesh_attention.errors import MemoryLimitError, ProblemError, TopologyError
 from mesh_attention.masks import BlockKind
 from mesh_attention.plan.assignment import Tile, tiles_of
 from mesh_attention.plan.calls import kernel_calls
-from mesh_attention.plan.layout import Turn
+from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.serving import MOST_DECODED, cache_nbytes, layer_nbytes
 from mesh_attention.planning.choice import Choice
 from mesh_attention.planning.costs import limits
@@ -110,7 +110,7 @@ def test_rivals_are_the_three_of_other_systems_with_their_routes() -> None:
     ring, pass_q, gather = (rival.choice for rival in found)
     assert (ring.tile, ring.route, pass_q.tile, pass_q.route) == (Tile(1, 8), "ring", Tile(8, 1), "ring")
     assert (gather.family, gather.is_collective) == ("all-gather", True)
-    assert {rival.choice.layout for rival in found} == {Turn()}
+    assert {rival.choice.layout for rival in found} == {TypicalTurn()}
     alone = simulate(plan_on(topology, problem, replace(pass_q, blocks_per_call=1), "forward"), topology)
     assert found[1].forecast.time_s < alone.time_s
     # Pass-KV moves all keys and values, pass-Q queries and their results.

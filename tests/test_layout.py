@@ -17,7 +17,7 @@ from mesh_attention.plan.layout import (
     Chunks,
     Layout,
     Listed,
-    Turn,
+    TypicalTurn,
     inverse_permutation,
     layout_named,
     parse_layout,
@@ -124,6 +124,6 @@ def test_texts_that_are_no_layout_are_refused(text: str) -> None:
 
 def test_a_turn_puts_new_tokens_in_zigzag_after_cached_ones() -> None:
     problem = Problem(seq_q=8, seq_kv=24, heads=1, kv_heads=1, head_dim_qk=1, head_dim_v=1, ranks=2, mask=causal())
-    queries, keys = (Turn().along(axis, problem) for axis in ("row", "col"))  # type: ignore[arg-type]
+    queries, keys = (TypicalTurn().along(axis, problem) for axis in ("row", "col"))  # type: ignore[arg-type]
     assert queries.segments(0, seq_len=8, ranks=2) == (range(2), range(6, 8))
     assert keys.segments(0, seq_len=24, ranks=2) == (range(4), range(12, 18), range(22, 24))

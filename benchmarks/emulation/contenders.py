@@ -10,7 +10,7 @@ from typing import Any
 
 from mesh_attention import Plan, Problem, Tile, causal, make_plan, rank_costs
 from mesh_attention.plan.assignment import tiles_of
-from mesh_attention.plan.layout import Layout, Turn, Zigzag
+from mesh_attention.plan.layout import Layout, TypicalTurn, Zigzag
 from mesh_attention.plan.steps import DIRECTIONS, Direction, transfers
 
 Options = Mapping[str, Any]
@@ -53,7 +53,7 @@ class Job:
 
 
 def layout_of(problem: Problem) -> Layout:
-    return Turn() if problem.seq_kv > problem.seq_q else Zigzag()
+    return TypicalTurn() if problem.seq_kv > problem.seq_q else Zigzag()
 
 
 def default_methods(problem: Problem, directions: Sequence[Direction]) -> dict[str, Options]:

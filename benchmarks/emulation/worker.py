@@ -34,7 +34,7 @@ from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution import sharding
 from mesh_attention.execution.autograd import run_forward
 from mesh_attention.plan.assignment import Axis
-from mesh_attention.plan.layout import Turn
+from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention_lab.cli.demo_worker import LARGEST_ERROR, make_inputs, single_process_attention
 
 CALIBRATION_NOTES = 6
@@ -161,7 +161,7 @@ def attend(attention: MeshAttention, given: Sequence[Tensor], job: Job) -> list[
     q, k, v, d_out = given
     if job.cached:
         options = CallOptions(causal=True, seq_len=job.seq, seq_len_k=job.cached + job.seq)
-        engine = attention.calls.engine([(q, k, v)], options, layout=Turn(), gradient=False)
+        engine = attention.calls.engine([(q, k, v)], options, layout=TypicalTurn(), gradient=False)
         return [run_forward(engine, [q, k, v])[0][0]]
     out = attention(q, k, v, causal=True, seq_len=job.seq)
     return [out.detach(), *(torch.autograd.grad(out, (q, k, v), d_out) if job.backward else ())]

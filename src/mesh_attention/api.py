@@ -38,7 +38,7 @@ from mesh_attention.execution.call import MAX_ENGINES, Calls
 from mesh_attention.execution.engine import Engine
 from mesh_attention.execution.operators import Operands, number_of, refused, untraced
 from mesh_attention.machine.planner import TunedStrategy
-from mesh_attention.plan.layout import LAYOUTS, Cached, Turn, Zigzag
+from mesh_attention.plan.layout import LAYOUTS, Cached, TypicalTurn, Zigzag
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import Choice, ChoiceOptions, as_choice
 from mesh_attention.planning.costs import Costs
@@ -103,7 +103,7 @@ class MeshAttention:
             raise UsageError(f"costs {costs!r}: expected a Costs")
         choice = as_choice(choice, **options)
         self.layout = choice.layout or Zigzag()
-        if isinstance(self.layout, Turn | Cached):
+        if isinstance(self.layout, TypicalTurn | Cached):
             raise UsageError(f"layout {self.layout.name!r} describes a KV cache; inputs need {', '.join(LAYOUTS)}")
         decided = [name for name in given if name != "layout" and options.get(name) != "auto"]
         if planner is not None and decided:

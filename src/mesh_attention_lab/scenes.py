@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mesh_attention.plan.assignment import Tile, divisors, tiles_of
 from mesh_attention.plan.counts import sampled_ranks
-from mesh_attention.plan.layout import Layout, Turn
+from mesh_attention.plan.layout import Layout, TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import Choice, default_layout
 from mesh_attention.planning.costs import least_volume_tile
@@ -77,7 +77,7 @@ def _plan(problem: Problem, topology: Topology, direction: Direction, choice: Ch
 def _choices(problem: Problem, layout: Layout) -> Iterator[Choice]:
     """One tile for both passes: the one that moves the fewest bytes forward, and its neighbours."""
     yield Choice(method="ring", layout=layout)
-    if layout == Turn():
+    if layout == TypicalTurn():
         yield Choice(method="pass-q", layout=layout)
     grids = _tiles(problem, layout, degree=1)[:MESH_TILES]
     if grids:

@@ -31,7 +31,7 @@ from mesh_attention.machine.facts import (
 from mesh_attention.machine.files import calibrated_file, keep_measured, measured_file, read_kept, slug
 from mesh_attention.machine.fit import fit_topology
 from mesh_attention.machine.probe import probe
-from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Listed, Turn, Zigzag
+from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Listed, TypicalTurn, Zigzag
 from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planning.choice import Choice, least_volume_choice
@@ -173,7 +173,7 @@ def _typical(layout: Layout) -> Layout:
     hardly in price."""
     if isinstance(layout, Listed):
         return Zigzag()
-    return Turn() if isinstance(layout, Cached) else layout
+    return TypicalTurn() if isinstance(layout, Cached) else layout
 
 
 def known_machine(facts: Sequence[Facts]) -> Machine:

@@ -170,7 +170,7 @@ class Cached(Layout):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Turn(Layout):
+class TypicalTurn(Layout):
     """A typical turn of a conversation: new tokens in zigzag, and before their keys and values, those of an earlier
     prompt in zigzag. For plans and forecasts; a cache states its own shards (`Cached`)."""
 
@@ -201,7 +201,7 @@ MOST_LISTED = 1 << 30
 """The most tokens of a listed layout: it is checked position by position."""
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Striped(), Chunks())}
 """Layouts that data can be sharded by."""
-PLANNED_LAYOUTS: dict[str, Layout] = {**LAYOUTS, Turn.name: Turn()}
+PLANNED_LAYOUTS: dict[str, Layout] = {**LAYOUTS, TypicalTurn.name: TypicalTurn()}
 
 
 def layout_named(name: str) -> Layout:

@@ -21,7 +21,7 @@ from mesh_attention.masks import Mask, causal, documents, full, window
 from mesh_attention.plan.assignment import CUTS, Assignment, Cut, Tile
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.counts import MANY_RANKS
-from mesh_attention.plan.layout import LAYOUTS, Layout, Turn, layout_named
+from mesh_attention.plan.layout import LAYOUTS, Layout, TypicalTurn, layout_named
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.plan.serving import MOST_DECODED, QUERIES, Queries
@@ -240,9 +240,9 @@ class ProblemOptions:
         """The layout to plan with; None is the one that suits the mask."""
         if not self.is_turn:
             return self.layout
-        if self.layout != Turn():
+        if self.layout != TypicalTurn():
             self.refuse_with("--new", "layout")
-        return Turn()
+        return TypicalTurn()
 
     def passes(self, *, both: bool) -> tuple[Direction, ...]:
         if self.is_turn:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.counts import MANY_RANKS
-from mesh_attention.plan.layout import Turn
+from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.serving import cache_nbytes, kv_token_nbytes
 from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
@@ -70,13 +70,16 @@ def turn_rivals(problem: Problem, topology: Topology, *, report: Report) -> tupl
 
 def _rivals(problem: Problem) -> Iterator[tuple[str, list[Choice]]]:
     for name, choice in (
-        ("pass-KV ring", Choice(method="ring", layout=Turn(), route="ring")),
-        ("pass-Q ring", Choice(method="pass-q", layout=Turn(), route="ring")),
+        ("pass-KV ring", Choice(method="ring", layout=TypicalTurn(), route="ring")),
+        ("pass-Q ring", Choice(method="pass-q", layout=TypicalTurn(), route="ring")),
     ):
         resolved = choice.resolved(problem, "forward")
         groupings = GROUPINGS if problem.ranks < MANY_RANKS else GROUPINGS_OF_MANY
         yield name, [replace(resolved, blocks_per_call=blocks) for blocks in groupings]
-    yield "all-gather", [Choice(method="attention2d", tile=Tile(1, problem.ranks), ulysses_degree=1, layout=Turn())]
+    yield (
+        "all-gather",
+        [Choice(method="attention2d", tile=Tile(1, problem.ranks), ulysses_degree=1, layout=TypicalTurn())],
+    )
 
 
 def _forecast(choice: Choice, problem: Problem, topology: Topology) -> Forecast:

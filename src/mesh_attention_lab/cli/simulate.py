@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mesh_attention.plan.counts import MANY_RANKS, sampled_ranks
-from mesh_attention.plan.layout import Turn
+from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import default_layout
 from mesh_attention.planning.costs import limits
@@ -66,7 +66,7 @@ def simulate_command(options: SimulateOptions) -> None:
     with progress("planning") as report:
         what, plans = _plans(options, topology, report)
         first = next(iter(plans.values()))
-        opt.check_layers(options.layers, is_served=first.layout == Turn())
+        opt.check_layers(options.layers, is_served=first.layout == TypicalTurn())
         drawn, why = _drawn_ranks(topology.ranks)
         spans_of = {*(drawn if options.chart else ()), *(sampled_ranks(topology.ranks) if options.trace else ())}
         forecasts = [_forecast(plans, topology, spans_of, report)]
@@ -197,7 +197,7 @@ def _as_json(forecasts: Sequence[Forecasts], topology: Topology) -> dict[str, An
 def _print(what: str, forecasts: Sequence[Forecasts], topology: Topology, *, layers: int) -> None:
     console, this = plain_console(), forecasts[0]
     plan, whole = next(iter(this.plans.values())), this.whole
-    is_turn = plan.layout == Turn()
+    is_turn = plan.layout == TypicalTurn()
     times_s = {direction: timeline.time_s for direction, timeline in this.timelines.items()}
     bound_s, _ = this.bounds()
     print_first(

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mesh_attention.plan.assignment import Assignment
-from mesh_attention.plan.layout import Turn
+from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Direction, Problem
@@ -129,7 +129,7 @@ def mask_words(problem: Problem) -> str:
 
 def problem_words(problem: Problem, layout: str) -> str:
     """Everything about a problem on a layout. Turns are all masked alike."""
-    if layout == Turn.name:
+    if layout == TypicalTurn.name:
         return f"{new_words(problem)}, {head_words(problem)}"
     return f"{size_words(problem)}, {mask_words(problem)}, {layout}"
 
@@ -165,7 +165,7 @@ def head_words(problem: Problem) -> str:
 
 def choice_words(choice: Choice) -> str:
     """The text of a choice. A cache states where its tokens are, so the layout of a turn is not a part of it."""
-    return str(replace(choice, layout=None) if choice.layout == Turn() else choice)
+    return str(replace(choice, layout=None) if choice.layout == TypicalTurn() else choice)
 
 
 def tile_reason(assignment: Assignment) -> str:

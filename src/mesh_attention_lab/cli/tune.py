@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.counts import sampled_ranks
-from mesh_attention.plan.layout import Turn
+from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import Choice, default_layout
 from mesh_attention.planning.planners import make_plan
@@ -383,7 +383,7 @@ def short_code(answer: TuneAnswer) -> str:
 def cluster_code(answer: TuneAnswer) -> str:
     """A call that lets every rank tune."""
     arguments = ["group", f"cluster={json.dumps(answer.cluster)}"]
-    if answer.layout not in (DEFAULT_LAYOUT, Turn.name):
+    if answer.layout not in (DEFAULT_LAYOUT, TypicalTurn.name):
         arguments.append(f'layout="{answer.layout}"')
     if answer.memory_limit is not None:
         arguments.append(f"memory_limit={answer.memory_limit}")
