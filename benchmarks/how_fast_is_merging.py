@@ -21,7 +21,7 @@ from rich.table import Table
 from run_facts import start_result
 from torch import Tensor
 
-from mesh_attention.kernels.merging import Merging
+from mesh_attention.kernels.base import Merging
 from mesh_attention.kernels.select import MERGINGS
 
 HEADS, DIM = 32, 128

@@ -15,7 +15,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mesh_attention.kernels.merging import Merging, TorchMerging
+from mesh_attention.kernels.base import Merging
+from mesh_attention.kernels.merging import TorchMerging
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -16,7 +16,8 @@ from hypothesis import example, given, settings
 from merging_conformance import CHECKS, ROW_CHECKS, TYPICAL, Case, Check, RowCheck, cases
 
 from mesh_attention.kernels import launching, merging
-from mesh_attention.kernels.merging import FusedMerging, Merging, TorchMerging
+from mesh_attention.kernels.base import Merging
+from mesh_attention.kernels.merging import FusedMerging, TorchMerging
 from mesh_attention.kernels.select import choose_merging
 
 CPU = torch.device("cpu")

@@ -16,8 +16,7 @@ from mesh_attention.execution.compiled import Compiled, compile_program, describ
 from mesh_attention.execution.executor import Executor, Fields
 from mesh_attention.execution.graphs import CapturedPasses, Tensors
 from mesh_attention.execution.warm_up import DryComm, DryKernel, DryMerging, this_thread
-from mesh_attention.kernels.base import Demand, Kernel, Scores
-from mesh_attention.kernels.merging import Merging
+from mesh_attention.kernels.base import Demand, Kernel, Merging, Scores
 from mesh_attention.kernels.select import choose_kernel, choose_merging
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import INPUTS, Direction, Item

@@ -17,8 +17,8 @@ from mesh_attention.comm.base import Comm, Parcel, Work, innermost
 from mesh_attention.errors import DisagreementError, TransportError
 from mesh_attention.execution.buffers import Allocation, Buffer, Meter, Span, part
 from mesh_attention.execution.compiled import Call, Compiled, Exchanged, Instruction, Stretch
-from mesh_attention.kernels.base import Gradients, Kernel, RowGradient, Scores
-from mesh_attention.kernels.merging import Merging, TorchMerging
+from mesh_attention.kernels.base import Gradients, Kernel, Merging, RowGradient, Scores
+from mesh_attention.kernels.merging import TorchMerging
 from mesh_attention.plan.program import turns
 from mesh_attention.plan.steps import (
     AXIS_OF,

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from mesh_attention.comm.base import AllOf, Parcel, Sharing, Work
-from mesh_attention.kernels.base import Demand, Gradients, Kernel, RowGradient, Scores
+from mesh_attention.kernels.base import Demand, Gradients, Kernel, Merging, RowGradient, Scores
 from mesh_attention.kernels.intervals import is_ascending
-from mesh_attention.kernels.merging import Merging
 from mesh_attention.kernels.windowed import windows
 
 _LOCAL = local()

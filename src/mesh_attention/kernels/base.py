@@ -1,4 +1,6 @@
-"""The kernel protocol: attention over one rectangle. Tensors are (batch, heads, tokens, dim), with any strides.
+"""The protocols of kernels, attention over one rectangle, and of merging partials into running sums.
+
+Tensors are (batch, heads, tokens, dim), with any strides.
 
 Below it, what kernels share about strides: tensors as fused kernels load them, 16 bytes at a time.
 """
@@ -123,6 +125,30 @@ class Kernel(Protocol):
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
         """The rectangle's share of the gradients."""
+
+
+class Merging(Protocol):
+    """An implementation of merging. It may be faster than plain torch, but not less exact."""
+
+    name: str
+
+    def unsupported_reason(self, device: torch.device) -> str | None:
+        """None if it works on the device; otherwise the reason."""
+
+    def start_output(self, total: Tensor, total_lse: Tensor, partial: Tensor, lse: Tensor) -> None:
+        """Start a sum with its first partial; the old contents of the sum are not read."""
+
+    def merge_output(self, total: Tensor, total_lse: Tensor, partial: Tensor, lse: Tensor) -> None:
+        """Merge an output and its LSE into the running ones. Rows that saw nothing have LSE -inf and weight 0.
+
+        The weights of the other rows add up to 1, however large the LSEs are. NaN outputs stay NaN.
+        """
+
+    def copy(self, dest: Tensor, source: Tensor) -> None:
+        """Copy between any two dtypes: the first partial of a gradient, packing, rounding a sum."""
+
+    def add(self, total: Tensor, partial: Tensor) -> None:
+        """Add another partial of a gradient."""
 
 
 # Strides

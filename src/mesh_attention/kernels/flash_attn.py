@@ -68,7 +68,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class FlashFunction:
     """A function, called with those arguments that it has parameters for."""
 
     call: Callable[..., Any]
@@ -76,11 +76,11 @@ class Function:
 
     def __call__(self, window: Window, **arguments: Any) -> Any:
         kwargs = _DEFAULTS | arguments
-        kwargs |= {"window_size_left": self._reach("left", window.left)}
-        kwargs |= {"window_size_right": self._reach("right", window.right)}
+        kwargs |= {"window_size_left": self._window_side("left", window.left)}
+        kwargs |= {"window_size_right": self._window_side("right", window.right)}
         return self.call(**{name: value for name, value in kwargs.items() if name in self.parameters})
 
-    def _reach(self, side: str, reach: int | None) -> int | None:
+    def _window_side(self, side: str, reach: int | None) -> int | None:
         """The reach, with unbounded as None where None is the default, else -1."""
         if reach is None and self.parameters[f"window_size_{side}"].default is not None:
             return -1
@@ -97,8 +97,8 @@ def _is_surplus(parameter: inspect.Parameter, needs: Collection[str]) -> bool:
 
 
 class Functions(NamedTuple):
-    forward: Function
-    backward: Function
+    forward: FlashFunction
+    backward: FlashFunction
 
 
 @lru_cache(maxsize=16)
@@ -113,7 +113,7 @@ def find_functions(release: Release) -> Functions | str:
         call = getattr(module, name, None)
         if call is None:
             return f"has no {release.module}.{name}"
-        function = Function(call, _parameters(call))
+        function = FlashFunction(call, _parameters(call))
         missing = [parameter for parameter in needs if parameter not in function.parameters]
         if missing:
             return f"has a {name} without {', '.join(missing)}"

@@ -8,7 +8,6 @@ memory; plain torch runs anywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,30 +21,6 @@ from mesh_attention.kernels.launching import (
     triton_unsupported_reason,
     with_strides,
 )
-
-
-class Merging(Protocol):
-    """An implementation of merging. It may be faster than plain torch, but not less exact."""
-
-    name: str
-
-    def unsupported_reason(self, device: torch.device) -> str | None:
-        """None if it works on the device; otherwise the reason."""
-
-    def start_output(self, total: Tensor, total_lse: Tensor, partial: Tensor, lse: Tensor) -> None:
-        """Start a sum with its first partial; the old contents of the sum are not read."""
-
-    def merge_output(self, total: Tensor, total_lse: Tensor, partial: Tensor, lse: Tensor) -> None:
-        """Merge an output and its LSE into the running ones. Rows that saw nothing have LSE -inf and weight 0.
-
-        The weights of the other rows add up to 1, however large the LSEs are. NaN outputs stay NaN.
-        """
-
-    def copy(self, dest: Tensor, source: Tensor) -> None:
-        """Copy between any two dtypes: the first partial of a gradient, packing, rounding a sum."""
-
-    def add(self, total: Tensor, partial: Tensor) -> None:
-        """Add another partial of a gradient."""
 
 
 class TorchMerging:

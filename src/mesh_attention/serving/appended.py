@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from mesh_attention.serving.cache import ShardedCache
 
 
+CREATED, REMOVED, TRUNCATED, FORKED, EXTENDED, RESERVED, ATTENDED = range(1, 8)
+"""What a cache's history notes; whole numbers, because hashes of texts differ from process to process."""
+
+
 @dataclass(frozen=True, slots=True)
 class Growth:
     """A sequence before and after its new tokens."""
@@ -68,7 +72,7 @@ class Appended(ABC):
         options = CallOptions(softmax_scale=softmax_scale, softcap=softcap)
         outs, lses = self._attend(layer, (q, k, v), options, return_lse)
         self.attended.add(layer)
-        self.cache.note(6, layer)
+        self.cache.note(ATTENDED, layer)
         if self.cache.attention.is_local:
             return (outs, lses) if return_lse else outs
         return (outs[0], lses[0]) if return_lse else outs[0]

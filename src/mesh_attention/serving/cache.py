@@ -10,7 +10,7 @@ import torch
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.plan.serving import BLOCK_TOKENS, COMBINES, MOST_DECODED, QUERIES, Combine, Queries, blocks_of_rank
-from mesh_attention.serving.appended import Growth
+from mesh_attention.serving.appended import CREATED, EXTENDED, FORKED, REMOVED, RESERVED, TRUNCATED, Growth
 from mesh_attention.serving.book import BlockPool, Book, WindowSize
 from mesh_attention.serving.decode import DTYPE_NAMES, Step
 from mesh_attention.serving.memory import CachedLayer, CacheMemory, cache_nbytes
@@ -116,7 +116,7 @@ class ShardedCache:
         for window, number in blocks.items():
             self.book.pools[window].grow(number)
         self.tokens, self.most_sequences = tokens, sequences
-        self.note(6, tokens, sequences)
+        self.note(RESERVED, tokens, sequences)
 
     def __repr__(self) -> str:
         held = sum(self.length(number) for number in self.book.entries)
@@ -139,7 +139,7 @@ class ShardedCache:
     def new(self) -> int:
         """A new, empty sequence, as the number by which other calls know it."""
         self._refuse_one_more()
-        self.note(1)
+        self.note(CREATED)
         return self.book.new()
 
     def length(self, sequence: int) -> int:
@@ -149,7 +149,7 @@ class ShardedCache:
     def remove(self, sequence: int) -> None:
         """Forget a sequence."""
         self.book.remove(sequence)
-        self.note(2, sequence)
+        self.note(REMOVED, sequence)
         self._end_turn_of(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
@@ -160,7 +160,7 @@ class ShardedCache:
         if type(length) is not int or length < 0:
             raise UsageError(f"length={length!r}: expected a whole number of at least 0")
         self.book.truncate(sequence, length)
-        self.note(3, sequence, length)
+        self.note(TRUNCATED, sequence, length)
         self._end_turn_of(sequence)
 
     def fork(self, sequence: int) -> int:
@@ -168,7 +168,7 @@ class ShardedCache:
         self.book.entry(sequence)
         self._refuse_one_more()
         self._refuse_unfinished()
-        self.note(4, sequence)
+        self.note(FORKED, sequence)
         return self.book.fork(sequence)
 
     def _refuse_one_more(self) -> None:
@@ -218,7 +218,7 @@ class ShardedCache:
         return self._begun(Step(self, self._extended(new, is_decoded=True), queries, combine))
 
     def note(self, *numbers: int) -> None:
-        """Add what was done to the history. Of numbers only: hashes of texts differ from process to process."""
+        """Add to the history what was done, and to which sequences, tokens or layer."""
         self.history = hash((self.history, *numbers))
 
     def _begun(self, turn: AnyTurn) -> AnyTurn:
@@ -251,7 +251,7 @@ class ShardedCache:
         for memory in self.memories:
             memory.copy(self.book.copied)
         self.book.copied.clear()
-        self.note(5, int(is_decoded), *(number for pair in checked.items() for number in pair))
+        self.note(EXTENDED, int(is_decoded), *(number for pair in checked.items() for number in pair))
         return {number: Growth(before[number], self.book.entries[number]) for number in checked}
 
 
