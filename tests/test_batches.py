@@ -92,6 +92,21 @@ def test_position_ids_that_restart_are_documents() -> None:
         assert part["position_ids"].shape == (2, 4)
 
 
+@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens"])
+def test_the_last_token_of_a_document_predicts_nothing(by: str) -> None:
+    ids = torch.arange(1, 17).reshape(2, 8)
+    marks: dict[str, Any] = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7]])}
+    if by == "cu_seq_lens":
+        marks = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), (0, 3, 5, 8, 16))
+    parts = cut({"input_ids": ids, "labels": ids, **marks}, 2)
+    none = -100
+    due = [[2, 3, none, 5, none, 7, 8, none], [10, 11, 12, 13, 14, 15, 16, none]]
+    assert joined(parts, "shift_labels").tolist() == due
+    assert all(part["num_items_in_batch"] == 12 for part in parts)
+    parts = cut({"input_ids": ids, "shift_labels": ids, **marks}, 2)
+    assert torch.equal(joined(parts, "shift_labels"), ids)  # these say themselves what each token predicts
+
+
 def test_position_ids_of_left_padding_are_no_documents() -> None:
     positions, mask = torch.tensor([[1, 1, 0, 1, 2, 3]]), torch.tensor([[0, 0, 1, 1, 1, 1]])
     ids = torch.ones(1, 6, dtype=torch.long)

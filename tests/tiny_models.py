@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -199,9 +199,13 @@ def whole_logits(model: Any, name: str) -> Tensor:
     return torch.cat(rows)
 
 
-def mean_loss(logits: Tensor, batch: dict[str, Any]) -> Tensor:
-    """transformers' rule, written out: the mean over the labels of next tokens; padding predicts nothing."""
-    labels = batch["labels"][:, 1:]
+def mean_loss(logits: Tensor, name: str) -> Tensor:
+    """The mean over the labels of next tokens; neither padding nor the last token of a document predicts anything."""
+    batch = BATCHES[name]()
+    labels = batch["labels"].clone()
+    for row, lengths in zip(labels, DOCUMENTS.get(name, ()), strict=False):
+        row[[*accumulate(lengths[:-1])]] = -100
+    labels = labels[:, 1:]
     if "attention_mask" in batch:
         labels = labels.masked_fill(batch["attention_mask"][:, :-1] == 0, -100)
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=-100)
@@ -213,7 +217,7 @@ def truth(model_name: str, batch_name: str) -> tuple[Tensor, float, dict[str, Te
     with Exact():
         model = make_model(model_name)
         logits = whole_logits(model, batch_name)
-        loss = mean_loss(logits, BATCHES[batch_name]())
+        loss = mean_loss(logits, batch_name)
         loss.backward()
     return logits.detach(), loss.item(), {name: p.grad for name, p in model.named_parameters()}
 

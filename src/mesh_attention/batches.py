@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from math import prod
 from typing import Any, Literal
@@ -111,7 +111,8 @@ def shard_batch(
     `batch` holds ``input_ids`` or ``inputs_embeds`` (batch, tokens, …), and may hold ``labels`` (as transformers has
     them: not shifted, -100 for none) or ``shift_labels``, ``position_ids``, a 2D ``attention_mask``, and
     ``cu_seq_lens_q/k`` with ``max_length_q/k``. Position ids that restart, without an attention mask, mark
-    packed documents, as in transformers. Anything else is refused. Padding gets no labels.
+    packed documents, as in transformers. Anything else is refused. Padding predicts nothing, and the last token of a
+    packed document does not predict the first of the next.
 
     The result has this rank's tokens, position ids and labels, and for the whole sequence the boundaries, the attention
     mask and ``num_items_in_batch``, so that the model's loss is this rank's sum over the labelled tokens of the whole
@@ -262,11 +263,11 @@ def _read(
     rows, seq_len = _sizes(batch, inputs[0], ranks)
     tokens: dict[str, Tensor] = {inputs[0]: batch[inputs[0]]}
     mask = _per_token(batch, "attention_mask", (rows, seq_len))
-    labels = _read_labels(batch, mask, (rows, seq_len), shift_labels=shift_labels)
-    if labels is not None:
-        tokens["shift_labels" if shift_labels else "labels"] = labels
     positions = _per_token(batch, "position_ids", (rows, seq_len), may_be_one_row=True)
     documents = _rows(batch, positions, mask, (rows, seq_len))
+    labels = _read_labels(batch, mask, documents, shift_labels=shift_labels)
+    if labels is not None:
+        tokens["shift_labels" if shift_labels else "labels"] = labels
     plain = torch.arange(seq_len, device=tokens[inputs[0]].device)
     if positions is not None and find_misplaced(positions, plain.to(positions.device), documents) is not None:
         raise UsageError(
@@ -276,8 +277,8 @@ def _read(
     counted = None if labels is None else (labels != IGNORED).sum()
     if counted is not None and not may_lack_labels and not counted:
         raise UsageError(
-            "every label is -100 or padding (or of the first token of a row, which nothing predicts); check how labels "
-            "are made, skip such batches, or leave labels out"
+            "every label is -100 or padding (or of the first token of a row or document, which nothing predicts); "
+            "check how labels are made, skip such batches, or leave labels out"
         )
     tokens["position_ids"] = plain[None] if positions is None else positions
     # Boundaries state the whole length as well: a rank cannot derive it from its own tokens when ranks differ by one.
@@ -311,9 +312,13 @@ def _per_token(
 
 
 def _read_labels(
-    batch: Mapping[str, Any], mask: Tensor | None, shape: tuple[int, int], *, shift_labels: bool
+    batch: Mapping[str, Any], mask: Tensor | None, documents: Sequence[BatchRow], *, shift_labels: bool
 ) -> Tensor | None:
-    """Labels, shifted to the token before over the whole row. As in transformers, documents do not interrupt it."""
+    """Labels that count: shifted to the token before, in its document, and none of padding.
+
+    Labels that are shifted already say themselves what each token predicts.
+    """
+    shape = len(documents), documents[0].cuts[-1]
     labels, shifted = (_per_token(batch, name, shape) for name in ("labels", "shift_labels"))
     if labels is not None and shifted is not None:
         raise UsageError("the batch has both labels and shift_labels; leave one out")
@@ -321,6 +326,8 @@ def _read_labels(
         raise UsageError("the batch has shift_labels, but shift_labels=False asks for labels; give those instead")
     if labels is not None and shift_labels:
         shifted = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
+        for row, document in enumerate(documents):
+            shifted[row, [cut - 1 for cut in document.cuts[1:-1]]] = IGNORED
     labels = shifted if shift_labels else labels
     if labels is None or mask is None:
         return labels
