@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
-from mesh_attention.batches import batch_loss, count_items, is_sharded, reduce_loss, shard_batch
+from mesh_attention.batches import batch_loss, count_items, reduce_loss, shard_batch
 from mesh_attention.plan.layout import LAYOUTS
 
 
@@ -379,14 +379,3 @@ def test_a_loss_that_is_not_one_is_refused(pool: RankPool) -> None:
         "batch_loss needs labels",
     ]
     assert [message.startswith(start) for message, start in zip(messages, starts, strict=True)] == [True] * 6
-
-
-def shard_with_a_mask(group: Any) -> tuple[bool, bool]:
-    batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "attention_mask": torch.ones(1, 8, dtype=torch.long)}
-    local = shard_batch(MeshAttention(group), batch)
-    return is_sharded(local["input_ids"]), any(map(is_sharded, batch.values()))
-
-
-def test_the_whole_batch_may_still_go_through_another_model() -> None:
-    """The mask of a sharded batch is of the whole sequence, and the caller's own tensor."""
-    assert shared_pool().run(2, shard_with_a_mask) == [(True, False)] * 2

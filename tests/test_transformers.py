@@ -19,7 +19,7 @@ from mesh_attention.api import MeshAttention
 from mesh_attention.batches import batch_loss, shard_batch
 from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.sequences import CUTS
-from mesh_attention.transformers import register, unregister
+from mesh_attention.transformers import parallelize
 
 METHODS: list[dict[str, Any]] = [
     {"method": "ring"},
@@ -41,17 +41,13 @@ def errors_of(
     """Relative errors of the logits of this rank's real tokens, of the loss, and of all gradients."""
     logits, loss, gradients = truth(model_name, batch_name)
     attention = MeshAttention(group, **options)
-    register(attention)
-    try:
-        with Exact():
-            model = make_model(model_name, "mesh_attention").to(device)
-            batch = on_device(BATCHES[batch_name](), device)
-            local = shard_batch(attention, batch)
-            out = model(**local)
-            ours = batch_loss(out.loss, local, group=group, gradients="summed")
-            ours.backward()
-    finally:
-        unregister()
+    with Exact():
+        model = parallelize(make_model(model_name), attention).to(device)
+        batch = on_device(BATCHES[batch_name](), device)
+        local = shard_batch(attention, batch)
+        out = model(**local)
+        ours = batch_loss(out.loss, local, group=group, gradients="summed")
+        ours.backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=group)
     real = attention.shard(batch.get("attention_mask", torch.ones_like(batch["input_ids"]))) == 1
@@ -86,17 +82,13 @@ def fully_sharded_errors(group: Any, model_name: str, batch_name: str, device: s
     _, loss, gradients = truth(model_name, batch_name)
     mesh = DeviceMesh.from_group(group, device)
     attention = MeshAttention(mesh)
-    register(attention)
-    try:
-        with Exact():
-            model = make_model(model_name, "mesh_attention").to(device)
-            for part in (*model.model.layers, model):
-                fully_shard(part, mesh=mesh)
-            local = shard_batch(attention, on_device(BATCHES[batch_name](), device))
-            ours = batch_loss(model(**local).loss, local, group=mesh)
-            ours.backward()
-    finally:
-        unregister()
+    with Exact():
+        model = parallelize(make_model(model_name), attention).to(device)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+        local = shard_batch(attention, on_device(BATCHES[batch_name](), device))
+        ours = batch_loss(model(**local).loss, local, group=mesh)
+        ours.backward()
     errors = [relative_error(p.grad.full_tensor(), gradients[name]) for name, p in model.named_parameters()]
     return [abs(ours.item() - loss) / loss, *errors]
 
@@ -109,18 +101,14 @@ def test_fully_sharded_models_have_the_gradients_of_one_process(pool: RankPool) 
 def difference_made(group: Any, change: str, model_name: str, batch_name: str) -> float:
     """The largest difference, in logits and gradients, that a change to a model makes to it."""
     attention = MeshAttention(group)
-    register(attention)
-    try:
-        results = []
-        for change_model in (CHANGES[change], CHANGES["nothing"]):  # what is changed meets the batch first
-            local = shard_batch(attention, BATCHES[batch_name]())
-            model = make_model(model_name, "mesh_attention").train()
-            change_model(model)
-            out = model(**local)
-            out.loss.backward()
-            results.append([out.logits.detach(), *(parameter.grad for parameter in model.parameters())])
-    finally:
-        unregister()
+    results = []
+    for change_model in (CHANGES[change], CHANGES["nothing"]):  # what is changed meets the batch first
+        local = shard_batch(attention, BATCHES[batch_name]())
+        model = parallelize(make_model(model_name), attention).train()
+        change_model(model)
+        out = model(**local)
+        out.loss.backward()
+        results.append([out.logits.detach(), *(parameter.grad for parameter in model.parameters())])
     return max(relative_error(ours, due) for ours, due in zip(*results, strict=True))
 
 
@@ -157,15 +145,11 @@ def test_layers_are_compiled_without_breaks_and_give_the_same(pool: RankPool, mo
 def logits_by_hand(group: Any, layout: str, seq: int) -> float:
     """A model given shards and position ids by hand, with the cache that transformers makes unless told not to."""
     attention = MeshAttention(group, layout=layout)
-    register(attention)
-    try:
-        with Exact(), torch.no_grad():
-            ids = tokens(2, seq)["input_ids"]
-            due = make_model("mistral")(ids).logits
-            model = make_model("mistral", "mesh_attention")
-            out = model(attention.shard(ids), position_ids=attention.position_ids(seq)[None])
-    finally:
-        unregister()
+    with Exact(), torch.no_grad():
+        ids = tokens(2, seq)["input_ids"]
+        due = make_model("mistral")(ids).logits
+        model = parallelize(make_model("mistral"), attention)
+        out = model(attention.shard(ids), position_ids=attention.position_ids(seq)[None])
     return relative_error(attention.unshard(out.logits), due)
 
 
@@ -176,9 +160,8 @@ def test_shards_and_position_ids_are_enough_when_ranks_hold_as_many_tokens(pool:
 
 def refusal_by_hand(group: Any, layout: str, mistake: str) -> str:
     attention = MeshAttention(group, layout=layout)
-    register(attention)
     try:
-        model = make_model("llama", "mesh_attention")
+        model = parallelize(make_model("llama"), attention)
         seq = 22 if mistake == "uneven" else 24
         call: dict[str, Any] = {"input_ids": attention.shard(tokens(1, seq)["input_ids"])}
         if mistake == "packed":  # as transformers would take it, in each rank's own tokens
@@ -192,8 +175,6 @@ def refusal_by_hand(group: Any, layout: str, mistake: str) -> str:
         model(**call)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        unregister()
     return "nothing was raised"
 
 
@@ -223,24 +204,20 @@ def refusals_of_the_second(group: Any, change: str, mistake: str) -> tuple[str, 
     """What a second forward without position ids, or boundaries, says, and a third that is right, after a right one."""
     torch.compiler.reset()
     attention = MeshAttention(group, layout="contiguous")
-    register(attention)
     said = []
-    try:
-        model = make_model("llama", "mesh_attention").train()
-        CHANGES[change](model)
-        batch = BATCHES["plain"]() if mistake == "position_ids" else packed((12, 3, 9), by="position_ids")
-        for is_right in (True, False, True):
-            local = dict(shard_batch(attention, batch))
-            for name in () if is_right else (mistake,) if mistake == "position_ids" else CUTS:
-                del local[name]
-            try:
-                model(**local).loss.backward()
-                said.append("")
-            except (UsageError, DisagreementError) as refusal:
-                said.append(f"{type(refusal).__name__}: {refusal}")
-            gc.collect()  # before 2.13, torch keeps the hooks of a checkpointed forward that raised until then
-    finally:
-        unregister()
+    model = parallelize(make_model("llama"), attention).train()
+    CHANGES[change](model)
+    batch = BATCHES["plain"]() if mistake == "position_ids" else packed((12, 3, 9), by="position_ids")
+    for is_right in (True, False, True):
+        local = dict(shard_batch(attention, batch))
+        for name in () if is_right else (mistake,) if mistake == "position_ids" else CUTS:
+            del local[name]
+        try:
+            model(**local).loss.backward()
+            said.append("")
+        except (UsageError, DisagreementError) as refusal:
+            said.append(f"{type(refusal).__name__}: {refusal}")
+        gc.collect()  # before 2.13, torch keeps the hooks of a checkpointed forward that raised until then
     assert said[0] == ""
     return said[1], said[2]
 
@@ -257,17 +234,14 @@ def test_a_mistake_in_a_later_forward_is_refused_on_every_rank(pool: RankPool, c
 def rotary_outcome(group: Any, model_name: str, layout: str, seq: int) -> float | str:
     """The error of the logits of a model with rotary frequencies that may depend on the length, or a refusal."""
     attention = MeshAttention(group, layout=layout)
-    register(attention)
     try:
         with Exact(), torch.no_grad():
             batch = {"input_ids": tokens(1, seq)["input_ids"]}
             due = make_model(model_name)(**batch).logits
-            out = make_model(model_name, "mesh_attention")(**shard_batch(attention, batch))
+            out = parallelize(make_model(model_name), attention)(**shard_batch(attention, batch))
             return relative_error(attention.unshard(out.logits), due)
     except UsageError as refusal:
         return str(refusal)
-    finally:
-        unregister()
 
 
 @pytest.mark.parametrize(
@@ -296,23 +270,18 @@ def test_rotary_frequencies_are_those_of_the_whole_sequence_or_refused(
             assert outcome <= 1e-9
 
 
-def refusal_of_a_loss(group: Any, implementation: str) -> str:
+def refusal_of_a_loss(group: Any, is_parallel: bool) -> str:
     attention = MeshAttention(group)
-    register(attention)
     try:
-        model = make_model("llama", implementation)
+        model = parallelize(make_model("llama"), attention) if is_parallel else make_model("llama")
         local = shard_batch(attention, BATCHES["plain"]())
         batch_loss(model(**local).loss, local, group=group)
     except UsageError as refusal:
         return str(refusal)
-    finally:
-        unregister()
     return "none"
 
 
-@pytest.mark.parametrize(("ranks", "implementation", "is_refused"), [(2, "eager", True), (2, "mesh_attention", False)])
-def test_a_loss_of_a_model_that_attends_by_other_means_is_refused(
-    pool: RankPool, ranks: int, implementation: str, is_refused: bool
-) -> None:
-    for said in pool.run(ranks, refusal_of_a_loss, implementation):
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_loss_of_a_model_that_attends_by_other_means_is_refused(pool: RankPool, is_refused: bool) -> None:
+    for said in pool.run(2, refusal_of_a_loss, not is_refused):
         assert ("every rank attended to its own tokens only" in said) == is_refused, said

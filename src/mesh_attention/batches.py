@@ -10,26 +10,21 @@ found before anything is cut, because the next token may be on another rank. It 
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from math import prod
 from typing import Any, Literal
-from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import describe
 from mesh_attention.comm.torch_dist import Group, process_group
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.call import Calls
 from mesh_attention.sequences import (
     CUTS,
     LENGTHS,
@@ -58,27 +53,10 @@ ACCEPTED = (
 Gradients = Literal["averaged", "summed"]
 
 
-_SHARDED = WeakTensorKeyDictionary()
-"""The `Calls` that each tensor of a sharded batch was sharded for, as weak references."""
-_ALL_CALLS: WeakSet[Calls] = WeakSet()
 NEVER_RAN = (
-    "{what} was given a sharded batch and did not call mesh attention, so every rank attended to its own tokens only; "
-    'use model.set_attn_implementation("mesh_attention"). (Models that share a config object all use the '
-    "implementation that was set last.)"
+    "the model was given a sharded batch and did not call mesh attention, so every rank attended to its own tokens "
+    "only; call parallelize(model, attention) before the model"
 )
-
-
-def is_sharded(value: object) -> bool:
-    """True for a tensor that `shard_batch` made."""
-    return isinstance(value, Tensor) and value in _SHARDED
-
-
-def count_passes(values: Iterable[object]) -> int | None:
-    """How often the attention has run that a sharded batch needs (that of any batch, if its tensors were copied since);
-    None if no rank needs another's tokens."""
-    needed = [_SHARDED[value]() for value in values if is_sharded(value)]
-    passes = [x.forward_passes for x in needed or _ALL_CALLS if x is not None and x.session.size > 1]
-    return sum(passes) if passes else None
 
 
 class LocalBatch(dict[str, Any]):
@@ -87,15 +65,11 @@ class LocalBatch(dict[str, Any]):
     def __init__(self, entries: Mapping[str, Any], attention: MeshAttention) -> None:
         super().__init__(entries)
         self._calls, self._passes = attention.calls, attention.calls.forward_passes
-        _ALL_CALLS.add(self._calls)
-        for name, value in entries.items():
-            if isinstance(value, Tensor) and name != "attention_mask":  # that one is the caller's own, of whole rows
-                _SHARDED[value] = ref(self._calls)
 
     def check_that_attention_ran(self) -> None:
         """Raise if the model did not call mesh attention: it would silently attend to this rank's tokens alone."""
         if self._calls.session.size > 1 and self._calls.forward_passes == self._passes:
-            raise UsageError(NEVER_RAN.format(what="the model"))
+            raise UsageError(NEVER_RAN)
 
 
 def shard_batch(
@@ -119,9 +93,9 @@ def shard_batch(
     batch. A label belongs to the token before it, as causal language models have it: the result holds ``shift_labels``,
     and its ``labels`` are all -100, because models compute no loss without labels, and a model that shifts labels
     itself cannot get these wrong. With `shift_labels=False`, for masked language models, labels are those of the tokens
-    themselves and remain ``labels``. transformers' models are tried with a few tokens when they are first called, and
-    refuse labels of the other kind. A batch whose labels are all -100 is refused, unless `may_lack_labels`: use that if
-    the loss is divided by the labels of several batches (`total_items` of `batch_loss`).
+    themselves and remain ``labels``. A parallelized model refuses labels of the other kind. A batch
+    whose labels are all -100 is refused, unless `may_lack_labels`: use that if the loss is divided by the labels of
+    several batches (`total_items` of `batch_loss`).
 
     Ranks compare their batches (a few hundred bytes per rank), unless `is_compared` is False.
     """
@@ -134,8 +108,6 @@ def shard_batch(
         tokens, whole = _read(batch, attention.ranks, shift_labels=shift_labels, may_lack_labels=may_lack_labels)
     if is_compared:
         _compare(attention, batch)
-    if "transformers.modeling_utils" in sys.modules:  # otherwise nobody has a model to watch
-        importlib.import_module("mesh_attention.transformers.register").watch()
     local: dict[str, Any] = {name: attention.shard(tensor) for name, tensor in tokens.items()}
     if "shift_labels" in local:
         local["labels"] = torch.full_like(local["shift_labels"], IGNORED)
