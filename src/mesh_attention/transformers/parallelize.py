@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
 from inspect import getsource, signature
 from typing import Any, TypeVar
@@ -62,8 +62,9 @@ def parallelize(model: Model, attention: MeshAttention) -> Model:
     refuse_model(model)
     implementation = Implementation()
     configs = _copied_configs(model)
-    for config in _attending(model, [one.private for one in configs]):
-        config._attn_implementation_internal = implementation.name
+    for one in configs:
+        if _is_of_text(one.config, model):
+            one.private._attn_implementation_internal = implementation.name
     _exchange(model, [(one.config, one.private) for one in configs])
     vars(model)[STATE] = ModelAttention(attention, implementation, configs)
     model_class: Any = type(model)
@@ -111,18 +112,18 @@ def _refuse_wrapped(model: object) -> None:
 
 def _refuse_classes(model: PreTrainedModel) -> None:
     """Refuse a model whose attention is not chosen by its config."""
-    for part in _attending(model, [part for part in model.modules() if isinstance(part, PreTrainedModel)]):
-        if not _takes_functions(_without_fsdp(part)):
+    for part in model.modules():
+        is_asked = isinstance(part, PreTrainedModel) and _is_of_text(part.config, model)
+        if is_asked and not _takes_functions(_without_fsdp(part)):
             raise UsageError(
                 f"{_name(part)} does not use transformers' attention interface, so mesh attention cannot replace its "
                 "attention; use whole sequences, or another model"
             )
 
 
-def _attending(model: PreTrainedModel, parts: list[Any]) -> Iterator[Any]:
-    """The configs, or parts with configs, that are of the text: not those of images or sounds."""
-    kinds = type(model.config), type(model.config.get_text_config())
-    return (part for part in parts if type(getattr(part, "config", part)) in kinds)
+def _is_of_text(config: object, model: PreTrainedModel) -> bool:
+    """True for the config of a part that attends to text, and not to images or sounds."""
+    return type(config) in (type(model.config), type(model.config.get_text_config()))
 
 
 @cache
