@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaForCausalLM, LlavaConfig
+from transformers.modeling_outputs import CausalLMOutput
 
 from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
@@ -65,6 +66,7 @@ def assert_whole(logits: Tensor) -> None:
 IN_A_PROCESS = """
 import torch, transformers
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
 from transformers import AttentionInterface, GenerationMixin, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -308,9 +310,23 @@ def test_an_adapter_that_calls_forward_trains_and_generates_on_ranks(pool: RankP
 
 
 def replace_forward(model: Any) -> Any:
-    """As TRL does, to compute the loss without logits."""
-    model.forward = MethodType(lambda model, **kwargs: type(model).forward(model, **kwargs), model)
+    """As TRL does, to compute the loss without logits: its own function calls a part of the model."""
+
+    def forward(
+        model: Any, labels: Any = None, shift_labels: Any = None, num_items_in_batch: Any = 1, **batch: Any
+    ) -> Any:
+        logits = model.lm_head(model.base_model(**batch).last_hidden_state)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="sum")
+        return CausalLMOutput(logits=logits, loss=loss / num_items_in_batch)
+
+    model.forward = MethodType(forward, model)
     return model
+
+
+def test_an_adapter_cannot_call_the_forward_of_another(attention: MeshAttention, local: Local) -> None:
+    model = Adapter(replace_forward(parallelize(make_model("llama", "sdpa"), attention)))
+    with pytest.raises(UsageError, match="a part of a parallelized model was called"):
+        model(**local)
 
 
 def wrap_forward(model: Any) -> Any:
