@@ -28,7 +28,7 @@ from transformers import LlamaForCausalLM, LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from mesh_attention import MeshAttention, MeshAttentionError
-from mesh_attention.transformers import register
+from mesh_attention.transformers import parallelize, unparallelize
 
 STRETCHED = 1e7
 """Rotary base of serving. The model was trained on 4096 tokens; a larger base lets it find keys much farther away."""
@@ -133,14 +133,14 @@ def serve(model: LlamaForCausalLM, given: argparse.Namespace, *, is_shown: bool)
 
 def main(given: argparse.Namespace) -> None:
     ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
-    register(MeshAttention())
     model = make_model(seed=0, seq=2 * given.prompt, rope_theta=STRETCHED).eval()
+    parallelize(model, MeshAttention())
     step = load_weights(given.checkpoint, model)
     if is_first:
         print(f"a prompt of {given.prompt} tokens on {ranks} ranks, by the model of step {step}; answers:")
     rows = {f"{ranks} ranks": serve(model, given, is_shown=is_first)}
     if is_first and not given.only_ranks:
-        model.set_attn_implementation("sdpa")
+        unparallelize(model)
         rows["one process"] = serve(model, given, is_shown=False)
     dist.barrier()
     if is_first:

@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 from mesh_attention import MeshAttention
 from mesh_attention.batches import reduce_loss, shard_batch
 from mesh_attention.errors import MeshAttentionError, UsageError
-from mesh_attention.transformers import register
+from mesh_attention.transformers import parallelize
 
 LEARNING_RATE, WARM_UP, LARGEST_GRADIENT = 2e-3, 20, 1.0
 TEST_SEQUENCES = 8
@@ -44,8 +44,7 @@ class Trainer:
         self.flags, self.interruption = flags, interruption
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
         self.attention = MeshAttention(self.mesh, method=flags.method, tile=flags.tile or "auto")
-        register(self.attention)
-        self.model = make_model(seed=flags.seed, seq=flags.seq, dtype=flags.dtype)
+        self.model = parallelize(make_model(seed=flags.seed, seq=flags.seq, dtype=flags.dtype), self.attention)
         for part in (*self.model.model.layers, self.model):
             fully_shard(part, mesh=self.mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)

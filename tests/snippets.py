@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,20 +113,7 @@ def run_here(block: Block, names: dict[str, Any]) -> str:
 def run_in_order(group: Any, sources: Sequence[Block]) -> list[str]:
     """One rank's part of blocks that several processes run, one after the other, with the same names."""
     names: dict[str, Any] = {"__name__": "snippet"}
-    try:
-        return [run_here(block, names) for block in sources]
-    finally:
-        _forget_registrations()
-
-
-def _forget_registrations() -> None:
-    """The workers live on, and their next test may register a MeshAttention by the same name."""
-    if "mesh_attention.transformers" in sys.modules:
-        from mesh_attention import UsageError
-        from mesh_attention.transformers import unregister
-
-        with contextlib.suppress(UsageError):  # nothing is registered
-            unregister()
+    return [run_here(block, names) for block in sources]
 
 
 def differences(shown: str, printed: str) -> Iterator[str]:

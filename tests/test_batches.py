@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from pool import said, shared_pool
+from pool import said
 from run_ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
-from mesh_attention.batches import batch_loss, count_items, is_sharded, reduce_loss, shard_batch
+from mesh_attention.batches import batch_loss, count_items, reduce_loss, shard_batch
 from mesh_attention.plan.layout import LAYOUTS
 
 
@@ -85,6 +85,21 @@ def test_position_ids_that_restart_are_documents() -> None:
         assert part["max_length_q"] == part["max_length_k"] == 8
         assert "labels" not in part
         assert part["position_ids"].shape == (2, 4)
+
+
+@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens"])
+def test_the_last_token_of_a_document_predicts_nothing(by: str) -> None:
+    ids = torch.arange(1, 17).reshape(2, 8)
+    marks: dict[str, Any] = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7]])}
+    if by == "cu_seq_lens":
+        marks = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), (0, 3, 5, 8, 16))
+    parts = cut({"input_ids": ids, "labels": ids, **marks}, 2)
+    none = -100
+    due = [[2, 3, none, 5, none, 7, 8, none], [10, 11, 12, 13, 14, 15, 16, none]]
+    assert joined(parts, "shift_labels").tolist() == due
+    assert all(part["num_items_in_batch"] == 12 for part in parts)
+    parts = cut({"input_ids": ids, "shift_labels": ids, **marks}, 2)
+    assert torch.equal(joined(parts, "shift_labels"), ids)  # these say themselves what each token predicts
 
 
 def test_position_ids_of_left_padding_are_no_documents() -> None:
@@ -355,14 +370,3 @@ def test_a_loss_that_is_not_one_is_refused(pool: RankPool) -> None:
         "batch_loss needs labels",
     ]
     assert [message.startswith(start) for message, start in zip(messages, starts, strict=True)] == [True] * 6
-
-
-def shard_with_a_mask(group: Any) -> tuple[bool, bool]:
-    batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "attention_mask": torch.ones(1, 8, dtype=torch.long)}
-    local = shard_batch(MeshAttention(group), batch)
-    return is_sharded(local["input_ids"]), any(map(is_sharded, batch.values()))
-
-
-def test_the_whole_batch_may_still_go_through_another_model() -> None:
-    """The mask of a sharded batch is of the whole sequence, and the caller's own tensor."""
-    assert shared_pool().run(2, shard_with_a_mask) == [(True, False)] * 2

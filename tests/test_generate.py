@@ -22,8 +22,9 @@ from mesh_attention import LocalGroup
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import DisagreementError, MaskError, UsageError
 from mesh_attention.serving import ShardedCache
-from mesh_attention.transformers import GenerationCache, register, unregister
+from mesh_attention.transformers import GenerationCache, parallelize, unparallelize
 from mesh_attention.transformers import cache as cache_module
+from mesh_attention.transformers.parallelize import find_parallel
 
 Result = tuple[list[Any], list[Tensor]]
 """Tokens, and the logits that they were chosen from."""
@@ -137,7 +138,8 @@ def embedded(model: Any, rank: int) -> Result:
 
 def called(model: Any, rank: int) -> Result:
     """The model itself, without `generate`: all logits, then some, of rows that are padded; crop, repeat and select."""
-    cache = CACHES[model.config._attn_implementation]()
+    parallel = find_parallel(model)
+    cache = GenerationCache(parallel.attention) if parallel is not None else DynamicCache()
     real = mask([22, 5, 13], 22)
     whole = model(ids(3, 22), attention_mask=real, past_key_values=cache).logits
     found = [whole[real == 1]]
@@ -156,7 +158,6 @@ def called(model: Any, rank: int) -> Result:
     return [cache.get_seq_length()], found
 
 
-CACHES: dict[str, Callable[[], Any]] = {"eager": DynamicCache}
 CASES = {
     case.__name__: case
     for case in (*(greedy, unequal, short, sampled, chunks, turns, stopped, beams, looked_up, embedded, called),)
@@ -171,17 +172,14 @@ OPTIONS: dict[int, dict[str, Any]] = {
 
 
 @contextmanager
-def registered(group: Any, *, block_tokens: int = 64, **options: Any) -> Iterator[MeshAttention]:
-    """With mesh attention registered, and caches of such blocks; windows drop small ones after a few tokens."""
+def over_ranks(group: Any, *, block_tokens: int = 64, **options: Any) -> Iterator[MeshAttention]:
+    """Mesh attention, and caches of such blocks; windows drop small ones after a few tokens."""
     attention = MeshAttention(group, **options)
-    register(attention)
-    CACHES["mesh_attention"] = lambda: GenerationCache(attention)
     try:
         cache_module.ShardedCache = partial(ShardedCache, block_tokens=block_tokens)  # type: ignore[misc, assignment]
         yield attention
     finally:
         cache_module.ShardedCache = ShardedCache  # type: ignore[misc]
-        unregister()
 
 
 @lru_cache(maxsize=1)
@@ -189,7 +187,7 @@ def due_results(model_name: str, cases: tuple[str, ...], device: str = "cpu") ->
     """Of one process."""
     PLACE["device"] = device
     with Exact(), torch.no_grad():
-        one = make_model(model_name, "eager").eval().to(device)
+        one = make_model(model_name).eval().to(device)
         return [CASES[case](one, 0) for case in cases]
 
 
@@ -199,8 +197,9 @@ def outcomes(
     """For each case, whether the tokens are those of one process, and the largest difference in logits."""
     found = {}
     dues = dues or due_results(model_name, tuple(cases), device)
-    with registered(group, **OPTIONS[group.size()]), Exact(), torch.no_grad():
-        ours = make_model(model_name, "mesh_attention").eval().to(device)
+    PLACE["device"] = device
+    with over_ranks(group, **OPTIONS[group.size()]) as attention, Exact(), torch.no_grad():
+        ours = parallelize(make_model(model_name).eval().to(device), attention)
         for case, due in zip(cases, dues, strict=True):
             got = CASES[case](ours, group.rank())
             assert len(due[1]) == len(got[1])
@@ -242,8 +241,8 @@ def test_tokens_and_logits_are_those_of_one_process(
 
 def tokens_run(group: Any, tokens: int) -> list[int]:
     """The numbers of tokens that the first MLP of this rank's model runs, call by call."""
-    with registered(group) as attention, torch.no_grad():
-        model = make_model("llama", "mesh_attention").eval()
+    with over_ranks(group) as attention, torch.no_grad():
+        model = parallelize(make_model("llama"), attention).eval()
         generated(model, ids(1, 9))  # tries the model first
         seen: list[int] = []
         hook = model.model.layers[0].mlp.register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
@@ -280,8 +279,8 @@ class Heard(BaseStreamer):
 
 
 def streamed(group: Any) -> tuple[list[list[int]], list[list[int]]]:
-    with registered(group):
-        model = make_model("llama", "mesh_attention").eval()
+    with over_ranks(group) as attention:
+        model = parallelize(make_model("llama"), attention).eval()
         heard = Heard() if group.rank() == 0 else None
         out = generated(model, ids(1, 20), streamer=heard)
     return heard.heard if heard is not None else [], out.sequences.tolist()
@@ -305,8 +304,8 @@ def seeded(group: Any, is_shared: bool) -> tuple[list[Any], float]:
     if not is_shared:
         generation._set_random_states = lambda *_: None
     try:
-        with registered(group):
-            model = make_model("llama", "mesh_attention").eval()
+        with over_ranks(group) as attention:
+            model = parallelize(make_model("llama"), attention).eval()
             torch.manual_seed(group.rank())
             given = {"do_sample": True, "temperature": 3.0, "max_new_tokens": 1, "num_return_sequences": 4}
             tokens = generated(model, ids(1, 20), **given).sequences[:, -1].tolist()
@@ -323,8 +322,8 @@ def test_ranks_with_other_seeds_take_the_random_numbers_of_rank_0(pool: RankPool
 
 
 def undisturbed(group: Any) -> tuple[float, float]:
-    with registered(group):
-        model = make_model("llama", "mesh_attention").eval()
+    with over_ranks(group) as attention:
+        model = parallelize(make_model("llama"), attention).eval()
         torch.manual_seed(group.rank())
         generated(model, ids(1, 20))
         return float(torch.rand(1)), float(torch.rand(1, generator=torch.Generator().manual_seed(group.rank())))
@@ -339,8 +338,8 @@ def test_greedy_generation_leaves_random_numbers_alone(pool: RankPool) -> None:
 
 def disagreement(group: Any, how: str) -> str:
     rank = group.rank()
-    with registered(group):
-        model = make_model("llama", "mesh_attention").eval()
+    with over_ranks(group) as attention:
+        model = parallelize(make_model("llama"), attention).eval()
         given: dict[str, Any] = {"max_new_tokens": 4}
         prompt = ids(1, 20)
         if how == "prompts":
@@ -388,15 +387,15 @@ def test_ranks_that_differ_are_refused_together(pool: RankPool, how: str) -> Non
 def other_calls(group: Any) -> list[str]:
     """Calls that differ between ranks in the bits of embeddings, in the order of tokens, or in the wanted logits."""
     rank, said = group.rank(), []
-    with registered(group), torch.no_grad():
-        model = make_model("llama", "mesh_attention").eval()
+    with over_ranks(group) as attention, torch.no_grad():
+        model = parallelize(make_model("llama"), attention).eval()
         embeds = model.get_input_embeddings()(ids(1, 20))
         kept = torch.tensor([1, 5] if rank else [1, 6])
         pairs = torch.tensor([[[5, 7], [7, 6]][rank] * 6]), torch.tensor([[[5, 7], [15, 2]][rank] + [3] * 10])
         calls: list[Callable[[], object]] = [
             lambda: generated(model, None, inputs_embeds=embeds + rank),
-            *(partial(model, tokens, past_key_values=CACHES["mesh_attention"]()) for tokens in pairs),
-            lambda: model(ids(1, 20), past_key_values=CACHES["mesh_attention"](), logits_to_keep=kept),
+            *(partial(model, tokens, past_key_values=GenerationCache(attention)) for tokens in pairs),
+            lambda: model(ids(1, 20), past_key_values=GenerationCache(attention), logits_to_keep=kept),
         ]
         for call in calls:
             try:
@@ -425,12 +424,18 @@ def test_ranks_that_choose_different_tokens_are_refused_together() -> None:
 @pytest.fixture
 def model() -> Iterator[Any]:
     """A tiny Llama with mesh attention over one rank."""
-    with registered(LocalGroup(1).comm(0)):
-        yield make_model("llama", "mesh_attention").eval()
+    with over_ranks(LocalGroup(1).comm(0)) as attention:
+        yield parallelize(make_model("llama"), attention).eval()
+
+
+def attention_of(model: Any) -> MeshAttention:
+    parallel = find_parallel(model)
+    assert parallel is not None
+    return parallel.attention
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"use_cache": False}, "use_cache=False is not supported with mesh attention; leave it out, or generate with"),
+    ({"use_cache": False}, "use_cache=False is not supported with mesh attention; leave it out, or generate in"),
     ({"cache_implementation": "static"}, "cache_implementation='static' is not supported: mesh attention has its own"),
     ({"cache_implementation": "paged"}, 'cache_implementation="paged" is not supported'),
     ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache, which would be whole on every rank"),
@@ -456,7 +461,7 @@ def test_settings_that_ranks_cannot_follow_are_refused(model: Any, given: dict[s
 
 
 def test_tokens_are_not_guessed_on_a_cache_that_cannot_be_cropped(model: Any) -> None:
-    windowed = make_model("mistral", "mesh_attention").eval()
+    windowed = parallelize(make_model("mistral"), attention_of(model)).eval()
     first = generated(windowed, ids(1, 8))
     given = {"past_key_values": first.past_key_values, "prompt_lookup_num_tokens": 3}
     with pytest.raises(UsageError, match=r"begin the first turn with GenerationCache\(attention, max_rollback=3\)"):
@@ -468,9 +473,9 @@ def test_an_assistant_model_is_refused(model: Any) -> None:
         generated(model, ids(1, 8), assistant_model=make_model("llama", "sdpa"))
 
 
-def test_other_implementations_generate_as_before(model: Any) -> None:
+def test_an_unparallelized_model_generates_as_before(model: Any) -> None:
     due = generated(make_model("llama", "eager").eval(), ids(1, 8), use_cache=False).sequences
-    model.set_attn_implementation("sdpa")
+    unparallelize(model)
     assert torch.equal(generated(model, ids(1, 8), use_cache=False).sequences, due)
     assert isinstance(generated(model, ids(1, 8)).past_key_values, DynamicCache)
 
@@ -505,7 +510,7 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_calls_that_cannot_be_honoured_are_refused(
     model: Any, given: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
-    cache = CACHES["mesh_attention"]()
+    cache = GenerationCache(attention_of(model))
     with pytest.raises(kind) as said:
         model(ids(2, 4), past_key_values=cache, **given)
     assert text in str(said.value)
@@ -513,7 +518,7 @@ def test_calls_that_cannot_be_honoured_are_refused(
 
 
 def padded_cache(model: Any) -> Any:
-    cache = CACHES["mesh_attention"]()
+    cache = GenerationCache(attention_of(model))
     model(ids(2, 4), attention_mask=mask([4, 2], 4), past_key_values=cache)
     return cache
 
@@ -523,7 +528,7 @@ LATER: list[tuple[Callable[[Any, Any], Any], str]] = [
     (lambda model, cache: model(ids(3, 1), past_key_values=cache, attention_mask=torch.ones(3, 5)), "has 2 rows, but"),
     (lambda model, cache: model(ids(2, 1), past_key_values=cache, attention_mask=torch.ones(2, 5)), "4 real tokens of"),
     (
-        lambda model, cache: make_model("qwen2", "mesh_attention").eval()(**later(cache)),
+        lambda model, cache: parallelize(make_model("qwen2"), attention_of(model)).eval()(**later(cache)),
         "the cache is of another model",
     ),
     (lambda model, cache: model.float()(**later(cache)), "the cache is of another model, dtype or device"),
@@ -588,12 +593,12 @@ def test_nothing_grows_where_gradients_are_asked_for(model: Any) -> None:
 @pytest.mark.parametrize("given", [{"tokens": "5"}, {"tokens": -5}, {"rows": 1.0}, {"max_rollback": True}])
 def test_room_is_given_in_whole_numbers(model: Any, given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(given))}=.*: expected a whole number of at least 0"):
-        GenerationCache(CACHES["mesh_attention"]().attention, **given)
+        GenerationCache(attention_of(model), **given)
 
 
 @torch.no_grad()
 def test_a_cache_says_what_it_holds(model: Any) -> None:
-    cache = CACHES["mesh_attention"]()
+    cache = GenerationCache(attention_of(model))
     assert repr(cache).startswith("<GenerationCache of 0 columns in 0 rows: ")
     model(ids(1, 1), past_key_values=cache)
     assert repr(cache).startswith("<GenerationCache of 1 column in 1 row: ")
@@ -623,7 +628,7 @@ def test_a_cache_is_empty_after_a_reset_and_of_no_use_after_a_failure(model: Any
 
 
 def test_an_encoder_cannot_generate(model: Any) -> None:
-    encoder = make_model("encoder", "mesh_attention").eval()
+    encoder = parallelize(make_model("encoder"), attention_of(model)).eval()
     with pytest.raises(MaskError, match="generation needs causal attention"):
         generated(encoder, ids(1, 20))
 
@@ -642,8 +647,8 @@ def test_frequencies_that_depend_on_the_largest_position_are_refused_where_ranks
 
 def rotary_outcomes(group: Any) -> tuple[str, ...]:
     found = []
-    with registered(group):
-        model = make_model("dynamic rotary", "mesh_attention").eval()
+    with over_ranks(group) as attention:
+        model = parallelize(make_model("dynamic rotary"), attention).eval()
         for tokens in (14, 20):  # the limit is 16
             try:
                 generated(model, ids(1, tokens), max_new_tokens=6)

@@ -30,7 +30,7 @@ INTEGRATIONS = {
     "mesh_attention.batches": ("LocalBatch", "batch_loss", "count_items", "reduce_loss", "shard_batch"),
     "mesh_attention.context_parallel": ("attend_dtensor", "context_parallel", "context_parallel_unshard"),
     "mesh_attention.integrations.pytorch": ("flop_formulas", "saved_attention"),
-    "mesh_attention.transformers": ("register", "unregister"),
+    "mesh_attention.transformers": ("parallelize", "unparallelize"),
 }
 
 

@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from run_ranks import RankPool
-from tiny_models import BATCHES, CONFIGS, UNUSUAL, Exact, make_model, packed, registered, relative_error, tokens, truth
+from tiny_models import BATCHES, CONFIGS, UNUSUAL, Exact, make_model, packed, relative_error, tokens, truth
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from mesh_attention import MeshAttention
 from mesh_attention.batches import batch_loss, shard_batch
 from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.sequences import CUTS
+from mesh_attention.transformers import parallelize
 
 METHODS: list[dict[str, Any]] = [
     {"method": "ring"},
@@ -32,8 +34,9 @@ def errors_of(
 ) -> dict[str, float]:
     """Relative errors of the logits of this rank's real tokens, of the loss, and of all gradients."""
     logits, loss, gradients = due or truth(model_name, batch_name)
-    with registered(group, **options) as attention, Exact():
-        model = make_model(model_name, "mesh_attention").to(device)
+    attention = MeshAttention(group, **options)
+    with Exact():
+        model = parallelize(make_model(model_name), attention).to(device)
         batch = on_device(BATCHES[batch_name](), device)
         local = shard_batch(attention, batch)
         out = model(**local)
@@ -73,8 +76,9 @@ def fully_sharded_errors(group: Any, model_name: str, batch_name: str, device: s
     """Errors of the loss and of all gradients when FSDP2 holds the parameters and averages the gradients."""
     _, loss, gradients = truth(model_name, batch_name)
     mesh = DeviceMesh.from_group(group, device)
-    with registered(mesh) as attention, Exact():
-        model = make_model(model_name, "mesh_attention").to(device)
+    attention = MeshAttention(mesh)
+    with Exact():
+        model = parallelize(make_model(model_name), attention).to(device)
         for part in (*model.model.layers, model):
             fully_shard(part, mesh=mesh)
         local = shard_batch(attention, on_device(BATCHES[batch_name](), device))
@@ -91,15 +95,15 @@ def test_fully_sharded_models_have_the_gradients_of_one_process(pool: RankPool) 
 
 def difference_made(group: Any, change: str, model_name: str, batch_name: str) -> float:
     """The largest difference, in logits and gradients, that a change to a model makes to it."""
-    with registered(group) as attention:
-        results = []
-        for change_model in (CHANGES[change], CHANGES["nothing"]):  # what is changed meets the batch first
-            local = shard_batch(attention, BATCHES[batch_name]())
-            model = make_model(model_name, "mesh_attention").train()
-            change_model(model)
-            out = model(**local)
-            out.loss.backward()
-            results.append([out.logits.detach(), *(parameter.grad for parameter in model.parameters())])
+    attention = MeshAttention(group)
+    results = []
+    for change_model in (CHANGES[change], CHANGES["nothing"]):  # what is changed meets the batch first
+        local = shard_batch(attention, BATCHES[batch_name]())
+        model = parallelize(make_model(model_name), attention).train()
+        change_model(model)
+        out = model(**local)
+        out.loss.backward()
+        results.append([out.logits.detach(), *(parameter.grad for parameter in model.parameters())])
     return max(relative_error(ours, due) for ours, due in zip(*results, strict=True))
 
 
@@ -135,10 +139,11 @@ def test_layers_are_compiled_without_breaks_and_give_the_same(pool: RankPool, mo
 
 def logits_by_hand(group: Any, layout: str, seq: int) -> float:
     """A model given shards and position ids by hand, with the cache that transformers makes unless told not to."""
-    with registered(group, layout=layout) as attention, Exact(), torch.no_grad():
+    attention = MeshAttention(group, layout=layout)
+    with Exact(), torch.no_grad():
         ids = tokens(2, seq)["input_ids"]
         due = make_model("mistral")(ids).logits
-        model = make_model("mistral", "mesh_attention")
+        model = parallelize(make_model("mistral"), attention)
         out = model(attention.shard(ids), position_ids=attention.position_ids(seq)[None])
     return relative_error(attention.unshard(out.logits), due)
 
@@ -149,20 +154,20 @@ def test_shards_and_position_ids_are_enough_when_ranks_hold_as_many_tokens(pool:
 
 
 def refusal_by_hand(group: Any, layout: str, mistake: str) -> str:
+    attention = MeshAttention(group, layout=layout)
     try:
-        with registered(group, layout=layout) as attention:
-            model = make_model("llama", "mesh_attention")
-            seq = 22 if mistake == "uneven" else 24
-            call: dict[str, Any] = {"input_ids": attention.shard(tokens(1, seq)["input_ids"])}
-            if mistake == "packed":  # as transformers would take it, in each rank's own tokens
-                restarted = torch.cat([torch.arange(10), torch.arange(14)])
-                call["position_ids"] = attention.shard(restarted[None])
-            if mistake == "uneven":
-                call["position_ids"] = attention.position_ids(seq)[None]
-            if mistake == "own mask":
-                call["position_ids"] = attention.position_ids(seq)[None]
-                call["attention_mask"] = torch.ones_like(call["input_ids"])
-            model(**call)
+        model = parallelize(make_model("llama"), attention)
+        seq = 22 if mistake == "uneven" else 24
+        call: dict[str, Any] = {"input_ids": attention.shard(tokens(1, seq)["input_ids"])}
+        if mistake == "packed":  # as transformers would take it, in each rank's own tokens
+            restarted = torch.cat([torch.arange(10), torch.arange(14)])
+            call["position_ids"] = attention.shard(restarted[None])
+        if mistake == "uneven":
+            call["position_ids"] = attention.position_ids(seq)[None]
+        if mistake == "own mask":
+            call["position_ids"] = attention.position_ids(seq)[None]
+            call["attention_mask"] = torch.ones_like(call["input_ids"])
+        model(**call)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
@@ -193,21 +198,21 @@ def test_mistakes_in_cutting_are_refused_on_every_rank(pool: RankPool, mistake: 
 def refusals_of_the_second(group: Any, change: str, mistake: str) -> tuple[str, str]:
     """What a second forward without position ids, or boundaries, says, and a third that is right, after a right one."""
     torch.compiler.reset()
-    with registered(group, layout="contiguous") as attention:
-        said = []
-        model = make_model("llama", "mesh_attention").train()
-        CHANGES[change](model)
-        batch = BATCHES["plain"]() if mistake == "position_ids" else packed((12, 3, 9), by="position_ids")
-        for is_right in (True, False, True):
-            local = dict(shard_batch(attention, batch))
-            for name in () if is_right else (mistake,) if mistake == "position_ids" else CUTS:
-                del local[name]
-            try:
-                model(**local).loss.backward()
-                said.append("")
-            except (UsageError, DisagreementError) as refusal:
-                said.append(f"{type(refusal).__name__}: {refusal}")
-            gc.collect()  # before 2.13, torch keeps the hooks of a checkpointed forward that raised until then
+    attention = MeshAttention(group, layout="contiguous")
+    said = []
+    model = parallelize(make_model("llama"), attention).train()
+    CHANGES[change](model)
+    batch = BATCHES["plain"]() if mistake == "position_ids" else packed((12, 3, 9), by="position_ids")
+    for is_right in (True, False, True):
+        local = dict(shard_batch(attention, batch))
+        for name in () if is_right else (mistake,) if mistake == "position_ids" else CUTS:
+            del local[name]
+        try:
+            model(**local).loss.backward()
+            said.append("")
+        except (UsageError, DisagreementError) as refusal:
+            said.append(f"{type(refusal).__name__}: {refusal}")
+        gc.collect()  # before 2.13, torch keeps the hooks of a checkpointed forward that raised until then
     assert said[0] == ""
     return said[1], said[2]
 
@@ -230,11 +235,12 @@ def test_a_mistake_in_a_later_forward_is_refused_on_every_rank(pool: RankPool, c
 
 def rotary_outcome(group: Any, model_name: str, layout: str, seq: int) -> float | str:
     """The error of the logits of a model with rotary frequencies that may depend on the length, or a refusal."""
+    attention = MeshAttention(group, layout=layout)
     try:
-        with registered(group, layout=layout) as attention, Exact(), torch.no_grad():
+        with Exact(), torch.no_grad():
             batch = {"input_ids": tokens(1, seq)["input_ids"]}
             due = make_model(model_name)(**batch).logits
-            out = make_model(model_name, "mesh_attention")(**shard_batch(attention, batch))
+            out = parallelize(make_model(model_name), attention)(**shard_batch(attention, batch))
             return relative_error(attention.unshard(out.logits), due)
     except UsageError as refusal:
         return str(refusal)
@@ -266,20 +272,18 @@ def test_rotary_frequencies_are_those_of_the_whole_sequence_or_refused(
             assert outcome <= 1e-9
 
 
-def refusal_of_a_loss(group: Any, implementation: str) -> str:
+def refusal_of_a_loss(group: Any, is_parallel: bool) -> str:
+    attention = MeshAttention(group)
     try:
-        with registered(group) as attention:
-            model = make_model("llama", implementation)
-            local = shard_batch(attention, BATCHES["plain"]())
-            batch_loss(model(**local).loss, local, group=group)
+        model = parallelize(make_model("llama"), attention) if is_parallel else make_model("llama")
+        local = shard_batch(attention, BATCHES["plain"]())
+        batch_loss(model(**local).loss, local, group=group)
     except UsageError as refusal:
         return str(refusal)
     return "none"
 
 
-@pytest.mark.parametrize(("ranks", "implementation", "is_refused"), [(2, "eager", True), (2, "mesh_attention", False)])
-def test_a_loss_of_a_model_that_attends_by_other_means_is_refused(
-    pool: RankPool, ranks: int, implementation: str, is_refused: bool
-) -> None:
-    for said in pool.run(ranks, refusal_of_a_loss, implementation):
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_loss_of_a_model_that_attends_by_other_means_is_refused(pool: RankPool, is_refused: bool) -> None:
+    for said in pool.run(2, refusal_of_a_loss, not is_refused):
         assert ("every rank attended to its own tokens only" in said) == is_refused, said

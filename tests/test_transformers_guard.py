@@ -1,17 +1,16 @@
-"""transformers' models get a sharded batch right, or refuse it: positions, labels, attention that never ran."""
+"""transformers' models get a sharded batch right, or refuse it: positions, labels, layers that mix tokens."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from run_ranks import RankPool
-from tiny_models import BATCHES, Exact, make_model, registered, relative_error, tokens
+from tiny_models import BATCHES, Exact, make_model, relative_error, tokens
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -32,14 +31,14 @@ from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
 from mesh_attention.batches import batch_loss, shard_batch
 from mesh_attention.errors import DisagreementError
+from mesh_attention.transformers import parallelize
 
 sys.path.insert(0, str(Path(__file__).parent / "campaign"))
 
 
 @pytest.fixture
-def attention() -> Iterator[MeshAttention]:
-    with registered(LocalGroup(1).comm(0)) as made:
-        yield made
+def attention() -> MeshAttention:
+    return MeshAttention(LocalGroup(1).comm(0))
 
 
 # Families: a fixed share of tests/campaign/families.py
@@ -83,8 +82,8 @@ def family_outcome(group: Any, model_type: str, kind: str, batch_name: str) -> s
     batch = {name: value for name, value in batches(kind)[batch_name].items() if name != "labels"}
     with torch.no_grad():
         due = ordinary(build(model_type, kind, implementation, sizes), batch_name, batch)
-    with registered(group) as attention:
-        verdict, why = run_batch(attention, (model_type, kind, sizes), batch, (due, {}))
+    attention = MeshAttention(group)
+    verdict, why = run_batch(attention, (model_type, kind, sizes), batch, (due, {}))
     return verdict if verdict == "right" else f"{verdict}: {why}"
 
 
@@ -101,54 +100,11 @@ def test_the_page_of_families_has_none_that_is_wrong_or_unclear() -> None:
     assert re.search(r"^\d+ classes: \d+ right, \d+ refused, 0 wrong, 0 unclear, \d+ not built\.$", page, flags=re.M)
 
 
-# Attention that never ran
-
-
-def outcome_of(group: Any, how: str, implementation: str) -> str:
-    torch.compiler.reset()
-    try:
-        with registered(group) as attention:
-            model = make_model("llama", implementation).eval()
-            local = shard_batch(attention, BATCHES["plain"]())
-            WAYS[how](model, local)
-    except UsageError as refusal:
-        return str(refusal)
-    return "ran"
-
-
-WAYS: dict[str, Any] = {
-    "all arguments": lambda model, local: model(**local).logits,
-    "some arguments": lambda model, local: model(local["input_ids"], position_ids=local["position_ids"]).logits,
-    "copies": lambda model, local: model(**{k: v.clone() if hasattr(v, "clone") else v for k, v in local.items()}),
-    "forward": lambda model, local: model.forward(**local),
-    "a part": lambda model, local: model.model(local["input_ids"], position_ids=local["position_ids"]),
-    "wrapped": lambda model, local: nn.ModuleDict({"inner": model})["inner"](**local),
-    "compiled": lambda model, local: torch.compile(model, backend="aot_eager")(**local),
-    "compiled step": lambda model, local: torch.compile(lambda: model(**local).logits * 1, backend="aot_eager")(),
-    "checkpointed": lambda model, local: (model.train().gradient_checkpointing_enable(), model(**local)),
-}
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_a_sharded_batch_cannot_go_through_a_model_without_mesh_attention(pool: RankPool, how: str) -> None:
-    for said in pool.run(2, outcome_of, how, "sdpa"):
-        assert "was given a sharded batch and did not call mesh attention, so every rank attended to its own" in said
-    if how != "compiled step":  # takes a while
-        assert pool.run(2, outcome_of, how, "mesh_attention") == ["ran", "ran"]
-
-
-def test_other_models_are_left_alone(attention: MeshAttention) -> None:
-    shard_batch(attention, BATCHES["plain"]())
-    model, ids = make_model("llama", "sdpa").eval(), tokens(1, 9)["input_ids"]
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
-
-
 # The trial leaves no trace
 
 
 def test_a_trial_changes_neither_random_numbers_nor_modes_nor_gradients(attention: MeshAttention) -> None:
-    model = make_model("llama", "mesh_attention").train()
+    model = parallelize(make_model("llama"), attention).train()
     model.lm_head.eval()
     torch.manual_seed(3)
     model(**shard_batch(attention, BATCHES["plain"]()))
@@ -166,7 +122,7 @@ def calls_of(model: nn.Module, run: Any) -> int:
 
 
 def test_a_model_is_tried_once_for_each_kind_of_call(attention: MeshAttention) -> None:
-    model = make_model("llama", "mesh_attention")
+    model = parallelize(make_model("llama"), attention)
     plain, right, left = (shard_batch(attention, BATCHES[name]()) for name in ("plain", "padded right", "padded left"))
     counts = [calls_of(model, lambda batch=batch: model(**batch)) for batch in (plain, plain, right, left, right)]
     # The whole sequence, some of its tokens, a loss, and the call itself. A mask is tried with padding and without, so
@@ -186,7 +142,7 @@ class Shifting(nn.Module):
 
 
 def test_mixing_that_no_config_tells_of_is_refused(attention: MeshAttention) -> None:
-    model = make_model("llama", "mesh_attention")
+    model = parallelize(make_model("llama"), attention)
     model.model.layers[1].mlp = Shifting(model.model.layers[1].mlp)
     with pytest.raises(UsageError, match="LlamaForCausalLM mixes tokens outside of plain attention: its results"):
         model(**shard_batch(attention, BATCHES["plain"]()))
@@ -195,7 +151,7 @@ def test_mixing_that_no_config_tells_of_is_refused(attention: MeshAttention) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "experts", "mistral"])
 def test_rounding_is_not_taken_for_a_difference(attention: MeshAttention, name: str, dtype: torch.dtype) -> None:
-    model = make_model(name, "mesh_attention").to(dtype)
+    model = parallelize(make_model(name), attention).to(dtype)
     assert model(**shard_batch(attention, BATCHES["plain"]())).logits.isfinite().all()
 
 
@@ -209,7 +165,7 @@ class Picky(nn.Linear):
 
 
 def test_layers_that_take_many_tokens_at_a_time_are_tried(attention: MeshAttention) -> None:
-    model = make_model("llama", "mesh_attention")
+    model = parallelize(make_model("llama"), attention)
     for layer in model.model.layers:
         layer.mlp.up_proj.__class__ = Picky
     assert model(**shard_batch(attention, tokens(2, 32))).logits.isfinite().all()
@@ -217,14 +173,14 @@ def test_layers_that_take_many_tokens_at_a_time_are_tried(attention: MeshAttenti
 
 def kind_of_logits(group: Any) -> str:
     """Of a model whose head gives each rank a part of the vocabulary."""
-    with registered(LocalGroup(1).comm(0)) as attention:
-        model = make_model("llama", "mesh_attention")
-        plan = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
-        parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
-        local = shard_batch(attention, tokens(1, 8))
-        with pytest.raises(UsageError, match="returns DTensor logits, so its loss cannot be checked; call it without"):
-            model(**local)
-        logits = model(local["input_ids"], position_ids=local["position_ids"]).logits
+    attention = MeshAttention(LocalGroup(1).comm(0))
+    model = parallelize(make_model("llama"), attention)
+    plan = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
+    local = shard_batch(attention, tokens(1, 8))
+    with pytest.raises(UsageError, match="returns DTensor logits, so its loss cannot be checked; call it without"):
+        model(**local)
+    logits = model(local["input_ids"], position_ids=local["position_ids"]).logits
     return type(logits).__name__
 
 
@@ -237,7 +193,7 @@ def test_logits_may_be_dtensors(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("kept", [1, torch.tensor([0, 2])])
 def test_logits_to_keep_are_refused_in_any_call(attention: MeshAttention, kept: Any) -> None:
-    model, local = make_model("llama", "mesh_attention"), shard_batch(attention, tokens(1, 8))
+    model, local = parallelize(make_model("llama"), attention), shard_batch(attention, tokens(1, 8))
     model(**local, logits_to_keep=0)
     with pytest.raises(UsageError, match="logits_to_keep was given, and each rank would keep its own last tokens"):
         model(**local, logits_to_keep=kept)
@@ -246,7 +202,7 @@ def test_logits_to_keep_are_refused_in_any_call(attention: MeshAttention, kept: 
 def test_layers_skipped_at_random_are_refused_in_training(attention: MeshAttention) -> None:
     sizes = {"vocab_size": 29, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = OPTConfig(**sizes, word_embed_proj_dim=16, layerdrop=0.5)
-    model = OPTForCausalLM._from_config(config, attn_implementation="mesh_attention")
+    model = parallelize(OPTForCausalLM(config), attention)
     local = shard_batch(attention, tokens(1, 8))
     model.eval()(**local)
     with pytest.raises(UsageError, match=r"opt skips layers at random in training \(layerdrop=0\.5\)"):
@@ -255,19 +211,19 @@ def test_layers_skipped_at_random_are_refused_in_training(attention: MeshAttenti
 
 def outcomes_of_other_arguments(group: Any) -> list[str]:
     """Of calls in which rank 0 gives other arguments than rank 1."""
-    with registered(group) as attention:
-        outcomes = []
-        model, local = make_model("llama", "mesh_attention"), shard_batch(attention, tokens(1, 8))
-        model(**local)
-        is_first = torch.distributed.get_rank(group) == 0
-        wanted = {"output_hidden_states": True} if is_first else {}
-        unlabelled = {name: value for name, value in local.items() if is_first or "labels" not in name}
-        for call in (local | wanted, unlabelled, local):
-            try:
-                model(**call)
-                outcomes.append("ran")
-            except (UsageError, DisagreementError) as refusal:
-                outcomes.append(str(refusal))
+    attention = MeshAttention(group)
+    outcomes = []
+    model, local = parallelize(make_model("llama"), attention), shard_batch(attention, tokens(1, 8))
+    model(**local)
+    is_first = torch.distributed.get_rank(group) == 0
+    wanted = {"output_hidden_states": True} if is_first else {}
+    unlabelled = {name: value for name, value in local.items() if is_first or "labels" not in name}
+    for call in (local | wanted, unlabelled, local):
+        try:
+            model(**call)
+            outcomes.append("ran")
+        except (UsageError, DisagreementError) as refusal:
+            outcomes.append(str(refusal))
     return outcomes
 
 
@@ -278,7 +234,7 @@ def test_ranks_may_want_other_outputs_but_not_give_other_inputs(pool: RankPool) 
 
 
 def test_a_whole_model_cannot_be_compiled_without_breaks(attention: MeshAttention) -> None:
-    model = torch.compile(make_model("llama", "mesh_attention"), backend="aot_eager", fullgraph=True)
+    model = torch.compile(parallelize(make_model("llama"), attention), backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="compile its layers one by one, or without fullgraph=True"):
         model(**shard_batch(attention, tokens(1, 8)))
 
@@ -291,7 +247,7 @@ def test_a_loss_of_other_arguments_than_labels_is_refused(attention: MeshAttenti
     config = LlamaConfig(
         vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4
     )
-    model = LlamaForQuestionAnswering._from_config(config, attn_implementation="mesh_attention")
+    model = parallelize(LlamaForQuestionAnswering(config), attention)
     local = shard_batch(attention, {"input_ids": tokens(rows, 24)["input_ids"]})
     assert model(**local).start_logits.shape == (rows, 24)
     places = torch.full((rows,), 20)
@@ -303,24 +259,25 @@ def test_labels_of_a_sharded_batch_need_their_number(attention: MeshAttention) -
     local = shard_batch(attention, tokens(1, 8))
     del local["num_items_in_batch"]
     with pytest.raises(UsageError, match="num_items_in_batch of the sharded batch was left out, so the loss would be"):
-        make_model("llama", "mesh_attention")(**local)
+        parallelize(make_model("llama"), attention)(**local)
 
 
-def masked_model(implementation: str) -> Any:
+def masked_model() -> Any:
     config = EuroBertConfig(
         vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
     )
     torch.manual_seed(0)
-    return AutoModelForMaskedLM.from_config(config, attn_implementation=implementation).double()
+    return AutoModelForMaskedLM.from_config(config, attn_implementation="eager").double()
 
 
 def masked_loss_error(group: Any) -> float:
     """Of a gradient of a masked language model on ranks."""
     batch = BATCHES["padded right"]()
-    with registered(group) as attention, Exact():
-        alone = masked_model("eager")
+    attention = MeshAttention(group)
+    with Exact():
+        alone = masked_model()
         alone(**batch).loss.backward()
-        model = masked_model("mesh_attention")
+        model = parallelize(masked_model(), attention)
         local = shard_batch(attention, batch, shift_labels=False)
         loss = batch_loss(model(**local).loss, local, group=group, gradients="summed")
         loss.backward()
@@ -338,12 +295,12 @@ def test_a_masked_language_model_learns_the_labelled_tokens(pool: RankPool) -> N
     [
         (masked_model, True, r"EuroBertForMaskedLM predicts the labelled tokens themselves.*shift_labels=False"),
         (
-            lambda name: make_model("llama", name),
+            lambda: make_model("llama"),
             False,
             "LlamaForCausalLM predicts the next token.*call shard_batch without shift_lab",
         ),
         (
-            lambda name: AutoModelForSequenceClassification.from_config(
+            lambda: AutoModelForSequenceClassification.from_config(
                 LlamaConfig(
                     vocab_size=29,
                     hidden_size=16,
@@ -352,7 +309,6 @@ def test_a_masked_language_model_learns_the_labelled_tokens(pool: RankPool) -> N
                     num_attention_heads=4,
                     pad_token_id=0,
                 ),
-                attn_implementation=name,
             ),
             True,
             "LlamaForSequenceClassification returns logits, which it computes from all tokens or from one",
@@ -363,15 +319,14 @@ def test_labels_of_the_wrong_kind_are_refused(
     attention: MeshAttention, make: Any, shift_labels: bool, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        make("mesh_attention")(**shard_batch(attention, tokens(1, 9), shift_labels=shift_labels))
+        parallelize(make(), attention)(**shard_batch(attention, tokens(1, 9), shift_labels=shift_labels))
 
 
 def test_an_encoder_with_a_decoder_is_refused(attention: MeshAttention) -> None:
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 29}
     config = BartConfig(**sizes, encoder_attention_heads=2, decoder_attention_heads=2, pad_token_id=0)
-    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="mesh_attention")
     with pytest.raises(UsageError, match="bart is an encoder-decoder model, which attends across two sequences"):
-        model(**shard_batch(attention, tokens(1, 9)))
+        parallelize(AutoModelForSeq2SeqLM.from_config(config), attention)
 
 
 # Ranks
@@ -379,12 +334,12 @@ def test_an_encoder_with_a_decoder_is_refused(attention: MeshAttention) -> None:
 
 def refusal_on_one_rank(group: Any) -> str:
     """A model that only one rank has changed: all refuse it."""
+    attention = MeshAttention(group)
     try:
-        with registered(group) as attention:
-            model = make_model("llama", "mesh_attention")
-            if torch.distributed.get_rank(group) == 1:
-                model.model.layers[1].mlp = Shifting(model.model.layers[1].mlp)
-            model(**shard_batch(attention, BATCHES["plain"]()))
+        model = parallelize(make_model("llama"), attention)
+        if torch.distributed.get_rank(group) == 1:
+            model.model.layers[1].mlp = Shifting(model.model.layers[1].mlp)
+        model(**shard_batch(attention, BATCHES["plain"]()))
     except (UsageError, DisagreementError) as refusal:
         return str(refusal)
     return "ran"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tiny_models import make_model, tokens
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, StaticCache, masking_utils
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mesh_attention import LocalGroup, UsageError, causal, documents, full
 from mesh_attention.api import MeshAttention
@@ -23,10 +22,10 @@ from mesh_attention.batches import shard_batch
 from mesh_attention.masks import Mask
 from mesh_attention.sequences import BatchRow, cuts_of_restarts, join_rows, split_rows
 from mesh_attention.testing.kernel_conformance import is_unmasked
-from mesh_attention.transformers import register, unregister
-from mesh_attention.transformers.attention import LayerAttention, ShardedCall, read_call
+from mesh_attention.transformers import parallelize, unparallelize
+from mesh_attention.transformers.attention import ShardedCall, attend, read_call
 from mesh_attention.transformers.masks import BatchMask, band_of, check_meanings
-from mesh_attention.transformers.models import least_end, refuse_mixing, refuse_model, refuse_rotary
+from mesh_attention.transformers.models import least_end, refuse_mixing, refuse_rotary
 
 
 def alone() -> MeshAttention:
@@ -34,11 +33,8 @@ def alone() -> MeshAttention:
 
 
 @pytest.fixture
-def attention() -> Iterator[MeshAttention]:
-    made = alone()
-    register(made)
-    yield made
-    unregister()
+def attention() -> MeshAttention:
+    return alone()
 
 
 def call_of(attention: MeshAttention | None = None, *, rows: int = 1, tokens: int = 8, **inputs: Any) -> ShardedCall:
@@ -199,11 +195,10 @@ def test_a_mask_outside_of_attention_is_refused(use: Callable[[Any], object]) ->
 
 
 def ask_layer(mask: object = causal(), keys: int = 8, **arguments: Any) -> Tensor:
-    layer = LayerAttention(alone())
     q, k, v = torch.randn(1, 4, 8, 4), torch.randn(1, 2, keys, 4), torch.randn(1, 2, keys, 4)
     if isinstance(mask, Mask):
         mask = BatchMask(band=mask, call=call_of(), cuts=((0, 8),))
-    return layer(nn.Identity(), q, k, v, mask, **arguments)[0]
+    return attend(nn.Identity(), q, k, v, mask, **arguments)[0]
 
 
 def cuts(*ends: int, k: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -262,7 +257,7 @@ def test_sinks_take_their_share_of_every_row() -> None:
     q, k, v = (torch.randn(1, heads, 8, 4, dtype=torch.float64) for heads in (4, 2, 2))
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
     mask = BatchMask(band=causal(), call=call_of(), cuts=((0, 8),))
-    out, _ = LayerAttention(alone())(nn.Identity(), q, k, v, mask, scaling=0.5, s_aux=sinks)
+    out, _ = attend(nn.Identity(), q, k, v, mask, scaling=0.5, s_aux=sinks)
     scores = (q @ k.repeat_interleave(2, 1).mT * 0.5).masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf)
     shares = torch.cat([scores, sinks[None, :, None, None].expand(1, 4, 8, 1)], dim=-1).softmax(-1)[..., :-1]
     due = (shares @ v.repeat_interleave(2, 1)).transpose(1, 2)
@@ -275,7 +270,7 @@ def test_sinks_take_their_share_of_every_row() -> None:
 
 
 def test_a_model_that_decodes_with_another_cache_is_refused(attention: MeshAttention) -> None:
-    model = make_model("llama", "mesh_attention").eval()
+    model = parallelize(make_model("llama"), attention).eval()
     ids = tokens(1, 8)["input_ids"]
     prefill = model(ids, use_cache=True)  # whole, so it can be run
     with pytest.raises(UsageError, match="generates with its own cache only"):
@@ -287,7 +282,7 @@ def test_a_model_that_decodes_with_another_cache_is_refused(attention: MeshAtten
 
 
 def test_a_cache_that_is_only_filled_changes_nothing(attention: MeshAttention) -> None:
-    model = make_model("gemma2", "mesh_attention").eval()
+    model = parallelize(make_model("gemma2"), attention).eval()
     local = shard_batch(attention, tokens(2, 9) | {"attention_mask": torch.ones(2, 9)})
     filled = model(**(local | {"use_cache": True}))
     assert filled.past_key_values.get_seq_length() == 9
@@ -303,7 +298,7 @@ def test_a_cache_that_is_only_filled_changes_nothing(attention: MeshAttention) -
     ],
 )
 def test_what_a_model_passes_on_is_refused(attention: MeshAttention, call: dict[str, Any], message: str) -> None:
-    model = make_model("llama", "mesh_attention")
+    model = parallelize(make_model("llama"), attention)
     with pytest.raises(UsageError, match=message):
         model(**(shard_batch(attention, tokens(2, 9)) | call))
 
@@ -320,29 +315,24 @@ def test_what_a_model_passes_on_is_refused(attention: MeshAttention, call: dict[
 def test_models_that_look_at_several_tokens_outside_attention_are_refused(
     attention: MeshAttention, name: str, changes: dict[str, Any], message: str
 ) -> None:
-    model = make_model(name, "mesh_attention")
+    model = make_model(name)
     for key, value in changes.items():
         setattr(model.config, key, value)
     with pytest.raises(UsageError, match=message):
-        refuse_model(model)
+        parallelize(model, attention)
 
 
-def test_a_model_with_convolutions_over_tokens_is_refused(attention: MeshAttention) -> None:
-    with pytest.raises(UsageError, match="lfm2 mixes tokens outside of plain attention"):
-        make_model("convolutions", "mesh_attention")(**shard_batch(attention, tokens(1, 9)))
-
-
-def test_a_hybrid_without_other_layers_is_run(attention: MeshAttention) -> None:
+def test_a_hybrid_without_other_layers_is_run() -> None:
     refuse_mixing(make_model("convolutions", layer_types=["full_attention"] * 2).config)
 
 
 def test_the_loss_of_a_router_is_refused(attention: MeshAttention) -> None:
     local = shard_batch(attention, tokens(1, 9))
-    make_model("experts", "mesh_attention")(**local)
+    parallelize(make_model("experts"), attention)(**local)
     with pytest.raises(UsageError, match="output_router_logits is not supported"):
-        make_model("experts", "mesh_attention")(**local, output_router_logits=True)
+        parallelize(make_model("experts"), attention)(**local, output_router_logits=True)
     with pytest.raises(UsageError, match="output_router_logits is not supported"):
-        make_model("experts", "mesh_attention", output_router_logits=True)(**local)
+        parallelize(make_model("experts", output_router_logits=True), attention)(**local)
 
 
 def rotary_config(**fields: Any) -> Any:
@@ -373,7 +363,7 @@ def test_documents_and_padding_count_as_short_for_long_rotary() -> None:
 
 
 def test_dropout_is_refused_in_training_only(attention: MeshAttention) -> None:
-    model = make_model("llama", "mesh_attention", attention_dropout=0.1)
+    model = parallelize(make_model("llama", attention_dropout=0.1), attention)
     local = shard_batch(attention, tokens(1, 9))
     model.eval()(**local)
     with pytest.raises(UsageError, match=r"attention dropout is not supported, got 0\.1"):
@@ -381,67 +371,19 @@ def test_dropout_is_refused_in_training_only(attention: MeshAttention) -> None:
 
 
 def test_masks_of_a_model_of_its_own_are_refused(attention: MeshAttention) -> None:
-    model = make_model("gemma3", "mesh_attention", use_bidirectional_attention=True)
+    model = parallelize(make_model("gemma3", use_bidirectional_attention=True), attention)
     with pytest.raises(UsageError, match="adds a custom mask function"):
         model(**shard_batch(attention, tokens(1, 9)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_autocast_is_that_of_matrix_products(attention: MeshAttention, name: str) -> None:
-    model = make_model(name, "mesh_attention").float().eval()
+    model = parallelize(make_model(name), attention).float().eval()
     local = shard_batch(attention, {"input_ids": tokens(2, 9)["input_ids"]})
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         ours = model(**local).logits
-        model.set_attn_implementation("eager")
+        unparallelize(model)
         theirs = model(local["input_ids"]).logits
     with torch.no_grad():
         exact = model(local["input_ids"]).logits
     assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()
-
-
-# Registration
-
-
-def test_nothing_is_registered_at_import() -> None:
-    assert "mesh_attention" not in ALL_ATTENTION_FUNCTIONS.valid_keys()
-
-
-def test_models_find_it_at_construction_and_later(attention: MeshAttention) -> None:
-    local = shard_batch(attention, tokens(1, 9))
-    made, later = make_model("llama", "mesh_attention"), make_model("llama", "eager")
-    later.set_attn_implementation("mesh_attention")
-    assert torch.equal(made(**local).logits, later(**local).logits)
-
-
-def test_several_names_stand_for_several_groups(attention: MeshAttention) -> None:
-    register(attention)  # again: nothing changes
-    with pytest.raises(UsageError, match="'mesh_attention' is registered already"):
-        register(alone())
-    other = alone()
-    register(other, name="another_mesh")
-    try:
-        model = make_model("llama", "another_mesh")
-        model(**shard_batch(other, tokens(1, 9)))
-        assert other.calls.engines
-        assert not attention.calls.engines
-    finally:
-        unregister("another_mesh")
-    with pytest.raises(KeyError, match="another_mesh"):
-        model(**shard_batch(attention, tokens(1, 9)))
-
-
-@pytest.mark.parametrize(
-    ("attempt", "message"),
-    [
-        (lambda: register(LocalGroup(2)), "expected a MeshAttention"),  # type: ignore[arg-type]
-        (lambda: register(MeshAttention(LocalGroup(2))), "all ranks of a local group are in this process"),
-        (lambda: register(alone(), name="sdpa"), "which have a meaning to transformers"),
-        (lambda: register(alone(), name="my_flash_mesh"), "which have a meaning to transformers"),
-        (lambda: register(alone(), name=""), "which have a meaning to transformers"),
-        (lambda: unregister("nobody"), "'nobody' is not a registered MeshAttention"),
-        (lambda: unregister("sdpa"), "'sdpa' is not a registered MeshAttention"),
-    ],
-)
-def test_what_cannot_be_registered_is_refused(attempt: Callable[[], None], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        attempt()

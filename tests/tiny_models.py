@@ -7,10 +7,8 @@ keeps what is float64 in float64 there, so that 1e-9 can be demanded; in our own
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -31,9 +29,6 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-
-from mesh_attention import MeshAttention
-from mesh_attention.transformers import register, unregister
 
 VOCABULARY = 29
 SIZES: dict[str, Any] = {
@@ -108,17 +103,6 @@ CONFIGS: dict[str, Any] = {
 }
 UNUSUAL = ("dynamic rotary", "long rotary", "convolutions", "experts")
 """Models that are refused, always or for some batches."""
-
-
-@contextmanager
-def registered(group: Any, **options: Any) -> Iterator[MeshAttention]:
-    """A MeshAttention that transformers knows meanwhile."""
-    attention = MeshAttention(group, **options)
-    register(attention)
-    try:
-        yield attention
-    finally:
-        unregister()
 
 
 def make_model(name: str, implementation: str = "eager", **changes: Any) -> Any:
@@ -215,9 +199,13 @@ def whole_logits(model: Any, name: str) -> Tensor:
     return torch.cat(rows)
 
 
-def mean_loss(logits: Tensor, batch: dict[str, Any]) -> Tensor:
-    """transformers' rule, written out: the mean over the labels of next tokens; padding predicts nothing."""
-    labels = batch["labels"][:, 1:]
+def mean_loss(logits: Tensor, name: str) -> Tensor:
+    """The mean over the labels of next tokens; neither padding nor the last token of a document predicts anything."""
+    batch = BATCHES[name]()
+    labels = batch["labels"].clone()
+    for row, lengths in zip(labels, DOCUMENTS.get(name, ()), strict=False):
+        row[[*accumulate(lengths[:-1])]] = -100
+    labels = labels[:, 1:]
     if "attention_mask" in batch:
         labels = labels.masked_fill(batch["attention_mask"][:, :-1] == 0, -100)
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=-100)
@@ -229,7 +217,7 @@ def truth(model_name: str, batch_name: str) -> tuple[Tensor, float, dict[str, Te
     with Exact():
         model = make_model(model_name)
         logits = whole_logits(model, batch_name)
-        loss = mean_loss(logits, BATCHES[batch_name]())
+        loss = mean_loss(logits, batch_name)
         loss.backward()
     return logits.detach(), loss.item(), {name: p.grad for name, p in model.named_parameters()}
 

@@ -1,4 +1,4 @@
-"""The model of the recall examples: a Llama of two layers, with mesh attention."""
+"""The model of the recall examples: a Llama of two layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def make_model(*, seed: int, seq: int, dtype: str = "float32", rope_theta: float
         use_cache=False,
         bos_token_id=None,
         eos_token_id=None,
-        attn_implementation="mesh_attention",
     )
     model = LlamaForCausalLM(config)
     for name, module in list(model.named_modules()):

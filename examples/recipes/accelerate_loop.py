@@ -17,16 +17,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from mesh_attention import MeshAttention
 from mesh_attention.batches import batch_loss, count_items, shard_batch
 from mesh_attention.integrations.accelerate import shared_batches
-from mesh_attention.transformers import register
+from mesh_attention.transformers import parallelize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def make_model(attention):  # yours: AutoModelForCausalLM.from_pretrained(name, attn_implementation=attention)
+def make_model():  # yours: AutoModelForCausalLM.from_pretrained(name)
     torch.manual_seed(0)  # the same weights on every rank
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def make_rows():  # yours: a dataset; these rows differ in length
@@ -42,7 +42,7 @@ def collate(rows):
 def train(accelerator, attention, groups):
     rows = make_rows()
     loader = torch.utils.data.DataLoader(rows, batch_size=4 // groups, shuffle=True, collate_fn=collate)
-    model = make_model("mesh_attention")
+    model = parallelize(make_model(), attention)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     with shared_batches(accelerator, attention):  # the ranks of a group get the same batches
         loader = accelerator.prepare(loader)
@@ -69,7 +69,6 @@ if __name__ == "__main__":
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     cp = cp or dist.get_world_size()
     mesh = init_device_mesh(DEVICE, (dist.get_world_size() // cp, cp), mesh_dim_names=("dp", "cp"))
-    register(attention := MeshAttention(mesh["cp"]))
-    train(Accelerator(cpu=DEVICE == "cpu"), attention, groups=mesh["dp"].size())
+    train(Accelerator(cpu=DEVICE == "cpu"), MeshAttention(mesh["cp"]), groups=mesh["dp"].size())
     dist.destroy_process_group()
     time.sleep(0.5)  # Gloo's threads may still hold tensors; Python must not exit before they let go

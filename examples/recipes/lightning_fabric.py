@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mesh_attention import MeshAttention
 from mesh_attention.batches import batch_loss, count_items, shard_batch
-from mesh_attention.transformers import register
+from mesh_attention.transformers import parallelize
 
 SEQ, ROWS, BATCH, MICRO_BATCHES, MAX_NORM = 301, 16, 8, 2, 0.3
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 
 
-def make_model(attn_implementation):
+def make_model():
     torch.manual_seed(0)  # the same weights on every rank
     config = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=torch.float64)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
 
 def make_data():
@@ -34,7 +34,7 @@ def make_data():
     return [{"input_ids": ids, "labels": wanted} for ids, wanted in zip(text, labels, strict=True)]
 
 
-def parallelize(model, mesh):
+def shard_parameters(model, mesh):
     tokens_mesh = mesh._flatten("tokens")  # all ranks that hold different tokens
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=tokens_mesh)
@@ -50,12 +50,11 @@ if __name__ == "__main__":
     args = parser.parse_args()
     dp = world // args.cp
     # Lightning has no cp axis. Its tensor-parallel one does what cp needs: all of its ranks get the same batches.
-    strategy = ModelParallelStrategy(parallelize, data_parallel_size=dp, tensor_parallel_size=args.cp)
+    strategy = ModelParallelStrategy(shard_parameters, data_parallel_size=dp, tensor_parallel_size=args.cp)
     fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
     fabric.launch()
     attention = MeshAttention(strategy.device_mesh["tensor_parallel"])
-    register(attention)
-    model = fabric.setup_module(make_model("mesh_attention"))
+    model = fabric.setup_module(parallelize(make_model(), attention))
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
     if args.load:
         fabric.load(args.load, {"model": model, "optimizer": optimizer})

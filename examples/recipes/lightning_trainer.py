@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mesh_attention import MeshAttention
 from mesh_attention.batches import batch_loss, shard_batch
-from mesh_attention.transformers import register
+from mesh_attention.transformers import parallelize
 
 SEQ, ROWS, BATCH, MAX_NORM = 301, 16, 4, 0.3
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 
 
-def make_model(attn_implementation):
+def make_model():
     torch.manual_seed(0)  # the same weights on every rank
     config = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=torch.float64)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
 
 def make_data():
@@ -38,8 +38,7 @@ class LongSequences(LightningModule):
     def configure_model(self):
         if not hasattr(self, "model"):  # Lightning may call this more than once
             self.attention = MeshAttention(self.device_mesh["tensor_parallel"])
-            register(self.attention)
-            self.model = make_model("mesh_attention")
+            self.model = parallelize(make_model(), self.attention)
             for part in (*self.model.model.layers, self.model):
                 fully_shard(part, mesh=self.device_mesh._flatten("tokens"))  # all ranks that hold different tokens
 

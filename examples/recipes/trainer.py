@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
 from mesh_attention import MeshAttention
-from mesh_attention.transformers import register
+from mesh_attention.transformers import parallelize
 from mesh_attention.transformers.trainer import MeshTrainerMixin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,11 +25,11 @@ class MeshTrainer(MeshTrainerMixin, Trainer):
     """Trainer for a model with mesh attention."""
 
 
-def make_model(attention):  # yours: AutoModelForCausalLM.from_pretrained(name, attn_implementation=attention)
+def make_model():  # yours: AutoModelForCausalLM.from_pretrained(name)
     torch.manual_seed(0)  # the same weights on every rank
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def make_rows(count, seed):  # yours: a dataset; these rows differ in length, and in how many tokens have labels
@@ -70,8 +70,8 @@ if __name__ == "__main__":
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     cp = flags.cp or dist.get_world_size()
     mesh = init_device_mesh(DEVICE, (dist.get_world_size() // cp, cp), mesh_dim_names=("dp", "cp"))
-    register(MeshAttention(mesh["cp"]))
-    model, settings = make_model("mesh_attention"), make_settings(flags.folder, groups=mesh["dp"].size())
+    model = parallelize(make_model(), MeshAttention(mesh["cp"]))
+    settings = make_settings(flags.folder, groups=mesh["dp"].size())
     rows = {"train_dataset": make_rows(22, seed=1), "eval_dataset": make_rows(10, seed=2)}
     train(MeshTrainer(model, settings, data_collator=collate, **rows), is_resumed=flags.resume)
     dist.destroy_process_group()

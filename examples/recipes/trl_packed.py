@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from trl import SFTConfig, SFTTrainer
 
 from mesh_attention import MeshAttention
-from mesh_attention.transformers import register
+from mesh_attention.transformers import parallelize
 from mesh_attention.transformers.trainer import MeshTrainerMixin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,19 +43,19 @@ def make_texts(count, seed):  # yours: load_dataset(name)
     return Dataset.from_dict({"text": [" ".join(WORDS[word] for word in words) for words in drawn]})
 
 
-def make_model(attention):  # yours: AutoModelForCausalLM.from_pretrained(name, attn_implementation=attention)
+def make_model():  # yours: AutoModelForCausalLM.from_pretrained(name)
     torch.manual_seed(0)  # the same weights on every rank
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(config)
 
 
-def make_trainer(kind, attention, groups, **others):  # a batch of 2 packed rows, divided among the groups
+def make_trainer(kind, model, groups, **others):  # a batch of 2 packed rows, divided among the groups
     sizes = {f"per_device_{part}_batch_size": 2 // groups for part in ("train", "eval")}
     given = {**PACKING, **TRAINING, **OUTPUT, **sizes, **others}
     settings = SFTConfig("/tmp/mesh-attention-trl", **given, bf16=False, use_cpu=DEVICE == "cpu")
     texts = {"train_dataset": make_texts(40, seed=1), "eval_dataset": make_texts(12, seed=2)}
-    return kind(make_model(attention), settings, processing_class=make_tokenizer(), **texts)
+    return kind(model, settings, processing_class=make_tokenizer(), **texts)
 
 
 def read_log(trainer):
@@ -70,8 +70,8 @@ if __name__ == "__main__":
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     cp = int(sys.argv[2]) if sys.argv[1:2] == ["--cp"] else dist.get_world_size()  # ranks that share a sequence
     mesh = init_device_mesh(DEVICE, (dist.get_world_size() // cp, cp), mesh_dim_names=("dp", "cp"))
-    register(MeshAttention(mesh["cp"]))
-    trainer = make_trainer(MeshSFTTrainer, "mesh_attention", groups=mesh["dp"].size())
+    model = parallelize(make_model(), MeshAttention(mesh["cp"]))
+    trainer = make_trainer(MeshSFTTrainer, model, groups=mesh["dp"].size())
     trainer.train()
     for name, values in read_log(trainer).items():
         trainer.accelerator.print(*(f"{name} {value:.12f}" for value in values), flush=True)

@@ -10,26 +10,21 @@ found before anything is cut, because the next token may be on another rank. It 
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from math import prod
 from typing import Any, Literal
-from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import describe
 from mesh_attention.comm.torch_dist import Group, process_group
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.call import Calls
 from mesh_attention.sequences import (
     CUTS,
     LENGTHS,
@@ -58,27 +53,10 @@ ACCEPTED = (
 Gradients = Literal["averaged", "summed"]
 
 
-_SHARDED = WeakTensorKeyDictionary()
-"""The `Calls` that each tensor of a sharded batch was sharded for, as weak references."""
-_ALL_CALLS: WeakSet[Calls] = WeakSet()
 NEVER_RAN = (
-    "{what} was given a sharded batch and did not call mesh attention, so every rank attended to its own tokens only; "
-    'use model.set_attn_implementation("mesh_attention"). (Models that share a config object all use the '
-    "implementation that was set last.)"
+    "the model was given a sharded batch and did not call mesh attention, so every rank attended to its own tokens "
+    "only; call parallelize(model, attention) before the model"
 )
-
-
-def is_sharded(value: object) -> bool:
-    """True for a tensor that `shard_batch` made."""
-    return isinstance(value, Tensor) and value in _SHARDED
-
-
-def count_passes(values: Iterable[object]) -> int | None:
-    """How often the attention has run that a sharded batch needs (that of any batch, if its tensors were copied since);
-    None if no rank needs another's tokens."""
-    needed = [_SHARDED[value]() for value in values if is_sharded(value)]
-    passes = [x.forward_passes for x in needed or _ALL_CALLS if x is not None and x.session.size > 1]
-    return sum(passes) if passes else None
 
 
 class LocalBatch(dict[str, Any]):
@@ -87,15 +65,11 @@ class LocalBatch(dict[str, Any]):
     def __init__(self, entries: Mapping[str, Any], attention: MeshAttention) -> None:
         super().__init__(entries)
         self._calls, self._passes = attention.calls, attention.calls.forward_passes
-        _ALL_CALLS.add(self._calls)
-        for name, value in entries.items():
-            if isinstance(value, Tensor) and name != "attention_mask":  # that one is the caller's own, of whole rows
-                _SHARDED[value] = ref(self._calls)
 
     def check_that_attention_ran(self) -> None:
         """Raise if the model did not call mesh attention: it would silently attend to this rank's tokens alone."""
         if self._calls.session.size > 1 and self._calls.forward_passes == self._passes:
-            raise UsageError(NEVER_RAN.format(what="the model"))
+            raise UsageError(NEVER_RAN)
 
 
 def shard_batch(
@@ -111,16 +85,17 @@ def shard_batch(
     `batch` holds ``input_ids`` or ``inputs_embeds`` (batch, tokens, …), and may hold ``labels`` (as transformers has
     them: not shifted, -100 for none) or ``shift_labels``, ``position_ids``, a 2D ``attention_mask``, and
     ``cu_seq_lens_q/k`` with ``max_length_q/k``. Position ids that restart, without an attention mask, mark
-    packed documents, as in transformers. Anything else is refused. Padding gets no labels.
+    packed documents, as in transformers. Anything else is refused. Padding predicts nothing, and the last token of a
+    packed document does not predict the first of the next.
 
     The result has this rank's tokens, position ids and labels, and for the whole sequence the boundaries, the attention
     mask and ``num_items_in_batch``, so that the model's loss is this rank's sum over the labelled tokens of the whole
     batch. A label belongs to the token before it, as causal language models have it: the result holds ``shift_labels``,
     and its ``labels`` are all -100, because models compute no loss without labels, and a model that shifts labels
     itself cannot get these wrong. With `shift_labels=False`, for masked language models, labels are those of the tokens
-    themselves and remain ``labels``. transformers' models are tried with a few tokens when they are first called, and
-    refuse labels of the other kind. A batch whose labels are all -100 is refused, unless `may_lack_labels`: use that if
-    the loss is divided by the labels of several batches (`total_items` of `batch_loss`).
+    themselves and remain ``labels``. A parallelized model refuses labels of the other kind. A batch
+    whose labels are all -100 is refused, unless `may_lack_labels`: use that if the loss is divided by the labels of
+    several batches (`total_items` of `batch_loss`).
 
     Ranks compare their batches (a few hundred bytes per rank), unless `is_compared` is False.
     """
@@ -133,8 +108,6 @@ def shard_batch(
         tokens, whole = _read(batch, attention.ranks, shift_labels=shift_labels, may_lack_labels=may_lack_labels)
     if is_compared:
         _compare(attention, batch)
-    if "transformers.modeling_utils" in sys.modules:  # otherwise nobody has a model to watch
-        importlib.import_module("mesh_attention.transformers.register").watch()
     local: dict[str, Any] = {name: attention.shard(tensor) for name, tensor in tokens.items()}
     if "shift_labels" in local:
         local["labels"] = torch.full_like(local["shift_labels"], IGNORED)
@@ -262,11 +235,11 @@ def _read(
     rows, seq_len = _sizes(batch, inputs[0], ranks)
     tokens: dict[str, Tensor] = {inputs[0]: batch[inputs[0]]}
     mask = _per_token(batch, "attention_mask", (rows, seq_len))
-    labels = _read_labels(batch, mask, (rows, seq_len), shift_labels=shift_labels)
-    if labels is not None:
-        tokens["shift_labels" if shift_labels else "labels"] = labels
     positions = _per_token(batch, "position_ids", (rows, seq_len), may_be_one_row=True)
     documents = _rows(batch, positions, mask, (rows, seq_len))
+    labels = _read_labels(batch, mask, documents, shift_labels=shift_labels)
+    if labels is not None:
+        tokens["shift_labels" if shift_labels else "labels"] = labels
     plain = torch.arange(seq_len, device=tokens[inputs[0]].device)
     if positions is not None and find_misplaced(positions, plain.to(positions.device), documents) is not None:
         raise UsageError(
@@ -276,8 +249,8 @@ def _read(
     counted = None if labels is None else (labels != IGNORED).sum()
     if counted is not None and not may_lack_labels and not counted:
         raise UsageError(
-            "every label is -100 or padding (or of the first token of a row, which nothing predicts); check how labels "
-            "are made, skip such batches, or leave labels out"
+            "every label is -100 or padding (or of the first token of a row or document, which nothing predicts); "
+            "check how labels are made, skip such batches, or leave labels out"
         )
     tokens["position_ids"] = plain[None] if positions is None else positions
     # Boundaries state the whole length as well: a rank cannot derive it from its own tokens when ranks differ by one.
@@ -311,9 +284,13 @@ def _per_token(
 
 
 def _read_labels(
-    batch: Mapping[str, Any], mask: Tensor | None, shape: tuple[int, int], *, shift_labels: bool
+    batch: Mapping[str, Any], mask: Tensor | None, documents: Sequence[BatchRow], *, shift_labels: bool
 ) -> Tensor | None:
-    """Labels, shifted to the token before over the whole row. As in transformers, documents do not interrupt it."""
+    """Labels that count: shifted to the token before, in its document, and none of padding.
+
+    Labels that are shifted already say themselves what each token predicts.
+    """
+    shape = len(documents), documents[0].cuts[-1]
     labels, shifted = (_per_token(batch, name, shape) for name in ("labels", "shift_labels"))
     if labels is not None and shifted is not None:
         raise UsageError("the batch has both labels and shift_labels; leave one out")
@@ -321,6 +298,8 @@ def _read_labels(
         raise UsageError("the batch has shift_labels, but shift_labels=False asks for labels; give those instead")
     if labels is not None and shift_labels:
         shifted = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
+        for row, document in enumerate(documents):
+            shifted[row, [cut - 1 for cut in document.cuts[1:-1]]] = IGNORED
     labels = shifted if shift_labels else labels
     if labels is None or mask is None:
         return labels

@@ -36,7 +36,7 @@ from torch.nn import functional
 from mesh_attention.api import MeshAttention
 from mesh_attention.batches import batch_loss, shard_batch
 from mesh_attention.errors import DisagreementError, MeshAttentionError
-from mesh_attention.transformers import register
+from mesh_attention.transformers import parallelize
 
 RANKS = 4
 LIMIT_S = 300
@@ -172,7 +172,6 @@ def run_rank(rank: int, folder: Path, family: Any, implementation: str, due: Map
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=20))
     attention = MeshAttention()
-    register(attention)
     said: dict[str, list[str]] = {}
 
     def write(said: Mapping[str, Any]) -> None:
@@ -189,21 +188,15 @@ def run_rank(rank: int, folder: Path, family: Any, implementation: str, due: Map
     dist.barrier()
 
 
-def forget(attention: MeshAttention, family: Any, implementation: str) -> None:
-    """A sharded batch through a model with its ordinary attention."""
-    model_type, kind, sizes = family
-    build(model_type, kind, implementation, sizes)(**shard_batch(attention, batches("encoder")["odd"]))
-
-
 def generate(attention: MeshAttention, family: Any, implementation: str) -> None:
     model_type, kind, sizes = family
-    model = build(model_type, kind, "mesh_attention", sizes)
+    model = parallelize(build(model_type, kind, implementation, sizes), attention)
     if not model.can_generate():
         raise MeshAttentionError("this model cannot generate")
     model.generate(attention.shard(tokens(1, 16)), max_new_tokens=1, do_sample=False)
 
 
-MISUSES = {"ordinary attention": forget, "generate": generate}
+MISUSES = {"generate": generate}
 
 
 def misuse_outcome(misuse: Any, *arguments: Any) -> list[str]:
@@ -219,7 +212,7 @@ def run_batch(attention: MeshAttention, family: Any, batch: Mapping[str, Any], d
     """A verdict on this rank's part, and the largest error or what was raised; `due` is the output and gradients."""
     model_type, kind, sizes = family
     try:
-        model = build(model_type, kind, "mesh_attention", sizes)
+        model = parallelize(build(model_type, kind, "eager", sizes), attention)
         local = shard_batch(attention, batch, shift_labels=kind != "masked")
         out = model(**local)
         errors = {"output": error_of(*real(first_output(out), attention.shard(due[0]), attention, batch))}

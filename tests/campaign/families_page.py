@@ -133,8 +133,8 @@ def glance(results: list[Result]) -> list[str]:
     lines = [
         *wrap(
             "By model type (`config.model_type`). A star marks types with an exception, such as their loss; an "
-            "exception is listed with its class below. *Whole sequences* means: load the model with another "
-            "`attn_implementation`, and give it whole sequences. Configs are the defaults of transformers, made small; "
+            "exception is listed with its class below. *Whole sequences* means: run the model without "
+            "`parallelize`, on whole sequences. Configs are the defaults of transformers, made small; "
             "a checkpoint with layers of other kinds, such as LFM2 with convolutions, is judged when it first runs. "
             "Multimodal models are given text alone."
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,19 +16,16 @@ SIZES: dict[str, Any] = {"vocab_size": 997, "num_attention_heads": 8, "num_key_v
 
 
 @pytest.fixture
-def attention() -> Iterator[MeshAttention]:
-    from mesh_attention.transformers import register, unregister
-
-    made = MeshAttention(LocalGroup(1).comm(0))
-    register(made)
-    yield made
-    unregister()
+def attention() -> MeshAttention:
+    return MeshAttention(LocalGroup(1).comm(0))
 
 
-def make(config: Any, dtype: torch.dtype) -> Any:
+def make(config: Any, dtype: torch.dtype, attention: MeshAttention) -> Any:
+    from mesh_attention.transformers import parallelize
+
     torch.manual_seed(0)
     with torch.device("cuda"):
-        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="mesh_attention", dtype=dtype)
+        return parallelize(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype), attention)
 
 
 def local(attention: MeshAttention) -> Any:
@@ -49,10 +45,10 @@ def test_deep_models_pass_the_trial(attention: MeshAttention, name: str, dtype: 
         if name == "llama"
         else transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=128, num_experts=32, num_experts_per_tok=4)
     )
-    assert make(config, dtype)(**local(attention)).loss.isfinite()
+    assert make(config, dtype, attention)(**local(attention)).loss.isfinite()
 
 
 def test_positions_of_its_own_are_found_in_bfloat16(attention: MeshAttention) -> None:
     config = transformers.BartConfig(vocab_size=997, d_model=128, decoder_layers=2, decoder_attention_heads=4)
     with pytest.raises(UsageError, match="computes its own positions"):
-        make(config, torch.bfloat16)(**local(attention))
+        make(config, torch.bfloat16, attention)(**local(attention))

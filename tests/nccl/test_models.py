@@ -128,7 +128,7 @@ def llama_batch(step: int) -> Tensor:
 
 def trained_llama(group: Any, compile_layers: bool, options: dict[str, Any]) -> list[tuple[str, float]]:
     """How far each weight of a Llama under FSDP2 over dp × cp is from one process's after some steps of training."""
-    from mesh_attention.transformers import register, unregister
+    from mesh_attention.transformers import parallelize
 
     torch.compiler.reset()
     alone = llama("sdpa")
@@ -140,24 +140,20 @@ def trained_llama(group: Any, compile_layers: bool, options: dict[str, Any]) -> 
         optimizer.step()
     mesh = init_device_mesh(DEVICE.type, (2, 4), mesh_dim_names=("dp", "cp"))
     attention = MeshAttention(mesh["cp"], **options)
-    register(attention)
-    try:
-        model = llama("mesh_attention")
-        whole = mesh["dp", "cp"]._flatten("dp_cp")
-        for layer in model.model.layers:
-            if compile_layers:
-                layer.compile(backend=COMPILER, fullgraph=True)
-            fully_shard(layer, mesh=whole)
-        fully_shard(model, mesh=whole)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in range(STEPS):
-            ids = llama_batch(step).chunk(2)[mesh.get_local_rank("dp")]
-            local = shard_batch(attention, {"input_ids": ids, "labels": ids})
-            optimizer.zero_grad()
-            batch_loss(model(**local).loss, local, group=mesh).backward()
-            optimizer.step()
-    finally:
-        unregister()
+    model = parallelize(llama("sdpa"), attention)
+    whole = mesh["dp", "cp"]._flatten("dp_cp")
+    for layer in model.model.layers:
+        if compile_layers:
+            layer.compile(backend=COMPILER, fullgraph=True)
+        fully_shard(layer, mesh=whole)
+    fully_shard(model, mesh=whole)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        ids = llama_batch(step).chunk(2)[mesh.get_local_rank("dp")]
+        local = shard_batch(attention, {"input_ids": ids, "labels": ids})
+        optimizer.zero_grad()
+        batch_loss(model(**local).loss, local, group=mesh).backward()
+        optimizer.step()
     due = dict(alone.named_parameters())
     return [(name, distance(ours, due[name])) for name, ours in model.named_parameters()]
 

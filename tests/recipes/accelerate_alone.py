@@ -14,7 +14,7 @@ import accelerate_loop as recipe
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
-    model = recipe.make_model("sdpa")
+    model = recipe.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     loader = torch.utils.data.DataLoader(recipe.make_rows(), batch_size=4, shuffle=True, collate_fn=recipe.collate)

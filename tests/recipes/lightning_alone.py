@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 def train_alone(name: str) -> Iterator[Run]:
     """Epoch after epoch, on whole batches; Lightning shuffles as torch's DistributedSampler does."""
     recipe: dict[str, Any] = runpy.run_path(str(RECIPES / name))
-    model, data = recipe["make_model"]("sdpa"), recipe["make_data"]()
+    model, data = recipe["make_model"](), recipe["make_data"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=1, rank=0)
     while True:

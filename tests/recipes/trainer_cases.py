@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "recip
 import trainer as recipe
 
 from mesh_attention import MeshAttention, UsageError
-from mesh_attention.transformers import register
+from mesh_attention.transformers import parallelize
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -72,14 +72,20 @@ def make_rows(name: str, count: int, seed: int) -> Any:
     return Endless(rows) if name == "iterable" else rows
 
 
-def run(name: str, groups: int, *, is_mesh: bool) -> dict[str, Any]:
+def make_model(attention: MeshAttention | None) -> Any:
+    model = recipe.make_model()
+    return model if attention is None else parallelize(model, attention)
+
+
+def run(name: str, groups: int, attention: MeshAttention | None) -> dict[str, Any]:
+    is_mesh = attention is not None
     torch.set_default_dtype(torch.float32 if name == "bf16" else torch.float64)
     with tempfile.TemporaryDirectory() as folder:
         settings = recipe.make_settings(folder, groups, save_strategy="no", **CASES[name])
         if name == "few labels":
             settings.train_sampling_strategy = "sequential"
         kind: Any = Trainer if not is_mesh else ShardedOnCpu if name == "fsdp" else recipe.MeshTrainer
-        model = recipe.make_model("mesh_attention" if is_mesh else "sdpa")
+        model = make_model(attention)
         trainer = kind(
             model,
             settings,
@@ -119,20 +125,18 @@ REFUSED: dict[str, dict[str, Any]] = {
     "use_seedable_sampler=False is not supported": {"accelerator_config": {"use_seedable_sampler": False}},
     "split_batches=True is not supported": {"accelerator_config": {"split_batches": True}},
     "eval_use_gather_object=True is not supported": {"eval_use_gather_object": True},
-    "LlamaForCausalLM does not use mesh attention": {"attention": "sdpa"},
-    "expected groups of consecutive ranks": {"attention": "strided"},
+    "LlamaForCausalLM does not use mesh attention": {"axis": None},
+    "expected groups of consecutive ranks": {"axis": "dp"},
     "train was called after evaluate or predict": {},
 }
 """Settings by what is said of them."""
 
 
-def refuse_late_training(groups: int) -> str:
+def refuse_late_training(groups: int, attention: MeshAttention) -> str:
     with tempfile.TemporaryDirectory() as folder:
         settings = recipe.make_settings(folder, groups, save_strategy="no")
         rows = {"train_dataset": recipe.make_rows(8, 1), "eval_dataset": recipe.make_rows(8, 2)}
-        trainer = recipe.MeshTrainer(
-            recipe.make_model("mesh_attention"), settings, data_collator=recipe.collate, **rows
-        )
+        trainer = recipe.MeshTrainer(make_model(attention), settings, data_collator=recipe.collate, **rows)
         trainer.evaluate()
         try:
             trainer.train()
@@ -141,11 +145,11 @@ def refuse_late_training(groups: int) -> str:
     return ""
 
 
-def refuse(expected: str, groups: int) -> str:
+def refuse(expected: str, groups: int, attentions: dict[str | None, MeshAttention]) -> str:
     if not REFUSED[expected]:
-        return refuse_late_training(groups)
+        return refuse_late_training(groups, attentions["cp"])
     settings = dict(REFUSED[expected])
-    model = recipe.make_model(settings.pop("attention", "mesh_attention"))
+    model = make_model(attentions.get(settings.pop("axis", "cp")))
     given = {name: settings.pop(name) for name in ("compute_loss_func",) if name in settings}
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -161,19 +165,18 @@ if __name__ == "__main__":
     parser.add_argument("--refused", action="store_true")
     parser.add_argument("cases", nargs="*")
     flags = parser.parse_args()
-    groups = 1
+    groups, attentions = 1, {}
     if flags.cp:
         dist.init_process_group("gloo")
         groups = dist.get_world_size() // flags.cp
         mesh = init_device_mesh("cpu", (groups, flags.cp), mesh_dim_names=("dp", "cp"))
-        register(MeshAttention(mesh["cp"]))
-        register(MeshAttention(mesh["dp"]), name="strided")
+        attentions = {axis: MeshAttention(mesh[axis]) for axis in ("cp", "dp")}
     for name in flags.cases:
-        found = run(name, groups, is_mesh=bool(flags.cp))
+        found = run(name, groups, attentions.get("cp"))
         if not flags.cp or dist.get_rank() == 0:
             print("result", json.dumps(found), flush=True)
     for name in REFUSED if flags.refused else ():
-        message = refuse(name, groups)
+        message = refuse(name, groups, attentions)
         if dist.get_rank() == 0:
             print("result", json.dumps({"case": name, "message": message}), flush=True)
     if flags.cp:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "recip
 import trl_packed as recipe
 
 from mesh_attention import MeshAttention
-from mesh_attention.transformers import register
+from mesh_attention.transformers import parallelize
 
 CASES: dict[str, dict[str, Any]] = {
     "packed": {},
@@ -32,11 +32,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def run(name: str, groups: int, *, is_mesh: bool) -> dict[str, Any]:
-    kind: Any = recipe.MeshSFTTrainer if is_mesh else SFTTrainer
-    fresh, trainer = (
-        recipe.make_trainer(kind, "mesh_attention" if is_mesh else "sdpa", groups, **CASES[name]) for _ in range(2)
-    )
+def make_model(attention: MeshAttention | None) -> Any:
+    model = recipe.make_model()
+    return model if attention is None else parallelize(model, attention)
+
+
+def run(name: str, groups: int, attention: MeshAttention | None) -> dict[str, Any]:
+    kind: Any = recipe.MeshSFTTrainer if attention is not None else SFTTrainer
+    fresh, trainer = (recipe.make_trainer(kind, make_model(attention), groups, **CASES[name]) for _ in range(2))
     first = fresh.evaluate()["eval_loss"]
     trainer.train()
     return {"case": name, "first": first, "due": by_document(), **recipe.read_log(trainer)}
@@ -44,7 +47,7 @@ def run(name: str, groups: int, *, is_mesh: bool) -> dict[str, Any]:
 
 def by_document() -> float:
     """The mean loss over the evaluation texts before training, one document per row."""
-    model, tokenizer = recipe.make_model("eager"), recipe.make_tokenizer()
+    model, tokenizer = recipe.make_model(), recipe.make_tokenizer()
     rows = [torch.tensor([tokenizer(text)["input_ids"]]) for text in recipe.make_texts(12, seed=2)["text"]]
     rows = [torch.cat([row, torch.tensor([[tokenizer.eos_token_id]])], dim=1) for row in rows]
     with torch.no_grad():
@@ -58,14 +61,14 @@ if __name__ == "__main__":
     parser.add_argument("cases", nargs="*")
     flags = parser.parse_args()
     torch.set_default_dtype(torch.float64)
-    groups = 1
+    groups, attention = 1, None
     if flags.cp:
         dist.init_process_group("gloo")
         groups = dist.get_world_size() // flags.cp
         mesh = init_device_mesh("cpu", (groups, flags.cp), mesh_dim_names=("dp", "cp"))
-        register(MeshAttention(mesh["cp"]))
+        attention = MeshAttention(mesh["cp"])
     for name in flags.cases:
-        found = run(name, groups, is_mesh=bool(flags.cp))
+        found = run(name, groups, attention)
         if not flags.cp or dist.get_rank() == 0:
             print("result", json.dumps(found), flush=True)
     if flags.cp:

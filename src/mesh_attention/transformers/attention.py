@@ -7,22 +7,28 @@ all models pass them on to their layers. Every argument is honoured, known to ha
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from threading import Lock, get_ident
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
+from transformers.masking_utils import AttentionMaskInterface
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.arguments import describe
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.integrations.pytorch import as_autocast, with_sinks
 from mesh_attention.sequences import CUTS, LENGTHS, BatchRow, find_misplaced, read_documents, real_tokens
-from mesh_attention.transformers.cache import Observed
-from mesh_attention.transformers.masks import CALL, DECODING, BatchMask, read_band, refuse_own_mask
+from mesh_attention.transformers.cache import GenerationCache, Observed
+from mesh_attention.transformers.masks import DECODING, BatchMask, Call, read_band, refuse_own_mask
 from mesh_attention.transformers.models import least_end, refuse_rotary
 
 HONOURED = ("scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "deterministic")
@@ -32,36 +38,122 @@ PASSED_BY = ("use_cache", "num_items_in_batch", "shift_labels", "logits_to_keep"
 """Arguments that pass through the layers and have no effect on attention."""
 
 
-def make_mask(**request: Any) -> BatchMask:
-    """The mask of layers. Models request it in every forward, before the first layer attends."""
-    if CALL.current is None:
-        raise UsageError("mesh attention reads the arguments of a model's call; call the model, not its forward")
-    return CALL.current.make_mask(**request)
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **arguments: Any
+) -> tuple[Tensor, None]:
+    """What a layer calls: this rank's output, (batch, tokens, heads, dim), and None for the attention weights."""
+    refuse_arguments(module, arguments)
+    mask = check_mask(attention_mask, arguments)
+    return mask.call.attend((query, key, value), mask, arguments), None
 
 
-class LayerAttention:
-    """The attention function of one `MeshAttention`, and what is known of the models that use it."""
+class Implementation:
+    """An attention implementation of transformers, for one parallelized model and its copies.
 
-    def __init__(self, attention: MeshAttention) -> None:
-        self.attention = attention
-        self.tried: WeakKeyDictionary[nn.Module, dict[frozenset[str], str | None]] = WeakKeyDictionary()
-        """The kinds of calls that each model was tried with, and why it refuses padding on the left, if it does."""
-        self.observed: WeakKeyDictionary[nn.Module, dict[object, Observed]] = WeakKeyDictionary()
-        """The layers of each model as a cache sees them, by dtype and device."""
+    The model's call is here while it runs. Masks, which transformers requests of it in every forward before the first
+    layer attends, carry the call to the layers.
+    """
 
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: object,
-        **arguments: Any,
-    ) -> tuple[Tensor, None]:
-        """This rank's output, (batch, tokens, heads, dim), and None for the attention weights."""
-        refuse_arguments(module, arguments)
-        mask = check_mask(attention_mask, arguments)
-        return mask.call.attend((query, key, value), mask, arguments), None
+    def __init__(self) -> None:
+        self.name = f"mesh_attention_{next(NUMBERS)}"
+        self._call: Call | None = None
+        self._thread: int | None = None
+        self._lock = Lock()
+        AttentionInterface.register(self.name, attend)
+        # torch.compile does not trace it: it reads closures and the values of padding. Layers can be compiled.
+        make_mask: Any = torch.compiler.disable(partial(_make_mask, ref(self)))  # type: ignore[no-untyped-call]
+        AttentionMaskInterface.register(self.name, make_mask)
+        finalize(self, _forget, self.name)
+
+    def __deepcopy__(self, memo: object) -> Implementation:
+        return self
+
+    @contextmanager
+    def running(self, model: object) -> Iterator[None]:
+        """Inside, the model runs. It cannot be called again, by this thread or another."""
+        if not self._lock.acquire(blocking=False):
+            where = "called by itself, or by a copy" if self.is_running_here() else "running in another thread"
+            raise UsageError(
+                f"{type(model).__name__} is {where}; a parallelized model and its copies make one call at a time"
+            )
+        self._thread = get_ident()
+        try:
+            yield
+        finally:
+            self._thread = None
+            self._lock.release()
+
+    def is_running_here(self) -> bool:
+        """True inside of a call, in its thread."""
+        return self._thread == get_ident()
+
+    @contextmanager
+    def calling(self, call: Call) -> Iterator[None]:
+        """Inside, the layers attend through `call`."""
+        before, self._call = self._call, call
+        try:
+            yield
+        finally:
+            self._call = before
+
+    def make_mask(self, **request: Any) -> BatchMask:
+        if self._call is None or not self.is_running_here():
+            raise UsageError(NOT_CALLED)
+        return self._call.make_mask(**request)
+
+
+NUMBERS = count()
+NOT_CALLED = (
+    "a part of a parallelized model was called, or a model with its config; call the whole model, or "
+    "parallelize(…, attention) the model that is called"
+)
+
+
+def _make_mask(implementation: ref[Implementation], **request: Any) -> BatchMask:
+    held = implementation()
+    assert held is not None  # it is forgotten otherwise
+    return held.make_mask(**request)
+
+
+def _forget(name: str) -> None:
+    del AttentionInterface._global_mapping[name]
+    del AttentionMaskInterface._global_mapping[name]
+
+
+@dataclass(frozen=True)
+class CopiedConfig:
+    """A config of a model, the copy that the model has instead, and the values that were copied."""
+
+    config: Any
+    private: Any
+    values: Mapping[str, Any]
+
+
+class ModelAttention:
+    """The attention of a parallelized model, and what is known of the model."""
+
+    def __init__(
+        self, attention: MeshAttention, implementation: Implementation, configs: Sequence[CopiedConfig]
+    ) -> None:
+        self.attention, self.implementation, self.configs = attention, implementation, configs
+        self.tried: dict[frozenset[str], str | None] = {}
+        """The kinds of calls that it was tried with, and why it refuses padding on the left, if it does."""
+        self.observed: dict[object, Observed] = {}
+        """Its layers as a cache sees them, by dtype and device."""
+        self.generating: Generating | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelAttention:
+        return ModelAttention(self.attention, self.implementation, copy.deepcopy(self.configs, memo))
+
+
+@dataclass
+class Generating:
+    """A `generate` that runs."""
+
+    tokens: int | None
+    """The columns of the tokens that it was given."""
+    cache: GenerationCache | None = None
+    """The cache that it made or was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +294,7 @@ def refuse_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
         if name not in (*HONOURED, *OF_THE_CALL, *PASSED_BY) and value is not None:
             raise UsageError(
                 f"{type(module).__name__} passed {name} to attention, which mesh attention does not know; if it is "
-                "yours, leave it out; if it is the model's (such as a bias on scores), use another attn_implementation"
+                "yours, leave it out; if it is the model's (a bias on scores, say), run the model without parallelize"
             )
     if arguments.get("dropout"):
         raise UsageError(
@@ -234,22 +326,3 @@ def check_sinks(arguments: Mapping[str, Any], *, heads: int) -> Tensor | None:
     if sinks is None or (isinstance(sinks, Tensor) and tuple(sinks.shape) == (heads,)):
         return sinks
     raise UsageError(f"s_aux is {describe(sinks)}: expected attention sinks, one per head ({heads})")
-
-
-# The attention of a model
-
-
-def find_layers(model: Any) -> LayerAttention | None:
-    """The attention function of a model or of a part of it, if it is mesh attention."""
-    for config in _configs(model.config):
-        layers = AttentionInterface._global_mapping.get(str(getattr(config, "_attn_implementation", "")))
-        if isinstance(layers, LayerAttention):
-            return layers
-    return None
-
-
-def _configs(config: Any) -> Iterator[Any]:
-    yield config
-    for name in getattr(config, "sub_configs", ()):
-        if getattr(config, name, None) is not None:
-            yield from _configs(getattr(config, name))

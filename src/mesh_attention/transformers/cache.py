@@ -7,7 +7,8 @@ attention, which stores them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,12 +19,11 @@ from transformers import Cache
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.serving import CachedLayer, ShardedCache, Step, Turn
-from mesh_attention.transformers.masks import CALL
 from mesh_attention.units import brief, count
 
 NO_CALL = (
-    "a GenerationCache was given to a model whose attention is not mesh attention; use "
-    'model.set_attn_implementation("mesh_attention"), or another cache for this model'
+    "a GenerationCache was given to a model whose attention is not mesh attention; call parallelize(model, attention), "
+    "or give it another cache"
 )
 
 
@@ -65,6 +65,7 @@ class GenerationCache(Cache):
         self._room, self._max_rollback = (tokens, rows), max_rollback
         self._observed: Observed | None = None
         self._updated: int | None = None
+        self._is_called = False
 
     def __repr__(self) -> str:
         columns, rows = count(self.columns, "column"), count(len(self.sequences), "row")
@@ -121,11 +122,20 @@ class GenerationCache(Cache):
         self._max_rollback = max(max_rollback, self._max_rollback)
         self.is_to_meet = True
 
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """Inside, a model with mesh attention runs, and may update the cache."""
+        self._is_called = True
+        try:
+            yield
+        finally:
+            self._is_called = False
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Note which layer attends next. Its new keys and values are returned as they are."""
-        if CALL.current is None:
+        if not self._is_called:
             raise UsageError(NO_CALL)
         self._updated = layer_idx
         return key_states, value_states
@@ -136,7 +146,7 @@ class GenerationCache(Cache):
         if index is None:
             raise UsageError(
                 "a layer attends to keys and values that it did not put into the cache (of another layer, perhaps); "
-                'generate with another implementation: model.set_attn_implementation("sdpa")'
+                "generate in one process: unparallelize(model)"
             )
         return index
 
@@ -156,7 +166,7 @@ class GenerationCache(Cache):
         if len(part.attended) < layers:
             raise UsageError(
                 f"{len(part.attended)} of {layers} layers of {name} called mesh attention, so the cache lacks tokens; "
-                'use model.set_attn_implementation("mesh_attention") for all of its layers'
+                "generate in one process: unparallelize(model)"
             )
 
     def _stored(self) -> ShardedCache:

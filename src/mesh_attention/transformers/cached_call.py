@@ -29,9 +29,9 @@ from mesh_attention.integrations.pytorch import as_autocast, with_sinks
 from mesh_attention.plan.serving import MOST_DECODED
 from mesh_attention.serving import Step, Turn
 from mesh_attention.session.agreement import Statement
-from mesh_attention.transformers.attention import LayerAttention, check_sinks
+from mesh_attention.transformers.attention import Implementation, ModelAttention, check_sinks
 from mesh_attention.transformers.cache import GenerationCache
-from mesh_attention.transformers.masks import BatchMask, calling, read_band, refuse_own_mask
+from mesh_attention.transformers.masks import BatchMask, read_band, refuse_own_mask
 from mesh_attention.transformers.models import refuse_rotary
 from mesh_attention.transformers.probe import observe, try_once
 from mesh_attention.units import count
@@ -40,16 +40,16 @@ Inputs = Mapping[str, Any]
 """The arguments of a model's call, by name."""
 
 
-def call_with_cache(model: Any, inputs: Inputs, layers: LayerAttention) -> Any:
+def call_with_cache(model: Any, inputs: Inputs, parallel: ModelAttention) -> Any:
     """The model's output for a whole call, on every rank."""
     cache: GenerationCache = inputs["past_key_values"]
-    session = layers.attention.session
+    session = parallel.attention.session
     with session.telling():
-        new = _checked(model, cache, inputs, layers)
-    try_once(model, {new.name: new.tokens, "position_ids": new.tokens}, layers)  # makes positions of its own
+        new = _checked(model, cache, inputs, parallel)
+    try_once(model, {new.name: new.tokens, "position_ids": new.tokens}, parallel)  # makes positions of its own
     with session.telling():
-        cache.prepare(observe(model, layers, new.tokens.device), rows=len(new.counts), tokens=sum(new.counts))
-        call = _Call(model, cache, new)
+        cache.prepare(observe(model, parallel, new.tokens.device), rows=len(new.counts), tokens=sum(new.counts))
+        call = _Call(model, cache, new, parallel.implementation)
         steps = call.steps()
     if cache.is_to_meet or steps is None or len(steps) > 1:
         _compare(cache, new)
@@ -63,8 +63,8 @@ def call_with_cache(model: Any, inputs: Inputs, layers: LayerAttention) -> Any:
     return out.to_tuple() if inputs.get("return_dict") is False else out
 
 
-def _checked(model: Any, cache: GenerationCache, inputs: Inputs, layers: LayerAttention) -> NewTokens:
-    if cache.attention is not layers.attention:
+def _checked(model: Any, cache: GenerationCache, inputs: Inputs, parallel: ModelAttention) -> NewTokens:
+    if cache.attention is not parallel.attention:
         raise UsageError("the GenerationCache is of another MeshAttention than the model's; use a new cache")
     if model.training:
         raise UsageError("a model in training mode cannot fill a GenerationCache; call model.eval() first")
@@ -103,8 +103,9 @@ class DecodedColumns(NamedTuple):
 class _Call:
     """One call: its steps, and the logits that come of them."""
 
-    def __init__(self, model: Any, cache: GenerationCache, new: NewTokens) -> None:
+    def __init__(self, model: Any, cache: GenerationCache, new: NewTokens, implementation: Implementation) -> None:
         assert cache.store is not None
+        self.implementation = implementation
         self.model, self.cache, self.store, self.new = model, cache, cache.store, new
         self.keeps = "logits_to_keep" in signature(model.forward).parameters
 
@@ -218,7 +219,8 @@ class _Call:
             inputs["logits_to_keep"] = columns
         # Compiled layers run uncompiled: shapes and tables change with every call.
         stance = torch.compiler.set_stance("force_eager")
-        with calling(CachedCall(cache=self.cache, part=part)), stance:
+        call = CachedCall(cache=self.cache, part=part)
+        with self.implementation.calling(call), self.cache.called(), stance:
             out = nn.Module.__call__(self.model, **inputs)
         name = type(self.model).__name__
         self.cache.check_all_attended(part, name)

@@ -8,103 +8,74 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
-from functools import wraps
 from inspect import signature
-from threading import local
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, MaxTimeCriteria, PreTrainedModel
+from transformers import MaxTimeCriteria
 
 from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.plan.serving import BLOCK_TOKENS
 from mesh_attention.session.agreement import Statement
-from mesh_attention.transformers.attention import LayerAttention, find_layers
+from mesh_attention.transformers.attention import Generating, ModelAttention
 from mesh_attention.transformers.cache import GenerationCache
 from mesh_attention.units import count
 
-INSTEAD = 'or generate with another implementation: model.set_attn_implementation("sdpa")'
+INSTEAD = "or generate in one process: unparallelize(model)"
 MODES = ("greedy_search", "sample", "beam_search", "beam_sample", "assisted_generation")
 NOT_COMPARED = ("transformers_version", "compile_config")
 """Settings that ranks may differ in."""
 
 
-class _State(local):
-    """This thread's `generate`."""
-
-    cache: GenerationCache | None = None
-    """The cache that it made or was given."""
-    tokens: int | None = None
-    """The columns of the tokens that it was given."""
-
-
-_STATE = _State()
-
-
-def watch_generation() -> None:
-    """Let `generate` work for models with mesh attention. Other models are not affected."""
-    changed: Any = GenerationMixin
-    changed.generate = _generating(changed.generate)
-    changed._prepare_cache_for_generation = _preparing(changed._prepare_cache_for_generation)
-
-
-def _layers_of(model: object) -> LayerAttention | None:
-    return find_layers(model) if isinstance(model, PreTrainedModel) else None
+def generate_on_ranks(
+    parallel: ModelAttention, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """What `generate` of transformers returns, on every rank."""
+    arguments = signature(generate).bind_partial(*args, **kwargs).arguments
+    outer, running = parallel.generating, Generating(tokens=_columns_of(arguments))
+    parallel.generating = running
+    try:
+        refuse_arguments(arguments)
+        return generate(*args, **kwargs)
+    except DisagreementError:
+        raise
+    except Exception as error:
+        if running.cache is None or running.cache.is_to_meet:  # the other ranks wait for this one
+            parallel.attention.session.tell(error)
+        raise
+    finally:
+        parallel.generating = outer
 
 
-def _generating(generate: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(generate)
-    def generates(model: Any, *args: Any, **kwargs: Any) -> Any:
-        layers = _layers_of(model)
-        if layers is None:
-            return generate(model, *args, **kwargs)
-        outer = _STATE.cache, _STATE.tokens
-        _STATE.cache = None
-        try:
-            arguments = signature(generate).bind_partial(model, *args, **kwargs).arguments
-            refuse_arguments(arguments)
-            _STATE.tokens = _columns_of(arguments)
-            return generate(model, *args, **kwargs)
-        except DisagreementError:
-            raise
-        except Exception as error:
-            if _STATE.cache is None or _STATE.cache.is_to_meet:  # the other ranks wait for this one
-                layers.attention.session.tell(error)
-            raise
-        finally:
-            _STATE.cache, _STATE.tokens = outer
-
-    return generates
-
-
-def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(prepare)
-    def prepares(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        layers = _layers_of(model)
-        if layers is None:
-            return prepare(model, generation_config, model_kwargs, *args, **kwargs)
-        arguments = signature(prepare).bind(model, generation_config, model_kwargs, *args, **kwargs).arguments
-        mode, batch = arguments["generation_mode"], arguments["batch_size"]
-        refuse_settings(generation_config, str(getattr(mode, "value", mode)))
-        rows = batch * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        cache = _cache_for(layers, model_kwargs.get("past_key_values"))
-        mask = model_kwargs.get("attention_mask")
-        refuse_mask(cache, generation_config, mask, repeats=mask.shape[0] // batch if mask is not None else 1)
-        tokens = rows * arguments["max_cache_length"]
-        if (generation_config.num_beams or 1) > 1:
-            tokens += rows * layers.attention.ranks * BLOCK_TOKENS  # a beam that is copied needs a block at once
-        cache.expect(tokens=tokens, rows=rows, max_rollback=generation_config.prompt_lookup_num_tokens or 0)
-        share_settings(layers, generation_config, model.device)
-        model_kwargs["past_key_values"] = _STATE.cache = cache
-        return None
-
-    return prepares
+def prepare_cache(
+    model: Any,
+    parallel: ModelAttention,
+    prepare: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Give the model's arguments a `GenerationCache`, in the place of the cache that `prepare` would make."""
+    arguments = signature(prepare).bind(*args, **kwargs).arguments
+    settings, model_kwargs = arguments["generation_config"], arguments["model_kwargs"]
+    mode, batch = arguments["generation_mode"], arguments["batch_size"]
+    refuse_settings(settings, str(getattr(mode, "value", mode)))
+    rows = batch * max(settings.num_beams or 1, settings.num_return_sequences or 1)
+    cache = _cache_for(parallel, model_kwargs.get("past_key_values"))
+    mask, running = model_kwargs.get("attention_mask"), parallel.generating
+    assert running is not None
+    refuse_mask(cache, settings, mask, repeats=mask.shape[0] // batch if mask is not None else 1, given=running.tokens)
+    tokens = rows * arguments["max_cache_length"]
+    if (settings.num_beams or 1) > 1:
+        tokens += rows * parallel.attention.ranks * BLOCK_TOKENS  # a beam that is copied needs a block at once
+    cache.expect(tokens=tokens, rows=rows, max_rollback=settings.prompt_lookup_num_tokens or 0)
+    share_settings(parallel, settings, model.device)
+    model_kwargs["past_key_values"] = running.cache = cache
 
 
-def _cache_for(layers: LayerAttention, past: object) -> GenerationCache:
+def _cache_for(parallel: ModelAttention, past: object) -> GenerationCache:
     if past is None:
-        return GenerationCache(layers.attention)
+        return GenerationCache(parallel.attention)
     if not isinstance(past, GenerationCache):
         raise UsageError(
             f"past_key_values is a {type(past).__name__}, which would be whole on every rank; leave it out, give the "
@@ -129,10 +100,10 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of `generate` that lead away from its usual path."""
     others = arguments.get("kwargs", {})
     config = arguments.get("generation_config")
-    if arguments.get("custom_generate") is not None:
+    if arguments.get("custom_generate") is not None or others.get("trust_remote_code"):
         raise UsageError(
             "custom_generate is not supported with mesh attention, nor are the modes that transformers loads in this "
-            f"way (contrastive search, DoLa, group beams, constraints); leave these arguments out, {INSTEAD}"
+            f"way (contrastive search, DoLa, group beams, constraints); leave them and trust_remote_code out, {INSTEAD}"
         )
     if arguments.get("assistant_model") is not None:
         raise UsageError(
@@ -169,7 +140,7 @@ def refuse_settings(settings: Any, mode: str) -> None:
         )
 
 
-def refuse_mask(cache: GenerationCache, settings: Any, mask: Tensor | None, *, repeats: int) -> None:
+def refuse_mask(cache: GenerationCache, settings: Any, mask: Tensor | None, *, repeats: int, given: int | None) -> None:
     """Refuse a mask that cannot be of the whole text, and one without real tokens. transformers drops masks of ones."""
     columns = mask.shape[1] if mask is not None else getattr(settings, "_mask_length", None)
     if cache.columns and columns is not None:
@@ -178,7 +149,7 @@ def refuse_mask(cache: GenerationCache, settings: Any, mask: Tensor | None, *, r
                 f"attention_mask has {count(columns, 'column')}, and the cache {cache.columns:,} already; give the "
                 "whole text, or the new tokens with the attention_mask of the whole text"
             )
-        if settings.prompt_lookup_num_tokens is not None and _STATE.tokens == columns:
+        if settings.prompt_lookup_num_tokens is not None and given == columns:
             raise UsageError(
                 "prompt_lookup_num_tokens on a filled cache needs the new tokens only, with the attention_mask of the "
                 "whole text"
@@ -194,9 +165,9 @@ def refuse_mask(cache: GenerationCache, settings: Any, mask: Tensor | None, *, r
 # What all ranks share
 
 
-def share_settings(layers: LayerAttention, settings: Any, device: torch.device) -> None:
+def share_settings(parallel: ModelAttention, settings: Any, device: torch.device) -> None:
     """Compare settings with the other ranks. If tokens are sampled, all take the state of rank 0's generators."""
-    session = layers.attention.session
+    session = parallel.attention.session
     summary = {"operation": "generate"}
     summary |= {name: str(value) for name, value in sorted(vars(settings).items()) if _is_compared(name, value)}
     is_first = session.rank == 0

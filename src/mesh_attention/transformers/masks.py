@@ -6,10 +6,8 @@ taken from the whole sequence instead, and attention checks the position ids aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import local
 from types import CodeType
 from typing import Any, Protocol
 
@@ -32,24 +30,6 @@ class Call(Protocol):
 
     def attend(self, tensors: Sequence[Tensor], mask: BatchMask, arguments: Mapping[str, Any]) -> Tensor:
         """The output of a layer, (batch, tokens, heads, dim), from (batch, heads, tokens, dim)."""
-
-
-class _Thread(local):
-    current: Call | None = None
-    """The model's call that this thread is in."""
-
-
-CALL = _Thread()
-
-
-@contextmanager
-def calling(call: Call) -> Iterator[None]:
-    """Inside, the layers of models attend through `call`."""
-    before, CALL.current = CALL.current, call
-    try:
-        yield
-    finally:
-        CALL.current = before
 
 
 DENSE_MASK_ARGUMENTS = (
@@ -91,7 +71,7 @@ class BatchMask:
 
 MASK_USE = (
     "the model's own code uses the attention mask, as indexed and sparse attention do, but with mesh attention the "
-    "mask is not a tensor; use another attn_implementation on whole sequences, or another model"
+    "mask is not a tensor; run it on whole sequences, without parallelize, or use another model"
 )
 
 
@@ -118,7 +98,7 @@ def read_band(
     if use_vmap:
         raise MaskError(
             "the model adds a custom mask function (or_mask_function or and_mask_function), which mesh attention "
-            "cannot interpret; use another attn_implementation for it"
+            "cannot interpret; run the model without parallelize"
         )
     if isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0:
         raise UsageError(DECODING)
@@ -153,7 +133,7 @@ def band_of(mask_function: MaskFunction) -> Mask:
     name = getattr(mask_function, "__qualname__", repr(mask_function)).partition(".")[0]
     raise MaskError(
         f"the model uses an unknown mask ({name}); mesh attention knows causal and bidirectional masks, sliding "
-        "windows, padding and packed documents; use another attn_implementation for it"
+        "windows, padding and packed documents; run the model without parallelize"
     )
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from mesh_attention.api import MeshAttention
-from mesh_attention.batches import is_sharded
 from mesh_attention.errors import UsageError
 from mesh_attention.sequences import BatchRow
 
@@ -55,7 +54,7 @@ def refuse_model(model: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise UsageError(
             f"{_name(model.config)} is an encoder-decoder model, which attends across two sequences; in transformers, "
-            "mesh attention supports models of one sequence only; use another attn_implementation for it, or "
+            "mesh attention supports models of one sequence only; run it without parallelize, or use "
             "MeshAttention in your own layers, which supports cross attention"
         )
     for config in parts_of(model.config):
@@ -78,7 +77,7 @@ def refuse_mixing(config: object) -> None:
 def _mixes(config: object, why: str) -> str:
     return (
         f"{_name(config)} mixes tokens outside of plain attention ({why}), where each rank would silently treat its "
-        "own tokens as the whole sequence; run it with another attn_implementation on whole sequences, or use a model "
+        "own tokens as the whole sequence; run it on whole sequences, without parallelize, or use a model "
         "whose layers are full or sliding attention"
     )
 
@@ -90,7 +89,7 @@ def refuse_call(model: Any, inputs: Mapping[str, Any]) -> None:
         raise UsageError(
             "logits_to_keep was given, and each rank would keep its own last tokens; leave logits_to_keep out"
         )
-    has_labels = any(is_sharded(inputs.get(name)) for name in ("labels", "shift_labels"))
+    has_labels = any(inputs.get(name) is not None for name in ("labels", "shift_labels"))
     if has_labels and inputs.get("num_items_in_batch") is None:
         raise UsageError(
             "num_items_in_batch of the sharded batch was left out, so the loss would be the mean over this rank's "

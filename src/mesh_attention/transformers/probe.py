@@ -26,11 +26,11 @@ from mesh_attention.sequences import CUTS, LENGTHS
 from mesh_attention.serving import CachedLayer
 from mesh_attention.session.agreement import Statement
 from mesh_attention.transformers.cache import GenerationCache, Observed
-from mesh_attention.transformers.masks import DECODING, BatchMask, calling, read_band
-from mesh_attention.transformers.models import refuse_call, refuse_model
+from mesh_attention.transformers.masks import DECODING, BatchMask, read_band
+from mesh_attention.transformers.models import refuse_call
 
 if TYPE_CHECKING:
-    from mesh_attention.transformers.attention import LayerAttention
+    from mesh_attention.transformers.attention import Implementation, ModelAttention
 
 TOKENS = 12
 """Tokens of the whole sequence."""
@@ -49,22 +49,26 @@ FUSED = "fused_lm_head"
 """An argument of models that TRL changed: compute the loss without logits, which needs labels."""
 
 
-def try_once(model: Any, inputs: Mapping[str, Any], layers: LayerAttention) -> None:
+def try_once(model: Any, inputs: Mapping[str, Any], parallel: ModelAttention) -> None:
     """Try a model with the kinds of arguments that it is given, unless that was done before.
 
     The kind must not depend on values: ranks with other batches (data parallelism) may share parameters, which a trial
     gathers. So padding on the left is tried in any case, and refused once a batch has it.
     """
     kind = frozenset(name for name, value in inputs.items() if value is not None and name not in NOT_TRIED)
-    unsupported_reasons = layers.tried.setdefault(model, {})
+    unsupported_reasons = parallel.tried
     mask = inputs.get("attention_mask")
-    session = layers.attention.session
+    session = parallel.attention.session
     with session.telling():
         refuse_call(model, inputs)
+        _refuse_other_attention(model, parallel.implementation)
         if kind not in unsupported_reasons:
-            refuse_model(model)
-            try_model(model, inputs)
-            reason = _padding_unsupported_reason(model, inputs) if isinstance(mask, Tensor) else None
+            try_model(model, inputs, parallel.implementation)
+            reason = (
+                _padding_unsupported_reason(model, inputs, parallel.implementation)
+                if isinstance(mask, Tensor)
+                else None
+            )
     if kind not in unsupported_reasons:
         session.agree(Statement(must_match={"operation": f"a model's first call with {', '.join(sorted(kind))}"}))
         unsupported_reasons[kind] = reason
@@ -73,10 +77,19 @@ def try_once(model: Any, inputs: Mapping[str, Any], layers: LayerAttention) -> N
         raise UsageError(reason)
 
 
-def _padding_unsupported_reason(model: Any, inputs: Mapping[str, Any]) -> str | None:
+def _refuse_other_attention(model: Any, implementation: Implementation) -> None:
+    name = model.config.get_text_config()._attn_implementation
+    if name != implementation.name:
+        raise UsageError(
+            f"the attention implementation of a parallelized model was changed, to {name!r}; call unparallelize(model) "
+            "first"
+        )
+
+
+def _padding_unsupported_reason(model: Any, inputs: Mapping[str, Any], implementation: Implementation) -> str | None:
     """Why the model does not take padding on the left, if so."""
     try:
-        try_model(model, inputs, is_padded_left=True)
+        try_model(model, inputs, implementation, is_padded_left=True)
     except UsageError as refusal:
         return str(refusal)
     return None
@@ -119,24 +132,28 @@ class TrialAttention:
         )
 
 
-def try_model(model: nn.Module, inputs: Mapping[str, Any], *, is_padded_left: bool = False) -> None:
+def try_model(
+    model: nn.Module, inputs: Mapping[str, Any], implementation: Implementation, *, is_padded_left: bool = False
+) -> None:
     """Raise unless `model` gives a rank's tokens the results that they have in the whole sequence.
 
     `inputs` are the arguments of its first call.
     """
     with undisturbed(model):
-        _Attempt(model, inputs, PADDING if is_padded_left else 0).check()
+        _Attempt(model, inputs, implementation, PADDING if is_padded_left else 0).check()
 
 
 class _Attempt:
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], padding: int) -> None:
-        self.model, self.inputs, self.padding = model, inputs, padding
+    def __init__(
+        self, model: nn.Module, inputs: Mapping[str, Any], implementation: Implementation, padding: int
+    ) -> None:
+        self.model, self.inputs, self.implementation, self.padding = model, inputs, implementation, padding
         self.name = type(model).__name__.removeprefix("FSDP")
         tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
             raise UsageError(
                 f"{self.name} was called without input_ids or inputs_embeds; mesh attention runs models of one "
-                "sequence of tokens only; use another attn_implementation for this model"
+                "sequence of tokens only; run it without parallelize"
             )
         self.tokens = tokens
         self.whole = torch.arange(TOKENS, device=tokens.device)
@@ -148,7 +165,7 @@ class _Attempt:
         if not trial.seen:
             raise UsageError(
                 f"{self.name} does not call the attention function of transformers' interface, so every rank would "
-                "attend to its own tokens only; use another attn_implementation on whole sequences, or another model"
+                "attend to its own tokens only; run it on whole sequences, without parallelize, or use another model"
             )
         if get_output(whole, "loss") is not None:
             raise UsageError(
@@ -174,11 +191,11 @@ class _Attempt:
         except ERRORS as error:
             raise UsageError(
                 f"{self.name} cannot run with mesh attention: it raised {type(error).__name__}{where} "
-                f"({_first_line(error)}); use another attn_implementation on whole sequences, or another model"
+                f"({_first_line(error)}); run it on whole sequences, without parallelize, or use another model"
             ) from error
 
     def _run(self, trial: TrialAttention, places: Tensor, **more: Any) -> Any:
-        with calling(trial):
+        with self.implementation.calling(trial):
             return nn.Module.__call__(self.model, **self._arguments(places), **more)
 
     def _arguments(self, places: Tensor) -> dict[str, Any]:
@@ -218,13 +235,13 @@ class _Attempt:
             also = " when the batch has padding on the left" if self.padding else ""
             return (
                 f"{self.name} computes its own positions{also} ({how}), which would be those of this rank's tokens "
-                "alone; use another attn_implementation on whole sequences, or a model that uses position_ids as they "
+                "alone; run it on whole sequences, without parallelize, or use a model that uses position_ids as they "
                 "are given (Llama, Qwen, Gemma, …)" + (", or pad on the right" if self.padding else "")
             )
         return (
             f"{self.name} mixes tokens outside of plain attention: its results for some tokens of a sequence depend on "
-            "the others, where each rank would silently treat its own tokens as the whole sequence; use another "
-            "attn_implementation on whole sequences, or another model"
+            "the others, where each rank would silently treat its own tokens as the whole sequence; run it on "
+            "whole sequences, without parallelize, or use another model"
         )
 
     def _again(self, trial: TrialAttention, whole: Any, shift: int) -> bool:
@@ -371,29 +388,29 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 # What a model puts into a cache, seen by running it on a few tokens, instead of reading its config
 
 
-def observe(model: Any, layers: LayerAttention, device: torch.device) -> Observed:
+def observe(model: Any, parallel: ModelAttention, device: torch.device) -> Observed:
     """The layers of a model as a cache sees them; looked at once for each dtype and device."""
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     key = model.dtype, device, autocast
-    observed = layers.observed.setdefault(model, {})
-    if key not in observed:
-        observed[key] = _look(model, GenerationCache(layers.attention), device)
-    return observed[key]
+    if key not in parallel.observed:
+        parallel.observed[key] = _look(model, parallel, device)
+    return parallel.observed[key]
 
 
-def _look(model: Any, cache: GenerationCache, device: torch.device) -> Observed:
+def _look(model: Any, parallel: ModelAttention, device: torch.device) -> Observed:
+    cache = GenerationCache(parallel.attention)
     trial = _NotingTrial(cache)
     ids = usual_ids(model, torch.zeros(1, dtype=torch.long, device=device)).repeat(ROWS, 1)
     positions = torch.arange(TOKENS, device=device).repeat(ROWS, 1)
     try:
-        with undisturbed(model), calling(trial):
+        with undisturbed(model), parallel.implementation.calling(trial), cache.called():
             nn.Module.__call__(model, input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     except UsageError:
         raise
     except ERRORS as error:
         raise UsageError(
             f"{type(model).__name__} cannot generate with mesh attention: it raised {type(error).__name__} with a "
-            f'cache ({error}); generate with another implementation: model.set_attn_implementation("sdpa")'
+            f"cache ({error}); generate in one process: unparallelize(model)"
         ) from error
     if not trial.layers or trial.key is None:
         raise UsageError(f"{type(model).__name__} puts nothing into its cache, so it cannot generate on ranks")

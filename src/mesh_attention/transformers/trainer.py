@@ -1,7 +1,6 @@
 """transformers' Trainer, with sequences spread over ranks: ``class MeshTrainer(MeshTrainerMixin, Trainer)``.
 
-    register(MeshAttention(mesh["cp"]))
-    model = AutoModelForCausalLM.from_pretrained(…, attn_implementation="mesh_attention")
+    model = parallelize(AutoModelForCausalLM.from_pretrained(…), MeshAttention(mesh["cp"]))
     MeshTrainer(model=model, args=…, train_dataset=…).train()
 
 The mixin also goes before subclasses of Trainer, such as TRL's SFTTrainer. Ranks of the attention's group get the same
@@ -25,7 +24,7 @@ from mesh_attention.arguments import describe
 from mesh_attention.batches import IGNORED, count_items, shard_batch
 from mesh_attention.errors import UsageError
 from mesh_attention.integrations.accelerate import batches_of, make_mesh, refuse_parallelism
-from mesh_attention.transformers.attention import find_layers
+from mesh_attention.transformers.parallelize import find_parallel
 
 Base: Any = object
 """In use, the Trainer class that follows the mixin."""
@@ -52,13 +51,13 @@ class MeshTrainerMixin(Base):  # type: ignore[misc]
         refuse_parallelism(self.accelerator)
         for reason in unsupported_reasons(self):
             raise UsageError(reason)
-        layers = find_layers(self.model)
-        if layers is None:
+        parallel = find_parallel(self.model)
+        if parallel is None:
             raise UsageError(
-                f"{type(self.model).__name__} does not use mesh attention; register(attention) first, and load the "
-                'model with attn_implementation="mesh_attention"'
+                f"{type(self.model).__name__} does not use mesh attention; call parallelize(model, attention) "
+                "before you make the trainer"
             )
-        self.mesh_attention: MeshAttention = layers.attention
+        self.mesh_attention: MeshAttention = parallel.attention
         self._dp_cp = make_mesh(self.mesh_attention, self.args.device.type)
 
     # Data
