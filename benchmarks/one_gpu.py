@@ -14,8 +14,6 @@ from shutil import which
 import torch
 import torch.distributed as dist
 
-from mesh_attention_lab.launch import share_one_gpu
-
 MPS = "nvidia-cuda-mps-control"
 MPS_S = 20
 """Seconds that starting or stopping CUDA's MPS may take."""
@@ -92,3 +90,16 @@ def meet(device: torch.device) -> None:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def share_one_gpu(rank: int) -> None:
+    """Make NCCL see this process as a host of its own, so that ranks can share a GPU; call it before making a group."""
+    os.environ.update(
+        NCCL_HOSTID=f"host{rank}",
+        NCCL_NET="Socket",
+        NCCL_SOCKET_IFNAME="lo",
+        NCCL_MAX_NCHANNELS="2",
+        NCCL_IB_DISABLE="1",
+        NCCL_P2P_DISABLE="1",
+        NCCL_SHM_DISABLE="1",
+    )

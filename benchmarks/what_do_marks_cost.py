@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from one_gpu import share_one_gpu
 from rich.console import Console
 from rich.table import Table
 from run_facts import start_result
 
 from mesh_attention import MeshAttention
-from mesh_attention_lab.launch import share_one_gpu
 
 DIM = 128
 HEADS = 16

@@ -24,8 +24,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from mesh_attention_lab.launch import share_one_gpu
-
 START_S = 120
 """Seconds that the workers may take to import torch and find each other."""
 SLOW_IMPORTS = (
@@ -174,6 +172,8 @@ def _join(world: _World) -> dict[int, Any]:
 
     torch.set_num_threads(1)
     if "nccl" in world.backend:
+        from one_gpu import share_one_gpu  # of benchmarks/
+
         share_one_gpu(world.rank)
         torch.cuda.set_device(0)
         torch.cuda.synchronize()  # fails now if this process cannot use the GPU

@@ -34,8 +34,8 @@ from mesh_attention.machine.fit import (
 )
 from mesh_attention.machine.timing import THOROUGH_EFFORT, CallShape, call_flops, pair_sets
 from mesh_attention.topology import Device, KernelRate, LinkClass, Topology
+from mesh_attention_lab.cli.calibrate import kernel_seconds, median_error, message_seconds
 from mesh_attention_lab.cli.main import main
-from mesh_attention_lab.fit_quality import kernel_seconds, median_error, message_seconds
 
 # Made-up times
 

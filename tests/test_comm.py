@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from delaying import Delaying
 from pool import shared_pool
 
 from mesh_attention.api import MeshAttention
@@ -15,7 +16,7 @@ from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import StalledError, TransportError
 from mesh_attention.testing.comm_conformance import CHECKS, Check
-from mesh_attention.testing.wrappers import Counting, Delaying, Failing
+from mesh_attention.testing.wrappers import Counting, Failing
 
 WRAPPERS: dict[str, Callable[[Comm], Comm]] = {
     "bare": lambda comm: comm,

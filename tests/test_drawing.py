@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, pairwise
-from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -210,11 +209,6 @@ def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
         (lambda: to_perfetto(NO_SPANS), "timeline 'bare' has totals but no spans.*simulate again with spans_of="),
         (lambda: to_perfetto({"a": SMALL, "b": NO_SPANS}), "timeline 'bare' has totals but no spans"),
         (lambda: to_perfetto({}), "no timelines given"),
-        (lambda: to_perfetto(timeline_of([Span(0, "wait", 2.0, 1.0, "a")])), "expected 0 <= start_s <= stop_s"),
-        (lambda: to_perfetto(timeline_of([Span(0, "wait", -1.0, 1.0, "a")])), "expected 0 <= start_s <= stop_s"),
-        (lambda: to_perfetto(timeline_of([Span(0, "wait", 0.0, inf, "a")])), "expected 0 <= start_s <= stop_s"),
-        (lambda: to_perfetto(timeline_of([Span(0, "wait", nan, 1.0, "a")])), "expected 0 <= start_s <= stop_s"),
-        (lambda: to_perfetto(timeline_of([Span(0, "rest", 0.0, 1.0, "a")])), "expected a lane of compute, wait"),  # type: ignore[arg-type]
         (lambda: write_trace("/no/such/place/t.json", SMALL), "/no/such/place/t.json: cannot be written: no such"),
         (lambda: gantt(NO_SPANS), "timeline 'bare' has totals but no spans"),
         (lambda: time_chart([], x="ranks"), "no points given"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attention_cases import BY_NAME, CASES, AttendedCase, Case, dense_answer, methods, relative_error, whole_tensors
+from delaying import Delaying
 from pool import said, shared_pool
 from run_ranks import RankError, RankPool
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +26,7 @@ from mesh_attention.context_parallel import context_parallel
 from mesh_attention.execution import sharding
 from mesh_attention.plan.counts import rank_costs
 from mesh_attention.planning.costs import Costs
-from mesh_attention.testing.wrappers import Counting, Delaying
+from mesh_attention.testing.wrappers import Counting
 
 
 def errors_of(group: Any, case: Case, options: dict[str, Any], delay_s: float = 0.0) -> list[float]:

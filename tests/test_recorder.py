@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import methods
+from delaying import Delaying
 from pool import shared_pool
 
 from mesh_attention.api import MeshAttention
@@ -27,7 +28,7 @@ from mesh_attention.plan.program import stops
 from mesh_attention.plan.steps import Attend, Collective, Exchange, Free, transfers
 from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.simulation.simulate import simulate
-from mesh_attention.testing.wrappers import Delaying, Failing
+from mesh_attention.testing.wrappers import Failing
 from mesh_attention.timeline import Span, Timeline
 from mesh_attention_lab import recording as recording_module
 from mesh_attention_lab.drawing.gantt import gantt

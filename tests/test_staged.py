@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attention_cases import BY_NAME, methods, whole_tensors
+from delaying import Delaying
 from pool import shared_pool
 from run_ranks import RankError, RankPool
 
@@ -25,7 +26,7 @@ from mesh_attention.comm.staged import CudaStage, HostStage, StagedComm
 from mesh_attention.comm.torch_dist import START_AGAIN, TorchComm, comm_for
 from mesh_attention.errors import ProblemError, TransportError
 from mesh_attention.testing.comm_conformance import CHECKS
-from mesh_attention.testing.wrappers import Counting, Delaying
+from mesh_attention.testing.wrappers import Counting
 
 WRAPPERS: dict[str, Callable[[Comm], Comm]] = {
     "bare": lambda comm: comm,

@@ -145,16 +145,3 @@ def check_gpus(ranks: int) -> None:
             f"{ranks} ranks, but this machine has {count(gpus, 'GPU')}: expected one for each rank; use "
             f"{count(gpus, 'rank')}, or set CUDA_VISIBLE_DEVICES= to use the CPU"
         )
-
-
-def share_one_gpu(rank: int) -> None:
-    """Make NCCL see this process as a host of its own, so that ranks can share a GPU; call it before making a group."""
-    os.environ.update(
-        NCCL_HOSTID=f"host{rank}",
-        NCCL_NET="Socket",
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_MAX_NCHANNELS="2",
-        NCCL_IB_DISABLE="1",
-        NCCL_P2P_DISABLE="1",
-        NCCL_SHM_DISABLE="1",
-    )

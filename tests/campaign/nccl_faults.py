@@ -91,7 +91,8 @@ def work(connection: Connection, name: str, rank: int, port: int, folder: str) -
     quiet = os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    from mesh_attention_lab.launch import share_one_gpu
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    from one_gpu import share_one_gpu
 
     share_one_gpu(rank)
     os.environ["CUDA_MPS_PIPE_DIRECTORY"] = folder  # no MPS there: a killed client would end those of others

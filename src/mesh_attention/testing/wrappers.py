@@ -1,8 +1,7 @@
-"""Transports that count, delay or fail transfers. Each wraps another transport."""
+"""Transports that count or fail transfers. Each wraps another transport."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,32 +36,6 @@ class Counting(Wrapper):
 
     def _count(self, parcel: Parcel, counter: Counter[str]) -> None:
         counter[parcel.label] += sum(chunk.numel() * chunk.element_size() for chunk in parcel.chunks)
-
-
-@dataclass
-class Delaying(Wrapper):
-    """Makes every transfer take at least `seconds` longer."""
-
-    seconds: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.is_capturable = False
-
-    def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
-        return _Later(self.inner.post(sends, recvs), self.seconds)
-
-
-class _Later:
-    def __init__(self, work: Work, seconds: float) -> None:
-        self.work, self.due = work, time.monotonic() + seconds
-
-    def is_done(self) -> bool:
-        return time.monotonic() >= self.due and self.work.is_done()
-
-    def wait(self) -> None:
-        time.sleep(max(0.0, self.due - time.monotonic()))
-        self.work.wait()
 
 
 @dataclass

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,19 +20,13 @@ import typer
 from mesh_attention.clusters import cluster_named, cluster_to_toml
 from mesh_attention.errors import UsageError, writing
 from mesh_attention.machine.files import keep_calibrated, slug
-from mesh_attention.machine.fit import Measurement, fit_topology
+from mesh_attention.machine.fit import CallTime, Measurement, MessageTime, fit_topology
 from mesh_attention.problem import ITEMSIZE, Problem
-from mesh_attention.topology import Topology
+from mesh_attention.topology import Device, LinkClass, Topology
 from mesh_attention.units import Report, count
 from mesh_attention_lab.cli.files import output_file
 from mesh_attention_lab.cli.options import HEAD_DIM, flag, option, whole_number
 from mesh_attention_lab.cli.terminal import percent, plain_console, progress
-from mesh_attention_lab.fit_quality import (
-    kernel_seconds,
-    median_error,
-    message_seconds,
-    unmeasured_links,
-)
 from mesh_attention_lab.launch import check_gpus, joined_group, note_progress, ranks_here, run_processes
 
 if TYPE_CHECKING:
@@ -236,3 +231,42 @@ def _headline(measurement: Measurement, topology: Topology, setting: Problem) ->
         f"{count(topology.ranks, 'rank')} on {measurement.device}{threads}, kernel {measurement.kernel}, "
         f"{count(setting.heads, 'head')} of {setting.head_dim_qk}, {setting.dtype}"
     )
+
+
+# How good the fit is: the times that its figures give, next to those that were measured
+
+
+def kernel_seconds(device: Device, call: CallTime) -> float:
+    """The fitted time of a call."""
+    return device.call_seconds(
+        call.direction,
+        heads=call.heads,
+        q_tokens=call.q_tokens,
+        kv_tokens=call.kv_tokens,
+        flops=call.flops,
+        is_masked=call.is_causal,
+    )
+
+
+def message_seconds(topology: Topology, message: MessageTime) -> float:
+    """The fitted time of a message, both ways if links are duplex."""
+    waiting = max(1.0, message.pairs / topology.nics_per_node) if message.link_class == "between" else 1.0
+    return topology.link(message.link_class).seconds(message.nbytes * waiting)
+
+
+def unmeasured_links(measurement: Measurement) -> list[LinkClass]:
+    """The kinds of link that the ranks do not have."""
+    both: tuple[LinkClass, ...] = ("inside", "between")
+    return [kind for kind in both if all(message.link_class != kind for message in measurement.messages)]
+
+
+def fitted_time_s(message: MessageTime, topology: Topology) -> float:
+    """The one of its times that was fitted."""
+    return message.both_ways_s if topology.full_duplex else message.one_way_s
+
+
+def median_error(measurement: Measurement, topology: Topology) -> float:
+    """Relative error of the fitted times: that of calls or that of messages, the larger of the two."""
+    calls = [abs(kernel_seconds(topology.device, call) / call.time_s - 1) for call in measurement.calls]
+    messages = [abs(message_seconds(topology, m) / fitted_time_s(m, topology) - 1) for m in measurement.messages]
+    return max(median(calls), median(messages or [0.0]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import isfinite
 
 from mesh_attention.errors import UsageError
 from mesh_attention.timeline import LANES, Lane, Span, Timeline
@@ -23,7 +22,6 @@ def rank_tracks(timeline: Timeline) -> dict[int, dict[Lane, tuple[Track, ...]]]:
         )
     by_lane: dict[int, dict[Lane, list[Span]]] = {}
     for span in timeline.spans:
-        _check(span, timeline.name)
         by_lane.setdefault(span.rank, {lane: [] for lane in LANES})[span.lane].append(span)
     return {
         rank: {lane: _side_by_side(spans) for lane, spans in lanes.items()} for rank, lanes in sorted(by_lane.items())
@@ -40,10 +38,3 @@ def _side_by_side(spans: Iterable[Span]) -> tuple[Track, ...]:
         else:
             free.append(span)
     return tuple(tuple(track) for track in tracks)
-
-
-def _check(span: Span, name: str) -> None:
-    if span.lane not in LANES:
-        raise UsageError(f"timeline {name!r} has {span}: expected a lane of {', '.join(LANES)}")
-    if not (0 <= span.start_s <= span.stop_s and isfinite(span.stop_s)):
-        raise UsageError(f"timeline {name!r} has {span}: expected 0 <= start_s <= stop_s, in seconds of the pass")
