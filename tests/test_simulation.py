@@ -340,7 +340,7 @@ def alone_of(plan: Plan, rank: int) -> tuple[Span, ...]:
 def test_other_ranks_than_the_cluster_has_are_refused() -> None:
     with pytest.raises(TopologyError, match=r"plan has 2 ranks and made up has 4; use topology.with_ranks\(2\)"):
         simulate(make_plan(problem(2)), topology(4))
-    with pytest.raises(TopologyError, match="spans of rank 5"):
+    with pytest.raises(TopologyError, match="spans_of names rank 5"):
         simulate(make_plan(problem(2)), topology(2), spans_of=[5])
 
 

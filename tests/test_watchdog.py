@@ -84,14 +84,16 @@ def here(rank: int, number: int = 5, **more: Any) -> Report:
 def test_ranks_in_another_call_are_named() -> None:
     others = {1: here(1), 2: Report(2, passes=5, hashes={5: 8}), 3: here(3)}
     verdict = judge(here(0), others, ())
-    assert verdict.reason == f"rank 2 makes another call than ranks 0, 1, 3 in pass 5; {DIFFERENT_CALLS}"
+    assert verdict.reason == f"rank 2 makes a different call from ranks 0, 1, 3 in pass 5; {DIFFERENT_CALLS}"
     assert verdict.is_certain
 
 
 def test_a_rank_that_compares_a_new_call_is_named() -> None:
     others = {1: here(1), 2: Report(2, passes=4, sharings=1), 3: here(3)}
     verdict = judge(here(0), others, ())
-    assert verdict.reason.startswith("rank 2 compares its call with the others, but rank 0 is in one it knows")
+    assert verdict.reason.startswith(
+        "rank 2 is agreeing on a new call, but rank 0 is running one that it already knows"
+    )
     assert verdict.is_certain
 
 
@@ -256,7 +258,7 @@ def test_another_call_is_named_as_soon_as_all_have_answered(started: Callable[..
     ranks.begin(2, history=8)
     reasons = ranks.reasons()
     assert [reason.split(";")[0] for reason in reasons] == [
-        "rank 2 makes another call than ranks 0, 1, 3 in pass 1"
+        "rank 2 makes a different call from ranks 0, 1, 3 in pass 1"
     ] * 4
 
 
@@ -269,7 +271,7 @@ def test_another_call_is_named_after_it_is_over_and_nothing_is_aborted(started: 
     ranks.over = [2] * RANKS
     said = ranks.watches[1].explain("results are NaN")
     assert said is not None
-    assert said.startswith("rank 2 makes another call than ranks 0, 1, 3 in pass 1")
+    assert said.startswith("rank 2 makes a different call from ranks 0, 1, 3 in pass 1")
     exchanges = [watch.exchange for watch in ranks.watches.values()]
     wait_until(lambda: all(ranks.done) and not any(exchange.is_settling for exchange in exchanges))
     assert ranks.done == [["spoil"]] * RANKS

@@ -116,7 +116,8 @@ def part(field: Tensor, span: Span | None) -> Tensor:
 
 
 def paired(spans: Sequence[tuple[Any, TokenSpan, TokenSpan]], batch: int) -> list[tuple[Any, Span, Span]]:
-    """Spans on two sides, each with something that must be equal, where two that follow one another are joined."""
+    """Pairs of spans with a key. In a batch of one, two neighbouring pairs with equal keys and lengths become one pair
+    of `TwoSpans`, so that one launch does both."""
     found: list[tuple[Any, Span, Span]] = []
     for what, ours, theirs in spans:
         if batch == 1 and found and found[-1][0] == what:

@@ -209,9 +209,9 @@ def poison_if_different(
     c, c_size: tl.int64,
     counts: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Fill a, b and c with NaN if the state's first number is NaN, which it becomes unless the two numbers in `largest`
-    add up to 0, or if the third number of `seen` is. If it `counts`, add 1 to the state's second number. The first two
-    numbers of `seen` are a copy of the state."""
+    """Fill a, b and c with NaN if ranks differ now (the two numbers in `largest` do not add up to 0), differed before
+    (state[0] is NaN), or this rank gave up (seen[2] is NaN). A difference sets state[0] to NaN; `counts` adds 1 to
+    state[1]; seen[:2] mirrors the state."""
     is_different = tl.load(largest) + tl.load(largest + 1) != 0
     spoilt = tl.load(state) + tl.load(seen + 2, volatile=True)
     program = tl.program_id(0)

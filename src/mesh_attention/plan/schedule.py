@@ -110,5 +110,5 @@ class Schedule:
                 raise ScheduleError(f"{name} {brief(route)}: expected one of {', '.join(ROUTES)}")
         if self.keep not in KEEPABLE:
             raise ScheduleError(
-                f"keep {brief(self.keep)}: expected some of own, q and kv, in this order, not all three, as a tuple"
+                f"keep {brief(self.keep)}: expected a tuple of at most two of 'own', 'q' and 'kv', in this order"
             )

@@ -209,7 +209,8 @@ def parse_numbers(text: str) -> tuple[int, ...]:
         run = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
         first, last = (int(run[1]), int(run[2] or run[1])) if run else (0, -1)
         if not 0 <= last - first < MAX_NUMBERS:
-            raise ParseError(f"numbers {brief(text)}: expected such as 0,1 or 0-3,8")
+            expected = f"expected numbers and rising ranges, at most {MAX_NUMBERS:,} in all, such as 0,1 or 0-3,8"
+            raise ParseError(f"numbers {brief(text)}: {expected}")
         numbers.extend(range(first, last + 1))
         if len(numbers) > MAX_NUMBERS:
             raise ParseError(f"numbers {brief(text)}: expected at most {MAX_NUMBERS:,}")

@@ -127,8 +127,8 @@ class StepEngine:
         tensors: Sequence[Tensor],
         softmax: Softmax,
     ) -> Generator[Work, None, tuple[Tensor, Tensor]]:
-        """Output (sequences, queries, heads, dim) and LSE (sequences, queries, heads), of the own sequences if they are
-        sharded. The next step overwrites them."""
+        """Output (sequences, queries, heads, dim) and LSE (sequences, queries, heads), of this rank's own
+        sequences if they are sharded. The next step overwrites them."""
         plan = self.plan
         q, k, v = tensors
         if plan.queries == "sharded":
@@ -155,7 +155,7 @@ class StepEngine:
         return out.view(*shape, self.plan.head_dim_v), lse.view(shape)
 
     def _meet(self, kernel: DecodeKernel) -> Generator[Work, None, None]:
-        """Partials of all ranks, merged: the own rows, and if queries are replicated then those of the others."""
+        """Merge the partials of all ranks: its own rows, and with replicated queries then gather the others'."""
         plan, own = self.plan, self.own
         slices = plan.slices if plan.combine == "reduce_scatter" else (own,) * plan.ranks
         if plan.combine == "reduce_scatter":

@@ -88,13 +88,14 @@ def find_different_calls(reports: Mapping[int, Report]) -> str | None:
             if number in report.hashes:
                 calls.setdefault(report.hashes[number], []).append(rank)
         if len(calls) > 1:
-            few, *_, many = sorted(calls.values(), key=lambda ranks: (len(ranks), [-rank for rank in ranks]))
-            verb = "makes" if len(few) == 1 else "make"
-            return f"{_ranks(few)} {verb} another call than {_ranks(many)} in pass {number}"
+            minority, *_, majority = sorted(calls.values(), key=lambda ranks: (len(ranks), [-rank for rank in ranks]))
+            verb = "makes" if len(minority) == 1 else "make"
+            return f"{_ranks(minority)} {verb} a different call from {_ranks(majority)} in pass {number}"
     for ahead in reports.values():
         for other in reports.values():
             if ahead.sharings > other.sharings and ahead.passes < other.passes:
-                return f"rank {ahead.rank} compares its call with the others, but rank {other.rank} is in one it knows"
+                agreeing = f"rank {ahead.rank} is agreeing on a new call"
+                return f"{agreeing}, but rank {other.rank} is running one that it already knows"
     return None
 
 

@@ -286,7 +286,7 @@ class Exchange:
         self._wake.set()
 
     def have_given_up(self, silent: Sequence[int]) -> bool:
-        """True if all ranks have given up that ever answered and are not silent."""
+        """True if every rank that ever answered, and is not silent, has given up."""
         return all(other.failure for rank, other in self.others.reports.items() if rank not in silent)
 
     def _turn(self, store: Any) -> None:

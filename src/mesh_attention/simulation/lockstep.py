@@ -51,21 +51,22 @@ class PeerTransfer:
 
 
 class Kinds(NamedTuple):
-    """Ranks by kind, those of a kind being equally many: the kind of every rank, and one rank of every kind."""
+    """Ranks in classes of equal size: the class of every rank, and one rank of every class."""
 
     of: Whole
     ranks: Whole
 
 
 def all_different(topology: Topology) -> Kinds:
-    """Every rank is a kind of its own."""
+    """Every rank in a class of its own."""
     return Kinds(np.arange(topology.ranks), np.arange(topology.ranks))
 
 
 def alike(assignment: Assignment, topology: Topology) -> Kinds:
     """Ranks that have the same timeline if all compute alike, and no link is shared.
 
-    Such are two ranks if moving the whole grid along its rings takes one to the other, and nodes to nodes.
+    Two ranks are in one class if some shift of the grid along its rings takes one to the other, and whole nodes to
+    whole nodes.
     """
     ranks = np.arange(topology.ranks)
     place, head_slice = divmod(ranks, assignment.ulysses_degree)

@@ -43,7 +43,7 @@ def simulate(
         raise TopologyError(f"priced_ranks={priced_ranks!r}: expected a whole number of at least 1, or None")
     wrong = [rank for rank in spans_of if not 0 <= rank < topology.ranks]
     if wrong:
-        raise TopologyError(f"spans of rank {wrong[0]} requested; the cluster has ranks 0 to {topology.ranks - 1}")
+        raise TopologyError(f"spans_of names rank {wrong[0]}: expected ranks 0 to {topology.ranks - 1}")
     report = on_progress or (lambda doing, fraction: None)
     if plan.programs is None and plan.matrix.is_uniform:
         try:

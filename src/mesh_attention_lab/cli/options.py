@@ -142,7 +142,7 @@ class ProblemOptions:
     """A problem and its layout.
 
     A problem of serving has new tokens and cached ones instead of a sequence. It is causal from the right, has the
-    layout `Turn`, and no backward pass.
+    layout `TypicalTurn`, and no backward pass.
     """
 
     otherwise: ClassVar[str] = "give the length of the sequence, or for serving --new and --cached"
