@@ -25,7 +25,7 @@ from typing_extensions import assert_never
 
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Together
+from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.plan.text import format_move
 from mesh_attention.planning.costs import Costs
@@ -57,7 +57,7 @@ def price_moves(
                 walk.meet(rows, cols)
             case Return(kind, offset):
                 walk.send_back(kind, offset)
-            case Together():
+            case GroupMove():
                 raise walk.refusal("a collective has no price here; expected fetch, meet or return")
             case _:
                 assert_never(move)

@@ -19,7 +19,7 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffers import held_nbytes, shared_buffers
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.routes import Hop, fetch_hops_in, fetch_hops_out, partial_dest, partial_hops_in
-from mesh_attention.plan.schedule import Fetch, Meet, Return, Route, Schedule, Together
+from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Return, Route, Schedule
 from mesh_attention.plan.steps import (
     AXIS_OF,
     INPUTS,
@@ -59,8 +59,8 @@ def lowered_steps(matrix: BlockMatrix, schedule: Schedule, direction: Direction,
                 lowering.fetch(kind, offset, wave)
             case Return(kind, offset, wave):
                 lowering.return_partial(kind, offset, wave)
-            case Together(op, kind, wave):
-                lowering.together(op, kind, wave)
+            case GroupMove(op, kind, wave):
+                lowering.group_move(op, kind, wave)
             case _:
                 assert_never(move)
     kept, is_backward = matrix.kept(schedule.keep, rank), direction == "backward"
@@ -138,7 +138,7 @@ class _Lowering:
         if contributes:
             self.steps.append(ops.Send(item, self._rank_of(partial_dest(*around))))
 
-    def together(self, op: Literal["gather", "reduce", "exchange", "unpack"], kind: Kind, wave: int) -> None:
+    def group_move(self, op: Literal["gather", "reduce", "exchange", "unpack"], kind: Kind, wave: int) -> None:
         {"gather": self.gather, "reduce": self.reduce, "exchange": self.exchange, "unpack": self.unpack}[op](kind, wave)
 
     def gather(self, kind: Kind, wave: int) -> None:

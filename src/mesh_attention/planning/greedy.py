@@ -25,7 +25,7 @@ from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.schedule import Move, Return, Route
 from mesh_attention.plan.steps import OUTPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.order import ONE_SIZE, Call, Order, Sizes, mask_of
+from mesh_attention.planning.order import ONE_SIZE, Order, Rectangle, Sizes, mask_of
 from mesh_attention.planning.priced import priced_moves
 
 
@@ -88,14 +88,14 @@ class CountedOrder(Order):
         super().__init__(tile, direction, costs, have, own_row_worth=own_row_worth, most_ahead=blocks_per_call)
         self.blocks_per_call = blocks_per_call
 
-    def choose(self) -> Call | None:
+    def choose(self) -> Rectangle | None:
         call = self._ready_call()
         if call is not None:
             return call
         self.fetch_something()
         return self._idle_call()
 
-    def _ready_call(self) -> Call | None:
+    def _ready_call(self) -> Rectangle | None:
         if self.is_all_here:
             return self._completing_call()
         if not self.done[0]:
@@ -108,7 +108,7 @@ class CountedOrder(Order):
                 return call
         return None
 
-    def _idle_call(self) -> Call | None:
+    def _idle_call(self) -> Rectangle | None:
         """A small call that fits into the time that compute would wait for the link anyway; None if none fits."""
         here = (1 << self.here["col"]) - 1
         wait = self.arrivals[0][0] - self.now
@@ -118,7 +118,7 @@ class CountedOrder(Order):
                 return 1 << row, pending
         return None
 
-    def _call_from(self, row: int, pending: int, here: int) -> Call | None:
+    def _call_from(self, row: int, pending: int, here: int) -> Rectangle | None:
         """The call that a row can be part of now; None if it should wait for more."""
         if here == self.all_cols:
             return self._rows_completed_with(row, pending)
@@ -127,7 +127,7 @@ class CountedOrder(Order):
         alike = [r for r in self.rows_here() if here & ~self.done[r] == pending]
         return mask_of(alike) if self.blocks_per_call > 1 else 1 << row, self._cut(pending)
 
-    def _rows_completed_with(self, row: int, pending: int) -> Call | None:
+    def _rows_completed_with(self, row: int, pending: int) -> Rectangle | None:
         """A row whose columns have all arrived: alone, so that its partial leaves at once, or as few as make a call."""
         wanted = -(-self.blocks_per_call // pending.bit_count())
         alike = [r for r in self.rows_here() if self.all_cols & ~self.done[r] == pending] if wanted > 1 else [row]
@@ -135,7 +135,7 @@ class CountedOrder(Order):
             return None
         return mask_of(alike[:wanted]), self._cut(pending)
 
-    def _completing_call(self) -> Call:
+    def _completing_call(self) -> Rectangle:
         """The next call once all shards have arrived: for the row or column that releases more transfer per block."""
         (row, row_worth), (col, col_worth) = self.next_to_complete("row"), self.next_to_complete("col")
         if col_worth > row_worth:

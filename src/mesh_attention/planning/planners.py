@@ -25,7 +25,7 @@ from mesh_attention.plan.assignment import AXES, Assignment, Axis
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan, PlanRequest
-from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Schedule, Together
+from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Move, Return, Schedule
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.planning.choice import Choice, ChoiceOptions, as_choice
 from mesh_attention.planning.costs import Costs, estimate_gpu_costs, even_costs, shard_sizes
@@ -168,10 +168,10 @@ def _trade_heads(moves: Iterable[Move], direction: Direction, inputs: Iterable[K
     """Ulysses as a factor: trade heads for tokens, make the moves on the smaller grid, trade back."""
     results = OUTPUTS[direction]
     return (
-        *(Together("exchange", kind) for kind in inputs),
+        *(GroupMove("exchange", kind) for kind in inputs),
         *(move for move in moves if not (isinstance(move, Return) and move.offset == 0)),
-        *(move for kind in results for move in (Return(kind, 0), Together("exchange", kind))),
-        *(Together("unpack", kind) for kind in results),
+        *(move for kind in results for move in (Return(kind, 0), GroupMove("exchange", kind))),
+        *(GroupMove("unpack", kind) for kind in results),
     )
 
 
@@ -263,9 +263,9 @@ def attention2d_moves(assignment: Assignment, direction: Direction, *, have: tup
     """All-gather Q along rows and KV along columns, except kinds that the rank has, one attend of the whole tile,
     reduce the results to their homes."""
     travelling = [kind for kind, axis in AXIS_OF.items() if assignment.size(axis) > 1]
-    gathered = [Together("gather", kind) for kind in INPUTS[direction] if kind in travelling and kind not in have]
+    gathered = [GroupMove("gather", kind) for kind in INPUTS[direction] if kind in travelling and kind not in have]
     results: list[Move] = []
     for kind in OUTPUTS[direction]:
-        results += [Together("reduce", kind)] if kind in travelling else []
+        results += [GroupMove("reduce", kind)] if kind in travelling else []
         results.append(Return(kind, 0))
     return (*gathered, Meet(tuple(range(assignment.tile.rows)), tuple(range(assignment.tile.cols))), *results)

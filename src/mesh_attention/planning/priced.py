@@ -24,7 +24,7 @@ from mesh_attention.plan.assignment import Axis, Tile
 from mesh_attention.plan.schedule import Move, Route
 from mesh_attention.plan.steps import OUTPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.order import ONE_SIZE, Call, Order, Sizes, held_share, mask_of
+from mesh_attention.planning.order import ONE_SIZE, Order, Rectangle, Sizes, held_share, mask_of
 
 LARGE_CALL_WORTH = 0.98
 """A call of this worth need not be larger: its results take memory until they are added to the sums."""
@@ -69,7 +69,7 @@ class PolicyOrder(Order):
     ) -> None:
         super().__init__(tile, direction, costs, have, own_row_worth=policy.own_row_worth, most_ahead=policy.most_ahead)
         self.policy, self.waits_its_turn = policy, waits_its_turn
-        self.worths: dict[Call, float] = {}  # shared by all branches
+        self.worths: dict[Rectangle, float] = {}  # shared by all branches
 
     def _is_open(self, axis: Axis) -> bool:
         if self.waits_its_turn and self.fetched[axis] > self.here[axis]:
@@ -77,7 +77,7 @@ class PolicyOrder(Order):
         window = self.policy.window
         return window is None or window[0] != axis or self.fetched[axis] - self.left[axis].count(0) < window[1]
 
-    def choose(self) -> Call | None:
+    def choose(self) -> Rectangle | None:
         if not self.done[0]:
             return (1, 1)  # its own block: needs no transfer, and its mask makes it a separate call anyway
         if self.is_all_here:
@@ -93,11 +93,11 @@ class PolicyOrder(Order):
         is_worth_it = best is None and own is not None and self.worth(own) >= self.policy.least_worth
         return own if is_worth_it else None
 
-    def _best_call(self) -> Call | None:
+    def _best_call(self) -> Rectangle | None:
         """The best call of rows that wait for the same columns, without its own row, which hides the last partials."""
         has_all_cols, policy = self.here["col"] == self.tile.cols, self.policy
         enough = policy.completing_worth if has_all_cols else policy.early_worth
-        calls: list[tuple[bool, float, Call]] = []
+        calls: list[tuple[bool, float, Rectangle]] = []
         for pending, rows in self.rows_by_pending().items():
             others = rows if policy.window else [row for row in rows if row]
             if others:
@@ -106,11 +106,11 @@ class PolicyOrder(Order):
                 calls.append((is_enough, pending.bit_count() if is_enough else self.worth(call), call))
         return max(calls, key=lambda ranked: ranked[:2])[2] if calls else None
 
-    def _own_row_call(self) -> Call | None:
+    def _own_row_call(self) -> Rectangle | None:
         pending = ((1 << self.here["col"]) - 1) & ~self.done[0]
         return (1, pending) if pending else None
 
-    def _completing_call(self) -> Call:
+    def _completing_call(self) -> Rectangle:
         """The next call once all shards have arrived: for the row or column that releases more transfer per block."""
         (row, row_worth), (col, col_worth) = self.next_to_complete("row"), self.next_to_complete("col")
         wanted = self._completing_worth()
@@ -134,7 +134,7 @@ class PolicyOrder(Order):
             LARGE_CALL_WORTH if self.blocks_left > self.policy.large_while * to_return else self.policy.completing_worth
         )
 
-    def _few(self, offsets: list[int], others: int, wanted: float, *, are_cols: bool = False) -> Call:
+    def _few(self, offsets: list[int], others: int, wanted: float, *, are_cols: bool = False) -> Rectangle:
         """The call of the fewest of these offsets that reaches the wanted worth, or of all, with `others`."""
         chosen = 0
         for offset in offsets:
@@ -164,9 +164,9 @@ class PolicyOrder(Order):
                 by_pending.setdefault(rows, []).append(col)
         return by_pending
 
-    def alternatives(self) -> list[Call | None]:
+    def alternatives(self) -> list[Rectangle | None]:
         """Other calls than the one that the policy chooses; None means to wait."""
-        calls: list[Call | None] = [] if self.is_all_here else [None]
+        calls: list[Rectangle | None] = [] if self.is_all_here else [None]
         for pending, rows in self.rows_by_pending().items():
             calls += [(mask_of(rows[:count]), pending) for count in _some_counts(len(rows))]
         if self.is_all_here and "col" in self.results:
@@ -174,7 +174,7 @@ class PolicyOrder(Order):
                 calls += [(pending, mask_of(cols[:count])) for count in _some_counts(len(cols))]
         return list(dict.fromkeys(calls))
 
-    def worth(self, call: Call) -> float:
+    def worth(self, call: Rectangle) -> float:
         worth = self.worths.get(call)
         if worth is None:
             worth = self.worths[call] = call[0].bit_count() * call[1].bit_count() / self.costs.of_call(*call)

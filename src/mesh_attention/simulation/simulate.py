@@ -11,7 +11,7 @@ from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.simulation.events import EventEngine, Network, Recorder
 from mesh_attention.simulation.jobs import Prices, RankJobs, rank_jobs
-from mesh_attention.simulation.lockstep import LockstepEngine, NotUniformError, alike, all_different
+from mesh_attention.simulation.lockstep import LockstepEngine, NotUniformError, classes_by_timeline, singleton_classes
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.units import Report
@@ -75,8 +75,8 @@ def _in_lockstep(
     shown = {rank: jobs_of.get(rank) or rank_jobs(plan, rank, prices).jobs for rank in recorder.spans_of}
     network = Network(topology)
     is_folded = len(priced) == 1 and not network.is_shared
-    kinds = alike(plan.assignment, topology) if is_folded else all_different(topology)
-    LockstepEngine(priced, nearest, plan.matrix, network, recorder, shown, kinds).run()
+    classes = classes_by_timeline(plan.assignment, topology) if is_folded else singleton_classes(topology)
+    LockstepEngine(priced, nearest, plan.matrix, network, recorder, shown, classes).run()
     is_even = plan.problem.seq_q % ranks == 0 and plan.problem.seq_kv % ranks == 0
     return _timeline(plan, recorder, priced, is_exact=is_even and len(sampled) == ranks)
 
