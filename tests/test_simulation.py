@@ -51,7 +51,7 @@ def problem(ranks: int, *, seq: int = 1024, **changes: object) -> Problem:
 
 
 def by_events(plan: Plan, cluster: Topology) -> Timeline:
-    return simulation._by_events(plan, cluster, range(plan.problem.ranks), lambda doing, fraction: None)
+    return simulation._by_events(plan, cluster, range(plan.problem.ranks), lambda activity, fraction: None)
 
 
 # Prices

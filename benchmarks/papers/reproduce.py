@@ -35,7 +35,7 @@ from papers.figures import (
 from papers.fit import PASSES, fitted
 from papers.scaling import Contender, Scaling, run_experiments
 
-Report = Callable[[str, float], None]
+Progress = Callable[[str, float], None]
 SEQ, HEADS, HEAD_DIM = 1 << 20, 32, 128
 """What volumes are counted at; in N·d and in units they are the same at any length."""
 GPT3_HEADS, GPT3_SEQS = 96, tuple(1 << power for power in range(12, 18))
@@ -60,11 +60,11 @@ class Reproduction:
     scaling: Scaling
 
 
-def reproduce(*, on_progress: Report | None = None) -> Reproduction:
+def reproduce(*, on_progress: Progress | None = None) -> Reproduction:
     """Work out every figure. Takes seconds."""
-    report = on_progress or (lambda doing, fraction: None)
+    report = on_progress or (lambda activity, fraction: None)
     cluster = fitted()
-    measured = run_experiments(cluster, on_progress=lambda doing, fraction: report(doing, fraction / 2))
+    measured = run_experiments(cluster, on_progress=lambda activity, fraction: report(activity, fraction / 2))
     scaling = Scaling.of(measured, PASSES)
     rows = []
     for index, figure in enumerate(FIGURES):

@@ -57,7 +57,7 @@ def startrail(tuning: Tuning, problem: Problem, topology: Topology, *, memory_li
         memory_limit = topology.device.memory_gib * GIB
     searches: dict[Direction, PassSearch] = {}
     for direction in tuning.chosen.choices:
-        search = PassSearch(problem, topology, direction, effort(problem.ranks), memory_limit, lambda doing, done: None)
+        search = PassSearch(problem, topology, direction, effort(problem.ranks), memory_limit, lambda *progress: None)
         search.priced_ranks = PRICED_RANKS_AT_LAST if is_uniform else problem.ranks
         search.tried = {trial.choices[direction]: trial.forecasts[direction] for trial in tuning.trials}
         searches[direction] = search

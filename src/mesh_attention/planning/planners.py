@@ -116,7 +116,9 @@ def _check_fit(plan: Plan, problem: Problem, layout: Layout, direction: Directio
         "direction": (plan.direction, direction),
         **{f.name: (getattr(plan.problem, f.name), getattr(problem, f.name)) for f in fields(problem)},
     }
-    wrong = [f"{name} {theirs} instead of {due}" for name, (theirs, due) in pairs.items() if theirs != due]
+    wrong = [
+        f"{name} {theirs} instead of {expected}" for name, (theirs, expected) in pairs.items() if theirs != expected
+    ]
     if plan.layout != layout:
         name = "name" if plan.layout.name != layout.name else "text"
         wrong.append(f"layout {getattr(plan.layout, name)[:60]} instead of {getattr(layout, name)[:60]}")

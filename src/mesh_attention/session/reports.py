@@ -101,12 +101,12 @@ def find_different_calls(reports: Mapping[int, Report]) -> str | None:
 
 def _waited_for(own: Report, others: Mapping[int, Report]) -> set[int]:
     """The ranks that this one waits for, directly or through ranks that wait too, and that do not wait themselves."""
-    seen, due = {own.rank}, list(own.waits_for)
-    while due:
-        rank = due.pop()
+    seen, to_visit = {own.rank}, list(own.waits_for)
+    while to_visit:
+        rank = to_visit.pop()
         if rank not in seen:
             seen.add(rank)
-            due += others[rank].waits_for if rank in others else ()
+            to_visit += others[rank].waits_for if rank in others else ()
     return {rank for rank in seen - {own.rank} if rank in others and not others[rank].at}
 
 

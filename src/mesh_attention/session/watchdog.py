@@ -106,7 +106,7 @@ class Watchdog:
         self.decided, self.is_over = Event(), Event()
         self.trouble: str | None = None
         """An error of this rank's transfers: the others are asked at once, and nobody waits for the patience."""
-        self.exchange = Exchange(group.rank, group.size, group.store)
+        self.exchange = ReportExchange(group.rank, group.size, group.store)
         self._progress = (0, time.monotonic())
         self._asked: float | None = None
         self._has_told = False
@@ -253,7 +253,7 @@ class OtherRanks:
     heard: dict[int, float] = field(default_factory=dict)
 
 
-class Exchange:
+class ReportExchange:
     """Asks the other ranks for reports, and answers when they ask. A thread of its own: the store may not answer."""
 
     def __init__(self, rank: int, size: int, store: Any) -> None:

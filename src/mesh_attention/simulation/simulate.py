@@ -14,7 +14,7 @@ from mesh_attention.simulation.jobs import Prices, RankJobs, rank_jobs
 from mesh_attention.simulation.lockstep import LockstepEngine, NotUniformError, classes_by_timeline, singleton_classes
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
-from mesh_attention.units import Report
+from mesh_attention.units import Progress
 
 SAMPLED_RANKS = 8
 
@@ -25,7 +25,7 @@ def simulate(
     *,
     spans_of: Collection[int] = (),
     priced_ranks: int | None = None,
-    on_progress: Report | None = None,
+    on_progress: Progress | None = None,
 ) -> Timeline:
     """Forecast a pass on the cluster: times of all ranks, bytes by link class, peak memory, spans of some ranks.
 
@@ -44,7 +44,7 @@ def simulate(
     wrong = [rank for rank in spans_of if not 0 <= rank < topology.ranks]
     if wrong:
         raise TopologyError(f"spans_of names rank {wrong[0]}: expected ranks 0 to {topology.ranks - 1}")
-    report = on_progress or (lambda doing, fraction: None)
+    report = on_progress or (lambda activity, fraction: None)
     if plan.programs is None and plan.matrix.is_uniform:
         try:
             return _in_lockstep(plan, topology, spans_of, priced_ranks, report)
@@ -54,7 +54,7 @@ def simulate(
 
 
 def _in_lockstep(
-    plan: Plan, topology: Topology, spans_of: Collection[int], priced_ranks: int | None, report: Report
+    plan: Plan, topology: Topology, spans_of: Collection[int], priced_ranks: int | None, report: Progress
 ) -> Timeline:
     ranks = topology.ranks
     wanted = priced_ranks or (ranks if ranks <= ALL_RANKS else SAMPLED_RANKS if ranks < MANY_RANKS else 1)
@@ -81,7 +81,7 @@ def _in_lockstep(
     return _timeline(plan, recorder, priced, is_exact=is_even and len(sampled) == ranks)
 
 
-def _by_events(plan: Plan, topology: Topology, spans_of: Collection[int], report: Report) -> Timeline:
+def _by_events(plan: Plan, topology: Topology, spans_of: Collection[int], report: Progress) -> Timeline:
     prices = Prices(topology.device, plan.matrix, plan.direction)
     priced = []
     for rank in range(topology.ranks):

@@ -18,7 +18,7 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import complexity, waved
 from mesh_attention.tuning.result import Forecast
 from mesh_attention.tuning.traffic import Traffic, plan_on, traffic
-from mesh_attention.units import Report
+from mesh_attention.units import Progress
 
 MOST_TRANSFERS = 8192
 """Rows plus columns of a tile up to which plans are made: one rank's program takes seconds to build."""
@@ -93,7 +93,7 @@ class PassSearch:
         direction: Direction,
         effort: Effort,
         memory_limit: float,
-        report: Report,
+        report: Progress,
     ) -> None:
         self.problem, self.topology, self.direction = problem, topology, direction
         self.effort, self.memory_limit, self.report = effort, memory_limit, report
