@@ -35,28 +35,28 @@ def greedy_moves(
     *,
     costs: Costs,
     blocks_per_call: int | None = None,
-    have: tuple[Kind, ...] = (),
+    held_kinds: tuple[Kind, ...] = (),
     route: Route = "direct",
     sizes: Sizes = ONE_SIZE,
 ) -> tuple[Move, ...]:
-    """The moves of one tile, from its own block to the last partial returned. Kinds in `have` are not fetched.
+    """The moves of one tile, from its own block to the last partial returned. Kinds in `held_kinds` are not fetched.
 
     If `blocks_per_call` is None, calls are cost-based: each is sized by its price, or is one block if `costs` has no
     call prices. If it is a number, call prices are ignored.
     """
     if blocks_per_call is None and costs.has_call_prices:
-        moves = priced_moves(tile, direction, costs=costs, sizes=sizes, have=have, route=route)
+        moves = priced_moves(tile, direction, costs=costs, sizes=sizes, held_kinds=held_kinds, route=route)
     else:
-        moves = _counted_moves(tile, direction, costs.without_call_prices(), blocks_per_call or 1, have)
+        moves = _counted_moves(tile, direction, costs.without_call_prices(), blocks_per_call or 1, held_kinds)
     return (*moves, *(Return(kind, 0) for kind in OUTPUTS[direction]))
 
 
 def _counted_moves(
-    tile: Tile, direction: Direction, costs: Costs, blocks_per_call: int, have: tuple[Kind, ...]
+    tile: Tile, direction: Direction, costs: Costs, blocks_per_call: int, held_kinds: tuple[Kind, ...]
 ) -> tuple[Move, ...]:
     shortest, moves = float("inf"), list[Move]()
-    for own_row_worth in OWN_ROW_WORTHS:
-        order = CountedOrder(tile, direction, costs, blocks_per_call, have, own_row_worth)
+    for own_row_weight in OWN_ROW_WEIGHTS:
+        order = CountedOrder(tile, direction, costs, blocks_per_call, held_kinds, own_row_weight)
         makespan = order.complete_all()
         if makespan < shortest * _WORTH_A_CHANGE:
             shortest, moves = makespan, order.moves
@@ -65,7 +65,7 @@ def _counted_moves(
     return tuple(moves)
 
 
-OWN_ROW_WORTHS = (1, 0)
+OWN_ROW_WEIGHTS = (1, 0)
 """When fetches are compared, how many blocks a column's block in a rank's own row counts as; the paper's first."""
 
 _WORTH_A_CHANGE = 0.99
@@ -82,10 +82,10 @@ class CountedOrder(Order):
         direction: Direction,
         costs: Costs,
         blocks_per_call: int,
-        have: tuple[Kind, ...],
-        own_row_worth: int,
+        held_kinds: tuple[Kind, ...],
+        own_row_weight: int,
     ) -> None:
-        super().__init__(tile, direction, costs, have, own_row_worth=own_row_worth, most_ahead=blocks_per_call)
+        super().__init__(tile, direction, costs, held_kinds, own_row_weight=own_row_weight, most_ahead=blocks_per_call)
         self.blocks_per_call = blocks_per_call
 
     def choose(self) -> Rectangle | None:

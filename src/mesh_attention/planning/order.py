@@ -25,7 +25,7 @@ Rectangle = tuple[int, int]
 class Order(ABC):
     """The moves so far, and the state they lead to. Times are in blocks.
 
-    `own_row_worth` is how many blocks a column's block in this rank's own row counts as when fetches are compared. On
+    `own_row_weight` is how many blocks a column's block in this rank's own row counts as when fetches are compared. On
     each axis, at most `most_ahead` shards are fetched and not yet attended.
     """
 
@@ -34,15 +34,15 @@ class Order(ABC):
         tile: Tile,
         direction: Direction,
         costs: Costs,
-        have: tuple[Kind, ...],
+        held_kinds: tuple[Kind, ...],
         *,
-        own_row_worth: int,
+        own_row_weight: int,
         most_ahead: int,
     ) -> None:
         self.tile, self.costs = tile, costs
-        self.own_row_worth, self.most_ahead = own_row_worth, most_ahead
+        self.own_row_weight, self.most_ahead = own_row_weight, most_ahead
         self.inputs: dict[Axis, tuple[Kind, ...]] = {
-            axis: tuple(kind for kind in INPUTS[direction] if AXIS_OF[kind] == axis and kind not in have)
+            axis: tuple(kind for kind in INPUTS[direction] if AXIS_OF[kind] == axis and kind not in held_kinds)
             for axis in ("row", "col")
         }
         self.fetch_cost = {axis: sum(map(costs.of, kinds)) for axis, kinds in self.inputs.items()}
@@ -140,7 +140,7 @@ class Order(ABC):
     def _fetch(self, axes: list[Axis]) -> None:
         """Fetch the next row or the next column, whichever of these axes unlocks more blocks for its cost."""
         other_rows = self.fetched["row"] - 1
-        unlocks: dict[Axis, int] = {"col": other_rows + self.own_row_worth, "row": self.fetched["col"]}
+        unlocks: dict[Axis, int] = {"col": other_rows + self.own_row_weight, "row": self.fetched["col"]}
         axis = max(axes, key=lambda axis: unlocks[axis] / self.fetch_cost[axis])
         self.moves += [Fetch(kind, self.fetched[axis]) for kind in self.inputs[axis]]
         self.fetched[axis] += 1

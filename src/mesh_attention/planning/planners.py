@@ -134,15 +134,15 @@ def _moves(problem: Problem, choice: Choice, direction: Direction, costs: Costs)
     assignment, kept = choice.assignment, choice.keep if direction == "backward" else ()
     inputs = INPUTS[direction]
 
-    def moves_with(*have: Kind) -> tuple[Move, ...]:
+    def moves_with(*held_kinds: Kind) -> tuple[Move, ...]:
         """The moves of one wave, without exchanges, for a rank that has some inputs already."""
         if choice.method == "attention2d":
-            return attention2d_moves(assignment, direction, have=have)
-        return mesh_moves(problem, choice, direction, costs=costs, have=have)
+            return attention2d_moves(assignment, direction, held_kinds)
+        return mesh_moves(problem, choice, direction, costs=costs, held_kinds=held_kinds)
 
-    def traded(moves: tuple[Move, ...], *have: Kind) -> tuple[Move, ...]:
+    def traded(moves: tuple[Move, ...], *held_kinds: Kind) -> tuple[Move, ...]:
         return (
-            _trade_heads(moves, direction, [k for k in inputs if k not in have])
+            _trade_heads(moves, direction, [k for k in inputs if k not in held_kinds])
             if assignment.ulysses_degree > 1
             else moves
         )
@@ -198,7 +198,7 @@ def gpu_price(problem: Problem, choice: Choice, direction: Direction) -> Costs:
 
 
 def mesh_moves(
-    problem: Problem, choice: Choice, direction: Direction, *, costs: Costs, have: tuple[Kind, ...]
+    problem: Problem, choice: Choice, direction: Direction, *, costs: Costs, held_kinds: tuple[Kind, ...]
 ) -> tuple[Move, ...]:
     """Fetch shards, except those of kinds that the rank has, and return partials, one by one, attending meanwhile.
 
@@ -210,7 +210,7 @@ def mesh_moves(
         direction,
         costs=costs,
         blocks_per_call=choice.blocks_per_call,
-        have=have,
+        held_kinds=held_kinds,
         route=choice.route,
         sizes=tuple(shard_sizes(problem, assignment).items()),
     )
@@ -261,11 +261,12 @@ def _moved_up(moves: tuple[Move, ...], axis: Axis, offset: int, *, before_meet_o
     return (*before, *fetches, *after)
 
 
-def attention2d_moves(assignment: Assignment, direction: Direction, *, have: tuple[Kind, ...]) -> tuple[Move, ...]:
+def attention2d_moves(assignment: Assignment, direction: Direction, held_kinds: tuple[Kind, ...]) -> tuple[Move, ...]:
     """All-gather Q along rows and KV along columns, except kinds that the rank has, one attend of the whole tile,
     reduce the results to their homes."""
     travelling = [kind for kind, axis in AXIS_OF.items() if assignment.size(axis) > 1]
-    gathered = [GroupMove("gather", kind) for kind in INPUTS[direction] if kind in travelling and kind not in have]
+    fetched = [kind for kind in INPUTS[direction] if kind in travelling and kind not in held_kinds]
+    gathered = [GroupMove("gather", kind) for kind in fetched]
     results: list[Move] = []
     for kind in OUTPUTS[direction]:
         results += [GroupMove("reduce", kind)] if kind in travelling else []
