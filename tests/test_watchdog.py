@@ -137,7 +137,7 @@ class Ranks:
             patience_s=lambda: self.patience_s,
             passes_over=lambda: self.over[rank],
             counts=lambda: (self.sharings[rank], self.begun[rank]),
-            spoil=lambda: self.done[rank].append("spoil"),
+            poison=lambda: self.done[rank].append("poison"),
             abort=abort,
             has_failed=lambda: self.have_failed[rank],
             failure=lambda: self.failures[rank],
@@ -212,7 +212,7 @@ def test_a_late_rank_is_named_by_all_and_told(started: Callable[..., Ranks]) -> 
     reasons = ranks.reasons()
     assert [reason.split(".")[0] for reason in reasons] == ["rank 2 has not begun pass 1"] * RANKS
     assert reasons[0].endswith(". Rank 0 waits in forward pass 1, step 0 from 3")
-    wait_until(lambda: ranks.done == [["spoil", "abort"], ["spoil", "abort"], ["spoil"], ["spoil", "abort"]])
+    wait_until(lambda: ranks.done == [["poison", "abort"], ["poison", "abort"], ["poison"], ["poison", "abort"]])
 
 
 def test_ranks_abort_once_all_have_given_up(started: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_another_call_is_named_after_it_is_over_and_nothing_is_aborted(started: 
     assert said.startswith("rank 2 makes a different call from ranks 0, 1, 3 in pass 1")
     exchanges = [watch.exchange for watch in ranks.watches.values()]
     wait_until(lambda: all(ranks.done) and not any(exchange.is_settling for exchange in exchanges))
-    assert ranks.done == [["spoil"]] * RANKS
+    assert ranks.done == [["poison"]] * RANKS
 
 
 def test_what_a_rank_saw_itself_is_said_if_nobody_knows_more(started: Callable[..., Ranks]) -> None:
@@ -345,7 +345,7 @@ def _refuse(store: Any) -> None:
 # What the host and the device tell each other
 
 
-def test_results_are_spoilt_once_a_rank_gave_up() -> None:
+def test_results_are_poisoned_once_a_rank_gave_up() -> None:
     alarm, same = Poison(torch.device("cpu")), torch.tensor([5, -5])
     before, after = torch.ones(3), torch.ones(3, dtype=torch.bfloat16)
     alarm.check(same, [before], counts=True)

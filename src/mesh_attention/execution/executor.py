@@ -159,16 +159,16 @@ class Executor:
         self, sends: Sequence[Send], recvs: Sequence[Recv], chunks: Callable[[Item], list[Tensor]]
     ) -> tuple[Work, Work]:
         """Post transfers; returns what to wait for before arrivals are read, and before what leaves is freed."""
-        given = [Parcel(chunks(send.item), send.dest, send.item.kind) for send in sends]
-        taken = [Parcel(chunks(recv.item), recv.source, recv.item.kind) for recv in recvs]
+        outgoing = [Parcel(chunks(send.item), send.dest, send.item.kind) for send in sends]
+        incoming = [Parcel(chunks(recv.item), recv.source, recv.item.kind) for recv in recvs]
         try:
-            if not given or not taken or not self.posts_apart:
-                work = self.comm.post(given, taken)
+            if not outgoing or not incoming or not self.posts_apart:
+                work = self.comm.post(outgoing, incoming)
                 return work, work
             # Apart, so that an arrival does not wait for what leaves. If posts ran one after the other, a receive
             # posted alone would hold up the send that it waits for.
-            received = self.comm.post([], taken)
-            return received, self.comm.post(given, [])
+            received = self.comm.post([], incoming)
+            return received, self.comm.post(outgoing, [])
         except Exception as error:
             raise TransportError(f"{self._here()}: could not be posted: {error}") from error
 

@@ -213,7 +213,7 @@ def poison_if_different(
     (state[0] is NaN), or this rank gave up (seen[2] is NaN). A difference sets state[0] to NaN; `counts` adds 1 to
     state[1]; seen[:2] mirrors the state."""
     is_different = tl.load(largest) + tl.load(largest + 1) != 0
-    spoilt = tl.load(state) + tl.load(seen + 2, volatile=True)
+    poisoned = tl.load(state) + tl.load(seen + 2, volatile=True)
     program = tl.program_id(0)
     if program == 0:
         if is_different:
@@ -223,7 +223,7 @@ def poison_if_different(
             over = tl.load(state + 1) + 1
             tl.store(state + 1, over)
             tl.store(seen + 1, over)
-    if is_different | (spoilt != spoilt):
+    if is_different | (poisoned != poisoned):
         start, step = program.to(tl.int64) * block, tl.num_programs(0).to(tl.int64) * block
         _fill_with_nan(a, a_size, start, step, block)
         _fill_with_nan(b, b_size, start, step, block)

@@ -145,9 +145,9 @@ class _Lowering:
         sends: list[ops.Send] = []
         recvs: list[ops.Recv] = []
         for offset in self._offsets(kind):
-            given, taken = self._hand_round(kind, "direct", offset, wave)
-            sends += given
-            recvs += taken
+            to_send, to_receive = self._hand_round(kind, "direct", offset, wave)
+            sends += to_send
+            recvs += to_receive
         self._collective("gather", kind, sends, recvs, wave)
 
     def reduce(self, kind: Kind, wave: int) -> None:
@@ -175,12 +175,12 @@ class _Lowering:
         sends, recvs = [], []
         for distance in range(1, len(group)):
             dest, source = group[(self.head_slice + distance) % len(group)], group[self.head_slice - distance]
-            given = self._piece(kind, *((self.rank, dest) if inward else (dest, self.rank)), wave)
-            taken = self._piece(kind, *((source, self.rank) if inward else (self.rank, source)), wave)
-            if given is not None:
-                sends.append(ops.Send(given, dest))
-            if taken is not None:
-                recvs.append(ops.Recv(taken, source))
+            sent_piece = self._piece(kind, *((self.rank, dest) if inward else (dest, self.rank)), wave)
+            received_piece = self._piece(kind, *((source, self.rank) if inward else (self.rank, source)), wave)
+            if sent_piece is not None:
+                sends.append(ops.Send(sent_piece, dest))
+            if received_piece is not None:
+                recvs.append(ops.Recv(received_piece, source))
         home, whole = self._home(kind, wave), self._item(kind, self.place, wave)
         if inward and "own" in self.schedule.keep and kind in INPUTS["forward"] and kind not in self.schedule.keep:
             whole = whole._replace(form="kept")

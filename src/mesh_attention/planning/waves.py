@@ -50,7 +50,7 @@ def in_waves(
                 assert isinstance(move, Return | GroupMove)
                 clocks.ends.append(move)
     clocks.end_all()
-    return Timed(tuple(clocks.made), max(clocks.now, clocks.link_free))
+    return Timed(tuple(clocks.moves), max(clocks.now, clocks.link_free))
 
 
 def brings_input(move: Move, direction: Direction) -> bool:
@@ -68,7 +68,7 @@ class _Clocks:
         self.direction: Direction = direction
         self.inputs = INPUTS[direction]
         self.assignment, self.costs, self.route = assignment, costs, route
-        self.made: list[Move] = []
+        self.moves: list[Move] = []
         self.now = self.link_free = 0.0
         self.arrivals: dict[tuple[Kind, int, int], float] = {}  # of inputs, by kind, offset and wave
         self.ends: list[Return | GroupMove] = []  # ends of waves that are not made yet
@@ -85,11 +85,11 @@ class _Clocks:
                 break
             following.remove(coming)
             self.post(coming)
-        self.made.append(move)
+        self.moves.append(move)
         self.now = end
 
     def post(self, move: Move) -> None:
-        self.made.append(move)
+        self.moves.append(move)
         self.link_free = max(self.link_free, self.now) + self._cost(move)
         match move:
             case Fetch(kind, offset, wave):
@@ -120,7 +120,7 @@ class _Clocks:
             if isinstance(move, GroupMove) and move.op == "exchange":
                 self.post(move)
             else:
-                self.made.append(move)
+                self.moves.append(move)
 
     def _next_ends(self) -> list[Return | GroupMove]:
         """The next end of every kind; those of a kind stay in order."""

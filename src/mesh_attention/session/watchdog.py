@@ -231,7 +231,7 @@ class Watchdog:
         self.exchange.report = self._report(None)
         self.exchange.is_settling = True
         self.exchange.tell()
-        self.group.spoil()
+        self.group.poison()
         self.decided.set()
         end = time.monotonic() + SETTLE_S
         while time.monotonic() < end and not self.exchange.have_given_up(silent):
@@ -321,6 +321,6 @@ def _key(rank: int) -> str:
 
 def _own_store(store: Any) -> Any:
     """A second connection to the store: torch may be waiting for something on the caller's."""
-    made = PrefixStore("mesh-attention watchdog", store.clone())
-    made.set_timeout(timedelta(seconds=SILENT_S))
-    return made
+    own_store = PrefixStore("mesh-attention watchdog", store.clone())
+    own_store.set_timeout(timedelta(seconds=SILENT_S))
+    return own_store

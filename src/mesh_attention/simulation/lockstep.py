@@ -99,7 +99,7 @@ class NotUniformError(Exception):
     """The ranks' programs differ in more than their peers."""
 
 
-class LockstepEngine:
+class LockstepSimulator:
     """Runs the jobs of `priced[0]` on all ranks; rank r takes as long as `priced[seconds_of[r]]`.
 
     `shown` holds the jobs of the ranks whose spans are recorded, which name the spans. Arrays are over `classes`.

@@ -9,9 +9,14 @@ import numpy as np
 from mesh_attention.errors import TopologyError
 from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.plan import Plan
-from mesh_attention.simulation.events import EventEngine, Network, Recorder
+from mesh_attention.simulation.events import EventSimulator, Network, Recorder
 from mesh_attention.simulation.jobs import Prices, RankJobs, rank_jobs
-from mesh_attention.simulation.lockstep import LockstepEngine, NotUniformError, classes_by_timeline, singleton_classes
+from mesh_attention.simulation.lockstep import (
+    LockstepSimulator,
+    NotUniformError,
+    classes_by_timeline,
+    singleton_classes,
+)
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.units import Progress
@@ -76,7 +81,7 @@ def _in_lockstep(
     network = Network(topology)
     is_folded = len(priced) == 1 and not network.is_shared
     classes = classes_by_timeline(plan.assignment, topology) if is_folded else singleton_classes(topology)
-    LockstepEngine(priced, nearest, plan.matrix, network, recorder, shown, classes).run()
+    LockstepSimulator(priced, nearest, plan.matrix, network, recorder, shown, classes).run()
     is_even = plan.problem.seq_q % ranks == 0 and plan.problem.seq_kv % ranks == 0
     return _timeline(plan, recorder, priced, is_exact=is_even and len(sampled) == ranks)
 
@@ -88,7 +93,7 @@ def _by_events(plan: Plan, topology: Topology, spans_of: Collection[int], report
         report(f"pricing {plan.method}", rank / topology.ranks)
         priced.append(rank_jobs(plan, rank, prices))
     recorder = Recorder(topology.ranks, spans_of)
-    EventEngine(priced, plan.matrix, Network(topology), recorder).run()
+    EventSimulator(priced, plan.matrix, Network(topology), recorder).run()
     return _timeline(plan, recorder, priced, is_exact=True)
 
 
