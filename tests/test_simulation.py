@@ -20,6 +20,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import ROUTES
 from mesh_attention.plan.steps import Free, Step, transfers
 from mesh_attention.plan.text import format_end, format_step
+from mesh_attention.simulation import lockstep
 from mesh_attention.simulation import simulate as simulation
 from mesh_attention.simulation.jobs import Prices, rank_jobs
 from mesh_attention.simulation.lockstep import classes_by_timeline, singleton_classes
@@ -196,7 +197,7 @@ def test_ranks_at_the_same_place_of_their_nodes_have_the_same_timeline(data: st.
     every = range(plan.problem.ranks)
     by_kind = simulate(plan, cluster, spans_of=every, priced_ranks=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulation, "classes_by_timeline", lambda assignment, topology: singleton_classes(topology))
+        patch.setattr(lockstep, "classes_by_timeline", lambda assignment, topology: singleton_classes(topology))
         assert simulate(plan, cluster, spans_of=every, priced_ranks=1) == by_kind
 
 

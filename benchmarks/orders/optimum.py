@@ -86,9 +86,8 @@ class _Search:
 
     def __init__(self, tile: Tile, direction: Direction, costs: Costs, held_kinds: tuple[Kind, ...]) -> None:
         self.sizes: _Pair = (tile.rows, tile.cols)
-        self.inputs = [
-            tuple(k for k in INPUTS[direction] if AXIS_OF[k] == axis and k not in held_kinds) for axis in _AXES
-        ]
+        fetched = [kind for kind in INPUTS[direction] if kind not in held_kinds]
+        self.inputs = [tuple(kind for kind in fetched if AXIS_OF[kind] == axis) for axis in _AXES]
         self.results = [next((k for k in OUTPUTS[direction] if AXIS_OF[k] == axis), None) for axis in _AXES]
         self.fetch_cost = [sum(map(costs.of, kinds)) for kinds in self.inputs]
         self.return_cost = [costs.of(kind) if kind else 0.0 for kind in self.results]

@@ -71,8 +71,7 @@ FAULTS = {
         "it raises inside a pass", "rank 2 failed: MadeToFailError: made to fail", r"Rank \d waits in forward pass \d+"
     ),
     "new call": Fault(
-        "it makes a call that is new",
-        r"rank 2 is agreeing on a new call, but rank \d is running one that it already knows",
+        "it makes a call that is new", r"rank 2 is agreeing on a new call, but rank \d is running one that it"
     ),
     "late, then a first launch": Fault("it comes late; the others launch a kernel for the first time", LATE),
     "killed, with the store": Fault("it is killed; it is rank 0 and keeps the store", "the group's store", victim=0,

@@ -116,8 +116,7 @@ def part(field: Tensor, span: Span | None) -> Tensor:
 
 
 def paired(spans: Sequence[tuple[Any, TokenSpan, TokenSpan]], batch: int) -> list[tuple[Any, Span, Span]]:
-    """Pairs of spans with a key. In a batch of one, two neighbouring pairs with equal keys and lengths become one pair
-    of `TwoSpans`, so that one launch does both."""
+    """Pairs of spans with a key; in a batch of one, neighbours of equal keys and lengths become one: one launch."""
     paired_spans: list[tuple[Any, Span, Span]] = []
     for what, ours, theirs in spans:
         if batch == 1 and paired_spans and paired_spans[-1][0] == what:

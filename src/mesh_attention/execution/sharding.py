@@ -96,8 +96,8 @@ def _form(shard: Tensor, dim: int) -> dict[str, str]:
 
 def _check_lengths(lengths: Sequence[int], layout: Layout) -> None:
     ranks = len(lengths)
-    expected = [len(positions(layout, rank, seq_len=sum(lengths), ranks=ranks)) for rank in range(ranks)]
-    if list(lengths) != expected:
+    shards = [len(positions(layout, rank, seq_len=sum(lengths), ranks=ranks)) for rank in range(ranks)]
+    if list(lengths) != shards:
         raise ProblemError(
-            f"ranks hold {list(lengths)} tokens; expected {expected}, the shards of a {layout.name} sequence"
+            f"ranks hold {list(lengths)} tokens; expected {shards}, the shards of a {layout.name} sequence"
         )

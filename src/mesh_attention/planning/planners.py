@@ -116,9 +116,7 @@ def _check_fit(plan: Plan, problem: Problem, layout: Layout, direction: Directio
         "direction": (plan.direction, direction),
         **{f.name: (getattr(plan.problem, f.name), getattr(problem, f.name)) for f in fields(problem)},
     }
-    wrong = [
-        f"{name} {theirs} instead of {expected}" for name, (theirs, expected) in pairs.items() if theirs != expected
-    ]
+    wrong = [f"{name} {theirs} instead of {ours}" for name, (theirs, ours) in pairs.items() if theirs != ours]
     if plan.layout != layout:
         name = "name" if plan.layout.name != layout.name else "text"
         wrong.append(f"layout {getattr(plan.layout, name)[:60]} instead of {getattr(layout, name)[:60]}")
@@ -265,8 +263,7 @@ def attention2d_moves(assignment: Assignment, direction: Direction, held_kinds: 
     """All-gather Q along rows and KV along columns, except kinds that the rank has, one attend of the whole tile,
     reduce the results to their homes."""
     travelling = [kind for kind, axis in AXIS_OF.items() if assignment.size(axis) > 1]
-    fetched = [kind for kind in INPUTS[direction] if kind in travelling and kind not in held_kinds]
-    gathered = [GroupMove("gather", kind) for kind in fetched]
+    gathered = [GroupMove("gather", k) for k in INPUTS[direction] if k in travelling and k not in held_kinds]
     results: list[Move] = []
     for kind in OUTPUTS[direction]:
         results += [GroupMove("reduce", kind)] if kind in travelling else []

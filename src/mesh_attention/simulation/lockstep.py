@@ -115,12 +115,11 @@ class LockstepSimulator:
         shown: Mapping[int, Sequence[Job]],
         classes: RankClasses,
     ) -> None:
-        self.shown, self.classes = shown, classes
+        self.shown, (self.class_of, self.first_ranks) = shown, classes
         self.jobs, self.rank = priced[0].jobs, priced[0].rank
         self.matrix, self.network, self.recorder = matrix, network, recorder
-        first_ranks = classes.first_ranks
-        self.seconds = np.array([[job.seconds for job in rank.jobs] for rank in priced])[seconds_of[first_ranks]].T
-        self.all = np.arange(len(first_ranks))
+        self.seconds = np.array([[job.seconds for job in rank.jobs] for rank in priced])[seconds_of[self.first_ranks]].T
+        self.all = np.arange(len(self.first_ranks))
         self.deltas = self._deltas()
         self.transfers: dict[Delta, PeerTransfer] = {}
 
@@ -197,10 +196,10 @@ class LockstepSimulator:
         return self.transfers[delta]
 
     def _new_transfer(self, delta: Delta) -> PeerTransfer:
-        network, topology, ranks = self.network, self.network.topology, self.classes.first_ranks
+        network, topology, ranks = self.network, self.network.topology, self.first_ranks
         sender = self.matrix.assignment.peer_rank(delta.axis, ranks, delta.offset)
         is_between = topology.node(sender) != topology.node(ranks)
-        source = self.classes.class_of[sender]
+        source = self.class_of[sender]
         alike = ranks[source]  # as the sender, which has lanes of its own
         out_lane = np.where(is_between, network.out_nics + topology.nic(alike), network.out_ports + alike)
         in_lane = np.where(is_between, network.in_nics + topology.nic(ranks), network.in_ports + ranks)
@@ -211,21 +210,21 @@ class LockstepSimulator:
 
     def _record_compute(self, index: int, now: Floats, start: Floats) -> None:
         for rank, jobs in self.shown.items():
-            kind = self.classes.class_of[rank]
+            kind = self.class_of[rank]
             self.recorder.wait(rank, now[kind], start[kind], jobs[index])
             self.recorder.compute(rank, start[kind], start[kind] + self.seconds[index, kind], jobs[index])
 
     def _record_transfers(
         self, index: int, number: int, transfer: PeerTransfer, start: Floats, stop: Floats, nbytes: int
     ) -> None:
-        alike = len(self.classes.class_of) // len(self.classes.first_ranks)
+        alike = len(self.class_of) // len(self.first_ranks)
         count = int(transfer.is_between.sum())
         self.recorder.sent["between"] += alike * count * nbytes
         self.recorder.sent["inside"] += alike * (len(self.all) - count) * nbytes
         back = self._from(self.deltas[self.jobs[index].recvs[number].source])
         for rank, jobs in self.shown.items():
             job, dest = jobs[index], self.matrix.assignment.peer_rank(back.axis, rank, back.offset)
-            here, there = self.classes.class_of[[rank, dest]]
+            here, there = self.class_of[[rank, dest]]
             self.recorder.transfer_span(rank, job, job.recvs[number], start[here], stop[here], nbytes)
             self.recorder.transfer_span(rank, job, self._send(job, number, dest), start[there], stop[there], nbytes)
 
@@ -239,8 +238,7 @@ class LockstepSimulator:
     def _totals(self, computed: Floats, stopped: Floats) -> None:
         times = (computed, stopped, self.out_s, self.in_s)
         recorder = self.recorder
-        class_of = self.classes.class_of
-        recorder.compute_s, recorder.stop_s, recorder.out_s, recorder.in_s = (t[class_of].tolist() for t in times)
+        recorder.compute_s, recorder.stop_s, recorder.out_s, recorder.in_s = (t[self.class_of].tolist() for t in times)
 
 
 def _rounds(out_lane: Whole, in_lane: Whole) -> tuple[Whole, ...]:

@@ -9,14 +9,9 @@ import numpy as np
 from mesh_attention.errors import TopologyError
 from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.plan import Plan
+from mesh_attention.simulation import lockstep
 from mesh_attention.simulation.events import EventSimulator, Network, Recorder
 from mesh_attention.simulation.jobs import Prices, RankJobs, rank_jobs
-from mesh_attention.simulation.lockstep import (
-    LockstepSimulator,
-    NotUniformError,
-    classes_by_timeline,
-    singleton_classes,
-)
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.units import Progress
@@ -53,7 +48,7 @@ def simulate(
     if plan.programs is None and plan.matrix.is_uniform:
         try:
             return _in_lockstep(plan, topology, spans_of, priced_ranks, report)
-        except NotUniformError:
+        except lockstep.NotUniformError:
             pass
     return _by_events(plan, topology, spans_of, report)
 
@@ -73,15 +68,17 @@ def _in_lockstep(
     report(f"simulating {plan.method}", 1.0)
     shapes = {tuple((len(job.recvs), len(job.sends), job.waits) for job in t.jobs) for t in priced}
     if len(shapes) > 1:
-        raise NotUniformError("jobs of different kinds")
+        raise lockstep.NotUniformError("jobs of different kinds")
     nearest = np.abs(np.arange(ranks)[:, None] - sampled[None, :]).argmin(axis=1)
     recorder = Recorder(ranks, spans_of)
     jobs_of = {each.rank: each.jobs for each in priced}
     shown = {rank: jobs_of.get(rank) or rank_jobs(plan, rank, prices).jobs for rank in recorder.spans_of}
     network = Network(topology)
     is_folded = len(priced) == 1 and not network.is_shared
-    classes = classes_by_timeline(plan.assignment, topology) if is_folded else singleton_classes(topology)
-    LockstepSimulator(priced, nearest, plan.matrix, network, recorder, shown, classes).run()
+    classes = lockstep.singleton_classes(topology)
+    if is_folded:
+        classes = lockstep.classes_by_timeline(plan.assignment, topology)
+    lockstep.LockstepSimulator(priced, nearest, plan.matrix, network, recorder, shown, classes).run()
     is_even = plan.problem.seq_q % ranks == 0 and plan.problem.seq_kv % ranks == 0
     return _timeline(plan, recorder, priced, is_exact=is_even and len(sampled) == ranks)
 
