@@ -96,8 +96,6 @@ def _form(shard: Tensor, dim: int) -> dict[str, str]:
 
 def _check_lengths(lengths: Sequence[int], layout: Layout) -> None:
     ranks = len(lengths)
-    shards = [len(positions(layout, rank, seq_len=sum(lengths), ranks=ranks)) for rank in range(ranks)]
-    if list(lengths) != shards:
-        raise ProblemError(
-            f"ranks hold {list(lengths)} tokens; expected {shards}, the shards of a {layout.name} sequence"
-        )
+    due = [len(positions(layout, rank, seq_len=sum(lengths), ranks=ranks)) for rank in range(ranks)]
+    if list(lengths) != due:
+        raise ProblemError(f"ranks hold {list(lengths)} tokens; expected {due}, the shards of a {layout.name} sequence")

@@ -34,14 +34,12 @@ FIRST_OF_FAMILY = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How many candidates are simulated: per family, or of all families together if not `by_family`.
-
-    Candidates run in order of promise. Until `least` of them fit into memory, estimates exclude none; until `at_least`
-    fit, bounds exclude none, so that each rival is shown at its best. After that, a candidate runs only if its estimate
-    is within a factor `worth_trying` of the best time, until `most` fit. The fastest `finalists`, and the first
-    `firsts` of every family, are tried with up to `regroupings` larger and as many smaller groupings; then the fastest
-    of `waved` Ulysses degrees in waves.
-    """
+    """How many candidates are simulated: per family, or of all families together if not `by_family`. Candidates run in
+    order of promise. Until `least` of them fit into memory, estimates exclude none; until `at_least` fit, bounds
+    exclude none, so that each rival is shown at its best. After that, a candidate runs only if its estimate is within a
+    factor `worth_trying` of the best time, until `most` fit. The fastest `finalists`, and the first `firsts` of every
+    family, are tried with up to `regroupings` larger and as many smaller groupings; then the fastest of `waved` Ulysses
+    degrees in waves."""
 
     by_family: bool = True
     at_least: int = 3
