@@ -144,7 +144,7 @@ def _replay(problem: Problem, cluster: Topology, given: argparse.Namespace, devi
     return replay(parts, topology, rank=rank, device=device, rounds=given.rounds, cuda_graphs=is_captured)
 
 
-def _quietly(doing: str, fraction: float) -> None:
+def _quietly(activity: str, fraction: float) -> None:
     """Reports no progress."""
 
 

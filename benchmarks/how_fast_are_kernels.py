@@ -169,13 +169,13 @@ class _Nobody:
 @contextmanager
 def one_by_one() -> Iterator[None]:
     """Windows are calls of their own, and what has no windows goes to the reference in slices."""
-    windowed._way.cache_clear()
+    windowed._dispatch.cache_clear()
     windowed.INTERVALS = _Nobody()  # type: ignore[assignment]
     try:
         yield
     finally:
         windowed.INTERVALS = INTERVALS
-        windowed._way.cache_clear()
+        windowed._dispatch.cache_clear()
 
 
 def by_flex(case: Case, given: Given) -> Way:

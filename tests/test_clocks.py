@@ -17,7 +17,7 @@ from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.plan.text import parse_move
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.greedy import OWN_ROW_WORTHS, CountedOrder, greedy_moves
+from mesh_attention.planning.greedy import OWN_ROW_WEIGHTS, CountedOrder, greedy_moves
 
 COSTS = st.builds(Costs, **{kind: st.floats(0.05, 12) for kind in KINDS})
 SMALL_TILES = st.builds(Tile, st.integers(1, 3), st.integers(1, 3))
@@ -80,7 +80,7 @@ def test_prices_worked_out_by_hand(text: str, tile: Tile, direction: Direction, 
 
 def test_what_a_rank_has_is_not_waited_for() -> None:
     schedule = moves("meet 0 x 0 · meet 0 x 1 · return o 0")
-    assert price_moves(schedule, Tile(1, 2), "forward", costs=Costs(), have=("kv",)) == Clocks(2.0, 0.0)
+    assert price_moves(schedule, Tile(1, 2), "forward", costs=Costs(), held_kinds=("kv",)) == Clocks(2.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -220,11 +220,11 @@ def test_the_own_row_is_kept_for_the_end() -> None:
 @given(SMALL_TILES, directions(), COSTS, HAVE)
 @settings(max_examples=50)
 def test_what_a_rank_has_is_not_fetched_and_never_makes_it_slower(
-    tile: Tile, direction: Direction, costs: Costs, have: tuple[Kind, ...]
+    tile: Tile, direction: Direction, costs: Costs, held_kinds: tuple[Kind, ...]
 ) -> None:
-    schedule = optimal_moves(tile, direction, costs=costs, have=have)
-    assert not [move for move in schedule if isinstance(move, Fetch) and move.kind in have]
-    shortest = price_moves(schedule, tile, direction, costs=costs, have=have).makespan
+    schedule = optimal_moves(tile, direction, costs=costs, held_kinds=held_kinds)
+    assert not [move for move in schedule if isinstance(move, Fetch) and move.kind in held_kinds]
+    shortest = price_moves(schedule, tile, direction, costs=costs, held_kinds=held_kinds).makespan
     assert shortest <= makespan(optimal_moves(tile, direction, costs=costs), tile, direction, costs) + NOISE
 
 
@@ -259,15 +259,15 @@ def test_greedy_is_within_a_hundredth_of_the_shortest_on_average(direction: Dire
 
 @given(st.builds(Tile, st.integers(1, 7), st.integers(1, 7)), directions(), COSTS, st.integers(1, 5), HAVE)
 def test_the_greedy_order_knows_its_own_price(
-    tile: Tile, direction: Direction, costs: Costs, blocks_per_call: int, have: tuple[Kind, ...]
+    tile: Tile, direction: Direction, costs: Costs, blocks_per_call: int, held_kinds: tuple[Kind, ...]
 ) -> None:
     """It chooses between orders by the clocks it keeps while it makes them. With large calls these may be late: after
     a wait for one more shard it may choose a call that does not need that shard."""
-    for own_row_worth in OWN_ROW_WORTHS:
-        order = CountedOrder(tile, direction, costs, blocks_per_call, have, own_row_worth)
+    for own_row_weight in OWN_ROW_WEIGHTS:
+        order = CountedOrder(tile, direction, costs, blocks_per_call, held_kinds, own_row_weight)
         kept = order.complete_all()
         whole = (*order.moves, *(Return(kind, 0) for kind in OUTPUTS[direction]))
-        price = price_moves(whole, tile, direction, costs=costs, have=have).makespan
+        price = price_moves(whole, tile, direction, costs=costs, held_kinds=held_kinds).makespan
         assert price == pytest.approx(kept) if blocks_per_call == 1 else price <= kept + NOISE
 
 

@@ -193,9 +193,9 @@ class Taking:
 def taking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Taking]:
     fake = Taking()
     monkeypatch.setattr(windowed, "INTERVALS", fake)
-    windowed._way.cache_clear()
+    windowed._dispatch.cache_clear()
     yield fake
-    windowed._way.cache_clear()
+    windowed._dispatch.cache_clear()
 
 
 LONG = positions(causal() & documents([0, 2200, 4400]), range(4400), range(4400), 4400)

@@ -177,7 +177,7 @@ def fail_on_rank_1(progress_file: Path) -> str:
 
 def test_a_process_that_fails_is_named_with_its_error() -> None:
     with pytest.raises(WorkerError, match=r"(?s)^rank 1 failed: .*ValueError: rank 1 was told to fail"):
-        run_processes(fail_on_rank_1, ranks=2, report=lambda doing, fraction: None)
+        run_processes(fail_on_rank_1, ranks=2, report=lambda activity, fraction: None)
 
 
 def test_a_process_that_fails_is_exit_code_1_with_its_traceback(

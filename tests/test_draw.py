@@ -40,7 +40,7 @@ def test_the_main_methods_are_scenes() -> None:
     problem = plan_of(16).problem
     found = list(
         rival_scenes(
-            problem, cluster_named("h100x16"), layout=None, directions=("forward",), report=lambda doing, fraction: None
+            problem, cluster_named("h100x16"), layout=None, directions=("forward",), report=lambda *progress: None
         )
     )
     chosen = [(scene.method, scene.tile) for scene in found]
@@ -215,7 +215,7 @@ def test_a_folder_that_is_a_file_is_refused(run: Run, tmp_path: Path) -> None:
 def test_a_trace_tells_forecast_from_measured_and_forward_from_backward() -> None:
     topology = cluster_named("h100x4")
     both = {direction: plan_of(4, tile=(2, 2), direction=direction) for direction in ("forward", "backward")}
-    scene = scene_of(both, topology, report=lambda doing, fraction: None)  # type: ignore[arg-type]
+    scene = scene_of(both, topology, report=lambda activity, fraction: None)  # type: ignore[arg-type]
     as_run = Scene(method="mesh", plans=scene.plans, forecasts=scene.forecasts, measured=scene.forecasts)
     names = check_trace(to_perfetto(timelines_of([as_run, scene])))
     assert Counter(name.rpartition(":")[0] for name in names) == {
@@ -226,8 +226,8 @@ def test_a_trace_tells_forecast_from_measured_and_forward_from_backward() -> Non
 def test_the_explorer_offers_no_choice_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenes, "OFFERED_RANKS", (4, 8))
     topology = cluster_named("h100x4")
-    first = scene_of({"forward": plan_of(4, tile=(2, 2))}, topology, report=lambda doing, fraction: None)
-    found = explorer_scenes([first], topology, report=lambda doing, fraction: None)
+    first = scene_of({"forward": plan_of(4, tile=(2, 2))}, topology, report=lambda activity, fraction: None)
+    found = explorer_scenes([first], topology, report=lambda activity, fraction: None)
     choices = [(scene.ranks, scene.method, scene.tile) for scene in found]
     assert found[0] is first
     assert len(set(choices)) == len(choices)

@@ -24,8 +24,7 @@ from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined
 from mesh_attention_lab.drawing.canvas import save_chart
 from mesh_attention_lab.drawing.gantt import gantt
 from mesh_attention_lab.drawing.times import ChartPoint, time_chart
-from mesh_attention_lab.drawing.trace import to_perfetto, write_trace
-from mesh_attention_lab.drawing.tracks import rank_tracks
+from mesh_attention_lab.drawing.trace import rank_tracks, to_perfetto, write_trace
 
 TWO_NS_IN_US = 0.002
 """A trace counts whole nanoseconds, and spans that touch do so in it as well."""

@@ -12,7 +12,7 @@ from mesh_attention.errors import MaskError, ParseError, ProblemError, ScheduleE
 from mesh_attention.masks import Mask
 from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.layout import permutation, position_ids
-from mesh_attention.plan.schedule import Together
+from mesh_attention.plan.schedule import GroupMove
 from mesh_attention.planning.costs import Costs, estimate_costs
 
 
@@ -91,9 +91,9 @@ def problem(ranks: int = 12, **changes: object) -> Problem:
             "ulysses uses collectives",
         ),
         (lambda: replace(make_plan(problem()), direction="up"), ScheduleError, "direction 'up'"),
-        (lambda: Together("dance", "q"), ScheduleError, "op 'dance'"),
-        (lambda: make_plan(problem(), keep="kv"), ScheduleError, "keep 'kv': expected some of own, q and kv"),
-        (lambda: make_plan(problem(), keep=("o",)), ScheduleError, "expected some of own, q and kv"),
+        (lambda: GroupMove("dance", "q"), ScheduleError, "op 'dance'"),
+        (lambda: make_plan(problem(), keep="kv"), ScheduleError, "keep 'kv': expected a tuple of at most two of"),
+        (lambda: make_plan(problem(), keep=("o",)), ScheduleError, "expected a tuple of at most two of"),
         (lambda: make_plan(problem(), keep=("own",)), ScheduleError, "keep own needs a Ulysses degree above 1"),
         (lambda: make_plan(problem(), waves=0), TileError, "waves=0: expected a whole number of at least 1"),
         (lambda: make_plan(problem(), waves=2, cut="cols"), TileError, "cut='cols': expected heads or rows"),

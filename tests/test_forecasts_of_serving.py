@@ -90,7 +90,7 @@ def test_few_new_tokens_on_a_long_cache_choose_a_tall_tile() -> None:
     assert chosen.assignment.tile.rows > chosen.assignment.tile.cols
     assert "queries travel" in travel_words(problem, chosen)
     assert "1,024 new queries are 8.00 MiB, keys and values 4.00 GiB, 256 MiB a rank" in travel_words(problem, chosen)
-    for rival in turn_rivals(problem, NODES, report=lambda doing, fraction: None):
+    for rival in turn_rivals(problem, NODES, report=lambda activity, fraction: None):
         assert rival.forecast.time_s > tuning.chosen.time_s
 
 
@@ -105,7 +105,7 @@ def test_a_first_prompt_chooses_keys_and_values_that_travel() -> None:
 def test_rivals_are_the_three_of_other_systems_with_their_routes() -> None:
     problem = problem_of(512, 2**16, ranks=8, heads=8, kv_heads=2)
     topology = cluster_named("h100x8")
-    found = turn_rivals(problem, topology, report=lambda doing, fraction: None)
+    found = turn_rivals(problem, topology, report=lambda activity, fraction: None)
     assert [rival.name for rival in found] == ["pass-KV ring", "pass-Q ring", "all-gather"]
     ring, pass_q, gather = (rival.choice for rival in found)
     assert (ring.tile, ring.route, pass_q.tile, pass_q.route) == (Tile(1, 8), "ring", Tile(8, 1), "ring")
@@ -289,7 +289,7 @@ def test_every_plan_of_a_step_is_played(queries: int) -> None:
     plans = decode_plans(problem)
     topology = cluster_named("h200x4")
     settings = {"rank": 0, "device": CPU, "rounds": 2, "cuda_graphs": True}
-    found = replayed.replay_decoding(problem, plans, topology, report=lambda doing, fraction: None, **settings)  # type: ignore[arg-type]
+    found = replayed.replay_decoding(problem, plans, topology, report=lambda activity, fraction: None, **settings)  # type: ignore[arg-type]
     assert [step.plan for step in found.steps] == plans
     assert (found.kernel, found.is_captured, found.layers) == ("torch", False, 2)
     assert found.kv_nbytes == kv_nbytes(problem)

@@ -274,7 +274,7 @@ def test_a_device_that_sees_another_mark_spoils_the_results_of_all_ranks(pool: R
         assert answers == [True, True]
         assert raised.startswith("TransportError: an earlier call on this group failed")
         # On a busy machine, ranks that answer late are not among those that are named, and perhaps nobody is.
-        named = "rank 1 makes another call than ranks? [023](, [023])*|rank [23] makes another call than rank 1"
+        named = "rank 1 makes a different call from ranks? [023](, [023])*|rank [23] makes a different call from rank 1"
         who = f"({named}) in pass 5|ranks made different calls" if what == "call" else "ranks made different calls"
         assert re.search(f"an earlier call on this group failed: ({who})", raised), raised
 

@@ -34,13 +34,13 @@ TILES = st.builds(Tile, st.integers(1, 7), st.integers(1, 7))
 HAVE = st.sampled_from(((), ("q",), ("kv",), ("q", "kv")))
 POLICIES = st.builds(
     Policy,
-    own_row_worth=st.integers(0, 1),
+    own_row_weight=st.integers(0, 1),
     most_ahead=st.integers(1, 8),
     window=st.none() | st.tuples(st.sampled_from(("row", "col")), st.integers(1, 4)),
-    completing_worth=st.floats(0.3, 1),
+    completing_efficiency=st.floats(0.3, 1),
     large_while=st.none() | st.floats(0.5, 3),
-    early_worth=st.none() | st.floats(0.3, 1),
-    least_worth=st.floats(0, 1),
+    early_efficiency=st.none() | st.floats(0.3, 1),
+    least_efficiency=st.floats(0, 1),
 )
 
 
@@ -80,13 +80,13 @@ def test_prices_below_nothing_are_refused() -> None:
 
 @given(TILES, directions(), COSTS, HAVE, POLICIES, st.booleans())
 def test_an_order_is_legal_and_as_long_as_it_says_under_any_policy(
-    tile: Tile, direction: Direction, costs: Costs, have: tuple[Kind, ...], policy: Policy, waits_its_turn: bool
+    tile: Tile, direction: Direction, costs: Costs, held_kinds: tuple[Kind, ...], policy: Policy, waits_its_turn: bool
 ) -> None:
     """After a wait for one more shard it may choose a call that does not need that shard: then it is shorter."""
-    order = PolicyOrder(tile, direction, costs, have, policy, waits_its_turn=waits_its_turn)
+    order = PolicyOrder(tile, direction, costs, held_kinds, policy, waits_its_turn=waits_its_turn)
     makespan = order.complete_all()
     whole = (*order.moves, *(Return(kind, 0) for kind in OUTPUTS[direction]))
-    assert price_moves(whole, tile, direction, costs=costs, have=have).makespan <= makespan + 1e-6
+    assert price_moves(whole, tile, direction, costs=costs, held_kinds=held_kinds).makespan <= makespan + 1e-6
 
 
 @given(TILES, directions(), COSTS, POLICIES)

@@ -151,7 +151,7 @@ def test_the_one_kernel_has_a_ranks_share_of_the_work(problem: Problem) -> None:
 
 
 def test_this_device_and_its_link_are_measured_as_a_cluster() -> None:
-    cluster = measure_cluster(PROBLEM, device=CPU, report=lambda doing, fraction: None)
+    cluster = measure_cluster(PROBLEM, device=CPU, report=lambda activity, fraction: None)
     assert (cluster.ranks, cluster.ranks_per_node, cluster.full_duplex) == (4, 1, True)
     assert cluster.between == cluster.inside
     assert cluster.between.gb_per_s > 0

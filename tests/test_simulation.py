@@ -20,9 +20,10 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import ROUTES
 from mesh_attention.plan.steps import Free, Step, transfers
 from mesh_attention.plan.text import format_end, format_step
+from mesh_attention.simulation import lockstep
 from mesh_attention.simulation import simulate as simulation
 from mesh_attention.simulation.jobs import Prices, rank_jobs
-from mesh_attention.simulation.lockstep import alike, all_different
+from mesh_attention.simulation.lockstep import classes_by_timeline, singleton_classes
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Span, Timeline
 from mesh_attention.topology import Device, KernelRate, Link, Topology, filled
@@ -51,7 +52,7 @@ def problem(ranks: int, *, seq: int = 1024, **changes: object) -> Problem:
 
 
 def by_events(plan: Plan, cluster: Topology) -> Timeline:
-    return simulation._by_events(plan, cluster, range(plan.problem.ranks), lambda doing, fraction: None)
+    return simulation._by_events(plan, cluster, range(plan.problem.ranks), lambda activity, fraction: None)
 
 
 # Prices
@@ -196,7 +197,7 @@ def test_ranks_at_the_same_place_of_their_nodes_have_the_same_timeline(data: st.
     every = range(plan.problem.ranks)
     by_kind = simulate(plan, cluster, spans_of=every, priced_ranks=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulation, "alike", lambda assignment, topology: all_different(topology))
+        patch.setattr(lockstep, "classes_by_timeline", lambda assignment, topology: singleton_classes(topology))
         assert simulate(plan, cluster, spans_of=every, priced_ranks=1) == by_kind
 
 
@@ -210,10 +211,11 @@ def test_a_large_cluster_has_as_many_kinds_of_ranks_as_a_node() -> None:
         (Tile(1, 1600), 1, Tile(1, 8), 8),
         (Tile(20, 80), 1, None, 40),
     ):
-        found = alike(Assignment(tile, degree, inner), cluster)
-        assert len(found.ranks) == kinds
-        assert set(Counter(found.of.tolist()).values()) == {1600 // kinds}
-    assert len(alike(Assignment(Tile(40, 40)), topology(1600, ranks_per_node=7)).ranks) == 1600  # the last has fewer
+        found = classes_by_timeline(Assignment(tile, degree, inner), cluster)
+        assert len(found.first_ranks) == kinds
+        assert set(Counter(found.class_of.tolist()).values()) == {1600 // kinds}
+    uneven = classes_by_timeline(Assignment(Tile(40, 40)), topology(1600, ranks_per_node=7))  # the last has fewer
+    assert len(uneven.first_ranks) == 1600
 
 
 def _brief(timeline: Timeline) -> list[tuple[object, ...]]:
@@ -340,7 +342,7 @@ def alone_of(plan: Plan, rank: int) -> tuple[Span, ...]:
 def test_other_ranks_than_the_cluster_has_are_refused() -> None:
     with pytest.raises(TopologyError, match=r"plan has 2 ranks and made up has 4; use topology.with_ranks\(2\)"):
         simulate(make_plan(problem(2)), topology(4))
-    with pytest.raises(TopologyError, match="spans of rank 5"):
+    with pytest.raises(TopologyError, match="spans_of names rank 5"):
         simulate(make_plan(problem(2)), topology(2), spans_of=[5])
 
 

@@ -84,14 +84,14 @@ def here(rank: int, number: int = 5, **more: Any) -> Report:
 def test_ranks_in_another_call_are_named() -> None:
     others = {1: here(1), 2: Report(2, passes=5, hashes={5: 8}), 3: here(3)}
     verdict = judge(here(0), others, ())
-    assert verdict.reason == f"rank 2 makes another call than ranks 0, 1, 3 in pass 5; {DIFFERENT_CALLS}"
+    assert verdict.reason == f"rank 2 makes a different call from ranks 0, 1, 3 in pass 5; {DIFFERENT_CALLS}"
     assert verdict.is_certain
 
 
 def test_a_rank_that_compares_a_new_call_is_named() -> None:
     others = {1: here(1), 2: Report(2, passes=4, sharings=1), 3: here(3)}
     verdict = judge(here(0), others, ())
-    assert verdict.reason.startswith("rank 2 compares its call with the others, but rank 0 is in one it knows")
+    assert verdict.reason.startswith("rank 2 is agreeing on a new call, but rank 0 is running one that it")
     assert verdict.is_certain
 
 
@@ -135,7 +135,7 @@ class Ranks:
             patience_s=lambda: self.patience_s,
             passes_over=lambda: self.over[rank],
             counts=lambda: (self.sharings[rank], self.begun[rank]),
-            spoil=lambda: self.done[rank].append("spoil"),
+            poison=lambda: self.done[rank].append("poison"),
             abort=abort,
             has_failed=lambda: self.have_failed[rank],
             failure=lambda: self.failures[rank],
@@ -210,7 +210,7 @@ def test_a_late_rank_is_named_by_all_and_told(started: Callable[..., Ranks]) -> 
     reasons = ranks.reasons()
     assert [reason.split(".")[0] for reason in reasons] == ["rank 2 has not begun pass 1"] * RANKS
     assert reasons[0].endswith(". Rank 0 waits in forward pass 1, step 0 from 3")
-    wait_until(lambda: ranks.done == [["spoil", "abort"], ["spoil", "abort"], ["spoil"], ["spoil", "abort"]])
+    wait_until(lambda: ranks.done == [["poison", "abort"], ["poison", "abort"], ["poison"], ["poison", "abort"]])
 
 
 def test_ranks_abort_once_all_have_given_up(started: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_another_call_is_named_as_soon_as_all_have_answered(started: Callable[..
     ranks.begin(2, history=8)
     reasons = ranks.reasons()
     assert [reason.split(";")[0] for reason in reasons] == [
-        "rank 2 makes another call than ranks 0, 1, 3 in pass 1"
+        "rank 2 makes a different call from ranks 0, 1, 3 in pass 1"
     ] * 4
 
 
@@ -269,10 +269,10 @@ def test_another_call_is_named_after_it_is_over_and_nothing_is_aborted(started: 
     ranks.over = [2] * RANKS
     said = ranks.watches[1].explain("results are NaN")
     assert said is not None
-    assert said.startswith("rank 2 makes another call than ranks 0, 1, 3 in pass 1")
+    assert said.startswith("rank 2 makes a different call from ranks 0, 1, 3 in pass 1")
     exchanges = [watch.exchange for watch in ranks.watches.values()]
     wait_until(lambda: all(ranks.done) and not any(exchange.is_settling for exchange in exchanges))
-    assert ranks.done == [["spoil"]] * RANKS
+    assert ranks.done == [["poison"]] * RANKS
 
 
 def test_what_a_rank_saw_itself_is_said_if_nobody_knows_more(started: Callable[..., Ranks]) -> None:
@@ -343,7 +343,7 @@ def _refuse(store: Any) -> None:
 # What the host and the device tell each other
 
 
-def test_results_are_spoilt_once_a_rank_gave_up() -> None:
+def test_results_are_poisoned_once_a_rank_gave_up() -> None:
     alarm, same = Poison(torch.device("cpu")), torch.tensor([5, -5])
     before, after = torch.ones(3), torch.ones(3, dtype=torch.bfloat16)
     alarm.check(same, [before], counts=True)

@@ -87,8 +87,8 @@ def main() -> None:
     with bar:
         task = bar.add_task("", total=steps)
 
-        def note(doing: str) -> None:
-            bar.update(task, description=doing, advance=1, refresh=True)
+        def note(activity: str) -> None:
+            bar.update(task, description=activity, advance=1, refresh=True)
 
         measured = measure(job, folder, note)
     everybody: list[Any] = [None] * dist.get_world_size()

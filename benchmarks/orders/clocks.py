@@ -25,7 +25,7 @@ from typing_extensions import assert_never
 
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Together
+from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.plan.text import format_move
 from mesh_attention.planning.costs import Costs
@@ -44,10 +44,10 @@ class Clocks(NamedTuple):
 
 
 def price_moves(
-    moves: tuple[Move, ...], tile: Tile, direction: Direction, *, costs: Costs, have: tuple[Kind, ...] = ()
+    moves: tuple[Move, ...], tile: Tile, direction: Direction, *, costs: Costs, held_kinds: tuple[Kind, ...] = ()
 ) -> Clocks:
     """The clocks at the end of the moves of one tile. Refuses moves that are not a whole, legal schedule."""
-    walk = _Walk(tile, direction, costs, have)
+    walk = _Walk(tile, direction, costs, held_kinds)
     for index, move in enumerate(moves):
         walk.at = index, move
         match move:
@@ -57,7 +57,7 @@ def price_moves(
                 walk.meet(rows, cols)
             case Return(kind, offset):
                 walk.send_back(kind, offset)
-            case Together():
+            case GroupMove():
                 raise walk.refusal("a collective has no price here; expected fetch, meet or return")
             case _:
                 assert_never(move)
@@ -68,12 +68,12 @@ def price_moves(
 class _Walk:
     """Where both clocks are after the moves so far."""
 
-    def __init__(self, tile: Tile, direction: Direction, costs: Costs, have: tuple[Kind, ...]) -> None:
+    def __init__(self, tile: Tile, direction: Direction, costs: Costs, held_kinds: tuple[Kind, ...]) -> None:
         self.tile, self.direction, self.costs = tile, direction, costs
         self.now = self.link_free = 0.0
-        self.fetchable = tuple(kind for kind in INPUTS[direction] if kind not in have)
+        self.fetchable = tuple(kind for kind in INPUTS[direction] if kind not in held_kinds)
         self.arrival = {(kind, 0): 0.0 for kind in INPUTS[direction]}
-        self.arrival |= {(kind, at): 0.0 for kind in INPUTS[direction] if kind in have for at in self._all(kind)}
+        self.arrival |= {(kind, at): 0.0 for kind in INPUTS[direction] if kind in held_kinds for at in self._all(kind)}
         self.left = {(row, col) for row in range(tile.rows) for col in range(tile.cols)}
         self.returned: set[tuple[Kind, int]] = set()
         self.at: tuple[int, Move] | None = None

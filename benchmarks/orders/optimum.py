@@ -28,9 +28,11 @@ from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
 
 
-def optimal_moves(tile: Tile, direction: Direction, *, costs: Costs, have: tuple[Kind, ...] = ()) -> tuple[Move, ...]:
+def optimal_moves(
+    tile: Tile, direction: Direction, *, costs: Costs, held_kinds: tuple[Kind, ...] = ()
+) -> tuple[Move, ...]:
     """Moves of the least makespan there is. Takes exponential time."""
-    search = _Search(tile, direction, costs, have)
+    search = _Search(tile, direction, costs, held_kinds)
     reached: dict[_Work, list[tuple[float, ...]]] = {}
     found = count()
     heap = [(0.0, 0, next(found), search.start())]
@@ -82,9 +84,10 @@ class _State(NamedTuple):
 class _Search:
     """What the states of one tile lead to, and how little time the rest can take."""
 
-    def __init__(self, tile: Tile, direction: Direction, costs: Costs, have: tuple[Kind, ...]) -> None:
+    def __init__(self, tile: Tile, direction: Direction, costs: Costs, held_kinds: tuple[Kind, ...]) -> None:
         self.sizes: _Pair = (tile.rows, tile.cols)
-        self.inputs = [tuple(k for k in INPUTS[direction] if AXIS_OF[k] == axis and k not in have) for axis in _AXES]
+        fetched = [kind for kind in INPUTS[direction] if kind not in held_kinds]
+        self.inputs = [tuple(kind for kind in fetched if AXIS_OF[kind] == axis) for axis in _AXES]
         self.results = [next((k for k in OUTPUTS[direction] if AXIS_OF[k] == axis), None) for axis in _AXES]
         self.fetch_cost = [sum(map(costs.of, kinds)) for kinds in self.inputs]
         self.return_cost = [costs.of(kind) if kind else 0.0 for kind in self.results]

@@ -19,7 +19,7 @@ from mesh_attention.clusters import PRESETS
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.topology import Topology
 from papers.figures import PUBLISHED, QUANTITIES, Quantity
-from papers.scaling import Contender, Report, Scaling, run_experiments
+from papers.scaling import Contender, Progress, Scaling, run_experiments
 
 Passes = tuple[Direction, ...]
 PASSES: Passes = DIRECTIONS
@@ -115,12 +115,12 @@ def _faster(cluster: Topology, factor: float) -> Topology:
 # The search
 
 
-def fit(*, on_progress: Report | None = None) -> tuple[Fit, ...]:
+def fit(*, on_progress: Progress | None = None) -> tuple[Fit, ...]:
     """The best for each number of NICs, kind of link and passes, best first; those near the best searched more finely.
 
     Takes minutes.
     """
-    report = on_progress or (lambda doing, fraction: None)
+    report = on_progress or (lambda activity, fraction: None)
     hypotheses = list(product(NICS, DUPLEX))
     coarse: list[Fit] = []
     for index, (nics, full_duplex) in enumerate(hypotheses):

@@ -16,7 +16,6 @@ from mesh_attention.planning.planners import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
-from mesh_attention_lab.rivals import startrail_units
 from papers.figures import (
     BEST_TILES,
     FIGURES,
@@ -35,7 +34,7 @@ from papers.figures import (
 from papers.fit import PASSES, fitted
 from papers.scaling import Contender, Scaling, run_experiments
 
-Report = Callable[[str, float], None]
+Progress = Callable[[str, float], None]
 SEQ, HEADS, HEAD_DIM = 1 << 20, 32, 128
 """What volumes are counted at; in N·d and in units they are the same at any length."""
 GPT3_HEADS, GPT3_SEQS = 96, tuple(1 << power for power in range(12, 18))
@@ -60,11 +59,11 @@ class Reproduction:
     scaling: Scaling
 
 
-def reproduce(*, on_progress: Report | None = None) -> Reproduction:
+def reproduce(*, on_progress: Progress | None = None) -> Reproduction:
     """Work out every figure. Takes seconds."""
-    report = on_progress or (lambda doing, fraction: None)
+    report = on_progress or (lambda activity, fraction: None)
     cluster = fitted()
-    measured = run_experiments(cluster, on_progress=lambda doing, fraction: report(doing, fraction / 2))
+    measured = run_experiments(cluster, on_progress=lambda activity, fraction: report(activity, fraction / 2))
     scaling = Scaling.of(measured, PASSES)
     rows = []
     for index, figure in enumerate(FIGURES):
@@ -175,3 +174,8 @@ def _time_s(method: str, seq: int, topology: Topology) -> float:
             plan = make_plan(problem, method="attention2d", direction=direction, tile=(8, 8))
         total += simulate(plan, topology, priced_ranks=2).time_s
     return total
+
+
+def startrail_units(ranks: int, degree: int) -> float:
+    """Forward volume per rank at g = 1, in units of (tokens per rank × heads × head size), as its paper states it."""
+    return 4 * degree - 1 + 2 * ranks / degree

@@ -21,7 +21,7 @@ from mesh_attention.tuning.traffic import plan_on
 from papers.figures import PUBLISHED, SCALING_TILES, Quantity
 
 Contender = Literal["ring", "mesh"]
-Report = Callable[[str, float], None]
+Progress = Callable[[str, float], None]
 STRONG_SEQ = 1 << 20
 WEAK_SEQ = {32: 1 << 19, 256: 256 * 5792}
 """Tokens by GPUs: 512K and 1.414M, the same compute a GPU."""
@@ -55,7 +55,7 @@ def scaling_problem(run: Run) -> Problem:
     return Problem.self_attention(seq_len=run.seq, heads=32, head_dim=128, ranks=run.ranks, mask=causal())
 
 
-def run_experiments(cluster: Topology, *, on_progress: Report | None = None) -> Measured:
+def run_experiments(cluster: Topology, *, on_progress: Progress | None = None) -> Measured:
     """Every run, both passes. `cluster` is taken with as many ranks as each run has."""
     measured: dict[Run, dict[Direction, Seconds]] = {}
     for index, run in enumerate(RUNS):

@@ -303,8 +303,8 @@ class MeshAttention:
         return ids if self.is_local else ids[0]
 
 
-def _describe_list(given: object) -> str:
-    return f"a list of {len(given)}" if isinstance(given, list | tuple) else describe(given)
+def _describe_list(value: object) -> str:
+    return f"a list of {len(value)}" if isinstance(value, list | tuple) else describe(value)
 
 
 def mesh_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Group | None = None, **arguments: Any) -> Any:
@@ -333,14 +333,14 @@ def attention_of(group: Group, **settings: Any) -> MeshAttention:
     values = ((name, tuple(value) if isinstance(value, list) else value) for name, value in settings.items())
     key = tuple((name, type(value), value) for name, value in values)  # True == 1
     try:
-        found = known.get(key)
+        attention = known.get(key)
     except TypeError:  # a planner that cannot be hashed, or an argument that is refused
         return MeshAttention(group, **settings)
-    if found is None:
-        found = known.setdefault(key, MeshAttention(group, **settings))
+    if attention is None:
+        attention = known.setdefault(key, MeshAttention(group, **settings))
         while len(known) > MOST_ATTENTIONS:
             del known[next(iter(known))]
-    return found
+    return attention
 
 
 _SETTINGS = (*list(signature(MeshAttention).parameters)[1:-1], *ChoiceOptions.__annotations__)

@@ -10,8 +10,9 @@ MeshAttentionError
 │   ├── MemoryLimitError              no plan stays below the memory limit
 │   ├── CacheFullError                more tokens than a cache has room for
 │   └── ParseError                    text, JSON or TOML that cannot be read: a plan, a cluster, a size
-├── PlanError                         a plan that breaks a rule (see verification/)
-├── WorkerError                       a process that was started here and failed (comm/launch)
+├── PlanError                         a plan that breaks a rule or deadlocks
+│   └── BrokenPlanError               the same with its step tables (verification/)
+├── WorkerError                       a process that the command line started, and that failed (mesh_attention_lab)
 ├── DisagreementError                 ranks that were called with different arguments, or are in different calls
 └── TransportError                    a transfer that failed, with the step and the rank it waited for
     └── StalledError                  ranks that wait for each other

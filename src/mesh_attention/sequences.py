@@ -140,7 +140,7 @@ def find_misplaced(position_ids: Tensor, positions: Tensor, rows: Sequence[Batch
         cuts = torch.tensor(row.boundaries(is_causal=False), device=positions.device)
         start = cuts[torch.bucketize(positions, cuts[1:-1], right=True)]
         padding = (positions < row.real[0]) | (positions >= row.real[1])
-        plain, restarted = ((ids == due) | padding for due in (positions, positions - start))
+        plain, restarted = ((ids == expected) | padding for expected in (positions, positions - start))
         verdicts.append(plain.all() | restarted.all())
         if position_ids.shape[0] == 1 and len(set(rows)) == 1:
             break

@@ -12,13 +12,13 @@ from mesh_attention.errors import ParseError
 
 GIB = 2**30
 
-Report = Callable[[str, float], None]
+Progress = Callable[[str, float], None]
 """Hears of progress: the current activity, and the fraction done."""
 
 
-def part_report(report: Report, number: int, of: int, prefix: str = "") -> Report:
+def part_report(report: Progress, number: int, of: int, prefix: str = "") -> Progress:
     """Reports the progress of one of several equal parts as that of the whole."""
-    return lambda doing, fraction: report(f"{prefix}{doing}", (number + fraction) / of)
+    return lambda activity, fraction: report(f"{prefix}{activity}", (number + fraction) / of)
 
 
 Units = tuple[tuple[str, int], ...]

@@ -20,7 +20,7 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import NEAR_TIE, Trial
 from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.tuning.traffic import plan_on
-from mesh_attention.units import Report
+from mesh_attention.units import Progress
 
 MOST_BLOCKS, BLOCKS_PER_CALL = 16384, 16
 """Blocks of a rank up to which each is a call unless a number is stated; and the number where there are more."""
@@ -93,7 +93,7 @@ class Comparison:
     rows: tuple[Row, ...]
 
 
-def compare(plan: Plan, choice: Choice, *, report: Report) -> Comparison:
+def compare(plan: Plan, choice: Choice, *, report: Progress) -> Comparison:
     """Rivals have the layout of the plan, and the routes, grouping and kept inputs of its choice."""
     plans = list(_rivals(plan, choice, report))
     if plan not in plans:
@@ -122,7 +122,7 @@ def compare(plan: Plan, choice: Choice, *, report: Report) -> Comparison:
     return Comparison(counted_ranks=ranks, bound_nbytes=bound, rows=tuple(measured))
 
 
-def _rivals(plan: Plan, choice: Choice, report: Report) -> Iterator[Plan]:
+def _rivals(plan: Plan, choice: Choice, report: Progress) -> Iterator[Plan]:
     whole = Choice(layout=plan.layout, keep=choice.keep)
     greedy = replace(whole, route=choice.route, partials=choice.partials, blocks_per_call=choice.blocks_per_call)
     wanted = [replace(greedy, method="ring"), replace(greedy, method="pass-q"), greedy]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mesh_attention.errors import MeshAttentionError, UsageError
-from mesh_attention.units import Report, count
+from mesh_attention.units import Progress, count
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ class WorkerError(MeshAttentionError):
     """A process that was started here failed; the message names its rank and shows its traceback."""
 
 
-def run_processes(function: Callable[..., Any], *arguments: Any, ranks: int, report: Report) -> list[Any]:
+def run_processes(function: Callable[..., Any], *arguments: Any, ranks: int, report: Progress) -> list[Any]:
     """Results of ``function(*arguments, progress_file)`` on each rank, started by torchrun's elastic launcher.
 
     The function must be importable by name. What it writes with `note_progress` is reported.
@@ -67,10 +67,10 @@ def run_processes(function: Callable[..., Any], *arguments: Any, ranks: int, rep
     return [results[rank] for rank in range(ranks)]
 
 
-def note_progress(progress_file: Path, doing: str, fraction: float) -> None:
+def note_progress(progress_file: Path, activity: str, fraction: float) -> None:
     """Report from a process that `run_processes` started."""
     with progress_file.open("a", encoding="utf-8") as file:
-        file.write(f"{fraction} {doing}\n")
+        file.write(f"{fraction} {activity}\n")
 
 
 def _traceback(message: str | dict[str, Any]) -> str:
@@ -79,7 +79,7 @@ def _traceback(message: str | dict[str, Any]) -> str:
 
 
 @contextmanager
-def _followed(path: Path, report: Report) -> Iterator[None]:
+def _followed(path: Path, report: Progress) -> Iterator[None]:
     """Reports the last line of a growing file until the block ends."""
     is_over = threading.Event()
 
@@ -87,8 +87,8 @@ def _followed(path: Path, report: Report) -> Iterator[None]:
         while not is_over.wait(POLL_S):
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
             if lines and lines[-1].endswith("\n"):
-                fraction, _, doing = lines[-1].strip().partition(" ")
-                report(doing, float(fraction))
+                fraction, _, activity = lines[-1].strip().partition(" ")
+                report(activity, float(fraction))
 
     follower = threading.Thread(target=follow, daemon=True)
     follower.start()

@@ -115,10 +115,10 @@ class Recording:
         """Every pass that ran to its end, in order, with the spans of all ranks. All ranks must call this."""
         meeting = Statement(must_match={"operation": "a recording's passes"})
         self.session.agree(*[meeting] * len(self.notes), device=self.device)
-        met_s, machine = time.perf_counter(), _machine()
+        sync_s, machine = time.perf_counter(), _machine()
         ended = [[notes for notes in rank if notes.stop is not None] for rank in self.notes]
         statements = [
-            replace(meeting, payload=[asdict(notes.result(machine, met_s)) for notes in rank]) for rank in ended
+            replace(meeting, payload=[asdict(notes.result(machine, sync_s)) for notes in rank]) for rank in ended
         ]
         ranks = [rank.payload for rank in self.session.agree(*statements, device=self.device)]
         counts = set(map(len, ranks))
@@ -134,11 +134,11 @@ class Recording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankPass:
-    """One pass of one rank, in seconds of the rank's own clock, which showed `met_s` when all ranks met."""
+    """One pass of one rank, in seconds of the rank's own clock, which showed `sync_s` when all ranks met."""
 
     rank: int
     machine: str
-    met_s: float
+    sync_s: float
     start_s: float
     stop_s: float
     spans: list[Span]
@@ -157,7 +157,7 @@ def _machine() -> str:
 
 def _timeline(plan: Plan, passes: Sequence[_RankPass]) -> Timeline:
     is_one_machine = len({rank.machine for rank in passes}) == 1
-    shifts = [0.0 if is_one_machine else -rank.met_s for rank in passes]
+    shifts = [0.0 if is_one_machine else -rank.sync_s for rank in passes]
     zero_s = min(rank.start_s + shift for rank, shift in zip(passes, shifts, strict=True))
     spans = [
         span._replace(start_s=span.start_s + shift - zero_s, stop_s=span.stop_s + shift - zero_s)
@@ -296,7 +296,7 @@ class PassNotes:
         self.notes += posted
         return posted
 
-    def result(self, machine: str, met_s: float) -> _RankPass:
+    def result(self, machine: str, sync_s: float) -> _RankPass:
         compiled = self.compiled
         program = Program(rank=compiled.rank, steps=compiled.steps, peak_nbytes=compiled.peak_nbytes)
         sent: dict[int, int] = defaultdict(int)
@@ -306,7 +306,7 @@ class PassNotes:
         return _RankPass(
             rank=compiled.rank,
             machine=machine,
-            met_s=met_s,
+            sync_s=sync_s,
             start_s=self.clock.seconds(self.start),
             stop_s=self.clock.seconds(self.stop),
             spans=self._spans(),

@@ -39,11 +39,6 @@ def startrail_degrees(ranks: int) -> list[int]:
     return [c for c in range(2, ranks) if c * c <= ranks and ranks % (c * c) == 0]
 
 
-def startrail_units(ranks: int, degree: int) -> float:
-    """Forward volume per rank at g = 1, in units of (tokens per rank × heads × head size), as its paper states it."""
-    return 4 * degree - 1 + 2 * ranks / degree
-
-
 def startrail(tuning: Tuning, problem: Problem, topology: Topology, *, memory_limit: float | None) -> Bound | None:
     """The bound of its best degree, one for both passes; None where there is none that fits, or for many ranks."""
     layout = next(iter(tuning.chosen.choices.values())).layout or default_layout(problem)
@@ -57,7 +52,7 @@ def startrail(tuning: Tuning, problem: Problem, topology: Topology, *, memory_li
         memory_limit = topology.device.memory_gib * GIB
     searches: dict[Direction, PassSearch] = {}
     for direction in tuning.chosen.choices:
-        search = PassSearch(problem, topology, direction, effort(problem.ranks), memory_limit, lambda doing, done: None)
+        search = PassSearch(problem, topology, direction, effort(problem.ranks), memory_limit, lambda *progress: None)
         search.priced_ranks = PRICED_RANKS_AT_LAST if is_uniform else problem.ranks
         search.tried = {trial.choices[direction]: trial.forecasts[direction] for trial in tuning.trials}
         searches[direction] = search

@@ -17,7 +17,7 @@ from mesh_attention.problem import Direction, Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
-from mesh_attention.units import Report, part_report
+from mesh_attention.units import Progress, part_report
 from mesh_attention_lab.comparison import single_block_plan, usual_ring_plan
 from mesh_attention_lab.drawing.page import Scene, write_page
 from mesh_attention_lab.drawing.trace import write_trace
@@ -38,7 +38,7 @@ def scene_of(
     plans: Mapping[Direction, Plan],
     topology: Topology,
     *,
-    report: Report,
+    report: Progress,
     measured: Mapping[Direction, Timeline] | None = None,
     method: str | None = None,
 ) -> Scene:
@@ -58,7 +58,7 @@ def rival_scenes(
     *,
     layout: Layout | None,
     directions: Sequence[Direction],
-    report: Report,
+    report: Progress,
 ) -> Iterator[Scene]:
     """Ring, attention2d, mesh on a few tiles, and ulysses+mesh, as far as they fit the problem; of a turn
     also pass-q."""
@@ -99,7 +99,7 @@ def _tiles(problem: Problem, layout: Layout, *, degree: int) -> list[Tile]:
     return sorted(grids, key=lambda tile: (abs(tiles.index(tile) - at), tile.rows))
 
 
-def explorer_scenes(first: Sequence[Scene], topology: Topology, *, report: Report) -> list[Scene]:
+def explorer_scenes(first: Sequence[Scene], topology: Topology, *, report: Progress) -> list[Scene]:
     """These scenes, and the main methods on the same problem, on this and other numbers of ranks."""
     plan = next(iter(first[0].plans.values()))
     problem, directions = plan.problem, first[0].directions

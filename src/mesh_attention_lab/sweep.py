@@ -16,7 +16,7 @@ from mesh_attention.tuning.candidates import shapes
 from mesh_attention.tuning.result import Forecast, Trial, Tuning
 from mesh_attention.tuning.search import groupings
 from mesh_attention.tuning.traffic import plan_on, traffic
-from mesh_attention.units import Report, part_report
+from mesh_attention.units import Progress, part_report
 from mesh_attention_lab.drawing.times import ChartPoint
 
 SweepAxis = Literal["ranks", "seq", "tile"]
@@ -28,7 +28,7 @@ FEWEST_RANKS, FEWEST_TOKENS = 8, 65536
 TRIED_OF_A_TILE, PRICED_RANKS = 3, 8
 """Placements, routes and groupings of each tile that are simulated, the most promising first; and ranks of each."""
 
-TuneAt = Callable[[Problem, Topology, Report], tuple[Tuning, bool]]
+TuneAt = Callable[[Problem, Topology, Progress], tuple[Tuning, bool]]
 """The tuning, and True if it was read from the cache."""
 
 
@@ -46,7 +46,7 @@ def check_axis(axis: SweepAxis, problem: Problem) -> None:
 
 
 def sweep(
-    axis: SweepAxis, problem: Problem, topology: Topology, *, chosen: str, tune_at: TuneAt, report: Report
+    axis: SweepAxis, problem: Problem, topology: Topology, *, chosen: str, tune_at: TuneAt, report: Progress
 ) -> Sweep:
     """Tune variations of a problem, for which the `chosen` method was the best."""
     check_axis(axis, problem)
@@ -69,7 +69,7 @@ def sweep(
     return Sweep(points=tuple(points), left_out=tuple(left_out))
 
 
-def sweep_tiles(problem: Problem, topology: Topology, *, chosen: Trial, memory_limit: float, report: Report) -> Sweep:
+def sweep_tiles(problem: Problem, topology: Topology, *, chosen: Trial, memory_limit: float, report: Progress) -> Sweep:
     """Forecast every tile at the Ulysses degree of the `chosen` trial, that of forward if its passes differ."""
     first = next(iter(chosen.choices.values()))
     degree = first.assignment.ulysses_degree

@@ -86,7 +86,7 @@ def of_characters(rng: random.Random, text: str) -> str:
 
 def judge_plan(path: Path) -> str:
     try:
-        checked_plan(path, lambda doing, fraction: None)
+        checked_plan(path, lambda activity, fraction: None)
     except MeshAttentionError as error:
         return str(error)
     return ""

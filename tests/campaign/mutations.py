@@ -19,7 +19,7 @@ from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Fetch, Meet, Return, Together
+from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Fetch, GroupMove, Meet, Return
 from mesh_attention.plan.steps import INPUTS, KINDS, OUTPUTS, Item, Step, effects
 
 Programs = list[list[Any]]
@@ -733,7 +733,7 @@ def _other_moves(plan: Plan, rng: Random) -> Plan:
                 kind, offset = rng.choice(kinds), rng.randrange(max(tile.rows, tile.cols))
                 sides = (rng.randrange(tile.rows),), (rng.randrange(tile.cols),)
                 op = rng.choice(("gather", "reduce", "exchange"))
-                made = (Fetch(kind, offset), Return(kind, offset), Meet(*sides), Together(op, kind))  # type: ignore[arg-type]
+                made = (Fetch(kind, offset), Return(kind, offset), Meet(*sides), GroupMove(op, kind))  # type: ignore[arg-type]
                 moves.insert(where, rng.choice(made))
     return replace(plan, schedule=replace(plan.schedule, moves=tuple(moves)))
 

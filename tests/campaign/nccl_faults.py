@@ -35,7 +35,7 @@ START_S = 60.0
 """Seconds that processes may take to start and to warm up."""
 END_S = 6.0
 """Seconds in which destroy_process_group is done, or something holds it up."""
-DIFFERENT = r"rank 2 makes another call than ranks? \d(, \d)* in pass \d+; every rank must make the same calls"
+DIFFERENT = r"rank 2 makes a different call from ranks? \d(, \d)* in pass \d+; every rank must make the same calls"
 """It names the ranks that have begun the pass by then."""
 SILENT = "rank 2 does not answer: its process has ended or stopped"
 LATE = r"rank 2 has not begun pass \d+"
@@ -71,7 +71,7 @@ FAULTS = {
         "it raises inside a pass", "rank 2 failed: MadeToFailError: made to fail", r"Rank \d waits in forward pass \d+"
     ),
     "new call": Fault(
-        "it makes a call that is new", r"rank 2 compares its call with the others, but rank \d is in one it knows"
+        "it makes a call that is new", r"rank 2 is agreeing on a new call, but rank \d is running one that it"
     ),
     "late, then a first launch": Fault("it comes late; the others launch a kernel for the first time", LATE),
     "killed, with the store": Fault("it is killed; it is rank 0 and keeps the store", "the group's store", victim=0,

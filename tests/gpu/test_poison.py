@@ -7,7 +7,7 @@ import torch
 from mesh_attention.session.group import Poison
 
 
-def test_results_are_spoilt_once_a_rank_gave_up_also_in_a_graph() -> None:
+def test_results_are_poisoned_once_a_rank_gave_up_also_in_a_graph() -> None:
     alarm, same = Poison(torch.device("cuda", 0)), torch.tensor([5, -5], device="cuda")
     results = [torch.ones(3000, device="cuda", dtype=torch.bfloat16), torch.ones(7, device="cuda")]
     alarm.check(same, results, counts=True)

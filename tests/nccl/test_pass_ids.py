@@ -33,7 +33,7 @@ def _shards(attention: MeshAttention, seed: int) -> tuple[list[Tensor], Tensor]:
 
 
 def make_calls(group: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Equal calls, then one in which one rank makes another call than the others, then an equal one."""
+    """Equal calls, then one in which one rank makes a different call from the others, then an equal one."""
     attention, rank = MeshAttention(group, **options), dist.get_rank(group)
     errors, grads = [], []
     for seed in range(4):
@@ -78,4 +78,4 @@ def test_ranks_in_different_calls_get_nan_and_then_an_error(rig: Rig, calls: Cal
         assert answer["finite"]
         assert answer["spoilt"]
         assert answer["raised"].startswith("TransportError: an earlier call on this group failed")
-        assert "an earlier call on this group failed: rank 1 makes another call than ranks 0, 2, 3" in answer["raised"]
+        assert "call on this group failed: rank 1 makes a different call from ranks 0, 2, 3" in answer["raised"]

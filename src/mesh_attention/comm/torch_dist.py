@@ -245,7 +245,7 @@ class GatheredTexts:
 
     def _begin(self) -> _Gathering:
         if self.device.type != "cpu":
-            self.attendance.meet(self.size, self.patience_s)
+            self.attendance.wait_for_all(self.size, self.patience_s)
         return self._gather(HEADER.pack(len(self.text), self.connection.is_due) + self.text[: ROOM - HEADER.size], ROOM)
 
     def _receive(self) -> list[str]:
@@ -301,7 +301,7 @@ class Attendance:
             if self.store is not None:
                 self.store.set(_key(self.rank), str(self.number))
 
-    def meet(self, size: int, patience_s: float) -> None:
+    def wait_for_all(self, size: int, patience_s: float) -> None:
         """Wait until all ranks have begun their first sharing, in which NCCL connects: it would wait for ever."""
         if self.number == 1 and self.store is not None:
             self.store.wait([_key(rank) for rank in range(size)], timedelta(seconds=patience_s))

@@ -57,9 +57,9 @@ class AttentionFunction(torch.autograd.Function):
         else:
             tensors = [outs[0].new_empty(()).expand(shape) for shape in ctx.shapes]  # never read: all is kept
         kept = _as_buffers(saved, ctx.kept, engine) if saved else None
-        given = run_backward(engine, tensors, outs, gradients, forward_pass, kept)
+        gradients_in = run_backward(engine, tensors, outs, gradients, forward_pass, kept)
         needed = ctx.needs_input_grad[1:]
-        return None, *(gradient if need else None for gradient, need in zip(given, needed, strict=True))
+        return None, *(gradient if need else None for gradient, need in zip(gradients_in, needed, strict=True))
 
 
 def run_forward(engine: Engine, tensors: Sequence[Tensor], *, context: int = 0) -> tuple[tuple[Tensor, ...], Kept]:

@@ -116,17 +116,17 @@ def part(field: Tensor, span: Span | None) -> Tensor:
 
 
 def paired(spans: Sequence[tuple[Any, TokenSpan, TokenSpan]], batch: int) -> list[tuple[Any, Span, Span]]:
-    """Spans on two sides, each with something that must be equal, where two that follow one another are joined."""
-    found: list[tuple[Any, Span, Span]] = []
+    """Pairs of spans with a key; in a batch of one, neighbours of equal keys and lengths become one: one launch."""
+    paired_spans: list[tuple[Any, Span, Span]] = []
     for what, ours, theirs in spans:
-        if batch == 1 and found and found[-1][0] == what:
-            _, (start, stop, *second), (their_start, their_stop, *_) = found[-1]
+        if batch == 1 and paired_spans and paired_spans[-1][0] == what:
+            _, (start, stop, *second), (their_start, their_stop, *_) = paired_spans[-1]
             step, their_step = ours.start - start, theirs.start - their_start
             if not second and stop - start == ours.stop - ours.start and min(step, their_step) > 0:
-                found[-1] = what, TwoSpans(start, stop, step), TwoSpans(their_start, their_stop, their_step)
+                paired_spans[-1] = what, TwoSpans(start, stop, step), TwoSpans(their_start, their_stop, their_step)
                 continue
-        found.append((what, ours, theirs))
-    return found
+        paired_spans.append((what, ours, theirs))
+    return paired_spans
 
 
 class Buffer:

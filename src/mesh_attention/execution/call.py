@@ -31,7 +31,7 @@ from mesh_attention.session.session import Session
 MAX_ENGINES, MAX_TURN_ENGINES = 128, 16
 """Engines kept, the most recently used ones; ranks make the same calls, so they drop the same ones. Those of turns of a
 cache are counted apart: most turns have a layout of their own."""
-Kinds = tuple[TensorKind, TensorKind, TensorKind]
+QkvKinds = tuple[TensorKind, TensorKind, TensorKind]
 """Those of one rank's q, k and v."""
 
 
@@ -62,7 +62,7 @@ class Call:
 
 
 @lru_cache(maxsize=4 * MAX_ENGINES)
-def derive_problem(options: CallOptions, kinds: Kinds, ranks: int) -> tuple[Problem, Softmax]:
+def derive_problem(options: CallOptions, kinds: QkvKinds, ranks: int) -> tuple[Problem, Softmax]:
     """Problem and softmax of a call, from checked options and one rank's tensors. Cached: every call asks for them."""
     problem = options.problem(*kinds, ranks=ranks)
     return problem, options.softmax(problem)
@@ -136,7 +136,7 @@ class Calls:
             options = options.checked()  # stage 1
             if gradient is None:
                 gradient = needs_gradient(tensor for rank in tensors for tensor in rank)
-            kinds: list[Kinds] = [tuple(map(TensorKind.of, rank)) for rank in tensors]  # type: ignore[misc]
+            kinds: list[QkvKinds] = [tuple(map(TensorKind.of, rank)) for rank in tensors]  # type: ignore[misc]
             problem, softmax = derive_problem(options, kinds[0], self.session.size)  # stage 2
             call = Call(
                 problem=problem,
@@ -160,7 +160,7 @@ class Calls:
             engine = observe(engine, kinds[0][0].device)
         return engine
 
-    def _new_engine(self, call: Call, options: CallOptions, kinds: Sequence[Kinds]) -> Engine:
+    def _new_engine(self, call: Call, options: CallOptions, kinds: Sequence[QkvKinds]) -> Engine:
         """Plans, program and agreement of a call that is new to this rank."""
         device, session = kinds[0][0].device, self.session
         with session.telling():
@@ -229,7 +229,7 @@ def _must_match(call: Call, problem: Problem, device: torch.device) -> dict[str,
     }
 
 
-def _holds(kinds: Kinds) -> dict[str, int]:
+def _holds(kinds: QkvKinds) -> dict[str, int]:
     q, k, _ = kinds
     return {"q": q.shape[1], "kv": k.shape[1]}
 

@@ -34,7 +34,7 @@ class Stretch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CompiledCall:
     """One kernel call: which tokens of which buffers, under which mask, into which sums."""
 
     q: Item
@@ -61,7 +61,7 @@ class Instruction:
     arrivals: tuple[Item, ...]
     departures: tuple[Item, ...]
     opens: tuple[Item, ...] = ()
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CompiledCall, ...] = ()
     stretches: tuple[Stretch, ...] = ()
     blanks: tuple[Stretch, ...] = ()
     turn: tuple[ops.Step, ...] = ()
@@ -253,7 +253,7 @@ class _Details(NamedTuple):
     """The parts of an instruction other than its step and its waits."""
 
     opens: tuple[Item, ...]
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CompiledCall, ...] = ()
     stretches: tuple[Stretch, ...] = ()
     blanks: tuple[Stretch, ...] = ()
 
@@ -290,7 +290,7 @@ class _Compiling:
             case _:
                 return _Details(opens)
 
-    def _call(self, call: KernelCall, attend: ops.Attend) -> Call:
+    def _call(self, call: KernelCall, attend: ops.Attend) -> CompiledCall:
         problem = self.matrix.problem
         q, q_span = self._span(call.q, attend.rows)
         kv, kv_span = self._span(call.kv, attend.cols)
@@ -299,7 +299,7 @@ class _Compiling:
         cols = self._touch(self._parts(call.kv, attend.cols, "dkv")) if attend.grads else ()
         form = "full" if call.kind is BlockKind.FULL else "causal" if call.is_plain_causal else "positions"
         mask = CallMask(form, problem.mask, call.q, call.kv, problem.seq_q, problem.seq_kv)  # type: ignore[arg-type]
-        return Call(q, q_span, kv, kv_span, do, do_span, mask, rows, cols)
+        return CompiledCall(q, q_span, kv, kv_span, do, do_span, mask, rows, cols)
 
     def _span(self, segments: tuple[Segment, ...], items: tuple[Item, ...]) -> tuple[Item, TokenSpan | None]:
         """One side of a call: an item in its buffer, and the span of the buffer."""

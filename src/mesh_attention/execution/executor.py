@@ -16,7 +16,7 @@ from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work, innermost
 from mesh_attention.errors import DisagreementError, TransportError
 from mesh_attention.execution.buffers import Allocation, Buffer, Meter, Span, part
-from mesh_attention.execution.compiled import Call, Compiled, Exchanged, Instruction, Stretch
+from mesh_attention.execution.compiled import Compiled, CompiledCall, Exchanged, Instruction, Stretch
 from mesh_attention.kernels.base import Gradients, Kernel, Merging, RowGradient, Scores
 from mesh_attention.kernels.merging import TorchMerging
 from mesh_attention.plan.program import turns
@@ -159,16 +159,16 @@ class Executor:
         self, sends: Sequence[Send], recvs: Sequence[Recv], chunks: Callable[[Item], list[Tensor]]
     ) -> tuple[Work, Work]:
         """Post transfers; returns what to wait for before arrivals are read, and before what leaves is freed."""
-        given = [Parcel(chunks(send.item), send.dest, send.item.kind) for send in sends]
-        taken = [Parcel(chunks(recv.item), recv.source, recv.item.kind) for recv in recvs]
+        outgoing = [Parcel(chunks(send.item), send.dest, send.item.kind) for send in sends]
+        incoming = [Parcel(chunks(recv.item), recv.source, recv.item.kind) for recv in recvs]
         try:
-            if not given or not taken or not self.posts_apart:
-                work = self.comm.post(given, taken)
+            if not outgoing or not incoming or not self.posts_apart:
+                work = self.comm.post(outgoing, incoming)
                 return work, work
             # Apart, so that an arrival does not wait for what leaves. If posts ran one after the other, a receive
             # posted alone would hold up the send that it waits for.
-            received = self.comm.post([], taken)
-            return received, self.comm.post(given, [])
+            received = self.comm.post([], incoming)
+            return received, self.comm.post(outgoing, [])
         except Exception as error:
             raise TransportError(f"{self._here()}: could not be posted: {error}") from error
 
@@ -197,7 +197,7 @@ class Executor:
 
     # Steps
 
-    def _attend(self, calls: tuple[Call, ...]) -> None:
+    def _attend(self, calls: tuple[CompiledCall, ...]) -> None:
         for call in calls:
             q = self.buffers[call.q].view("q", call.q_span)
             kv = self.buffers[call.kv]
@@ -211,7 +211,7 @@ class Executor:
                 # Not in a variable, which would keep them alive during the next call.
                 self._add_gradients(call, self.kernel.backward(q, k, v, upstream, scores))
 
-    def _add_output(self, call: Call, out: Tensor, lse: Tensor) -> None:
+    def _add_output(self, call: CompiledCall, out: Tensor, lse: Tensor) -> None:
         for stretch in call.rows:
             self._merge_output(stretch, part(out, stretch.other), part(lse, stretch.other))
 
@@ -220,7 +220,7 @@ class Executor:
         merge = self.merging.start_output if stretch.is_first else self.merging.merge_output
         merge(sums.view("o", stretch.inside), sums.view("lse", stretch.inside), out, lse)
 
-    def _add_gradients(self, call: Call, gradients: Gradients) -> None:
+    def _add_gradients(self, call: CompiledCall, gradients: Gradients) -> None:
         for stretch in call.rows:
             self._add(stretch, "dq", part(gradients.dq, stretch.other))
         for stretch in call.cols:

@@ -147,8 +147,8 @@ def _engine(tensors: Sequence[Tensor], operands: Operands) -> Engine:
 def refused(reason: str, like: object, calls: int) -> Tensor:
     """Refuse a call when the compiled graph runs: a compiler that meets an error tells no other rank of it."""
     tensor = like if isinstance(like, Tensor) else torch.empty(0)
-    found: Tensor = torch.ops.mesh_attention.refuse(tensor, reason, calls)
-    return found
+    refusal: Tensor = torch.ops.mesh_attention.refuse(tensor, reason, calls)
+    return refusal
 
 
 @torch.library.custom_op(
@@ -182,8 +182,8 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> No
 def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     out, lse, forward_pass, *saved = ctx.saved_tensors
     inputs = [other if tensor is None else tensor for tensor, other in zip(saved, ctx.others, strict=True)]
-    given = torch.ops.mesh_attention.attend_backward(d_out, d_lse, out, lse, forward_pass, *inputs)
-    needed = zip(given, ctx.needs_input_grad[:3], strict=True)
+    gradients_in = torch.ops.mesh_attention.attend_backward(d_out, d_lse, out, lse, forward_pass, *inputs)
+    needed = zip(gradients_in, ctx.needs_input_grad[:3], strict=True)
     return *(gradient if need else None for gradient, need in needed), *([None] * (len(inputs) - 3))
 
 

@@ -162,11 +162,11 @@ def _torch_unsupported_reason(can_use: Callable[[Any], bool], demand: Demand) ->
 
 def _laid_as(tensor: Tensor, q: Tensor) -> Tensor:
     """The tensor, or a copy of it, with the strides cuDNN gives O for this Q: dense, dims in Q's order."""
-    due = dense_strides(q.stride(), tensor.shape)
-    is_laid = all(size == 1 or a == b for size, a, b in zip(tensor.shape, tensor.stride(), due, strict=True))
+    expected = dense_strides(q.stride(), tensor.shape)
+    is_laid = all(size == 1 or a == b for size, a, b in zip(tensor.shape, tensor.stride(), expected, strict=True))
     if is_laid and not tensor.data_ptr() % 16:
         return tensor
-    return tensor.new_empty_strided(tensor.shape, due).copy_(tensor)
+    return tensor.new_empty_strided(tensor.shape, expected).copy_(tensor)
 
 
 def _reaches(window: Window) -> dict[str, int | None]:

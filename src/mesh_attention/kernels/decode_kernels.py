@@ -1,8 +1,8 @@
-"""The Triton kernels behind `decode_triton`. Importing this imports triton; only `launching` does, when it first
+"""The Triton kernels behind `decode`. Importing this imports triton; only `launching` does, when it first
 launches one.
 
 A *row* is a query and one of the heads that share a KV head. The tokens that a sequence's queries see are cut into
-*splits*. A program of `attend_split` takes one split of one sequence, and of its rows a tile of those of one KV head.
+*splits*. Each program of `attend_split` takes one split of one sequence, and one tile of the rows that share a KV head.
 Every program reads the lengths of all sequences and works out which split is its own. So sequences of any lengths
 share the device evenly, and a captured launch stays right when they change. Tiles of tokens start at multiples of
 `cols`. Scores are in units of log 2, because the hardware has 2^x.
@@ -89,8 +89,8 @@ def _spans(first, first_sequence, first_query, stop, stop_sequence, stop_query, 
 def _split_numbers(tiles, is_sequence, splits, aim, wave, tries: tl.constexpr):
     """The number of splits of each sequence: one at least, and not more than `splits` in all.
 
-    Tries sizes from that of `aim` splits to 5 times it, and takes the one that is over first, if `wave` splits run at
-    once. A program takes the time of 2 tiles to start and end.
+    Tries split sizes from the one that makes `aim` splits up to five times that, and takes the one that finishes first
+    if `wave` splits run at once. A program takes the time of 2 tiles to start and end.
     """
     smallest = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), aim), 1)
     size = smallest + (smallest * tl.arange(0, tries).to(tl.int64) * 4 // tries).to(tl.int32)

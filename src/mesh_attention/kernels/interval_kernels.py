@@ -59,12 +59,12 @@ def _load(base, first, count, per_token, rows: tl.constexpr, dim: tl.constexpr, 
         here = (row < count - first)[:, None]
         if dim < block:
             here = here & (col < dim)[None, :]
-        found = tl.load(at, mask=here, other=0.0)
+        tile = tl.load(at, mask=here, other=0.0)
     elif dim < block:
-        found = tl.load(at, mask=(col < dim)[None, :], other=0.0)
+        tile = tl.load(at, mask=(col < dim)[None, :], other=0.0)
     else:
-        found = tl.load(at)
-    return found
+        tile = tl.load(at)
+    return tile
 
 
 @triton.jit
@@ -156,8 +156,8 @@ def forward(
     _store(out + (batch * out_batch + head * out_head) * unit, acc, first, queries, out_token, rows, dim_v, block_v,
            unit)  # fmt: skip
     at = first + tl.arange(0, rows)
-    found = tl.where(total == 0.0, float("-inf"), (top + tl.log2(sum_or_1)) * 0.6931471805599453)
-    tl.store(lse + row_of_heads.to(tl.int64) * queries + at, found, mask=at < queries)
+    lse_tile = tl.where(total == 0.0, float("-inf"), (top + tl.log2(sum_or_1)) * 0.6931471805599453)
+    tl.store(lse + row_of_heads.to(tl.int64) * queries + at, lse_tile, mask=at < queries)
 
 
 @triton.jit

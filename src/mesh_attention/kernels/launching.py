@@ -34,8 +34,8 @@ def launch(key: tuple[Any, ...], tensors: Sequence[Tensor], prepare: Callable[[]
     """Launch what `prepare` says for tensors of this form; `key` names everything else that it depends on."""
     device = tensors[0].device
     if device.type != "cuda":
-        made = prepare()
-        kernel(made.file, made.name)[made.grid](*made.arguments(tensors))
+        spec = prepare()
+        kernel(spec.file, spec.name)[spec.grid](*spec.arguments(tensors))
     elif device.index == torch.cuda.current_device():
         _launch_here(key, tensors, prepare)
     else:
@@ -54,11 +54,11 @@ def _launch_here(key: tuple[Any, ...], tensors: Sequence[Tensor], prepare: Calla
     key = (*key, index, *forms)
     known = _PREPARED.get(key)
     if known is None:
-        made = prepare()
-        compiled = kernel(made.file, made.name)[made.grid](*made.arguments(tensors), **made.options)
+        spec = prepare()
+        compiled = kernel(spec.file, spec.name)[spec.grid](*spec.arguments(tensors), **spec.options)
         if len(_PREPARED) >= MOST_PREPARED:
             _PREPARED.clear()
-        _PREPARED[key] = compiled[made.grid], made.arguments
+        _PREPARED[key] = compiled[spec.grid], spec.arguments
     else:
         run, arguments = known
         run(*arguments(addresses), stream=torch._C._cuda_getCurrentRawStream(index))

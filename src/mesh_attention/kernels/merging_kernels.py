@@ -209,11 +209,11 @@ def poison_if_different(
     c, c_size: tl.int64,
     counts: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Fill a, b and c with NaN if the state's first number is NaN, which it becomes unless the two numbers in `largest`
-    add up to 0, or if the third number of `seen` is. If it `counts`, add 1 to the state's second number. The first two
-    numbers of `seen` are a copy of the state."""
+    """Fill a, b and c with NaN if ranks differ now (the two numbers in `largest` do not add up to 0), differed before
+    (state[0] is NaN), or this rank gave up (seen[2] is NaN). A difference sets state[0] to NaN; `counts` adds 1 to
+    state[1]; seen[:2] mirrors the state."""
     is_different = tl.load(largest) + tl.load(largest + 1) != 0
-    spoilt = tl.load(state) + tl.load(seen + 2, volatile=True)
+    poisoned = tl.load(state) + tl.load(seen + 2, volatile=True)
     program = tl.program_id(0)
     if program == 0:
         if is_different:
@@ -223,7 +223,7 @@ def poison_if_different(
             over = tl.load(state + 1) + 1
             tl.store(state + 1, over)
             tl.store(seen + 1, over)
-    if is_different | (spoilt != spoilt):
+    if is_different | (poisoned != poisoned):
         start, step = program.to(tl.int64) * block, tl.num_programs(0).to(tl.int64) * block
         _fill_with_nan(a, a_size, start, step, block)
         _fill_with_nan(b, b_size, start, step, block)

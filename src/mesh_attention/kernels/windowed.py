@@ -117,35 +117,35 @@ class WindowedKernel:
 
     def prepare(self, q: Tensor, v: Tensor, mask: CallMask) -> None:
         """Make what a call with this mask needs on the device, without making the call."""
-        if _way(self._forward_ops, mask, q.device.type, q.dtype, q.shape[-1], v.shape[-1]).other is INTERVALS:
+        if _dispatch(self._forward_ops, mask, q.device.type, q.dtype, q.shape[-1], v.shape[-1]).fallback is INTERVALS:
             INTERVALS.prepare(q, v, mask)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        way = _way(self._forward_ops, scores.mask, q.device.type, q.dtype, q.shape[-1], v.shape[-1])
-        if way.other is not None:
-            return way.other.forward(q, k, v, scores)
-        if way.is_whole:
-            window, op = way.calls[0]
+        dispatch = _dispatch(self._forward_ops, scores.mask, q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+        if dispatch.fallback is not None:
+            return dispatch.fallback.forward(q, k, v, scores)
+        if dispatch.is_whole:
+            window, op = dispatch.calls[0]
             return op.forward(q, k, v, window, scores.scale)
         batch, heads, tokens, _ = q.shape
         out = q.new_zeros((batch, tokens, heads, v.shape[-1])).transpose(1, 2)
         lse = torch.full((batch, heads, tokens), -torch.inf, dtype=torch.float32, device=q.device)
-        for window, op in way.calls:
+        for window, op in dispatch.calls:
             part = op.forward(_run(q, window.q), _run(k, window.kv), _run(v, window.kv), window, scores.scale)
             _run(out, window.q).copy_(part[0])
             _run(lse, window.q).copy_(part[1])
         return out, lse
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
-        way = _way(self._backward_ops, scores.mask, q.device.type, q.dtype, q.shape[-1], v.shape[-1])
-        if way.other is not None:
-            return way.other.backward(q, k, v, row, scores)
+        dispatch = _dispatch(self._backward_ops, scores.mask, q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+        if dispatch.fallback is not None:
+            return dispatch.fallback.backward(q, k, v, row, scores)
         flash = _flash_row(row, scores.mask)
-        if way.is_whole:
-            window, op = way.calls[0]
+        if dispatch.is_whole:
+            window, op = dispatch.calls[0]
             return op.backward(q, k, v, flash, window, scores.scale)
         sums = Gradients(*(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)))
-        for window, op in way.calls:
+        for window, op in dispatch.calls:
             rows = FlashRow(*(_run(x, window.q) for x in flash))
             part = op.backward(_run(q, window.q), _run(k, window.kv), _run(v, window.kv), rows, window, scores.scale)
             _run(sums.dq, window.q).copy_(part.dq)
@@ -170,18 +170,18 @@ def fix_empty_row_lse(lse: Tensor) -> Tensor:
     return lse.nan_to_num_(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
 
 
-class _Way(NamedTuple):
+class _Dispatch(NamedTuple):
     """How a call is made: as windows, or by another kernel. `is_whole`: its one window is the whole call."""
 
     calls: tuple[tuple[Window, WindowOp], ...]
     is_whole: bool
-    other: Kernel | None = None
+    fallback: Kernel | None = None
 
 
 @lru_cache(maxsize=4096)
-def _way(
+def _dispatch(
     ops: tuple[WindowOp, ...], mask: CallMask, device: str, dtype: torch.dtype, head_dim_qk: int, head_dim_v: int
-) -> _Way:
+) -> _Dispatch:
     cuts, choices, reason = windows(mask), [], None
     if cuts is None:
         reason = f"queries with strides {_strides(mask.q)} and keys with strides {_strides(mask.kv)} form no windows"
@@ -192,10 +192,10 @@ def _way(
     takes_all = INTERVALS.unsupported_reason(demand) is None
     if cuts is not None and reason is None and not (takes_all and _are_short(cuts)):
         calls = tuple((cut, op) for cut, op in zip(cuts, choices, strict=True) if not isinstance(op, str))
-        return _Way(calls, len(cuts) == 1 and _is_whole(cuts[0], mask))
-    other = INTERVALS if takes_all else REFERENCE
-    _log_once(other.name, reason or "they have several short windows")
-    return _Way((), False, other)
+        return _Dispatch(calls, len(cuts) == 1 and _is_whole(cuts[0], mask))
+    fallback = INTERVALS if takes_all else REFERENCE
+    _log_once(fallback.name, reason or "they have several short windows")
+    return _Dispatch((), False, fallback)
 
 
 def _first_op(ops: tuple[WindowOp, ...], window: Window, head_dim_qk: int, head_dim_v: int) -> WindowOp | str:

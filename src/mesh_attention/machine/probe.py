@@ -15,21 +15,21 @@ from mesh_attention.comm.base import Comm
 from mesh_attention.machine.fit import CallTime, Measurement, MemoryTimes, MessageTime
 from mesh_attention.machine.timing import BRIEF_EFFORT, Clock, kernel_for, time_kernel, time_links, time_memory
 from mesh_attention.problem import Problem
-from mesh_attention.units import Report
+from mesh_attention.units import Progress
 
 KERNELS_UNTIL, MEMORY_UNTIL = 0.7, 0.75
 """Share of each part in the time of a measurement."""
 
 
-def measure(setting: Problem, clock: Clock, *, ranks_per_node: int, ranks_here: int, report: Report) -> Measurement:
+def measure(setting: Problem, clock: Clock, *, ranks_per_node: int, ranks_here: int, report: Progress) -> Measurement:
     """Attention with a problem's heads, head sizes and dtype. `ranks_here` is how many ranks share this machine."""
-    calls = time_kernel(setting, clock, lambda doing, done: report(doing, done * KERNELS_UNTIL))
+    calls = time_kernel(setting, clock, lambda activity, done: report(activity, done * KERNELS_UNTIL))
     report("merging partials", KERNELS_UNTIL)
     memory = time_memory(setting, clock, ranks_here=ranks_here)
     messages = time_links(
         clock,
         ranks_per_node=ranks_per_node,
-        report=lambda doing, done: report(doing, MEMORY_UNTIL + done * (1 - MEMORY_UNTIL)),
+        report=lambda activity, done: report(activity, MEMORY_UNTIL + done * (1 - MEMORY_UNTIL)),
     )
     return measured_on(clock.device, setting, calls=calls, memory=memory, messages=messages)
 
@@ -63,7 +63,7 @@ def probe(problem: Problem, *, comm: Comm, device: torch.device, ranks_per_node:
             Clock(comm=comm, device=device, effort=BRIEF_EFFORT),
             ranks_per_node=ranks_per_node,
             ranks_here=min(comm.size, ranks_per_node),
-            report=lambda doing, fraction: None,
+            report=lambda activity, fraction: None,
         )
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the model may need the memory

@@ -27,7 +27,7 @@ from mesh_attention.problem import Direction, Problem
 from mesh_attention.session.agreement import Statement
 from mesh_attention.session.session import Session
 from mesh_attention.topology import LinkClass
-from mesh_attention.units import GIB, Report
+from mesh_attention.units import GIB, Progress
 
 MOST_CALLS = 1000
 LEAST_SAMPLES, MOST_SAMPLES, BRIEF_SAMPLES = 3, 15, 5
@@ -174,7 +174,7 @@ class CallShape(NamedTuple):
     is_causal: bool
 
 
-def time_kernel(setting: Problem, clock: Clock, report: Report) -> list[CallTime]:
+def time_kernel(setting: Problem, clock: Clock, report: Progress) -> list[CallTime]:
     """Times of calls with the heads, head sizes and dtype of a problem; its lengths, mask and ranks do not matter."""
     kernel, effort = kernel_for(setting, clock.device), clock.effort
     sizes, times = effort.call_tokens[clock.device.type], list[CallTime]()
@@ -292,7 +292,7 @@ def _merge_tensors(tokens: int, setting: Problem, device: torch.device) -> tuple
 Pair = tuple[int, int]
 
 
-def time_links(clock: Clock, *, ranks_per_node: int, report: Report) -> list[MessageTime]:
+def time_links(clock: Clock, *, ranks_per_node: int, report: Progress) -> list[MessageTime]:
     """Times of every kind of link, the same on every rank; none for one rank.
 
     All pairs of a node send at once, as attention does. Between nodes, one pair alone is measured as well: the rate of

@@ -19,7 +19,7 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffers import held_nbytes, shared_buffers
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.routes import Hop, fetch_hops_in, fetch_hops_out, partial_dest, partial_hops_in
-from mesh_attention.plan.schedule import Fetch, Meet, Return, Route, Schedule, Together
+from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Return, Route, Schedule
 from mesh_attention.plan.steps import (
     AXIS_OF,
     INPUTS,
@@ -59,8 +59,8 @@ def lowered_steps(matrix: BlockMatrix, schedule: Schedule, direction: Direction,
                 lowering.fetch(kind, offset, wave)
             case Return(kind, offset, wave):
                 lowering.return_partial(kind, offset, wave)
-            case Together(op, kind, wave):
-                lowering.together(op, kind, wave)
+            case GroupMove(op, kind, wave):
+                lowering.group_move(op, kind, wave)
             case _:
                 assert_never(move)
     kept, is_backward = matrix.kept(schedule.keep, rank), direction == "backward"
@@ -138,16 +138,16 @@ class _Lowering:
         if contributes:
             self.steps.append(ops.Send(item, self._rank_of(partial_dest(*around))))
 
-    def together(self, op: Literal["gather", "reduce", "exchange", "unpack"], kind: Kind, wave: int) -> None:
+    def group_move(self, op: Literal["gather", "reduce", "exchange", "unpack"], kind: Kind, wave: int) -> None:
         {"gather": self.gather, "reduce": self.reduce, "exchange": self.exchange, "unpack": self.unpack}[op](kind, wave)
 
     def gather(self, kind: Kind, wave: int) -> None:
         sends: list[ops.Send] = []
         recvs: list[ops.Recv] = []
         for offset in self._offsets(kind):
-            given, taken = self._hand_round(kind, "direct", offset, wave)
-            sends += given
-            recvs += taken
+            to_send, to_receive = self._hand_round(kind, "direct", offset, wave)
+            sends += to_send
+            recvs += to_receive
         self._collective("gather", kind, sends, recvs, wave)
 
     def reduce(self, kind: Kind, wave: int) -> None:
@@ -175,12 +175,12 @@ class _Lowering:
         sends, recvs = [], []
         for distance in range(1, len(group)):
             dest, source = group[(self.head_slice + distance) % len(group)], group[self.head_slice - distance]
-            given = self._piece(kind, *((self.rank, dest) if inward else (dest, self.rank)), wave)
-            taken = self._piece(kind, *((source, self.rank) if inward else (self.rank, source)), wave)
-            if given is not None:
-                sends.append(ops.Send(given, dest))
-            if taken is not None:
-                recvs.append(ops.Recv(taken, source))
+            sent_piece = self._piece(kind, *((self.rank, dest) if inward else (dest, self.rank)), wave)
+            received_piece = self._piece(kind, *((source, self.rank) if inward else (self.rank, source)), wave)
+            if sent_piece is not None:
+                sends.append(ops.Send(sent_piece, dest))
+            if received_piece is not None:
+                recvs.append(ops.Recv(received_piece, source))
         home, whole = self._home(kind, wave), self._item(kind, self.place, wave)
         if inward and "own" in self.schedule.keep and kind in INPUTS["forward"] and kind not in self.schedule.keep:
             whole = whole._replace(form="kept")

@@ -19,7 +19,7 @@ from mesh_attention.plan.blocks import BlockMatrix, block_matrix
 from mesh_attention.plan.layout import Layout, parse_layout
 from mesh_attention.plan.lowering import lower, lowered_steps
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.schedule import Fetch, Meet, Return, Schedule, Together
+from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Return, Schedule
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction, Step, is_step
 from mesh_attention.plan.text import format_move, parse_mask, parse_move, parse_step
 from mesh_attention.problem import Problem
@@ -166,7 +166,7 @@ def _check_moves(schedule: Schedule, direction: Direction, assignment: Assignmen
                 fits = kind in inputs and 0 < offset < sizes[AXIS_OF[kind]]
             case Return(kind, offset):
                 fits = kind in outputs and 0 <= offset < sizes[AXIS_OF[kind]]
-            case Together(op, kind):
+            case GroupMove(op, kind):
                 kinds = {"gather": inputs, "reduce": outputs, "unpack": outputs}
                 fits = kind in kinds.get(op, inputs + outputs)
             case _:

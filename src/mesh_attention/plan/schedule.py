@@ -28,7 +28,7 @@ from mesh_attention.units import brief
 Route = Literal["ring", "direct"]
 """ring: passed on from neighbour to neighbour. direct: straight from, or to, the home."""
 ROUTES: tuple[Route, ...] = ("ring", "direct")
-TOGETHER = ("gather", "reduce", "exchange", "unpack")
+GROUP_OPS = ("gather", "reduce", "exchange", "unpack")
 
 
 KEEPABLE: tuple[tuple[Keep, ...], ...] = (
@@ -76,19 +76,19 @@ class Return:
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
-    """A move that a whole group makes together."""
+class GroupMove:
+    """A collective, an exchange or an unpack: one move for a whole group."""
 
     op: Literal["gather", "reduce", "exchange", "unpack"]
     kind: Kind
     wave: int = 0
 
     def __post_init__(self) -> None:
-        if self.op not in TOGETHER:
-            raise ScheduleError(f"op {self.op!r}: expected {', '.join(TOGETHER)}")
+        if self.op not in GROUP_OPS:
+            raise ScheduleError(f"op {self.op!r}: expected {', '.join(GROUP_OPS)}")
 
 
-Move = Fetch | Meet | Return | Together
+Move = Fetch | Meet | Return | GroupMove
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,5 +110,5 @@ class Schedule:
                 raise ScheduleError(f"{name} {brief(route)}: expected one of {', '.join(ROUTES)}")
         if self.keep not in KEEPABLE:
             raise ScheduleError(
-                f"keep {brief(self.keep)}: expected some of own, q and kv, in this order, not all three, as a tuple"
+                f"keep {brief(self.keep)}: expected a tuple of at most two of 'own', 'q' and 'kv', in this order"
             )

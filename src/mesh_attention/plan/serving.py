@@ -140,10 +140,10 @@ class DecodePlan:
     def __str__(self) -> str:
         partials = "send all partials to all ranks, merge all rows"
         if self.combine == "reduce_scatter":
-            partials = "send each rank the partials of its slice, merge the own slice"
+            partials = "send each rank the partials of its slice, merge its own slice"
         steps = {
-            "replicated": ["attend all queries to the own tokens", partials],
-            "sharded": ["send q, k, v to all ranks", "attend all queries to the own tokens", partials],
+            "replicated": ["attend all queries to its own tokens", partials],
+            "sharded": ["send q, k, v to all ranks", "attend all queries to its own tokens", partials],
         }[self.queries]
         if self.queries == "replicated" and self.combine == "reduce_scatter":
             steps.append("send the merged slice to all ranks")

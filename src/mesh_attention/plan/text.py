@@ -12,7 +12,7 @@ from typing_extensions import assert_never
 from mesh_attention.errors import ParseError
 from mesh_attention.masks import Mask, causal, documents, full, window
 from mesh_attention.plan import steps
-from mesh_attention.plan.schedule import TOGETHER, Fetch, Meet, Move, Return, Together
+from mesh_attention.plan.schedule import GROUP_OPS, Fetch, GroupMove, Meet, Move, Return
 from mesh_attention.plan.steps import FORMS, KINDS, Item, Kind, Step
 from mesh_attention.units import brief
 
@@ -170,7 +170,7 @@ def format_move(move: Move) -> str:
             return f"{wave}meet {format_numbers(rows)} x {format_numbers(cols)}"
         case Return(kind, offset):
             return f"{wave}return {kind} {offset}"
-        case Together(op, kind):
+        case GroupMove(op, kind):
             return f"{wave}{op} {kind}"
         case _:
             assert_never(move)
@@ -180,7 +180,7 @@ _MOVE_FORMS: tuple[tuple[str, Callable[..., Move]], ...] = (
     (r"fetch ([a-z]+) (\d{1,9})", lambda kind, offset: Fetch(_kind(kind), int(offset))),
     (r"meet (\S+) x (\S+)", lambda rows, cols: Meet(parse_numbers(rows), parse_numbers(cols))),
     (r"return ([a-z]+) (\d{1,9})", lambda kind, offset: Return(_kind(kind), int(offset))),
-    (rf"({'|'.join(TOGETHER)}) ([a-z]+)", lambda op, kind: Together(op, _kind(kind))),
+    (rf"({'|'.join(GROUP_OPS)}) ([a-z]+)", lambda op, kind: GroupMove(op, _kind(kind))),
 )
 
 
@@ -209,7 +209,8 @@ def parse_numbers(text: str) -> tuple[int, ...]:
         run = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
         first, last = (int(run[1]), int(run[2] or run[1])) if run else (0, -1)
         if not 0 <= last - first < MAX_NUMBERS:
-            raise ParseError(f"numbers {brief(text)}: expected such as 0,1 or 0-3,8")
+            expected = f"expected numbers and rising ranges, at most {MAX_NUMBERS:,} in all, such as 0,1 or 0-3,8"
+            raise ParseError(f"numbers {brief(text)}: {expected}")
         numbers.extend(range(first, last + 1))
         if len(numbers) > MAX_NUMBERS:
             raise ParseError(f"numbers {brief(text)}: expected at most {MAX_NUMBERS:,}")

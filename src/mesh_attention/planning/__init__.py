@@ -1,4 +1,4 @@
-"""Choices: pure functions that return plans.
+"""Choices, and the pure functions that turn them into plans.
 
-Reading order: choice, costs, order, greedy, priced, methods, waves, registry.
+Reading order: choice, costs, order, greedy, priced, waves, planners.
 """

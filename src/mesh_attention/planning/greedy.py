@@ -25,7 +25,7 @@ from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.schedule import Move, Return, Route
 from mesh_attention.plan.steps import OUTPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.order import ONE_SIZE, Call, Order, Sizes, mask_of
+from mesh_attention.planning.order import ONE_SIZE, Order, Rectangle, Sizes, mask_of
 from mesh_attention.planning.priced import priced_moves
 
 
@@ -35,28 +35,28 @@ def greedy_moves(
     *,
     costs: Costs,
     blocks_per_call: int | None = None,
-    have: tuple[Kind, ...] = (),
+    held_kinds: tuple[Kind, ...] = (),
     route: Route = "direct",
     sizes: Sizes = ONE_SIZE,
 ) -> tuple[Move, ...]:
-    """The moves of one tile, from its own block to the last partial returned. Kinds in `have` are not fetched.
+    """The moves of one tile, from its own block to the last partial returned. Kinds in `held_kinds` are not fetched.
 
     If `blocks_per_call` is None, calls are cost-based: each is sized by its price, or is one block if `costs` has no
     call prices. If it is a number, call prices are ignored.
     """
     if blocks_per_call is None and costs.has_call_prices:
-        moves = priced_moves(tile, direction, costs=costs, sizes=sizes, have=have, route=route)
+        moves = priced_moves(tile, direction, costs=costs, sizes=sizes, held_kinds=held_kinds, route=route)
     else:
-        moves = _counted_moves(tile, direction, costs.without_call_prices(), blocks_per_call or 1, have)
+        moves = _counted_moves(tile, direction, costs.without_call_prices(), blocks_per_call or 1, held_kinds)
     return (*moves, *(Return(kind, 0) for kind in OUTPUTS[direction]))
 
 
 def _counted_moves(
-    tile: Tile, direction: Direction, costs: Costs, blocks_per_call: int, have: tuple[Kind, ...]
+    tile: Tile, direction: Direction, costs: Costs, blocks_per_call: int, held_kinds: tuple[Kind, ...]
 ) -> tuple[Move, ...]:
     shortest, moves = float("inf"), list[Move]()
-    for own_row_worth in OWN_ROW_WORTHS:
-        order = CountedOrder(tile, direction, costs, blocks_per_call, have, own_row_worth)
+    for own_row_weight in OWN_ROW_WEIGHTS:
+        order = CountedOrder(tile, direction, costs, blocks_per_call, held_kinds, own_row_weight)
         makespan = order.complete_all()
         if makespan < shortest * _WORTH_A_CHANGE:
             shortest, moves = makespan, order.moves
@@ -65,7 +65,7 @@ def _counted_moves(
     return tuple(moves)
 
 
-OWN_ROW_WORTHS = (1, 0)
+OWN_ROW_WEIGHTS = (1, 0)
 """When fetches are compared, how many blocks a column's block in a rank's own row counts as; the paper's first."""
 
 _WORTH_A_CHANGE = 0.99
@@ -82,20 +82,20 @@ class CountedOrder(Order):
         direction: Direction,
         costs: Costs,
         blocks_per_call: int,
-        have: tuple[Kind, ...],
-        own_row_worth: int,
+        held_kinds: tuple[Kind, ...],
+        own_row_weight: int,
     ) -> None:
-        super().__init__(tile, direction, costs, have, own_row_worth=own_row_worth, most_ahead=blocks_per_call)
+        super().__init__(tile, direction, costs, held_kinds, own_row_weight=own_row_weight, most_ahead=blocks_per_call)
         self.blocks_per_call = blocks_per_call
 
-    def choose(self) -> Call | None:
+    def choose(self) -> Rectangle | None:
         call = self._ready_call()
         if call is not None:
             return call
         self.fetch_something()
         return self._idle_call()
 
-    def _ready_call(self) -> Call | None:
+    def _ready_call(self) -> Rectangle | None:
         if self.is_all_here:
             return self._completing_call()
         if not self.done[0]:
@@ -108,7 +108,7 @@ class CountedOrder(Order):
                 return call
         return None
 
-    def _idle_call(self) -> Call | None:
+    def _idle_call(self) -> Rectangle | None:
         """A small call that fits into the time that compute would wait for the link anyway; None if none fits."""
         here = (1 << self.here["col"]) - 1
         wait = self.arrivals[0][0] - self.now
@@ -118,7 +118,7 @@ class CountedOrder(Order):
                 return 1 << row, pending
         return None
 
-    def _call_from(self, row: int, pending: int, here: int) -> Call | None:
+    def _call_from(self, row: int, pending: int, here: int) -> Rectangle | None:
         """The call that a row can be part of now; None if it should wait for more."""
         if here == self.all_cols:
             return self._rows_completed_with(row, pending)
@@ -127,7 +127,7 @@ class CountedOrder(Order):
         alike = [r for r in self.rows_here() if here & ~self.done[r] == pending]
         return mask_of(alike) if self.blocks_per_call > 1 else 1 << row, self._cut(pending)
 
-    def _rows_completed_with(self, row: int, pending: int) -> Call | None:
+    def _rows_completed_with(self, row: int, pending: int) -> Rectangle | None:
         """A row whose columns have all arrived: alone, so that its partial leaves at once, or as few as make a call."""
         wanted = -(-self.blocks_per_call // pending.bit_count())
         alike = [r for r in self.rows_here() if self.all_cols & ~self.done[r] == pending] if wanted > 1 else [row]
@@ -135,7 +135,7 @@ class CountedOrder(Order):
             return None
         return mask_of(alike[:wanted]), self._cut(pending)
 
-    def _completing_call(self) -> Call:
+    def _completing_call(self) -> Rectangle:
         """The next call once all shards have arrived: for the row or column that releases more transfer per block."""
         (row, row_worth), (col, col_worth) = self.next_to_complete("row"), self.next_to_complete("col")
         if col_worth > row_worth:

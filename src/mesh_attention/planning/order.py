@@ -18,14 +18,14 @@ from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
 
-Call = tuple[int, int]
+Rectangle = tuple[int, int]
 """A rectangle as two sets of offsets: rows, columns. Sets are bit masks."""
 
 
 class Order(ABC):
     """The moves so far, and the state they lead to. Times are in blocks.
 
-    `own_row_worth` is how many blocks a column's block in this rank's own row counts as when fetches are compared. On
+    `own_row_weight` is how many blocks a column's block in this rank's own row counts as when fetches are compared. On
     each axis, at most `most_ahead` shards are fetched and not yet attended.
     """
 
@@ -34,15 +34,15 @@ class Order(ABC):
         tile: Tile,
         direction: Direction,
         costs: Costs,
-        have: tuple[Kind, ...],
+        held_kinds: tuple[Kind, ...],
         *,
-        own_row_worth: int,
+        own_row_weight: int,
         most_ahead: int,
     ) -> None:
         self.tile, self.costs = tile, costs
-        self.own_row_worth, self.most_ahead = own_row_worth, most_ahead
+        self.own_row_weight, self.most_ahead = own_row_weight, most_ahead
         self.inputs: dict[Axis, tuple[Kind, ...]] = {
-            axis: tuple(kind for kind in INPUTS[direction] if AXIS_OF[kind] == axis and kind not in have)
+            axis: tuple(kind for kind in INPUTS[direction] if AXIS_OF[kind] == axis and kind not in held_kinds)
             for axis in ("row", "col")
         }
         self.fetch_cost = {axis: sum(map(costs.of, kinds)) for axis, kinds in self.inputs.items()}
@@ -85,7 +85,7 @@ class Order(ABC):
         self.post_returns()
         return self.makespan
 
-    def step(self, call: Call | None) -> None:
+    def step(self, call: Rectangle | None) -> None:
         """Make a call, with enough on the link to hide behind it; or wait for the next shard."""
         if call is None:
             self.fetch_something()
@@ -97,7 +97,7 @@ class Order(ABC):
             self.meet(call)
 
     @abstractmethod
-    def choose(self) -> Call | None:
+    def choose(self) -> Rectangle | None:
         """The next call; None to wait for the next shard."""
 
     # The link
@@ -119,7 +119,7 @@ class Order(ABC):
         if not self.arrivals:
             self._fetch([axis for axis in self.axes_left() if self._is_open(axis)] or self.axes_left())
 
-    def fetch_behind(self, call: Call) -> None:
+    def fetch_behind(self, call: Rectangle) -> None:
         """Give the link enough to do while `call` is computed."""
         until, touched = self.now + self.costs.of_call(*call), self.touched_after(call)
         while self.link_free < until:
@@ -140,7 +140,7 @@ class Order(ABC):
     def _fetch(self, axes: list[Axis]) -> None:
         """Fetch the next row or the next column, whichever of these axes unlocks more blocks for its cost."""
         other_rows = self.fetched["row"] - 1
-        unlocks: dict[Axis, int] = {"col": other_rows + self.own_row_worth, "row": self.fetched["col"]}
+        unlocks: dict[Axis, int] = {"col": other_rows + self.own_row_weight, "row": self.fetched["col"]}
         axis = max(axes, key=lambda axis: unlocks[axis] / self.fetch_cost[axis])
         self.moves += [Fetch(kind, self.fetched[axis]) for kind in self.inputs[axis]]
         self.fetched[axis] += 1
@@ -169,7 +169,7 @@ class Order(ABC):
         """Rows that have arrived. This rank's own row comes last: it is not sent, so no rank waits for it."""
         return [*range(1, self.here["row"]), 0]
 
-    def meet(self, call: Call) -> None:
+    def meet(self, call: Rectangle) -> None:
         rows, cols = offsets_of(call[0]), offsets_of(call[1])
         for row in rows:
             self.done[row] |= call[1]
@@ -183,7 +183,7 @@ class Order(ABC):
         self._complete()
         self._land()
 
-    def touched_after(self, call: Call) -> dict[Axis, int]:
+    def touched_after(self, call: Rectangle) -> dict[Axis, int]:
         return {"row": self.touched["row"] | call[0], "col": self.touched["col"] | call[1]}
 
     def _complete(self) -> None:

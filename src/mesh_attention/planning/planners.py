@@ -25,7 +25,7 @@ from mesh_attention.plan.assignment import AXES, Assignment, Axis
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan, PlanRequest
-from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Schedule, Together
+from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Move, Return, Schedule
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.planning.choice import Choice, ChoiceOptions, as_choice
 from mesh_attention.planning.costs import Costs, estimate_gpu_costs, even_costs, shard_sizes
@@ -116,7 +116,7 @@ def _check_fit(plan: Plan, problem: Problem, layout: Layout, direction: Directio
         "direction": (plan.direction, direction),
         **{f.name: (getattr(plan.problem, f.name), getattr(problem, f.name)) for f in fields(problem)},
     }
-    wrong = [f"{name} {theirs} instead of {due}" for name, (theirs, due) in pairs.items() if theirs != due]
+    wrong = [f"{name} {theirs} instead of {ours}" for name, (theirs, ours) in pairs.items() if theirs != ours]
     if plan.layout != layout:
         name = "name" if plan.layout.name != layout.name else "text"
         wrong.append(f"layout {getattr(plan.layout, name)[:60]} instead of {getattr(layout, name)[:60]}")
@@ -132,15 +132,15 @@ def _moves(problem: Problem, choice: Choice, direction: Direction, costs: Costs)
     assignment, kept = choice.assignment, choice.keep if direction == "backward" else ()
     inputs = INPUTS[direction]
 
-    def moves_with(*have: Kind) -> tuple[Move, ...]:
+    def moves_with(*held_kinds: Kind) -> tuple[Move, ...]:
         """The moves of one wave, without exchanges, for a rank that has some inputs already."""
         if choice.method == "attention2d":
-            return attention2d_moves(assignment, direction, have=have)
-        return mesh_moves(problem, choice, direction, costs=costs, have=have)
+            return attention2d_moves(assignment, direction, held_kinds)
+        return mesh_moves(problem, choice, direction, costs=costs, held_kinds=held_kinds)
 
-    def traded(moves: tuple[Move, ...], *have: Kind) -> tuple[Move, ...]:
+    def traded(moves: tuple[Move, ...], *held_kinds: Kind) -> tuple[Move, ...]:
         return (
-            _trade_heads(moves, direction, [k for k in inputs if k not in have])
+            _trade_heads(moves, direction, [k for k in inputs if k not in held_kinds])
             if assignment.ulysses_degree > 1
             else moves
         )
@@ -168,10 +168,10 @@ def _trade_heads(moves: Iterable[Move], direction: Direction, inputs: Iterable[K
     """Ulysses as a factor: trade heads for tokens, make the moves on the smaller grid, trade back."""
     results = OUTPUTS[direction]
     return (
-        *(Together("exchange", kind) for kind in inputs),
+        *(GroupMove("exchange", kind) for kind in inputs),
         *(move for move in moves if not (isinstance(move, Return) and move.offset == 0)),
-        *(move for kind in results for move in (Return(kind, 0), Together("exchange", kind))),
-        *(Together("unpack", kind) for kind in results),
+        *(move for kind in results for move in (Return(kind, 0), GroupMove("exchange", kind))),
+        *(GroupMove("unpack", kind) for kind in results),
     )
 
 
@@ -196,7 +196,7 @@ def gpu_price(problem: Problem, choice: Choice, direction: Direction) -> Costs:
 
 
 def mesh_moves(
-    problem: Problem, choice: Choice, direction: Direction, *, costs: Costs, have: tuple[Kind, ...]
+    problem: Problem, choice: Choice, direction: Direction, *, costs: Costs, held_kinds: tuple[Kind, ...]
 ) -> tuple[Move, ...]:
     """Fetch shards, except those of kinds that the rank has, and return partials, one by one, attending meanwhile.
 
@@ -208,7 +208,7 @@ def mesh_moves(
         direction,
         costs=costs,
         blocks_per_call=choice.blocks_per_call,
-        have=have,
+        held_kinds=held_kinds,
         route=choice.route,
         sizes=tuple(shard_sizes(problem, assignment).items()),
     )
@@ -259,13 +259,13 @@ def _moved_up(moves: tuple[Move, ...], axis: Axis, offset: int, *, before_meet_o
     return (*before, *fetches, *after)
 
 
-def attention2d_moves(assignment: Assignment, direction: Direction, *, have: tuple[Kind, ...]) -> tuple[Move, ...]:
+def attention2d_moves(assignment: Assignment, direction: Direction, held_kinds: tuple[Kind, ...]) -> tuple[Move, ...]:
     """All-gather Q along rows and KV along columns, except kinds that the rank has, one attend of the whole tile,
     reduce the results to their homes."""
     travelling = [kind for kind, axis in AXIS_OF.items() if assignment.size(axis) > 1]
-    gathered = [Together("gather", kind) for kind in INPUTS[direction] if kind in travelling and kind not in have]
+    gathered = [GroupMove("gather", k) for k in INPUTS[direction] if k in travelling and k not in held_kinds]
     results: list[Move] = []
     for kind in OUTPUTS[direction]:
-        results += [Together("reduce", kind)] if kind in travelling else []
+        results += [GroupMove("reduce", kind)] if kind in travelling else []
         results.append(Return(kind, 0))
     return (*gathered, Meet(tuple(range(assignment.tile.rows)), tuple(range(assignment.tile.cols))), *results)

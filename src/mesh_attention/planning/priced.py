@@ -24,33 +24,33 @@ from mesh_attention.plan.assignment import Axis, Tile
 from mesh_attention.plan.schedule import Move, Route
 from mesh_attention.plan.steps import OUTPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.order import ONE_SIZE, Call, Order, Sizes, held_share, mask_of
+from mesh_attention.planning.order import ONE_SIZE, Order, Rectangle, Sizes, held_share, mask_of
 
-LARGE_CALL_WORTH = 0.98
-"""A call of this worth need not be larger: its results take memory until they are added to the sums."""
+LARGE_CALL_EFFICIENCY = 0.98
+"""A call of this efficiency need not be larger: its results take memory until they are added to the sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Rules by which an order decides. A call's worth is the share of its price that is blocks.
+    """Rules by which an order decides. A call's efficiency is the share of its price that is blocks.
 
-    own_row_worth     blocks that a column's block in this rank's own row counts as when fetches are compared
-    most_ahead        on each axis, at most this many shards are fetched and not yet attended
-    window            (axis, n): at most n shards of this axis are fetched and not complete, which saves memory
-    completing_worth  a call that completes rows or columns takes the fewest that reach this worth
-    large_while       such calls must be large while the blocks left exceed this many times the cost of the returns left
-    early_worth       before all columns have arrived, a call takes the fewest rows that reach this worth; None: a large
-                      call, of `LARGE_CALL_WORTH`
-    least_worth       a call of less worth is made only if it ends before the next shard arrives
+    own_row_weight         blocks that a column's block in this rank's own row counts as when fetches are compared
+    most_ahead             on each axis, at most this many shards are fetched and not yet attended
+    window                 (axis, n): at most n shards of this axis are fetched and not complete, which saves memory
+    completing_efficiency  a call that completes rows or columns takes the fewest that reach this efficiency
+    large_while            such calls must be large while the blocks left exceed this many times the returns' cost
+    early_efficiency       before all columns have arrived, a call takes the fewest rows that reach this efficiency;
+                           None: a large call, of `LARGE_CALL_EFFICIENCY`
+    least_efficiency       a call of less efficiency is made only if it ends before the next shard arrives
     """
 
-    own_row_worth: int = 1
+    own_row_weight: int = 1
     most_ahead: int = 4
     window: tuple[Axis, int] | None = None
-    completing_worth: float = 0.95
+    completing_efficiency: float = 0.95
     large_while: float | None = None
-    early_worth: float | None = None
-    least_worth: float = 0.0
+    early_efficiency: float | None = None
+    least_efficiency: float = 0.0
 
 
 class PolicyOrder(Order):
@@ -62,14 +62,16 @@ class PolicyOrder(Order):
         tile: Tile,
         direction: Direction,
         costs: Costs,
-        have: tuple[Kind, ...],
+        held_kinds: tuple[Kind, ...],
         policy: Policy,
         *,
         waits_its_turn: bool,
     ) -> None:
-        super().__init__(tile, direction, costs, have, own_row_worth=policy.own_row_worth, most_ahead=policy.most_ahead)
+        super().__init__(
+            tile, direction, costs, held_kinds, own_row_weight=policy.own_row_weight, most_ahead=policy.most_ahead
+        )
         self.policy, self.waits_its_turn = policy, waits_its_turn
-        self.worths: dict[Call, float] = {}  # shared by all branches
+        self.efficiencies: dict[Rectangle, float] = {}  # shared by all branches
 
     def _is_open(self, axis: Axis) -> bool:
         if self.waits_its_turn and self.fetched[axis] > self.here[axis]:
@@ -77,43 +79,43 @@ class PolicyOrder(Order):
         window = self.policy.window
         return window is None or window[0] != axis or self.fetched[axis] - self.left[axis].count(0) < window[1]
 
-    def choose(self) -> Call | None:
+    def choose(self) -> Rectangle | None:
         if not self.done[0]:
             return (1, 1)  # its own block: needs no transfer, and its mask makes it a separate call anyway
         if self.is_all_here:
             return self._completing_call()
         best, own = self._best_call(), self._own_row_call()
-        if best is not None and self.worth(best) >= self.policy.least_worth:
+        if best is not None and self.efficiency(best) >= self.policy.least_efficiency:
             return best
         self.fetch_something()
         wait = self.arrivals[0][0] - self.now
         for call in (best, own):
             if call is not None and self.costs.of_call(*call) <= wait:
                 return call
-        is_worth_it = best is None and own is not None and self.worth(own) >= self.policy.least_worth
-        return own if is_worth_it else None
+        is_efficient = best is None and own is not None and self.efficiency(own) >= self.policy.least_efficiency
+        return own if is_efficient else None
 
-    def _best_call(self) -> Call | None:
+    def _best_call(self) -> Rectangle | None:
         """The best call of rows that wait for the same columns, without its own row, which hides the last partials."""
         has_all_cols, policy = self.here["col"] == self.tile.cols, self.policy
-        enough = policy.completing_worth if has_all_cols else policy.early_worth
-        calls: list[tuple[bool, float, Call]] = []
+        enough = policy.completing_efficiency if has_all_cols else policy.early_efficiency
+        calls: list[tuple[bool, float, Rectangle]] = []
         for pending, rows in self.rows_by_pending().items():
             others = rows if policy.window else [row for row in rows if row]
             if others:
-                call = self._few(others, pending, LARGE_CALL_WORTH if enough is None else enough)
-                is_enough = enough is not None and self.worth(call) >= enough
-                calls.append((is_enough, pending.bit_count() if is_enough else self.worth(call), call))
+                call = self._few(others, pending, LARGE_CALL_EFFICIENCY if enough is None else enough)
+                is_enough = enough is not None and self.efficiency(call) >= enough
+                calls.append((is_enough, pending.bit_count() if is_enough else self.efficiency(call), call))
         return max(calls, key=lambda ranked: ranked[:2])[2] if calls else None
 
-    def _own_row_call(self) -> Call | None:
+    def _own_row_call(self) -> Rectangle | None:
         pending = ((1 << self.here["col"]) - 1) & ~self.done[0]
         return (1, pending) if pending else None
 
-    def _completing_call(self) -> Call:
+    def _completing_call(self) -> Rectangle:
         """The next call once all shards have arrived: for the row or column that releases more transfer per block."""
         (row, row_worth), (col, col_worth) = self.next_to_complete("row"), self.next_to_complete("col")
-        wanted = self._completing_worth()
+        wanted = self._completing_efficiency()
         if col_worth > row_worth:
             rows, cols = next((rows, cols) for rows, cols in self.cols_by_pending().items() if col in cols)
             return self._few([c for c in cols if c >= col], rows, wanted, are_cols=True)
@@ -124,23 +126,22 @@ class PolicyOrder(Order):
     def _pending(self, row: int) -> int:
         return self.all_cols & ~self.done[row]
 
-    def _completing_worth(self) -> float:
+    def _completing_efficiency(self) -> float:
         if self.policy.large_while is None:
-            return self.policy.completing_worth
+            return self.policy.completing_efficiency
         to_return = sum(
             self.costs.of(kind) * (self.sizes[axis] - self.next_return[axis]) for axis, kind in self.results.items()
         )
-        return (
-            LARGE_CALL_WORTH if self.blocks_left > self.policy.large_while * to_return else self.policy.completing_worth
-        )
+        must_be_large = self.blocks_left > self.policy.large_while * to_return
+        return LARGE_CALL_EFFICIENCY if must_be_large else self.policy.completing_efficiency
 
-    def _few(self, offsets: list[int], others: int, wanted: float, *, are_cols: bool = False) -> Call:
-        """The call of the fewest of these offsets that reaches the wanted worth, or of all, with `others`."""
+    def _few(self, offsets: list[int], others: int, wanted: float, *, are_cols: bool = False) -> Rectangle:
+        """The call of the fewest of these offsets that reaches the wanted efficiency, or of all, with `others`."""
         chosen = 0
         for offset in offsets:
             chosen |= 1 << offset
             call = (others, chosen) if are_cols else (chosen, others)
-            if self.worth(call) >= wanted:
+            if self.efficiency(call) >= wanted:
                 break
         return call
 
@@ -164,9 +165,9 @@ class PolicyOrder(Order):
                 by_pending.setdefault(rows, []).append(col)
         return by_pending
 
-    def alternatives(self) -> list[Call | None]:
+    def alternatives(self) -> list[Rectangle | None]:
         """Other calls than the one that the policy chooses; None means to wait."""
-        calls: list[Call | None] = [] if self.is_all_here else [None]
+        calls: list[Rectangle | None] = [] if self.is_all_here else [None]
         for pending, rows in self.rows_by_pending().items():
             calls += [(mask_of(rows[:count]), pending) for count in _some_counts(len(rows))]
         if self.is_all_here and "col" in self.results:
@@ -174,11 +175,11 @@ class PolicyOrder(Order):
                 calls += [(pending, mask_of(cols[:count])) for count in _some_counts(len(cols))]
         return list(dict.fromkeys(calls))
 
-    def worth(self, call: Call) -> float:
-        worth = self.worths.get(call)
-        if worth is None:
-            worth = self.worths[call] = call[0].bit_count() * call[1].bit_count() / self.costs.of_call(*call)
-        return worth
+    def efficiency(self, call: Rectangle) -> float:
+        efficiency = self.efficiencies.get(call)
+        if efficiency is None:
+            efficiency = self.efficiencies[call] = call[0].bit_count() * call[1].bit_count() / self.costs.of_call(*call)
+        return efficiency
 
 
 def _some_counts(count: int) -> list[int]:
@@ -208,13 +209,13 @@ def priced_moves(
     *,
     costs: Costs,
     sizes: Sizes = ONE_SIZE,
-    have: tuple[Kind, ...] = (),
+    held_kinds: tuple[Kind, ...] = (),
     route: Route = "direct",
 ) -> tuple[Move, ...]:
     """Every move except the returns of a rank's own row and column. `sizes` of shards are for the price of memory."""
 
     def order_by(policy: Policy) -> PolicyOrder:
-        return PolicyOrder(tile, direction, costs, have, policy, waits_its_turn=route == "ring")
+        return PolicyOrder(tile, direction, costs, held_kinds, policy, waits_its_turn=route == "ring")
 
     def price(order: PolicyOrder) -> float:
         return order.makespan * (1 + MEMORY_WORTH * held_share(order.moves, direction, sizes=sizes))
@@ -261,12 +262,12 @@ def _tried_out(order: PolicyOrder, shortest: float) -> PolicyOrder:
 def _changes(tile: Tile, direction: Direction) -> Iterator[list[dict[str, Any]]]:
     """Lists of policy changes, in the order they are tried; the best of each list is kept if it improves the order."""
     for _ in range(2):
-        yield [{"own_row_worth": worth} for worth in (0, 1)]
+        yield [{"own_row_weight": weight} for weight in (0, 1)]
         yield [{"window": window} for window in (None, *_windows(tile, direction))]
-        yield [{"completing_worth": worth} for worth in (0.8, 0.9, 0.95, 0.97)]
+        yield [{"completing_efficiency": share} for share in (0.8, 0.9, 0.95, 0.97)]
         yield [{"large_while": ratio} for ratio in (None, 1.0, 2.0)]
-        yield [{"early_worth": worth} for worth in (None, 0.8)]
-        yield [{"least_worth": worth} for worth in (0.0, 0.8)]
+        yield [{"early_efficiency": share} for share in (None, 0.8)]
+        yield [{"least_efficiency": share} for share in (0.0, 0.8)]
         yield [{"most_ahead": ahead} for ahead in (4, 8, 16)]
 
 

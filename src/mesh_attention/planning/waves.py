@@ -19,7 +19,7 @@ from typing import NamedTuple
 from typing_extensions import assert_never
 
 from mesh_attention.plan.assignment import Assignment
-from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Route, Together
+from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Move, Return, Route
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, Direction, Kind
 from mesh_attention.planning.costs import Costs
 from mesh_attention.planning.order import mask_of
@@ -47,18 +47,18 @@ def in_waves(
             elif brings_input(move, direction) or (isinstance(move, Return) and move.offset) or _is_reduce(move):
                 clocks.post(move)
             else:
-                assert isinstance(move, Return | Together)
+                assert isinstance(move, Return | GroupMove)
                 clocks.ends.append(move)
     clocks.end_all()
-    return Timed(tuple(clocks.made), max(clocks.now, clocks.link_free))
+    return Timed(tuple(clocks.moves), max(clocks.now, clocks.link_free))
 
 
 def brings_input(move: Move, direction: Direction) -> bool:
-    return isinstance(move, Fetch) or (isinstance(move, Together) and move.kind in INPUTS[direction])
+    return isinstance(move, Fetch) or (isinstance(move, GroupMove) and move.kind in INPUTS[direction])
 
 
 def _is_reduce(move: Move) -> bool:
-    return isinstance(move, Together) and move.op == "reduce"
+    return isinstance(move, GroupMove) and move.op == "reduce"
 
 
 class _Clocks:
@@ -68,10 +68,10 @@ class _Clocks:
         self.direction: Direction = direction
         self.inputs = INPUTS[direction]
         self.assignment, self.costs, self.route = assignment, costs, route
-        self.made: list[Move] = []
+        self.moves: list[Move] = []
         self.now = self.link_free = 0.0
         self.arrivals: dict[tuple[Kind, int, int], float] = {}  # of inputs, by kind, offset and wave
-        self.ends: list[Return | Together] = []  # ends of waves that are not made yet
+        self.ends: list[Return | GroupMove] = []  # ends of waves that are not made yet
         self.gone: dict[tuple[Kind, int], float] = {}  # when the partials, or the exchanged result, of a wave are there
 
     def meet(self, move: Meet, following: deque[Move]) -> None:
@@ -85,21 +85,21 @@ class _Clocks:
                 break
             following.remove(coming)
             self.post(coming)
-        self.made.append(move)
+        self.moves.append(move)
         self.now = end
 
     def post(self, move: Move) -> None:
-        self.made.append(move)
+        self.moves.append(move)
         self.link_free = max(self.link_free, self.now) + self._cost(move)
         match move:
             case Fetch(kind, offset, wave):
                 self.arrivals[kind, offset, wave] = self.link_free
-            case Together("gather", kind, wave):
+            case GroupMove("gather", kind, wave):
                 for offset in range(1, self.assignment.size(AXIS_OF[kind])):
                     self.arrivals[kind, offset, wave] = self.link_free
-            case Together("exchange", kind, wave) if kind in self.inputs:
+            case GroupMove("exchange", kind, wave) if kind in self.inputs:
                 self.arrivals[kind, 0, wave] = self.link_free
-            case Return(kind, _, wave) | Together(_, kind, wave):
+            case Return(kind, _, wave) | GroupMove(_, kind, wave):
                 self.gone[kind, wave] = self.link_free
             case Meet():
                 raise AssertionError("a meet is not posted")
@@ -117,18 +117,18 @@ class _Clocks:
         while ready := [move for move in self._next_ends() if self._over(move) <= time]:
             move = min(ready, key=self._over)
             self.ends.remove(move)
-            if isinstance(move, Together) and move.op == "exchange":
+            if isinstance(move, GroupMove) and move.op == "exchange":
                 self.post(move)
             else:
-                self.made.append(move)
+                self.moves.append(move)
 
-    def _next_ends(self) -> list[Return | Together]:
+    def _next_ends(self) -> list[Return | GroupMove]:
         """The next end of every kind; those of a kind stay in order."""
         return list({move.kind: move for move in reversed(self.ends)}.values())[::-1]
 
-    def _over(self, move: Return | Together) -> float:
+    def _over(self, move: Return | GroupMove) -> float:
         """When what an end waits for should be there."""
-        is_exchange = isinstance(move, Together) and move.op == "exchange"
+        is_exchange = isinstance(move, GroupMove) and move.op == "exchange"
         return 0.0 if is_exchange else self.gone.get((move.kind, move.wave), 0.0)
 
     def _ready(self, move: Meet) -> float:
@@ -137,16 +137,16 @@ class _Clocks:
 
     def _depends_on(self, move: Move) -> float:
         """When the rank has what it sends in an input move: its exchanged shard; along a ring, the one before."""
-        if isinstance(move, Together) and move.op == "exchange":
+        if isinstance(move, GroupMove) and move.op == "exchange":
             return 0.0
-        assert isinstance(move, Fetch | Together)
+        assert isinstance(move, Fetch | GroupMove)
         before = move.offset - 1 if isinstance(move, Fetch) and self.route == "ring" else 0
         return self.arrivals.get((move.kind, before, move.wave), 0.0)
 
     def _cost(self, move: Move) -> float:
         assert not isinstance(move, Meet)
         once = self.costs.of(move.kind)
-        if not isinstance(move, Together):
+        if not isinstance(move, GroupMove):
             return once
         if move.op == "exchange":
             return once * (1 - 1 / self.assignment.ulysses_degree)

@@ -113,7 +113,7 @@ class BlockPool:
         self.free = size
 
     def take(self, number: int, *, after: int | None = None) -> list[int]:
-        """Free blocks, in a row if possible: behind block `after`, or else in the first gap that is large enough."""
+        """Free blocks, in a row if possible: right after block `after`, or else in the first gap large enough."""
         if not number:
             return []
         if number > self.free:

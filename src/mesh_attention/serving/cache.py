@@ -153,7 +153,7 @@ class ShardedCache:
         self._end_turn_of(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget all but the first `length` tokens of a sequence, as when guessed tokens are rejected.
+        """Forget all but the first `length` tokens of a sequence, as when draft tokens are rejected.
 
         After many tokens are dropped, ranks may hold unequal numbers of tokens, and later ones then have less room.
         """

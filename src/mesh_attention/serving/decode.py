@@ -123,7 +123,7 @@ class Step(Appended):
         return session.begin_pass(number, device, forward_pass=self.fingerprint)
 
     def reach(self, rank: int, window: WindowSize) -> tuple[list[list[int]], list[list[int]], list[int]]:
-        """For each sequence and query, the first token of this rank that it sees, and the one behind the last; then the
+        """For each sequence and query, the first token of this rank that it sees, and one past the last; then the
         slot of each new token, where those of other ranks go to a slot that nobody reads."""
         size = self.cache.block_tokens
         first, stop, slots = [], [], []

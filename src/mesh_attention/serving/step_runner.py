@@ -127,8 +127,8 @@ class StepEngine:
         tensors: Sequence[Tensor],
         softmax: Softmax,
     ) -> Generator[Work, None, tuple[Tensor, Tensor]]:
-        """Output (sequences, queries, heads, dim) and LSE (sequences, queries, heads), of the own sequences if they are
-        sharded. The next step overwrites them."""
+        """Output (sequences, queries, heads, dim) and LSE (sequences, queries, heads), of this rank's own
+        sequences if they are sharded. The next step overwrites them."""
         plan = self.plan
         q, k, v = tensors
         if plan.queries == "sharded":
@@ -136,7 +136,7 @@ class StepEngine:
         memory.write(layer, state.slots, k.flatten(0, 1), v.flatten(0, 1))
         self.attend(q, memory.stored[layer], state.reach, softmax)
         if plan.ranks > 1:
-            yield from self._meet(self.kernel_for(softmax.softcap))
+            yield from self._combine(self.kernel_for(softmax.softcap))
         out, lse = self.results.out, self.results.lse
         if plan.queries == "sharded":
             mine = slice(self.own.start, self.own.stop)
@@ -154,8 +154,8 @@ class StepEngine:
         shape = (-1, self.plan.new_tokens, self.plan.heads)
         return out.view(*shape, self.plan.head_dim_v), lse.view(shape)
 
-    def _meet(self, kernel: DecodeKernel) -> Generator[Work, None, None]:
-        """Partials of all ranks, merged: the own rows, and if queries are replicated then those of the others."""
+    def _combine(self, kernel: DecodeKernel) -> Generator[Work, None, None]:
+        """Merge the partials of all ranks: its own rows, and with replicated queries then gather the others'."""
         plan, own = self.plan, self.own
         slices = plan.slices if plan.combine == "reduce_scatter" else (own,) * plan.ranks
         if plan.combine == "reduce_scatter":

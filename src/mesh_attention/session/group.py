@@ -86,7 +86,7 @@ class Poison:
         with torch.inference_mode(False):  # later passes need not be in inference mode
             is_cuda = device.type == "cuda"
             self.state = torch.zeros(2, device=device, dtype=torch.float64)
-            self.spoil, self.over = self.state.unbind()
+            self.poisoned, self.over = self.state.unbind()
             self.seen = torch.zeros(3, device="cpu", dtype=torch.float64, pin_memory=is_cuda)
         self._seen = self.seen.numpy()
         self.watchdog: Watchdog | None = None
@@ -96,10 +96,10 @@ class Poison:
         if largest.is_cuda and triton_unsupported_reason(largest.device) is None:
             merging.poison_if_different(largest, self.state, self.seen, results, counts=counts)
             return
-        self.spoil.masked_fill_(largest.sum() != 0, torch.nan)
-        spoil = self.spoil + self.seen[2].to(self.spoil.device, non_blocking=True)
+        self.poisoned.masked_fill_(largest.sum() != 0, torch.nan)
+        poisoned = self.poisoned + self.seen[2].to(self.poisoned.device, non_blocking=True)
         for result in results:
-            result.add_(spoil)
+            result.add_(poisoned)
         self.over.add_(int(counts))
         self.seen[:2].copy_(self.state, non_blocking=True)
 
@@ -130,7 +130,7 @@ class WatchedGroup:
     def __init__(self, comm: Comm, store: Any, device: torch.device, state: GroupState) -> None:
         self.rank, self.size, self.store = comm.rank, comm.size, store
         self._group, self._device, self._state = ref(torch_group(comm)), device, state
-        self.passes_over, self.spoil = state.poison(device).passes_over, state.poison(device).give_up
+        self.passes_over, self.poison = state.poison(device).passes_over, state.poison(device).give_up
 
     def patience_s(self) -> float:
         """How long a rank may wait: a little less than the group's timeout, which may be changed."""

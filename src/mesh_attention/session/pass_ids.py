@@ -101,7 +101,7 @@ class CheckedComm(Wrapper):
         return AllOf(works) if len(works) > 1 else works[0]
 
     def close(self, results: Sequence[Tensor]) -> None:
-        """End a pass. On NCCL, spoil its results if some rank's id differs."""
+        """End a pass. On NCCL, poison its results if some rank's id differs."""
         assert self.pass_id is not None
         pass_id, comm = self.pass_id, innermost(self.inner)
         if self.watched is not None:

@@ -88,24 +88,25 @@ def find_different_calls(reports: Mapping[int, Report]) -> str | None:
             if number in report.hashes:
                 calls.setdefault(report.hashes[number], []).append(rank)
         if len(calls) > 1:
-            few, *_, many = sorted(calls.values(), key=lambda ranks: (len(ranks), [-rank for rank in ranks]))
-            verb = "makes" if len(few) == 1 else "make"
-            return f"{_ranks(few)} {verb} another call than {_ranks(many)} in pass {number}"
+            minority, *_, majority = sorted(calls.values(), key=lambda ranks: (len(ranks), [-rank for rank in ranks]))
+            verb = "makes" if len(minority) == 1 else "make"
+            return f"{_ranks(minority)} {verb} a different call from {_ranks(majority)} in pass {number}"
     for ahead in reports.values():
         for other in reports.values():
             if ahead.sharings > other.sharings and ahead.passes < other.passes:
-                return f"rank {ahead.rank} compares its call with the others, but rank {other.rank} is in one it knows"
+                agreeing = f"rank {ahead.rank} is agreeing on a new call"
+                return f"{agreeing}, but rank {other.rank} is running one that it already knows"
     return None
 
 
 def _waited_for(own: Report, others: Mapping[int, Report]) -> set[int]:
     """The ranks that this one waits for, directly or through ranks that wait too, and that do not wait themselves."""
-    seen, due = {own.rank}, list(own.waits_for)
-    while due:
-        rank = due.pop()
+    seen, to_visit = {own.rank}, list(own.waits_for)
+    while to_visit:
+        rank = to_visit.pop()
         if rank not in seen:
             seen.add(rank)
-            due += others[rank].waits_for if rank in others else ()
+            to_visit += others[rank].waits_for if rank in others else ()
     return {rank for rank in seen - {own.rank} if rank in others and not others[rank].at}
 
 

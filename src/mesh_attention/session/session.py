@@ -166,8 +166,8 @@ class Session:
         if not isinstance(error, TransportError):
             return None
         watchdogs = [poison.watchdog for poison in self.state.poisons.values() if poison.watchdog is not None]
-        asked = [dog for dog in watchdogs if dog.verdict is not None or dog.is_in_a_pass]
-        return next((why for dog in asked if (why := dog.explain(str(error)))), None)
+        watchdogs_to_ask = [dog for dog in watchdogs if dog.verdict is not None or dog.is_in_a_pass]
+        return next((why for dog in watchdogs_to_ask if (why := dog.explain(str(error)))), None)
 
     def _check_thread(self) -> None:
         """Refuse calls from a second thread: the threads' order may differ between ranks, and no id would show it."""

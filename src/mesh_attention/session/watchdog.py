@@ -106,7 +106,7 @@ class Watchdog:
         self.decided, self.is_over = Event(), Event()
         self.trouble: str | None = None
         """An error of this rank's transfers: the others are asked at once, and nobody waits for the patience."""
-        self.exchange = Exchange(group.rank, group.size, group.store)
+        self.exchange = ReportExchange(group.rank, group.size, group.store)
         self._progress = (0, time.monotonic())
         self._asked: float | None = None
         self._has_told = False
@@ -231,7 +231,7 @@ class Watchdog:
         self.exchange.report = self._report(None)
         self.exchange.is_settling = True
         self.exchange.tell()
-        self.group.spoil()
+        self.group.poison()
         self.decided.set()
         end = time.monotonic() + SETTLE_S
         while time.monotonic() < end and not self.exchange.have_given_up(silent):
@@ -253,7 +253,7 @@ class OtherRanks:
     heard: dict[int, float] = field(default_factory=dict)
 
 
-class Exchange:
+class ReportExchange:
     """Asks the other ranks for reports, and answers when they ask. A thread of its own: the store may not answer."""
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
@@ -286,7 +286,7 @@ class Exchange:
         self._wake.set()
 
     def have_given_up(self, silent: Sequence[int]) -> bool:
-        """True if all ranks have given up that ever answered and are not silent."""
+        """True if every rank that ever answered, and is not silent, has given up."""
         return all(other.failure for rank, other in self.others.reports.items() if rank not in silent)
 
     def _turn(self, store: Any) -> None:
@@ -321,6 +321,6 @@ def _key(rank: int) -> str:
 
 def _own_store(store: Any) -> Any:
     """A second connection to the store: torch may be waiting for something on the caller's."""
-    made = PrefixStore("mesh-attention watchdog", store.clone())
-    made.set_timeout(timedelta(seconds=SILENT_S))
-    return made
+    own_store = PrefixStore("mesh-attention watchdog", store.clone())
+    own_store.set_timeout(timedelta(seconds=SILENT_S))
+    return own_store

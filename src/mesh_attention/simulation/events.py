@@ -124,7 +124,7 @@ class _Rank:
 Queue = deque[_Transfer]
 
 
-class EventEngine:
+class EventSimulator:
     """Runs the jobs of all ranks; the recorder holds the outcome."""
 
     def __init__(self, ranks: Sequence[RankJobs], matrix: BlockMatrix, network: Network, recorder: Recorder) -> None:

@@ -50,33 +50,34 @@ class PeerTransfer:
     rounds: tuple[Whole, ...]
 
 
-class Kinds(NamedTuple):
-    """Ranks by kind, those of a kind being equally many: the kind of every rank, and one rank of every kind."""
+class RankClasses(NamedTuple):
+    """Ranks in classes of equal size: the class of every rank, and one rank of every class."""
 
-    of: Whole
-    ranks: Whole
-
-
-def all_different(topology: Topology) -> Kinds:
-    """Every rank is a kind of its own."""
-    return Kinds(np.arange(topology.ranks), np.arange(topology.ranks))
+    class_of: Whole
+    first_ranks: Whole
 
 
-def alike(assignment: Assignment, topology: Topology) -> Kinds:
+def singleton_classes(topology: Topology) -> RankClasses:
+    """Every rank in a class of its own."""
+    return RankClasses(np.arange(topology.ranks), np.arange(topology.ranks))
+
+
+def classes_by_timeline(assignment: Assignment, topology: Topology) -> RankClasses:
     """Ranks that have the same timeline if all compute alike, and no link is shared.
 
-    Such are two ranks if moving the whole grid along its rings takes one to the other, and nodes to nodes.
+    Two ranks are in one class if some shift of the grid along its rings takes one to the other, and whole nodes to
+    whole nodes.
     """
     ranks = np.arange(topology.ranks)
     place, head_slice = divmod(ranks, assignment.ulysses_degree)
     row, col = assignment.coordinates(place)  # type: ignore[arg-type]
     rows, cols = (_shift(assignment, axis, topology) for axis in ("col", "row"))
-    _, first, of = np.unique(
+    _, first_ranks, class_of = np.unique(
         (row % rows * cols + col % cols) * assignment.ulysses_degree + head_slice,
         return_index=True,
         return_inverse=True,
     )
-    return Kinds(of, first)
+    return RankClasses(class_of, first_ranks)
 
 
 def _shift(assignment: Assignment, axis: Axis, topology: Topology) -> int:
@@ -98,10 +99,10 @@ class NotUniformError(Exception):
     """The ranks' programs differ in more than their peers."""
 
 
-class LockstepEngine:
+class LockstepSimulator:
     """Runs the jobs of `priced[0]` on all ranks; rank r takes as long as `priced[seconds_of[r]]`.
 
-    `shown` holds the jobs of the ranks whose spans are recorded, which name the spans. Arrays are over `kinds`.
+    `shown` holds the jobs of the ranks whose spans are recorded, which name the spans. Arrays are over `classes`.
     """
 
     def __init__(
@@ -112,24 +113,24 @@ class LockstepEngine:
         network: Network,
         recorder: Recorder,
         shown: Mapping[int, Sequence[Job]],
-        kinds: Kinds,
+        classes: RankClasses,
     ) -> None:
-        self.shown, self.kinds = shown, kinds
+        self.shown, (self.class_of, self.first_ranks) = shown, classes
         self.jobs, self.rank = priced[0].jobs, priced[0].rank
         self.matrix, self.network, self.recorder = matrix, network, recorder
-        self.seconds = np.array([[job.seconds for job in rank.jobs] for rank in priced])[seconds_of[kinds.ranks]].T
-        self.all = np.arange(len(kinds.ranks))
+        self.seconds = np.array([[job.seconds for job in rank.jobs] for rank in priced])[seconds_of[self.first_ranks]].T
+        self.all = np.arange(len(self.first_ranks))
         self.deltas = self._deltas()
         self.transfers: dict[Delta, PeerTransfer] = {}
 
     def run(self) -> None:
         """Raise NotUniformError if the jobs turn out to differ between ranks."""
-        kinds = len(self.all)
-        now = np.zeros(kinds)
+        count = len(self.all)
+        now = np.zeros(count)
         free = np.zeros(self.network.num_lanes)
         over: dict[int, Floats] = {}
-        computed, stopped = np.zeros(kinds), np.zeros(kinds)
-        self.out_s, self.in_s = np.zeros(kinds), np.zeros(kinds)
+        computed, stopped = np.zeros(count), np.zeros(count)
+        self.out_s, self.in_s = np.zeros(count), np.zeros(count)
         for index, job in enumerate(self.jobs):
             start = now
             for earlier in job.waits:
@@ -195,10 +196,10 @@ class LockstepEngine:
         return self.transfers[delta]
 
     def _new_transfer(self, delta: Delta) -> PeerTransfer:
-        network, topology, ranks = self.network, self.network.topology, self.kinds.ranks
+        network, topology, ranks = self.network, self.network.topology, self.first_ranks
         sender = self.matrix.assignment.peer_rank(delta.axis, ranks, delta.offset)
         is_between = topology.node(sender) != topology.node(ranks)
-        source = self.kinds.of[sender]
+        source = self.class_of[sender]
         alike = ranks[source]  # as the sender, which has lanes of its own
         out_lane = np.where(is_between, network.out_nics + topology.nic(alike), network.out_ports + alike)
         in_lane = np.where(is_between, network.in_nics + topology.nic(ranks), network.in_ports + ranks)
@@ -209,21 +210,21 @@ class LockstepEngine:
 
     def _record_compute(self, index: int, now: Floats, start: Floats) -> None:
         for rank, jobs in self.shown.items():
-            kind = self.kinds.of[rank]
+            kind = self.class_of[rank]
             self.recorder.wait(rank, now[kind], start[kind], jobs[index])
             self.recorder.compute(rank, start[kind], start[kind] + self.seconds[index, kind], jobs[index])
 
     def _record_transfers(
         self, index: int, number: int, transfer: PeerTransfer, start: Floats, stop: Floats, nbytes: int
     ) -> None:
-        alike = len(self.kinds.of) // len(self.kinds.ranks)
+        alike = len(self.class_of) // len(self.first_ranks)
         count = int(transfer.is_between.sum())
         self.recorder.sent["between"] += alike * count * nbytes
         self.recorder.sent["inside"] += alike * (len(self.all) - count) * nbytes
         back = self._from(self.deltas[self.jobs[index].recvs[number].source])
         for rank, jobs in self.shown.items():
             job, dest = jobs[index], self.matrix.assignment.peer_rank(back.axis, rank, back.offset)
-            here, there = self.kinds.of[[rank, dest]]
+            here, there = self.class_of[[rank, dest]]
             self.recorder.transfer_span(rank, job, job.recvs[number], start[here], stop[here], nbytes)
             self.recorder.transfer_span(rank, job, self._send(job, number, dest), start[there], stop[there], nbytes)
 
@@ -237,7 +238,7 @@ class LockstepEngine:
     def _totals(self, computed: Floats, stopped: Floats) -> None:
         times = (computed, stopped, self.out_s, self.in_s)
         recorder = self.recorder
-        recorder.compute_s, recorder.stop_s, recorder.out_s, recorder.in_s = (t[self.kinds.of].tolist() for t in times)
+        recorder.compute_s, recorder.stop_s, recorder.out_s, recorder.in_s = (t[self.class_of].tolist() for t in times)
 
 
 def _rounds(out_lane: Whole, in_lane: Whole) -> tuple[Whole, ...]:

@@ -9,12 +9,12 @@ import numpy as np
 from mesh_attention.errors import TopologyError
 from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.plan import Plan
-from mesh_attention.simulation.events import EventEngine, Network, Recorder
+from mesh_attention.simulation import lockstep
+from mesh_attention.simulation.events import EventSimulator, Network, Recorder
 from mesh_attention.simulation.jobs import Prices, RankJobs, rank_jobs
-from mesh_attention.simulation.lockstep import LockstepEngine, NotUniformError, alike, all_different
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
-from mesh_attention.units import Report
+from mesh_attention.units import Progress
 
 SAMPLED_RANKS = 8
 
@@ -25,7 +25,7 @@ def simulate(
     *,
     spans_of: Collection[int] = (),
     priced_ranks: int | None = None,
-    on_progress: Report | None = None,
+    on_progress: Progress | None = None,
 ) -> Timeline:
     """Forecast a pass on the cluster: times of all ranks, bytes by link class, peak memory, spans of some ranks.
 
@@ -43,18 +43,18 @@ def simulate(
         raise TopologyError(f"priced_ranks={priced_ranks!r}: expected a whole number of at least 1, or None")
     wrong = [rank for rank in spans_of if not 0 <= rank < topology.ranks]
     if wrong:
-        raise TopologyError(f"spans of rank {wrong[0]} requested; the cluster has ranks 0 to {topology.ranks - 1}")
-    report = on_progress or (lambda doing, fraction: None)
+        raise TopologyError(f"spans_of names rank {wrong[0]}: expected ranks 0 to {topology.ranks - 1}")
+    report = on_progress or (lambda activity, fraction: None)
     if plan.programs is None and plan.matrix.is_uniform:
         try:
             return _in_lockstep(plan, topology, spans_of, priced_ranks, report)
-        except NotUniformError:
+        except lockstep.NotUniformError:
             pass
     return _by_events(plan, topology, spans_of, report)
 
 
 def _in_lockstep(
-    plan: Plan, topology: Topology, spans_of: Collection[int], priced_ranks: int | None, report: Report
+    plan: Plan, topology: Topology, spans_of: Collection[int], priced_ranks: int | None, report: Progress
 ) -> Timeline:
     ranks = topology.ranks
     wanted = priced_ranks or (ranks if ranks <= ALL_RANKS else SAMPLED_RANKS if ranks < MANY_RANKS else 1)
@@ -68,27 +68,29 @@ def _in_lockstep(
     report(f"simulating {plan.method}", 1.0)
     shapes = {tuple((len(job.recvs), len(job.sends), job.waits) for job in t.jobs) for t in priced}
     if len(shapes) > 1:
-        raise NotUniformError("jobs of different kinds")
+        raise lockstep.NotUniformError("jobs of different kinds")
     nearest = np.abs(np.arange(ranks)[:, None] - sampled[None, :]).argmin(axis=1)
     recorder = Recorder(ranks, spans_of)
     jobs_of = {each.rank: each.jobs for each in priced}
     shown = {rank: jobs_of.get(rank) or rank_jobs(plan, rank, prices).jobs for rank in recorder.spans_of}
     network = Network(topology)
     is_folded = len(priced) == 1 and not network.is_shared
-    kinds = alike(plan.assignment, topology) if is_folded else all_different(topology)
-    LockstepEngine(priced, nearest, plan.matrix, network, recorder, shown, kinds).run()
+    classes = lockstep.singleton_classes(topology)
+    if is_folded:
+        classes = lockstep.classes_by_timeline(plan.assignment, topology)
+    lockstep.LockstepSimulator(priced, nearest, plan.matrix, network, recorder, shown, classes).run()
     is_even = plan.problem.seq_q % ranks == 0 and plan.problem.seq_kv % ranks == 0
     return _timeline(plan, recorder, priced, is_exact=is_even and len(sampled) == ranks)
 
 
-def _by_events(plan: Plan, topology: Topology, spans_of: Collection[int], report: Report) -> Timeline:
+def _by_events(plan: Plan, topology: Topology, spans_of: Collection[int], report: Progress) -> Timeline:
     prices = Prices(topology.device, plan.matrix, plan.direction)
     priced = []
     for rank in range(topology.ranks):
         report(f"pricing {plan.method}", rank / topology.ranks)
         priced.append(rank_jobs(plan, rank, prices))
     recorder = Recorder(topology.ranks, spans_of)
-    EventEngine(priced, plan.matrix, Network(topology), recorder).run()
+    EventSimulator(priced, plan.matrix, Network(topology), recorder).run()
     return _timeline(plan, recorder, priced, is_exact=True)
 
 

@@ -41,7 +41,7 @@ class Setting:
 Check = Callable[[Kernel, Setting], None]
 
 
-class Call(NamedTuple):
+class KernelCase(NamedTuple):
     """The tensors of one call. The LSE and delta in `row` are over more keys than the call's, as they are in a plan."""
 
     q: Tensor
@@ -127,7 +127,7 @@ def calls_over_parts_of_the_keys_add_up(kernel: Kernel, setting: Setting) -> Non
     row = RowGradient(row.do, lse.to(row.lse.dtype), delta.to(row.lse.dtype))
     lses, parts = [], []
     for keys in (slice(0, cut), slice(cut, n)):
-        part = Call(q, k[:, :, keys], v[:, :, keys], row, scores._replace(mask=_full(n, k[:, :, keys].shape[2])))
+        part = KernelCase(q, k[:, :, keys], v[:, :, keys], row, scores._replace(mask=_full(n, k[:, :, keys].shape[2])))
         lses.append(_check_exact(kernel, part)[1].double())
         parts.append(kernel.backward(*part))
     _check_lse(kernel, torch.logaddexp(*lses), lse, setting.dtype)
@@ -178,7 +178,7 @@ def scores_that_overflow_do_not_count(kernel: Kernel, setting: Setting) -> None:
     n, size = setting.seq_len, torch.finfo(setting.dtype).max ** 0.55
     for mask in (_full(n, n), _causal(n), _positions(window(n // 2, 0), range(n), range(n), n)):
         q, k, v, row, scores = _level(_call(mask, setting), -size)
-        call = Call(q, k * size, v, row, scores)
+        call = KernelCase(q, k * size, v, row, scores)
         out, lse = kernel.forward(*call[:3], scores)
         assert not (lse > -torch.inf).any(), f"{kernel.name}: rows without a score above -inf have an LSE"
         assert not out.nan_to_num(0.0).any(), f"{kernel.name}: rows without a score above -inf have an output"
@@ -245,7 +245,7 @@ def strides_are_followed(kernel: Kernel, setting: Setting) -> None:
         call = _call(mask, setting, kv_heads=2)
         q, k, v, do = (_laid(x, order, gap) for x, order in zip((*call[:3], call.row.do), picked, strict=True))
         lse, delta = _laid(call.row.lse, fewer[index % 6], gap), _laid(_delta(call), fewer[(index + 1) % 6], gap)
-        laid = Call(q, k, v, RowGradient(do, lse, delta), call.scores)
+        laid = KernelCase(q, k, v, RowGradient(do, lse, delta), call.scores)
         _check_exact(kernel, laid, f"with the axes of q, k, v, dO in memory as {picked}, gaps of {gap}")
 
 
@@ -276,7 +276,7 @@ def unusual_strides_are_followed(kernel: Kernel, setting: Setting) -> None:
     for stride, is_expanded in product((0, 1, 10**6), (False, True)):
         laid = [_expanded(x, (2,)) if is_expanded else _laid(x, (0, 2, 1, 3), 1) for x in single[:4]]
         q, k, v, do = (x.as_strided(x.shape, (stride, *x.stride()[1:])) for x in laid)
-        changed = Call(q, k, v, RowGradient(do, single[4], single[5]), call.scores)
+        changed = KernelCase(q, k, v, RowGradient(do, single[4], single[5]), call.scores)
         _check_exact(kernel, _covered(changed), f"with a stride of {stride} over one batch entry")
 
 
@@ -335,7 +335,7 @@ def _positions(mask: Mask, q: Segment, kv: Segment, seq_q: int, seq_kv: int | No
 
 def _call(
     mask: CallMask, setting: Setting, *, head_dim_v: int | None = None, kv_heads: int = HEADS, softcap: float = 0.0
-) -> Call:
+) -> KernelCase:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, dtype: torch.dtype = setting.dtype) -> Tensor:
@@ -348,7 +348,7 @@ def _call(
     scores = Scores(mask, 1.3 * d_qk**-0.5, softcap)
     statistics = random(2, HEADS, queries, dtype=wide).unbind(1)
     lse = torch.logaddexp(_scored(q.double(), k.double(), scores).logsumexp(-1).to(wide), statistics[0])
-    return Call(q, k, v, RowGradient(random(HEADS, queries, d_v), lse, statistics[1]), scores)
+    return KernelCase(q, k, v, RowGradient(random(HEADS, queries, d_v), lse, statistics[1]), scores)
 
 
 def _expanded(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -366,13 +366,13 @@ def _overlapping(tensor: Tensor) -> Tensor:
     return runs.as_strided(tensor.shape, (heads * runs.shape[-1], runs.shape[-1], 1, 1))
 
 
-def _covered(call: Call) -> Call:
+def _covered(call: KernelCase) -> KernelCase:
     """The call with an LSE over at least its own keys."""
     own = _scored(call.q.double(), call.k.double(), call.scores).logsumexp(-1).to(call.row.lse.dtype)
     return call._replace(row=call.row._replace(lse=torch.maximum(call.row.lse, own)))
 
 
-def _level(call: Call, size: float) -> Call:
+def _level(call: KernelCase, size: float) -> KernelCase:
     """The call with scores that are all `size`, rounded to the dtype."""
     q, k = torch.zeros_like(call.q), torch.zeros_like(call.k)
     q[..., 0], k[..., 0] = size, 1.0
@@ -387,7 +387,7 @@ def _laid(tensor: Tensor, order: tuple[int, ...], gap: int) -> Tensor:
     return laid[tuple(slice(size) for size in tensor.shape)].copy_(tensor)
 
 
-def _delta(call: Call) -> Tensor:
+def _delta(call: KernelCase) -> Tensor:
     assert call.row.delta is not None
     return call.row.delta
 
@@ -430,7 +430,7 @@ def is_unmasked(mask: Mask, x: int, y: int, seq_q: int, seq_kv: int) -> bool:
     return False
 
 
-def _truth(call: Call) -> tuple[Tensor, Tensor, Gradients]:
+def _truth(call: KernelCase) -> tuple[Tensor, Tensor, Gradients]:
     """Output, LSE and gradients in float64; autograd of sum(O∘dO) - sum(delta · row sums of the weights)."""
     q, k, v = inputs = [x.detach().double().requires_grad_() for x in call[:3]]
     with torch.enable_grad():
@@ -455,7 +455,7 @@ def _check_masks(kernel: Kernel, setting: Setting, *masks: CallMask, **options: 
         _check_exact(kernel, _call(mask, setting, **options), f"with {mask}")
 
 
-def _check_exact(kernel: Kernel, call: Call, note: str = "") -> tuple[Tensor, Tensor]:
+def _check_exact(kernel: Kernel, call: KernelCase, note: str = "") -> tuple[Tensor, Tensor]:
     """Check output, LSE and gradients against the truth; returns the kernel's output and LSE."""
     due, due_lse, due_gradients = _truth(call)
     dtype = call.q.dtype

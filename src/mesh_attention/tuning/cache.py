@@ -23,7 +23,7 @@ from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Tuning, tuning_from_json, tuning_to_json
 from mesh_attention.tuning.tune import tune
-from mesh_attention.units import Report
+from mesh_attention.units import Progress
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def cached_tune(
     topology: Topology,
     *,
     layout: Layout | str | None = None,
-    on_progress: Report | None = None,
+    on_progress: Progress | None = None,
     folder: Path | None = None,
     **options: Any,
 ) -> tuple[Tuning, bool]:

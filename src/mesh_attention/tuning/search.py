@@ -18,7 +18,7 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import complexity, waved
 from mesh_attention.tuning.result import Forecast
 from mesh_attention.tuning.traffic import Traffic, plan_on, traffic
-from mesh_attention.units import Report
+from mesh_attention.units import Progress
 
 MOST_TRANSFERS = 8192
 """Rows plus columns of a tile up to which plans are made: one rank's program takes seconds to build."""
@@ -34,11 +34,12 @@ FIRST_OF_FAMILY = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is simulated of every family, or, if not `by_family`, of all candidates together: the `least` most
-    promising, and up to `most` of those whose estimate is within a factor `worth_trying` of the best time so far. The
-    first `at_least` are simulated even if their bounds exclude them, so that each rival is shown at its best. The
-    fastest `finalists`, and the first `firsts` of every family, are tried with up to `regroupings` larger and as many
-    smaller groupings; then the fastest of `waved` Ulysses degrees in several waves."""
+    """How many candidates are simulated: per family, or of all families together if not `by_family`. Candidates run in
+    order of promise. Until `least` of them fit into memory, estimates exclude none; until `at_least` fit, bounds
+    exclude none, so that each rival is shown at its best. After that, a candidate runs only if its estimate is within a
+    factor `worth_trying` of the best time, until `most` fit. The fastest `finalists`, and the first `firsts` of every
+    family, are tried with up to `regroupings` larger and as many smaller groupings; then the fastest of `waved` Ulysses
+    degrees in waves."""
 
     by_family: bool = True
     at_least: int = 3
@@ -90,7 +91,7 @@ class PassSearch:
         direction: Direction,
         effort: Effort,
         memory_limit: float,
-        report: Report,
+        report: Progress,
     ) -> None:
         self.problem, self.topology, self.direction = problem, topology, direction
         self.effort, self.memory_limit, self.report = effort, memory_limit, report

@@ -22,7 +22,7 @@ from mesh_attention.tuning.coarse import MOST_SHORTENED
 from mesh_attention.tuning.result import FORECAST_ERROR, NEAR_TIE, Trial, Tuning, within
 from mesh_attention.tuning.search import EFFORT_ON_MANY_RANKS, PassSearch, effort, quick_effort
 from mesh_attention.tuning.traffic import plan_on, traffic
-from mesh_attention.units import GIB, Report, format_nbytes, format_time, part_report
+from mesh_attention.units import GIB, Progress, format_nbytes, format_time, part_report
 
 SAME_TIME = 0.005
 """Among choices of a pass within this share of the fastest, the simplest is taken."""
@@ -31,7 +31,7 @@ PRICED_RANKS, PRICED_RANKS_AT_LAST = 4, 8
 FAR_BEHIND = 1.6
 """Trials that are this many times slower than the fastest are not priced again: no forecast is that far off."""
 TRIED_EXCHANGED_ONCE = 3
-Exchange = tuple[int, int, Cut]
+ExchangeKey = tuple[int, int, Cut]
 """What decides the form of exchanged inputs: Ulysses degree, waves, and what they are cut from."""
 KEEPS: tuple[tuple[Keep, ...], ...] = (("kv",), ("q", "kv"))
 
@@ -44,7 +44,7 @@ def tune(
     layout: Layout | str | None = None,
     memory_limit: float | None = None,
     is_quick: bool = False,
-    on_progress: Report | None = None,
+    on_progress: Progress | None = None,
 ) -> Tuning:
     """The best trial of every family, the chosen one first; both passes together if both are asked for.
 
@@ -60,7 +60,7 @@ def tune(
             f"the problem has {problem.ranks} ranks and {topology.name} has {topology.ranks}; use "
             f"topology.with_ranks({problem.ranks}), or a problem with {topology.ranks} ranks"
         )
-    report = on_progress or (lambda doing, fraction: None)
+    report = on_progress or (lambda activity, fraction: None)
     _check_directions(directions)
     is_limited = memory_limit is not None
     if memory_limit is None:
@@ -181,7 +181,7 @@ def _one_choice(searches: Searches, trials: Sequence[Trial]) -> list[Trial]:
 
 def _exchanged_once(searches: Searches) -> list[Trial]:
     """The fastest trials in which both passes exchange heads alike, and backward finds its inputs exchanged."""
-    by_exchange: dict[Exchange, dict[Direction, Choice]] = {}
+    by_exchange: dict[ExchangeKey, dict[Direction, Choice]] = {}
     for direction, search in searches.items():
         for choice in search.best():
             grid = choice.assignment

@@ -67,8 +67,8 @@ def _flaws(evidence: Evidence, rank: int, step: Step) -> Iterator[str]:
                 yield from _flaws_of_transfer(evidence, rank, end)
         case steps.Pack(before, after):
             yield from _flaws_of_conversion(evidence, rank, before, after)
-            due = "kept" if evidence.plan.assignment.ulysses_degree > 1 else "home"
-            if (before.form, after.form) != (due, "whole") or before.kind in outputs:
+            expected = "kept" if evidence.plan.assignment.ulysses_degree > 1 else "home"
+            if (before.form, after.form) != (expected, "whole") or before.kind in outputs:
                 yield "only inputs are packed: the caller's, or with Ulysses kept ones"
         case steps.Unpack(before, after):
             yield from _flaws_of_conversion(evidence, rank, before, after)
@@ -92,8 +92,8 @@ def _flaws(evidence: Evidence, rank: int, step: Step) -> Iterator[str]:
 
 def _flaws_of_attend(evidence: Evidence, attend: steps.Attend) -> Iterator[str]:
     rows, cols, grads = attend.rows, attend.cols, attend.grads
-    due = tuple(row.shard for row in rows) if evidence.plan.direction == "backward" else ()
-    if not rows or not cols or tuple(grad.shard for grad in grads) != due:
+    expected = tuple(row.shard for row in rows) if evidence.plan.direction == "backward" else ()
+    if not rows or not cols or tuple(grad.shard for grad in grads) != expected:
         dos = "the dO of each row, in order" if evidence.plan.direction == "backward" else "no dO"
         yield f"a {evidence.plan.direction} attend needs at least one row, at least one column and {dos}"
     if any(item.kind != kind for items, kind in ((rows, "q"), (cols, "kv"), (grads, "do")) for item in items):
@@ -148,8 +148,8 @@ def _flaws_of_group(
 def _flaws_of_conversion(evidence: Evidence, rank: int, before: Item, after: Item) -> Iterator[str]:
     """Flaws of a pack, an unpack or an exchange: items that are not of this rank, or not of the same wave."""
     kind, part = before.kind, before.part if before.form == "home" else after.part
-    due = {("home", "whole"), ("home", "kept"), ("kept", "whole"), ("whole", "home"), ("whole", "staged")}
-    if (before.form, after.form) not in due or any(item.source is not None for item in (before, after)):
+    allowed = {("home", "whole"), ("home", "kept"), ("kept", "whole"), ("whole", "home"), ("whole", "staged")}
+    if (before.form, after.form) not in allowed or any(item.source is not None for item in (before, after)):
         yield f"{format_item(after)} cannot be made of {format_item(before)}"
         return
     assignment = evidence.plan.assignment
@@ -175,14 +175,14 @@ def _flaws_of_exchange(evidence: Evidence, rank: int, step: steps.Exchange) -> I
         yield f"heads must be traded within {format_numbers(assignment.ulysses_group(rank))}"
     wave = step.before.part if inward else step.after.part
     # Before the grid, a rank gives its tokens and gets its heads; after it, it gives its heads and gets its tokens.
-    due: Counter[Send | Recv] = Counter()
+    expected: Counter[Send | Recv] = Counter()
     for other in assignment.ulysses_group(rank):
         if other != rank:
-            due.update(Send(piece, other) for piece in _pieces(evidence, kind, (rank, other), wave, inward))
-            due.update(Recv(piece, other) for piece in _pieces(evidence, kind, (other, rank), wave, inward))
+            expected.update(Send(piece, other) for piece in _pieces(evidence, kind, (rank, other), wave, inward))
+            expected.update(Recv(piece, other) for piece in _pieces(evidence, kind, (other, rank), wave, inward))
     made: Counter[Send | Recv] = Counter([*step.sends, *step.recvs])
-    for end in sorted((due - made) | (made - due), key=str):
-        yield f"the exchange {'lacks' if due[end] > made[end] else 'has no use for'} {format_item(end.item)}"
+    for end in sorted((expected - made) | (made - expected), key=str):
+        yield f"the exchange {'lacks' if expected[end] > made[end] else 'has no use for'} {format_item(end.item)}"
 
 
 def _pieces(evidence: Evidence, kind: Kind, ends: tuple[int, int], wave: int, inward: bool) -> Iterator[Item]:

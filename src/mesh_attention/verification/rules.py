@@ -27,7 +27,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Item, Kind, in_flight, running, staged, transfers
 from mesh_attention.plan.text import format_item, format_step
-from mesh_attention.units import Report, count
+from mesh_attention.units import Progress, count
 from mesh_attention.verification.evidence import (
     Breach,
     CollectiveId,
@@ -182,11 +182,11 @@ def homecoming(evidence: Evidence) -> Iterator[Breach]:
                 continue
             merged = partials.computed(partials.held[rank][result])
             part = evidence.plan.assignment.part(AXIS_OF[kind], rank, result.part)
-            due = Counter(partials.owed[kind, place, part, heads])
-            for origin in sorted(due.keys() | merged.keys()):
-                if merged[origin] != due[origin]:
+            expected = Counter(partials.owed[kind, place, part, heads])
+            for origin in sorted(expected.keys() | merged.keys()):
+                if merged[origin] != expected[origin]:
                     what = f"what rank {origin[0]} computed at step {origin[1]}"
-                    times = f"is {merged[origin]} times in {format_item(result)}; expected {due[origin]}"
+                    times = f"is {merged[origin]} times in {format_item(result)}; expected {expected[origin]}"
                     yield Breach("homecoming", rank, at, f"{what} {times}")
 
 
@@ -359,12 +359,12 @@ class BrokenPlanError(PlanError):
         self.breaches = breaches
 
 
-def check(plan: Plan, *, on_progress: Report | None = None) -> tuple[Breach, ...]:
+def check(plan: Plan, *, on_progress: Progress | None = None) -> tuple[Breach, ...]:
     """Every breach of the rule of forms or, if there is none, of the other rules, which rely on it.
 
     `on_progress` gets the current task and the fraction done.
     """
-    tell = on_progress or (lambda doing, fraction: None)
+    tell = on_progress or (lambda activity, fraction: None)
     ranks = plan.problem.ranks
 
     def programs() -> Iterator[Program]:

@@ -23,7 +23,7 @@ from mesh_attention.machine.files import keep_calibrated, slug
 from mesh_attention.machine.fit import CallTime, Measurement, MessageTime, fit_topology
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Device, LinkClass, Topology
-from mesh_attention.units import Report, count
+from mesh_attention.units import Progress, count
 from mesh_attention_lab.cli.files import output_file
 from mesh_attention_lab.cli.options import HEAD_DIM, flag, option, whole_number
 from mesh_attention_lab.cli.terminal import percent, plain_console, progress
@@ -148,12 +148,12 @@ def _measure_with_ranks(options: CalibrateOptions, setting: Problem, ranks: int,
         return measurement if comm.rank == 0 else None
 
 
-def measured(setting: Problem, comm: Comm, device: torch.device, size: int, report: Report) -> Measurement:
+def measured(setting: Problem, comm: Comm, device: torch.device, size: int, report: Progress) -> Measurement:
     """The measured times, with `size` ranks per node; `report` hears of rank 0."""
     from mesh_attention.machine.probe import measure
     from mesh_attention.machine.timing import Clock
 
-    heard = report if comm.rank == 0 else lambda doing, fraction: None
+    heard = report if comm.rank == 0 else lambda activity, fraction: None
     clock = Clock(comm=comm, device=device)
     return measure(setting, clock, ranks_per_node=size, ranks_here=ranks_here(), report=heard)
 

@@ -23,7 +23,7 @@ from mesh_attention.plan.assignment import Tile, tiles_of
 from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.units import BYTES, Report, count, format_nbytes, format_time
+from mesh_attention.units import BYTES, Progress, count, format_nbytes, format_time
 from mesh_attention_lab.cli.demo_worker import TIMED_RUNS, MethodResult, RankResults, work
 from mesh_attention_lab.cli.files import make_folder, problem_to_json
 from mesh_attention_lab.cli.options import flag, option, tokens, whole_number
@@ -213,7 +213,7 @@ LOOK_AT = (
 )
 
 
-def write_report(folder: Path, problem: Problem, seen: RankResults, *, best: str, report: Report) -> Path:
+def write_report(folder: Path, problem: Problem, seen: RankResults, *, best: str, report: Progress) -> Path:
     """Write the page, which is returned, and a trace next to it. `seen` are the results of rank 0, with recordings. The
     page opens on the `best` method."""
     make_folder("--report", folder)

@@ -85,9 +85,9 @@ def work(problem: Problem, methods: Mapping[str, Choice], is_recorded: bool, pro
         runs = 1 + len(methods) * (1 + TIMED_RUNS + is_recorded)
         steps, done = runs + CALIBRATION_STEPS * is_recorded, itertools.count()
 
-        def tell(doing: str) -> None:
+        def tell(activity: str) -> None:
             if comm.rank == 0:
-                note_progress(progress_file, doing, next(done) / steps)
+                note_progress(progress_file, activity, next(done) / steps)
 
         tell("attention in one process")
         inputs, truth = make_inputs(problem), [torch.empty(shape) for shape in _shapes(problem)]
@@ -100,9 +100,9 @@ def work(problem: Problem, methods: Mapping[str, Choice], is_recorded: bool, pro
         if not is_recorded:
             return RankResults(methods=results)
 
-        def report(doing: str, fraction: float) -> None:
+        def report(activity: str, fraction: float) -> None:
             done_steps = runs + fraction * CALIBRATION_STEPS
-            note_progress(progress_file, f"calibrating: {doing}", done_steps / steps)
+            note_progress(progress_file, f"calibrating: {activity}", done_steps / steps)
 
         return RankResults(methods=results, calibration=measured(problem, comm, device, comm.size, report))
 
@@ -154,10 +154,10 @@ class Demo:
         self.tell(f"{name}: recorded run")
         return replace(result, passes=_recorded(attention, forward, backward))
 
-    def _time_s(self, doing: str, forward: Callable[[], Tensor], backward: Callable[[Tensor], object]) -> float:
+    def _time_s(self, activity: str, forward: Callable[[], Tensor], backward: Callable[[Tensor], object]) -> float:
         import torch.distributed as dist
 
-        self.tell(doing)
+        self.tell(activity)
         dist.barrier()
         start = time.perf_counter()
         backward(forward())

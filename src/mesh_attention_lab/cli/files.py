@@ -10,7 +10,7 @@ from typing import Any
 from mesh_attention.errors import ParseError, PlanError, UsageError, writing
 from mesh_attention.plan.plan import Plan, parse_plan
 from mesh_attention.problem import Problem
-from mesh_attention.units import Report, count
+from mesh_attention.units import Progress, count
 from mesh_attention.verification.rules import check
 from mesh_attention_lab.drawing.canvas import FORMATS, new_figure
 
@@ -34,7 +34,7 @@ def read_plan(path: Path) -> Plan:
         raise ParseError(f"{path} is not a plan file: {error}; {WRITES_ONE}") from error
 
 
-def checked_plan(path: Path, report: Report) -> Plan:
+def checked_plan(path: Path, report: Progress) -> Plan:
     """The plan in a file; raises `PlanError` if it breaks a rule."""
     plan = read_plan(path)
     breaches = check(plan, on_progress=report)

@@ -29,7 +29,7 @@ from mesh_attention.planning.choice import METHODS, Choice
 from mesh_attention.problem import DIRECTIONS, ITEMSIZE, Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.coarse import part_of
-from mesh_attention.units import Report, count, parse_size, parse_whole
+from mesh_attention.units import Progress, count, parse_size, parse_whole
 from mesh_attention_lab.cli.files import chart_file, checked_plan, output_file
 from mesh_attention_lab.cli.terminal import mask_words
 
@@ -142,7 +142,7 @@ class ProblemOptions:
     """A problem and its layout.
 
     A problem of serving has new tokens and cached ones instead of a sequence. It is causal from the right, has the
-    layout `Turn`, and no backward pass.
+    layout `TypicalTurn`, and no backward pass.
     """
 
     otherwise: ClassVar[str] = "give the length of the sequence, or for serving --new and --cached"
@@ -344,7 +344,7 @@ class PlannedOptions(ChoiceOptions, ClusterOptions):
 
     otherwise: ClassVar[str] = "describe the problem, or give a plan file instead"
 
-    def plan_in(self, file: Path, report: Report) -> Plan:
+    def plan_in(self, file: Path, report: Progress) -> Plan:
         """The plan in a file. It states the problem and the choice, so the command line must not."""
         self.refuse_with(
             f"{file}, which states the problem and the plan",

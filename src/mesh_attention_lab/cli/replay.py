@@ -22,7 +22,7 @@ from mesh_attention.errors import UsageError
 from mesh_attention.planning.choice import FAMILIES
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
-from mesh_attention.units import BYTES, TIMES, Report, count, three_digits
+from mesh_attention.units import BYTES, TIMES, Progress, count, three_digits
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import checked_plan, problem_to_json
 from mesh_attention_lab.cli.serving import played_as_json, print_played_decoding
@@ -178,7 +178,7 @@ def _replay_decoding(options: ReplayOptions, command: str) -> None:
         print_played_decoding(problem, played, device=environment.device, setting=setting_words(setting))
 
 
-def _topology(options: ReplayOptions, problem: Problem, device: torch.device, report: Report) -> Topology:
+def _topology(options: ReplayOptions, problem: Problem, device: torch.device, report: Progress) -> Topology:
     from mesh_attention_lab.replay.device import measure_cluster
 
     if options.cluster is None:
@@ -186,7 +186,7 @@ def _topology(options: ReplayOptions, problem: Problem, device: torch.device, re
     return cluster_named(options.cluster).with_ranks(problem.ranks)
 
 
-def _play(options: ReplayOptions, command: str, report: Report) -> Played:
+def _play(options: ReplayOptions, command: str, report: Progress) -> Played:
     from mesh_attention_lab.replay.actor import BaselineKernel
     from mesh_attention_lab.replay.device import check_memory, environment_of, find_device
     from mesh_attention_lab.replay.replay import replay
@@ -227,7 +227,7 @@ def _play(options: ReplayOptions, command: str, report: Report) -> Played:
     )
 
 
-def _part_of(file: Path, problem: Problem, directions: Sequence[Direction], report: Report) -> Part:
+def _part_of(file: Path, problem: Problem, directions: Sequence[Direction], report: Progress) -> Part:
     plan = checked_plan(file, report)
     for field in fields(Problem):
         there, here = getattr(plan.problem, field.name), getattr(problem, field.name)

@@ -19,7 +19,7 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Forecast
 from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.tuning.traffic import plan_on
-from mesh_attention.units import GIB, Report, format_nbytes, format_time
+from mesh_attention.units import GIB, Progress, format_nbytes, format_time
 from mesh_attention_lab.cli.files import problem_to_json
 from mesh_attention_lab.cli.terminal import (
     LABEL_WIDTH,
@@ -54,7 +54,7 @@ class Rival:
     forecast: Forecast
 
 
-def turn_rivals(problem: Problem, topology: Topology, *, report: Report) -> tuple[Rival, ...]:
+def turn_rivals(problem: Problem, topology: Topology, *, report: Progress) -> tuple[Rival, ...]:
     """Pass-KV ring, pass-Q ring and all-gather, each forecast whether it fits into memory or not; none on so many ranks
     that their programs take too long to build."""
     if problem.ranks > MOST_TRANSFERS:

@@ -22,7 +22,7 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Forecast
 from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.tuning.traffic import plan_on
-from mesh_attention.units import Report, format_nbytes, format_time, three_digits
+from mesh_attention.units import Progress, format_nbytes, format_time, three_digits
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import problem_to_json
 from mesh_attention_lab.cli.serving import cache_words, layers_words
@@ -90,7 +90,7 @@ def simulate_command(options: SimulateOptions) -> None:
         typer.echo(f"wrote {path}")
 
 
-def _plans(options: SimulateOptions, topology: Topology, report: Report) -> tuple[str, dict[Direction, Plan]]:
+def _plans(options: SimulateOptions, topology: Topology, report: Progress) -> tuple[str, dict[Direction, Plan]]:
     """What is simulated, in words, and its plans."""
     if options.file is not None:
         plan = options.plan_in(options.file, report)
@@ -157,7 +157,7 @@ class Forecasts:
         }
 
 
-def _forecast(plans: Mapping[Direction, Plan], topology: Topology, spans_of: set[int], report: Report) -> Forecasts:
+def _forecast(plans: Mapping[Direction, Plan], topology: Topology, spans_of: set[int], report: Progress) -> Forecasts:
     timelines = {d: simulate(plan, topology, spans_of=spans_of, on_progress=report) for d, plan in plans.items()}
     return Forecasts(topology=topology, plans=plans, timelines=timelines)
 

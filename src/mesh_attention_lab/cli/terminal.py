@@ -13,7 +13,8 @@ from typing import Literal
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -23,7 +24,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.planning.choice import Choice
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
-from mesh_attention.units import Report, Units, count, format_size, format_time, format_together
+from mesh_attention.units import Progress, Units, count, format_size, format_time, format_together
 
 NO_NUMBER = "–"
 
@@ -259,14 +260,14 @@ def _caption(plan: Plan, stride: int, has_empty: bool) -> str:
 
 
 @contextmanager
-def progress(doing: str, *, is_shown: bool = True) -> Iterator[Report]:
+def progress(activity: str, *, is_shown: bool = True) -> Iterator[Progress]:
     """A bar that pulses until the first fraction is reported."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
-        task = bar.add_task(doing, total=None)
+    with ProgressBar(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
+        task = bar.add_task(activity, total=None)
 
-        def report(doing: str, fraction: float) -> None:
-            bar.update(task, total=1.0, completed=fraction, description=doing)
+        def report(activity: str, fraction: float) -> None:
+            bar.update(task, total=1.0, completed=fraction, description=activity)
 
         yield report

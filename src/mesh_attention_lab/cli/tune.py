@@ -30,7 +30,7 @@ from mesh_attention.units import (
     BYTES,
     GIB,
     TIMES,
-    Report,
+    Progress,
     count,
     format_nbytes,
     format_time,
@@ -123,7 +123,7 @@ def tune_command(options: TuneOptions) -> None:
     if options.against is not None:
         check_axis(options.against, problem)
 
-    def tune_at(problem: Problem, topology: Topology, report: Report) -> tuple[Tuning, bool]:
+    def tune_at(problem: Problem, topology: Topology, report: Progress) -> tuple[Tuning, bool]:
         settings: dict[str, Any] = {"directions": directions, "memory_limit": options.memory, "on_progress": report}
         if options.no_cache:
             return tune(problem, topology, layout=layout, **settings), False
@@ -174,7 +174,7 @@ def _tune_decoding(options: TuneOptions, topology: Topology) -> None:
     print_decoding(problem, topology, forecasts, options.layers)
 
 
-def _draw(answer: TuneAnswer, tune_at: TuneAt, axis: SweepAxis, path: Path, report: Report) -> dict[str, Any]:
+def _draw(answer: TuneAnswer, tune_at: TuneAt, axis: SweepAxis, path: Path, report: Progress) -> dict[str, Any]:
     """Draw the chart; returns what it shows."""
     problem, topology, chosen = answer.problem, answer.topology, answer.tuning.chosen
     if axis == "tile":

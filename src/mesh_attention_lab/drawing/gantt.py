@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mesh_attention.timeline import LANES, Lane, Timeline
 from mesh_attention.units import format_time
 from mesh_attention_lab.drawing import canvas
-from mesh_attention_lab.drawing.tracks import Track, rank_tracks
+from mesh_attention_lab.drawing.trace import Track, rank_tracks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

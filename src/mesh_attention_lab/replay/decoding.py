@@ -27,7 +27,7 @@ from mesh_attention.serving.book import WindowSize
 from mesh_attention.serving.memory import CachedLayer, CacheMemory, cache_nbytes
 from mesh_attention.serving.step_runner import StepEngine, StepState
 from mesh_attention.topology import Topology
-from mesh_attention.units import Report, format_nbytes
+from mesh_attention.units import Progress, format_nbytes
 from mesh_attention_lab.decoding import forecast_plan, kv_nbytes
 from mesh_attention_lab.replay.device import free_nbytes
 from mesh_attention_lab.replay.replay import timed_s
@@ -97,7 +97,7 @@ def replay_decoding(
     rank: int,
     rounds: int,
     cuda_graphs: bool,
-    report: Report,
+    report: Progress,
 ) -> PlayedDecoding:
     """Play the attention call alone and the step of each plan, one after the other in every round.
 

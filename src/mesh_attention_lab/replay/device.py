@@ -21,7 +21,7 @@ from mesh_attention.machine.probe import measured_on
 from mesh_attention.machine.timing import Clock, kernel_for, time_kernel, time_memory
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.units import Report, count, format_nbytes
+from mesh_attention.units import Progress, count, format_nbytes
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
 from mesh_attention_lab.replay.result import Part
 from mesh_attention_lab.replay.transport import ReplayComm
@@ -155,12 +155,12 @@ MESSAGE_NBYTES = (2**20, 2**22, 2**24, 2**26)
 MESSAGES_IN_A_ROW = 8
 
 
-def measure_cluster(problem: Problem, *, device: torch.device, report: Report) -> Topology:
+def measure_cluster(problem: Problem, *, device: torch.device, report: Progress) -> Topology:
     """A cluster with the ranks of the problem, each on a device like this one, with the host's memory as its peer."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events and graphs use the current device
     clock = Clock(comm=LocalGroup(1).comm(0), device=device)
-    calls = time_kernel(problem, clock, lambda doing, fraction: report(doing, 0.8 * fraction))
+    calls = time_kernel(problem, clock, lambda activity, fraction: report(activity, 0.8 * fraction))
     report("merging partials", 0.8)
     memory = time_memory(problem, clock, ranks_here=1)
     report("copies to the host and back", 0.9)

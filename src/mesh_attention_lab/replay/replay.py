@@ -18,7 +18,7 @@ from mesh_attention.machine.timing import rest, sample_s
 from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
-from mesh_attention.units import Report
+from mesh_attention.units import Progress
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
 from mesh_attention_lab.replay.result import KernelPass, Part, Replayed, ReplayRow
 from mesh_attention_lab.replay.transport import ReplayComm
@@ -35,7 +35,7 @@ def replay(
     device: torch.device,
     rounds: int = 5,
     cuda_graphs: bool = True,
-    on_progress: Report | None = None,
+    on_progress: Progress | None = None,
 ) -> Replayed:
     """Run the passes of every part and the one kernel, one after the other, in every round.
 
@@ -48,7 +48,7 @@ def replay(
         raise UsageError(f"rounds={rounds}: expected at least 1")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events and graphs use the current device
-    report = on_progress or (lambda doing, fraction: None)
+    report = on_progress or (lambda activity, fraction: None)
     is_captured = cuda_graphs and device.type == "cuda"
     takes = [_Take(part, rank, direction, device, is_captured) for part in parts for direction in part.plans]
     problem = next(iter(parts[0].plans.values())).problem

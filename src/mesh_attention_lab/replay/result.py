@@ -14,7 +14,7 @@ from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Trial
 from mesh_attention.tuning.tune import tune, tuned_plans
-from mesh_attention.units import Report
+from mesh_attention.units import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +42,7 @@ def tuned_parts(
     *,
     directions: Sequence[Direction],
     layout: Layout | None = None,
-    on_progress: Report | None = None,
+    on_progress: Progress | None = None,
 ) -> list[Part]:
     """One part for each method, in the order asked for."""
     unknown = [method for method in methods if method not in (*FAMILIES, BEST)]

@@ -14,7 +14,7 @@ from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item
 from mesh_attention.plan.text import format_step
 from mesh_attention.problem import Problem
 from mesh_attention.timeline import Timeline
-from mesh_attention_lab.drawing.tracks import Track, rank_tracks
+from mesh_attention_lab.drawing.trace import Track, rank_tracks
 
 Data = dict[str, Any]
 EMPTY, FULL, LOWER, UPPER, PART = "01234"
