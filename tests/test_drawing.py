@@ -23,7 +23,7 @@ from mesh_attention.errors import UsageError
 from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined
 from mesh_attention_lab.drawing.canvas import save_chart
 from mesh_attention_lab.drawing.gantt import gantt
-from mesh_attention_lab.drawing.times import ChartPoint, time_chart
+from mesh_attention_lab.drawing.time_charts import ChartPoint, time_chart
 from mesh_attention_lab.drawing.trace import rank_tracks, to_perfetto, write_trace
 
 TWO_NS_IN_US = 0.002
@@ -488,9 +488,9 @@ def test_the_same_chart_is_the_same_file(tmp_path: Path, suffix: str, start: byt
 
 
 def test_drawing_imports_matplotlib_only_when_it_draws() -> None:
-    loaded = modules_after("import mesh_attention_lab.drawing.times, mesh_attention_lab.drawing.trace")
+    loaded = modules_after("import mesh_attention_lab.drawing.time_charts, mesh_attention_lab.drawing.trace")
     assert "matplotlib" not in loaded.split()
-    draw = "from mesh_attention_lab.drawing.times import *\ntime_chart([ChartPoint('ring', 8, 1, 0)], x='ranks')"
+    draw = "from mesh_attention_lab.drawing.time_charts import *\ntime_chart([ChartPoint('ring', 8, 1, 0)], x='ranks')"
     loaded = modules_after(draw).split()
     assert "matplotlib" in loaded
     assert "matplotlib.pyplot" not in loaded

@@ -25,8 +25,8 @@ from torch import Tensor
 from mesh_attention.comm.base import PASS_ID, AllOf, Parcel, Work, Wrapper, innermost
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import DisagreementError
-from mesh_attention.session.group import GroupState
-from mesh_attention.session.reports import DIFFERENT_CALLS
+from mesh_attention.session.group_state import GroupState
+from mesh_attention.session.pass_reports import DIFFERENT_CALLS
 from mesh_attention.session.watchdog import Post, WatchedPass
 
 ID_TAG = 1

@@ -20,7 +20,7 @@ from mesh_attention.comm.local import LocalComm, LocalGroup
 from mesh_attention.comm.torch_dist import START_AGAIN, Group, TorchComm, comm_for
 from mesh_attention.errors import DisagreementError, TransportError, UsageError
 from mesh_attention.session.agreement import Statement, agree, tell
-from mesh_attention.session.group import state_of
+from mesh_attention.session.group_state import state_of
 from mesh_attention.session.pass_ids import NEW_GROUP, CheckedComm, Describe, make_pass_id
 
 Result = TypeVar("Result")

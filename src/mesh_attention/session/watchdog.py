@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore
 
-from mesh_attention.session.reports import Report, Verdict, describe, judge
+from mesh_attention.session.pass_reports import Report, Verdict, describe, judge
 
 if TYPE_CHECKING:
-    from mesh_attention.session.group import WatchedGroup
+    from mesh_attention.session.group_state import WatchedGroup
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5

@@ -38,7 +38,7 @@ from mesh_attention_lab.cli.terminal import (
 )
 from mesh_attention_lab.decoding import decode_plans
 from mesh_attention_lab.drawing.canvas import save_chart
-from mesh_attention_lab.drawing.rates import Bar, BarGroup, rate_chart
+from mesh_attention_lab.drawing.rate_charts import Bar, BarGroup, rate_chart
 from mesh_attention_lab.replay.result import (
     BEST,
     Part,

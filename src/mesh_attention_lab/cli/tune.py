@@ -69,7 +69,7 @@ from mesh_attention_lab.cli.terminal import (
 from mesh_attention_lab.comparison import choice_without_costs
 from mesh_attention_lab.decoding import forecast_decoding
 from mesh_attention_lab.drawing.canvas import save_chart
-from mesh_attention_lab.drawing.times import ChartX, time_chart
+from mesh_attention_lab.drawing.time_charts import ChartX, time_chart
 from mesh_attention_lab.drawing.trace import write_trace
 from mesh_attention_lab.rivals import Bound, startrail
 from mesh_attention_lab.sweep import AXES, SweepAxis, TuneAt, check_axis, sweep, sweep_tiles

@@ -19,7 +19,7 @@ from mesh_attention.comm.base import Comm, innermost
 from mesh_attention.comm.torch_dist import has_failed, is_destroyed, sharings_of, store_of, timeout_s, torch_group
 from mesh_attention.kernels import merging
 from mesh_attention.kernels.launching import triton_unsupported_reason
-from mesh_attention.session.reports import DIFFERENT_CALLS
+from mesh_attention.session.pass_reports import DIFFERENT_CALLS
 from mesh_attention.session.watchdog import Watchdog
 
 
