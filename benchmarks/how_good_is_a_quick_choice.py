@@ -125,7 +125,7 @@ def _tuner(cluster: Topology, asked: Problem) -> Tuner:
 
 def _plans(tuner: Tuner, asked: Problem) -> list[Plan]:
     chosen, _ = tuner.choose(asked, needs_gradient=True)
-    return list(chosen.plans(asked).values())
+    return list(chosen.plans(asked, default_layout(asked)).values())
 
 
 def _print_waits(waits: Sequence[dict[str, object]]) -> None:
