@@ -278,7 +278,7 @@ class PassNotes:
         self.stop = self.since
 
     def _close(self, lane: Lane) -> None:
-        """What lasts since the last mark is over; freeing is no work."""
+        """End the span that began at the last mark. Freeing memory does not count as work."""
         now, at = self.clock.mark(), self.instruction
         if at is not None and (lane == "wait" or not isinstance(at.step, Free)):
             self.notes.append(Note(lane, self.since, now, at.index))

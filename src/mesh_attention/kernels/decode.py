@@ -175,7 +175,8 @@ class TritonDecode:
         assert out.stride(-1) == 1
         if q.stride(-1) != 1:
             q = q.contiguous()
-        work = _work(q.shape, blocks.v.shape, q.dtype, q.device, self._tile)
+        shapes = (q.shape, blocks.k.shape, blocks.v.shape, *(each.shape for each in reach), out.shape, lse.shape)
+        work = _work(shapes, q.dtype, q.device, self._tile)
         if not work.sequences * work.queries:
             return
         scratch = self._scratch(q.device, work.scratch_size)
@@ -185,6 +186,8 @@ class TritonDecode:
         launch(("merge_splits", work), merged, lambda: _merge_launch(work, merged))
 
     def merge(self, parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+        assert parts.shape == (*lses.shape, out.shape[-1])
+        assert out.shape[:-1] == lse.shape == lses.shape[1:]
         assert out.stride(-1) == parts.stride(-1) == 1
         if lse.numel():
             tensors = (parts, lses, out, lse)
@@ -228,10 +231,17 @@ class _Work(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _work(
-    q: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype, device: torch.device, tile: SplitTile | None
+    shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device, tile: SplitTile | None
 ) -> _Work:
+    q, k, v, table, first, stop, out, lse = shapes
     sequences, queries, heads, dim = q
     _, block_tokens, kv_heads, dim_v = v
+    # A kernel would read or write past the end of tensors whose shapes do not fit together.
+    assert k == (*v[:3], dim)
+    assert heads % kv_heads == 0
+    assert out == (*q[:3], dim_v)
+    assert lse == q[:3]
+    assert first == stop == (*table[:1], queries) == q[:2]
     all_rows = queries * (heads // kv_heads)
     rows = min(MOST_ROWS[dtype.itemsize], max(16, 1 << (all_rows - 1).bit_length()))
     row_tiles = -(-all_rows // rows)

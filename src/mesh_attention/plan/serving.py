@@ -130,10 +130,6 @@ class DecodePlan:
         """Bytes that a rank sends in all."""
         return sum(self.exchanged_nbytes(exchange, rank, other) for exchange, other in self._others(rank))
 
-    def received_nbytes(self, rank: int) -> int:
-        """Bytes that a rank receives in all."""
-        return sum(self.exchanged_nbytes(exchange, other, rank) for exchange, other in self._others(rank))
-
     def _others(self, rank: int) -> list[tuple[int, int]]:
         return [(exchange, other) for exchange in range(self.exchanges) for other in range(self.ranks) if other != rank]
 

@@ -45,6 +45,7 @@ class WindowView:
     """A turn as layers of one window see it: an attention call on a layout, and where each rank's tokens are."""
 
     keys: Listed
+    layout: Cached
     options: CallOptions
     slots: dict[int, Slots] = field(default_factory=dict)
 
@@ -69,10 +70,6 @@ class Turn(Appended):
     def shards(self) -> tuple[tuple[Segment, ...], ...]:
         """The new tokens of each rank, packed."""
         return tuple(self._packed_queries(rank) for rank in range(self.cache.ranks))
-
-    @cached_property
-    def _queries(self) -> Listed:
-        return Listed(self.shards)
 
     def _packed_queries(self, rank: int) -> tuple[Segment, ...]:
         starts = accumulate((grown.tokens for grown in self.sequences.values()), initial=0)
@@ -149,7 +146,7 @@ class Turn(Appended):
     def _engine(self, tensors: Sequence[Sequence[Tensor]], window: WindowSize, options: CallOptions) -> Engine:
         view, calls = self._view(window), self.cache.attention.calls
         options = view.options._replace(softmax_scale=options.softmax_scale, softcap=options.softcap)
-        return calls.engine(tensors, options, layout=self.layout(window), gradient=False, may_keep=False)
+        return calls.engine(tensors, options, layout=view.layout, gradient=False, may_keep=False)
 
     def _agree(self) -> None:
         """Raise on every rank unless all have these sequences, after the same history; once in a turn."""
@@ -176,12 +173,12 @@ class Turn(Appended):
 
     def layout(self, window: WindowSize = None) -> Cached:
         """Where the new queries are, and the keys that they see in layers with this window."""
-        return Cached(self._queries, self._view(window).keys)
+        return self._view(window).layout
 
     def _view(self, window: WindowSize) -> WindowView:
         if window not in self._views:
             kv = Listed(tuple(self._packed_keys(rank, window) for rank in range(self.cache.ranks)))
-            self._views[window] = WindowView(kv, self._options(window))
+            self._views[window] = WindowView(kv, Cached(Listed(self.shards), kv), self._options(window))
         return self._views[window]
 
     def _packed_keys(self, rank: int, window: WindowSize) -> tuple[Segment, ...]:

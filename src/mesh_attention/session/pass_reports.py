@@ -36,9 +36,9 @@ class Report:
 
     @classmethod
     def from_text(cls, text: str) -> Report:
-        found = json.loads(text)
-        found["hashes"] = {int(number): value for number, value in found["hashes"].items()}
-        return cls(**{**found, "waits_for": tuple(found["waits_for"])})
+        fields = json.loads(text)
+        fields["hashes"] = {int(number): value for number, value in fields["hashes"].items()}
+        return cls(**{**fields, "waits_for": tuple(fields["waits_for"])})
 
 
 class Verdict(NamedTuple):

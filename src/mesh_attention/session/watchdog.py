@@ -95,7 +95,7 @@ class Waiting:
 
 
 class Watchdog:
-    """Watches the passes of one group on one device, until the group is no longer alive."""
+    """Watches the passes of one group on one device for as long as the group exists."""
 
     def __init__(self, group: WatchedGroup) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
@@ -210,7 +210,8 @@ class Watchdog:
             rank=self.rank,
             passes=passes,
             sharings=sharings,
-            hashes={one.number: one.history for one in list(self.passes)[:MOST_HASHES]} | dict(list(self.latest)),
+            hashes={watched.number: watched.history for watched in list(self.passes)[:MOST_HASHES]}
+            | dict(list(self.latest)),
             number=0 if waiting is None else waiting.number,
             at="" if waiting is None else waiting.at,
             waits_for=() if waiting is None else waiting.waits_for,

@@ -64,7 +64,9 @@ def prepare_cache(
     cache = _cache_for(parallel, model_kwargs.get("past_key_values"))
     mask, running = model_kwargs.get("attention_mask"), parallel.generating
     assert running is not None
-    refuse_mask(cache, settings, mask, repeats=mask.shape[0] // batch if mask is not None else 1, given=running.tokens)
+    refuse_mask(
+        cache, settings, mask, repeats=mask.shape[0] // batch if mask is not None else 1, columns_given=running.tokens
+    )
     tokens = rows * arguments["max_cache_length"]
     if (settings.num_beams or 1) > 1:
         tokens += rows * parallel.attention.ranks * BLOCK_TOKENS  # a beam that is copied needs a block at once
@@ -140,7 +142,9 @@ def refuse_settings(settings: Any, mode: str) -> None:
         )
 
 
-def refuse_mask(cache: GenerationCache, settings: Any, mask: Tensor | None, *, repeats: int, given: int | None) -> None:
+def refuse_mask(
+    cache: GenerationCache, settings: Any, mask: Tensor | None, *, repeats: int, columns_given: int | None
+) -> None:
     """Refuse a mask that cannot be of the whole text, and one without real tokens. transformers drops masks of ones."""
     columns = mask.shape[1] if mask is not None else getattr(settings, "_mask_length", None)
     if cache.columns and columns is not None:
@@ -149,7 +153,7 @@ def refuse_mask(cache: GenerationCache, settings: Any, mask: Tensor | None, *, r
                 f"attention_mask has {count(columns, 'column')}, and the cache {cache.columns:,} already; give the "
                 "whole text, or the new tokens with the attention_mask of the whole text"
             )
-        if settings.prompt_lookup_num_tokens is not None and given == columns:
+        if settings.prompt_lookup_num_tokens is not None and columns_given == columns:
             raise UsageError(
                 "prompt_lookup_num_tokens on a filled cache needs the new tokens only, with the attention_mask of the "
                 "whole text"

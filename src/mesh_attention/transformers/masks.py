@@ -75,9 +75,9 @@ MASK_USE = (
 )
 
 
-def refuse_own_mask(requested: Tensor, given: Tensor | None) -> None:
+def refuse_own_mask(requested: Tensor, whole: Tensor | None) -> None:
     """Refuse a mask that a model made itself, of this rank's tokens, unless it masks nothing."""
-    due = torch.ones_like(requested) if given is None else given.to(requested.device)
+    due = torch.ones_like(requested) if whole is None else whole.to(requested.device)
     if requested.shape != due.shape or not bool(((requested != 0) == (due != 0)).all()):
         raise MaskError(
             "the model made its own attention_mask from this rank's tokens; pass shard_batch an attention_mask for the "

@@ -62,10 +62,10 @@ def parallelize(model: Model, attention: MeshAttention) -> Model:
     refuse_model(model)
     implementation = Implementation()
     configs = _copied_configs(model)
-    for one in configs:
-        if _is_of_text(one.config, model):
-            one.private._attn_implementation_internal = implementation.name
-    _exchange(model, [(one.config, one.private) for one in configs])
+    for copied in configs:
+        if _is_of_text(copied.config, model):
+            copied.private._attn_implementation_internal = implementation.name
+    _exchange(model, [(copied.config, copied.private) for copied in configs])
     vars(model)[STATE] = ModelAttention(attention, implementation, configs)
     model_class: Any = type(model)
     model.__class__ = _parallel_class(model_class)
@@ -82,13 +82,13 @@ def unparallelize(model: Model) -> Model:
         raise UsageError(f"{_name(model)} is not parallelized")
     original = _original_class(type(model))
     parallel: ModelAttention = vars(model).pop(STATE)
-    for one in parallel.configs:
-        ours = {"_attn_implementation_internal", *one.config.sub_configs}
-        one.private._attn_implementation_internal = one.config._attn_implementation
-        for name, value in vars(one.private).items():
-            if name not in ours and (name not in one.values or one.values[name] is not value):
-                vars(one.config)[name] = value
-    _exchange(model, [(one.private, one.config) for one in parallel.configs])
+    for copied in parallel.configs:
+        ours = {"_attn_implementation_internal", *copied.config.sub_configs}
+        copied.private._attn_implementation_internal = copied.config._attn_implementation
+        for name, value in vars(copied.private).items():
+            if name not in ours and (name not in copied.values or copied.values[name] is not value):
+                vars(copied.config)[name] = value
+    _exchange(model, [(copied.private, copied.config) for copied in parallel.configs])
     model.__class__ = original
     return model
 
@@ -151,19 +151,19 @@ def _name(model: object) -> str:
 
 def _copied_configs(model: nn.Module) -> list[CopiedConfig]:
     """Every config that a part of the model has, with a copy of it. Copies have copies as their parts."""
-    found: dict[int, Any] = {}
+    originals: dict[int, Any] = {}
     waiting = [value for module in model.modules() for value in vars(module).values()]
     while waiting:
         config = waiting.pop()
-        if isinstance(config, PreTrainedConfig) and id(config) not in found:
-            found[id(config)] = config
+        if isinstance(config, PreTrainedConfig) and id(config) not in originals:
+            originals[id(config)] = config
             waiting += [getattr(config, name, None) for name in config.sub_configs]
-    copies = {number: copy.copy(config) for number, config in found.items()}
+    copies = {number: copy.copy(config) for number, config in originals.items()}
     for private in copies.values():
         for name in private.sub_configs:
             part = vars(private).get(name)
             vars(private)[name] = copies.get(id(part), part)
-    return [CopiedConfig(found[number], private, dict(vars(private))) for number, private in copies.items()]
+    return [CopiedConfig(originals[number], private, dict(vars(private))) for number, private in copies.items()]
 
 
 def _exchange(model: nn.Module, configs: list[tuple[Any, Any]]) -> None:

@@ -252,9 +252,6 @@ WHAT_IT_IS = (
 )
 
 
-OTHER_LINKS = "Forecasts are for the cluster's links; the replay uses this machine's."
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What is played, and how. The topology was measured here, unless --cluster says otherwise."""
@@ -330,7 +327,11 @@ def _caption(played: Played, rows: Sequence[ReplayRow]) -> str:
         "× ring: speed relative to ring. exposed: the time that transfers add. peak: measured memory, without the "
         "inputs. error: of the forecast."
     )
-    return words if played.is_measured else f"{words} {OTHER_LINKS}"
+    return (
+        words
+        if played.is_measured
+        else f"{words} Forecasts are for the cluster's links; the replay uses this machine's."
+    )
 
 
 # For machines, and as a chart

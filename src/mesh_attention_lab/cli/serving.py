@@ -119,8 +119,8 @@ def layers_words(time_s: float, layers: int) -> str:
 
 
 def cache_words(problem: Problem, layers: int) -> str:
-    one, every = (format_nbytes(cache_nbytes(problem, layers=n)) for n in (1, layers))
-    return f"{of_layers(one, every, layers)}, on each rank"
+    a_layer, in_all = (format_nbytes(cache_nbytes(problem, layers=n)) for n in (1, layers))
+    return f"{of_layers(a_layer, in_all, layers)}, on each rank"
 
 
 # Turns

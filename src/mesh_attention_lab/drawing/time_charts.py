@@ -59,7 +59,6 @@ def time_chart(points: Iterable[ChartPoint], *, x: ChartX, title: str = "") -> F
         _draw_line(axes, method, line, [places[point.x] for point in line], number)
     _set_times(axes, points)
     if tiles:
-        # matplotlib would slant or thin out nothing by itself.
         axes.set_xticks(range(len(tiles)), tiles, rotation=45 if len(tiles) > MOST_LEVEL else 0)
         axes.set_xlabel("tile", fontsize=canvas.TEXT_SIZE, color=canvas.FADED)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,9 @@ def rank_tracks(timeline: Timeline) -> dict[int, dict[Lane, tuple[Track, ...]]]:
         )
     by_lane: dict[int, dict[Lane, list[Span]]] = {}
     for span in timeline.spans:
+        if span.lane not in LANES or not 0 <= span.start_s <= span.stop_s < inf:
+            wanted = f"expected a lane of {', '.join(LANES)}, and 0 <= start_s <= stop_s, in seconds of the pass"
+            raise UsageError(f"timeline {timeline.name!r} has {span}: {wanted}")
         by_lane.setdefault(span.rank, {lane: [] for lane in LANES})[span.lane].append(span)
     return {
         rank: {lane: _side_by_side(spans) for lane, spans in lanes.items()} for rank, lanes in sorted(by_lane.items())
