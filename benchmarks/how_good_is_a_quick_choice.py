@@ -36,7 +36,7 @@ from mesh_attention.machine.choosing import Tuner, tuned
 from mesh_attention.masks import Mask, documents, full, window
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS
-from mesh_attention.planning.choice import default_layout
+from mesh_attention.planners.choice import default_layout
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.tune import tune

@@ -23,7 +23,7 @@ from run_facts import start_result
 from mesh_attention import Problem, causal
 from mesh_attention.clusters import cluster_named
 from mesh_attention.plan.steps import DIRECTIONS, Direction
-from mesh_attention.planning.choice import FAMILIES, Choice, Family, default_layout
+from mesh_attention.planners.choice import FAMILIES, Choice, Family, default_layout
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import shapes

@@ -14,9 +14,9 @@ from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Listed, TypicalT
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.plan.steps import KINDS, Direction
-from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.planners import has_inner_rings, make_plan
+from mesh_attention.planners.choice import Choice
+from mesh_attention.planners.costs import Costs
+from mesh_attention.planners.make import has_inner_rings, make_plan
 from mesh_attention.problem import ITEMSIZE, Problem
 
 

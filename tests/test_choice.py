@@ -13,9 +13,9 @@ from mesh_attention import Choice, LocalGroup, MeshAttention, Problem, Tile, Zig
 from mesh_attention.errors import MeshAttentionError, ParseError, ScheduleError, TileError, UsageError
 from mesh_attention.plan.layout import LAYOUTS, PLANNED_LAYOUTS
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
-from mesh_attention.planning.choice import COLLECTIVE_METHODS, METHODS, as_choice
-from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.planners import make_priced_plan
+from mesh_attention.planners.choice import COLLECTIVE_METHODS, METHODS, as_choice
+from mesh_attention.planners.costs import Costs
+from mesh_attention.planners.make import make_priced_plan
 
 PROBLEM = Problem.self_attention(seq_len=4096, heads=8, head_dim=16, ranks=16, mask=causal())
 

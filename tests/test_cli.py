@@ -17,7 +17,7 @@ from rich.color import Color, ColorSystem
 from mesh_attention import Problem, __version__, make_plan, parse_plan, rank_costs
 from mesh_attention.plan.counts import imbalance, sampled_ranks
 from mesh_attention.plan.steps import Attend
-from mesh_attention.planning.costs import limits
+from mesh_attention.planners.costs import limits
 from mesh_attention.verification.rules import RULES
 from mesh_attention_lab.cli.main import COMMANDS, app, main
 from mesh_attention_lab.cli.terminal import PALETTE

@@ -11,7 +11,7 @@ from test_cli import Run, as_json, assert_refused
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, parse_plan
 from mesh_attention.plan.serving import cache_nbytes
-from mesh_attention.planning.choice import Choice
+from mesh_attention.planners.choice import Choice
 from mesh_attention.tuning.result import tuning_from_json
 from mesh_attention_lab.decoding import forecast_decoding
 

@@ -18,13 +18,13 @@ from mesh_attention.clusters import cluster_named, cluster_to_toml
 from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import DIRECTIONS, Direction
-from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.costs import limits
+from mesh_attention.planners.choice import Choice
+from mesh_attention.planners.costs import limits
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import RankTimes, Span, Timeline, joined
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.cache import cached_tune
 from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning, tuning_from_json
+from mesh_attention.tuning.stored import cached_tune
 from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.units import format_time
 from mesh_attention_lab.cli.terminal import Column, print_table

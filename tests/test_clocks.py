@@ -16,8 +16,8 @@ from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.plan.text import parse_move
-from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.greedy import OWN_ROW_WEIGHTS, CountedOrder, greedy_moves
+from mesh_attention.planners.costs import Costs
+from mesh_attention.planners.greedy import OWN_ROW_WEIGHTS, CountedOrder, greedy_moves
 
 COSTS = st.builds(Costs, **{kind: st.floats(0.05, 12) for kind in KINDS})
 SMALL_TILES = st.builds(Tile, st.integers(1, 3), st.integers(1, 3))

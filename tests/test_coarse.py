@@ -22,7 +22,7 @@ from mesh_attention.plan.assignment import Assignment, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import LAYOUTS, Contiguous, Zigzag
 from mesh_attention.plan.steps import DIRECTIONS
-from mesh_attention.planning.choice import as_choice
+from mesh_attention.planners.choice import as_choice
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.tuning.coarse import MOST_SHORTENED, can_be_widened, coarse, part_of, retargeted, widened
 from mesh_attention.tuning.result import NEAR_TIE

@@ -26,9 +26,9 @@ from mesh_attention.errors import TopologyError
 from mesh_attention.execution import engine
 from mesh_attention.execution.autograd import attend as attend_with
 from mesh_attention.machine import choosing, planner
-from mesh_attention.machine.planner import TunedStrategy
+from mesh_attention.machine.strategy import TunedStrategy
 from mesh_attention.plan.layout import Listed, Zigzag, join, position_ids, shifted
-from mesh_attention.planning.choice import Choice
+from mesh_attention.planners.choice import Choice
 
 SEQ = 64
 

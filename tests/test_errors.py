@@ -13,7 +13,7 @@ from mesh_attention.masks import Mask
 from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.layout import permutation, position_ids
 from mesh_attention.plan.schedule import GroupMove
-from mesh_attention.planning.costs import Costs, estimate_costs
+from mesh_attention.planners.costs import Costs, estimate_costs
 
 
 def problem(ranks: int = 12, **changes: object) -> Problem:

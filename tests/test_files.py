@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent / "campaign"))
 
 from files import PROBLEM, TOPOLOGY, campaign
 
-from mesh_attention.tuning.cache import cached_tune
+from mesh_attention.tuning.stored import cached_tune
 
 
 def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str, 
     folder = tmp_path_factory.mktemp("cache")
     tuning, _ = cached(folder)
     (path,) = folder.iterdir()
-    with patch("mesh_attention.tuning.cache.tune", lambda *_, **__: tuning):
+    with patch("mesh_attention.tuning.stored.tune", lambda *_, **__: tuning):
         yield tuning, path.name, path.read_bytes()
 
 

@@ -18,8 +18,8 @@ from mesh_attention.plan.assignment import Tile, tiles_of
 from mesh_attention.plan.calls import kernel_calls
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.serving import MOST_DECODED, cache_nbytes, layer_nbytes
-from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.costs import limits
+from mesh_attention.planners.choice import Choice
+from mesh_attention.planners.costs import limits
 from mesh_attention.serving import CachedLayer
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Link, Topology

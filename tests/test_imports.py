@@ -23,10 +23,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "clusters": ("errors", "topology"),
     "timeline": ("errors", "topology"),
     "plan": VALUES,
-    "planning": (*VALUES, "plan"),
+    "planners": (*VALUES, "plan"),
     "verification": (*VALUES, "plan"),
     "simulation": (*VALUES, "plan", "topology", "timeline"),
-    "tuning": (*VALUES, "plan", "planning", "simulation", "topology", "timeline"),
+    "tuning": (*VALUES, "plan", "planners", "simulation", "topology", "timeline"),
     "kernels": VALUES,
     "comm": VALUES,
     "session": (*VALUES, "plan", "kernels", "comm"),
@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "machine": (
         *VALUES,
         "plan",
-        "planning",
+        "planners",
         "tuning",
         "topology",
         "clusters",
@@ -48,7 +48,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *VALUES,
         "arguments",
         "plan",
-        "planning",
+        "planners",
         "verification",
         "tuning",
         "topology",
@@ -143,8 +143,8 @@ def test_the_library_loads_nothing_of_the_command_line() -> None:
 
 def test_the_test_for_directions_can_fail(tmp_path: Path) -> None:
     upside_down = tmp_path / "layout.py"
-    upside_down.write_text("def f():\n    from mesh_attention.planning.planners import plan_mesh\n")
-    assert imported_parts(upside_down) - {"plan", *LAYERS["plan"]} == {"planning"}
+    upside_down.write_text("def f():\n    from mesh_attention.planners.make import plan_mesh\n")
+    assert imported_parts(upside_down) - {"plan", *LAYERS["plan"]} == {"planners"}
 
 
 def test_torch_distributed_is_imported_where_groups_are_handled_only() -> None:

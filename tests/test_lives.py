@@ -43,7 +43,7 @@ cluster = cluster_named("h100x8")
     'tune(problem, cluster, directions=("forward", "backward"))',
     "",
 )
-VALUES = {"masks.py", "problem.py", "planning/choice.py"} | {
+VALUES = {"masks.py", "problem.py", "planners/choice.py"} | {
     f"plan/{name}.py" for name in ("assignment", "layout", "schedule", "steps", "plan", "text")
 }
 OF_A_CLUSTER = {"topology.py", "timeline.py", "units.py"}

@@ -8,7 +8,7 @@ from mesh_attention import Problem, causal, full, make_plan
 from mesh_attention.plan.lowering import MEETS_THAT_HIDE
 from mesh_attention.plan.program import stops
 from mesh_attention.plan.steps import DIRECTIONS, OUTPUTS, Attend, Direction, Finish, Free, Merge, Recv, Send, Step
-from mesh_attention.planning.costs import Costs
+from mesh_attention.planners.costs import Costs
 
 LINK = Costs(q=0.3, kv=0.3, do=0.3, o=0.3, dq=0.3, dkv=0.3)
 

@@ -19,11 +19,11 @@ from mesh_attention.errors import TopologyError
 from mesh_attention.machine.choosing import Chosen, Tuner, find_alike, volume_based
 from mesh_attention.machine.facts import Facts, Machine, likeness_of, placed, preset_machine, ranks_per_node, sharers
 from mesh_attention.machine.files import calibrated_file, keep_calibrated, keep_measured, measured_file, read_kept
-from mesh_attention.machine.planner import describe_choice, known_machine
+from mesh_attention.machine.strategy import describe_choice, known_machine
 from mesh_attention.plan.assignment import divisors, tiles_of
 from mesh_attention.plan.layout import Contiguous, Zigzag
 from mesh_attention.plan.steps import DIRECTIONS
-from mesh_attention.planning.choice import Choice, least_volume_choice
+from mesh_attention.planners.choice import Choice, least_volume_choice
 from mesh_attention.topology import Link
 from mesh_attention_lab.cli.main import main
 

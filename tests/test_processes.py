@@ -25,7 +25,7 @@ from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.context_parallel import context_parallel
 from mesh_attention.execution import sharding
 from mesh_attention.plan.counts import rank_costs
-from mesh_attention.planning.costs import Costs
+from mesh_attention.planners.costs import Costs
 from mesh_attention.testing.wrappers import Counting
 
 

@@ -22,15 +22,15 @@ from mesh_attention.masks import Mask, documents, window
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.steps import DIRECTIONS, Attend, Direction
-from mesh_attention.planning.choice import FAMILIES, Choice
-from mesh_attention.planning.costs import least_volume_degree, least_volume_tile, limits
+from mesh_attention.planners.choice import FAMILIES, Choice
+from mesh_attention.planners.costs import least_volume_degree, least_volume_tile, limits
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning import tune as tune_module
-from mesh_attention.tuning.cache import cache_folder, cached_tune
 from mesh_attention.tuning.candidates import MOST_TILES, of_fewest_bytes, placements, shapes
 from mesh_attention.tuning.result import NEAR_TIE, Forecast, Trial, Tuning
 from mesh_attention.tuning.search import groupings
+from mesh_attention.tuning.stored import cache_folder, cached_tune
 from mesh_attention.tuning.traffic import plan_on, traffic
 from mesh_attention.tuning.tune import FAR_BEHIND, tune, tuned_plans
 from mesh_attention.tuning.work import needs, pairs_of

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from strategies import plans
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs, verify
-from mesh_attention.plan.buffers import held_nbytes
 from mesh_attention.plan.calls import kernel_calls, peak_nbytes, scratch_nbytes
+from mesh_attention.plan.footprint import held_nbytes
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.steps import DIRECTIONS, Exchange, Item, Unpack
-from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.costs import even_costs
+from mesh_attention.planners.choice import Choice
+from mesh_attention.planners.costs import even_costs
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.verification.rules import check
 

@@ -29,8 +29,8 @@ from papers.scaling import WEAK_SEQ, Run, Scaling, run_experiments, scaling_prob
 from mesh_attention import make_plan, rank_costs
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.steps import DIRECTIONS
-from mesh_attention.planning.choice import Method
-from mesh_attention.planning.costs import limits
+from mesh_attention.planners.choice import Method
+from mesh_attention.planners.costs import limits
 from mesh_attention.topology import Topology
 
 RESULTS = Path(script.__file__).parent / "results"

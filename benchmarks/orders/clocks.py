@@ -28,8 +28,8 @@ from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.plan.text import format_move
-from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.order import mask_of
+from mesh_attention.planners.costs import Costs
+from mesh_attention.planners.order import mask_of
 
 
 class Clocks(NamedTuple):

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 from mesh_attention.plan.assignment import Axis, Tile
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
-from mesh_attention.planning.costs import Costs
+from mesh_attention.planners.costs import Costs
 
 
 def optimal_moves(

@@ -14,7 +14,7 @@ from typing_extensions import assert_never
 
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.choice import Method
+from mesh_attention.planners.choice import Method
 
 Paper = Literal["Mesh-Attention", "ATTENTION2D", "derived"]
 """derived: follows from a paper's formulas, in no paper itself."""

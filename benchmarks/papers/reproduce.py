@@ -12,7 +12,7 @@ from mesh_attention.clusters import PRESETS
 from mesh_attention.masks import causal
 from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.steps import DIRECTIONS
-from mesh_attention.planning.planners import make_plan
+from mesh_attention.planners.make import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from mesh_attention.masks import causal
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.steps import DIRECTIONS, Direction
-from mesh_attention.planning.choice import Choice, Method
+from mesh_attention.planners.choice import Choice, Method
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from mesh_attention.planning.choice import Method
+from mesh_attention.planners.choice import Method
 from recall.task import LESSONS, SHORTEST, Lesson
 
 DTYPES = ("float32", "float64")

@@ -13,8 +13,8 @@ from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.layout import Chunks, Contiguous, Striped, Zigzag
 from mesh_attention.plan.plan import Plan, parse_plan
-from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.planners import make_plan
+from mesh_attention.planners.choice import Choice
+from mesh_attention.planners.make import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology

@@ -37,12 +37,12 @@ from mesh_attention.execution.autograd import attend
 from mesh_attention.execution.call import MAX_ENGINES, Calls
 from mesh_attention.execution.engine import Engine
 from mesh_attention.execution.operators import Operands, number_of, refused, untraced
-from mesh_attention.machine.planner import TunedStrategy
+from mesh_attention.machine.strategy import TunedStrategy
 from mesh_attention.plan.layout import LAYOUTS, Cached, TypicalTurn, Zigzag
 from mesh_attention.plan.plan import Plan
-from mesh_attention.planning.choice import Choice, ChoiceOptions, as_choice
-from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.planners import Planner, StatedStrategy
+from mesh_attention.planners.choice import Choice, ChoiceOptions, as_choice
+from mesh_attention.planners.costs import Costs
+from mesh_attention.planners.make import Planner, StatedStrategy
 from mesh_attention.session.session import Session
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.tune import check_memory_limit

@@ -11,9 +11,9 @@ from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.counts import RankCosts, imbalance, rank_costs, sampled_ranks
 from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.choice import Choice, default_layout
-from mesh_attention.planning.costs import limits, received_by_tile
-from mesh_attention.planning.planners import StatedStrategy, make_plan
+from mesh_attention.planners.choice import Choice, default_layout
+from mesh_attention.planners.costs import limits, received_by_tile
+from mesh_attention.planners.make import StatedStrategy, make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology

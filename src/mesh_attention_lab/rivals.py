@@ -15,7 +15,7 @@ from typing import cast
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.choice import Choice, Family, default_layout
+from mesh_attention.planners.choice import Choice, Family, default_layout
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import shapes

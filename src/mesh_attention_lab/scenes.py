@@ -11,8 +11,8 @@ from mesh_attention.plan.assignment import Tile, divisors, tiles_of
 from mesh_attention.plan.counts import sampled_ranks
 from mesh_attention.plan.layout import Layout, TypicalTurn
 from mesh_attention.plan.plan import Plan
-from mesh_attention.planning.choice import Choice, default_layout
-from mesh_attention.planning.costs import least_volume_tile
+from mesh_attention.planners.choice import Choice, default_layout
+from mesh_attention.planners.costs import least_volume_tile
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.plan.assignment import tiles_of
-from mesh_attention.planning.choice import Choice, default_layout
+from mesh_attention.planners.choice import Choice, default_layout
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology

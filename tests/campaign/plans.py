@@ -32,8 +32,8 @@ from mesh_attention.plan.assignment import CUTS, Tile, divisors, tiles_of
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
-from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.planners import make_plan
+from mesh_attention.planners.choice import Choice
+from mesh_attention.planners.make import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.verification.rules import check, format_breaches
 

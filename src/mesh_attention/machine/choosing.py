@@ -16,14 +16,14 @@ from mesh_attention.errors import MemoryLimitError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction
-from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.planners import Price, make_plan, priced
+from mesh_attention.planners.choice import Choice
+from mesh_attention.planners.costs import Costs
+from mesh_attention.planners.make import Price, make_plan, priced
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.cache import cached_tune
 from mesh_attention.tuning.coarse import can_be_widened, coarse, part_of, retargeted, widened
 from mesh_attention.tuning.result import Tuning
+from mesh_attention.tuning.stored import cached_tune
 from mesh_attention.tuning.traffic import costs_on
 from mesh_attention.units import GIB
 

@@ -14,7 +14,7 @@ from mesh_attention.errors import UsageError
 from mesh_attention.machine.facts import Facts
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.cache import cache_folder, own_folder, user_folder, write_at_once
+from mesh_attention.tuning.stored import cache_folder, own_folder, user_folder, write_at_once
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mesh_attention.masks import BlockKind, Segment, causal
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.buffers import held_nbytes, shared_buffers
+from mesh_attention.plan.footprint import held_nbytes, shared_buffers
 from mesh_attention.plan.steps import Attend, Direction, Effects, Item, Step
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ To train, each rank runs the model on its own tokens, from `shard_batch`. To gen
 ``model.generate`` with the same arguments.
 """
 
-from mesh_attention.transformers.cache import GenerationCache
+from mesh_attention.transformers.generation_cache import GenerationCache
 from mesh_attention.transformers.parallelize import parallelize, unparallelize
 
 __all__ = ["GenerationCache", "parallelize", "unparallelize"]

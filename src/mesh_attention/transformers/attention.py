@@ -27,7 +27,7 @@ from mesh_attention.arguments import describe
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.integrations.pytorch import as_autocast, with_sinks
 from mesh_attention.sequences import CUTS, LENGTHS, BatchRow, find_misplaced, read_documents, real_tokens
-from mesh_attention.transformers.cache import GenerationCache, Observed
+from mesh_attention.transformers.generation_cache import GenerationCache, Observed
 from mesh_attention.transformers.masks import DECODING, BatchMask, Call, read_band, refuse_own_mask
 from mesh_attention.transformers.models import least_end, refuse_rotary
 

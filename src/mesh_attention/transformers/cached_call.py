@@ -30,10 +30,10 @@ from mesh_attention.plan.serving import MOST_DECODED
 from mesh_attention.serving import Step, Turn
 from mesh_attention.session.agreement import Statement
 from mesh_attention.transformers.attention import Implementation, ModelAttention, check_sinks
-from mesh_attention.transformers.cache import GenerationCache
+from mesh_attention.transformers.generation_cache import GenerationCache
 from mesh_attention.transformers.masks import BatchMask, read_band, refuse_own_mask
 from mesh_attention.transformers.models import refuse_rotary
-from mesh_attention.transformers.probe import observe, try_once
+from mesh_attention.transformers.trial import observe, try_once
 from mesh_attention.units import count
 
 Inputs = Mapping[str, Any]

@@ -19,7 +19,7 @@ from mesh_attention.errors import DisagreementError, UsageError
 from mesh_attention.plan.serving import BLOCK_TOKENS
 from mesh_attention.session.agreement import Statement
 from mesh_attention.transformers.attention import Generating, ModelAttention
-from mesh_attention.transformers.cache import GenerationCache
+from mesh_attention.transformers.generation_cache import GenerationCache
 from mesh_attention.units import count
 
 INSTEAD = "or generate in one process: unparallelize(model)"

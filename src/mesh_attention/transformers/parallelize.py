@@ -28,12 +28,12 @@ from mesh_attention.api import MeshAttention
 from mesh_attention.errors import UsageError
 from mesh_attention.session.agreement import Statement
 from mesh_attention.transformers.attention import CopiedConfig, Implementation, ModelAttention, ShardedCall, read_call
-from mesh_attention.transformers.cache import GenerationCache
 from mesh_attention.transformers.cached_call import call_with_cache
 from mesh_attention.transformers.generation import generate_on_ranks, prepare_cache
+from mesh_attention.transformers.generation_cache import GenerationCache
 from mesh_attention.transformers.masks import check_meanings
 from mesh_attention.transformers.models import refuse_model
-from mesh_attention.transformers.probe import try_once
+from mesh_attention.transformers.trial import try_once
 
 STATE = "_mesh_attention"
 """The attribute of a parallelized model."""

@@ -11,9 +11,9 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.schedule import Route
 from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.choice import FAMILIES, Choice, Family, Method, default_layout
-from mesh_attention.planning.costs import received_by_tile
-from mesh_attention.planning.planners import has_inner_rings
+from mesh_attention.planners.choice import FAMILIES, Choice, Family, Method, default_layout
+from mesh_attention.planners.costs import received_by_tile
+from mesh_attention.planners.make import has_inner_rings
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 

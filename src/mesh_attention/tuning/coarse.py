@@ -24,8 +24,8 @@ from mesh_attention.plan.assignment import Tile, divisors
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
-from mesh_attention.planning.choice import Choice
-from mesh_attention.planning.planners import has_inner_rings
+from mesh_attention.planners.choice import Choice
+from mesh_attention.planners.make import has_inner_rings
 from mesh_attention.problem import MOST, Problem
 from mesh_attention.topology import Topology
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.choice import Choice, Family
+from mesh_attention.planners.choice import Choice, Family
 from mesh_attention.timeline import Timeline
 from mesh_attention.tuning.candidates import Complexity, complexity
 

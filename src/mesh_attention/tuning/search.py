@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.steps import Direction
-from mesh_attention.planning.choice import FAMILIES, Choice, Family
+from mesh_attention.planners.choice import FAMILIES, Choice, Family
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology

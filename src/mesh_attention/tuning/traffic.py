@@ -19,9 +19,9 @@ from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
-from mesh_attention.planning.choice import Choice, default_layout
-from mesh_attention.planning.costs import Costs
-from mesh_attention.planning.planners import make_priced_plan
+from mesh_attention.planners.choice import Choice, default_layout
+from mesh_attention.planners.costs import Costs
+from mesh_attention.planners.make import make_priced_plan
 from mesh_attention.problem import Problem
 from mesh_attention.topology import RUN, Topology
 from mesh_attention.tuning.work import Needs, needs, pairs_of

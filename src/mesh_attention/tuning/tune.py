@@ -13,8 +13,8 @@ from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
-from mesh_attention.planning.choice import FAMILIES, Choice, Family, default_layout
-from mesh_attention.planning.costs import limits
+from mesh_attention.planners.choice import FAMILIES, Choice, Family, default_layout
+from mesh_attention.planners.costs import limits
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import complexity, of_fewest_bytes, shapes

@@ -1,6 +1,6 @@
 """The rules a plan must keep, each a function from evidence to breaches; and `check` and `verify`, which ask them all.
 
-form         every step uses things that exist, of the right kind, form and label, with the right ranks (forms.py)
+form         every step uses things that exist, of the right kind, form and label, with the right ranks (well_formed.py)
 coverage     every unmasked block is attended exactly once, an empty one never
 presence     nothing is read before it is written or after it is freed; nothing is written, cleared or finished twice
 matching     every send is met by one receive of the same thing, in the same order; groups make the same collectives
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan import steps
-from mesh_attention.plan.buffers import held_nbytes, shared_buffers
+from mesh_attention.plan.footprint import held_nbytes, shared_buffers
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Item, Kind, in_flight, running, staged, transfers
@@ -38,7 +38,7 @@ from mesh_attention.verification.evidence import (
     op_of,
     stuck_ranks,
 )
-from mesh_attention.verification.forms import form, missing
+from mesh_attention.verification.well_formed import form, missing
 
 Rule = Callable[[Evidence], Iterator[Breach]]
 

@@ -20,7 +20,7 @@ from mesh_attention.errors import TopologyError, UsageError
 from mesh_attention.machine.fit import Measurement, fit_topology
 from mesh_attention.masks import causal
 from mesh_attention.plan.assignment import Tile, tiles_of
-from mesh_attention.planning.choice import Choice
+from mesh_attention.planners.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import BYTES, Progress, count, format_nbytes, format_time

@@ -44,7 +44,7 @@ def draw_command(options: DrawOptions) -> None:
             f"{topology.ranks:,} ranks are more than the page shows; expected at most {MOST_RANKS}: use fewer --ranks, "
             "or see 'mesh-attention simulate' for numbers"
         )
-    with progress("planning") as report:
+    with progress("planners") as report:
         if options.plan is not None:
             plan = options.plan_in(options.plan, report)
             plans: dict[Direction, Plan] = {plan.direction: plan}

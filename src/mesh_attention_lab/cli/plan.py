@@ -13,11 +13,11 @@ import typer
 
 from mesh_attention.errors import writing
 from mesh_attention.plan.assignment import Assignment, Tile
-from mesh_attention.plan.buffers import held_nbytes
+from mesh_attention.plan.footprint import held_nbytes
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import transfers
 from mesh_attention.plan.text import format_step
-from mesh_attention.planning.planners import make_plan
+from mesh_attention.planners.make import make_plan
 from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.units import BYTES, count, format_nbytes
 from mesh_attention.verification.rules import RULES, check, format_breaches
@@ -62,7 +62,7 @@ class PlanOptions(opt.ChoiceOptions):
 def plan_command(options: PlanOptions) -> None:
     """Make a plan, show it, and compare it with the plans of the other methods."""
     problem = options.problem(options.ranks)
-    with progress("planning") as report:
+    with progress("planners") as report:
         direction = options.passes(both=options.backward)[-1]
         choice = grouped(options.choice, problem, direction)
         plan = make_plan(problem, choice, direction=direction)

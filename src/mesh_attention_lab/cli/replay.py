@@ -19,7 +19,7 @@ import typer
 
 from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import UsageError
-from mesh_attention.planning.choice import FAMILIES
+from mesh_attention.planners.choice import FAMILIES
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import BYTES, TIMES, Progress, count, three_digits

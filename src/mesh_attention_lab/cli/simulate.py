@@ -13,8 +13,8 @@ import typer
 from mesh_attention.plan.counts import MANY_RANKS, sampled_ranks
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
-from mesh_attention.planning.choice import default_layout
-from mesh_attention.planning.costs import limits
+from mesh_attention.planners.choice import default_layout
+from mesh_attention.planners.costs import limits
 from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline, joined
@@ -63,7 +63,7 @@ def simulate_command(options: SimulateOptions) -> None:
     Exit code 0: done. 1: the plan file breaks a rule. 2: invalid input.
     """
     topology = options.topology
-    with progress("planning") as report:
+    with progress("planners") as report:
         what, plans = _plans(options, topology, report)
         first = next(iter(plans.values()))
         opt.check_layers(options.layers, is_served=first.layout == TypicalTurn())

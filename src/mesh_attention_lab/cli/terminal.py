@@ -21,7 +21,7 @@ from rich.text import Text
 from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
-from mesh_attention.planning.choice import Choice
+from mesh_attention.planners.choice import Choice
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import Progress, Units, count, format_size, format_time, format_together

@@ -16,14 +16,14 @@ from mesh_attention.errors import UsageError
 from mesh_attention.plan.counts import sampled_ranks
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
-from mesh_attention.planning.choice import Choice, default_layout
-from mesh_attention.planning.planners import make_plan
+from mesh_attention.planners.choice import Choice, default_layout
+from mesh_attention.planners.make import make_plan
 from mesh_attention.problem import DIRECTIONS, Direction, Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import joined
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.cache import cached_tune
 from mesh_attention.tuning.result import FORECAST_ERROR, Trial, Tuning, trial_to_json, tuning_to_json
+from mesh_attention.tuning.stored import cached_tune
 from mesh_attention.tuning.traffic import costs_on
 from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.units import (
@@ -405,7 +405,7 @@ def explicit_code(choices: Mapping[Direction, Choice], plans: Mapping[Direction,
         )
     imports = "from mesh_attention import MeshAttention, make_plan\n"
     if "Costs(" in call:
-        imports += "from mesh_attention.planning.costs import Costs\n"
+        imports += "from mesh_attention.planners.costs import Costs\n"
     return imports + call
 
 

@@ -27,10 +27,10 @@ from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Move, Return, Schedule
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction, Kind
-from mesh_attention.planning.choice import Choice, ChoiceOptions, as_choice
-from mesh_attention.planning.costs import Costs, estimate_gpu_costs, even_costs, shard_sizes
-from mesh_attention.planning.greedy import greedy_moves
-from mesh_attention.planning.waves import brings_input, in_waves
+from mesh_attention.planners.choice import Choice, ChoiceOptions, as_choice
+from mesh_attention.planners.costs import Costs, estimate_gpu_costs, even_costs, shard_sizes
+from mesh_attention.planners.greedy import greedy_moves
+from mesh_attention.planners.waves import brings_input, in_waves
 from mesh_attention.problem import Problem
 
 Planner = Callable[..., Plan]

@@ -18,7 +18,7 @@ from typing import Any
 
 from mesh_attention.errors import ParseError
 from mesh_attention.plan.layout import Layout
-from mesh_attention.planning.choice import Choice, default_layout
+from mesh_attention.planners.choice import Choice, default_layout
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Tuning, tuning_from_json, tuning_to_json

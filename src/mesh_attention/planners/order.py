@@ -16,7 +16,7 @@ from typing_extensions import Self
 from mesh_attention.plan.assignment import AXES, Axis, Tile
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
-from mesh_attention.planning.costs import Costs
+from mesh_attention.planners.costs import Costs
 
 Rectangle = tuple[int, int]
 """A rectangle as two sets of offsets: rows, columns. Sets are bit masks."""
@@ -226,9 +226,9 @@ SUM_WIDTH = 2
 def held_share(moves: Sequence[Move], direction: Direction, *, sizes: Sizes) -> float:
     """Peak memory of a list of moves, divided by the memory of the inputs and running sums of all rows and columns.
 
-    It follows the rules of `plan.buffers`, in offsets. Rows that meet in one call share a buffer, from the fetch of the
-    first until the last is complete; their running sums share one from the first meet on. The same holds for columns.
-    The results of a call count while it runs. Partials that are being sent do not count.
+    It follows the rules of `plan.footprint`, in offsets. Rows that meet in one call share a buffer, from the fetch of
+    the first until the last is complete; their running sums share one from the first meet on. The same holds for
+    columns. The results of a call count while it runs. Partials that are being sent do not count.
     """
     change = [0.0] * (len(moves) + 1)  # in what is held, at each move
     size = dict(sizes)

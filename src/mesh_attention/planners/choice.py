@@ -27,7 +27,7 @@ from mesh_attention.plan.assignment import Assignment, Cut, Tile, as_tile, check
 from mesh_attention.plan.layout import LAYOUTS, PLANNED_LAYOUTS, Contiguous, Layout, Zigzag, parse_layout
 from mesh_attention.plan.schedule import Route, Schedule
 from mesh_attention.plan.steps import Direction, Keep
-from mesh_attention.planning.costs import least_volume_degree, least_volume_tile
+from mesh_attention.planners.costs import least_volume_degree, least_volume_tile
 from mesh_attention.problem import Problem
 from mesh_attention.units import brief
 

@@ -25,7 +25,7 @@ from mesh_attention.integrations.pytorch import as_autocast
 from mesh_attention.sequences import CUTS, LENGTHS
 from mesh_attention.serving import CachedLayer
 from mesh_attention.session.agreement import Statement
-from mesh_attention.transformers.cache import GenerationCache, Observed
+from mesh_attention.transformers.generation_cache import GenerationCache, Observed
 from mesh_attention.transformers.masks import DECODING, BatchMask, read_band
 from mesh_attention.transformers.models import refuse_call
 

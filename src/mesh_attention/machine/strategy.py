@@ -34,8 +34,8 @@ from mesh_attention.machine.probe import probe
 from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Listed, TypicalTurn, Zigzag
 from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import DIRECTIONS, Direction
-from mesh_attention.planning.choice import Choice, least_volume_choice
-from mesh_attention.planning.planners import StatedStrategy, gpu_price
+from mesh_attention.planners.choice import Choice, least_volume_choice
+from mesh_attention.planners.make import StatedStrategy, gpu_price
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Tuning
