@@ -13,9 +13,9 @@ from strategies import directions
 
 from mesh_attention import Tile
 from mesh_attention.errors import ScheduleError
+from mesh_attention.plan.parse import parse_move
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
-from mesh_attention.plan.text import parse_move
 from mesh_attention.planners.costs import Costs
 from mesh_attention.planners.greedy import OWN_ROW_WEIGHTS, CountedOrder, greedy_moves
 

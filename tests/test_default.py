@@ -25,8 +25,9 @@ from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import TopologyError
 from mesh_attention.execution import engine
 from mesh_attention.execution.autograd import attend as attend_with
-from mesh_attention.machine import choosing, planner
-from mesh_attention.machine.strategy import TunedStrategy
+from mesh_attention.machine import tuned_strategy
+from mesh_attention.machine import tuner as machine_tuner
+from mesh_attention.machine.tuned_strategy import TunedStrategy
 from mesh_attention.plan.layout import Listed, Zigzag, join, position_ids, shifted
 from mesh_attention.planners.choice import Choice
 
@@ -62,7 +63,7 @@ def _with_own_cluster(group: Any, folder: str) -> tuple[list[str], float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
         if rank != 0:
-            patch.setattr(choosing, "tuned", fail)
+            patch.setattr(machine_tuner, "tuned", fail)
         attention = MeshAttention(group, cluster="h100" if rank == 0 else "laptop")
         error = attend(attention)
         return plans_of(attention), error
@@ -92,13 +93,13 @@ def _no_kernel(attention: MeshAttention, rank: int, patch: pytest.MonkeyPatch) -
 
 
 def _no_tuner(attention: MeshAttention, rank: int, patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(planner.Tuner, "choose", fail)
+    patch.setattr(tuned_strategy.Tuner, "choose", fail)
     return said(lambda: attend(attention))
 
 
 def _no_facts(attention: MeshAttention, rank: int, patch: pytest.MonkeyPatch) -> str:
     if rank == 1:
-        patch.setattr(planner, "facts_of", fail)
+        patch.setattr(tuned_strategy, "facts_of", fail)
     return said(lambda: attend(attention))
 
 
@@ -147,10 +148,10 @@ def _measure(group: Any, folder: str, *, is_known: bool) -> tuple[list[str], flo
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
         patch.setattr(
-            planner, "fit_topology", lambda times, **named: cluster_named("laptop").with_ranks(named["ranks"])
+            tuned_strategy, "fit_topology", lambda times, **named: cluster_named("laptop").with_ranks(named["ranks"])
         )
         if is_known:
-            patch.setattr(planner, "probe", fail)
+            patch.setattr(tuned_strategy, "probe", fail)
         attention = MeshAttention(group, cluster="measure")
         with torch.inference_mode():
             error = attend(attention)
@@ -179,7 +180,7 @@ def _measure_noise(group: Any, folder: str) -> tuple[float, str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
-        patch.setattr(planner, "fit_topology", inconsistent)
+        patch.setattr(tuned_strategy, "fit_topology", inconsistent)
         attention = MeshAttention(group, cluster="measure")
         error = attend(attention)
         return error, plans_of(attention)[0]
@@ -289,7 +290,7 @@ def _trained(group: Any, folder: str, cluster: str | None) -> list[tuple[list[st
         for is_compiled, gradient in ((False, True), (True, True), (False, False)):
             attention = MeshAttention(group, cluster=cluster)
             if cluster is not None:
-                patch.setattr(choosing, "tuned", _ulysses)
+                patch.setattr(machine_tuner, "tuned", _ulysses)
             call = torch.compile(attention, backend="eager") if is_compiled else attention
             leaves = [x.requires_grad_(gradient) for x in whole()]
             out = call(*(attention.shard(x) for x in leaves), causal=True)
@@ -307,13 +308,13 @@ def _trained(group: Any, folder: str, cluster: str | None) -> list[tuple[list[st
     return found
 
 
-TUNED = choosing.tuned
+TUNED = machine_tuner.tuned
 
 
 def _ulysses(problem: Any, *given: Any, **named: Any) -> Any:
     chosen, tuning = TUNED(problem, *given, **named)
     keep: Any = ("own",) if given[2] else ()
-    passes = choosing.volume_based(problem, Choice(method="ulysses", layout=Zigzag(), keep=keep)).passes
+    passes = machine_tuner.volume_based(problem, Choice(method="ulysses", layout=Zigzag(), keep=keep)).passes
     return replace(chosen, passes=passes), tuning
 
 

@@ -15,8 +15,8 @@ import pytest
 from page_scenes import unpacked
 
 from mesh_attention import Plan, Problem, causal, cluster_named, make_plan
+from mesh_attention.plan.format import format_step
 from mesh_attention.plan.steps import Attend
-from mesh_attention.plan.text import format_step
 from mesh_attention_lab import scenes
 from mesh_attention_lab.cli.main import main
 from mesh_attention_lab.drawing.page import Scene

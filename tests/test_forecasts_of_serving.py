@@ -15,7 +15,7 @@ from mesh_attention.comm.base import Parcel
 from mesh_attention.errors import MemoryLimitError, ProblemError, TopologyError
 from mesh_attention.masks import BlockKind
 from mesh_attention.plan.assignment import Tile, tiles_of
-from mesh_attention.plan.calls import kernel_calls
+from mesh_attention.plan.kernel_calls import kernel_calls
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.serving import MOST_DECODED, cache_nbytes, layer_nbytes
 from mesh_attention.planners.choice import Choice

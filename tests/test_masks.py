@@ -10,7 +10,7 @@ from strategies import masks
 from mesh_attention import Problem, causal, documents, full, window
 from mesh_attention.errors import MaskError
 from mesh_attention.masks import BlockKind, Mask, _floor_sum
-from mesh_attention.plan.text import parse_mask
+from mesh_attention.plan.parse import parse_mask
 from mesh_attention.testing.kernel_conformance import is_unmasked
 
 

@@ -12,9 +12,9 @@ from mesh_attention import Contiguous, Plan, Problem, Tile, causal, full, make_p
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.footprint import held_nbytes
+from mesh_attention.plan.parse import parse_item, parse_step
 from mesh_attention.plan.schedule import Fetch, Meet, Return, Schedule
 from mesh_attention.plan.steps import Attend, Collective, Exchange, Finish, Free, Item, Merge, Recv, Send, Step
-from mesh_attention.plan.text import parse_item, parse_step
 from mesh_attention.verification.rules import RULES, BrokenPlanError, check
 
 Steps = list[Step]

@@ -26,8 +26,8 @@ from page_view import (
     View,
 )
 
+from mesh_attention.plan.format import format_step
 from mesh_attention.plan.steps import Attend
-from mesh_attention.plan.text import format_step
 from mesh_attention_lab.drawing.page import Scene, write_page
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -15,14 +15,14 @@ from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import ScheduleError
 from mesh_attention.masks import documents, window
 from mesh_attention.plan.assignment import tiles_of
+from mesh_attention.plan.parse import parse_move
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Route
 from mesh_attention.plan.steps import DIRECTIONS, KINDS, OUTPUTS, Direction, Kind
-from mesh_attention.plan.text import parse_move
 from mesh_attention.planners.choice import Choice
+from mesh_attention.planners.cost_based import Policy, PolicyOrder
 from mesh_attention.planners.costs import Costs, estimate_gpu_costs
 from mesh_attention.planners.greedy import greedy_moves
-from mesh_attention.planners.order import ONE_SIZE, held_share, mask_of
-from mesh_attention.planners.priced import Policy, PolicyOrder
+from mesh_attention.planners.move_order import ONE_SIZE, held_share, mask_of
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Link, Topology
 from mesh_attention.tuning.traffic import costs_on, plan_on

@@ -23,10 +23,10 @@ from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import TransportError, UsageError
 from mesh_attention.plan.counts import rank_costs
+from mesh_attention.plan.format import format_end, format_step
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import stops
 from mesh_attention.plan.steps import Attend, Collective, Exchange, Free, transfers
-from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.testing.wrappers import Failing
 from mesh_attention.timeline import Span, Timeline

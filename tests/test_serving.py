@@ -308,7 +308,6 @@ def test_a_step_sends_the_bytes_of_its_plan(ranks: int, new_tokens: int, queries
     assert model.error < 1e-12
     (plan,) = cache.steps.by_plan
     assert [comm.sent_nbytes.total() for comm in counting] == [plan.sent_nbytes(rank) for rank in range(ranks)]
-    assert sum(map(plan.sent_nbytes, range(ranks))) == sum(map(plan.received_nbytes, range(ranks)))
 
 
 @pytest.mark.parametrize("other", [{"kv_heads": 1}, {"head_dim_v": 5}], ids=str)

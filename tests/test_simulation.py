@@ -16,10 +16,10 @@ from mesh_attention.errors import PlanError, TopologyError
 from mesh_attention.execution.compiled import compile_program
 from mesh_attention.masks import documents, window
 from mesh_attention.plan.assignment import Assignment
+from mesh_attention.plan.format import format_end, format_step
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import ROUTES
 from mesh_attention.plan.steps import Free, Step, transfers
-from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.simulation import lockstep
 from mesh_attention.simulation import simulate as simulation
 from mesh_attention.simulation.jobs import Prices, rank_jobs

@@ -13,8 +13,9 @@ from strategies import plans
 from mesh_attention import Plan, Problem, causal, documents, make_plan, parse_plan, window
 from mesh_attention.errors import ParseError, ScheduleError, TileError
 from mesh_attention.plan.assignment import Assignment, Tile
+from mesh_attention.plan.format import format_item
+from mesh_attention.plan.parse import parse_item, parse_move, parse_step
 from mesh_attention.plan.steps import Item, Recv
-from mesh_attention.plan.text import format_item, parse_item, parse_move, parse_step
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -25,11 +25,11 @@ from typing_extensions import assert_never
 
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.format import format_move
 from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
-from mesh_attention.plan.text import format_move
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.order import mask_of
+from mesh_attention.planners.move_order import mask_of
 
 
 class Clocks(NamedTuple):

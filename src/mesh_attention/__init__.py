@@ -12,7 +12,8 @@ from mesh_attention.masks import causal, documents, full, window
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.layout import Chunks, Contiguous, Striped, Zigzag
-from mesh_attention.plan.plan import Plan, parse_plan
+from mesh_attention.plan.parse import parse_plan
+from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import Choice
 from mesh_attention.planners.make import make_plan
 from mesh_attention.problem import Problem

@@ -37,7 +37,7 @@ from mesh_attention.execution.autograd import attend
 from mesh_attention.execution.call import MAX_ENGINES, Calls
 from mesh_attention.execution.engine import Engine
 from mesh_attention.execution.operators import Operands, number_of, refused, untraced
-from mesh_attention.machine.strategy import TunedStrategy
+from mesh_attention.machine.tuned_strategy import TunedStrategy
 from mesh_attention.plan.layout import LAYOUTS, Cached, TypicalTurn, Zigzag
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import Choice, ChoiceOptions, as_choice

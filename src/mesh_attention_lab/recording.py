@@ -44,10 +44,10 @@ from mesh_attention.execution.call import Calls
 from mesh_attention.execution.compiled import Compiled, Instruction
 from mesh_attention.execution.engine import Engine
 from mesh_attention.plan.counts import program_flops
+from mesh_attention.plan.format import format_end, format_step
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.steps import Free, Recv, Send, transfers
-from mesh_attention.plan.text import format_end, format_step
 from mesh_attention.session.agreement import Statement
 from mesh_attention.session.session import Session
 from mesh_attention.timeline import Lane, RankTimes, Span, Timeline

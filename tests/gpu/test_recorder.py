@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from mesh_attention import LocalGroup, MeshAttention
+from mesh_attention.plan.format import format_step
 from mesh_attention.plan.steps import Attend
-from mesh_attention.plan.text import format_step
 from mesh_attention_lab.recording import record
 
 

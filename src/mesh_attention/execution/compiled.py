@@ -12,12 +12,12 @@ from mesh_attention.kernels.base import CallMask
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan import steps as ops
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.calls import KernelCall, kernel_calls, peak_nbytes
 from mesh_attention.plan.footprint import shared_buffers
+from mesh_attention.plan.format import format_step
+from mesh_attention.plan.kernel_calls import KernelCall, kernel_calls, peak_nbytes
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import stops
 from mesh_attention.plan.steps import AXIS_OF, Item, Kind, effects, running, transfers
-from mesh_attention.plan.text import format_step
 
 
 class Stretch(NamedTuple):

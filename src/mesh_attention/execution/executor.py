@@ -19,6 +19,7 @@ from mesh_attention.execution.buffers import Allocation, Buffer, Meter, Span, pa
 from mesh_attention.execution.compiled import Compiled, CompiledCall, Exchanged, Instruction, Stretch
 from mesh_attention.kernels.base import Gradients, Kernel, Merging, RowGradient, Scores
 from mesh_attention.kernels.merging import TorchMerging
+from mesh_attention.plan.format import format_item, format_step
 from mesh_attention.plan.program import turns
 from mesh_attention.plan.steps import (
     AXIS_OF,
@@ -42,7 +43,6 @@ from mesh_attention.plan.steps import (
     staged,
     transfers,
 )
-from mesh_attention.plan.text import format_item, format_step
 
 Fields = Mapping[str, Tensor]
 """Tensors by field name, (batch, heads, tokens, dim)."""

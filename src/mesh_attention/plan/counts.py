@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mesh_attention.plan.blocks import BlockMatrix, Bytes
-from mesh_attention.plan.calls import kernel_calls
+from mesh_attention.plan.kernel_calls import kernel_calls
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.steps import Attend, Item, Kind, transfers

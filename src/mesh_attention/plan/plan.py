@@ -1,27 +1,25 @@
 """The plan: problem, layout, assignment and schedule together. Plain immutable data, the same on every rank.
 
-A plan has one text, which `parse_plan` reads back: people read it, files hold it, and ranks compare its hash.
+A plan has one text, which `plan.parse` reads back: people read it, files hold it, and ranks compare its hash.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from typing_extensions import assert_never
 
-from mesh_attention.errors import ParseError, ScheduleError
-from mesh_attention.plan.assignment import Assignment, Tile, check_assignment
+from mesh_attention.errors import ScheduleError
+from mesh_attention.plan.assignment import Assignment, check_assignment
 from mesh_attention.plan.blocks import BlockMatrix, block_matrix
-from mesh_attention.plan.layout import Layout, parse_layout
+from mesh_attention.plan.format import format_move
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.lowering import lower, lowered_steps
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Return, Schedule
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction, Step, is_step
-from mesh_attention.plan.text import format_move, parse_mask, parse_move, parse_step
 from mesh_attention.problem import Problem
 from mesh_attention.units import brief
 
@@ -177,97 +175,3 @@ def _check_moves(schedule: Schedule, direction: Direction, assignment: Assignmen
                 f"results {', '.join(outputs)}, offsets 0 to {sizes['row'] - 1} (rows) and {sizes['col'] - 1} "
                 f"(columns), waves 0 to {assignment.waves - 1}"
             )
-
-
-# Reading a plan
-
-_REQUIRED = ("method", "direction", "problem", "layout", "tile", "ulysses", "route", "partials", "keep")
-_OPTIONAL = ("mask", "inner", "waves", "moves", "programs")
-
-
-def parse_plan(text: str) -> Plan:
-    """A plan from its text, such as the contents of a plan file; the inverse of ``str(plan)``."""
-    entries = _entries(text)
-    missing = [key for key in _REQUIRED if key not in entries]
-    unknown = [key for key in entries if key not in (*_REQUIRED, *_OPTIONAL)]
-    if missing or unknown:
-        raise ParseError(
-            f"missing fields: {', '.join(missing) or 'none'}; unknown fields: {', '.join(unknown)[:200] or 'none'}; "
-            "save the plan again"
-        )
-    if ("moves" in entries) == ("programs" in entries):
-        which = "both moves and programs" if "moves" in entries else "neither moves nor programs"
-        raise ParseError(f"plan has {which}; expected one of the two; save the plan again")
-    waves, _, cut = entries.get("waves", "1 of heads").partition(" of ")
-    keep = entries["keep"]
-    return Plan(
-        method=entries["method"],
-        direction=entries["direction"],
-        problem=_problem(entries["problem"], mask=entries.get("mask", "full")),
-        layout=parse_layout(entries["layout"]),
-        assignment=Assignment(
-            Tile.parse(entries["tile"]),
-            _whole("ulysses", entries["ulysses"]),
-            Tile.parse(entries["inner"]) if "inner" in entries else None,
-            _whole("waves", waves),
-            cut,
-        ),
-        schedule=Schedule(
-            moves=tuple(map(parse_move, entries.get("moves", ()))),
-            route=entries["route"],
-            partials=entries["partials"],
-            keep=() if keep == "nothing" else tuple(keep.split(",")),
-        ),
-        programs=tuple(map(_program, entries["programs"])) if "programs" in entries else None,
-    )
-
-
-def _entries(text: str) -> dict[str, Any]:
-    """The lines of a plan's text by their first word. `moves` is a list of lines, `programs` one of lists of lines."""
-    lines = text.splitlines()
-    if not lines or lines[0].strip() != HEADER:
-        raise ParseError(f"first line {(lines or [''])[0][:60]!r}: expected {HEADER!r}")
-    entries: dict[str, Any] = {}
-    section: list[str] | None = None  # the moves or the program that indented lines belong to
-    for number, line in enumerate(lines[1:], start=2):
-        key, _, value = line.partition(" ")
-        if line.startswith("  "):
-            if section is None:
-                raise ParseError(f"line {number}: {brief(line.strip())} is outside 'moves' and 'program'")
-            section.append(line.strip())
-        elif key == "program":
-            section = [value]
-            entries.setdefault("programs", []).append(section)
-        elif line.strip():
-            if key in entries or key == "programs":
-                raise ParseError(f"line {number}: a second {brief(key)}; expected each key once")
-            if line == "moves":
-                section = entries[key] = []
-            else:
-                entries[key] = value
-    return entries
-
-
-def _problem(text: str, *, mask: str) -> Problem:
-    values: dict[str, Any] = {}
-    for name, _, value in (field.partition("=") for field in text.split()):
-        if name in values:
-            raise ParseError(f"problem has {brief(name)} twice; expected each field once")
-        values[name] = value if name == "dtype" else _whole(name, value)
-    names = {field.name for field in fields(Problem)} - {"mask"}
-    if set(values) != names:
-        raise ParseError(f"problem {brief(text)}: expected the fields {', '.join(sorted(names))}")
-    return Problem(**values, mask=parse_mask(mask))
-
-
-def _program(lines: list[str]) -> Program:
-    head = re.fullmatch(r"(\d{1,18}) peak (\d{1,18})", lines[0])
-    if head is None:
-        raise ParseError(f"program {brief(lines[0])}: expected a rank and its peak, such as 'program 0 peak 1024'")
-    return Program(rank=int(head[1]), steps=tuple(map(parse_step, lines[1:])), peak_nbytes=int(head[2]))
-
-
-def _whole(name: str, text: str) -> int:
-    if not text.isdecimal() or len(text) > 18:
-        raise ParseError(f"{name}={brief(text)}: expected a whole number of at most 18 digits")
-    return int(text)

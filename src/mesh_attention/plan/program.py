@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mesh_attention.plan.format import format_step
 from mesh_attention.plan.steps import Effects, Item, Pack, Recv, Send, Step, effects, in_flight
-from mesh_attention.plan.text import format_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

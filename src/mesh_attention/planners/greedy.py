@@ -24,9 +24,9 @@ from __future__ import annotations
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.schedule import Move, Return, Route
 from mesh_attention.plan.steps import OUTPUTS, Direction, Kind
+from mesh_attention.planners.cost_based import priced_moves
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.order import ONE_SIZE, Order, Rectangle, Sizes, mask_of
-from mesh_attention.planners.priced import priced_moves
+from mesh_attention.planners.move_order import ONE_SIZE, Order, Rectangle, Sizes, mask_of
 
 
 def greedy_moves(

@@ -10,11 +10,20 @@ import torch
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.plan.serving import BLOCK_TOKENS, COMBINES, MOST_DECODED, QUERIES, Combine, Queries, blocks_of_rank
-from mesh_attention.serving.appended import CREATED, EXTENDED, FORKED, REMOVED, RESERVED, TRUNCATED, Growth
 from mesh_attention.serving.book import BlockPool, Book, WindowSize
 from mesh_attention.serving.decode import DTYPE_NAMES, Step
 from mesh_attention.serving.memory import CachedLayer, CacheMemory, cache_nbytes
-from mesh_attention.serving.prefill import Turn, new_tokens
+from mesh_attention.serving.new_tokens import (
+    CREATED,
+    EXTENDED,
+    FORKED,
+    REMOVED,
+    RESERVED,
+    TRUNCATED,
+    Growth,
+    checked_new_tokens,
+)
+from mesh_attention.serving.prefill import Turn
 from mesh_attention.serving.step_runner import StepRunner
 from mesh_attention.session.agreement import Statement
 from mesh_attention.units import brief, count, format_nbytes
@@ -190,7 +199,7 @@ class ShardedCache:
     def tokens_per_rank(self, new: Mapping[int, int]) -> list[int]:
         """How many new tokens each rank would get from `prefill`; some ranks may get none of a few tokens."""
         totals = [0] * self.ranks
-        for number, tokens in new_tokens(new):
+        for number, tokens in checked_new_tokens(new):
             before = self.book.entry(number)
             after = before.shares.appended(tokens, self.attention.layout, before.counts).counts()
             totals = [t + a - b for t, a, b in zip(totals, after, before.counts, strict=True)]
@@ -209,7 +218,7 @@ class ShardedCache:
             raise UsageError(f"queries={queries!r}: expected {' or '.join(QUERIES)}")
         if combine is not None and (combine not in COMBINES or (queries == "sharded" and combine != "reduce_scatter")):
             raise UsageError(f"combine={combine!r}: expected reduce_scatter, or for replicated queries also all_gather")
-        numbers = {tokens for _, tokens in new_tokens(new)}
+        numbers = {tokens for _, tokens in checked_new_tokens(new)}
         if len(numbers) > 1 or max(numbers) > MOST_DECODED:
             raise UsageError(
                 f"a step got {', '.join(map(str, sorted(numbers)))} new tokens; expected the same number for each "
@@ -244,7 +253,7 @@ class ShardedCache:
                 )
 
     def _extended(self, new: Mapping[int, int], *, is_decoded: bool) -> dict[int, Growth]:
-        checked = dict(new_tokens(new))
+        checked = dict(checked_new_tokens(new))
         self._refuse_unfinished()
         before = {number: self.book.entry(number) for number in checked}
         self.book.extend(checked, is_decoded=is_decoded)

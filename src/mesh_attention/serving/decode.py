@@ -14,8 +14,8 @@ from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.execution.autograd import without_autocast
 from mesh_attention.execution.buffers import DTYPES
 from mesh_attention.plan.serving import Combine, DecodePlan, Queries, choose_combine
-from mesh_attention.serving.appended import Appended, Growth
 from mesh_attention.serving.book import WindowSize
+from mesh_attention.serving.new_tokens import Appended, Growth
 from mesh_attention.serving.step_runner import LayerStep, StepBuffers
 
 if TYPE_CHECKING:

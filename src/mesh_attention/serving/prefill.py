@@ -22,9 +22,9 @@ from mesh_attention.execution.autograd import run_forward
 from mesh_attention.execution.engine import Engine
 from mesh_attention.masks import Segment
 from mesh_attention.plan.layout import Cached, Listed, join, shifted
-from mesh_attention.serving.appended import Appended, Growth
 from mesh_attention.serving.book import WindowSize, clip
 from mesh_attention.serving.memory import slots_of
+from mesh_attention.serving.new_tokens import Appended, Growth
 from mesh_attention.session.agreement import Statement
 
 if TYPE_CHECKING:
@@ -281,13 +281,3 @@ def _numbers(values: list[int], device: torch.device) -> Tensor:
 
 def _as_list(slots: slice | list[int]) -> list[int]:
     return [*range(slots.start, slots.stop)] if isinstance(slots, slice) else slots
-
-
-def new_tokens(new: Mapping[int, int]) -> Sequence[tuple[int, int]]:
-    """The sequences of a turn, checked."""
-    if not isinstance(new, Mapping) or not new:
-        raise UsageError(f"a turn got {new!r}: expected a number of new tokens for each of its sequences")
-    for sequence, tokens in new.items():
-        if type(tokens) is not int or tokens < 1:
-            raise UsageError(f"sequence {sequence} got {tokens!r} new tokens: expected a whole number of at least 1")
-    return list(new.items())

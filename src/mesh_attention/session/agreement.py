@@ -15,7 +15,7 @@ from typing import Any
 
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.errors import DisagreementError, TransportError, UsageError
-from mesh_attention.plan.text import format_numbers
+from mesh_attention.plan.format import format_numbers
 
 PATIENCE_S = 20.0
 """Seconds that a rank waits for the others to receive its error. Ranks that repeat a known call never receive it."""

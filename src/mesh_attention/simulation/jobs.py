@@ -14,11 +14,11 @@ from typing_extensions import assert_never
 from mesh_attention.masks import BlockKind, Mask, Segment
 from mesh_attention.plan import steps
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.calls import KernelCall, kernel_calls, peak_nbytes
+from mesh_attention.plan.format import format_step
+from mesh_attention.plan.kernel_calls import KernelCall, kernel_calls, peak_nbytes
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import stops
 from mesh_attention.plan.steps import Direction, Free, Item, Recv, Send, Step, effects, in_flight, running, transfers
-from mesh_attention.plan.text import format_step
 from mesh_attention.topology import Device
 
 

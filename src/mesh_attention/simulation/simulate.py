@@ -10,8 +10,9 @@ from mesh_attention.errors import TopologyError
 from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.simulation import lockstep
-from mesh_attention.simulation.events import EventSimulator, Network, Recorder
+from mesh_attention.simulation.event_driven import EventSimulator
 from mesh_attention.simulation.jobs import Prices, RankJobs, rank_jobs
+from mesh_attention.simulation.recorder import Network, Recorder
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.units import Progress

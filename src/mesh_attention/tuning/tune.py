@@ -18,7 +18,7 @@ from mesh_attention.planners.costs import limits
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import complexity, of_fewest_bytes, shapes
-from mesh_attention.tuning.coarse import MOST_SHORTENED
+from mesh_attention.tuning.representative import MOST_SHORTENED
 from mesh_attention.tuning.result import FORECAST_ERROR, NEAR_TIE, Trial, Tuning, within
 from mesh_attention.tuning.search import EFFORT_ON_MANY_RANKS, PassSearch, effort, quick_effort
 from mesh_attention.tuning.traffic import plan_on, traffic

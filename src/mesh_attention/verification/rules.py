@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from mesh_attention.errors import PlanError
 from mesh_attention.plan import steps
 from mesh_attention.plan.footprint import held_nbytes, shared_buffers
+from mesh_attention.plan.format import format_item, format_step
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Item, Kind, in_flight, running, staged, transfers
-from mesh_attention.plan.text import format_item, format_step
 from mesh_attention.units import Progress, count
 from mesh_attention.verification.evidence import (
     Breach,

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from mesh_attention.plan import steps
+from mesh_attention.plan.format import format_item, format_numbers
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item, Kind, Recv, Send, Step, effects, transfers
-from mesh_attention.plan.text import format_item, format_numbers
 from mesh_attention.verification.evidence import Breach, Evidence
 
 

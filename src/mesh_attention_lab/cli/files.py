@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.errors import ParseError, PlanError, UsageError, writing
-from mesh_attention.plan.plan import Plan, parse_plan
+from mesh_attention.plan.parse import parse_plan
+from mesh_attention.plan.plan import Plan
 from mesh_attention.problem import Problem
 from mesh_attention.units import Progress, count
 from mesh_attention.verification.rules import check

@@ -28,7 +28,7 @@ from mesh_attention.plan.serving import MOST_DECODED, QUERIES, Queries
 from mesh_attention.planners.choice import METHODS, Choice
 from mesh_attention.problem import DIRECTIONS, ITEMSIZE, Direction, Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.coarse import part_of
+from mesh_attention.tuning.representative import part_of
 from mesh_attention.units import Progress, count, parse_size, parse_whole
 from mesh_attention_lab.cli.files import chart_file, checked_plan, output_file
 from mesh_attention_lab.cli.terminal import mask_words

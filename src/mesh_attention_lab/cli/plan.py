@@ -14,9 +14,9 @@ import typer
 from mesh_attention.errors import writing
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.footprint import held_nbytes
+from mesh_attention.plan.format import format_step
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import transfers
-from mesh_attention.plan.text import format_step
 from mesh_attention.planners.make import make_plan
 from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.units import BYTES, count, format_nbytes

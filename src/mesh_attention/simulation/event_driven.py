@@ -11,94 +11,15 @@ are not duplex, the two sides are one lane. The lockstep engine has the same lan
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.steps import Item, Recv, Send
-from mesh_attention.plan.text import format_end
 from mesh_attention.simulation.jobs import Job, RankJobs
-from mesh_attention.timeline import Lane, RankTimes, Span
-from mesh_attention.topology import LinkClass, Topology
-
-
-class Path(NamedTuple):
-    """The lanes of a transfer, as numbers, and its link class."""
-
-    out_lane: int
-    in_lane: int
-    link_class: LinkClass
-
-
-class Network:
-    """The lanes of a cluster: ports out, ports in, NICs out, NICs in."""
-
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
-        ranks, nics = topology.ranks, topology.nodes * topology.nics_per_node
-        self.num_lanes = 2 * (ranks + nics)
-        self.out_ports, self.out_nics = 0, 2 * ranks
-        self.in_ports = ranks if topology.full_duplex else self.out_ports
-        self.in_nics = 2 * ranks + nics if topology.full_duplex else self.out_nics
-        self.is_shared = not topology.full_duplex or topology.nics_per_node < topology.ranks_per_node
-
-    def path(self, source: int, dest: int) -> Path:
-        topology = self.topology
-        if topology.node(source) == topology.node(dest):
-            return Path(self.out_ports + source, self.in_ports + dest, "inside")
-        return Path(self.out_nics + topology.nic(source), self.in_nics + topology.nic(dest), "between")
-
-
-class Recorder:
-    """Collects what an engine reports, one rank at a time."""
-
-    def __init__(self, ranks: int, spans_of: Collection[int]) -> None:
-        self.spans_of = frozenset(spans_of)
-        self.compute_s, self.stop_s = [0.0] * ranks, [0.0] * ranks
-        self.out_s, self.in_s = [0.0] * ranks, [0.0] * ranks
-        self.sent: dict[LinkClass, int] = {"inside": 0, "between": 0}
-        self.spans: list[Span] = []
-
-    def compute(self, rank: int, start: float, stop: float, job: Job) -> None:
-        self.compute_s[rank] += stop - start
-        self._busy(rank, "compute", start, stop, job)
-
-    def wait(self, rank: int, start: float, stop: float, job: Job) -> None:
-        self._busy(rank, "wait", start, stop, job)
-
-    def transfer(self, ends: tuple[int, int], link_class: LinkClass, start: float, stop: float, nbytes: int) -> None:
-        """Add a transfer to the totals of both its ends."""
-        source, dest = ends
-        self.out_s[source] += stop - start
-        self.in_s[dest] += stop - start
-        self.sent[link_class] += nbytes
-
-    def transfer_span(self, rank: int, job: Job, end: Send | Recv, start: float, stop: float, nbytes: int) -> None:
-        """One end of a transfer, which a job of the rank posted."""
-        if rank in self.spans_of and stop > start:
-            lane: Lane = "send" if isinstance(end, Send) else "recv"
-            self.spans.append(Span(rank, lane, start, stop, format_end(end), nbytes, job.index_of(end)))
-
-    def stop(self, rank: int, now: float) -> None:
-        self.stop_s[rank] = max(self.stop_s[rank], now)
-
-    def rank_times(self) -> tuple[RankTimes, ...]:
-        return tuple(
-            RankTimes(
-                rank=rank,
-                stop_s=stop,
-                compute_s=self.compute_s[rank],
-                link_s=max(self.out_s[rank], self.in_s[rank]),
-            )
-            for rank, stop in enumerate(self.stop_s)
-        )
-
-    def _busy(self, rank: int, lane: Lane, start: float, stop: float, job: Job) -> None:
-        if rank in self.spans_of and stop > start:
-            self.spans.append(Span(rank, lane, start, stop, job.name, step=job.index))
+from mesh_attention.simulation.recorder import Network, Path, Recorder
 
 
 class _Transfer:

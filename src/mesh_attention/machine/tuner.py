@@ -21,7 +21,7 @@ from mesh_attention.planners.costs import Costs
 from mesh_attention.planners.make import Price, make_plan, priced
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.coarse import can_be_widened, coarse, part_of, retargeted, widened
+from mesh_attention.tuning.representative import can_be_widened, coarse, part_of, retargeted, widened
 from mesh_attention.tuning.result import Tuning
 from mesh_attention.tuning.stored import cached_tune
 from mesh_attention.tuning.traffic import costs_on

@@ -1,19 +1,23 @@
-"""The text form of items, steps, moves and masks: one line each, and every line can be read back."""
+"""Reads a plan and its parts from their text: the inverse of ``str(plan)`` and of `plan.format`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import TypeVar
-
-from typing_extensions import assert_never
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 from mesh_attention.errors import ParseError
 from mesh_attention.masks import Mask, causal, documents, full, window
 from mesh_attention.plan import steps
-from mesh_attention.plan.schedule import GROUP_OPS, Fetch, GroupMove, Meet, Move, Return
+from mesh_attention.plan.assignment import Assignment, Tile
+from mesh_attention.plan.format import format_step
+from mesh_attention.plan.layout import parse_layout
+from mesh_attention.plan.plan import HEADER, Plan
+from mesh_attention.plan.program import Program
+from mesh_attention.plan.schedule import GROUP_OPS, Fetch, GroupMove, Meet, Move, Return, Schedule
 from mesh_attention.plan.steps import FORMS, KINDS, Item, Kind, Step
+from mesh_attention.problem import Problem
 from mesh_attention.units import brief
 
 Parsed = TypeVar("Parsed")
@@ -21,28 +25,101 @@ Parsed = TypeVar("Parsed")
 MAX_NUMBERS = 1 << 20
 """The most numbers in one list, so that a typo does not fill the memory."""
 
+# Plans
+
+_REQUIRED = ("method", "direction", "problem", "layout", "tile", "ulysses", "route", "partials", "keep")
+_OPTIONAL = ("mask", "inner", "waves", "moves", "programs")
+
+
+def parse_plan(text: str) -> Plan:
+    """A plan from its text, such as the contents of a plan file; the inverse of ``str(plan)``."""
+    entries = _entries(text)
+    missing = [key for key in _REQUIRED if key not in entries]
+    unknown = [key for key in entries if key not in (*_REQUIRED, *_OPTIONAL)]
+    if missing or unknown:
+        raise ParseError(
+            f"missing fields: {', '.join(missing) or 'none'}; unknown fields: {', '.join(unknown)[:200] or 'none'}; "
+            "save the plan again"
+        )
+    if ("moves" in entries) == ("programs" in entries):
+        which = "both moves and programs" if "moves" in entries else "neither moves nor programs"
+        raise ParseError(f"plan has {which}; expected one of the two; save the plan again")
+    waves, _, cut = entries.get("waves", "1 of heads").partition(" of ")
+    keep = entries["keep"]
+    return Plan(
+        method=entries["method"],
+        direction=entries["direction"],
+        problem=_problem(entries["problem"], mask=entries.get("mask", "full")),
+        layout=parse_layout(entries["layout"]),
+        assignment=Assignment(
+            Tile.parse(entries["tile"]),
+            _whole("ulysses", entries["ulysses"]),
+            Tile.parse(entries["inner"]) if "inner" in entries else None,
+            _whole("waves", waves),
+            cut,
+        ),
+        schedule=Schedule(
+            moves=tuple(map(parse_move, entries.get("moves", ()))),
+            route=entries["route"],
+            partials=entries["partials"],
+            keep=() if keep == "nothing" else tuple(keep.split(",")),
+        ),
+        programs=tuple(map(_program, entries["programs"])) if "programs" in entries else None,
+    )
+
+
+def _entries(text: str) -> dict[str, Any]:
+    """The lines of a plan's text by their first word. `moves` is a list of lines, `programs` one of lists of lines."""
+    lines = text.splitlines()
+    if not lines or lines[0].strip() != HEADER:
+        raise ParseError(f"first line {(lines or [''])[0][:60]!r}: expected {HEADER!r}")
+    entries: dict[str, Any] = {}
+    section: list[str] | None = None  # the moves or the program that indented lines belong to
+    for number, line in enumerate(lines[1:], start=2):
+        key, _, value = line.partition(" ")
+        if line.startswith("  "):
+            if section is None:
+                raise ParseError(f"line {number}: {brief(line.strip())} is outside 'moves' and 'program'")
+            section.append(line.strip())
+        elif key == "program":
+            section = [value]
+            entries.setdefault("programs", []).append(section)
+        elif line.strip():
+            if key in entries or key == "programs":
+                raise ParseError(f"line {number}: a second {brief(key)}; expected each key once")
+            if line == "moves":
+                section = entries[key] = []
+            else:
+                entries[key] = value
+    return entries
+
+
+def _problem(text: str, *, mask: str) -> Problem:
+    values: dict[str, Any] = {}
+    for name, _, value in (field.partition("=") for field in text.split()):
+        if name in values:
+            raise ParseError(f"problem has {brief(name)} twice; expected each field once")
+        values[name] = value if name == "dtype" else _whole(name, value)
+    names = {field.name for field in fields(Problem)} - {"mask"}
+    if set(values) != names:
+        raise ParseError(f"problem {brief(text)}: expected the fields {', '.join(sorted(names))}")
+    return Problem(**values, mask=parse_mask(mask))
+
+
+def _program(lines: list[str]) -> Program:
+    head = re.fullmatch(r"(\d{1,18}) peak (\d{1,18})", lines[0])
+    if head is None:
+        raise ParseError(f"program {brief(lines[0])}: expected a rank and its peak, such as 'program 0 peak 1024'")
+    return Program(rank=int(head[1]), steps=tuple(map(parse_step, lines[1:])), peak_nbytes=int(head[2]))
+
+
+def _whole(name: str, text: str) -> int:
+    if not text.isdecimal() or len(text) > 18:
+        raise ParseError(f"{name}={brief(text)}: expected a whole number of at most 18 digits")
+    return int(text)
+
+
 # Items and steps
-
-
-def format_item(item: Item) -> str:
-    name = f"{item.kind}{item.shard}" + (f".{item.part}" if item.part else "")
-    match item.form:
-        case "whole":
-            return name + (f"@{item.source}" if item.source is not None else "")
-        case "running":
-            return f"{name}~"
-        case "home" | "staged" | "kept":
-            return f"{item.form}:{name}"
-        case "piece":
-            return f"{name}/{item.source}"
-        case _:
-            assert_never(item.form)
-
-
-def format_end(end: steps.Send | steps.Recv) -> str:
-    """A transfer as one of its ends sees it, without the verb: "kv3 to 1"."""
-    return format_step(end).split(" ", 1)[1]
-
 
 # No number here is longer than nine digits; longer ones are not read.
 _ITEM = re.compile(r"(?:(home|staged|kept):)?([a-z]+)(\d{1,9})(?:\.(\d{1,9}))?(?:(~)|@(\d{1,9})|/(\d{1,9}))?")
@@ -68,44 +145,6 @@ def _kind(text: str) -> Kind:
         if kind == text:
             return kind
     raise ParseError(f"kind {brief(text)}: expected one of {', '.join(KINDS)}")
-
-
-def format_step(step: Step) -> str:
-    match step:
-        case steps.Recv(item, source):
-            return f"recv {format_item(item)} from {source}"
-        case steps.Send(item, dest):
-            return f"send {format_item(item)} to {dest}"
-        case steps.Collective(op, group, sends, recvs):
-            return _with_transfers(f"{op} over {format_numbers(group)}", (*sends, *recvs))
-        case steps.Exchange(before, after, group, sends, recvs):
-            head = f"exchange {format_item(before)} -> {format_item(after)} over {format_numbers(group)}"
-            return _with_transfers(head, (*sends, *recvs))
-        case steps.Pack(before, after):
-            return f"pack {format_item(before)} -> {format_item(after)}"
-        case steps.Unpack(before, after):
-            return f"unpack {format_item(before)} -> {format_item(after)}"
-        case steps.Attend(rows, cols, grads):
-            suffix = f" with {_format_items(grads)}" if grads else ""
-            return f"attend {_format_items(rows)} x {_format_items(cols)}{suffix}"
-        case steps.Merge(partial):
-            return f"merge {format_item(partial)}"
-        case steps.Clear(item):
-            return f"clear {format_item(item)}"
-        case steps.Finish(item):
-            return f"finish {format_item(item)}"
-        case steps.Free(item):
-            return f"free {format_item(item)}"
-        case _:
-            assert_never(step)
-
-
-def _with_transfers(head: str, transfers: tuple[steps.Send | steps.Recv, ...]) -> str:
-    return f"{head}: {'; '.join(map(format_step, transfers))}".rstrip()
-
-
-def _format_items(items: Iterable[Item]) -> str:
-    return ",".join(map(format_item, items))
 
 
 def _parse_items(text: str) -> tuple[Item, ...]:
@@ -160,22 +199,6 @@ def _parse(what: str, text: str, forms: Iterable[tuple[str, Callable[..., Parsed
 
 # Moves
 
-
-def format_move(move: Move) -> str:
-    wave = f"{move.wave}: " if move.wave else ""
-    match move:
-        case Fetch(kind, offset):
-            return f"{wave}fetch {kind} {offset}"
-        case Meet(rows, cols):
-            return f"{wave}meet {format_numbers(rows)} x {format_numbers(cols)}"
-        case Return(kind, offset):
-            return f"{wave}return {kind} {offset}"
-        case GroupMove(op, kind):
-            return f"{wave}{op} {kind}"
-        case _:
-            assert_never(move)
-
-
 _MOVE_FORMS: tuple[tuple[str, Callable[..., Move]], ...] = (
     (r"fetch ([a-z]+) (\d{1,9})", lambda kind, offset: Fetch(_kind(kind), int(offset))),
     (r"meet (\S+) x (\S+)", lambda rows, cols: Meet(parse_numbers(rows), parse_numbers(cols))),
@@ -190,17 +213,6 @@ def parse_move(text: str) -> Move:
     wave, rest = (int(prefixed[1]), prefixed[2]) if prefixed else (0, text)
     move = _parse("move", rest, _MOVE_FORMS, f"{kinds}, such as 'fetch kv 1', '1: fetch kv 1' or 'meet 0,1 x 0-3'")
     return replace(move, wave=wave)
-
-
-def format_numbers(numbers: Iterable[int]) -> str:
-    """Runs of consecutive numbers as first-last; the order is kept."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:

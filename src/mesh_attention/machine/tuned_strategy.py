@@ -17,7 +17,7 @@ from mesh_attention.clusters import PRESETS
 from mesh_attention.comm.base import Comm, innermost
 from mesh_attention.errors import TopologyError, UsageError
 from mesh_attention.execution.call import PlanningTalk
-from mesh_attention.machine.choosing import Chosen, Tuner, volume_based
+from mesh_attention.machine.cluster_files import calibrated_file, keep_measured, measured_file, read_kept, slug
 from mesh_attention.machine.facts import (
     Facts,
     Machine,
@@ -28,9 +28,9 @@ from mesh_attention.machine.facts import (
     ranks_per_node,
     sharers,
 )
-from mesh_attention.machine.files import calibrated_file, keep_measured, measured_file, read_kept, slug
 from mesh_attention.machine.fit import fit_topology
 from mesh_attention.machine.probe import probe
+from mesh_attention.machine.tuner import Chosen, Tuner, volume_based
 from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Listed, TypicalTurn, Zigzag
 from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import DIRECTIONS, Direction

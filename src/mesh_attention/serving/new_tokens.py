@@ -132,3 +132,13 @@ class Appended(ABC):
         sizes = {"seq_q": 1, "seq_kv": 1, "heads": 1, "kv_heads": 1, "ranks": 1}
         problem = Problem(**sizes, head_dim_qk=known.head_dim, head_dim_v=known.value_dim)  # type: ignore[arg-type]
         return options.checked().softmax(problem)
+
+
+def checked_new_tokens(new: Mapping[int, int]) -> Sequence[tuple[int, int]]:
+    """The sequences of a turn or a step with their numbers of new tokens, checked."""
+    if not isinstance(new, Mapping) or not new:
+        raise UsageError(f"a turn got {new!r}: expected a number of new tokens for each of its sequences")
+    for sequence, tokens in new.items():
+        if type(tokens) is not int or tokens < 1:
+            raise UsageError(f"sequence {sequence} got {tokens!r} new tokens: expected a whole number of at least 1")
+    return list(new.items())
