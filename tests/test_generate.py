@@ -23,7 +23,7 @@ from mesh_attention.api import MeshAttention
 from mesh_attention.errors import DisagreementError, MaskError, UsageError
 from mesh_attention.serving import ShardedCache
 from mesh_attention.transformers import GenerationCache, parallelize, unparallelize
-from mesh_attention.transformers import cache as cache_module
+from mesh_attention.transformers import generation_cache as cache_module
 from mesh_attention.transformers.parallelize import find_parallel
 
 Result = tuple[list[Any], list[Tensor]]
