@@ -70,22 +70,23 @@ class Model:
                 self._compare(found, expected)
 
     def decode(
-        self, sequences: list[int], tokens: int = 1, *, queries: Any = "replicated", combine: Any = None
+        self, new: dict[int, int] | list[int], tokens: int = 1, *, queries: Any = "replicated", combine: Any = None
     ) -> None:
-        new = dict.fromkeys(sequences, tokens)
+        """A step of as many tokens for each sequence, or of `tokens` for all."""
+        new = new if isinstance(new, dict) else dict.fromkeys(new, tokens)
         step = self.cache.decode(new, queries=queries, combine=combine)
-        rows = [step.rows(rank) for rank in self.ranks]
+        runs = [list(new)[rows.start : rows.stop] for rows in map(step.rows, self.ranks)]
         for layer in range(len(self.cache.layers)):
             grown = self._grow(layer, new)
-            wholes = [self._given(torch.stack(list(whole.values()))) for whole in grown]
-            parts: list[Any] = [[whole[at.start : at.stop] for at in rows] for whole in wholes]
+            parts: list[Any] = [[self._given(_by_row(step, whole, run)) for run in runs] for whole in grown]
             local = parts if self.cache.attention.is_local else [part[0] for part in parts]
             outs, lses = self._attend(step, layer, local)
             due = self._due(layer, grown[0])
-            for at, out, lse in zip(rows, outs, lses, strict=True):
-                for place, number in enumerate(sequences[at.start : at.stop]):
-                    self._compare(out[place], due[number][0])
-                    self._compare(lse[place], due[number][1])
+            due_outs = {number: out for number, (out, _) in due.items()}
+            due_lses = {number: lse.T for number, (_, lse) in due.items()}
+            for run, out, lse in zip(runs, outs, lses, strict=True):
+                self._compare(out, _by_row(step, due_outs, run))
+                self._compare(lse.transpose(1, 2), _by_row(step, due_lses, run))
 
     def truncate(self, number: int, length: int) -> None:
         self.cache.truncate(number, length)
@@ -130,3 +131,11 @@ class Model:
         assert found.isfinite().all()  # every query sees itself
         if due.numel():
             self.error = max(self.error, float((found.double().cpu() - due).abs().max() / due.abs().max().clamp(min=1)))
+
+
+def _by_row(step: Step, tokens: dict[int, Tensor], run: list[int]) -> Tensor:
+    """The tokens of some sequences, as a step takes them."""
+    some = next(iter(tokens.values()))
+    if step.is_ragged:
+        return torch.cat([some[:0], *(tokens[number] for number in run)])[None]
+    return torch.stack([tokens[number] for number in run]) if run else some[None][:0]

@@ -21,7 +21,7 @@ from torch import Tensor
 from mesh_attention import DisagreementError, LocalGroup, MeshAttention
 from mesh_attention.errors import CacheFullError, UsageError
 from mesh_attention.plan.layout import Zigzag
-from mesh_attention.plan.serving import COMBINES, QUERIES
+from mesh_attention.planners.decode import COMBININGS, QUERIES
 from mesh_attention.serving import ShardedCache, Turn
 from mesh_attention.serving.book import Shares, clip
 from mesh_attention.serving.step_runner import MOST_STEPS
@@ -66,8 +66,10 @@ def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObj
             model.prefill({number: data.draw(st.integers(1, 23)) for number in some})
         elif kind == "decode":
             queries = data.draw(st.sampled_from(QUERIES))
-            combine = data.draw(st.sampled_from(COMBINES)) if queries == "replicated" else None
-            model.decode(some, data.draw(st.integers(1, 5)), queries=queries, combine=combine)
+            combine = data.draw(st.sampled_from(COMBININGS)) if queries == "replicated" else None
+            most = data.draw(st.sampled_from([1, 5]))
+            new = {number: data.draw(st.integers(1, most)) for number in some}
+            model.decode(new, queries=queries, combine=combine)
         elif kind == "reserve":
             model.cache.reserve(data.draw(st.integers(1, 1000)))
         elif kind == "new":

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from mesh_attention.arguments import arrived, is_transformed, needs_gradient
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.buffers import Buffer, token_format
+from mesh_attention.execution.buffers import Buffer, Fields, token_format
 from mesh_attention.execution.engine import Engine
-from mesh_attention.execution.executor import Fields
 from mesh_attention.kernels.base import Kernel, RowGradient, Scores
 from mesh_attention.kernels.merging import delta_of, row_delta
 from mesh_attention.plan.steps import Item

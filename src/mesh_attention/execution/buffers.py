@@ -24,6 +24,8 @@ DTYPES = {
     "float16": torch.float16,
 }
 
+Fields = Mapping[str, Tensor]
+"""Tensors by field name, (batch, heads, tokens, dim)."""
 STATISTICS = ("lse", "delta")
 """Fields with one number for each token and head."""
 
@@ -69,14 +71,18 @@ def _views(fmt: TokenFormat, tokens: int, batch: int) -> tuple[tuple[str, torch.
 
 
 @lru_cache(maxsize=256)
-def token_format(kind: Kind, problem: Problem, shares: int, is_running: bool) -> TokenFormat:
-    """The format of items that hold one share of the heads."""
+def token_format(
+    kind: Kind, problem: Problem, shares: int, is_running: bool = False, *, is_over_cache: bool = False
+) -> TokenFormat:
+    """The format of items that hold one share of the heads. Over a cache, queries bring the keys and values of their
+    tokens."""
     wire = DTYPES[problem.dtype]
     wide = torch.float64 if problem.dtype == "float64" else torch.float32
     statistic = torch.float64 if is_running else wide  # see `problem.RUNNING_LSE_NBYTES`
     slots = []
     at, alignment = 0, 1
-    for name, heads, dim in fields_of(kind, problem):
+    added = fields_of("kv", problem) if kind == "q" and is_over_cache else ()
+    for name, heads, dim in (*fields_of(kind, problem), *added):
         dtype = wide if is_running else wire
         if name in STATISTICS:
             dtype, alignment = statistic, statistic.itemsize
@@ -135,11 +141,12 @@ class Buffer:
     `raw` is None for a caller's tensors.
     """
 
-    __slots__ = ("_flat", "_views", "fields", "raw")
+    __slots__ = ("_by_token", "_flat", "_views", "fields", "raw")
 
     def __init__(self, fields: Mapping[str, Tensor], raw: Tensor | None = None) -> None:
         self.fields, self.raw = fields, raw
         self._views: dict[tuple[str, Span], Tensor] = {}
+        self._by_token: dict[tuple[TokenSpan | None, int], Fields] = {}
         self._flat: Tensor | None = None
 
     def view(self, name: str, span: Span | None) -> Tensor:
@@ -150,6 +157,18 @@ class Buffer:
         if view is None:
             view = self._views[name, span] = part(self.fields[name], span)
         return view
+
+    def by_token(self, span: TokenSpan | None, parts: int = 0) -> Fields:
+        """The fields of a span with tokens first, (tokens, heads, dim); or of so many equal parts of it one after
+        another, (parts, tokens, heads, dim). Of a batch of one."""
+        key = span, parts
+        views = self._by_token.get(key)
+        if views is None:
+            views = {name: self.view(name, span)[0].transpose(0, 1) for name in self.fields}
+            if parts:
+                views = {name: view.view(parts, -1, *view.shape[1:]) for name, view in views.items()}
+            self._by_token[key] = views
+        return views
 
     @classmethod
     def empty(cls, fmt: TokenFormat, *, tokens: int, batch: int, device: torch.device) -> Buffer:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Work
-from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Meter, fields_of
+from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Fields, Meter, fields_of
 from mesh_attention.execution.compiled import Compiled, compile_program, describe_post, peers_of
-from mesh_attention.execution.executor import Executor, Fields
+from mesh_attention.execution.executor import Executor
 from mesh_attention.execution.graphs import CapturedPasses, Tensors
 from mesh_attention.execution.warm_up import DryComm, DryKernel, DryMerging, this_thread
 from mesh_attention.kernels.base import Demand, Kernel, Merging, Scores

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from typing_extensions import assert_never
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work, innermost
 from mesh_attention.errors import DisagreementError, TransportError
-from mesh_attention.execution.buffers import Allocation, Buffer, Meter, Span, part
-from mesh_attention.execution.compiled import Compiled, CompiledCall, Exchanged, Instruction, Stretch
+from mesh_attention.execution.buffers import DTYPES, Allocation, Buffer, Fields, Meter, Span, part
+from mesh_attention.execution.compiled import Compiled, CompiledCall, Exchanged, Instruction, Side, Stretch
 from mesh_attention.kernels.base import Gradients, Kernel, Merging, RowGradient, Scores
 from mesh_attention.kernels.merging import TorchMerging
 from mesh_attention.plan.format import format_item, format_step
@@ -27,6 +28,8 @@ from mesh_attention.plan.steps import (
     Attend,
     Clear,
     Collective,
+    Combine,
+    Decode,
     Exchange,
     Finish,
     Free,
@@ -44,24 +47,38 @@ from mesh_attention.plan.steps import (
     transfers,
 )
 
-Fields = Mapping[str, Tensor]
-"""Tensors by field name, (batch, heads, tokens, dim)."""
+
+class CacheKernel(Protocol):
+    """Appends to one layer of a cache and attends to it; fields are of tokens, (tokens, heads, dim)."""
+
+    def decode(self, tokens: Fields, partials: Fields) -> None:
+        """Store what the cache keeps of the tokens' K and V, then attend to all it has: O and LSE."""
+
+    def combine(self, partials: Fields, total: Fields) -> None:
+        """Merge partials, (ranks, tokens, heads, dim)."""
+
+
+def _no_output(kind: str) -> Fields:
+    raise AssertionError(f"a pass over a cache leaves {kind} where it was merged")
 
 
 @dataclass
 class Executor:
     """One pass of one rank. `inputs` are the caller's fields by kind; `run` returns the results by kind.
 
-    `kept` is what the forward pass kept for this one.
+    `kept` is what the forward pass kept for this one. A pass over a `cache` leaves its results in the buffers of
+    `pool`, which the next one like it overwrites.
     """
 
     compiled: Compiled
     comm: Comm
-    kernel: Kernel
-    softmax: Softmax
     inputs: Mapping[str, Fields]
     device: torch.device
-    new_output: Callable[[str], Fields]
+    kernel: Kernel | None = None
+    softmax: Softmax | None = None
+    new_output: Callable[[str], Fields] = _no_output
+    cache: CacheKernel | None = None
+    pool: dict[tuple[Item, ...], Buffer] | None = None
     merging: Merging = field(default_factory=TorchMerging)
     kept: Mapping[Item, Buffer] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
@@ -75,7 +92,7 @@ class Executor:
         plan = self.compiled.plan
         self.posts_apart = getattr(innermost(self.comm), "runs_side_by_side", False)
         self.problem, self.matrix, self.assignment = plan.problem, plan.matrix, plan.assignment
-        for kind in INPUTS[plan.direction]:
+        for kind in INPUTS[plan.direction] if self.cache is None else ("q",):
             for number in self.assignment.parts(AXIS_OF[kind]):
                 self.buffers[Item(kind, self.compiled.rank, "home", part=number)] = Buffer(self._at_home(kind, number))
         self.buffers |= self.kept
@@ -105,6 +122,10 @@ class Executor:
                     self._finish(item, instruction)
                 case Merge(partial):
                     self._merge(partial, instruction.stretches)
+                case Decode():
+                    self._decode(*instruction.sides)
+                case Combine():
+                    self._combine(*instruction.sides)
                 case Clear():
                     pass  # opened above; its blanks are filled when it is finished
                 case Collective():
@@ -120,6 +141,17 @@ class Executor:
             for item in tuple(posted):
                 yield from self._wait(posted.pop(item), self.compiled.instructions[-1], item)
         return self.outputs
+
+    @property
+    def result(self) -> Buffer | None:
+        """After a pass over a cache: the rows that this rank wants; None if it has none."""
+        return next((buffer for item, buffer in self.buffers.items() if item.form == "total"), None)
+
+    @property
+    def result_bytes(self) -> list[Tensor]:
+        """The result of a pass over a cache as one piece of memory."""
+        raw = None if self.result is None else self.result.raw
+        return [] if raw is None else [raw.view(DTYPES[self.problem.dtype])]
 
     def kept_for_backward(self) -> dict[Item, Buffer]:
         """The items that the plan keeps, after a forward pass."""
@@ -181,9 +213,13 @@ class Executor:
         return buffer
 
     def _new_buffer(self, allocation: Allocation) -> Buffer:
+        if self.pool is not None and allocation.items in self.pool:
+            return self.pool[allocation.items]
         tokens, batch = allocation.tokens, self.problem.batch
         buffer = Buffer.empty(allocation.fmt, tokens=tokens, batch=batch, device=self.device)
         self.meter.take(buffer.nbytes)
+        if self.pool is not None:
+            self.pool[allocation.items] = buffer
         return buffer
 
     def _release(self, item: Item) -> None:
@@ -198,6 +234,8 @@ class Executor:
     # Steps
 
     def _attend(self, calls: tuple[CompiledCall, ...]) -> None:
+        assert self.kernel is not None
+        assert self.softmax is not None
         for call in calls:
             q = self.buffers[call.q].view("q", call.q_span)
             kv = self.buffers[call.kv]
@@ -210,6 +248,24 @@ class Executor:
                 upstream = RowGradient(row.view("do", at), row.view("lse", at), row.view("delta", at))
                 # Not in a variable, which would keep them alive during the next call.
                 self._add_gradients(call, self.kernel.backward(q, k, v, upstream, scores))
+
+    def _decode(self, rows: Side, partials: Side) -> None:
+        assert self.cache is not None
+        is_home = rows.item.form == "home"
+        tokens = _by_token(self.inputs["q"]) if is_home else self.buffers[rows.item].by_token(rows.span)
+        for item in self.at.step.partials:  # type: ignore[union-attr]
+            self._allocate(item)
+        self.cache.decode(tokens, self.buffers[partials.item].by_token(partials.span))
+
+    def _combine(self, partials: Side, total: Side) -> None:
+        """The results of a shard, and of others where they are gathered, are in one buffer."""
+        assert self.cache is not None
+        ranks = self.problem.ranks
+        if ranks == 1:
+            self.buffers[total.item] = self.buffers[partials.item]
+        else:
+            parts, result = self.buffers[partials.item], self._allocate(total.item)
+            self.cache.combine(parts.by_token(partials.span, ranks), result.by_token(total.span))
 
     def _add_output(self, call: CompiledCall, out: Tensor, lse: Tensor) -> None:
         for stretch in call.rows:
@@ -352,6 +408,10 @@ class Executor:
         for at, inside in self.compiled.copied.get(whole, ()):  # in a later wave of rows, it has no piece
             here, there = _parts(own, at), _parts(at_whole.fields, inside)
             self._copy(there, here) if inward else self._copy(here, there)
+
+
+def _by_token(fields: Fields) -> Fields:
+    return {name: tensor[0].transpose(0, 1) for name, tensor in fields.items()}
 
 
 def _clear(sums: Buffer, span: Span | None) -> None:

@@ -55,7 +55,7 @@ class DecodeKernel(Protocol):
         """
 
     def merge(self, parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merge parts (n, rows, head_dim_v) with their LSEs (n, rows) into `out` (rows, head_dim_v) and `lse` (rows).
+        """Merge parts (n, tokens, heads, head_dim_v) with their LSEs (n, tokens, heads) into `out` and `lse`.
 
         All may have any strides. An LSE of -inf has weight 0; other weights add up to 1, however large the LSEs are.
         """
@@ -326,11 +326,11 @@ def _merge_launch(work: _Work, tensors: Sequence[Tensor]) -> Launch:
 
 def _parts_launch(tensors: Sequence[Tensor]) -> Launch:
     parts, lses, out, lse = tensors
-    number, rows, dim = parts.shape
+    number, tokens, heads, dim = parts.shape
     steps = (parts.stride()[:-1], lses.stride(), out.stride()[:-1], lse.stride())
     block, chunk, warps = _merge_tile(dim, number)
-    rest = (number, dim, block, chunk)
-    return Launch(FILE, "merge_parts", (rows, 1, 1), with_strides(steps, rest), {"num_warps": warps})
+    rest = (number, heads, dim, block, chunk)
+    return Launch(FILE, "merge_parts", (tokens * heads, 1, 1), with_strides(steps, rest), {"num_warps": warps})
 
 
 def _merge_tile(dim: int, number: int) -> tuple[int, int, int]:

@@ -259,19 +259,18 @@ def merge_splits(
 
 @triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_UNALIGNED)
 def merge_parts(
-    parts, parts_part: tl.int64, parts_row: tl.int64,
-    lses, lses_part: tl.int64, lses_row: tl.int64,
-    out, out_row: tl.int64,
-    lse, lse_row: tl.int64,
+    parts, parts_part: tl.int64, parts_token: tl.int64, parts_head: tl.int64,
+    lses, lses_part: tl.int64, lses_token: tl.int64, lses_head: tl.int64,
+    out, out_token: tl.int64, out_head: tl.int64,
+    lse, lse_token: tl.int64, lse_head: tl.int64,
     number: tl.int32,
-    dim: tl.constexpr, block: tl.constexpr, chunk: tl.constexpr,
+    heads: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """One row of `DecodeKernel.merge`."""
-    row = tl.program_id(0).to(tl.int64)
-    tops = lses + row * lses_row
-    acc, top, total = _merge_row(
-        parts + row * parts_row, parts_part, tops, tops, lses_part, number, dim, block, chunk, False
-    )
+    """One token and head of `DecodeKernel.merge`."""
+    token, head = tl.program_id(0).to(tl.int64) // heads, tl.program_id(0).to(tl.int64) % heads
+    parts += token * parts_token + head * parts_head
+    tops = lses + token * lses_token + head * lses_head
+    acc, top, total = _merge_row(parts, parts_part, tops, tops, lses_part, number, dim, block, chunk, False)
     col = tl.arange(0, block)
-    tl.store(out + row * out_row + col, acc.to(out.dtype.element_ty), mask=col < dim)
-    tl.store(lse + row * lse_row, tl.where(total == 0.0, float("-inf"), top + tl.log(total)))
+    tl.store(out + token * out_token + head * out_head + col, acc.to(out.dtype.element_ty), mask=col < dim)
+    tl.store(lse + token * lse_token + head * lse_head, tl.where(total == 0.0, float("-inf"), top + tl.log(total)))

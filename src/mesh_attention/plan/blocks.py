@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.assignment import Assignment, Axis
-from mesh_attention.plan.layout import Layout, join
+from mesh_attention.plan.layout import Layout, Past, Replicated, join
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, Direction, Item, Keep, Kind
 from mesh_attention.problem import RUNNING_LSE_NBYTES, Problem
 
@@ -40,6 +40,16 @@ class BlockMatrix:
         self._needs: dict[tuple[Axis, int, int, int], bool] = {}
         self._nbytes: dict[Item, Bytes] = {}
         self._remembered: dict[Hashable, Any] = {}
+
+    @property
+    def is_over_cache(self) -> bool:
+        """True if keys and values are a cache's, of which this knows nothing; queries then bring their own."""
+        return isinstance(self.layout.along("col", self.problem), Past)
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if every rank has all queries, and gets all results."""
+        return isinstance(self.layout.along("row", self.problem), Replicated)
 
     def segments(self, axis: Axis, place: int, part: int = 0) -> tuple[Segment, ...]:
         """Positions of a place's query (row) or key/value (col) shard, or of a part of its rows: its ranks' shards,
@@ -183,6 +193,8 @@ class BlockMatrix:
         segments = self.positions(item)
         share = len(assignment.parts(axis)) if item.form == "home" else assignment.head_shares
         payload, statistics = elements_per_token(item.kind, problem)
+        if item.kind == "q" and self.is_over_cache:
+            payload += elements_per_token("kv", problem)[0]
         width = problem.accumulator_itemsize if item.form == "running" else problem.itemsize
         wide = RUNNING_LSE_NBYTES if item.form == "running" else problem.accumulator_itemsize
         tokens = problem.batch * _count(segments)

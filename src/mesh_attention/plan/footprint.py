@@ -1,8 +1,9 @@
 """Buffers of a program, and the bytes that they hold.
 
 Shards that one attend reads together share a buffer, sorted by position, so that the kernel reads them in one piece; so
-do the running sums it adds to. Such a buffer exists from the first item written into it until the last one is freed.
-Every other item has its own buffer. The caller's inputs do not count as held, but packed copies of them do.
+do the running sums it adds to; over a cache, so do the partials that are merged at once, and all results. Such a buffer
+exists from the first item written into it until the last one is freed. Every other item has its own buffer. The
+caller's inputs do not count as held, but packed copies of them do.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.steps import Attend, Effects, Item, Step, effects
+from mesh_attention.plan.steps import Attend, Collective, Combine, Decode, Effects, Item, Step, effects
+from mesh_attention.problem import Problem
 
 
 def shared_buffers(steps: Iterable[Step], kept: Iterable[tuple[Item, ...]] = ()) -> tuple[tuple[Item, ...], ...]:
@@ -22,23 +24,40 @@ def shared_buffers(steps: Iterable[Step], kept: Iterable[tuple[Item, ...]] = ())
             leader[item] = item = leader[leader[item]]
         return item
 
-    sides = {side for step in steps if isinstance(step, Attend) for side in _sides(step)}
-    for side in sorted(side for side in sides.union(kept) if len(side) > 1):
+    sides = {side for step in steps for side in _sides(step)}
+    for side in sorted((side for side in sides.union(kept) if len(side) > 1), key=lambda side: list(map(_order, side))):
         for item in side:
             leader.setdefault(item, item)
             leader[find(item)] = find(side[0])
     groups: dict[Item, list[Item]] = {}
     for item in leader:
         groups.setdefault(find(item), []).append(item)
-    return tuple(sorted(tuple(sorted(group)) for group in groups.values()))
+    sorted_groups = (tuple(sorted(group, key=_order)) for group in groups.values())
+    return tuple(sorted(sorted_groups, key=lambda group: list(map(_order, group))))
 
 
-def _sides(step: Attend) -> Iterator[tuple[Item, ...]]:
-    """The groups of items that an attend reads, or adds to, in one piece."""
-    yield from (step.rows, step.cols, step.grads)
-    sums = effects(step).adds
-    yield sums[: len(step.rows)]
-    yield sums[len(step.rows) :]
+def _order(item: Item) -> tuple[object, ...]:
+    """Items as they are sorted: a partial's source may be None."""
+    return item._replace(source=-1 if item.source is None else item.source)
+
+
+def _sides(step: Step) -> Iterator[tuple[Item, ...]]:
+    """The groups of items that a step reads, writes or adds to in one piece."""
+    match step:
+        case Attend(rows, cols, grads):
+            yield from (rows, cols, grads)
+            sums = effects(step).adds
+            yield sums[: len(rows)]
+            yield sums[len(rows) :]
+        case Decode(rows, _, partials):
+            yield from (rows, partials)
+        case Combine(partials, _):
+            yield partials
+        case Collective(_, _, sends, recvs):
+            moved = {*(send.item for send in sends), *(recv.item for recv in recvs)}
+            yield tuple(item for item in moved if item.form == "total")
+        case _:
+            pass
 
 
 def held_nbytes(
@@ -94,3 +113,31 @@ def _results(done: Iterable[Effects]) -> dict[Item, tuple[Item, ...]]:
 
 def _total(allocation: tuple[Item, ...], matrix: BlockMatrix) -> int:
     return sum(matrix.nbytes(item).total for item in allocation)
+
+
+# The cache of a model, which plans over a cache do not count
+
+
+BLOCK_TOKENS = 64
+"""Tokens of a block, unless a cache is made with another number."""
+
+
+def blocks_of_rank(tokens: int, *, sequences: int, ranks: int, block_tokens: int = BLOCK_TOKENS) -> int:
+    """Blocks of a rank for `tokens` tokens in all. Each sequence may leave one block partly empty."""
+    return -(-tokens // (ranks * block_tokens)) + sequences
+
+
+def layer_nbytes(blocks: int, *, token_nbytes: int, block_tokens: int = BLOCK_TOKENS) -> int:
+    """Bytes of K and V of one layer on a rank. There is one block more, for tokens that the rank does not keep."""
+    return (blocks + 1) * block_tokens * token_nbytes
+
+
+def kv_token_nbytes(problem: Problem) -> int:
+    """Bytes of K and V of one token in one layer."""
+    return problem.kv_heads * (problem.head_dim_qk + problem.head_dim_v) * problem.itemsize
+
+
+def cache_nbytes(problem: Problem, *, layers: int = 1) -> int:
+    """Bytes of a cache on one rank that holds the keys and values of a problem in every layer of a model."""
+    blocks = blocks_of_rank(problem.batch * problem.seq_kv, sequences=problem.batch, ranks=problem.ranks)
+    return layers * layer_nbytes(blocks, token_nbytes=kv_token_nbytes(problem))

@@ -20,7 +20,7 @@ def format_item(item: Item) -> str:
             return name + (f"@{item.source}" if item.source is not None else "")
         case "running":
             return f"{name}~"
-        case "home" | "staged" | "kept":
+        case "home" | "staged" | "kept" | "total":
             return f"{item.form}:{name}"
         case "piece":
             return f"{name}/{item.source}"
@@ -51,6 +51,10 @@ def format_step(step: Step) -> str:
         case steps.Attend(rows, cols, grads):
             suffix = f" with {_format_items(grads)}" if grads else ""
             return f"attend {_format_items(rows)} x {_format_items(cols)}{suffix}"
+        case steps.Decode(rows, cache, partials):
+            return f"decode {_format_items(rows)} x {format_item(cache)} -> {_format_items(partials)}"
+        case steps.Combine(partials, total):
+            return f"combine {_format_items(partials)} -> {format_item(total)}"
         case steps.Merge(partial):
             return f"merge {format_item(partial)}"
         case steps.Clear(item):

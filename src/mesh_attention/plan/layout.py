@@ -170,6 +170,47 @@ class Cached(Layout):
 
 @final
 @dataclass(frozen=True, slots=True)
+class Past(Layout):
+    """The tokens of a cache, of which a plan knows neither the number nor who holds which: one position for each rank
+    stands for all that it holds. A plan on it is right for every way to spread a past over the ranks."""
+
+    name: ClassVar[str] = "past"
+
+    def _runs(self, rank: int, seq_len: int, ranks: int) -> tuple[Segment, ...]:
+        if seq_len != ranks:
+            raise ProblemError(f"seq_kv={seq_len} on layout past: expected one position for each of the {ranks} ranks")
+        return (range(rank, rank + 1),)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Undivided(Layout):
+    """Rank 0 holds everything."""
+
+    name: ClassVar[str] = "undivided"
+
+    def _runs(self, rank: int, seq_len: int, ranks: int) -> tuple[Segment, ...]:
+        return (range(seq_len),) if rank == 0 else ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Replicated(Layout):
+    """Every rank holds all tokens, and gets all results. `shards` says whose results are merged together."""
+
+    shards: Layout
+    name: ClassVar[str] = "replicated"
+
+    @property
+    def text(self) -> str:
+        return f"replicated({self.shards.text})"
+
+    def _runs(self, rank: int, seq_len: int, ranks: int) -> tuple[Segment, ...]:
+        return self.shards.segments(rank, seq_len=seq_len, ranks=ranks)
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class TypicalTurn(Layout):
     """A typical turn of a conversation: new tokens in zigzag, and before their keys and values, those of an earlier
     prompt in zigzag. For plans and forecasts; a cache states its own shards (`Cached`)."""
@@ -214,6 +255,10 @@ def parse_layout(text: str) -> Layout:
     """A layout from its `text`."""
     if sides := re.fullmatch(r"cached\(([^/]*)/([^/]*)\)", text):
         return Cached(parse_layout(sides[1]), parse_layout(sides[2]))
+    if shards := re.fullmatch(r"replicated\((.*)\)", text):
+        return Replicated(parse_layout(shards[1]))
+    if text in (Past.name, Undivided.name):
+        return Past() if text == Past.name else Undivided()
     if shards := re.fullmatch(r"listed\(([^()]*)\)", text):
         return Listed(tuple(tuple(map(_parse_segment, filter(None, s.split("+")))) for s in shards[1].split("|")))
     return layout_named(text)

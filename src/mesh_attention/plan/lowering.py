@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import Literal
 
 from typing_extensions import assert_never
 
@@ -19,7 +18,7 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.footprint import held_nbytes, shared_buffers
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.routes import Hop, fetch_hops_in, fetch_hops_out, partial_dest, partial_hops_in
-from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Return, Route, Schedule
+from mesh_attention.plan.schedule import Fetch, GroupMove, GroupOp, Meet, Return, Route, Schedule
 from mesh_attention.plan.steps import (
     AXIS_OF,
     INPUTS,
@@ -50,7 +49,7 @@ def lower(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank
 
 def lowered_steps(matrix: BlockMatrix, schedule: Schedule, direction: Direction, *, rank: int) -> tuple[ops.Step, ...]:
     """The steps of one rank."""
-    lowering = _Lowering(matrix, schedule, direction, rank)
+    lowering = (_CacheLowering if matrix.is_over_cache else _Lowering)(matrix, schedule, direction, rank)
     for move in schedule.moves:
         match move:
             case Meet(rows, cols, wave):
@@ -138,8 +137,8 @@ class _Lowering:
         if contributes:
             self.steps.append(ops.Send(item, self._rank_of(partial_dest(*around))))
 
-    def group_move(self, op: Literal["gather", "reduce", "exchange", "unpack"], kind: Kind, wave: int) -> None:
-        {"gather": self.gather, "reduce": self.reduce, "exchange": self.exchange, "unpack": self.unpack}[op](kind, wave)
+    def group_move(self, op: GroupOp, kind: Kind, wave: int) -> None:
+        getattr(self, op)(kind, wave)
 
     def gather(self, kind: Kind, wave: int) -> None:
         sends: list[ops.Send] = []
@@ -249,7 +248,7 @@ class _Lowering:
             self.steps.append(ops.Finish(self._home(kind, wave) if self.assignment.ulysses_degree == 1 else item))
 
     def _collective(
-        self, op: Literal["gather", "reduce"], kind: Kind, sends: list[ops.Send], recvs: list[ops.Recv], wave: int
+        self, op: ops.CollectiveOp, kind: Kind, sends: list[ops.Send], recvs: list[ops.Recv], wave: int
     ) -> None:
         """Append a collective if any rank of the group has something to move; then the whole group takes part."""
         axis = AXIS_OF[kind]
@@ -267,6 +266,67 @@ class _Lowering:
 
     def _offsets(self, kind: Kind) -> range:
         return range(1, len(self.assignment.group(AXIS_OF[kind], self.place)))
+
+
+class _CacheLowering(_Lowering):
+    """The steps of a pass over a cache: a rank attends once, with all rows, and results are merged all at once."""
+
+    def meet(self, rows: tuple[int, ...], cols: tuple[int, ...], wave: int) -> None:
+        shards = sorted(self.assignment.peer("row", self.place, offset) for offset in rows)
+        items = [Item("q", shard) for shard in shards if self.matrix.has_shard("row", shard)]
+        if self.matrix.is_replicated:
+            items = [item._replace(form="home") for item in items]
+        if items:
+            partials = tuple([self._own_partial(item.shard) for item in items])
+            self.steps.append(ops.Decode(tuple(items), Item("kv", self.rank, "home"), partials))
+
+    def reduce(self, kind: Kind, wave: int) -> None:
+        sends = [ops.Send(Item(kind, shard), shard) for shard in self._shards(self._others())]
+        self._collective("reduce", kind, sends, self._partials_from_others([self.rank]), wave)
+        own = Item(kind, self.rank)
+        if self.rank in self._shards() and len(self._ranks()) > 1:  # its place among the others, to be merged in order
+            self.steps.append(ops.Pack(own, own._replace(source=self.rank)))
+
+    def spread(self, kind: Kind, wave: int) -> None:
+        shards = self._shards()
+        sends = [ops.Send(self._own_partial(shard), other) for other in self._others() for shard in shards]
+        self._collective("spread", kind, sends, self._partials_from_others(shards), wave)
+
+    def combine(self, kind: Kind, wave: int) -> None:
+        for shard in self._shards() if self._is_spread else self._shards([self.rank]):
+            sources = self._ranks() if len(self._ranks()) > 1 else [None]
+            partials = tuple([Item(kind, shard, source=source) for source in sources])
+            self.steps.append(ops.Combine(partials, Item(kind, shard, "total")))
+
+    def gather(self, kind: Kind, wave: int) -> None:
+        form: Form = "total" if kind in OUTPUTS[self.direction] else "whole"
+        own = [Item(kind, shard, form) for shard in self._shards([self.rank])]
+        sends = [ops.Send(item, other) for other in self._others() for item in own]
+        recvs = [ops.Recv(Item(kind, shard, form), shard) for shard in self._shards(self._others())]
+        self._collective("gather", kind, sends, recvs, wave)
+
+    @property
+    def _is_spread(self) -> bool:
+        return any(isinstance(move, GroupMove) and move.op == "spread" for move in self.schedule.moves)
+
+    def _ranks(self) -> Sequence[int]:
+        return self.assignment.group("row", self.place)
+
+    def _others(self) -> list[int]:
+        """The other ranks, the next one first, so that not all send to one."""
+        ranks = self._ranks()
+        return [ranks[(self.rank + ahead) % len(ranks)] for ahead in range(1, len(ranks))]
+
+    def _shards(self, among: Sequence[int] | None = None) -> list[int]:
+        """The shards that have any tokens."""
+        return [shard for shard in (self._ranks() if among is None else among) if self.matrix.has_shard("row", shard)]
+
+    def _own_partial(self, shard: int) -> Item:
+        return Item("o", shard, source=self.rank if self._is_spread and len(self._ranks()) > 1 else None)
+
+    def _partials_from_others(self, shards: Sequence[int]) -> list[ops.Recv]:
+        others = self._others()
+        return [ops.Recv(Item("o", shard, source=other), other) for other in others for shard in self._shards(shards)]
 
 
 def with_packs(
@@ -308,7 +368,7 @@ def with_frees(steps: Sequence[ops.Step], *, kept: Collection[Item] = (), hiding
             del last_use[item]
     freed_after: dict[int, list[ops.Step]] = {}
     for item, index in last_use.items():
-        if item.form != "home" and item not in kept:
+        if item.form not in ("home", "total") and item not in kept:
             freed_after.setdefault(_free_point(steps, index, hiding), []).append(ops.Free(item))
     return tuple(s for index, step in enumerate(steps) for s in (step, *freed_after.get(index, ())))
 

@@ -122,7 +122,7 @@ def _whole(name: str, text: str) -> int:
 # Items and steps
 
 # No number here is longer than nine digits; longer ones are not read.
-_ITEM = re.compile(r"(?:(home|staged|kept):)?([a-z]+)(\d{1,9})(?:\.(\d{1,9}))?(?:(~)|@(\d{1,9})|/(\d{1,9}))?")
+_ITEM = re.compile(r"(?:(home|staged|kept|total):)?([a-z]+)(\d{1,9})(?:\.(\d{1,9}))?(?:(~)|@(\d{1,9})|/(\d{1,9}))?")
 
 
 def parse_item(text: str) -> Item:
@@ -167,7 +167,7 @@ _STEP_FORMS: tuple[tuple[str, Callable[..., Step]], ...] = (
     (r"recv (\S+) from (\d{1,9})", lambda item, rank: steps.Recv(parse_item(item), int(rank))),
     (r"send (\S+) to (\d{1,9})", lambda item, rank: steps.Send(parse_item(item), int(rank))),
     (
-        r"(gather|reduce) over (\S+):(.*)",
+        rf"({'|'.join(steps.COLLECTIVE_OPS)}) over (\S+):(.*)",
         lambda op, group, rest: steps.Collective(op, parse_numbers(group), *_parse_transfers(rest)),
     ),
     (r"exchange (\S+) -> (\S+) over (\S+):(.*)", _parse_exchange),
@@ -178,6 +178,11 @@ _STEP_FORMS: tuple[tuple[str, Callable[..., Step]], ...] = (
         r"attend (\S+) x (\S+) with (\S+)",
         lambda rows, cols, grads: steps.Attend(_parse_items(rows), _parse_items(cols), _parse_items(grads)),
     ),
+    (
+        r"decode (\S+) x (\S+) -> (\S+)",
+        lambda rows, cache, partials: steps.Decode(_parse_items(rows), parse_item(cache), _parse_items(partials)),
+    ),
+    (r"combine (\S+) -> (\S+)", lambda partials, total: steps.Combine(_parse_items(partials), parse_item(total))),
     (r"merge (\S+)", lambda item: steps.Merge(parse_item(item))),
     (r"clear (\S+)", lambda item: steps.Clear(parse_item(item))),
     (r"finish (\S+)", lambda item: steps.Finish(parse_item(item))),
@@ -186,7 +191,8 @@ _STEP_FORMS: tuple[tuple[str, Callable[..., Step]], ...] = (
 
 
 def parse_step(text: str) -> Step:
-    kinds = "recv, send, gather, reduce, exchange, pack, unpack, attend, merge, clear, finish or free"
+    verbs = [form.split()[0] for form, _ in _STEP_FORMS if form[0] != "("]
+    kinds = ", ".join(dict.fromkeys([*verbs, *steps.COLLECTIVE_OPS]))
     return _parse("step", text, _STEP_FORMS, f"{kinds}, such as 'recv kv1 from 3'")
 
 
@@ -208,7 +214,7 @@ _MOVE_FORMS: tuple[tuple[str, Callable[..., Move]], ...] = (
 
 
 def parse_move(text: str) -> Move:
-    kinds = "fetch, meet, return, gather, reduce, exchange or unpack"
+    kinds = f"fetch, meet, return, {', '.join(GROUP_OPS[:-1])} or {GROUP_OPS[-1]}"
     prefixed = re.fullmatch(r"(\d{1,9}): (.*)", text)
     wave, rest = (int(prefixed[1]), prefixed[2]) if prefixed else (0, text)
     move = _parse("move", rest, _MOVE_FORMS, f"{kinds}, such as 'fetch kv 1', '1: fetch kv 1' or 'meet 0,1 x 0-3'")

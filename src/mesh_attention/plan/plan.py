@@ -61,8 +61,11 @@ class Plan:
         if self.direction not in DIRECTIONS:
             raise ScheduleError(f"direction {self.direction!r}: expected {' or '.join(DIRECTIONS)}")
         check_assignment(self.assignment, self.problem)
+        is_plain = self.direction == "forward" and self.assignment.waves == 1 and not self.schedule.keep
+        if self.matrix.is_over_cache and not is_plain:
+            raise ScheduleError("a pass over a cache is a forward pass in one wave that keeps nothing")
         if self.programs is None:
-            _check_moves(self.schedule, self.direction, self.assignment)
+            _check_moves(self.schedule, self.direction, self.assignment, self.matrix.is_over_cache)
             return
         if self.schedule.moves:
             raise ScheduleError("this plan has both moves and programs, which could disagree; expected one of them")
@@ -150,7 +153,7 @@ def _check_steps(programs: tuple[Program, ...]) -> None:
                 raise ScheduleError(f"rank {program.rank}, step {index}: {step!r} is not a step")
 
 
-def _check_moves(schedule: Schedule, direction: Direction, assignment: Assignment) -> None:
+def _check_moves(schedule: Schedule, direction: Direction, assignment: Assignment, is_over_cache: bool) -> None:
     """Check that moves are of this direction's kinds and inside the tile; verification checks the rest."""
     inputs, outputs = INPUTS[direction], OUTPUTS[direction]
     sizes = {"row": assignment.tile.rows, "col": assignment.tile.cols}
@@ -158,6 +161,8 @@ def _check_moves(schedule: Schedule, direction: Direction, assignment: Assignmen
         match move:
             case _ if not 0 <= move.wave < assignment.waves:
                 fits = False
+            case GroupMove("spread" | "combine", kind):
+                fits = kind in outputs and is_over_cache
             case Meet(rows, cols):
                 fits = all(0 <= row < sizes["row"] for row in rows) and all(0 <= col < sizes["col"] for col in cols)
             case Fetch(kind, offset):
@@ -165,7 +170,8 @@ def _check_moves(schedule: Schedule, direction: Direction, assignment: Assignmen
             case Return(kind, offset):
                 fits = kind in outputs and 0 <= offset < sizes[AXIS_OF[kind]]
             case GroupMove(op, kind):
-                kinds = {"gather": inputs, "reduce": outputs, "unpack": outputs}
+                gathered = (*inputs, *outputs) if is_over_cache else inputs
+                kinds = {"gather": gathered, "reduce": outputs, "unpack": outputs}
                 fits = kind in kinds.get(op, inputs + outputs)
             case _:
                 assert_never(move)

@@ -12,13 +12,19 @@ only removes: `lowering` turns the moves into one rank's steps and leaves out wh
     exchange q            trade heads for tokens (results: tokens for heads) in the Ulysses group
     unpack o              wait for exchanged results, and put them together
 
+Over a cache, `meet` appends and attends in one (`Decode`), and results are merged all at once:
+
+    spread o              every rank sends its partials to all others
+    combine o             merge all partials of the rows that this rank merges
+    gather o              every rank sends its results to all others
+
 A pass in several waves says of each move which wave it belongs to: 1: fetch kv 2.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Axis
@@ -28,7 +34,8 @@ from mesh_attention.units import brief
 Route = Literal["ring", "direct"]
 """ring: passed on from neighbour to neighbour. direct: straight from, or to, the home."""
 ROUTES: tuple[Route, ...] = ("ring", "direct")
-GROUP_OPS = ("gather", "reduce", "exchange", "unpack")
+GroupOp = Literal["gather", "reduce", "exchange", "unpack", "spread", "combine"]
+GROUP_OPS: tuple[GroupOp, ...] = get_args(GroupOp)
 
 
 KEEPABLE: tuple[tuple[Keep, ...], ...] = (
@@ -77,9 +84,9 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class GroupMove:
-    """A collective, an exchange or an unpack: one move for a whole group."""
+    """One move for a whole group."""
 
-    op: Literal["gather", "reduce", "exchange", "unpack"]
+    op: GroupOp
     kind: Kind
     wave: int = 0
 

@@ -17,6 +17,11 @@ states the items it reads, writes and frees; waits, memory and data flow are der
     finish o3                 the sum is complete: round it to the dtype that travels; o3~ is gone
     free kv4
 
+In a pass over a cache, whose tokens a plan does not know (`layout.Past`):
+
+    decode q0,q1 x home:kv2 -> o0,o1    append these tokens to the cache, and attend to all it has: partials of rows
+    combine o1@0,o1@1 -> total:o1       merge all partials of a shard at once; the result is the caller's
+
 Sends, receives, collectives and exchanges are only posted. The first step that reads what arrives waits for it, and
 what leaves is waited for when it is freed.
 
@@ -26,7 +31,7 @@ A pass in several waves has its items in parts: q3.1 is part 1 of q3, some of it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from typing_extensions import assert_never
 
@@ -43,8 +48,8 @@ OUTPUTS: dict[Direction, tuple[Kind, ...]] = {"forward": ("o",), "backward": ("d
 KINDS: tuple[Kind, ...] = ("q", "kv", "do", "o", "dq", "dkv")
 Keep = Literal["own", "q", "kv"]
 """Items that forward leaves to backward: gathered Q or KV; or own, the inputs of this rank's own place as exchanged."""
-Form = Literal["whole", "running", "home", "piece", "staged", "kept"]
-FORMS: tuple[Form, ...] = ("whole", "running", "home", "piece", "staged", "kept")
+Form = Literal["whole", "running", "home", "piece", "staged", "kept", "total"]
+FORMS: tuple[Form, ...] = get_args(Form)
 
 
 class Item(NamedTuple):
@@ -56,6 +61,7 @@ class Item(NamedTuple):
     form ``piece``: tokens of rank `shard`, head slice `source`: what travels to, or from, one rank in an exchange.
     form ``staged``: all pieces of rank `shard` that an exchange sends to other ranks, or gets from them.
     form ``kept``: this rank's own exchanged shard, in a buffer of its own that forward leaves to backward.
+    form ``total``: the complete result of a shard, in the form that travels, as a pass over a cache leaves it.
 
     `part` counts the parts of a shard's heads, or of its rows. Of a home or a staged item, it is the wave.
     """
@@ -93,11 +99,16 @@ class Send:
     dest: int
 
 
+CollectiveOp = Literal["gather", "reduce", "spread"]
+COLLECTIVE_OPS: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Sends and receives of a gather or a reduce, made by all ranks of a group at once."""
+    """Sends and receives that all ranks of a group make at once: of whole items (gather), of partials to their homes
+    (reduce), or of partials to all ranks (spread)."""
 
-    op: Literal["gather", "reduce"]
+    op: CollectiveOp
     group: tuple[int, ...]
     sends: tuple[Send, ...]
     recvs: tuple[Recv, ...]
@@ -144,6 +155,26 @@ class Attend:
 
 
 @dataclass(frozen=True, slots=True)
+class Decode:
+    """Append the keys and values of the rows' tokens to a cache, then attend with the rows to all that it holds.
+
+    Rows are queries with the keys and values of their tokens; which of them the cache keeps is up to the cache.
+    """
+
+    rows: tuple[Item, ...]
+    cache: Item
+    partials: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """Merge all partials of a shard at once, in this order."""
+
+    partials: tuple[Item, ...]
+    total: Item
+
+
+@dataclass(frozen=True, slots=True)
 class Merge:
     """Add a partial that arrived to the running sum of its shard."""
 
@@ -171,7 +202,7 @@ class Free:
     item: Item
 
 
-Step = Recv | Send | Collective | Exchange | Pack | Unpack | Attend | Merge | Clear | Finish | Free
+Step = Recv | Send | Collective | Exchange | Pack | Unpack | Attend | Decode | Combine | Merge | Clear | Finish | Free
 
 
 def is_step(value: object) -> bool:
@@ -185,8 +216,13 @@ def is_step(value: object) -> bool:
             return _is_item(before) and _is_item(after)
         case Attend(rows, cols, grads):
             return all(type(side) is tuple and all(map(_is_item, side)) for side in (rows, cols, grads))
+        case Decode(rows, cache, partials):
+            sides = (rows, partials, (cache,))
+            return all(type(side) is tuple and all(map(_is_item, side)) for side in sides)
+        case Combine(partials, total):
+            return _is_item(total) and type(partials) is tuple and all(map(_is_item, partials))
         case Collective(op, group, sends, recvs):
-            return op in ("gather", "reduce") and _is_group(group, sends, recvs)
+            return op in COLLECTIVE_OPS and _is_group(group, sends, recvs)
         case Exchange(before, after, group, sends, recvs):
             return _is_item(before) and _is_item(after) and _is_group(group, sends, recvs)
         case _:
@@ -237,6 +273,10 @@ def effects(step: Step) -> Effects:
             return Effects(reads=(before,), writes=(after, staged(before)) if before.form == "home" else (after,))
         case Unpack(before, after):
             return Effects(reads=(before, staged(after)), writes=(after,))
+        case Decode(rows, cache, partials):
+            return Effects(reads=(*rows, cache), writes=partials)
+        case Combine(partials, total):
+            return Effects(reads=partials, writes=(total,))
         case Merge(partial):
             return Effects(reads=(partial,), adds=(running(partial),))
         case Clear(item):

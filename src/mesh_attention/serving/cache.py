@@ -9,7 +9,8 @@ import torch
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import ProblemError, UsageError
-from mesh_attention.plan.serving import BLOCK_TOKENS, COMBINES, MOST_DECODED, QUERIES, Combine, Queries, blocks_of_rank
+from mesh_attention.plan.footprint import BLOCK_TOKENS, blocks_of_rank
+from mesh_attention.planners.decode import COMBININGS, MOST_DECODED, QUERIES, Combining, Queries
 from mesh_attention.serving.book import BlockPool, Book, WindowSize
 from mesh_attention.serving.decode import DTYPE_NAMES, Step
 from mesh_attention.serving.memory import CachedLayer, CacheMemory, cache_nbytes
@@ -206,23 +207,27 @@ class ShardedCache:
         return totals
 
     def decode(
-        self, new: Mapping[int, int], *, queries: Queries = "replicated", combine: Combine | None = None
+        self, new: Mapping[int, int], *, queries: Queries = "replicated", combine: Combining | None = None
     ) -> Step:
         """Append one or a few new tokens to each of some sequences; each token goes to the next rank.
 
         If queries are ``replicated``, every rank runs the same tokens; if they are ``sharded``, each rank runs some of
         the sequences. `combine` is how ranks combine their partial results: ``reduce_scatter``, or for replicated
-        queries also ``all_gather``; by default what suits their size (see `plan.serving`).
+        queries also ``all_gather``; by default what suits their size (see `planners.decode`).
+
+        If sequences get different numbers of tokens, the step's tensors are (1, tokens, heads, dim): the tokens of all
+        sequences one after the other.
         """
         if queries not in QUERIES:
             raise UsageError(f"queries={queries!r}: expected {' or '.join(QUERIES)}")
-        if combine is not None and (combine not in COMBINES or (queries == "sharded" and combine != "reduce_scatter")):
+        possible = COMBININGS if queries == "replicated" else ("reduce_scatter",)
+        if combine is not None and combine not in possible:
             raise UsageError(f"combine={combine!r}: expected reduce_scatter, or for replicated queries also all_gather")
-        numbers = {tokens for _, tokens in checked_new_tokens(new)}
-        if len(numbers) > 1 or max(numbers) > MOST_DECODED:
+        most = max(tokens for _, tokens in checked_new_tokens(new))
+        if most > MOST_DECODED:
             raise UsageError(
-                f"a step got {', '.join(map(str, sorted(numbers)))} new tokens; expected the same number for each "
-                f"sequence, at most {MOST_DECODED}; use cache.prefill for more"
+                f"a step got {most} new tokens of one sequence; expected at most {MOST_DECODED}; use cache.prefill for "
+                "more"
             )
         return self._begun(Step(self, self._extended(new, is_decoded=True), queries, combine))
 

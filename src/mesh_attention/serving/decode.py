@@ -1,9 +1,8 @@
-"""A decoded step: one or a few new tokens of some sequences against the cache, as a `DecodePlan` says."""
+"""A decoded step: one or a few new tokens of some sequences against the cache, as a plan of `planners.decode` says."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,8 @@ from mesh_attention.arguments import CallOptions
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.execution.autograd import without_autocast
 from mesh_attention.execution.buffers import DTYPES
-from mesh_attention.plan.serving import Combine, DecodePlan, Queries, choose_combine
+from mesh_attention.plan.plan import Plan
+from mesh_attention.planners.decode import Combining, Queries, StepShape, even, plan_decode
 from mesh_attention.serving.book import WindowSize
 from mesh_attention.serving.new_tokens import Appended, Growth
 from mesh_attention.serving.step_runner import LayerStep, StepBuffers
@@ -33,42 +33,63 @@ class Step(Appended):
     """
 
     def __init__(
-        self, cache: ShardedCache, sequences: Mapping[int, Growth], queries: Queries, combine: Combine | None
+        self, cache: ShardedCache, sequences: Mapping[int, Growth], queries: Queries, combine: Combining | None
     ) -> None:
         super().__init__(cache, sequences)
         self.queries, self.combine = queries, combine
-        self.new_tokens = next(iter(sequences.values())).tokens
+        self.new_tokens = tuple(grown.tokens for grown in sequences.values())
         self._prepared: list[StepBuffers] = []
-        self._shape = len(sequences), self.new_tokens, queries, combine
+        self._shape = self.new_tokens, queries, combine
         self.fingerprint: int | Tensor = 0
 
     @property
     def position_ids(self) -> Tensor:
-        """The positions of all new tokens in their sequences, (sequences, new tokens)."""
-        starts = torch.tensor([[grown.before.shares.length] for grown in self.sequences.values()])
-        return (starts + torch.arange(self.new_tokens)).to(self.cache.device)
+        """The positions of all new tokens in their sequences, (sequences, new tokens); of a ragged step (1, tokens)."""
+        positions = [
+            torch.arange(grown.before.shares.length, grown.after.shares.length) for grown in self.sequences.values()
+        ]
+        by_row = torch.cat(positions)[None] if self.is_ragged else torch.stack(positions)
+        return by_row.to(self.cache.device)
+
+    @property
+    def is_ragged(self) -> bool:
+        """True if sequences have different numbers of new tokens: then all are packed into one row."""
+        return len(set(self.new_tokens)) > 1
+
+    @property
+    def by_row(self) -> list[Growth]:
+        """The sequence of each row of the kernel: of every token in a ragged step."""
+        repeats = self.new_tokens if self.is_ragged else [1] * len(self.new_tokens)
+        return [grown for grown, times in zip(self.sequences.values(), repeats, strict=True) for _ in range(times)]
 
     def rows(self, rank: int) -> range:
         """The sequences, by their place in this step, that a rank runs."""
-        return self.plan(0, heads=self.cache.layers[0].kv_heads).own[rank]
+        sequences = len(self.new_tokens)
+        return range(sequences) if self.queries == "replicated" else even(sequences, self.cache.ranks)[rank]
 
-    def plan(self, layer: int, *, heads: int) -> DecodePlan:
-        """The plan of a layer with `heads` query heads."""
+    def shape(self, layer: int, *, heads: int) -> StepShape:
+        """What the plan of a layer with `heads` query heads depends on."""
         cache, known = self.cache, self.cache.layers[layer]
         if heads % known.kv_heads:
             raise ProblemError(f"{heads} heads cannot share {known.kv_heads} KV heads evenly")
-        plan = DecodePlan(
-            ranks=cache.ranks,
-            sequences=len(self.sequences),
+        return StepShape(
             new_tokens=self.new_tokens,
+            ranks=cache.ranks,
             heads=heads,
             kv_heads=known.kv_heads,
             head_dim_qk=known.head_dim,
             head_dim_v=known.value_dim,
             dtype=DTYPE_NAMES[cache.dtype],
-            queries=self.queries,
         )
-        return replace(plan, combine=self.combine or choose_combine(plan))
+
+    def plan(self, layer: int, *, heads: int) -> Plan:
+        """The plan of a layer with `heads` query heads."""
+        return plan_decode(self.shape(layer, heads=heads), queries=self.queries, combining=self.combine)
+
+    def _tensor_rows(self, rank: int) -> tuple[int, int]:
+        """Sequences and new tokens of the tensors that a rank gives and gets."""
+        own = self.new_tokens[self.rows(rank).start : self.rows(rank).stop]
+        return (1, sum(own)) if self.is_ragged else (len(own), self.new_tokens[0])
 
     def _attend(
         self, layer: int, tensors: tuple[Any, Any, Any], options: CallOptions, return_lse: bool
@@ -94,8 +115,13 @@ class Step(Appended):
             # On NCCL, comparing ids takes a collective: one layer of a step does it for all.
             is_compared = not (self.attended and buffers.comms[0].is_capturable)
             results = cache.steps.run(layer_step, ranks, self._begin_pass(layer_step) if is_compared else None)
-            outs = [out.clone() for out, _ in results]  # the next layer uses the same buffers
-            return outs, [lse.transpose(1, 2).clone() for _, lse in results] if return_lse else []
+            dim = cache.layers[layer].value_dim
+            own = [(result, q.shape[:3]) for result, (q, _, _) in zip(results, ranks, strict=True)]
+            # Copies, because the next layer uses the same buffers.
+            outs = [result["o"].view(*shape, dim).clone() for result, shape in own]
+            if not return_lse:
+                return outs, []
+            return outs, [result["lse"].view(shape).transpose(1, 2).clone() for result, shape in own]
 
     def _key(self, layer: int, tensors: tuple[Any, Any, Any], options: CallOptions) -> tuple[Any, ...] | None:
         """Key of a call: equal for calls that need no further check; None if this one has to be checked."""
@@ -111,10 +137,10 @@ class Step(Appended):
         return layer, *self._shape, scale, softcap, *kinds
 
     def _layer_step(self, layer: int, ranks: Sequence[Sequence[Any]], options: CallOptions) -> LayerStep:
-        cache, plan = self.cache, self.plan(layer, heads=_heads(ranks))
+        cache, shape = self.cache, self.shape(layer, heads=_heads(ranks))
         for tensors, comm in zip(ranks, cache.attention.comms, strict=True):
-            self._check_tensors(layer, tensors, (len(plan.own[comm.rank]), self.new_tokens))
-        return cache.steps.layer_step(plan, layer, self._softmax(layer, options))
+            self._check_tensors(layer, tensors, self._tensor_rows(comm.rank))
+        return cache.steps.layer_step(shape, self.queries, self.combine, layer, self._softmax(layer, options))
 
     def _begin_pass(self, layer_step: LayerStep) -> Tensor | None:
         """The id of this layer's pass: which layer, attended and merged how, in which cache, after which history."""
@@ -123,8 +149,8 @@ class Step(Appended):
         return session.begin_pass(number, device, forward_pass=self.fingerprint)
 
     def reach(self, rank: int, window: WindowSize) -> tuple[list[list[int]], list[list[int]], list[int]]:
-        """For each sequence and query, the first token of this rank that it sees, and one past the last; then the
-        slot of each new token, where those of other ranks go to a slot that nobody reads."""
+        """For each row and query, the first token of this rank that it sees, and one past the last; then the slot of
+        each new token, where those of other ranks go to a slot that nobody reads."""
         size = self.cache.block_tokens
         first, stop, slots = [], [], []
         nowhere = self.cache.book.pools[window].size * size
@@ -133,7 +159,7 @@ class Step(Appended):
             table, run = after.tables[window], after.shares.runs[-1]
             base, length, held = table.dropped * size, before.shares.length, before.counts[rank]
             firsts, stops = [], []
-            for position in range(length, length + self.new_tokens):
+            for position in range(length, length + grown.tokens):
                 if (run.first + position - run.start) % self.cache.ranks == rank:
                     at = held - base
                     slots.append(table.blocks[at // size] * size + at % size)
@@ -143,8 +169,8 @@ class Step(Appended):
                 stops.append(held - base)
                 seen = 0 if window is None else after.shares.before(rank, max(0, position - window))
                 firsts.append(max(0, seen - base))
-            first.append(firsts)
-            stop.append(stops)
+            first += [[each] for each in firsts] if self.is_ragged else [firsts]
+            stop += [[each] for each in stops] if self.is_ragged else [stops]
         return first, stop, slots
 
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from typing_extensions import assert_never
 
+from mesh_attention.errors import PlanError
 from mesh_attention.masks import BlockKind, Mask, Segment
 from mesh_attention.plan import steps
 from mesh_attention.plan.blocks import BlockMatrix
@@ -25,8 +26,13 @@ from mesh_attention.topology import Device
 class Prices:
     """Seconds on the compute lane for the steps of one plan."""
 
-    def __init__(self, device: Device, matrix: BlockMatrix, direction: Direction) -> None:
-        self.device, self.matrix, self.direction = device, matrix, direction
+    def __init__(
+        self, device: Device, matrix: BlockMatrix, direction: Direction, *, attend_s: float | None = None
+    ) -> None:
+        """Over a cache, `attend_s` is how long a rank attends to what it holds, which a plan leaves open."""
+        if matrix.is_over_cache and attend_s is None:
+            raise PlanError("a plan over a cache does not know how much is cached: give attend_s, in seconds")
+        self.device, self.matrix, self.direction, self.attend_s = device, matrix, direction, attend_s or 0.0
         problem, shares = matrix.problem, matrix.assignment.head_shares
         self.heads = problem.batch * problem.heads // shares
         self.flops_per_pair = problem.flops(direction, pairs=1) // shares
@@ -38,6 +44,10 @@ class Prices:
                 return sum(map(self.call, calls))
             case steps.Merge(partial):
                 return self.device.touch_seconds(2 * self._nbytes(running(partial)) + self._nbytes(partial))
+            case steps.Decode():
+                return self.attend_s
+            case steps.Combine(partials, total) if len(partials) > 1:
+                return self.device.touch_seconds(sum(map(self._nbytes, partials)) + self._nbytes(total))
             case steps.Pack(_, after):
                 return self.device.touch_seconds(2 * self._nbytes(after))
             case steps.Finish(item):
@@ -48,7 +58,7 @@ class Prices:
                 return self.device.touch_seconds(2 * self._nbytes(after))  # staged, or copied as its own piece
             case steps.Unpack(before):
                 return self.device.touch_seconds(2 * self._nbytes(before))
-            case steps.Recv() | steps.Send() | steps.Collective() | steps.Exchange() | steps.Free():
+            case steps.Recv() | steps.Send() | steps.Collective() | steps.Exchange() | steps.Free() | steps.Combine():
                 return 0.0
             case _:
                 assert_never(step)

@@ -97,10 +97,15 @@ class Evidence:
     def inputs(self, rank: int) -> set[Item]:
         """Items a rank starts with: the caller's tensors, and in backward the items that forward kept."""
         home = self._home(INPUTS[self.plan.direction], rank)
+        if self.matrix.is_replicated:
+            home |= {Item("q", shard, "home") for shard in range(self.plan.problem.ranks)}
         return home | self.kept(rank) if self.plan.direction == "backward" else home
 
     def outputs(self, rank: int) -> set[Item]:
         """Items a rank ends with: the caller's results, and in forward the kept items."""
+        if self.matrix.is_over_cache:
+            shards = range(self.plan.problem.ranks) if self.matrix.is_replicated else (rank,)
+            return {Item("o", shard, "total") for shard in shards}
         home = self._home(OUTPUTS[self.plan.direction], rank)
         return home | self.kept(rank) if self.plan.direction == "forward" else home
 
@@ -132,11 +137,17 @@ class Evidence:
             call = calls.get(index)
             here = ends[index] = []
             for item, dest in ((send.item, send.dest) for send in sends):
-                here.append(_noted(Transfer(rank, dest, item, call, 0), sent, self.sends, (rank, index, item)))
+                transfer = Transfer(rank, dest, _unlabelled(item), call, 0)
+                here.append(_noted(transfer, sent, self.sends, (rank, index, item)))
             for item, source in ((recv.item, recv.source) for recv in recvs):
-                bare = item if item.form == "piece" else item._replace(source=None)
-                here.append(_noted(Transfer(source, rank, bare, call, 0), received, self.recvs, (rank, index, item)))
+                transfer = Transfer(source, rank, _unlabelled(item), call, 0)
+                here.append(_noted(transfer, received, self.recvs, (rank, index, item)))
         return ends
+
+
+def _unlabelled(item: Item) -> Item:
+    """An item on its way: partials are told apart by their senders only where they arrived."""
+    return item if item.form == "piece" else item._replace(source=None)
 
 
 def _noted(

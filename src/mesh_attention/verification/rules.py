@@ -47,9 +47,9 @@ def coverage(evidence: Evidence) -> Iterator[Breach]:
     matrix, assignment = evidence.matrix, evidence.plan.assignment
     seen: dict[tuple[int, int, int, int], tuple[int, int]] = {}
     shards, parts = range(assignment.places), assignment.parts("row")
-    for rank, index, attend in _attends(evidence):
-        for row in attend.rows:
-            for col in attend.cols:
+    for rank, index, rows, cols in _attends(evidence):
+        for row in rows:
+            for col in cols:
                 block = (row.shard, col.shard, row.part, assignment.head_slice(rank))
                 name = _block_name(*block[:3])
                 if not matrix.is_live(row.shard, col.shard, row.part):
@@ -171,9 +171,9 @@ def homecoming(evidence: Evidence) -> Iterator[Breach]:
     partials = _Partials(evidence)
     for program in evidence.programs:
         rank = program.rank
-        place, heads = evidence.plan.assignment.place(rank), evidence.plan.assignment.head_slice(rank)
+        heads = evidence.plan.assignment.head_slice(rank)
         for result in sorted(evidence.outputs(rank) - evidence.kept(rank)):  # under Ulysses, this rank's heads of it
-            kind = result.kind
+            kind, place = result.kind, evidence.plan.assignment.place(result.shard)
             if not evidence.matrix.has_shard(AXIS_OF[kind], place):
                 continue
             at = _last_write(evidence, rank, result)
@@ -213,6 +213,14 @@ class _Partials:
                     for total in evidence.effects[rank][index].adds:
                         self.owed[total.kind, total.shard, total.part, heads].append((rank, index))
                         held[total] = (*held.get(total, ()), (rank, index))
+                case steps.Decode(rows, _, own_partials):
+                    for row, partial in zip(rows, own_partials, strict=True):
+                        self.owed[partial.kind, row.shard, row.part, heads].append((rank, index))
+                        held[partial] = ((rank, index),)
+                case steps.Combine(partials, total):
+                    held[total] = tuple(part for partial in partials for part in held.get(partial, ()))
+                case steps.Pack(before, after) if before.kind in results:
+                    held[after] = held.get(before, ())
                 case steps.Merge(partial):
                     total = running(partial)
                     held[total] = held.get(total, ()) + held.get(partial, ())
@@ -272,7 +280,7 @@ def purpose(evidence: Evidence) -> Iterator[Breach]:
             if transfers(step)[1]:
                 unused |= dict.fromkeys(in_flight(step)[0], index)
         for item, index in unused.items():
-            if item.form != "home":
+            if item.form != "home" and item not in evidence.outputs(program.rank):
                 yield Breach("purpose", program.rank, index, f"{format_item(item)} is received and never used")
 
 
@@ -328,11 +336,17 @@ RULES: dict[str, Rule] = {
 }
 
 
-def _attends(evidence: Evidence) -> Iterator[tuple[int, int, steps.Attend]]:
+def _attends(evidence: Evidence) -> Iterator[tuple[int, int, tuple[Item, ...], tuple[Item, ...]]]:
+    """Rank, index, rows and columns of every step that attends."""
     for program in evidence.programs:
         for index, step in enumerate(program.steps):
-            if isinstance(step, steps.Attend):
-                yield program.rank, index, step
+            match step:
+                case steps.Attend(rows, cols):
+                    yield program.rank, index, rows, cols
+                case steps.Decode(rows, cache):
+                    yield program.rank, index, rows, (cache,)
+                case _:
+                    pass
 
 
 def _last_write(evidence: Evidence, rank: int, item: Item) -> int | None:

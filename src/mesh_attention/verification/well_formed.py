@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from mesh_attention.plan import steps
-from mesh_attention.plan.format import format_item, format_numbers
+from mesh_attention.plan.format import format_item, format_numbers, format_step
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item, Kind, Recv, Send, Step, effects, transfers
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Form, Item, Kind, Recv, Send, Step, effects, transfers
 from mesh_attention.verification.evidence import Breach, Evidence
 
 
@@ -53,9 +53,29 @@ def form(evidence: Evidence) -> Iterator[Breach]:
                 yield Breach("form", program.rank, index, flaw)
 
 
+OVER_CACHE = (
+    *(steps.Decode, steps.Combine, steps.Pack, steps.Free),
+    *(steps.Send, steps.Recv, steps.Collective),
+)
+"""The steps of a pass over a cache."""
+
+
 def _flaws(evidence: Evidence, rank: int, step: Step) -> Iterator[str]:
     outputs = OUTPUTS[evidence.plan.direction]
+    if not evidence.matrix.is_over_cache and isinstance(step, steps.Decode | steps.Combine):
+        yield "only a pass over a cache decodes and combines"
+        return
+    if evidence.matrix.is_over_cache and not isinstance(step, OVER_CACHE):
+        yield f"a pass over a cache has no step '{format_step(step)}'"
+        return
     match step:
+        case steps.Decode():
+            yield from _flaws_of_decode(evidence, rank, step)
+        case steps.Combine():
+            yield from _flaws_of_combine(evidence, step)
+        case steps.Pack(before, after) if before.kind in outputs:
+            if before != after._replace(source=None) or before.form != "whole" or after.source != rank:
+                yield "a partial is packed to take its place among those of other ranks; expected this rank's own"
         case steps.Attend():
             yield from _flaws_of_attend(evidence, step)
         case Send() | Recv():
@@ -85,7 +105,7 @@ def _flaws(evidence: Evidence, rank: int, step: Step) -> Iterator[str]:
             if item.kind not in outputs or item.form != "running" or item.source is not None:
                 yield f"{format_item(item)} is not a running sum"
         case steps.Free(item):
-            if item.form in ("running", "home", "kept"):
+            if item.form in ("running", "home", "kept", "total"):
                 why = "must be finished, not freed" if item.form == "running" else "belongs to the caller"
                 yield f"{format_item(item)} {why}"
 
@@ -109,12 +129,39 @@ def _flaws_of_attend(evidence: Evidence, attend: steps.Attend) -> Iterator[str]:
             yield "a shard in a buffer of its own must be attended by itself; shards attended together share a buffer"
 
 
+def _flaws_of_decode(evidence: Evidence, rank: int, decode: steps.Decode) -> Iterator[str]:
+    """A cache takes all new tokens at once: queries must see the keys of those before them, wherever they are kept."""
+    matrix = evidence.matrix
+    form: Form = "home" if matrix.is_replicated else "whole"
+    shards = [shard for shard in range(matrix.problem.ranks) if matrix.has_shard("row", shard)]
+    if decode.rows != tuple(Item("q", shard, form) for shard in shards):
+        yield "a decode takes the queries of all shards, in order"
+    if decode.cache != Item("kv", rank, "home"):
+        yield f"{format_item(decode.cache)} is not this rank's cache"
+    expected = [Item("o", row.shard) for row in decode.rows]
+    if [partial._replace(source=None) for partial in decode.partials] != expected or any(
+        partial.source not in (None, rank) for partial in decode.partials
+    ):
+        yield "a decode gives this rank's partial of every row, in order"
+
+
+def _flaws_of_combine(evidence: Evidence, combine: steps.Combine) -> Iterator[str]:
+    """Everybody merges in the order of ranks, so that results that several ranks merge are equal to the last bit."""
+    ranks, total = evidence.plan.problem.ranks, combine.total
+    sources = range(ranks) if ranks > 1 else [None]
+    if total.form != "total" or combine.partials != tuple(Item("o", total.shard, source=each) for each in sources):
+        yield f"{format_item(total)} must be made of the partials of all ranks, in order"
+
+
 def _flaws_of_transfer(evidence: Evidence, rank: int, end: Send | Recv) -> Iterator[str]:
     """A partial is labelled with its sender where it arrives; nothing else that travels has a label."""
     assignment, item = evidence.plan.assignment, end.item
     is_partial = item.kind in OUTPUTS[evidence.plan.direction]
+    is_partial = is_partial and item.form != "total"
     peer, label = (end.dest, None) if isinstance(end, Send) else (end.source, end.source if is_partial else None)
-    if item.form != "whole":
+    if isinstance(end, Send) and is_partial and evidence.matrix.is_over_cache and item.source == rank:
+        label = rank
+    if item.form != "whole" and (item.form != "total" or not evidence.matrix.is_replicated):
         yield f"{format_item(item)} does not travel"
     elif item.source != label:
         expected = format_item(item._replace(source=label))

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, drive
-from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, fields_of, token_format
+from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Fields, fields_of, token_format
 from mesh_attention.execution.compiled import Compiled, compile_program
 from mesh_attention.execution.engine import Outputs
-from mesh_attention.execution.executor import Executor, Fields
+from mesh_attention.execution.executor import Executor
 from mesh_attention.kernels.base import CallMask, RowGradient, Scores
 from mesh_attention.kernels.select import choose_merging
 from mesh_attention.machine.timing import kernel_for
