@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import test_cli
+from mesh_attention.plan.serving import cache_nbytes
 from test_cli import Run, as_json, assert_refused
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, parse_plan
-from mesh_attention.plan.serving import cache_nbytes
 from mesh_attention.planners.choice import Choice
 from mesh_attention.tuning.result import tuning_from_json
 from mesh_attention_lab.decoding import forecast_decoding

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mesh_attention.plan.serving import MOST_DECODED, cache_nbytes, layer_nbytes
 
 from mesh_attention import Problem, ShardedCache, causal, cluster_named, make_plan, rank_costs
 from mesh_attention.comm.base import Parcel
@@ -17,7 +18,6 @@ from mesh_attention.masks import BlockKind
 from mesh_attention.plan.assignment import Tile, tiles_of
 from mesh_attention.plan.kernel_calls import kernel_calls
 from mesh_attention.plan.layout import TypicalTurn
-from mesh_attention.plan.serving import MOST_DECODED, cache_nbytes, layer_nbytes
 from mesh_attention.planners.choice import Choice
 from mesh_attention.planners.costs import limits
 from mesh_attention.serving import CachedLayer

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mesh_attention import DisagreementError, LocalGroup, MeshAttention
 from mesh_attention.errors import CacheFullError, UsageError
+from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.layout import Zigzag
 from mesh_attention.planners.decode import COMBININGS, QUERIES
 from mesh_attention.serving import ShardedCache, Turn
@@ -308,8 +309,9 @@ def test_a_step_sends_the_bytes_of_its_plan(ranks: int, new_tokens: int, queries
     sequences = [model.new() for _ in range(5)]
     model.decode(sequences, new_tokens, queries=queries, combine=combine)
     assert model.error < 1e-12
-    (plan,) = cache.steps.by_plan
-    assert [comm.sent_nbytes.total() for comm in counting] == [plan.sent_nbytes(rank) for rank in range(ranks)]
+    (steps,) = cache.steps.by_shape.values()
+    due = [rank_costs(steps.plan, rank).sent_nbytes for rank in range(ranks)]
+    assert [comm.sent_nbytes.total() for comm in counting] == due
 
 
 @pytest.mark.parametrize("other", [{"kv_heads": 1}, {"head_dim_v": 5}], ids=str)
@@ -377,7 +379,7 @@ def test_a_cache_is_released_with_the_last_reference() -> None:
     chat = model.new()
     model.prefill({chat: 9})
     model.decode([chat])
-    (steps,) = cache.steps.by_plan.values()
+    (steps,) = cache.steps.by_shape.values()
     gone = [ref(cache), ref(steps), ref(next(iter(cache.steps.layers.values())))]
     gc.disable()
     try:
@@ -422,7 +424,7 @@ def test_more_shapes_than_are_kept() -> None:
     for number in [*range(1, 21), 3, 20, 1]:
         model.decode(chats[:number])
     assert model.error < 1e-12
-    assert len(model.cache.steps.by_plan) == MOST_STEPS
+    assert len(model.cache.steps.by_shape) == MOST_STEPS
 
 
 def test_a_failed_reserve_can_be_repeated_with_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mesh_attention.errors import ProblemError, TopologyError
 from mesh_attention.plan.serving import MOST_DECODED, Combine, DecodePlan, Queries, kv_token_nbytes
+
+from mesh_attention.errors import ProblemError, TopologyError
 from mesh_attention.problem import Problem
 from mesh_attention.topology import LinkClass, Topology
 from mesh_attention.units import format_nbytes, format_time

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import islice
+from typing import Literal
 
 from typing_extensions import assert_never
 
@@ -302,7 +303,7 @@ class _CacheLowering(_Lowering):
         form: Form = "total" if kind in OUTPUTS[self.direction] else "whole"
         own = [Item(kind, shard, form) for shard in self._shards([self.rank])]
         sends = [ops.Send(item, other) for other in self._others() for item in own]
-        recvs = [ops.Recv(Item(kind, shard, form), shard) for shard in self._shards(self._others())]
+        recvs = [ops.Recv(Item(kind, shard, form), shard) for shard in self._shards(self._others(-1))]
         self._collective("gather", kind, sends, recvs, wave)
 
     @property
@@ -312,10 +313,10 @@ class _CacheLowering(_Lowering):
     def _ranks(self) -> Sequence[int]:
         return self.assignment.group("row", self.place)
 
-    def _others(self) -> list[int]:
-        """The other ranks, the next one first, so that not all send to one."""
+    def _others(self, direction: Literal[1, -1] = 1) -> list[int]:
+        """The other ranks, the next one first, so that not all send to one; or in the order in which they send here."""
         ranks = self._ranks()
-        return [ranks[(self.rank + ahead) % len(ranks)] for ahead in range(1, len(ranks))]
+        return [ranks[(self.rank + direction * ahead) % len(ranks)] for ahead in range(1, len(ranks))]
 
     def _shards(self, among: Sequence[int] | None = None) -> list[int]:
         """The shards that have any tokens."""
@@ -325,7 +326,7 @@ class _CacheLowering(_Lowering):
         return Item("o", shard, source=self.rank if self._is_spread and len(self._ranks()) > 1 else None)
 
     def _partials_from_others(self, shards: Sequence[int]) -> list[ops.Recv]:
-        others = self._others()
+        others = self._others(-1)
         return [ops.Recv(Item("o", shard, source=other), other) for other in others for shard in self._shards(shards)]
 
 

@@ -26,6 +26,7 @@ def simulate(
     *,
     spans_of: Collection[int] = (),
     priced_ranks: int | None = None,
+    attend_s: float | None = None,
     on_progress: Progress | None = None,
 ) -> Timeline:
     """Forecast a pass on the cluster: times of all ranks, bytes by link class, peak memory, spans of some ranks.
@@ -34,6 +35,9 @@ def simulate(
     are simulated for all ranks at once. On more than `ALL_RANKS` ranks, the calls of `priced_ranks` evenly spread
     ranks are priced and represent those of their neighbours; waiting and links are simulated for every rank. From
     `MANY_RANKS` on, the last rank's calls represent all by default. Any other plan is simulated rank by rank.
+
+    A plan over a cache does not know how much is cached: `attend_s` is how long a rank attends to its part
+    (`decode_seconds` in `prices`).
     """
     if plan.problem.ranks != topology.ranks:
         raise TopologyError(
@@ -46,22 +50,27 @@ def simulate(
     if wrong:
         raise TopologyError(f"spans_of names rank {wrong[0]}: expected ranks 0 to {topology.ranks - 1}")
     report = on_progress or (lambda activity, fraction: None)
+    prices = Prices(topology.device, plan.matrix, plan.direction, attend_s=attend_s)
     if plan.programs is None and plan.matrix.is_uniform:
         try:
-            return _in_lockstep(plan, topology, spans_of, priced_ranks, report)
+            return _in_lockstep(plan, topology, prices, spans_of, priced_ranks, report)
         except lockstep.NotUniformError:
             pass
-    return _by_events(plan, topology, spans_of, report)
+    return _by_events(plan, topology, prices, spans_of, report)
 
 
 def _in_lockstep(
-    plan: Plan, topology: Topology, spans_of: Collection[int], priced_ranks: int | None, report: Progress
+    plan: Plan,
+    topology: Topology,
+    prices: Prices,
+    spans_of: Collection[int],
+    priced_ranks: int | None,
+    report: Progress,
 ) -> Timeline:
     ranks = topology.ranks
     wanted = priced_ranks or (ranks if ranks <= ALL_RANKS else SAMPLED_RANKS if ranks < MANY_RANKS else 1)
     # From the last one: under a causal mask the first has the fewest calls.
     sampled = np.unique(np.linspace(ranks - 1, 0, min(wanted, ranks)).round().astype(int))
-    prices = Prices(topology.device, plan.matrix, plan.direction)
     priced: list[RankJobs] = []
     for rank in sampled.tolist():
         report(f"pricing {plan.method}", len(priced) / len(sampled))
@@ -74,7 +83,7 @@ def _in_lockstep(
     recorder = Recorder(ranks, spans_of)
     jobs_of = {each.rank: each.jobs for each in priced}
     shown = {rank: jobs_of.get(rank) or rank_jobs(plan, rank, prices).jobs for rank in recorder.spans_of}
-    network = Network(topology)
+    network = Network(topology, overlap=plan.matrix.is_over_cache)
     is_folded = len(priced) == 1 and not network.is_shared
     classes = lockstep.singleton_classes(topology)
     if is_folded:
@@ -84,14 +93,14 @@ def _in_lockstep(
     return _timeline(plan, recorder, priced, is_exact=is_even and len(sampled) == ranks)
 
 
-def _by_events(plan: Plan, topology: Topology, spans_of: Collection[int], report: Progress) -> Timeline:
-    prices = Prices(topology.device, plan.matrix, plan.direction)
+def _by_events(plan: Plan, topology: Topology, prices: Prices, spans_of: Collection[int], report: Progress) -> Timeline:
     priced = []
     for rank in range(topology.ranks):
         report(f"pricing {plan.method}", rank / topology.ranks)
         priced.append(rank_jobs(plan, rank, prices))
     recorder = Recorder(topology.ranks, spans_of)
-    EventSimulator(priced, plan.matrix, Network(topology), recorder).run()
+    network = Network(topology, overlap=plan.matrix.is_over_cache)
+    EventSimulator(priced, plan.matrix, network, recorder).run()
     return _timeline(plan, recorder, priced, is_exact=True)
 
 

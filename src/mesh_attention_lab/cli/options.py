@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_type_hints
 
 import typer
+from mesh_attention.plan.serving import MOST_DECODED, QUERIES, Queries
 
 from mesh_attention.clusters import PRESETS, cluster_named
 from mesh_attention.errors import ParseError, UsageError
@@ -24,7 +25,6 @@ from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.layout import LAYOUTS, Layout, TypicalTurn, layout_named
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
-from mesh_attention.plan.serving import MOST_DECODED, QUERIES, Queries
 from mesh_attention.planners.choice import METHODS, Choice
 from mesh_attention.problem import DIRECTIONS, ITEMSIZE, Direction, Problem
 from mesh_attention.topology import Topology

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mesh_attention.plan.serving import cache_nbytes, kv_token_nbytes
 from rich.console import Console
 
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.layout import TypicalTurn
-from mesh_attention.plan.serving import cache_nbytes, kv_token_nbytes
 from mesh_attention.planners.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate

@@ -12,6 +12,7 @@ from functools import partial
 from statistics import median
 
 import torch
+from mesh_attention.plan.serving import BLOCK_TOKENS, DecodePlan
 
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, drive
@@ -21,7 +22,6 @@ from mesh_attention.execution.buffers import DTYPES
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.kernels.decode import TorchDecode
 from mesh_attention.machine.timing import Clock, within
-from mesh_attention.plan.serving import BLOCK_TOKENS, DecodePlan
 from mesh_attention.problem import Problem
 from mesh_attention.serving.book import WindowSize
 from mesh_attention.serving.memory import CachedLayer, CacheMemory, cache_nbytes
