@@ -52,7 +52,8 @@ def problem(ranks: int, *, seq: int = 1024, **changes: object) -> Problem:
 
 
 def by_events(plan: Plan, cluster: Topology) -> Timeline:
-    return simulation._by_events(plan, cluster, range(plan.problem.ranks), lambda activity, fraction: None)
+    prices = Prices(cluster.device, plan.matrix, plan.direction)
+    return simulation._by_events(plan, cluster, prices, range(plan.problem.ranks), lambda activity, fraction: None)
 
 
 # Prices

@@ -213,13 +213,17 @@ class Executor:
         return buffer
 
     def _new_buffer(self, allocation: Allocation) -> Buffer:
-        if self.pool is not None and allocation.items in self.pool:
-            return self.pool[allocation.items]
+        if self.pool is None:
+            return self._empty(allocation)
+        if allocation.items not in self.pool:
+            with torch.inference_mode(False):  # later passes need not be in inference mode
+                self.pool[allocation.items] = self._empty(allocation)
+        return self.pool[allocation.items]
+
+    def _empty(self, allocation: Allocation) -> Buffer:
         tokens, batch = allocation.tokens, self.problem.batch
         buffer = Buffer.empty(allocation.fmt, tokens=tokens, batch=batch, device=self.device)
         self.meter.take(buffer.nbytes)
-        if self.pool is not None:
-            self.pool[allocation.items] = buffer
         return buffer
 
     def _release(self, item: Item) -> None:
