@@ -17,9 +17,9 @@ from torch.distributed import TCPStore
 from mesh_attention.comm.torch_dist import reason_of
 from mesh_attention.errors import TransportError
 from mesh_attention.session import watchdog
-from mesh_attention.session.group_state import Poison
 from mesh_attention.session.pass_ids import CheckedComm
 from mesh_attention.session.pass_reports import DIFFERENT_CALLS, Report, judge
+from mesh_attention.session.poison import Poison
 from mesh_attention.session.watchdog import STORE_IS_SILENT, Watchdog, WatchedPass
 
 RANKS = 4

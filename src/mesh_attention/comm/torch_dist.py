@@ -1,5 +1,7 @@
 """torch.distributed: any process group or one axis of a DeviceMesh, Gloo or NCCL, for tensors its backend can send.
 
+Also how these groups share texts (`GatheredTexts`), and who is named if a rank does not take part (`Attendance`).
+
 Gloo cannot send CUDA tensors; `staged` is for those. On NCCL, posts run on the device strictly one after the other, in
 the order of posting (they share one stream), and `wait` makes the current stream wait, not the host.
 """

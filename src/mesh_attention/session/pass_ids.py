@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,9 +26,11 @@ from torch import Tensor
 from mesh_attention.comm.base import PASS_ID, AllOf, Parcel, Work, Wrapper, innermost
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import DisagreementError
-from mesh_attention.session.group_state import GroupState
 from mesh_attention.session.pass_reports import DIFFERENT_CALLS
 from mesh_attention.session.watchdog import Post, WatchedPass
+
+if TYPE_CHECKING:
+    from mesh_attention.session.session import GroupState
 
 ID_TAG = 1
 FIRST_PASS_TAG, TAGS = 2, 65521
