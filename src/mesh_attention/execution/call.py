@@ -208,9 +208,7 @@ class Calls:
     def _captured(self, device: torch.device) -> CapturedPasses | None:
         if not self.cuda_graphs:
             return None
-        if device not in self._graph_memories:
-            self._graph_memories[device] = GraphMemory(device)
-        return CapturedPasses(self._graph_memories[device])
+        return CapturedPasses(self._graph_memories.setdefault(device, GraphMemory(device)))
 
 
 # What ranks compare

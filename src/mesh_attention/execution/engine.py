@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor
@@ -191,14 +191,7 @@ def compile_programs(
     plans: Mapping[Direction, Plan], comms: Sequence[Comm]
 ) -> Callable[[Direction], Sequence[Compiled]]:
     """The programs of the local ranks, by direction; each is compiled at first use."""
-    known: dict[Direction, list[Compiled]] = {}
-
-    def programs(direction: Direction) -> list[Compiled]:
-        if direction not in known:
-            known[direction] = [compile_program(plans[direction], comm.rank) for comm in comms]
-        return known[direction]
-
-    return programs
+    return cache(lambda direction: [compile_program(plans[direction], comm.rank) for comm in comms])
 
 
 def _tensors_of(result: Mapping[str, Fields]) -> list[Tensor]:

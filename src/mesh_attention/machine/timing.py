@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mesh_attention.comm.base import Comm, Parcel
-from mesh_attention.execution.buffers import DTYPES, Buffer, token_format
+from mesh_attention.execution.buffers import DTYPES, Buffer, Fields, token_format
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
 from mesh_attention.kernels.select import choose_kernel, choose_merging
 from mesh_attention.machine.fit import CallTime, Measurement, MemoryTimes, MessageTime
-from mesh_attention.masks import causal, full
+from mesh_attention.plan.steps import Kind
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.session.agreement import Statement
 from mesh_attention.session.session import Session
@@ -206,8 +206,11 @@ def kernel_for(setting: Problem, device: torch.device) -> Kernel:
 
 
 def _time_shape(shape: CallShape, setting: Problem, kernel: Kernel, clock: Clock) -> Iterator[CallTime]:
-    q, k, v, do = _tensors(shape, setting, clock.device)
-    mask, scale = _call_mask(shape), setting.head_dim_qk**-0.5
+    q = _random("q", shape.q_tokens, setting, clock.device)["q"]
+    do = _random("do", shape.q_tokens, setting, clock.device)["do"]
+    k, v = _random("kv", shape.kv_tokens, setting, clock.device).values()
+    mask = CallMask.causal(shape.q_tokens) if shape.is_causal else CallMask.full(shape.q_tokens, shape.kv_tokens)
+    scale = setting.head_dim_qk**-0.5
     out, lse = kernel.forward(q, k, v, Scores(mask, scale))
     delta = (out.to(lse.dtype) * do.to(lse.dtype)).sum(-1)
 
@@ -237,20 +240,11 @@ def call_flops(shape: CallShape, setting: Problem, direction: Direction) -> int:
     return setting.flops(direction, pairs=pairs) // setting.batch
 
 
-def _tensors(shape: CallShape, setting: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    row, col, do = (
-        Buffer.empty(token_format(kind, setting, 1, False), tokens=tokens, batch=1, device=device).fields
-        for kind, tokens in (("q", shape.q_tokens), ("kv", shape.kv_tokens), ("do", shape.q_tokens))
-    )
-    q, k, v, d_out = (tensor.normal_() for tensor in (row["q"], col["k"], col["v"], do["do"]))
-    return q, k, v, d_out
-
-
-def _call_mask(shape: CallShape) -> CallMask:
-    q, kv = range(shape.q_tokens), range(shape.kv_tokens)
-    if shape.is_causal:
-        return CallMask("causal", causal(), (q,), (kv,), len(q), len(kv))
-    return CallMask("full", full(), (q,), (kv,), len(q), len(kv))
+def _random(kind: Kind, tokens: int, setting: Problem, device: torch.device, *, is_running: bool = False) -> Fields:
+    fields = Buffer.empty(token_format(kind, setting, 1, is_running), tokens=tokens, batch=1, device=device).fields
+    for tensor in fields.values():
+        tensor.normal_()
+    return fields
 
 
 # Merges
@@ -280,12 +274,7 @@ def memory_nbytes(device: torch.device, *, ranks_here: int) -> float:
 
 def _merge_tensors(tokens: int, setting: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A running sum and a partial, each with its LSE."""
-    total, partial = (
-        Buffer.empty(token_format("o", setting, 1, is_running), tokens=tokens, batch=1, device=device).fields
-        for is_running in (True, False)
-    )
-    for tensor in (*total.values(), *partial.values()):
-        tensor.normal_()
+    total, partial = (_random("o", tokens, setting, device, is_running=is_running) for is_running in (True, False))
     return total["o"], total["lse"], partial["o"], partial["lse"]
 
 

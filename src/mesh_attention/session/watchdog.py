@@ -29,7 +29,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from mesh_attention.comm.base import Comm
-from mesh_attention.comm.torch_dist import has_failed, is_destroyed, sharings_of, timeout_s, torch_group
+from mesh_attention.comm.torch_dist import has_failed, is_destroyed, patience_s, sharings_of, torch_group
 from mesh_attention.session.pass_reports import Report, Verdict, describe, judge
 
 if TYPE_CHECKING:
@@ -261,9 +261,8 @@ class WatchedGroup:
         self.passes_over, self.poison = state.poison(device).passes_over, state.poison(device).give_up
 
     def patience_s(self) -> float:
-        """How long a rank may wait: a little less than the group's timeout, which may be changed."""
-        seconds = math.inf if (group := self._group()) is None else timeout_s(group, self._device)
-        return seconds - min(seconds / 2, max(seconds / 10, 3.0))
+        """How long a rank may wait."""
+        return math.inf if (group := self._group()) is None else patience_s(group, self._device, spare_s=3.0)
 
     def counts(self) -> tuple[int, int]:
         """The sharings and passes that this rank has begun on the group."""
