@@ -32,7 +32,7 @@ from mesh_attention import Problem, causal
 from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import MemoryLimitError
 from mesh_attention.execution.compiled import compile_program
-from mesh_attention.machine.tuner import Tuner, tuned
+from mesh_attention.machine.tuned_strategy import Tuner, tuned
 from mesh_attention.masks import Mask, documents, full, window
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS

@@ -15,8 +15,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, verify
-from mesh_attention.machine import tuner as machine_tuner
-from mesh_attention.machine.tuner import Tuner, tuned
+from mesh_attention.machine import tuned_strategy
+from mesh_attention.machine.tuned_strategy import Tuner, tuned
 from mesh_attention.masks import Mask, documents, full, window
 from mesh_attention.plan.assignment import Assignment, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix
@@ -46,7 +46,7 @@ def batch_of_documents(tokens: int, seed: int) -> Mask:
 @contextmanager
 def no_history() -> Iterator[None]:
     """Nothing is remembered from before."""
-    machine_tuner.tuned.cache_clear()
+    tuned_strategy.tuned.cache_clear()
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
         yield
@@ -72,8 +72,8 @@ def test_new_lengths_and_new_batches_of_documents_need_no_new_choice(monkeypatch
         tuned.append(asked)
         return cached(asked, *rest, **options)  # type: ignore[arg-type]
 
-    cached = machine_tuner.cached_tune
-    monkeypatch.setattr(machine_tuner, "cached_tune", counted)
+    cached = tuned_strategy.cached_tune
+    monkeypatch.setattr(tuned_strategy, "cached_tune", counted)
     with no_history():
         tuner = Tuner(cluster_named("h100x4"), Zigzag(), None)
         for tokens in range(8000, 8400, 37):
@@ -159,7 +159,7 @@ def test_a_choice_with_rows_is_not_widened() -> None:
     with no_history(), pytest.MonkeyPatch.context() as patch:
         found = tune(*part_of(asked, cluster), directions=DIRECTIONS)
         mesh, ring = (next(t for t in found.trials if t.family == family) for family in ("mesh", "ring"))
-        patch.setattr(machine_tuner, "cached_tune", lambda *_, **__: (replace(found, trials=(mesh, ring)), False))
+        patch.setattr(tuned_strategy, "cached_tune", lambda *_, **__: (replace(found, trials=(mesh, ring)), False))
         chosen, _ = tuned.__wrapped__(asked, cluster, Contiguous(), True, None, is_coarse=True)
         assert {str(each.choice.assignment) for each in chosen.passes.values()} == {"1x64"}
 

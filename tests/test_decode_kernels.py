@@ -235,7 +235,8 @@ def test_a_tile_of_tokens_takes_32_kib(token_nbytes: int, cols: int) -> None:
 def test_stages_of_loading_suit_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of compute capability 8.9, 8.0 and 9.0; 64 rows need more of it."""
     for program, sm, stages, resident in ((101376, 102400, 3, 1), (166912, 167936, 4, 1), (232448, 233472, 4, 2)):
-        monkeypatch.setattr(decode, "_shared_nbytes", lambda device, both=(program, sm): both)
+        shared = launching.SharedMemory(program, sm)
+        monkeypatch.setattr(decode, "shared_nbytes", lambda device, shared=shared: shared)
         assert decode._tile(512, 16, CPU) == SplitTile(64, 4, stages, resident)
     assert decode._tile(512, 64, CPU) == SplitTile(64, 4, 3, 2)
 

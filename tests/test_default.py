@@ -26,7 +26,6 @@ from mesh_attention.errors import TopologyError
 from mesh_attention.execution import engine
 from mesh_attention.execution.autograd import attend as attend_with
 from mesh_attention.machine import tuned_strategy
-from mesh_attention.machine import tuner as machine_tuner
 from mesh_attention.machine.tuned_strategy import TunedStrategy
 from mesh_attention.plan.layout import Listed, Zigzag, join, position_ids, shifted
 from mesh_attention.planners.choice import Choice
@@ -63,7 +62,7 @@ def _with_own_cluster(group: Any, folder: str) -> tuple[list[str], float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
         if rank != 0:
-            patch.setattr(machine_tuner, "tuned", fail)
+            patch.setattr(tuned_strategy, "tuned", fail)
         attention = MeshAttention(group, cluster="h100" if rank == 0 else "laptop")
         error = attend(attention)
         return plans_of(attention), error
@@ -290,7 +289,7 @@ def _trained(group: Any, folder: str, cluster: str | None) -> list[tuple[list[st
         for is_compiled, gradient in ((False, True), (True, True), (False, False)):
             attention = MeshAttention(group, cluster=cluster)
             if cluster is not None:
-                patch.setattr(machine_tuner, "tuned", _ulysses)
+                patch.setattr(tuned_strategy, "tuned", _ulysses)
             call = torch.compile(attention, backend="eager") if is_compiled else attention
             leaves = [x.requires_grad_(gradient) for x in whole()]
             out = call(*(attention.shard(x) for x in leaves), causal=True)
@@ -308,13 +307,13 @@ def _trained(group: Any, folder: str, cluster: str | None) -> list[tuple[list[st
     return found
 
 
-TUNED = machine_tuner.tuned
+TUNED = tuned_strategy.tuned
 
 
 def _ulysses(problem: Any, *given: Any, **named: Any) -> Any:
     chosen, tuning = TUNED(problem, *given, **named)
     keep: Any = ("own",) if given[2] else ()
-    passes = machine_tuner.volume_based(problem, Choice(method="ulysses", layout=Zigzag(), keep=keep)).passes
+    passes = tuned_strategy.volume_based(problem, Choice(method="ulysses", layout=Zigzag(), keep=keep)).passes
     return replace(chosen, passes=passes), tuning
 
 

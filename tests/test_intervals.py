@@ -111,14 +111,14 @@ def test_the_kernel_says_where_it_stops(monkeypatch: pytest.MonkeyPatch) -> None
 @in_plain_python
 def test_tiles_suit_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
-        shared_memory_per_block_optin = 0
+        shared_memory_per_block_optin = shared_memory_per_multiprocessor = 0
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     for nbytes, tiles in ((101376, SMALL_TILES), (166912, TILES), (232448, TILES)):  # 8.9, 8.0, 9.0
         Properties.shared_memory_per_block_optin = nbytes
-        intervals._tiles.cache_clear()
+        launching.shared_nbytes.cache_clear()
         assert intervals._tiles(torch.device("cuda", 0)) is tiles
-    intervals._tiles.cache_clear()
+    launching.shared_nbytes.cache_clear()
 
 
 @interpreted

@@ -16,16 +16,22 @@ from test_calibration import made_measurement
 from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs, window
 from mesh_attention.clusters import PRESETS, cluster_to_toml, read_cluster
 from mesh_attention.errors import TopologyError
-from mesh_attention.machine.cluster_files import (
+from mesh_attention.machine.cluster import (
+    Facts,
+    Machine,
     calibrated_file,
     keep_calibrated,
     keep_measured,
+    known_machine,
+    likeness_of,
     measured_file,
+    placed,
+    preset_machine,
+    ranks_per_node,
     read_kept,
+    sharers,
 )
-from mesh_attention.machine.facts import Facts, Machine, likeness_of, placed, preset_machine, ranks_per_node, sharers
-from mesh_attention.machine.tuned_strategy import describe_choice, known_machine
-from mesh_attention.machine.tuner import Chosen, Tuner, find_alike, volume_based
+from mesh_attention.machine.tuned_strategy import Chosen, Tuner, describe_choice, find_alike, volume_based
 from mesh_attention.plan.assignment import divisors, tiles_of
 from mesh_attention.plan.layout import Contiguous, Zigzag
 from mesh_attention.plan.steps import DIRECTIONS
@@ -273,7 +279,7 @@ def test_a_choice_reads_back_and_makes_the_same_plans() -> None:
 def test_a_new_length_of_a_model_is_not_tuned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = Tuner(cluster_named("h200x8"), Zigzag(), None)
     tuner.choose(problem_of(8, seq=2**16), needs_gradient=True)
-    monkeypatch.setattr("mesh_attention.machine.tuner.cached_tune", None)
+    monkeypatch.setattr("mesh_attention.machine.tuned_strategy.cached_tune", None)
     for seq in (2**15, 2**16 + 1000, 2**17):
         chosen, _ = tuner.choose(problem_of(8, seq=seq), needs_gradient=True)
         assert {plan.problem.seq_q for plan in chosen.plans(problem_of(8, seq=seq), tuner.layout).values()} == {seq}

@@ -21,7 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from mesh_attention import LocalGroup, MeshAttention, UsageError
 from mesh_attention.arguments import CallOptions
 from mesh_attention.comm.torch_dist import TorchComm
-from mesh_attention.execution.operators import Operands
 from mesh_attention.execution.warm_up import DryComm
 from mesh_attention.integrations.pytorch import flop_formulas, saved_attention
 from mesh_attention.testing.wrappers import Counting
@@ -123,7 +122,7 @@ def test_packed_tokens_without_a_batch_are_compiled_as_well() -> None:
 def test_the_operators_keep_torchs_rules() -> None:
     attention = alone()
     q, k, v = (torch.randn(1, 6, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
-    asked = Operands(CallOptions(causal=True), True, attention._number).pack()
+    asked = (*CallOptions(causal=True), True, attention._number)
     torch.library.opcheck(torch.ops.mesh_attention.attend.default, (q, k, v, *asked))
     with torch.no_grad():
         out, lse, forward_pass = torch.ops.mesh_attention.attend(q, k, v, *asked)
@@ -206,7 +205,7 @@ def test_only_gradients_that_exist_come_to_backward() -> None:
 def test_what_was_compiled_needs_its_attention_alive() -> None:
     attention = alone()
     q = torch.randn(1, 6, 2, 8)
-    asked = Operands(CallOptions(causal=True), False, attention._number).pack()
+    asked = (*CallOptions(causal=True), False, attention._number)
     torch.ops.mesh_attention.attend(q, q, q, *asked)
     del attention
     gc.collect()
@@ -252,7 +251,7 @@ def kept_under_checkpointing(group: Any) -> tuple[float, str]:
 
     error = difference(results_of(keeping, saved, x, call), results_of(plain, plain, x, call))
     q = torch.randn(1, 6, 2, 8)
-    asked = Operands(CallOptions(causal=True), True, keeping.attention._number).pack()
+    asked = (*CallOptions(causal=True), True, keeping.attention._number)
     with pytest.raises(UsageError) as refusal:
         torch.ops.mesh_attention.attend(q, q, q, *asked)
     return error, str(refusal.value)
@@ -338,7 +337,7 @@ def test_a_refusal_while_tracing_reaches_the_other_ranks() -> None:
 def test_second_derivatives_are_refused() -> None:
     attention = alone()
     q, k, v = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
-    asked = Operands(CallOptions(causal=True), True, attention._number).pack()
+    asked = (*CallOptions(causal=True), True, attention._number)
     out, *_ = torch.ops.mesh_attention.attend(q, k, v, *asked)
     (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(UsageError, match="has no second derivatives"):

@@ -14,7 +14,7 @@ from pool import shared_pool
 
 from mesh_attention import Contiguous, LocalGroup, MeshAttention, Plan, Problem, full, make_plan
 from mesh_attention.errors import MeshAttentionError, ScheduleError
-from mesh_attention.machine import tuner as machine_tuner
+from mesh_attention.machine import tuned_strategy
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import Attend, Direction
 from mesh_attention.testing.wrappers import Counting
@@ -105,7 +105,7 @@ def test_an_edited_tuning_with_another_layout_is_not_used(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def attend() -> Any:
-        machine_tuner.tuned.cache_clear()  # as in a new process
+        tuned_strategy.tuned.cache_clear()  # as in a new process
         attention = MeshAttention(LocalGroup(2), cluster="h100x256", layout="zigzag")
         generator = torch.Generator().manual_seed(0)
         shards = [attention.shard(torch.randn(1, 32, 4, 8, generator=generator)) for _ in range(3)]

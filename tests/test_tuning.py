@@ -17,7 +17,7 @@ from strategies import plans
 from mesh_attention import LocalGroup, MeshAttention, Problem, Zigzag, causal, full, make_plan, rank_costs, verify
 from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import MemoryLimitError, TopologyError, UsageError
-from mesh_attention.machine.tuner import Tuner
+from mesh_attention.machine.tuned_strategy import Tuner
 from mesh_attention.masks import Mask, documents, window
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.layout import LAYOUTS

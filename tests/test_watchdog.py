@@ -17,9 +17,10 @@ from torch.distributed import TCPStore
 from mesh_attention.comm.torch_dist import reason_of
 from mesh_attention.errors import TransportError
 from mesh_attention.session import watchdog
-from mesh_attention.session.group_state import Poison
 from mesh_attention.session.pass_ids import CheckedComm
 from mesh_attention.session.pass_reports import DIFFERENT_CALLS, Report, judge
+from mesh_attention.session.poison import Poison
+from mesh_attention.session.session import GroupState
 from mesh_attention.session.watchdog import STORE_IS_SILENT, Watchdog, WatchedPass
 
 RANKS = 4
@@ -315,7 +316,7 @@ def test_a_post_that_torch_refused_is_where_a_rank_waits() -> None:
             raise TransportError("refused")
 
     watched = WatchedPass(3, 7, "backward", lambda index: (f"post {index}", (1,)))
-    marked = CheckedComm(Refusing(), watched=watched)  # type: ignore[arg-type]
+    marked = CheckedComm(Refusing(), GroupState(forgets_failures=False), watched=watched)  # type: ignore[arg-type]
     marked.open(torch.zeros(2, dtype=torch.int64), 7)
     with pytest.raises(TransportError):
         marked.post((), ())

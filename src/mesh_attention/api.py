@@ -36,7 +36,7 @@ from mesh_attention.execution import sharding
 from mesh_attention.execution.autograd import attend
 from mesh_attention.execution.call import MAX_ENGINES, Calls
 from mesh_attention.execution.engine import Engine
-from mesh_attention.execution.operators import Operands, number_of, refused, untraced
+from mesh_attention.execution.operators import number_of, refused, untraced
 from mesh_attention.machine.tuned_strategy import TunedStrategy
 from mesh_attention.plan.layout import LAYOUTS, Cached, TypicalTurn, Zigzag
 from mesh_attention.plan.plan import Plan
@@ -225,14 +225,14 @@ class MeshAttention:
             if not torch.compiler.is_compiling():
                 for tensor in tensors:
                     refuse_transforms(tensor)
-            operands = Operands(options.as_operands(), needs_gradient(tensors), self._number)
+            operands = (*options.as_operands(), needs_gradient(tensors), self._number)
         except UsageError as error:
             if torch.compiler.is_compiling():
                 out = refused(error.args[0], q, self._number)  # before torch 2.13, str(error) cannot be traced
                 return (out, out) if return_lse is True else out
             with self.session.telling():
                 raise
-        out, lse, _ = torch.ops.mesh_attention.attend(*tensors, *operands.pack())
+        out, lse, _ = torch.ops.mesh_attention.attend(*tensors, *operands)
         out = self._from_bshd(out, like=q)
         return (out, lse if q.dim() == 4 else lse[0]) if return_lse else out
 

@@ -36,7 +36,7 @@ from mesh_attention.sequences import (
     read_documents,
     real_tokens,
 )
-from mesh_attention.session.agreement import Statement
+from mesh_attention.session.agreement import Statement, summary_of
 
 IGNORED = -100
 """The label of a token without a label, as in transformers and torch."""
@@ -53,12 +53,6 @@ ACCEPTED = (
 Gradients = Literal["averaged", "summed"]
 
 
-NEVER_RAN = (
-    "the model was given a sharded batch and did not call mesh attention, so every rank attended to its own tokens "
-    "only; call parallelize(model, attention) before the model"
-)
-
-
 class LocalBatch(dict[str, Any]):
     """This rank's part of a batch. It remembers how often its attention had run when it was made."""
 
@@ -69,7 +63,10 @@ class LocalBatch(dict[str, Any]):
     def check_that_attention_ran(self) -> None:
         """Raise if the model did not call mesh attention: it would silently attend to this rank's tokens alone."""
         if self._calls.session.size > 1 and self._calls.forward_passes == self._passes:
-            raise UsageError(NEVER_RAN)
+            raise UsageError(
+                "the model was given a sharded batch and did not call mesh attention, so every rank attended to its "
+                "own tokens only; call parallelize(model, attention) before the model"
+            )
 
 
 def shard_batch(
@@ -320,44 +317,9 @@ def _rows(
 
 
 def _compare(attention: MeshAttention, batch: Mapping[str, Any]) -> None:
-    summary = {"operation": "shard_batch", **{name: _summary(value) for name, value in sorted(batch.items())}}
+    summary = {"operation": "shard_batch", **{name: summary_of(value) for name, value in sorted(batch.items())}}
     advice = (
         "Every rank of the attention's group must get the same whole batch: a data sampler must distinguish "
         "data-parallel ranks only, and shuffle the same way on all others"
     )
     attention.session.agree(Statement(must_match=summary, advice=advice))
-
-
-def _summary(value: object) -> str:
-    """A short text that differs for different tensors of whole numbers; the shape for other tensors."""
-    if not isinstance(value, Tensor):
-        return str(value)
-    text = f"{tuple(value.shape)} {value.dtype}"
-    if value.is_floating_point():
-        return text
-    return f"{text} #{int(fingerprint(value)):010x}"
-
-
-# A hash of a tensor, by which ranks notice that they were given different ones.
-
-
-PLACE_FACTOR, NUMBER_FACTOR, MIXED_FACTOR = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
-"""Large odd numbers."""
-CHUNK = 1 << 22
-"""Elements hashed together: embeddings of a long prompt would otherwise need several times their own memory."""
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def fingerprint(tensor: Tensor) -> Tensor:
-    """A hash of a tensor's elements in their order, of 40 bits, on its device. Floats are hashed by their bits."""
-    flat = tensor.detach().flatten()
-    numbers = flat.view(INTEGERS[flat.element_size()]) if flat.is_floating_point() else flat
-    total = torch.zeros((), dtype=torch.long, device=flat.device)
-    for start in range(0, numbers.numel(), CHUNK):
-        part = numbers[start : start + CHUNK].long()
-        places = torch.arange(start + 1, start + 1 + part.numel(), device=flat.device)
-        # Overflow is fine. Both are mixed before the sum: a sum of products does not tell [5, 7] from [7, 6].
-        mixed = part * NUMBER_FACTOR + places * PLACE_FACTOR
-        mixed = (mixed ^ (mixed >> 32)) * MIXED_FACTOR
-        total = total + (mixed ^ (mixed >> 29)).sum()
-    return total & 0xFFFFFFFFFF

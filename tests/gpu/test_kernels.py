@@ -22,9 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 from mesh_attention import LocalGroup, MeshAttention, causal, documents, full, window
 from mesh_attention.kernels import launching
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores
+from mesh_attention.kernels.intervals import INTERVALS
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
-from mesh_attention.kernels.windowed import INTERVALS
 from mesh_attention.masks import Mask
 from mesh_attention.testing import kernel_conformance as conformance
 from mesh_attention.testing.kernel_conformance import CHECKS, Check, Setting

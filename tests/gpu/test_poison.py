@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mesh_attention.session.group_state import Poison
+from mesh_attention.session.poison import Poison
 
 
 def test_results_are_poisoned_once_a_rank_gave_up_also_in_a_graph() -> None:

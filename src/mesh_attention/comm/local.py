@@ -1,4 +1,4 @@
-"""All ranks in one process and one thread: for tests and teaching, on CPU or on one GPU.
+"""`LocalGroup`: all ranks in one process and one thread, for tests and teaching, on CPU or on one GPU.
 
 Nothing blocks here. `comm.base.drive_together` advances the ranks, moving on to the next when one has to wait.
 """

@@ -1,4 +1,4 @@
-"""torch.distributed over Gloo for tensors on a CUDA device: every chunk goes through pinned host memory.
+"""`StagedComm`: Gloo for tensors on a CUDA device. Every chunk goes through pinned host memory.
 
 For groups without NCCL, and for several ranks on one GPU, which NCCL usually refuses. Tensors in host memory go the
 same way, with plain copies. Where the group's backend can send them itself, use `torch_dist`, whose `comm_for` chooses.
@@ -11,17 +11,16 @@ makes the current stream wait for the copy.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from mesh_attention.comm.base import Parcel, Sharing, Work
 from mesh_attention.comm.torch_dist import (
@@ -54,17 +53,14 @@ class StagedComm:
         self.size = dist.get_world_size(self.group)
         self._stages: dict[torch.device, HostStage] = {}
         self._fault = _Fault()
-        self._outbox: SimpleQueue[_Departure | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._sender = ThreadPoolExecutor(1, f"mesh-attention sends of rank {self.rank}")
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         self._fault.check()
-        devices = {chunk.device for parcel in (*recvs, *sends) for chunk in parcel.chunks}
+        devices = [chunk.device for parcel in (*recvs, *sends) for chunk in parcel.chunks]
         if not devices:
             return _StagedWork([], [], None, self._fault)
-        if len(devices) > 1:
-            raise ProblemError(f"got chunks on {', '.join(map(str, devices))} in one post; expected one device")
-        stage = self._stage(devices.pop())
+        stage = self._stage(devices[0])  # a rank computes on one device
         queued = stage.mark()
         # Receives first: Gloo is full duplex only that way.
         arrivals = [self._expect(chunk, parcel, stage, queued) for parcel in recvs for chunk in parcel.chunks]
@@ -87,18 +83,24 @@ class StagedComm:
         return _Arrival(name, request, host, chunk, queued)
 
     def _dispatch(self, chunk: Tensor, parcel: Parcel, stage: HostStage, queued: Any) -> _Departure:
-        if self._thread is None:
-            self._start()
-        departure = _Departure(chunk, parcel, stage.copy_out(chunk, queued), self.group, self._fault)
-        self._outbox.put(departure)
-        return departure
+        host, wait_for_copy = stage.copy_out(chunk, queued)
+        name = f"{parcel.label} to rank {parcel.peer}"
+        send = partial(dist.isend, host, group=self.group, tag=FIRST_TAG + parcel.tag, group_dst=parcel.peer)
+        return _Departure(name, self._sender.submit(_send, chunk, name, wait_for_copy, send, self._fault), self._fault)
 
-    def _start(self) -> None:
-        # The thread refers to nothing but the outbox, so that it keeps neither the comm nor its group alive.
-        arguments, name = (self._outbox,), f"mesh-attention sends of rank {self.rank}"
-        self._thread = threading.Thread(target=_send_in_order, args=arguments, name=name, daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._outbox.put, None)
+
+def _send(
+    chunk: Tensor, name: str, wait_for_copy: Callable[[], None], send: Callable[[], Any], fault: _Fault
+) -> Any | None:
+    """In the thread, which keeps the chunk alive until it is copied: the request; None if there is a fault."""
+
+    def send_copy() -> Any:
+        wait_for_copy()
+        return send()
+
+    with suppress(TransportError):  # whoever waits asks for the fault
+        return fault.attempt(name, send_copy)
+    return None
 
 
 class _Fault:
@@ -136,46 +138,18 @@ class _Arrival(NamedTuple):
     queued: Any
 
 
+@dataclass(frozen=True)
 class _Departure:
-    """A chunk to be sent by the thread and waited for by the work of its post."""
+    """A chunk that the thread sends, and that the work of its post waits for."""
 
-    def __init__(
-        self,
-        chunk: Tensor,
-        parcel: Parcel,
-        copied: tuple[Tensor, Callable[[], None]],
-        group: ProcessGroup,
-        fault: _Fault,
-    ) -> None:
-        self.name = f"{parcel.label} to rank {parcel.peer}"
-        self.peer, self.tag, self.group, self.fault = parcel.peer, FIRST_TAG + parcel.tag, group, fault
-        self.host, self.wait_for_copy = copied
-        self.chunk: Tensor | None = chunk  # keeps it alive until it is copied
-        self.request: Any = None
-        self.handled = threading.Event()
-
-    def send(self) -> None:
-        try:
-            if self.fault.message is None:
-                self.wait_for_copy()
-                self.request = dist.isend(self.host, group=self.group, tag=self.tag, group_dst=self.peer)
-        except Exception as error:
-            self.fault.note(self.name, error)
-        finally:
-            self.chunk = None
-            del self.group
-            self.handled.set()
+    name: str
+    sent: Future[Any]
+    fault: _Fault
 
     def wait(self) -> None:
-        self.handled.wait()
+        request = self.sent.result()
         self.fault.check()
-        self.request.wait()
-
-
-def _send_in_order(outbox: SimpleQueue[_Departure | None]) -> None:
-    while (departure := outbox.get()) is not None:
-        departure.send()
-        del departure  # an idle thread keeps nothing alive
+        request.wait()
 
 
 class _StagedWork:

@@ -1,4 +1,6 @@
-"""torch.distributed: any process group or one axis of a DeviceMesh, Gloo or NCCL, for tensors its backend can send.
+"""`TorchComm`: a process group of torch or one axis of a DeviceMesh, Gloo or NCCL, for tensors its backend can send.
+
+Also how these groups share texts (`GatheredTexts`), and who is named if a rank does not take part (`Attendance`).
 
 Gloo cannot send CUDA tensors; `staged` is for those. On NCCL, posts run on the device strictly one after the other, in
 the order of posting (they share one stream), and `wait` makes the current stream wait, not the host.
@@ -228,7 +230,7 @@ class GatheredTexts:
         self.text = text.encode()
         self.texts: list[str] | None = None
         self.attendance = Attendance(group)
-        self.patience_s = _patience_s(group, self.device)
+        self.patience_s = patience_s(group, self.device, spare_s=3 * LOOK_UP_S)
         self.starts = self._attempt(self._begin)
 
     def is_done(self) -> bool:
@@ -390,21 +392,17 @@ def _text_device(group: ProcessGroup, device: torch.device | None) -> torch.devi
     return group.bound_device_id or torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _patience_s(group: ProcessGroup, device: torch.device) -> float:
+def patience_s(group: ProcessGroup, device: torch.device, *, spare_s: float) -> float:
     """Seconds to wait for work on a device; backends of the CPU raise at the group's timeout themselves.
 
-    NCCL's watchdog ends the process then, and nothing is raised. So give up earlier, in time to see who is missing.
+    NCCL's watchdog ends the process then, and nothing is raised. So give up earlier, by `spare_s` or more, in time to
+    see who is missing. The timeout may be changed at any time.
     """
     if device.type == "cpu":
         return math.inf
-    seconds = timeout_s(group, device)
-    return seconds - min(seconds / 2, max(seconds / 10, 3 * LOOK_UP_S))
-
-
-def timeout_s(group: ProcessGroup, device: torch.device) -> float:
-    """The timeout of a group's backend for a device, in seconds."""
     options = getattr(group._get_backend(device), "options", None)
-    return float(getattr(options, "_timeout", timedelta(minutes=10)).total_seconds())
+    seconds = float(getattr(options, "_timeout", timedelta(minutes=10)).total_seconds())
+    return seconds - min(seconds / 2, max(seconds / 10, spare_s))
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

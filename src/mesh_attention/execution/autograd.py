@@ -72,9 +72,8 @@ def run_forward(engine: Engine, tensors: Sequence[Tensor], *, context: int = 0) 
     with without_autocast(device):
         if engine.single_call is not None:
             return engine.single_forward(device)(*tensors), []
-        ranks = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
-        inputs = [_forward_inputs(*rank) for rank in ranks]
-        results, kept = engine.run("forward", inputs, _tokens(ranks), kernel, context=context)
+        inputs = [_forward_inputs(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
+        results, kept = engine.run("forward", inputs, kernel, context=context)
     outs = (tensor for result in results for tensor in (_heads_first(result["o"]["o"]), result["o"]["lse"]))
     return tuple(outs), kept
 
@@ -103,30 +102,17 @@ def run_backward(
     with without_autocast(tensors[0].device):
         if engine.single_call is not None:
             return list(_single_backward(engine.single_call, kernel, tensors, outs, gradients))
-        return _backward(engine, kernel, tensors, outs, gradients, forward_pass, kept)
-
-
-def _backward(
-    engine: Engine,
-    kernel: Kernel,
-    tensors: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    gradients: Sequence[Tensor | None],
-    forward_pass: Tensor,
-    kept: Kept | None,
-) -> list[Tensor]:
-    """dQ, dK and dV of every rank, by the backward plan."""
-    is_batched = torch._C._functorch.is_legacy_batchedtensor
-    if any(is_batched(gradient) or is_transformed(gradient) for gradient in gradients if gradient is not None):
-        raise UsageError(
-            "batched gradients (is_grads_batched=True, vectorize=True) and derivatives of gradients are not supported; "
-            "compute one gradient at a time"
-        )
-    ranks = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
-    inputs = [
-        _backward_inputs(rank, outs[2 * i : 2 * i + 2], gradients[2 * i : 2 * i + 2]) for i, rank in enumerate(ranks)
-    ]
-    results, _ = engine.run("backward", inputs, _tokens(ranks), kernel, kept=kept, forward_pass=forward_pass)
+        is_batched = torch._C._functorch.is_legacy_batchedtensor
+        if any(is_batched(gradient) or is_transformed(gradient) for gradient in gradients if gradient is not None):
+            raise UsageError(
+                "batched gradients (is_grads_batched=True, vectorize=True) and derivatives of gradients are not "
+                "supported; compute one gradient at a time"
+            )
+        inputs = [
+            _backward_inputs(tensors[3 * i : 3 * i + 3], outs[2 * i : 2 * i + 2], gradients[2 * i : 2 * i + 2])
+            for i in range(len(engine.comms))
+        ]
+        results, _ = engine.run("backward", inputs, kernel, kept=kept, forward_pass=forward_pass)
     return [
         _heads_first(field)
         for result in results
@@ -157,10 +143,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
-
-
-def _tokens(ranks: Sequence[Sequence[Tensor]]) -> list[dict[str, int]]:
-    return [{"q": q.shape[1], "kv": k.shape[1]} for q, k, _ in ranks]
 
 
 def _as_tensors(kept: Sequence[Mapping[Item, Buffer]]) -> tuple[list[Tensor], list[dict[Item, int]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from mesh_attention.arguments import CallOptions, Softmax, TensorKind, needs_gradient
 from mesh_attention.comm.base import Comm
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.engine import Engine, compile_programs
+from mesh_attention.execution.compiled import compile_program
+from mesh_attention.execution.engine import Engine
 from mesh_attention.execution.graphs import CapturedPasses, GraphMemory
 from mesh_attention.plan.assignment import Assignment, Axis, Tile
 from mesh_attention.plan.layout import Cached, Layout
@@ -186,7 +187,7 @@ class Calls:
                 session=session,
                 comms=comms,
                 call_id=statements[0].call_id,
-                programs=compile_programs(plans, comms),
+                programs=cache(lambda direction: [compile_program(plans[direction], comm.rank) for comm in comms]),
                 captured=None if isinstance(call.layout, Cached) else self._captured(device),
             )
             engine.prepare(device)
@@ -208,9 +209,7 @@ class Calls:
     def _captured(self, device: torch.device) -> CapturedPasses | None:
         if not self.cuda_graphs:
             return None
-        if device not in self._graph_memories:
-            self._graph_memories[device] = GraphMemory(device)
-        return CapturedPasses(self._graph_memories[device])
+        return CapturedPasses(self._graph_memories.setdefault(device, GraphMemory(device)))
 
 
 # What ranks compare

@@ -210,10 +210,8 @@ def _held_in_wholes(steps: tuple[ops.Step, ...], matrix: BlockMatrix, allocation
     for step in steps:
         if isinstance(step, ops.Exchange):
             whole = _whole(step)
-            axis, spans = (
-                AXIS_OF[whole.kind],
-                list(zip(matrix.positions(whole), allocations[whole].spans[whole], strict=True)),
-            )
+            axis = AXIS_OF[whole.kind]
+            spans = list(zip(matrix.positions(whole), allocations[whole].spans[whole], strict=True))
             for rank in matrix.assignment.members(axis, whole.shard, whole.part):
                 held[whole, rank] = tuple(_spans_of(matrix.home_segments(axis, rank), spans))
     return held

@@ -1,4 +1,4 @@
-"""An engine runs the passes of one call: it compiles each rank's program once and hands it to executors."""
+"""An engine runs the passes of one call: it hands the compiled programs of the local ranks to executors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from torch import Tensor
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Fields, Meter, fields_of
-from mesh_attention.execution.compiled import Compiled, compile_program, describe_post, peers_of
+from mesh_attention.execution.compiled import Compiled, describe_post, peers_of
 from mesh_attention.execution.executor import Executor
 from mesh_attention.execution.graphs import CapturedPasses, Tensors
 from mesh_attention.execution.warm_up import DryComm, DryKernel, DryMerging, this_thread
 from mesh_attention.kernels.base import Demand, Kernel, Merging, Scores
 from mesh_attention.kernels.select import choose_kernel, choose_merging
-from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.steps import INPUTS, Direction, Item
+from mesh_attention.plan.steps import INPUTS, OUTPUTS, Direction, Item
 from mesh_attention.problem import Problem
 from mesh_attention.session.session import Session
 
@@ -39,6 +38,7 @@ class Engine:
     call_id: int
     """Covers everything that ranks agreed on for this call."""
     programs: Callable[[Direction], Sequence[Compiled]]
+    """Those of the local ranks; each is compiled at first use."""
     captured: CapturedPasses | None = None
     """The passes that are launched as CUDA graphs. A captured forward pass keeps nothing for backward."""
     observed: Callable[[list[Pass]], list[Pass]] = list
@@ -52,7 +52,6 @@ class Engine:
         self,
         direction: Direction,
         inputs: Sequence[Mapping[str, Fields]],
-        tokens: Sequence[dict[str, int]],
         kernel: Kernel,
         *,
         kept: Sequence[Mapping[Item, Buffer]] | None = None,
@@ -61,8 +60,8 @@ class Engine:
     ) -> tuple[Tensors, list[dict[Item, Buffer]]]:
         """One pass of every local rank: its results, and what it keeps for backward.
 
-        `tokens` are the local lengths of q and kv; `kept` is what the forward pass kept, and `forward_pass` its number.
-        `context` is what ranks compare besides the call.
+        `kept` is what the forward pass kept, and `forward_pass` its number. `context` is what ranks compare besides the
+        call.
         """
         device = inputs[0]["q"]["q"].device
         with self.session.call():
@@ -74,7 +73,7 @@ class Engine:
                 direction=direction,
                 describe=partial(describe_post, self.programs(direction)[0]),
             )
-            run_pass = partial(self._run, direction, tokens, kernel, device)
+            run_pass = partial(self._run, direction, kernel, device)
             if self.captured is None:
                 return run_pass(inputs, pass_id, kept or [{} for _ in self.comms])
             nothing: list[dict[Item, Buffer]] = [{} for _ in self.comms]
@@ -86,7 +85,6 @@ class Engine:
     def _run(
         self,
         direction: Direction,
-        tokens: Sequence[dict[str, int]],
         kernel: Kernel,
         device: torch.device,
         inputs: Sequence[Mapping[str, Fields]],
@@ -104,13 +102,11 @@ class Engine:
                     softmax=self.softmax,
                     inputs=fields,
                     device=device,
-                    new_output=Outputs(self.problem, lengths, device),
+                    new_output=Outputs(self.problem, _tokens(fields), device),
                     merging=merging,
                     kept=held,
                 )
-                for compiled, comm, fields, lengths, held in zip(
-                    self.programs(direction), comms, inputs, tokens, kept, strict=True
-                )
+                for compiled, comm, fields, held in zip(self.programs(direction), comms, inputs, kept, strict=True)
             ]
 
         if self.session.needs_warm_up(device) and (direction, kernel.name, this_thread()) not in self.warmed_up:
@@ -125,8 +121,10 @@ class Engine:
         ranks = self.observed([executor.run() for executor in executors])
         results = self.session.run_pass(ranks, pass_id, device, _tensors_of)
         self.meters[:] = [executor.meter for executor in executors]
-        for executor, result, lengths in zip(executors, results, tokens, strict=True):
-            _fill_in_empty(result, executor.new_output, direction, lengths)
+        for executor, result in zip(executors, results, strict=True):
+            for kind in OUTPUTS[direction]:
+                if kind not in result:  # of a rank without tokens, which has no step that makes it
+                    result[kind] = executor.new_output(kind)
         return results, [executor.kept_for_backward() if direction == "forward" else {} for executor in executors]
 
     def prepare(self, device: torch.device) -> None:
@@ -187,18 +185,8 @@ class Engine:
         )
 
 
-def compile_programs(
-    plans: Mapping[Direction, Plan], comms: Sequence[Comm]
-) -> Callable[[Direction], Sequence[Compiled]]:
-    """The programs of the local ranks, by direction; each is compiled at first use."""
-    known: dict[Direction, list[Compiled]] = {}
-
-    def programs(direction: Direction) -> list[Compiled]:
-        if direction not in known:
-            known[direction] = [compile_program(plans[direction], comm.rank) for comm in comms]
-        return known[direction]
-
-    return programs
+def _tokens(inputs: Mapping[str, Fields]) -> dict[str, int]:
+    return {"q": inputs["q"]["q"].shape[2], "kv": inputs["kv"]["k"].shape[2]}
 
 
 def _tensors_of(result: Mapping[str, Fields]) -> list[Tensor]:
@@ -226,13 +214,3 @@ class Outputs:
                 tensor = torch.empty((problem.batch, tokens, heads, dim), dtype=wire, device=self.device)
                 made[name] = tensor.transpose(1, 2)
         return made
-
-
-def _fill_in_empty(
-    result: dict[str, Fields], new_output: Callable[[str], Fields], direction: Direction, tokens: dict[str, int]
-) -> None:
-    """Add empty results for a rank without tokens, which has no step that makes them."""
-    for kind in ("o",) if direction == "forward" else ("dq", "dkv"):
-        if kind not in result:
-            assert not tokens["kv" if kind == "dkv" else "q"]
-            result[kind] = new_output(kind)

@@ -129,7 +129,7 @@ class Executor:
                 case Clear():
                     pass  # opened above; its blanks are filled when it is finished
                 case Collective():
-                    self._collective(instruction.step)
+                    self._post_items(instruction.step.sends, instruction.step.recvs)
                 case Exchange():
                     self._exchange(instruction.step)
                 case Unpack(before, after):
@@ -361,9 +361,6 @@ class Executor:
             self.works[recv.item] = [received]
         for send in sends:
             self.leaving.setdefault(send.item, []).append(sent)
-
-    def _collective(self, step: Collective) -> None:
-        self._post_items(step.sends, step.recvs)
 
     def _exchange(self, step: Exchange) -> None:
         """Trade heads for tokens, or back. The whole item is sent from and received into its own buffer. At home all

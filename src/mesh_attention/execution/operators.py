@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 from weakref import WeakValueDictionary
 
 import torch
@@ -34,24 +34,7 @@ SCHEMA_TYPES: dict[Any, str] = {
 }
 SCHEMA = ", ".join(f"{SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(CallOptions).items())
 SCHEMA = f"{SCHEMA}, bool gradient, SymInt calls"
-
-
-class Operands(NamedTuple):
-    """The arguments of an operator besides its tensors: `SCHEMA` as a value."""
-
-    options: CallOptions
-    gradient: bool
-    calls: int
-
-    @classmethod
-    def unpack(cls, given: Sequence[Any]) -> Operands:
-        *options, gradient, calls = given
-        return cls(CallOptions(*options), gradient, calls)
-
-    def pack(self) -> tuple[Any, ...]:
-        return (*self.options, self.gradient, self.calls)
-
-
+"""The arguments of an operator besides its tensors, its *operands*."""
 CALLS: WeakValueDictionary[int, Calls] = WeakValueDictionary()
 """By number, because an operator takes tensors and numbers only."""
 _NUMBERS = count(1)
@@ -92,7 +75,7 @@ TAGS = (torch.Tag.cudagraph_unsafe,)
 )
 def attend_operator(q: Tensor, k: Tensor, v: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     """O and LSE of this rank, and the number of the pass; tensors are (batch, tokens, heads, dim)."""
-    engine = _engine((q, k, v), Operands.unpack(operands))
+    engine = _engine((q, k, v), operands)
     (out, lse), _ = run_forward(engine, (q, k, v))
     forward_pass = torch.full((), engine.session.state.passes, device=q.device)
     return out.contiguous(), lse.contiguous(), forward_pass
@@ -117,8 +100,8 @@ def backward_operator(
     d_out: Tensor | None, d_lse: Tensor | None, out: Tensor, lse: Tensor, forward_pass: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV of this rank."""
-    tensors, operands = given[:3], Operands.unpack(given[3:])
-    dq, dk, dv = run_backward(_engine(tensors, operands), tensors, (out, lse), (d_out, d_lse), forward_pass)
+    tensors = given[:3]
+    dq, dk, dv = run_backward(_engine(tensors, given[3:]), tensors, (out, lse), (d_out, d_lse), forward_pass)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
@@ -130,8 +113,9 @@ def _(
     return dq, dk, dv
 
 
-def _engine(tensors: Sequence[Tensor], operands: Operands) -> Engine:
-    engine = calls_of(operands.calls).engine([tensors], operands.options, gradient=operands.gradient, may_keep=False)
+def _engine(tensors: Sequence[Tensor], operands: Sequence[Any]) -> Engine:
+    *options, gradient, calls = operands
+    engine = calls_of(calls).engine([tensors], CallOptions(*options), gradient=gradient, may_keep=False)
     plan = engine.programs("forward")[0].plan
     if plan.schedule.keep:
         raise UsageError(

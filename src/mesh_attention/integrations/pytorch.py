@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from mesh_attention.execution.operators import Operands, calls_of
+from mesh_attention.arguments import CallOptions
+from mesh_attention.execution.operators import calls_of
 from mesh_attention.problem import flops_per_pair
 
 
@@ -51,7 +52,8 @@ def _backward(*arguments: Any, out_val: Any = None) -> int:
 
 
 def _pairs(q: Tensor, k: Tensor, operands: Sequence[Any]) -> int:
-    options, _, calls = Operands.unpack(operands)
+    *fields, _, calls = operands
+    options = CallOptions(*fields)
     whole = options.seq_len_k or options.seq_len or k.shape[1] * calls_of(calls).session.size
     return q.shape[0] * q.shape[2] * q.shape[1] * whole
 

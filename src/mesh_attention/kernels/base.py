@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mesh_attention.masks import Mask, Segment
+from mesh_attention.masks import Mask, Segment, causal, full
 
 
 class _Weak:
@@ -38,6 +38,16 @@ class CallMask(_Weak):
     seq_q: int
     seq_kv: int
 
+    @classmethod
+    def full(cls, queries: int, keys: int) -> CallMask:
+        """No mask."""
+        return cls("full", full(), (range(queries),), (range(keys),), queries, keys)
+
+    @classmethod
+    def causal(cls, tokens: int) -> CallMask:
+        """Causal, with as many queries as keys."""
+        return cls("causal", causal(), (range(tokens),), (range(tokens),), tokens, tokens)
+
     def load(self, device: torch.device) -> None:
         """Copy to the device what `dense` needs there."""
         if self.mask.documents is not None:
@@ -46,7 +56,7 @@ class CallMask(_Weak):
 
     def dense(self, device: torch.device) -> Tensor:
         """(queries, keys), True where the query sees the key."""
-        q, kv = _positions(self.q, device)[:, None], _positions(self.kv, device)[None, :]
+        q, kv = positions(self.q, device)[:, None], positions(self.kv, device)[None, :]
         shift: Tensor | int = self.seq_kv - self.seq_q
         seen = torch.ones(1, dtype=torch.bool, device=device)
         if self.mask.documents is not None:
@@ -62,7 +72,7 @@ class CallMask(_Weak):
         return seen.expand(q.shape[0], kv.shape[1])
 
 
-def _positions(segments: tuple[Segment, ...], device: torch.device) -> Tensor:
+def positions(segments: tuple[Segment, ...], device: torch.device) -> Tensor:
     """Positions made on the device: a copy from the host cannot be part of a CUDA graph."""
     return torch.cat([torch.arange(s.start, s.stop, s.step, device=device) for s in segments])
 

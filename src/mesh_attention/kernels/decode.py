@@ -1,4 +1,4 @@
-"""Decoding: attention of a few queries over K and V that are kept in blocks. The protocol, plain torch, and the choice.
+"""Decoding: attention of a few queries over a paged KV cache. The protocol, plain torch, Triton, and the choice.
 
 A *block* here is a fixed number of token slots, which any sequence may use. A sequence has a list of blocks.
 """
@@ -7,14 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mesh_attention.kernels.base import Demand
 from mesh_attention.kernels.intervals import LARGEST_HEAD, padded_dim, score_factors
-from mesh_attention.kernels.launching import Launch, launch, stride_unit, triton_unsupported_reason, with_strides
+from mesh_attention.kernels.launching import (
+    Launch,
+    launch,
+    shared_nbytes,
+    stride_unit,
+    triton_unsupported_reason,
+    with_strides,
+)
+from mesh_attention.kernels.reference import widen
 from mesh_attention.kernels.select import first_that_supports
 
 
@@ -97,7 +105,7 @@ class TorchDecode:
         total = weights.sum(0)
         # Divided by their own sum, and not by exp of the joint LSE, which is rounded.
         weights = weights / total.masked_fill(total == 0, 1.0)
-        out.copy_((weights[..., None] * _widen(parts)).sum(0))
+        out.copy_((weights[..., None] * widen(parts)).sum(0))
         lse.copy_(top + total.log())
 
 
@@ -106,14 +114,14 @@ def _gather(x: Tensor, table: Tensor, span: range) -> Tensor:
     size = x.shape[1]
     first = span.start // size
     tokens = x[table[first : -(-span.stop // size)].long()].flatten(0, 1)
-    return _widen(tokens[span.start - first * size : span.stop - first * size].transpose(0, 1))
+    return widen(tokens[span.start - first * size : span.stop - first * size].transpose(0, 1))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
     """Output (queries, heads, head_dim_v) and LSE (queries, heads) under a mask (queries, tokens)."""
     queries, heads, _ = q.shape
     kv_heads = k.shape[0]
-    grouped = _widen(q).view(queries, kv_heads, heads // kv_heads, -1).transpose(0, 1)
+    grouped = widen(q).view(queries, kv_heads, heads // kv_heads, -1).transpose(0, 1)
     scores = torch.einsum("hqgd,hnd->hqgn", grouped, k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -122,10 +130,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap
     weights = scores.softmax(-1).masked_fill((lse == -torch.inf)[..., None], 0.0)
     out = torch.einsum("hqgn,hnd->hqgd", weights, v)
     return out.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1, 2)
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 # Triton
@@ -265,23 +269,14 @@ def _most_splits(sequences: int, wave: int) -> tuple[int, int]:
 def _tile(token_nbytes: int, rows: int, device: torch.device) -> SplitTile:
     """A tile for K and V that take `token_nbytes` a token together."""
     cols = max(16, min(128, 1 << (_TILE_NBYTES // token_nbytes).bit_length() - 1))
-    stages = 4 if rows < 64 and _shared_nbytes(device)[0] >= 4 * _TILE_NBYTES else 3
+    stages = 4 if rows < 64 and shared_nbytes(device).program >= 4 * _TILE_NBYTES else 3
     needed = (stages - 1) * _TILE_NBYTES + 8192
-    return SplitTile(cols, 4, stages, max(1, min(2, _shared_nbytes(device)[1] // needed)))
+    return SplitTile(cols, 4, stages, max(1, min(2, shared_nbytes(device).multiprocessor // needed)))
 
 
 @lru_cache(maxsize=64)
 def _sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-@lru_cache(maxsize=64)
-def _shared_nbytes(device: torch.device) -> tuple[int, int]:
-    """Bytes of shared memory that a program may have, and an SM; on a CPU those of an H200."""
-    if device.type != "cuda":
-        return 232448, 233472
-    properties: Any = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin, properties.shared_memory_per_multiprocessor
 
 
 # Arguments

@@ -9,19 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores, aligned, tokens_first
-from mesh_attention.kernels.launching import Launch, launch, triton_unsupported_reason, with_strides
+from mesh_attention.kernels.base import (
+    CallMask,
+    Demand,
+    Gradients,
+    RowGradient,
+    Scores,
+    aligned,
+    positions,
+    tokens_first,
+)
+from mesh_attention.kernels.launching import Launch, launch, shared_nbytes, triton_unsupported_reason, with_strides
 from mesh_attention.kernels.merging import delta_of
 from mesh_attention.kernels.reference import REFERENCE
-from mesh_attention.masks import Documents, Segment
+from mesh_attention.masks import Documents
 
 LARGEST_HEAD = 256
 
@@ -141,13 +149,11 @@ class IntervalKernel:
         return Launch("interval_kernels", name, grid, with_strides(steps, rest), options)
 
 
-@lru_cache(maxsize=64)
 def _tiles(device: torch.device) -> Tiles:
-    if device.type != "cuda":
-        return TILES
-    properties: Any = torch.cuda.get_device_properties(device)
-    return TILES if properties.shared_memory_per_block_optin >= _TILES_NBYTES else SMALL_TILES
+    return TILES if shared_nbytes(device).program >= _TILES_NBYTES else SMALL_TILES
 
+
+INTERVALS = IntervalKernel()
 
 # Intervals
 
@@ -185,7 +191,7 @@ def _ends(mask: CallMask) -> tuple[Tensor, Tensor]:
         return torch.zeros(queries, dtype=torch.int64), torch.full((queries,), keys)
     if mask.form == "causal":
         return torch.zeros(queries, dtype=torch.int64), torch.arange(1, queries + 1)
-    q, kv = (_positions(side) for side in (mask.q, mask.kv))
+    q, kv = (positions(side, torch.device("cpu")) for side in (mask.q, mask.kv))
     cuts = mask.mask.documents or Documents((0, mask.seq_q), (0, mask.seq_kv))
     q_cuts, kv_cuts = torch.tensor(cuts.q), torch.tensor(cuts.kv)
     document = torch.searchsorted(q_cuts, q, right=True)
@@ -195,10 +201,6 @@ def _ends(mask: CallMask) -> tuple[Tensor, Tensor]:
     stop = high if mask.mask.right is None else (at + mask.mask.right + 1).clamp(low, high)
     start, stop = (torch.searchsorted(kv, end) for end in (start, stop))
     return start, torch.maximum(start, stop)
-
-
-def _positions(segments: tuple[Segment, ...]) -> Tensor:
-    return torch.cat([torch.arange(s.start, s.stop, s.step) for s in segments])
 
 
 # Arguments

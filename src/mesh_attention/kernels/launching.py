@@ -97,6 +97,22 @@ def triton_unsupported_reason(device: torch.device) -> str | None:
     return None
 
 
+class SharedMemory(NamedTuple):
+    """Bytes of shared memory that one program may have, and that a multiprocessor has for all of its programs."""
+
+    program: int
+    multiprocessor: int
+
+
+@lru_cache(maxsize=64)
+def shared_nbytes(device: torch.device) -> SharedMemory:
+    """The shared memory of a GPU; on a CPU that of an H200."""
+    if device.type != "cuda":
+        return SharedMemory(232448, 233472)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return SharedMemory(properties.shared_memory_per_block_optin, properties.shared_memory_per_multiprocessor)
+
+
 @lru_cache(maxsize=1)
 def _is_installed() -> bool:
     return find_spec("triton") is not None

@@ -179,22 +179,3 @@ def _tile(dim: int, itemsize: int) -> tuple[int, int]:
     """Dim rounded up to a power of two, and the number of such rows in a program."""
     block = 1 << (dim - 1).bit_length()
     return block, max(1, _TILE_NBYTES // (itemsize * block))
-
-
-# Spoiling the results of a pass in which ids differ
-
-
-def poison_if_different(
-    largest: Tensor, state: Tensor, seen: Tensor, results: Sequence[Tensor], *, counts: bool
-) -> None:
-    """`Poison.check` (session/) of up to three results without gaps in memory; `seen` is in pinned host memory."""
-    sizes = [*(result.numel() for result in results), 0, 0, 0][:3]
-    filled = [*results, state, state, state][:3]  # a rank without tokens has no results
-    arguments = with_strides(((), (), (), *((size,) for size in sizes)), (counts, 1024))
-    key = ("poison_if_different", *sizes, counts)
-    grid = (_POISONING_PROGRAMS, 1, 1)
-    launch(key, (largest, state, seen, *filled), lambda: Launch(FILE, "poison_if_different", grid, arguments))
-
-
-_POISONING_PROGRAMS = 64
-"""Programs that fill results with NaN; as a rule they have nothing to do."""

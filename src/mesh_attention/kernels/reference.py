@@ -65,7 +65,7 @@ REFERENCE = ReferenceKernel()
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    q, k, v = _widen(q), _share(_widen(k), q), _share(_widen(v), q)
+    q, k, v = widen(q), _share(widen(k), q), _share(widen(v), q)
     bent, _ = _scored(q, k, scores)
     lse = bent.logsumexp(-1)
     # Not exp(bent - lse): the LSE is rounded, and weights would not add up to 1 for large scores.
@@ -75,7 +75,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, T
 
 def _backward(q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
     groups = q.shape[1] // k.shape[1]
-    q, k, v, do = _widen(q), _share(_widen(k), q), _share(_widen(v), q), _widen(row.do)
+    q, k, v, do = widen(q), _share(widen(k), q), _share(widen(v), q), widen(row.do)
     bent, slope = _scored(q, k, scores)
     weights = (bent - row.lse.clamp_min(torch.finfo(row.lse.dtype).min)[..., None]).exp()
     d_scores = weights * (do @ v.mT - delta_of(row)[..., None]) * slope * scores.scale
@@ -109,7 +109,7 @@ def _scored(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor, Tensor | floa
     return products, slope
 
 
-def _widen(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 

@@ -17,9 +17,9 @@ from mesh_attention.kernels.base import Demand, Kernel, Merging
 from mesh_attention.kernels.cpu import CpuFlashKernel
 from mesh_attention.kernels.cuda import CudnnKernel, TorchFlashKernel
 from mesh_attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FlashAttnKernel
+from mesh_attention.kernels.intervals import INTERVALS
 from mesh_attention.kernels.merging import FusedMerging, TorchMerging
 from mesh_attention.kernels.reference import REFERENCE
-from mesh_attention.kernels.windowed import INTERVALS
 
 logger = logging.getLogger(__name__)
 

@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores
-from mesh_attention.kernels.intervals import IntervalKernel
+from mesh_attention.kernels.intervals import INTERVALS
 from mesh_attention.kernels.merging import delta_of, stand_in_rows
 from mesh_attention.kernels.reference import REFERENCE
 from mesh_attention.masks import Segment
 
 logger = logging.getLogger(__name__)
-
-INTERVALS = IntervalKernel()
 
 _SHORT_WINDOW = 2048
 """Queries of a window, on average, up to which several windows take longer than one launch of `INTERVALS`. On an H200,

@@ -1,6 +1,6 @@
-"""Facts, probe and fit of the ranks at hand, and cost-based plans for their machine.
+"""The machine at hand: which cluster the ranks make, a measurement of it, and cost-based plans for it.
 
-Reading order: facts (what ranks say of themselves, and the cluster they make), files (calibrated and measured clusters
-on disk), fit (from times to figures, without torch), timing (of calls, merges and messages), probe (by all ranks),
-choosing (a cost-based choice, as a value), and planner (rank 0 picks and broadcasts the strategy).
+Reading order: cluster (what ranks say of themselves, and the cluster they make: by a preset or a file), fit (from times
+to figures, without torch), timing (of calls, merges and messages, by all ranks), and tuned_strategy (rank 0 picks and
+broadcasts the strategy).
 """

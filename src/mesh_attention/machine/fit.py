@@ -1,4 +1,4 @@
-"""Fits the figures of a cluster to measured times, without torch and without a clock.
+"""Fits the rates and latencies of a cluster to measured times, without torch and without a clock.
 
 Every fit minimises relative errors, so that short calls and small messages count as much as long ones.
 """

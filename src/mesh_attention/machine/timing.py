@@ -1,7 +1,8 @@
-"""Times of attention calls, merges and messages, measured by all ranks at the same time.
+"""Times of attention calls, merges and messages, measured by all ranks of a group at the same time.
 
-Ranks that share a processor also compute at the same time. Tensors have the strides of the executor's buffers; merging
-a result is not part of a call.
+`measure` is thorough, for `mesh-attention calibrate`. `probe` takes about two seconds and little memory: a model may be
+there already. Ranks that share a processor also compute at the same time. Tensors have the strides of the executor's
+buffers; merging a result is not part of a call.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mesh_attention.comm.base import Comm, Parcel
-from mesh_attention.execution.buffers import DTYPES, Buffer, token_format
+from mesh_attention.execution.buffers import DTYPES, Buffer, Fields, token_format
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
 from mesh_attention.kernels.select import choose_kernel, choose_merging
-from mesh_attention.machine.fit import CallTime, MemoryTimes, MessageTime
-from mesh_attention.masks import causal, full
+from mesh_attention.machine.fit import CallTime, Measurement, MemoryTimes, MessageTime
+from mesh_attention.plan.steps import Kind
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.session.agreement import Statement
 from mesh_attention.session.session import Session
@@ -118,7 +120,7 @@ class Clock:
         rest(device, effort.rest_s)
         return median(self.gather(median(sample_s(in_a_row, device, calls=1) / calls for _ in range(samples))))
 
-    def exchange_s(self, exchange: Callable[[], None] | None) -> float:
+    def exchange_s(self, exchange: Callable[[], None]) -> float:
         """Seconds of one exchange: the longest of the ranks' medians."""
         _exchange_s(exchange, self.device)
         samples = BRIEF_SAMPLES
@@ -204,8 +206,11 @@ def kernel_for(setting: Problem, device: torch.device) -> Kernel:
 
 
 def _time_shape(shape: CallShape, setting: Problem, kernel: Kernel, clock: Clock) -> Iterator[CallTime]:
-    q, k, v, do = _tensors(shape, setting, clock.device)
-    mask, scale = _call_mask(shape), setting.head_dim_qk**-0.5
+    q = _random("q", shape.q_tokens, setting, clock.device)["q"]
+    do = _random("do", shape.q_tokens, setting, clock.device)["do"]
+    k, v = _random("kv", shape.kv_tokens, setting, clock.device).values()
+    mask = CallMask.causal(shape.q_tokens) if shape.is_causal else CallMask.full(shape.q_tokens, shape.kv_tokens)
+    scale = setting.head_dim_qk**-0.5
     out, lse = kernel.forward(q, k, v, Scores(mask, scale))
     delta = (out.to(lse.dtype) * do.to(lse.dtype)).sum(-1)
 
@@ -235,20 +240,11 @@ def call_flops(shape: CallShape, setting: Problem, direction: Direction) -> int:
     return setting.flops(direction, pairs=pairs) // setting.batch
 
 
-def _tensors(shape: CallShape, setting: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    row, col, do = (
-        Buffer.empty(token_format(kind, setting, 1, False), tokens=tokens, batch=1, device=device).fields
-        for kind, tokens in (("q", shape.q_tokens), ("kv", shape.kv_tokens), ("do", shape.q_tokens))
-    )
-    q, k, v, d_out = (tensor.normal_() for tensor in (row["q"], col["k"], col["v"], do["do"]))
-    return q, k, v, d_out
-
-
-def _call_mask(shape: CallShape) -> CallMask:
-    q, kv = range(shape.q_tokens), range(shape.kv_tokens)
-    if shape.is_causal:
-        return CallMask("causal", causal(), (q,), (kv,), len(q), len(kv))
-    return CallMask("full", full(), (q,), (kv,), len(q), len(kv))
+def _random(kind: Kind, tokens: int, setting: Problem, device: torch.device, *, is_running: bool = False) -> Fields:
+    fields = Buffer.empty(token_format(kind, setting, 1, is_running), tokens=tokens, batch=1, device=device).fields
+    for tensor in fields.values():
+        tensor.normal_()
+    return fields
 
 
 # Merges
@@ -278,12 +274,7 @@ def memory_nbytes(device: torch.device, *, ranks_here: int) -> float:
 
 def _merge_tensors(tokens: int, setting: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A running sum and a partial, each with its LSE."""
-    total, partial = (
-        Buffer.empty(token_format("o", setting, 1, is_running), tokens=tokens, batch=1, device=device).fields
-        for is_running in (True, False)
-    )
-    for tensor in (*total.values(), *partial.values()):
-        tensor.normal_()
+    total, partial = (_random("o", tokens, setting, device, is_running=is_running) for is_running in (True, False))
     return total["o"], total["lse"], partial["o"], partial["lse"]
 
 
@@ -332,12 +323,12 @@ def _time_message(clock: Clock, link_class: LinkClass, pairs: Sequence[Pair], nb
 
 def _exchanges(
     comm: Comm, pairs: Sequence[Pair], nbytes: int, device: torch.device
-) -> tuple[Callable[[], None] | None, Callable[[], None] | None]:
-    """This rank's part of a message there and back, and of both ways at once; None for a rank without a pair."""
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """This rank's part of a message there and back, and of both ways at once; a rank without a pair does nothing."""
     first = dict(pairs)
     peer = (first | {b: a for a, b in pairs}).get(comm.rank)
     if peer is None:
-        return None, None
+        return lambda: None, lambda: None
     out = Parcel([torch.zeros(nbytes, dtype=torch.uint8, device=device)], peer, "calibration")
     back = Parcel([torch.zeros(nbytes, dtype=torch.uint8, device=device)], peer, "calibration")
 
@@ -352,11 +343,65 @@ def _exchanges(
     return both if comm.rank in first else answer, both
 
 
-def _exchange_s(exchange: Callable[[], None] | None, device: torch.device) -> float:
-    if exchange is None:
-        return 0.0
+def _exchange_s(exchange: Callable[[], None], device: torch.device) -> float:
     start = time.perf_counter()
     exchange()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
+
+
+# All of them
+
+
+KERNELS_UNTIL, MEMORY_UNTIL = 0.7, 0.75
+"""Share of each part in the time of a measurement."""
+
+
+def measure(setting: Problem, clock: Clock, *, ranks_per_node: int, ranks_here: int, report: Progress) -> Measurement:
+    """Attention with a problem's heads, head sizes and dtype. `ranks_here` is how many ranks share this machine."""
+    calls = time_kernel(setting, clock, lambda activity, done: report(activity, done * KERNELS_UNTIL))
+    report("merging partials", KERNELS_UNTIL)
+    memory = time_memory(setting, clock, ranks_here=ranks_here)
+    messages = time_links(
+        clock,
+        ranks_per_node=ranks_per_node,
+        report=lambda activity, done: report(activity, MEMORY_UNTIL + done * (1 - MEMORY_UNTIL)),
+    )
+    return measured_on(clock.device, setting, calls=calls, memory=memory, messages=messages)
+
+
+def measured_on(
+    device: torch.device,
+    setting: Problem,
+    *,
+    calls: Sequence[CallTime],
+    memory: MemoryTimes,
+    messages: Sequence[MessageTime] = (),
+) -> Measurement:
+    """The times, with the device and software they were measured on."""
+    is_cuda = device.type == "cuda"
+    return Measurement(
+        device=torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        threads=torch.get_num_threads(),
+        kernel=kernel_for(setting, device).name,
+        width=torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1,
+        calls=tuple(calls),
+        memory=memory,
+        messages=tuple(messages),
+    )
+
+
+def probe(problem: Problem, *, comm: Comm, device: torch.device, ranks_per_node: int) -> Measurement:
+    """The measured times, the same on every rank."""
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        measured = measure(
+            problem,
+            Clock(comm=comm, device=device, effort=BRIEF_EFFORT),
+            ranks_per_node=ranks_per_node,
+            ranks_here=min(comm.size, ranks_per_node),
+            report=lambda activity, fraction: None,
+        )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the model may need the memory
+    return measured

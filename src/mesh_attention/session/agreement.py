@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.errors import DisagreementError, TransportError, UsageError
 from mesh_attention.plan.format import format_numbers
@@ -136,3 +139,36 @@ def find_misfit(holds: Sequence[Mapping[str, int]], expected: ShardSizes) -> str
                     "with `MeshAttention.shard`, and give seq_len (and seq_len_k) when ranks hold unequal numbers"
                 )
     return None
+
+
+# Tensors in statements
+
+
+PLACE_FACTOR, NUMBER_FACTOR, MIXED_FACTOR = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
+"""Large odd numbers."""
+CHUNK = 1 << 22
+"""Elements hashed together: embeddings of a long prompt would otherwise need several times their own memory."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def summary_of(value: object) -> str:
+    """A short text that differs for different tensors of whole numbers; the shape for other tensors."""
+    if not isinstance(value, Tensor):
+        return str(value)
+    text = f"{tuple(value.shape)} {value.dtype}"
+    return text if value.is_floating_point() else f"{text} #{int(fingerprint(value)):010x}"
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A hash of a tensor's elements in their order, of 40 bits, on its device. Floats are hashed by their bits."""
+    flat = tensor.detach().flatten()
+    numbers = flat.view(INTEGERS[flat.element_size()]) if flat.is_floating_point() else flat
+    total = torch.zeros((), dtype=torch.long, device=flat.device)
+    for start in range(0, numbers.numel(), CHUNK):
+        part = numbers[start : start + CHUNK].long()
+        places = torch.arange(start + 1, start + 1 + part.numel(), device=flat.device)
+        # Overflow is fine. Both are mixed before the sum: a sum of products does not tell [5, 7] from [7, 6].
+        mixed = part * NUMBER_FACTOR + places * PLACE_FACTOR
+        mixed = (mixed ^ (mixed >> 32)) * MIXED_FACTOR
+        total = total + (mixed ^ (mixed >> 29)).sum()
+    return total & 0xFFFFFFFFFF

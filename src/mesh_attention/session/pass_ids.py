@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,9 +26,11 @@ from torch import Tensor
 from mesh_attention.comm.base import PASS_ID, AllOf, Parcel, Work, Wrapper, innermost
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import DisagreementError
-from mesh_attention.session.group_state import GroupState
 from mesh_attention.session.pass_reports import DIFFERENT_CALLS
 from mesh_attention.session.watchdog import Post, WatchedPass
+
+if TYPE_CHECKING:
+    from mesh_attention.session.session import GroupState
 
 ID_TAG = 1
 FIRST_PASS_TAG, TAGS = 2, 65521
@@ -46,7 +49,7 @@ class CheckedComm(Wrapper):
     Over NCCL it compares ids once, at the end of the pass. It adds nothing to transfers outside `open` and `close`.
     """
 
-    state: GroupState | None = None
+    state: GroupState
     pass_id: Tensor | None = None
     tag: int = 0
     informed: set[int] = field(default_factory=set)
@@ -58,8 +61,7 @@ class CheckedComm(Wrapper):
 
     def watch(self, device: torch.device, history: int, direction: str, describe: Describe) -> None:
         """Watch the pass that begins now, if its transfers run on a device. Not one that the caller captures."""
-        self.watched = None
-        if not self.is_capturable or self.state is None or is_capturing(device):
+        if not self.is_capturable or is_capturing(device):
             return
         watchdog = self.state.watchdog(self.inner, device)
         if watchdog is not None:
@@ -106,7 +108,7 @@ class CheckedComm(Wrapper):
         pass_id, comm = self.pass_id, innermost(self.inner)
         if self.watched is not None:
             self.watched.closed = time.monotonic()
-        if self.is_capturable and isinstance(comm, TorchComm) and self.state is not None:
+        if self.is_capturable and isinstance(comm, TorchComm):
             comm.reduce_to_largest(pass_id)
             self.state.poison(pass_id.device).check(pass_id, results, counts=self.watched is not None)
         self.pass_id, self.landings, self.posts = None, {}, None

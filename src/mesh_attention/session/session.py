@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from threading import current_thread
-from typing import TypeVar
+from dataclasses import dataclass, field
+from threading import RLock, Thread, current_thread
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,11 +19,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mesh_attention.comm.base import Comm, Work, drive, drive_together, innermost
 from mesh_attention.comm.local import LocalComm, LocalGroup
-from mesh_attention.comm.torch_dist import START_AGAIN, Group, TorchComm, comm_for
+from mesh_attention.comm.torch_dist import START_AGAIN, Group, TorchComm, comm_for, store_of, torch_group
 from mesh_attention.errors import DisagreementError, TransportError, UsageError
 from mesh_attention.session.agreement import Statement, agree, tell
-from mesh_attention.session.group_state import state_of
 from mesh_attention.session.pass_ids import NEW_GROUP, CheckedComm, Describe, make_pass_id
+from mesh_attention.session.poison import Poison
+from mesh_attention.session.watchdog import Watchdog, WatchedGroup
 
 Result = TypeVar("Result")
 IS_TOLD = "_mesh_attention_is_told"
@@ -100,7 +103,7 @@ class Session:
         return told[0]
 
     @contextmanager
-    def telling(self, device: torch.device | None = None) -> Iterator[None]:
+    def telling(self) -> Iterator[None]:
         """Tell the other ranks about an error in the block before it is raised here, so that they do not wait.
 
         Everything a rank does between the beginning of a call and the agreement on it belongs in such a block.
@@ -252,3 +255,55 @@ class Session:
 def _is_faked() -> bool:
     """True if tensors are fake: then no rank sends anything."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+# What the sessions on one group share
+
+
+@dataclass
+class GroupState:
+    """The calls made on a group so far, and why it failed.
+
+    In a local group, threads take turns, and a failure does not last: all ranks fail together and drop their
+    transfers.
+    """
+
+    forgets_failures: bool
+    lock: RLock = field(default_factory=RLock)
+    passes: int = 0
+    history: int = 0
+    """A hash of the ids of all calls so far."""
+    failure: str | None = None
+    caches: int = 0
+    """KV caches made so far."""
+    poisons: dict[torch.device, Poison] = field(default_factory=dict)
+    thread: Thread | None = None
+
+    def poison(self, device: torch.device) -> Poison:
+        if device not in self.poisons:
+            self.poisons[device] = Poison(device)
+        return self.poisons[device]
+
+    def watchdog(self, comm: Comm, device: torch.device) -> Watchdog | None:
+        """The watchdog of the passes on a device, by this transport's group.
+
+        None if the transport has no group, or the group no store in which ranks can ask each other.
+        """
+        poison = self.poison(device)
+        if poison.watchdog is None:
+            group = torch_group(comm)
+            store = None if group is None else store_of(group)
+            poison.watchdog = None if store is None else Watchdog(WatchedGroup(comm, store, device, self))
+        return poison.watchdog
+
+
+_STATES: WeakKeyDictionary[Any, GroupState] = WeakKeyDictionary()
+
+
+def state_of(comm: Comm, *, forgets_failures: bool) -> GroupState:
+    """The state of a transport's group, the same for all transports on that group."""
+    comm, state = innermost(comm), GroupState(forgets_failures)
+    try:
+        return _STATES.setdefault(getattr(comm, "group", comm), state)
+    except TypeError:  # a transport that cannot be hashed or referred to weakly
+        return state

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,13 +23,17 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
+import torch
 from torch._C._distributed_c10d import PrefixStore
 
+from mesh_attention.comm.base import Comm
+from mesh_attention.comm.torch_dist import has_failed, is_destroyed, patience_s, sharings_of, torch_group
 from mesh_attention.session.pass_reports import Report, Verdict, describe, judge
 
 if TYPE_CHECKING:
-    from mesh_attention.session.group_state import WatchedGroup
+    from mesh_attention.session.session import GroupState
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
@@ -40,6 +45,7 @@ SETTLE_S = 1.2
 """Seconds for which a rank that gives up waits for the others to give up too, before it aborts."""
 MOST_HASHES = 16
 """Hashes in a report: of this many passes under way, and of as many begun last."""
+STORE_IS_SILENT = "the group's store does not answer: the process that keeps it, often rank 0, has ended or stopped"
 Post = tuple[float, Sequence[Any] | None]
 """When transfers were posted, and torch's handles of them: None until torch returns them, or for ever if it raises."""
 
@@ -243,7 +249,43 @@ class Watchdog:
                 self.group.abort()
 
 
-STORE_IS_SILENT = "the group's store does not answer: the process that keeps it, often rank 0, has ended or stopped"
+class WatchedGroup:
+    """A group as its watchdog sees it: what is known of its passes on one device, and how to end them.
+
+    Refers to the process group weakly, because the watchdog's threads must not keep it alive.
+    """
+
+    def __init__(self, comm: Comm, store: Any, device: torch.device, state: GroupState) -> None:
+        self.rank, self.size, self.store = comm.rank, comm.size, store
+        self._group, self._device, self._state = ref(torch_group(comm)), device, state
+        self.passes_over, self.poison = state.poison(device).passes_over, state.poison(device).give_up
+
+    def patience_s(self) -> float:
+        """How long a rank may wait."""
+        return math.inf if (group := self._group()) is None else patience_s(group, self._device, spare_s=3.0)
+
+    def counts(self) -> tuple[int, int]:
+        """The sharings and passes that this rank has begun on the group."""
+        group, counted = self._group(), (-1, -1)
+        while group is not None and counted[0] != sharings_of(group):  # both from one moment
+            counted = sharings_of(group), self._state.passes
+        return counted
+
+    def abort(self) -> None:
+        """End the transfers of the passes under way; may take long."""
+        if (group := self._group()) is not None:
+            group._get_backend(self._device).abort()
+
+    def has_failed(self) -> bool:
+        """True if the backend has given up on the transfers."""
+        return (group := self._group()) is not None and has_failed(group, self._device)
+
+    def failure(self) -> str | None:
+        """An error of this rank's calls."""
+        return self._state.failure
+
+    def is_alive(self) -> bool:
+        return (group := self._group()) is not None and not is_destroyed(group)
 
 
 @dataclass

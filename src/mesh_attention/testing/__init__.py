@@ -1,1 +1,1 @@
-"""For your own kernels and transports: conformance suites, and transports that count, delay or fail transfers."""
+"""For your own kernels and transports: conformance suites, and transports that count or fail transfers."""

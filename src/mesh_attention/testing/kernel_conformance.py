@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores
-from mesh_attention.masks import Mask, Segment, causal, documents, full, window
+from mesh_attention.masks import Mask, Segment, causal, documents, window
 
 BATCH, HEADS = 2, 4
 
@@ -60,11 +60,11 @@ def a_plain_call_is_supported(kernel: Kernel, setting: Setting) -> None:
 
 
 def unmasked_calls_are_exact(kernel: Kernel, setting: Setting) -> None:
-    _check_masks(kernel, setting, *(_full(setting.seq_len, setting.seq_len + more) for more in (0, 3, -3)))
+    _check_masks(kernel, setting, *(CallMask.full(setting.seq_len, setting.seq_len + more) for more in (0, 3, -3)))
 
 
 def causal_calls_are_exact(kernel: Kernel, setting: Setting) -> None:
-    _check_masks(kernel, setting, _causal(setting.seq_len))
+    _check_masks(kernel, setting, CallMask.causal(setting.seq_len))
 
 
 def bands_are_exact(kernel: Kernel, setting: Setting) -> None:
@@ -117,7 +117,7 @@ def rows_that_see_nothing_have_output_0_and_lse_minus_infinity(kernel: Kernel, s
 def calls_over_parts_of_the_keys_add_up(kernel: Kernel, setting: Setting) -> None:
     """Given the LSE over all keys, the gradients of two calls are those of torch's attention over all keys."""
     n, cut = setting.seq_len, setting.seq_len // 3
-    q, k, v, row, scores = _call(_full(n, n), setting)
+    q, k, v, row, scores = _call(CallMask.full(n, n), setting)
     wide_q, wide_k, wide_v = inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         out = scaled_dot_product_attention(wide_q, wide_k, wide_v, scale=scores.scale)
@@ -127,7 +127,9 @@ def calls_over_parts_of_the_keys_add_up(kernel: Kernel, setting: Setting) -> Non
     row = RowGradient(row.do, lse.to(row.lse.dtype), delta.to(row.lse.dtype))
     lses, parts = [], []
     for keys in (slice(0, cut), slice(cut, n)):
-        part = KernelCase(q, k[:, :, keys], v[:, :, keys], row, scores._replace(mask=_full(n, k[:, :, keys].shape[2])))
+        part = KernelCase(
+            q, k[:, :, keys], v[:, :, keys], row, scores._replace(mask=CallMask.full(n, k[:, :, keys].shape[2]))
+        )
         lses.append(_check_exact(kernel, part)[1].double())
         parts.append(kernel.backward(*part))
     _check_lse(kernel, torch.logaddexp(*lses), lse, setting.dtype)
@@ -140,18 +142,18 @@ def query_heads_share_kv_heads(kernel: Kernel, setting: Setting) -> None:
     n = setting.seq_len
     for kv_heads in (1, 2):
         some = _positions(window(3, 1), range(n), range(2, n), n)
-        _check_masks(kernel, setting, _full(n, n), _causal(n), some, kv_heads=kv_heads)
+        _check_masks(kernel, setting, CallMask.full(n, n), CallMask.causal(n), some, kv_heads=kv_heads)
 
 
 def two_head_sizes_are_exact(kernel: Kernel, setting: Setting) -> None:
     if _supports(kernel, setting, head_dim_v=setting.head_dim_v):
-        masks = _full(setting.seq_len, setting.seq_len + 1), _causal(setting.seq_len)
+        masks = CallMask.full(setting.seq_len, setting.seq_len + 1), CallMask.causal(setting.seq_len)
         _check_masks(kernel, setting, *masks, head_dim_v=setting.head_dim_v, kv_heads=2)
 
 
 def softcap_is_exact(kernel: Kernel, setting: Setting) -> None:
     if _supports(kernel, setting, softcap=1.5):
-        _check_masks(kernel, setting, _causal(setting.seq_len), softcap=1.5)
+        _check_masks(kernel, setting, CallMask.causal(setting.seq_len), softcap=1.5)
 
 
 def large_scores_keep_their_weights(kernel: Kernel, setting: Setting) -> None:
@@ -161,7 +163,7 @@ def large_scores_keep_their_weights(kernel: Kernel, setting: Setting) -> None:
     """
     n = setting.seq_len
     for size in (1e4,) if setting.dtype == torch.float16 else (1e4, 1e8, -1e8):
-        for mask in (_full(n, n), _causal(n), _positions(window(n // 2, 0), range(n), range(n), n)):
+        for mask in _each_form(n):
             call = _level(_call(mask, setting), size)
             call = call._replace(v=call.v[:, :, :1].expand_as(call.v).contiguous())
             out, lse = kernel.forward(*call[:3], call.scores)
@@ -176,7 +178,7 @@ def scores_that_overflow_do_not_count(kernel: Kernel, setting: Setting) -> None:
     if setting.dtype == torch.float16:  # whose products do not overflow
         return
     n, size = setting.seq_len, torch.finfo(setting.dtype).max ** 0.55
-    for mask in (_full(n, n), _causal(n), _positions(window(n // 2, 0), range(n), range(n), n)):
+    for mask in _each_form(n):
         q, k, v, row, scores = _level(_call(mask, setting), -size)
         call = KernelCase(q, k * size, v, row, scores)
         out, lse = kernel.forward(*call[:3], scores)
@@ -189,13 +191,13 @@ def scores_that_overflow_do_not_count(kernel: Kernel, setting: Setting) -> None:
 def a_gradient_into_the_lse_is_exact_where_do_is_zero(kernel: Kernel, setting: Setting) -> None:
     """Delta is rowsum(O∘dO) less dLSE: no output that stands in for O gives it if dO is zero."""
     if _supports(kernel, setting, lse_gradient=True):
-        call = _call(_causal(setting.seq_len), setting)
+        call = _call(CallMask.causal(setting.seq_len), setting)
         call.row.do[:, :, ::2] = 0.0
         _check_exact(kernel, call)
 
 
 def the_output_may_be_given_instead_of_delta(kernel: Kernel, setting: Setting) -> None:
-    call = _call(_causal(setting.seq_len), setting)
+    call = _call(CallMask.causal(setting.seq_len), setting)
     out, lse, _ = _truth(call)
     out, lse = out.to(setting.dtype), lse.to(call.row.lse.dtype)
     delta = (out.double() * call.row.do.double()).sum(-1)
@@ -206,7 +208,7 @@ def the_output_may_be_given_instead_of_delta(kernel: Kernel, setting: Setting) -
 
 def small_gradients_do_not_vanish(kernel: Kernel, setting: Setting) -> None:
     if setting.dtype != torch.float16:  # which cannot hold them
-        call = _call(_full(setting.seq_len, setting.seq_len), setting)
+        call = _call(CallMask.full(setting.seq_len, setting.seq_len), setting)
         for size in (2.0**-60, 2.0**-80):
             row = RowGradient(call.row.do * size, call.row.lse, _delta(call) * size)
             _check_exact(kernel, call._replace(row=row), f"with dO times {size:.0e}")
@@ -214,7 +216,7 @@ def small_gradients_do_not_vanish(kernel: Kernel, setting: Setting) -> None:
 
 def deterministic_kernels_give_the_same_bits(kernel: Kernel, setting: Setting) -> None:
     if _supports(kernel, setting, deterministic=True):
-        call = _call(_causal(8 * setting.seq_len), setting, kv_heads=1)
+        call = _call(CallMask.causal(8 * setting.seq_len), setting, kv_heads=1)
         runs = [(*kernel.forward(*call[:3], call.scores), *kernel.backward(*call)) for _ in range(4)]
         assert all(map(torch.equal, runs[0] * 3, sum(runs[1:], ()))), f"{kernel.name}: one call gave different bits"
 
@@ -225,21 +227,21 @@ def deterministic_kernels_give_the_same_bits(kernel: Kernel, setting: Setting) -
 def no_length_is_special(kernel: Kernel, setting: Setting) -> None:
     n = setting.seq_len
     pairs = ((1, 1), (1, n), (n, 1), (n - 1, n // 2 + 1), (2 * n + 1, n), (n + 1, 3 * n - 1))
-    _check_masks(kernel, setting, *(_full(*pair) for pair in pairs))
-    _check_masks(kernel, setting, *map(_causal, (1, 2, n - 1, n + 1, 2 * n + 1)))
+    _check_masks(kernel, setting, *(CallMask.full(*pair) for pair in pairs))
+    _check_masks(kernel, setting, *map(CallMask.causal, (1, 2, n - 1, n + 1, 2 * n + 1)))
 
 
 def calls_without_queries_or_keys_are_exact(kernel: Kernel, setting: Setting) -> None:
     for queries, keys in ((0, setting.seq_len), (setting.seq_len, 0), (0, 0)):
         some = _positions(causal(), range(queries), range(keys), setting.seq_len)
-        _check_masks(kernel, setting, _full(queries, keys), some)
+        _check_masks(kernel, setting, CallMask.full(queries, keys), some)
 
 
 def strides_are_followed(kernel: Kernel, setting: Setting) -> None:
     """Every tensor with its axes in every order in memory, so that the last may not be contiguous; dense, or past the
     start of its storage and with NaN around every run."""
     n, orders, fewer = setting.seq_len, list(permutations(range(4))), list(permutations(range(3)))
-    masks = _full(n, n - 1), _positions(window(n // 2, 1), range(n), range(1, n), n)
+    masks = CallMask.full(n, n - 1), _positions(window(n // 2, 1), range(n), range(1, n), n)
     for index, mask, gap in product(range(len(orders)), masks, (0, 1)):
         picked = [orders[(index + 5 * number) % len(orders)] for number in range(4)]  # all different
         call = _call(mask, setting, kv_heads=2)
@@ -252,7 +254,7 @@ def strides_are_followed(kernel: Kernel, setting: Setting) -> None:
 def expanded_tensors_are_exact(kernel: Kernel, setting: Setting) -> None:
     """Strides of zero along any axis: one KV head for all, one token for all, the gradient of a sum."""
     n = setting.seq_len
-    for mask in (_full(n, n), _positions(window(n // 2, 1), range(n), range(n), n)):
+    for mask in (CallMask.full(n, n), _positions(window(n // 2, 1), range(n), range(n), n)):
         call = _call(mask, setting)
         for what, axes in {"batch": (0,), "heads": (1,), "tokens": (2,), "dim": (3,), "all axes": (0, 1, 2, 3)}.items():
             q, k, v, do = (_expanded(x, axes) for x in (*call[:3], call.row.do))
@@ -268,7 +270,7 @@ def expanded_tensors_are_exact(kernel: Kernel, setting: Setting) -> None:
 def unusual_strides_are_followed(kernel: Kernel, setting: Setting) -> None:
     """Tokens that overlap in memory; and one batch entry, whose stride means nothing, of tokens with gaps between them
     or of one token for all."""
-    call = _call(_full(setting.seq_len, setting.seq_len - 1), setting)
+    call = _call(CallMask.full(setting.seq_len, setting.seq_len - 1), setting)
     laid = [_overlapping(x) for x in (*call[:3], call.row.do)]
     changed = call._replace(q=laid[0], k=laid[1], v=laid[2], row=call.row._replace(do=laid[3]))
     _check_exact(kernel, _covered(changed), "with tokens that overlap in memory")
@@ -281,8 +283,7 @@ def unusual_strides_are_followed(kernel: Kernel, setting: Setting) -> None:
 
 
 def inputs_are_not_written_to(kernel: Kernel, setting: Setting) -> None:
-    n = setting.seq_len
-    for mask in (_full(n, n), _causal(n), _positions(window(3, 1), range(n), range(2, n), n)):
+    for mask in _each_form(setting.seq_len):
         call = _call(mask, setting)
         inputs = (*call[:3], call.row.do, call.row.lse, _delta(call))
         before = [x.clone() for x in inputs]
@@ -321,12 +322,8 @@ CHECKS: tuple[Check, ...] = (
 # Calls
 
 
-def _full(queries: int, keys: int) -> CallMask:
-    return CallMask("full", full(), (range(queries),), (range(keys),), queries, keys)
-
-
-def _causal(tokens: int) -> CallMask:
-    return CallMask("causal", causal(), (range(tokens),), (range(tokens),), tokens, tokens)
+def _each_form(n: int) -> tuple[CallMask, ...]:
+    return CallMask.full(n, n), CallMask.causal(n), _positions(window(n // 2, 0), range(n), range(n), n)
 
 
 def _positions(mask: Mask, q: Segment, kv: Segment, seq_q: int, seq_kv: int | None = None) -> CallMask:

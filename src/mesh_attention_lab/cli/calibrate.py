@@ -19,7 +19,7 @@ import typer
 
 from mesh_attention.clusters import cluster_named, cluster_to_toml
 from mesh_attention.errors import UsageError, writing
-from mesh_attention.machine.cluster_files import keep_calibrated, slug
+from mesh_attention.machine.cluster import keep_calibrated, slug
 from mesh_attention.machine.fit import CallTime, Measurement, MessageTime, fit_topology
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Device, LinkClass, Topology
@@ -150,8 +150,7 @@ def _measure_with_ranks(options: CalibrateOptions, setting: Problem, ranks: int,
 
 def measured(setting: Problem, comm: Comm, device: torch.device, size: int, report: Progress) -> Measurement:
     """The measured times, with `size` ranks per node; `report` hears of rank 0."""
-    from mesh_attention.machine.probe import measure
-    from mesh_attention.machine.timing import Clock
+    from mesh_attention.machine.timing import Clock, measure
 
     heard = report if comm.rank == 0 else lambda activity, fraction: None
     clock = Clock(comm=comm, device=device)

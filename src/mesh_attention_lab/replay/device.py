@@ -17,8 +17,7 @@ from mesh_attention.comm.local import LocalGroup
 from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.kernels.select import choose_merging
 from mesh_attention.machine.fit import MessageTime, fit_topology
-from mesh_attention.machine.probe import measured_on
-from mesh_attention.machine.timing import Clock, kernel_for, time_kernel, time_memory
+from mesh_attention.machine.timing import Clock, kernel_for, measured_on, time_kernel, time_memory
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import Progress, count, format_nbytes

@@ -1,10 +1,14 @@
-"""What every rank says about its host and its device, and the cluster that all of them make.
+"""The cluster that the ranks at hand make: what each says of its host and device, and where the figures come from.
 
-Which preset is like the device, how many ranks there are to a node, and which ranks share a device.
+They come from a preset that is like the device, or from a file: what `mesh-attention calibrate --keep` wrote for the
+device, or what a group measured.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
 import re
 import socket
 from collections import Counter
@@ -15,13 +19,17 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mesh_attention.clusters import PRESETS
+from mesh_attention.clusters import PRESETS, cluster_to_toml, read_cluster
+from mesh_attention.errors import UsageError
+from mesh_attention.problem import Problem
 from mesh_attention.topology import Device, Topology
+from mesh_attention.tuning.stored import cache_folder, own_folder, user_folder, write_at_once
 from mesh_attention.units import GIB, count
 
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger(__name__)
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -140,6 +148,22 @@ def preset_machine(facts: Sequence[Facts]) -> Machine:
     return Machine(topology=topology, source=source if shared == 1 else f"{source}, {count(shared, 'rank')} on a GPU")
 
 
+def known_machine(facts: Sequence[Facts]) -> Machine:
+    """The machine of these ranks: calibrated, or else the preset for the device.
+
+    Presets assume one rank per GPU: NCCL sends between ranks that share one through the host, however slow that is.
+    """
+    path = calibrated_file(facts[0].device)
+    cluster = read_kept(path)
+    if cluster is None and (shared := sharers(facts)) > 1:
+        return Machine(topology=None, source=f"volume-based, {count(shared, 'rank')} on a GPU")
+    if cluster is None:
+        return preset_machine(facts)
+    if cluster.nodes == 1 and cluster.between == cluster.inside:  # it was measured within one node
+        cluster = replace(cluster, between=PRESETS[likeness_of(facts[0]).preset].between)
+    return Machine(topology=placed(cluster, facts), source=f"calibrated, {path}")
+
+
 def placed(figures: Topology, facts: Sequence[Facts]) -> Topology:
     """A cluster with the nodes of these ranks. Ranks that share a device share its rates, its memory and its NIC."""
     here, shared = ranks_per_node([rank.host for rank in facts]), sharers(facts)
@@ -164,3 +188,61 @@ def _shared(device: Device, ranks: int) -> Device:
         memory_gb_per_s=device.memory_gb_per_s / ranks,
         memory_gib=device.memory_gib / ranks,
     )
+
+
+def slug(device: str) -> str:
+    """A device's name as part of a file's name: ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+# Clusters on disk
+
+
+def calibrated_file(device: str) -> Path | None:
+    """``$XDG_CONFIG_HOME/mesh-attention/DEVICE.toml``, by default in ``~/.config``; None for a user without a home."""
+    folder = user_folder("XDG_CONFIG_HOME", ".config")
+    return None if folder is None else folder / f"{slug(device)}.toml"
+
+
+def keep_calibrated(device: str, text: str) -> Path:
+    """Write a calibrated cluster where groups on this device look for it."""
+    path = calibrated_file(device)
+    if path is None:
+        raise UsageError("--keep: this user has no home directory; set XDG_CONFIG_HOME")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_at_once(path, text)
+    except OSError as error:
+        raise UsageError(f"--keep: {path}: {(error.strerror or str(error)).lower()}; set XDG_CONFIG_HOME") from error
+    return path
+
+
+def measured_file(problem: Problem, facts: Sequence[Facts], transport: str) -> Path | None:
+    """Where the measurement of such a group is kept: by hosts, devices, transport and NCCL's settings, dtype and head
+    sizes."""
+    folder = own_folder(cache_folder())
+    if folder is None:
+        return None
+    names = [(rank.host.split()[0], rank.device, rank.uuid) for rank in facts]
+    # Every rank of a test may claim a host of its own; rank 0 alone asks.
+    settings = sorted(item for item in os.environ.items() if item[0].startswith("NCCL_") and item[0] != "NCCL_HOSTID")
+    key = (names, transport, settings, problem.dtype, problem.head_dim_qk, problem.head_dim_v)
+    return folder / f"measured-{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.toml"
+
+
+def keep_measured(path: Path | None, topology: Topology, note: str) -> None:
+    if path is None:
+        return
+    try:
+        write_at_once(path, cluster_to_toml(topology, note=note))
+    except OSError as error:
+        log.warning("could not keep the measured cluster: %s", error)
+
+
+def read_kept(path: Path | None) -> Topology | None:
+    """The cluster in a file, or None if there is none, or none that can be read."""
+    try:
+        return None if path is None or not path.exists() else read_cluster(path)
+    except (OSError, UsageError) as error:
+        log.warning("%s; it is not used", error)
+        return None
