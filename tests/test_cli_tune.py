@@ -29,9 +29,8 @@ from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.units import format_time
 from mesh_attention_lab.cli.terminal import Column, print_table
 from mesh_attention_lab.cli.tune import explicit_code
-from mesh_attention_lab.comparison import choice_without_costs, usual_ring_plan
-from mesh_attention_lab.drawing.time_charts import ChartPoint
-from mesh_attention_lab.rivals import startrail
+from mesh_attention_lab.comparison import choice_without_costs, startrail, usual_ring_plan
+from mesh_attention_lab.drawing.charts import ChartPoint
 from mesh_attention_lab.sweep import MAIN_METHODS, doubled
 
 run = test_cli.run
