@@ -1,4 +1,4 @@
-"""Runs a model's call with a `GenerationCache`: the whole call is given on every rank, and each rank runs its own part.
+"""Runs a model on a `GenerationCache`, as `generate` does: every rank is given the whole call, and runs its own part.
 
     many new tokens    each rank runs its tokens of all rows, packed into one; the logits that are wanted are then sent
                        to all ranks

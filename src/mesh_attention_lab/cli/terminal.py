@@ -1,4 +1,4 @@
-"""What commands print: tables, facts, the matrix of a plan, problems and clusters in words, and their progress."""
+"""What commands print: tables, facts, words (problems, times, clusters), the matrix of a plan, and the progress bar."""
 
 from __future__ import annotations
 
