@@ -32,8 +32,7 @@ from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.topology import Topology
 from mesh_attention.units import format_size
 from mesh_attention_lab.cli.replay import bar_groups
-from mesh_attention_lab.drawing.canvas import save_chart
-from mesh_attention_lab.drawing.rate_charts import BarGroup, rate_chart
+from mesh_attention_lab.drawing.charts import BarGroup, rate_chart, save_chart
 from mesh_attention_lab.replay.device import Environment, check_memory, environment_of, find_device, measure_cluster
 from mesh_attention_lab.replay.replay import replay
 from mesh_attention_lab.replay.result import Replayed, ReplayRow, kernel_as_json, row_as_json, rows_of, tuned_parts

@@ -31,7 +31,7 @@ from mesh_attention.tuning.result import Trial, Tuning
 from mesh_attention.tuning.search import groupings
 from mesh_attention.tuning.traffic import plan_on, traffic
 from mesh_attention.tuning.tune import tune
-from mesh_attention_lab.rivals import STARTRAIL, startrail
+from mesh_attention_lab.comparison import STARTRAIL, startrail
 
 ROWS: tuple[Family, ...] = (*FAMILIES, STARTRAIL)
 LIMIT_S = {256: 10.0, 1024: 60.0}

@@ -20,7 +20,7 @@ from mesh_attention.plan.steps import Attend
 from mesh_attention.planners.costs import limits
 from mesh_attention.verification.rules import RULES
 from mesh_attention_lab.cli.main import COMMANDS, app, main
-from mesh_attention_lab.cli.terminal import PALETTE
+from mesh_attention_lab.cli.plan import PALETTE
 
 EXAMPLE = "plan --ranks 16 --tile 4x4 --seq 128k --heads 32 --kv-heads 8 --head-dim 128 --causal"
 SMALL = "plan --ranks 4 --seq 64 --heads 4 --kv-heads 2 --head-dim 8"

@@ -20,7 +20,7 @@ from mesh_attention.errors import UsageError
 from mesh_attention.topology import Topology
 from mesh_attention_lab.cli.main import main
 from mesh_attention_lab.cli.replay import parse_methods
-from mesh_attention_lab.drawing.rate_charts import Bar, BarGroup, rate_chart
+from mesh_attention_lab.drawing.charts import Bar, BarGroup, rate_chart
 
 run = test_cli.run
 """The fixture."""

@@ -21,9 +21,7 @@ from test_imports import modules_after
 
 from mesh_attention.errors import UsageError
 from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined
-from mesh_attention_lab.drawing.canvas import save_chart
-from mesh_attention_lab.drawing.gantt import gantt
-from mesh_attention_lab.drawing.time_charts import ChartPoint, time_chart
+from mesh_attention_lab.drawing.charts import ChartPoint, save_chart, time_chart
 from mesh_attention_lab.drawing.trace import rank_tracks, to_perfetto, write_trace
 
 TWO_NS_IN_US = 0.002
@@ -60,6 +58,7 @@ SPANS = [
     Span(0, "compute", 0.0, 0.004, "q0 kv0"),
 ]
 SMALL = timeline_of(SPANS)
+POINT = [ChartPoint("ring", 8, 1.0, 0.0)]
 NO_SPANS = replace(SMALL, spans=(), name="bare")
 
 
@@ -209,13 +208,15 @@ def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
         (lambda: to_perfetto({"a": SMALL, "b": NO_SPANS}), "timeline 'bare' has totals but no spans"),
         (lambda: to_perfetto({}), "no timelines given"),
         (lambda: write_trace("/no/such/place/t.json", SMALL), "/no/such/place/t.json: cannot be written: no such"),
-        (lambda: gantt(NO_SPANS), "timeline 'bare' has totals but no spans"),
         (lambda: time_chart([], x="ranks"), "no points given"),
         (
-            lambda: save_chart(gantt(SMALL), "chart.gif"),
+            lambda: save_chart(time_chart(POINT, x="ranks"), "chart.gif"),
             "chart.gif: expected a file name that ends in .png or .svg or .pdf",
         ),
-        (lambda: save_chart(gantt(SMALL), "/no/such/place/a.png"), "/no/such/place/a.png: cannot be written"),
+        (
+            lambda: save_chart(time_chart(POINT, x="ranks"), "/no/such/place/a.png"),
+            "/no/such/place/a.png: cannot be written",
+        ),
     ],
 )
 def test_a_refusal_says_what_was_given_and_what_was_expected(refused: Callable[[], object], message: str) -> None:
@@ -224,16 +225,6 @@ def test_a_refusal_says_what_was_given_and_what_was_expected(refused: Callable[[
 
 
 # What is drawn
-
-
-def bars(figure: Figure) -> dict[str, list[tuple[float, float]]]:
-    """Start and stop of every bar, by lane."""
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for collection in figure.axes[0].collections:
-        for path in collection.get_paths():
-            left, right = path.vertices[:, 0].min(), path.vertices[:, 0].max()  # type: ignore[union-attr, call-overload, index]
-            found[str(collection.get_label())].append((float(left), float(right)))
-    return found
 
 
 def texts(figure: Figure) -> list[Text]:
@@ -266,43 +257,6 @@ def assert_nothing_is_cut_off(figure: Figure) -> None:
         assert box.y1 <= sheet.y1 + 1, f"{text.get_text()!r} leaves the sheet above"
 
 
-def test_a_gantt_chart_has_a_bar_a_span() -> None:
-    drawn = bars(gantt(SMALL, ranks=[3]))
-    assert set(drawn) == set(LANES)
-    for lane in LANES:
-        wanted = [(span.start_s, span.stop_s) for span in SPANS if span.rank == 3 and span.lane == lane]
-        assert len(drawn[lane]) == len(wanted)
-        for bar, span in zip(sorted(drawn[lane]), sorted(wanted), strict=True):
-            assert bar == pytest.approx(span)
-
-
-def test_a_gantt_chart_shows_all_ranks_unless_some_are_named() -> None:
-    assert {"rank 0", "rank 3"} <= set(words(gantt(SMALL)))
-    assert "rank 0" not in words(gantt(SMALL, ranks=[3]))
-    assert words(gantt(SMALL)).count("wait") == 2
-
-
-def test_bars_of_one_lane_that_overlap_lie_side_by_side() -> None:
-    tracks = [c for c in gantt(SMALL, ranks=[3]).axes[0].collections if c.get_label() == "send"]
-    boxes = [track.get_paths()[0].get_extents() for track in tracks]
-    assert len(boxes) == 2
-    assert boxes[0].y1 <= boxes[1].y0 or boxes[1].y1 <= boxes[0].y0
-
-
-def test_the_title_states_the_totals() -> None:
-    shown = words(gantt(SMALL))
-    assert "mesh 2x2 forward" in shown
-    assert "time 5 ms · exposed communication 500 µs (10.0%) · utilisation 85.0%" in shown
-
-
-def test_a_gantt_chart_says_why_it_shows_these_ranks() -> None:
-    figure = gantt(SMALL, ranks=[3], why="Rank 3 is shown: the last of 4.")
-    assert any(text.endswith("utilisation 85.0%\nRank 3 is shown: the last of 4.") for text in words(figure))
-    assert_nothing_is_cut_off(figure)
-    (below,) = [text for text in texts(figure) if "the last of 4" in text.get_text()]
-    assert Text.get_window_extent(below).y0 > figure.axes[0].bbox.y1
-
-
 def test_the_exposed_time_of_joined_passes_is_the_sum_of_theirs() -> None:
     """Also where another rank is the busiest in each."""
     first = timeline_of([Span(0, "compute", 0.0, 1.0, "q"), Span(1, "compute", 0.0, 3.0, "q")])
@@ -314,29 +268,10 @@ def test_the_exposed_time_of_joined_passes_is_the_sum_of_theirs() -> None:
     assert joined([both, first]).exposed_s == both.exposed_s + first.exposed_s
 
 
-def test_bars_are_named_where_there_is_room() -> None:
-    short, shorter = Span(0, "compute", 1.0, 1.06, "q0 kv1 kv2"), Span(0, "compute", 1.06, 1.061, "q0 kv3")
-    shown = words(gantt(timeline_of([Span(0, "compute", 0.0, 1.0, "q0 kv0"), short, shorter])))
-    assert "q0 kv0" in shown
-    assert "q0 kv1 kv2" not in shown
-    assert "q0 kv3" not in shown
-
-
-@given(timelines(names=st.sampled_from(("q0 kv1", "$x", "kv_3^{2}$", "a much longer name of a span"))))
-@settings(max_examples=25, phases=(Phase.explicit, Phase.generate))
-def test_any_timeline_makes_a_readable_gantt_chart(timeline: Timeline) -> None:
-    figure = gantt(timeline)
-    assert_nothing_is_cut_off(figure)
-    assert sum(map(len, bars(figure).values())) == len(timeline.spans)
-    assert_apart([*figure.axes[0].get_yticklabels(), *figure.axes[0].get_yticklabels(minor=True)])
-
-
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(4e-6, "4 µs"), (5e-4, "500 µs"), (0.02, "20 ms"), (3.0, "3 s"), (100.0, "100 s")]
 )
 def test_times_have_the_unit_of_their_size(seconds: float, shown: str) -> None:
-    spans = [Span(0, "compute", 0.0, seconds, "q kv")]
-    assert shown in words(gantt(timeline_of(spans)))
     assert shown in words(time_chart([ChartPoint("a", 8, seconds, 0.0)], x="ranks"))
 
 
@@ -456,18 +391,15 @@ def test_every_method_is_named_beside_the_axes_in_the_order_of_its_end() -> None
 def test_long_names_and_titles_are_kept_on_the_sheet() -> None:
     points = [ChartPoint("a method with a name far too long to stand beside a line", 8, 1.0, 0.5)]
     title = "A title that says everything there is " * 5
-    for figure in (time_chart(points, x="ranks", title=title), gantt(replace(SMALL, name=title))):
-        assert_nothing_is_cut_off(figure)
-        assert figure.axes[0].get_position().width > 0.5
-        (shown,) = [text for text in texts(figure) if text.get_text().startswith("A title")]
-        assert shown.get_fontsize() >= 7
+    figure = time_chart(points, x="ranks", title=title)
+    assert_nothing_is_cut_off(figure)
+    assert figure.axes[0].get_position().width > 0.5
+    (shown,) = [text for text in texts(figure) if text.get_text().startswith("A title")]
+    assert shown.get_fontsize() >= 7
 
 
 def test_nothing_at_all_can_be_drawn() -> None:
     assert_nothing_is_cut_off(time_chart([ChartPoint("ring", 8, 0.0, 0.0)], x="ranks"))
-    figure = gantt(timeline_of([Span(0, "compute", 0.0, 0.0, "q kv")]))
-    assert_nothing_is_cut_off(figure)
-    assert "time 0 · exposed communication 0 (0.0%) · utilisation 100.0%" in words(figure)
 
 
 def test_dollars_are_not_formulas() -> None:
@@ -488,9 +420,9 @@ def test_the_same_chart_is_the_same_file(tmp_path: Path, suffix: str, start: byt
 
 
 def test_drawing_imports_matplotlib_only_when_it_draws() -> None:
-    loaded = modules_after("import mesh_attention_lab.drawing.time_charts, mesh_attention_lab.drawing.trace")
+    loaded = modules_after("import mesh_attention_lab.drawing.charts, mesh_attention_lab.drawing.trace")
     assert "matplotlib" not in loaded.split()
-    draw = "from mesh_attention_lab.drawing.time_charts import *\ntime_chart([ChartPoint('ring', 8, 1, 0)], x='ranks')"
+    draw = "from mesh_attention_lab.drawing.charts import *\ntime_chart([ChartPoint('ring', 8, 1, 0)], x='ranks')"
     loaded = modules_after(draw).split()
     assert "matplotlib" in loaded
     assert "matplotlib.pyplot" not in loaded
@@ -506,7 +438,6 @@ def test_without_matplotlib_one_is_told_how_to_get_it(monkeypatch: pytest.Monkey
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Hidden, *sys.meta_path])
-    for draw in (lambda: gantt(SMALL), lambda: time_chart([ChartPoint("ring", 8, 1.0, 0.0)], x="ranks")):
-        with pytest.raises(UsageError, match=r"matplotlib is not installed; pip install 'mesh-attention\[charts\]'"):
-            draw()
+    with pytest.raises(UsageError, match=r"matplotlib is not installed; pip install 'mesh-attention\[charts\]'"):
+        time_chart(POINT, x="ranks")
     to_perfetto(SMALL)  # needs none

@@ -35,7 +35,7 @@ from mesh_attention.tuning.traffic import plan_on, traffic
 from mesh_attention.tuning.tune import FAR_BEHIND, tune, tuned_plans
 from mesh_attention.tuning.work import needs, pairs_of
 from mesh_attention.units import GIB
-from mesh_attention_lab.rivals import startrail_degrees
+from mesh_attention_lab.comparison import startrail_degrees
 
 
 def problem(ranks: int, *, seq: int = 1 << 18, heads: int = 32, kv_heads: int = 8, **changes: object) -> Problem:

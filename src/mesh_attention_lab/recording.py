@@ -34,13 +34,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from platform import node
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from mesh_attention.api import MeshAttention
 from mesh_attention.comm.base import Parcel, Work, Wrapper
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.call import Calls
 from mesh_attention.execution.compiled import Compiled, Instruction
 from mesh_attention.execution.engine import Engine
 from mesh_attention.plan.counts import program_flops
@@ -56,14 +56,8 @@ from mesh_attention.topology import LinkClass
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Recordable(Protocol):
-    """A `MeshAttention`, as far as a recording needs it."""
-
-    calls: Calls
-
-
 @contextmanager
-def record(attention: Recordable) -> Iterator[Recording]:
+def record(attention: MeshAttention) -> Iterator[Recording]:
     """Note when each step of every pass inside the block happens. `Recording.passes` gives the timelines."""
     calls = attention.calls
     if calls.session.size == 1:

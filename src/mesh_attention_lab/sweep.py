@@ -17,7 +17,7 @@ from mesh_attention.tuning.result import Forecast, Trial, Tuning
 from mesh_attention.tuning.search import groupings
 from mesh_attention.tuning.traffic import plan_on, traffic
 from mesh_attention.units import Progress, part_report
-from mesh_attention_lab.drawing.time_charts import ChartPoint
+from mesh_attention_lab.drawing.charts import ChartPoint
 
 SweepAxis = Literal["ranks", "seq", "tile"]
 AXES: tuple[SweepAxis, ...] = get_args(SweepAxis)

@@ -1,11 +1,10 @@
-"""Runs a model's call with a `GenerationCache`: the whole call is given on every rank, and each rank runs its own part.
+"""Runs a model on a `GenerationCache`, as `generate` does: every rank is given the whole call, and runs its own part.
 
     many new tokens    each rank runs its tokens of all rows, packed into one; the logits that are wanted are then sent
                        to all ranks
     a few              every rank runs the same tokens, and has all logits
 
-Where so few tokens are given that some rank would get none, and rows have different numbers of them, they are run in
-several steps.
+Where so few tokens are given that some rank would get none, but more than one step takes, there are several steps.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -91,16 +89,8 @@ def _compare(cache: GenerationCache, new: NewTokens) -> None:
     cache.attention.session.agree(Statement(must_match=summary, advice=advice))
 
 
-class DecodedColumns(NamedTuple):
-    """A step of a call: some columns of those rows that have real tokens in all of them."""
-
-    rows: list[int]
-    first: int
-    stop: int
-
-
 class _Call:
-    """One call: its steps, and the logits that come of them."""
+    """One call: its steps, the model's runs on them, and the logits that come of them."""
 
     def __init__(self, model: Any, cache: GenerationCache, new: NewTokens, implementation: Implementation) -> None:
         assert cache.store is not None
@@ -108,22 +98,20 @@ class _Call:
         self.model, self.cache, self.store, self.new = model, cache, cache.store, new
         self.keeps = "logits_to_keep" in signature(model.forward).parameters
 
-    def steps(self) -> list[DecodedColumns] | None:
-        """The steps to decode; None for a prefill."""
+    def steps(self) -> list[range] | None:
+        """The columns of each step to decode; None for a prefill."""
         new = self.new
-        counts = {self.cache.sequences[row]: number for row, number in enumerate(new.counts) if number}
-        is_one_step = len({*counts.values()}) <= 1 and max(counts.values(), default=0) <= MOST_DECODED
+        counts = self._by_sequence({row: number for row, number in enumerate(new.counts) if number})
+        most = max(counts.values(), default=0)
+        is_one_step = len({*counts.values()}) <= 1 and most <= MOST_DECODED
         if not is_one_step and min(self.store.tokens_per_rank(counts)):
             refuse_rotary(self.model.config, self._ends())
             return None
-        starts = [new.columns - number for number in new.counts]
-        return [
-            DecodedColumns(
-                [row for row, start in enumerate(starts) if start <= first], at, min(at + MOST_DECODED, stop)
-            )
-            for first, stop in pairwise(sorted({*starts, new.columns}))
-            for at in range(first, stop, MOST_DECODED)
-        ]
+        starts = range(new.columns - most, new.columns, MOST_DECODED)
+        return [range(first, min(first + MOST_DECODED, new.columns)) for first in starts]
+
+    def _by_sequence(self, counts: Mapping[int, int]) -> dict[int, int]:
+        return {self.cache.sequences[row]: number for row, number in counts.items()}
 
     def _ends(self) -> list[int]:
         """For each rank, the position behind the last of its new tokens."""
@@ -137,82 +125,81 @@ class _Call:
                     ends[rank] = max([ends[rank], *(s[-1] + 1 for s in segments)])
         return ends
 
-    def run(self, steps: Sequence[DecodedColumns] | None) -> Any:
+    def run(self, steps: Sequence[range] | None) -> Any:
         new = self.new
         if steps is None:
             return self._prefill()
-        if steps == [([*range(len(new.counts))], 0, new.columns)]:
-            return self._decode(steps[0], new.wanted)
-        config = self.model.config.get_text_config()
-        logits = self._no_logits(torch.empty(0, config.vocab_size, dtype=self.model.dtype, device=new.tokens.device))
-        out: Mapping[str, Any] = {}
-        for number, step in enumerate(steps):
-            slots = [slot for slot, column in enumerate(new.wanted) if step.first <= column < step.stop]
-            out = self._decode(step, [new.wanted[slot] for slot in slots] or [step.first])
-            logits = logits if number else self._no_logits(out["logits"])
-            if slots:
-                logits[torch.tensor(step.rows)[:, None], torch.tensor(slots)] = out["logits"]
-        return _output(out, logits, self.cache)
+        if set(new.counts) == {new.columns} and len(steps) == 1:
+            return self._decode(dict(enumerate(new.counts)), new.tokens, new.wanted)
+        if not steps:  # all new tokens are padding
+            size = self.model.config.get_text_config().vocab_size
+            return self._output({}, torch.empty(0, size, dtype=self.model.dtype, device=new.tokens.device), [])
+        logits, slots = [], []
+        for columns in steps:
+            packed = self._packed(columns)
+            rows = 1 if len({*packed.counts.values()}) > 1 else len(packed.counts)  # a ragged step is one row
+            tokens = packed.tokens.view(rows, -1, *packed.tokens.shape[1:])
+            out = self._decode(packed.counts, tokens, range(tokens.shape[1]))
+            logits.append(out["logits"].flatten(0, 1)[packed.wanted])
+            slots += packed.slots
+        return self._output(out, torch.cat(logits), slots)
 
-    def _no_logits(self, like: Tensor) -> Tensor:
-        """Room for the wanted logits of all rows; zeros for padding."""
-        return like.new_zeros((len(self.new.counts), len(self.new.wanted), like.shape[-1]))
+    def _packed(self, columns: range) -> PackedTokens:
+        new = self.new
+        starts = [max(columns.start, new.columns - number) for number in new.counts]
+        counts = {row: columns.stop - start for row, start in enumerate(starts) if start < columns.stop}
+        packed = PackedTokens(
+            counts, torch.cat([new.tokens[row, starts[row] : columns.stop] for row in counts]), [], []
+        )
+        before = 0
+        for row, number in counts.items():
+            for slot, column in enumerate(new.wanted):
+                if starts[row] <= column < columns.stop:
+                    packed.wanted.append(before + column - starts[row])
+                    packed.slots.append(row * len(new.wanted) + slot)
+            before += number
+        return packed
 
-    # A few tokens
-
-    def _decode(self, columns: DecodedColumns, wanted: Sequence[int]) -> Any:
-        """Run the same tokens on every rank. Returns the logits of the wanted columns."""
-        new, tokens, size = self.new, self.new.tokens, columns.stop - columns.first
-        step = self.store.decode({self.cache.sequences[row]: size for row in columns.rows})
-        hashed = fingerprint(tokens)
+    def _decode(self, counts: Mapping[int, int], tokens: Tensor, wanted: Sequence[int]) -> Any:
+        """A few tokens: run the same on every rank. Returns the logits of the wanted ones."""
+        step = self.store.decode(self._by_sequence(counts))
+        hashed = fingerprint(self.new.tokens)
         step.fingerprint = hashed if tokens.device.type == "cuda" else int(hashed)
-        if len(columns.rows) < len(new.counts) or size < new.columns:
-            tokens = tokens[columns.rows, columns.first : columns.stop]
-        return self._run(step, tokens, step.position_ids, [column - columns.first for column in wanted], of=size)
-
-    # Many tokens
+        return self._run_model(step, tokens, step.position_ids, wanted)
 
     def _prefill(self) -> Any:
-        new, cache, store = self.new, self.cache, self.store
-        rows = [row for row, number in enumerate(new.counts) if number]
-        turn = store.prefill({cache.sequences[row]: new.counts[row] for row in rows})
-        packed = torch.cat([new.tokens[row, new.columns - new.counts[row] :] for row in rows])[None]
-        wanted = self._wanted_by_rank(turn, rows)
-        rank = cache.attention.rank
-        own = [place for place, _ in wanted[rank]]
-        local, positions = turn.shard(packed), turn.position_ids
-        out = self._run(turn, local, positions, own or [0], of=local.shape[1])
-        ours = out.logits[0, : len(own)].contiguous()
-        logits = self._no_logits(ours).flatten(0, 1)
-        parts = gather(ours, [len(places) for places in wanted], cache.attention.session, label="logits")
-        for part, places in zip(parts, wanted, strict=True):
-            if places:
-                logits[torch.tensor([slot for _, slot in places], device=logits.device)] = part
-        return _output(out, logits.view(len(new.counts), len(new.wanted), -1), cache)
+        """Many tokens: run this rank's, and send the logits that are wanted to all ranks."""
+        packed = self._packed(range(self.new.columns))
+        turn = self.store.prefill(self._by_sequence(packed.counts))
+        homes = [_find(turn.shards, place) for place in packed.wanted]
+        numbers = [[number for home, number in homes if home == rank] for rank in range(self.store.ranks)]
+        own = numbers[self.cache.attention.rank]
+        out = self._run_model(turn, turn.shard(packed.tokens[None]), turn.position_ids, own or [0])
+        ours = out["logits"][0, : len(own)].contiguous()
+        parts = gather(ours, list(map(len, numbers)), self.cache.attention.session, label="logits")
+        slots = [slot for _, slot in sorted(zip(homes, packed.slots, strict=True), key=lambda pair: pair[0][0])]
+        return self._output(out, torch.cat(parts), slots)
 
-    def _wanted_by_rank(self, turn: Turn, rows: Sequence[int]) -> list[list[tuple[int, int]]]:
-        """For each rank, which of its tokens' logits are wanted: their number among its tokens, and their slot in the
-        logits of all rows."""
-        new, ranks = self.new, self.store.ranks
-        wanted: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-        starts, at = {}, 0
-        for row in rows:
-            starts[row], at = at, at + new.counts[row]
-        for row in rows:
-            for number, column in enumerate(new.wanted):
-                place = new.place(row, column)
-                if place is not None:
-                    rank, local = _find(turn.shards, starts[row] + place)
-                    wanted[rank].append((local, row * len(new.wanted) + number))
-        return wanted
+    def _output(self, out: Mapping[str, Any], wanted: Tensor, slots: Sequence[int]) -> Any:
+        """A model's output with the logits of all rows, zeros for padding, and nothing of a part of the tokens."""
+        others = [
+            name for name, value in out.items() if name not in ("logits", "past_key_values") and value is not None
+        ]
+        if others:
+            raise UsageError(
+                f"the model returns {', '.join(others)}, which each rank has for its own tokens only; leave out the "
+                "argument that asks for it"
+            )
+        rows, columns = len(self.new.counts), len(self.new.wanted)
+        logits: Any = wanted.new_zeros((rows * columns, wanted.shape[-1]))
+        logits[slots] = wanted
+        return CausalLMOutputWithPast(logits=logits.view(rows, columns, -1), past_key_values=self.cache)
 
-    # The model
-
-    def _run(self, part: Turn | Step, tokens: Tensor, positions: Tensor, wanted: Sequence[int], *, of: int) -> Any:
-        """Run the model on these tokens; its logits are those of the wanted columns."""
+    def _run_model(self, part: Turn | Step, tokens: Tensor, positions: Tensor, wanted: Sequence[int]) -> Any:
+        """The model's output for these tokens; its logits are those of the wanted columns."""
         inputs: dict[str, Any] = {self.new.name: tokens, "position_ids": positions.to(tokens.device)}
         inputs |= {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
-        is_cut = list(wanted) != list(range(of))
+        is_cut = list(wanted) != list(range(tokens.shape[1]))
         columns = torch.tensor(wanted, device=tokens.device)
         if self.keeps and is_cut:
             inputs["logits_to_keep"] = columns
@@ -242,15 +229,15 @@ def _find(shards: Sequence[Sequence[range]], position: int) -> tuple[int, int]:
     raise AssertionError(f"position {position} is on no rank")
 
 
-def _output(out: Mapping[str, Any], logits: Any, cache: GenerationCache) -> Any:
-    """A model's output with the logits of all ranks, and nothing that is of this rank's tokens alone."""
-    others = [name for name, value in out.items() if name not in ("logits", "past_key_values") and value is not None]
-    if others:
-        raise UsageError(
-            f"the model returns {', '.join(others)}, which each rank has for its own tokens only; leave out the "
-            "argument that asks for it"
-        )
-    return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+class PackedTokens(NamedTuple):
+    """The real tokens of some columns, all in one row; `counts` are those of each row of the batch that has any."""
+
+    counts: dict[int, int]
+    tokens: Tensor
+    wanted: list[int]
+    """Places in `tokens` of those whose logits are wanted."""
+    slots: list[int]
+    """Where these belong among the logits of all rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,11 +300,6 @@ class NewTokens:
     @property
     def columns(self) -> int:
         return self.tokens.shape[1]
-
-    def place(self, row: int, column: int) -> int | None:
-        """The number of a column among the row's new tokens; None for padding."""
-        place = column - self.columns + self.counts[row]
-        return place if place >= 0 else None
 
 
 def read_new_tokens(inputs: Inputs, *, columns: int, lengths: Sequence[int]) -> NewTokens:

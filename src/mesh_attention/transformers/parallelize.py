@@ -12,11 +12,9 @@
 from __future__ import annotations
 
 import copy
-import re
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
-from inspect import getsource, signature
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -114,7 +112,7 @@ def _refuse_classes(model: PreTrainedModel) -> None:
     """Refuse a model whose attention is not chosen by its config."""
     for part in model.modules():
         is_asked = isinstance(part, PreTrainedModel) and _is_of_text(part.config, model)
-        if is_asked and not _takes_functions(_without_fsdp(part)):
+        if is_asked and not _without_fsdp(part)._can_set_attn_implementation():
             raise UsageError(
                 f"{_name(part)} does not use transformers' attention interface, so mesh attention cannot replace its "
                 "attention; use whole sequences, or another model"
@@ -124,18 +122,6 @@ def _refuse_classes(model: PreTrainedModel) -> None:
 def _is_of_text(config: object, model: PreTrainedModel) -> bool:
     """True for the config of a part that attends to text, and not to images or sounds."""
     return type(config) in (type(model.config), type(model.config.get_text_config()))
-
-
-@cache
-def _takes_functions(model_class: type[Any]) -> bool:
-    """True if a model's attention can be replaced; as transformers does, it looks at the source."""
-    if not model_class._can_set_attn_implementation():
-        return False
-    try:
-        source = getsource(sys.modules[model_class.__module__])
-    except (OSError, TypeError, KeyError):
-        return True
-    return not re.search(r"_CLASSES\[(self\.)?config\._attn_implementation\]", source)
 
 
 def _without_fsdp(model: object) -> Any:

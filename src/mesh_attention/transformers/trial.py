@@ -56,23 +56,17 @@ def try_once(model: Any, inputs: Mapping[str, Any], parallel: ModelAttention) ->
     gathers. So padding on the left is tried in any case, and refused once a batch has it.
     """
     kind = frozenset(name for name, value in inputs.items() if value is not None and name not in NOT_TRIED)
-    unsupported_reasons = parallel.tried
-    mask = inputs.get("attention_mask")
-    session = parallel.attention.session
+    mask, session = inputs.get("attention_mask"), parallel.attention.session
+    is_new = kind not in parallel.tried
     with session.telling():
         refuse_call(model, inputs)
         _refuse_other_attention(model, parallel.implementation)
-        if kind not in unsupported_reasons:
-            try_model(model, inputs, parallel.implementation)
-            reason = (
-                _padding_unsupported_reason(model, inputs, parallel.implementation)
-                if isinstance(mask, Tensor)
-                else None
-            )
-    if kind not in unsupported_reasons:
+        if is_new:
+            reason = _try_model(model, inputs, parallel.implementation)
+    if is_new:
         session.agree(Statement(must_match={"operation": f"a model's first call with {', '.join(sorted(kind))}"}))
-        unsupported_reasons[kind] = reason
-    reason = unsupported_reasons[kind]
+        parallel.tried[kind] = reason
+    reason = parallel.tried[kind]
     if reason is not None and mask is not None and bool((mask[:, 0] == 0).any()):
         raise UsageError(reason)
 
@@ -86,12 +80,16 @@ def _refuse_other_attention(model: Any, implementation: Implementation) -> None:
         )
 
 
-def _padding_unsupported_reason(model: Any, inputs: Mapping[str, Any], implementation: Implementation) -> str | None:
-    """Why the model does not take padding on the left, if so."""
-    try:
-        try_model(model, inputs, implementation, is_padded_left=True)
-    except UsageError as refusal:
-        return str(refusal)
+def _try_model(model: nn.Module, inputs: Mapping[str, Any], implementation: Implementation) -> str | None:
+    """Raise unless `model` gives a rank's tokens the results that they have in the whole sequence, and say why it does
+    not take padding on the left, if so. `inputs` are the arguments of its first call."""
+    with undisturbed(model):
+        _Attempt(model, inputs, implementation, padding=0).check()
+        if isinstance(inputs.get("attention_mask"), Tensor):
+            try:
+                _Attempt(model, inputs, implementation, padding=PADDING).check()
+            except UsageError as refusal:
+                return str(refusal)
     return None
 
 
@@ -130,17 +128,6 @@ class TrialAttention:
             for tensors in zip(self.seen, self.later, strict=True)
             for first, second in zip(*tensors, strict=True)
         )
-
-
-def try_model(
-    model: nn.Module, inputs: Mapping[str, Any], implementation: Implementation, *, is_padded_left: bool = False
-) -> None:
-    """Raise unless `model` gives a rank's tokens the results that they have in the whole sequence.
-
-    `inputs` are the arguments of its first call.
-    """
-    with undisturbed(model):
-        _Attempt(model, inputs, implementation, PADDING if is_padded_left else 0).check()
 
 
 class _Attempt:

@@ -13,7 +13,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.problem import Problem
 from mesh_attention.units import Progress, count
 from mesh_attention.verification.rules import check
-from mesh_attention_lab.drawing.canvas import FORMATS, new_figure
+from mesh_attention_lab.drawing.charts import FORMATS, new_figure
 
 WRITES_ONE = "'mesh-attention plan --save FILE' writes one"
 

@@ -37,8 +37,7 @@ from mesh_attention_lab.cli.terminal import (
     times,
 )
 from mesh_attention_lab.decoding import decode_plans
-from mesh_attention_lab.drawing.canvas import save_chart
-from mesh_attention_lab.drawing.rate_charts import Bar, BarGroup, rate_chart
+from mesh_attention_lab.drawing.charts import Bar, BarGroup, rate_chart, save_chart
 from mesh_attention_lab.replay.result import (
     BEST,
     Part,

@@ -39,8 +39,6 @@ from mesh_attention_lab.cli.terminal import (
     times,
 )
 from mesh_attention_lab.comparison import grouped, usual_ring_plan
-from mesh_attention_lab.drawing.canvas import save_chart
-from mesh_attention_lab.drawing.gantt import gantt
 from mesh_attention_lab.drawing.trace import write_trace
 
 
@@ -51,7 +49,6 @@ class SimulateOptions(opt.PlannedOptions):
         typer.Argument(metavar="PLAN", help="A plan file, instead of a problem and a choice.", show_default=False),
     ] = None
     trace: opt.TraceFile = None
-    chart: opt.ChartFile = None
     json: opt.AsJson = False
     layers: opt.Layers = 1
     backward: opt.BothPasses = False
@@ -67,27 +64,22 @@ def simulate_command(options: SimulateOptions) -> None:
         what, plans = _plans(options, topology, report)
         first = next(iter(plans.values()))
         opt.check_layers(options.layers, is_served=first.layout == TypicalTurn())
-        drawn, why = _drawn_ranks(topology.ranks)
-        spans_of = {*(drawn if options.chart else ()), *(sampled_ranks(topology.ranks) if options.trace else ())}
+        spans_of = sampled_ranks(topology.ranks) if options.trace else ()
         forecasts = [_forecast(plans, topology, spans_of, report)]
         has_ring = topology.ranks <= MOST_TRANSFERS
         ring = {direction: usual_ring_plan(plan, topology) for direction, plan in plans.items()} if has_ring else plans
         if ring != plans:
-            forecasts.append(_forecast(ring, topology, set(), report))
-        whole = forecasts[0].whole
+            forecasts.append(_forecast(ring, topology, (), report))
         if options.trace is not None:
             report(f"writing {options.trace.name}", 1.0)
-            write_trace(options.trace, whole)
-        if options.chart is not None:
-            report(f"drawing {options.chart.name}", 1.0)
-            save_chart(gantt(whole, ranks=drawn, why=why), options.chart)
+            write_trace(options.trace, forecasts[0].whole)
     if options.json:
-        files = {name: path and str(path) for name, path in (("trace", options.trace), ("chart", options.chart))}
-        typer.echo(json.dumps(_as_json(forecasts, topology) | files | {"layers": options.layers}))
+        more = {"trace": options.trace and str(options.trace), "layers": options.layers}
+        typer.echo(json.dumps(_as_json(forecasts, topology) | more))
         return
     _print(what, forecasts, topology, layers=options.layers)
-    for path in filter(None, (options.trace, options.chart)):
-        typer.echo(f"wrote {path}")
+    if options.trace is not None:
+        typer.echo(f"wrote {options.trace}")
 
 
 def _plans(options: SimulateOptions, topology: Topology, report: Progress) -> tuple[str, dict[Direction, Plan]]:
@@ -101,16 +93,6 @@ def _plans(options: SimulateOptions, topology: Topology, report: Progress) -> tu
     choices = {d: grouped(choice, problem, d, blocks_per_call=1) for d in options.passes(both=options.backward)}
     plans = {d: plan_on(topology, problem, choice, d) for d, choice in choices.items()}
     return ", backward ".join(dict.fromkeys(map(str, choices.values()))), plans
-
-
-def _drawn_ranks(ranks: int) -> tuple[Sequence[int], str]:
-    """The ranks that a chart shows, and why these."""
-    if ranks >= MANY_RANKS:
-        return [ranks - 1], f"Rank {ranks - 1} is shown: the last of {ranks}, whose calls stand for all."
-    if ranks <= 3:
-        return range(ranks), f"All {ranks} ranks are shown." if ranks > 1 else ""
-    shown = [0, ranks // 2, ranks - 1]
-    return shown, "Ranks {}, {} and {} are shown: the first, the middle and the last of {}.".format(*shown, ranks)
 
 
 # Forecasts
@@ -157,7 +139,9 @@ class Forecasts:
         }
 
 
-def _forecast(plans: Mapping[Direction, Plan], topology: Topology, spans_of: set[int], report: Progress) -> Forecasts:
+def _forecast(
+    plans: Mapping[Direction, Plan], topology: Topology, spans_of: Sequence[int], report: Progress
+) -> Forecasts:
     timelines = {d: simulate(plan, topology, spans_of=spans_of, on_progress=report) for d, plan in plans.items()}
     return Forecasts(topology=topology, plans=plans, timelines=timelines)
 

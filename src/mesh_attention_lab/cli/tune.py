@@ -66,12 +66,10 @@ from mesh_attention_lab.cli.terminal import (
     time_words,
     token_words,
 )
-from mesh_attention_lab.comparison import choice_without_costs
+from mesh_attention_lab.comparison import Bound, choice_without_costs, startrail
 from mesh_attention_lab.decoding import forecast_decoding
-from mesh_attention_lab.drawing.canvas import save_chart
-from mesh_attention_lab.drawing.time_charts import ChartX, time_chart
+from mesh_attention_lab.drawing.charts import ChartX, save_chart, time_chart
 from mesh_attention_lab.drawing.trace import write_trace
-from mesh_attention_lab.rivals import Bound, startrail
 from mesh_attention_lab.sweep import AXES, SweepAxis, TuneAt, check_axis, sweep, sweep_tiles
 
 CHART_X: dict[SweepAxis, ChartX] = {"ranks": "ranks", "seq": "sequence length", "tile": "tile"}

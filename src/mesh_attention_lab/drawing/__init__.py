@@ -1,4 +1,4 @@
-"""Pages, traces and charts of plans, timelines and rates. Values come in, files go out; nothing is simulated here.
+"""Traces, charts and the explorer page. Values come in, files go out; nothing is simulated here.
 
-Reading order: trace; canvas, gantt, times, rates; page. Charts need matplotlib, imported when one is drawn.
+`trace` is for Perfetto, `charts` need matplotlib, imported when one is drawn.
 """
