@@ -403,6 +403,9 @@ def test_what_is_printed_and_refused_is_what_it_was(
     """Rewrite with --rewrite-golden, then read the diff. A new case is a line with a command, after `$`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("GOLDEN", str(GOLDEN.parent))
+    for command in ("calibrate", "demo"):  # what is refused is refused before anything starts
+        monkeypatch.setattr(f"mesh_attention_lab.cli.{command}.run_processes", None)
     printed = as_printed(path.read_text(encoding="utf-8"), run)
     if request.config.getoption("--rewrite-golden"):
         path.write_text(printed, encoding="utf-8")
