@@ -11,9 +11,8 @@ from strategies import plans
 
 from mesh_attention import Plan, Problem, causal, documents, make_plan, parse_plan, window
 from mesh_attention.errors import ParseError, ScheduleError, TileError
-from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.format import format_item
-from mesh_attention.plan.parse import parse_item, parse_move, parse_step
+from mesh_attention.plan.parse import parse_item, parse_step
 from mesh_attention.plan.steps import Item, Recv
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -40,18 +39,6 @@ def example(name: str) -> Plan:
 def test_every_plan_reads_back_from_its_text(plan: Plan) -> None:
     for form in (plan, plan.unrolled()):
         assert parse_plan(str(form)) == form
-
-
-@pytest.mark.parametrize(
-    ("assignment", "text"),
-    [
-        (Assignment(Tile(4, 8)), "4x8"),
-        (Assignment(Tile(4, 8), ulysses_degree=2), "2·4x8"),
-        (Assignment(Tile(4, 8), ulysses_degree=2, inner=Tile(2, 4)), "2·4x8 inner 2x4"),
-    ],
-)
-def test_an_assignment_reads_as_degree_tile_and_inner_tile(assignment: Assignment, text: str) -> None:
-    assert str(assignment) == text
 
 
 def test_a_step_reads_as_it_is_written() -> None:
@@ -96,28 +83,6 @@ def test_a_text_that_is_no_plan_is_refused() -> None:
         parse_plan(str(example("mesh-2x3-forward")).replace("tile 2x3", "tile 2x2"))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "recv kv from 3",
-        "attend q0",
-        "fly q0",
-        "send home:o3~ to 1",
-        "free o3@",
-        "free home:q3/1",
-        "free home:q3@1",
-        "gather over 3-1: ",
-        "gather over 0-1: free q0",
-        "gather over 0-999999999: ",
-        "recv q" + "1" * 5000 + " from 0",
-    ],
-)
-def test_a_malformed_step_is_refused(text: str) -> None:
+def test_endless_numbers_in_a_step_are_refused() -> None:
     with pytest.raises(ParseError, match="expected"):
-        parse_step(text)
-
-
-@pytest.mark.parametrize("text", ["fetch tea 1", "meet 0 x", "return o", "gather"])
-def test_a_malformed_move_is_refused(text: str) -> None:
-    with pytest.raises(ParseError, match="expected"):
-        parse_move(text)
+        parse_step("recv q" + "1" * 5000 + " from 0")
