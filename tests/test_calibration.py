@@ -115,19 +115,6 @@ def test_a_line_that_would_begin_below_0_begins_at_0() -> None:
     assert fit_line([(1, 1), (2, 4), (4, 16)]) == Line(0.0, pytest.approx((1 + 1 / 2 + 1 / 4) / (1 + 1 / 4 + 1 / 16)))
 
 
-@pytest.mark.parametrize(
-    ("points", "message"),
-    [
-        ([(1, 4), (2, 3), (4, 2)], "inconsistent: more work takes no longer; measure again"),
-        ([(5, 1)], "got 1 times of one size; expected at least two sizes"),
-        ([(5, 1), (5, 2)], "got 2 times of one size; expected at least two sizes"),
-    ],
-)
-def test_inconsistent_times_are_refused(points: list[tuple[float, float]], message: str) -> None:
-    with pytest.raises(TopologyError, match=message):
-        fit_line(points)
-
-
 def test_masked_calls_that_are_faster_than_empty_ones_are_refused() -> None:
     calls = [call for call in made_calls(cluster_named("h200").device) if call.direction == "forward"]
     odd = [replace(call, time_s=1e-6) if call.is_causal else call for call in calls]
