@@ -398,7 +398,7 @@ def as_printed(session: str, run: Run) -> str:
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda path: path.stem)
 def test_what_is_printed_and_refused_is_what_it_was(
-    run: Run, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    run: Run, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Callable[[str, str], None]
 ) -> None:
     """Rewrite with --rewrite-golden, then read the diff. A new case is a line with a command, after `$`."""
     monkeypatch.chdir(tmp_path)
@@ -406,7 +406,4 @@ def test_what_is_printed_and_refused_is_what_it_was(
     monkeypatch.setenv("GOLDEN", str(GOLDEN.parent))
     for command in ("calibrate", "demo"):  # what is refused is refused before anything starts
         monkeypatch.setattr(f"mesh_attention_lab.cli.{command}.run_processes", None)
-    printed = as_printed(path.read_text(encoding="utf-8"), run)
-    if request.config.getoption("--rewrite-golden"):
-        path.write_text(printed, encoding="utf-8")
-    assert printed == path.read_text(encoding="utf-8")
+    golden(f"cli/{path.name}", as_printed(path.read_text(encoding="utf-8"), run))

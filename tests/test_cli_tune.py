@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import test_cli
 from rich.console import Console
-from test_cli import Run, as_json, assert_refused
+from test_cli import Run, as_json
 
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, parse_plan
 from mesh_attention.clusters import cluster_named, cluster_to_toml
@@ -32,7 +32,7 @@ from mesh_attention_lab.cli.tune import explicit_code
 from mesh_attention_lab.comparison import choice_without_costs, usual_ring_plan
 from mesh_attention_lab.drawing.time_charts import ChartPoint
 from mesh_attention_lab.rivals import startrail
-from mesh_attention_lab.sweep import MAIN_METHODS, doubled
+from mesh_attention_lab.sweep import MAIN_METHODS
 
 run = test_cli.run
 """The fixture."""
@@ -364,13 +364,6 @@ def test_what_does_not_fit_into_memory_is_not_in_the_chart_and_said(run: Run, tm
     assert re.search(r"no plan fits into the memory: .*attention2d [124]x", out)
 
 
-def test_numbers_double_up_to_the_last() -> None:
-    assert doubled(8, 64) == [8, 16, 32, 64]
-    assert doubled(8, 48) == [8, 16, 32, 48]
-    assert doubled(8, 8) == [1, 2, 4, 8]
-    assert doubled(8, 1) == [1]
-
-
 def test_a_trace_has_both_passes_of_the_choice(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     answer = as_json(run(f"{TUNE} --backward --json --trace", file))
@@ -491,15 +484,6 @@ def test_simulate_writes_a_trace_and_a_picture(run: Run, tmp_path: Path) -> None
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert sum(event["name"] == "process_name" for event in events) == 16
     assert as_json(run(f"{SIMULATE} --json --trace {trace}"))["trace"] == str(trace)
-
-
-# Refusals
-
-
-def test_a_bad_cluster_file_is_named_with_the_key(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "cluster.toml"
-    file.write_text(cluster_to_toml(cluster_named("h100x8")).replace("ranks_per_node", "ranks_a_node"))
-    assert_refused(run(f"tune {SIZES} --cluster", file), str(file), "ranks_a_node", "did you mean ranks_per_node?")
 
 
 # Parts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,6 @@ def _answer(source: str, names: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda path: path.stem)
-def test_what_is_said_is_what_it_was(path: Path, request: pytest.FixtureRequest) -> None:
+def test_what_is_said_is_what_it_was(path: Path, golden: Callable[[str, str], None]) -> None:
     """Rewrite with --rewrite-golden, then read the diff. A new case is a line of Python, after `>>>`."""
-    said = as_said(path.read_text(encoding="utf-8"))
-    if request.config.getoption("--rewrite-golden"):
-        path.write_text(said, encoding="utf-8")
-    assert said == path.read_text(encoding="utf-8")
+    golden(f"python/{path.name}", as_said(path.read_text(encoding="utf-8")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,14 +61,11 @@ def test_digests_tell_plans_apart_and_forget_nothing(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*-*-*.txt")))
-def test_golden_plans_are_what_they_were(name: str, request: pytest.FixtureRequest) -> None:
+def test_golden_plans_are_what_they_were(name: str, golden: Callable[[str, str], None]) -> None:
     """The moves, and the steps of two ranks. Rewrite with --rewrite-golden, then read the diff."""
     plan = example(name)
     written = "\n".join([str(plan), *(str(plan.program(rank)) for rank in (0, plan.problem.ranks - 1))]) + "\n"
-    path = GOLDEN / f"{name}.txt"
-    if request.config.getoption("--rewrite-golden"):
-        path.write_text(written)
-    assert path.read_text() == written
+    golden(f"{name}.txt", written)
 
 
 def test_a_method_is_one_line() -> None:
