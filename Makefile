@@ -21,7 +21,7 @@ demo: $(VENV)/installed
 	$(BIN)/mesh-attention plan --ranks 64 --seq 128k --heads 32 --kv-heads 8 --causal --save $(VENV)/demo-plan.txt
 	$(BIN)/mesh-attention verify $(VENV)/demo-plan.txt
 
-# A worker runs whole files, so their fixtures are set up once; the longest first, as tests/conftest.py says. The recipes
+# A worker runs whole files, so their fixtures are set up once; the longest first, as conftest.py says. The recipes
 # have a target of their own.
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/recipes $(ARGS)

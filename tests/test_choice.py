@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_attention import Choice, LocalGroup, MeshAttention, Problem, Tile, Zigzag, causal, make_plan
-from mesh_attention.errors import MeshAttentionError, ParseError, ScheduleError, TileError, UsageError
+from mesh_attention.errors import ScheduleError, UsageError
 from mesh_attention.plan.layout import LAYOUTS, PLANNED_LAYOUTS
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.planners.choice import COLLECTIVE_METHODS, METHODS, as_choice
@@ -53,83 +53,16 @@ def test_text_and_options_read_back(choice: Choice) -> None:
     assert Choice.of(**written | {"keep": tuple(written["keep"])}) == choice
 
 
+def test_a_familys_name_is_taken() -> None:
+    for text in ("usp 8", "double ring, inner 1x4", "all-gather 1x16", "ulysses 2 + mesh 4x2"):
+        family = as_choice(text.title()).resolved(PROBLEM, "forward").family
+        assert text.replace(" 2 + ", "+").startswith(family)
+
+
 @given(choices())
 def test_text_is_a_plain_scalar_of_yaml(choice: Choice) -> None:
     yaml = pytest.importorskip("yaml")
     assert yaml.safe_load(f"choice: {choice}") == {"choice": str(choice)}
-
-
-@pytest.mark.parametrize(
-    ("text", "choice"),
-    [
-        ("mesh", Choice()),
-        ("ring, contiguous", Choice.of(method="ring", layout="contiguous")),
-        ("ulysses 8 + mesh 4x8, zigzag", Choice.of(tile="4x8", ulysses_degree=8, layout="zigzag")),
-        ("ulysses 8", Choice(method="ulysses", ulysses_degree=8)),
-        (
-            "mesh 4x4, inner 2x2, route ring, partials ring, 1 block per call, keep q+kv",
-            Choice.of(tile=(4, 4), inner=(2, 2), route="ring", partials="ring", blocks_per_call=1, keep=("q", "kv")),
-        ),
-    ],
-)
-def test_a_choice_reads_like_a_phrase(text: str, choice: Choice) -> None:
-    assert str(choice) == text
-    assert Choice.parse(text) == choice
-
-
-@pytest.mark.parametrize(
-    ("text", "choice"),
-    [
-        ("USP 8", Choice(method="ring", ulysses_degree=8)),
-        ("usp 8, striped", Choice.of(method="ring", ulysses_degree=8, layout="striped")),
-        ("double ring, inner 1x4", Choice.of(method="ring", route="ring", inner="1x4")),
-        ("Double Ring 1x16, inner 1x4", Choice.of(method="ring", tile="1x16", route="ring", inner="1x4")),
-        ("all-gather 1x16", Choice.of(method="attention2d", tile="1x16")),
-        ("Ulysses 2+Mesh 4x2", Choice.of(tile="4x2", ulysses_degree=2)),
-    ],
-)
-def test_a_familys_name_is_taken(text: str, choice: Choice) -> None:
-    assert as_choice(text) == choice
-    assert choice.resolved(PROBLEM, "forward").family in text.lower().replace(" 2", "")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("usp", "usp needs its ulysses_degree, such as 'usp 8'"),
-        ("double ring 1x8", "double ring needs its inner, such as 'double ring, inner 1x8'"),
-        ("double ring, inner 1x4, route direct", "states route twice"),
-        ("all-gather", "all-gather needs its tile, such as 'all-gather 1x16'"),
-        ("all-gather 2x8", "all-gather uses a tile of one row, got 2x8; use attention2d"),
-        ("ulysses+mesh", r"expected text such as 'mesh 4x8, zigzag' or 'ulysses 8 \+ mesh 4x8'"),
-    ],
-)
-def test_a_family_needs_what_makes_it_one(text: str, message: str) -> None:
-    with pytest.raises(ParseError, match=message):
-        Choice.parse(text)
-
-
-@pytest.mark.parametrize("text", ["", "mesh 4x8 zigzag extra", "mesh 4x8, spiral", "mesh, keep", "mesh, 4 blocks"])
-def test_text_that_is_not_a_choice_is_refused(text: str) -> None:
-    with pytest.raises(ParseError, match="choice"):
-        Choice.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"method": "torus"}, ScheduleError, "method 'torus': expected one of mesh"),
-        ({"tiles": (2, 2)}, UsageError, "unknown argument 'tiles'; did you mean tile?"),
-        ({"blocks_per_call": 0}, ScheduleError, "blocks_per_call=0: expected a whole number"),
-        ({"method": "attention2d", "route": "ring"}, ScheduleError, "attention2d uses collectives and has no route"),
-        ({"tile": (4, 4), "inner": (3, 1)}, TileError, "inner tile 3x1 does not divide the 4x4 tile"),
-    ],
-)
-def test_a_choice_is_checked_when_it_is_made(
-    options: dict[str, object], error: type[MeshAttentionError], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        Choice.of(**options)  # type: ignore[arg-type]
 
 
 def test_resolving_fills_in_what_was_left_open_and_changes_nothing_else() -> None:
@@ -175,11 +108,3 @@ def test_mesh_attention_takes_a_choice() -> None:
         MeshAttention(LocalGroup(4), choice="ring", tile=(2, 2))
     with pytest.raises(UsageError, match="choice cannot be combined with cluster="):
         MeshAttention(LocalGroup(4), choice="ring", cluster="h100x4")
-
-
-@pytest.mark.parametrize(
-    "text", ["mesh 4x8, zigzag, striped", "ulysses 8 + ulysses 4", "mesh, route ring, route direct"]
-)
-def test_text_that_states_a_field_twice_is_refused(text: str) -> None:
-    with pytest.raises(ParseError, match=r"states (layout|ulysses_degree|route) twice"):
-        Choice.parse(text)

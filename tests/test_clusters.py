@@ -45,33 +45,16 @@ def test_the_h200_forecasts_the_calls_that_were_measured(tokens: int, tflops: fl
     assert forecast == pytest.approx(tflops, rel=0.15)
 
 
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
-    [
-        ("h10x8", TopologyError, "cluster 'h10x8': did you mean h100? expected a .toml file, or NAMExRANKS"),
-        ("labtop", TopologyError, "did you mean laptop?"),
-        (
-            "zzz",
-            TopologyError,
-            "cluster 'zzz': expected a .toml file, or NAMExRANKS such as h100x256, where NAME is one",
-        ),
-        ("", TopologyError, "cluster '': expected"),
-        ("h100x", ParseError, "cluster 'h100x': expected a number of ranks after the name, 1 or more, such as h100x64"),
-        ("h100x0", ParseError, "expected a number of ranks"),
-        ("h100x-8", ParseError, "expected a number of ranks"),
-        ("h1008", ParseError, "expected a number of ranks"),
-        ("h100x1e3", ParseError, "expected a number of ranks"),
-        ("mi300xx", ParseError, "such as mi300x64"),
-        ("h100x9999999999", ParseError, "expected a number of ranks"),
-        ("nowhere.toml", UsageError, "nowhere.toml: expected a cluster file: no such file"),
-        ("no/where", UsageError, "no/where: expected a cluster file: no such file"),
-        ("nul\0.toml", UsageError, "expected a cluster file"),
-    ],
-)
-def test_what_is_no_cluster_is_refused(text: str, error: type[UsageError], message: str) -> None:
-    with pytest.raises(error) as caught:
-        cluster_named(text)
-    assert message in str(caught.value)
+def test_what_is_no_cluster_is_refused() -> None:
+    """What is said of it is in tests/golden/cli."""
+    for text, error in {
+        "zzz": TopologyError,
+        "h100x0": ParseError,
+        "no/where": UsageError,
+        "nul\0.toml": UsageError,
+    }.items():
+        with pytest.raises(error, match="expected a"):
+            cluster_named(text)
 
 
 # Files
@@ -141,51 +124,17 @@ GOOD = cluster_to_toml(cluster_named("h100x16"))
 @pytest.mark.parametrize(
     ("before", "after", "error", "message"),
     [
-        ("ranks = 16", "rank = 16", ParseError, "unknown key rank; did you mean ranks? expected some of name, ranks"),
-        ("ranks = 16", "ranks = 16\nzzz = 1", ParseError, "unknown key zzz; expected some of name, ranks"),
-        ("ranks = 16\n", "", ParseError, "missing ranks (a whole number); 'mesh-attention calibrate' writes one"),
-        ("tflops = 640\n", "", ParseError, "missing device.forward.tflops (a number)"),
-        ("call_us = 12", "call_ms = 12", ParseError, "unknown key device.forward.call_ms; did you mean call_us?"),
-        ("ranks = 16", 'ranks = "16"', ParseError, "ranks = '16': expected a whole number"),
-        ("ranks = 16", "ranks = 16.0", ParseError, "ranks = 16.0: expected a whole number"),
-        ("ranks = 16", "ranks = true", ParseError, "ranks = true: expected a whole number"),
-        ("ranks = 16", f"ranks = 1{'0' * 99}", ParseError, "expected a whole number"),
-        ("tflops = 640", "tflops = true", ParseError, "device.forward.tflops = true: expected a number"),
-        ("tflops = 640", f"tflops = 1{'0' * 999}", ParseError, "expected a number"),
-        ("tflops = 640", "tflops = nan", TopologyError, "[device.forward] KernelRate tflops=nan: expected a number"),
-        (
-            "tflops = 640",
-            "tflops = -1.5",
-            TopologyError,
-            "[device.forward] KernelRate tflops=-1.5: expected a number abo",
-        ),
-        ("full_duplex = true", "full_duplex = 1", ParseError, "full_duplex = 1: expected true or false"),
-        ('name = "h100"', "name = 100", ParseError, 'name = 100: expected a string, such as "h100"'),
-        ("ranks = 16", "ranks = 0", TopologyError, "ranks=0: expected a whole number of at least 1"),
-        ("nics_per_node = 8", "nics_per_node = 9", TopologyError, "nics_per_node=9: expected at most ranks_per_node=8"),
-        ("width = 132", "width = 0", TopologyError, "[device] Device width=0: expected a number above 0"),
-        ("gb_per_s = 45.0", "gb_per_s = 0", TopologyError, "[between] Link gb_per_s=0: expected a number above 0"),
-        (
-            "gb_per_s = 45.0",
-            "gb_per_s = 1e-308",
-            TopologyError,
-            "[between] Link gb_per_s=1e-308: expected a number above 0",
-        ),
-        (
-            "masked = 0.85",
-            "masked = 1e308",
-            TopologyError,
-            "[device.forward] KernelRate masked=1e+308: expected a number",
-        ),
         ("ranks = 16", "ranks = 16\ninside = 3", ParseError, "not valid TOML"),
-        ("ranks = 16", "ranks = ", ParseError, "not valid TOML"),
         ("ranks = 16", f"ranks = 1{'0' * 9999}", ParseError, "not valid TOML"),
         ("ranks = 16", f"ranks = {'[' * 99999}", ParseError, "not valid TOML"),
+        ("tflops = 640", f"tflops = 1{'0' * 999}", ParseError, "expected a number"),
+        ("tflops = 640", "tflops = nan", TopologyError, "[device.forward] KernelRate tflops=nan: expected a number"),
     ],
 )
-def test_a_wrong_file_is_refused_with_its_name_and_the_key(
+def test_a_wrong_file_is_refused_with_its_name(
     tmp_path: Path, before: str, after: str, error: type[UsageError], message: str
 ) -> None:
+    """tests/golden/cli has more, word for word."""
     assert before in GOOD
     path = tmp_path / "wrong.toml"
     path.write_text(GOOD.replace(before, after, 1), encoding="utf-8")
@@ -193,22 +142,3 @@ def test_a_wrong_file_is_refused_with_its_name_and_the_key(
         read_cluster(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
-
-
-def test_a_table_that_is_none_is_refused() -> None:
-    with pytest.raises(ParseError, match=r"inside = 3: expected a table, \[inside\]"):
-        parse_cluster('name = "x"\nranks = 1\nranks_per_node = 1\ninside = 3\nbetween = 3\ndevice = 3')
-
-
-def test_an_empty_file_is_told_what_it_lacks() -> None:
-    with pytest.raises(
-        ParseError, match=r"missing name .*, ranks .*, ranks_per_node .*, device .*, inside .*, between"
-    ):
-        parse_cluster("")
-
-
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "bytes.toml"
-    path.write_bytes(b"name = \xff")
-    with pytest.raises(ParseError, match="byte 7 is not UTF-8"):
-        read_cluster(path)

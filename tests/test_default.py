@@ -191,11 +191,6 @@ def test_times_that_make_no_sense_are_replaced_by_a_volume_based_choice(tmp_path
         assert plan.startswith("<Plan ulysses 4·1x1")
 
 
-def test_a_local_group_has_nothing_to_measure() -> None:
-    with pytest.raises(UsageError, match="needs ranks in processes of their own"):
-        MeshAttention(LocalGroup(2), cluster="measure")
-
-
 # The log
 
 

@@ -189,27 +189,3 @@ def test_a_process_that_fails_is_exit_code_1_with_its_traceback(
     monkeypatch.setattr(demo_command_module, "run_processes", fail)
     assert main(["demo", "--ranks", "4"]) == 1
     assert capsys.readouterr() == ("", "rank 1 failed: Traceback\n  line 2\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ranks", "0"], "--ranks '0': expected a whole number, 1 or more"),
-        (["--ranks", "65"], "--ranks 65: expected at most 64"),
-        (["--seq", "4q"], "--seq '4q': expected a whole number such as 4096"),
-        (["--seq", "1m"], "--seq 1048576: expected at most 65536"),
-        (["--report", f"{__file__}"], "is a file; give a folder"),
-        (
-            ["--report", "there", "--no-report"],
-            "--report there cannot be combined with --no-report; leave one of them out",
-        ),
-    ],
-)
-def test_what_cannot_be_run_is_refused_before_anything_starts(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["demo", *arguments]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert message in said.err

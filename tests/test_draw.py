@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+import test_cli
 from page_scenes import unpacked
+from test_cli import Run, as_json
 
 from mesh_attention import Plan, Problem, causal, cluster_named, make_plan
 from mesh_attention.plan.format import format_step
 from mesh_attention.plan.steps import Attend
 from mesh_attention_lab import scenes
-from mesh_attention_lab.cli.main import main
 from mesh_attention_lab.drawing.page import Scene
 from mesh_attention_lab.drawing.trace import to_perfetto
 from mesh_attention_lab.scenes import explorer_scenes, rival_scenes, scene_of, timelines_of
@@ -63,24 +62,13 @@ def test_the_main_methods_are_scenes() -> None:
 # The command
 
 
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
+run = test_cli.run
+"""The fixture."""
 
 
-Run = Callable[..., Outcome]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+@pytest.fixture(autouse=True)
+def _few_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenes, "OFFERED_RANKS", (4, 8))
-
-    def run_line(line: str, *more: object) -> Outcome:
-        code = main([*line.split(), *map(str, more)])
-        return Outcome(code, *capsys.readouterr())
-
-    return run_line
 
 
 def page_data(path: Path) -> Any:
@@ -142,9 +130,7 @@ def test_draw_writes_a_page_and_a_trace(run: Run, tmp_path: Path) -> None:
 
 
 def test_draw_says_what_it_drew_in_json(run: Run, tmp_path: Path) -> None:
-    code, said, err = run(f"{DRAW} --json --out", tmp_path)
-    assert (code, err) == (0, "")
-    answer = json.loads(said)
+    answer = as_json(run(f"{DRAW} --json --out", tmp_path))
     assert answer["files"] == {"explorer": str(tmp_path / "explorer.html"), "trace": str(tmp_path / "trace.json")}
     assert answer["cluster"] == "h100x4"
     assert answer["scenes"][0] == {"ranks": 4, "method": "mesh", "tile": "2x2"}
@@ -156,57 +142,11 @@ def test_a_saved_plan_is_drawn_as_it_is(run: Run, tmp_path: Path) -> None:
     plan = make_plan(problem, tile=(4, 1), direction="backward").unrolled()
     file = tmp_path / "plan.txt"
     file.write_text(str(plan))
-    answer = json.loads(run("draw --cluster h100x4 --json --out", tmp_path / "out", "--plan", file).out)
+    answer = as_json(run("draw --cluster h100x4 --json --out", tmp_path / "out", "--plan", file))
     assert answer["digests"] == {"backward": plan.digest}
     found = page_data(tmp_path / "out" / "explorer.html")["scenes"]
     assert (found[0]["method"], found[0]["tile"]) == ("mesh", "4x1")
     assert all(set(scene["passes"]) == {"backward"} for scene in found)
-
-
-def test_a_broken_plan_is_not_drawn(run: Run, tmp_path: Path) -> None:
-    problem = Problem.self_attention(seq_len=4096, heads=8, head_dim=64, ranks=4)
-    plan = make_plan(problem, tile=(2, 2)).unrolled()
-    first, second, *rest = plan.programs or ()
-    broken = plan.with_programs((first, replace(second, steps=second.steps[:-3]), *rest))
-    file = tmp_path / "plan.txt"
-    file.write_text(str(broken))
-    code, out, err = run("draw --cluster h100x4 --out", tmp_path / "out", "--plan", file)
-    assert (code, out) == (1, "")
-    assert "breaks the rules in " in err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("draw --ranks 4 --heads 8", "Missing option '--seq'; describe the problem, or give a plan file instead"),
-        (f"draw --ranks 256 {SIZES}", "256 ranks are more than the page shows; expected at most 128"),
-        (f"draw --ranks 4 --tile 3x2 {SIZES}", "4 ranks cannot form a 3x2 tile"),
-        (f"draw --cluster h1000 {SIZES}", "cluster 'h1000'"),
-        ("draw --plan nowhere.json", "nowhere.json: expected a plan file"),
-        (
-            "draw --plan nowhere.json --seq 4k",
-            "--seq cannot be combined with nowhere.json",
-        ),
-    ],
-)
-def test_what_draw_cannot_do_it_refuses_before_it_writes(run: Run, tmp_path: Path, line: str, message: str) -> None:
-    out = tmp_path / "out"
-    code, said, err = run(f"{line} --out", out)
-    assert (code, said) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
-    assert not out.exists()
-
-
-def test_a_folder_that_is_a_file_is_refused(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "taken.txt"
-    file.write_text("mine")
-    code, _, err = run(f"{DRAW} --out", file)
-    assert code == 2
-    assert "is a file; give a folder" in err
-    assert run(f"{DRAW} --out", file / "below").code == 2
-    assert file.read_text() == "mine"
 
 
 # Traces of forecasts and of what was measured
@@ -223,8 +163,7 @@ def test_a_trace_tells_forecast_from_measured_and_forward_from_backward() -> Non
     }
 
 
-def test_the_explorer_offers_no_choice_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scenes, "OFFERED_RANKS", (4, 8))
+def test_the_explorer_offers_no_choice_twice() -> None:
     topology = cluster_named("h100x4")
     first = scene_of({"forward": plan_of(4, tile=(2, 2))}, topology, report=lambda activity, fraction: None)
     found = explorer_scenes([first], topology, report=lambda activity, fraction: None)

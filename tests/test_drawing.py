@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -58,8 +56,6 @@ SPANS = [
     Span(0, "compute", 0.0, 0.004, "q0 kv0"),
 ]
 SMALL = timeline_of(SPANS)
-POINT = [ChartPoint("ring", 8, 1.0, 0.0)]
-NO_SPANS = replace(SMALL, spans=(), name="bare")
 
 
 ANY_TEXT = st.text(max_size=8)
@@ -199,29 +195,6 @@ def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
     assert json.loads(text) == to_perfetto({"über": SMALL})
     assert ", " not in text
     assert text.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("refused", "message"),
-    [
-        (lambda: to_perfetto(NO_SPANS), "timeline 'bare' has totals but no spans.*simulate again with spans_of="),
-        (lambda: to_perfetto({"a": SMALL, "b": NO_SPANS}), "timeline 'bare' has totals but no spans"),
-        (lambda: to_perfetto({}), "no timelines given"),
-        (lambda: write_trace("/no/such/place/t.json", SMALL), "/no/such/place/t.json: cannot be written: no such"),
-        (lambda: time_chart([], x="ranks"), "no points given"),
-        (
-            lambda: save_chart(time_chart(POINT, x="ranks"), "chart.gif"),
-            "chart.gif: expected a file name that ends in .png or .svg or .pdf",
-        ),
-        (
-            lambda: save_chart(time_chart(POINT, x="ranks"), "/no/such/place/a.png"),
-            "/no/such/place/a.png: cannot be written",
-        ),
-    ],
-)
-def test_a_refusal_says_what_was_given_and_what_was_expected(refused: Callable[[], object], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        refused()
 
 
 # What is drawn

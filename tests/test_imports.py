@@ -12,74 +12,40 @@ import mesh_attention
 ROOT = Path(mesh_attention.__file__).parent
 LAB = ROOT.parent / "mesh_attention_lab"
 
-# Each part may import itself and the parts to its left.
 VALUES = ("errors", "units", "masks", "problem")
+LAYERS_AS_TEXT = """
+errors:
+units: errors
+masks: errors
+problem: values
+topology: values
+clusters: errors topology
+timeline: errors topology
+plan: values
+planners: values plan
+verification: values plan
+simulation: values plan topology timeline
+tuning: values plan planners simulation topology timeline
+kernels: values
+comm: values
+session: values plan kernels comm
+execution: values arguments plan kernels comm session
+machine: values plan planners tuning topology clusters comm session execution kernels
+arguments: values
+api: values arguments plan planners verification tuning topology clusters kernels comm session execution machine
+serving: values plan planners kernels comm session execution arguments api
+sequences: values
+batches: values sequences comm session execution arguments api
+integrations: values sequences plan comm session execution arguments api
+context_parallel: values plan kernels comm arguments api integrations
+transformers: values sequences batches plan planners comm session execution arguments api serving integrations
+testing: values plan kernels comm
+"""
 LAYERS: dict[str, tuple[str, ...]] = {
-    "errors": (),
-    "units": ("errors",),
-    "masks": ("errors",),
-    "problem": VALUES,
-    "topology": VALUES,
-    "clusters": ("errors", "topology"),
-    "timeline": ("errors", "topology"),
-    "plan": VALUES,
-    "planners": (*VALUES, "plan"),
-    "verification": (*VALUES, "plan"),
-    "simulation": (*VALUES, "plan", "topology", "timeline"),
-    "tuning": (*VALUES, "plan", "planners", "simulation", "topology", "timeline"),
-    "kernels": VALUES,
-    "comm": VALUES,
-    "session": (*VALUES, "plan", "kernels", "comm"),
-    "execution": (*VALUES, "arguments", "plan", "kernels", "comm", "session"),
-    "machine": (
-        *VALUES,
-        "plan",
-        "planners",
-        "tuning",
-        "topology",
-        "clusters",
-        "comm",
-        "session",
-        "execution",
-        "kernels",
-    ),
-    "arguments": VALUES,
-    "api": (
-        *VALUES,
-        "arguments",
-        "plan",
-        "planners",
-        "verification",
-        "tuning",
-        "topology",
-        "clusters",
-        "kernels",
-        "comm",
-        "session",
-        "execution",
-        "machine",
-    ),
-    "serving": (*VALUES, "plan", "planners", "kernels", "comm", "session", "execution", "arguments", "api"),
-    "sequences": VALUES,
-    "batches": (*VALUES, "sequences", "comm", "session", "execution", "arguments", "api"),
-    "integrations": (*VALUES, "sequences", "plan", "comm", "session", "execution", "arguments", "api"),
-    "context_parallel": (*VALUES, "plan", "kernels", "comm", "arguments", "api", "integrations"),
-    "transformers": (
-        *VALUES,
-        "sequences",
-        "batches",
-        "plan",
-        "planners",
-        "comm",
-        "session",
-        "execution",
-        "arguments",
-        "api",
-        "serving",
-        "integrations",
-    ),
-    "testing": (*VALUES, "plan", "kernels", "comm"),
+    part: tuple(name for word in words for name in (VALUES if word == "values" else (word,)))
+    for part, *words in map(str.split, LAYERS_AS_TEXT.replace(":", "").strip().splitlines())
 }
+"""Each part may import itself and those after it."""
 WITH_TORCH = (
     *("kernels", "comm", "session", "execution", "machine"),
     *("arguments", "api", "serving", "sequences", "batches", "context_parallel", "transformers", "integrations"),

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,14 +7,13 @@ from hypothesis import strategies as st
 from strategies import layouts, listed
 from torch.distributed.tensor import Shard
 
-from mesh_attention import Problem, Striped, Zigzag, causal, make_plan
-from mesh_attention.errors import ParseError, ProblemError
+from mesh_attention import Contiguous, Problem, Striped, Zigzag, causal, full, make_plan, window
+from mesh_attention.masks import Mask
 from mesh_attention.plan.counts import flops_by_rank, imbalance
 from mesh_attention.plan.layout import (
     Cached,
     Chunks,
     Layout,
-    Listed,
     TypicalTurn,
     inverse_permutation,
     layout_named,
@@ -81,11 +78,6 @@ def test_contiguous_causal_work_is_uneven() -> None:
     assert imbalance(flops_by_rank(make_plan(problem, method="ring", layout=layout_named("contiguous")))) > 0.9
 
 
-def test_an_unknown_layout_names_the_known_ones() -> None:
-    with pytest.raises(ParseError, match="layout 'diagonal': expected one of contiguous, zigzag, striped, chunks"):
-        layout_named("diagonal")
-
-
 @given(st.data(), st.integers(1, 60), st.integers(1, 9))
 def test_listed_layouts_read_back_and_cover_every_token_once(data: st.DataObject, tokens: int, ranks: int) -> None:
     layout = data.draw(listed(tokens, ranks))
@@ -96,34 +88,15 @@ def test_listed_layouts_read_back_and_cover_every_token_once(data: st.DataObject
     assert hash(parse_layout(both.text)) == hash(both)
 
 
-@pytest.mark.parametrize(
-    ("shards", "complaint"),
-    [
-        (((range(3),), (range(4, 6),)), "expected rising positions from 0 to 4"),
-        (((range(3),), (range(2, 4),)), "position 4 is in no shard"),
-        (((range(3, 0, -1),),), "expected rising positions"),
-        (((range(0),),), "expected rising positions"),
-    ],
-)
-def test_listed_layouts_that_leave_tokens_out_are_refused(shards: Any, complaint: str) -> None:
-    with pytest.raises(ProblemError, match=complaint):
-        Listed(shards)
-
-
-def test_a_listed_layout_is_of_one_length() -> None:
-    layout = Listed(((range(4),), (range(4, 6),)))
-    with pytest.raises(ProblemError, match="this listed layout was built for 6 tokens on 2 ranks"):
-        layout.segments(0, seq_len=7, ranks=2)
-
-
-@pytest.mark.parametrize("text", ["listed(0:3", "listed(0-3)", "cached(zigzag)", "listed(0:3:0)", "spiral"])
-def test_texts_that_are_no_layout_are_refused(text: str) -> None:
-    with pytest.raises(ParseError):
-        parse_layout(text)
-
-
 def test_a_turn_puts_new_tokens_in_zigzag_after_cached_ones() -> None:
     problem = Problem(seq_q=8, seq_kv=24, heads=1, kv_heads=1, head_dim_qk=1, head_dim_v=1, ranks=2, mask=causal())
     queries, keys = (TypicalTurn().along(axis, problem) for axis in ("row", "col"))  # type: ignore[arg-type]
     assert queries.segments(0, seq_len=8, ranks=2) == (range(2), range(6, 8))
     assert keys.segments(0, seq_len=24, ranks=2) == (range(4), range(12, 18), range(22, 24))
+
+
+def test_the_default_layout_suits_the_mask() -> None:
+    def default(mask: Mask) -> Layout:
+        return make_plan(Problem.self_attention(seq_len=96, heads=8, head_dim=4, ranks=12, mask=mask)).layout
+
+    assert (default(causal()), default(full()), default(window(4, 0))) == (Zigzag(), Contiguous(), Contiguous())

@@ -15,7 +15,6 @@ from test_calibration import made_measurement
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs, window
 from mesh_attention.clusters import PRESETS, cluster_to_toml, read_cluster
-from mesh_attention.errors import TopologyError
 from mesh_attention.machine.cluster import (
     Facts,
     Machine,
@@ -23,7 +22,6 @@ from mesh_attention.machine.cluster import (
     keep_calibrated,
     keep_measured,
     known_machine,
-    likeness_of,
     measured_file,
     placed,
     preset_machine,
@@ -84,27 +82,6 @@ def test_hosts_in_turn_are_nodes_of_one() -> None:
 
 
 # Devices
-
-
-@pytest.mark.parametrize(
-    ("name", "preset", "is_own"),
-    [
-        ("NVIDIA H200", "h200", True),
-        ("NVIDIA H100 80GB HBM3", "h100", True),
-        ("NVIDIA H100 NVL", "h100", True),
-        ("NVIDIA H800", "h100", False),
-        ("NVIDIA GH200 480GB", "h100", False),
-        ("NVIDIA A100-SXM4-80GB", "a100", True),
-        ("NVIDIA A800-SXM4-80GB", "a100", False),
-        ("NVIDIA B200", "b200", True),
-        ("NVIDIA GB200", "b200", False),
-        ("AMD Instinct MI300X", "mi300x", True),
-        ("AMD Instinct MI325X", "mi300x", False),
-    ],
-)
-def test_devices_are_known_by_name(name: str, preset: str, is_own: bool) -> None:
-    like = likeness_of(Facts(host="a", device=name))
-    assert (like.preset, like.is_own) == (preset, is_own)
 
 
 @pytest.mark.parametrize(("generation", "preset"), [(7, "a100"), (8, "a100"), (9, "h100"), (10, "b200"), (12, "b200")])
@@ -207,13 +184,6 @@ def test_calibrate_keeps_its_file_where_groups_look(
     assert path is not None
     assert f"wrote {out} and {path}" in capsys.readouterr().out.replace("\n", " ")
     assert read_cluster(path) == read_cluster(out)
-
-
-def test_measure_is_for_running_groups_only(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(TopologyError, match="only a group of running ranks can be measured"):
-        cluster_named("measure")
-    assert main(["tune", "--cluster", "measure", "--ranks", "4", "--seq", "1k", "--heads", "4"]) == 2
-    assert "only a group of running ranks can be measured" in capsys.readouterr().err
 
 
 # Choosing

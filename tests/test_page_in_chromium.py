@@ -11,20 +11,6 @@ from typing import Any
 
 import pytest
 from page_scenes import all_kinds, scene, unpacked
-from page_view import (
-    CONTRAST,
-    CROSSED,
-    CUT,
-    FOCUSABLE,
-    NARROW,
-    NUMBERS,
-    OVERLAPPING,
-    STRUCK,
-    TEXTS,
-    WIDE,
-    WORST_CONTRAST,
-    View,
-)
 
 from mesh_attention.plan.format import format_step
 from mesh_attention.plan.steps import Attend
@@ -36,6 +22,59 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium o
 TITLE = "Six & eight <ranks>"
 START = {"pass": "forward", "rank": 0, "step": 0}
 FADES = {"more-above", "more-below"}
+WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 400, "height": 800}
+TEXTS = (
+    *("h1", "h2", "h3", "#problem", "legend", ".chip input:checked + span", ".chip input:not(:checked) + span"),
+    *("#steps li.past code", "#steps li[aria-selected=true] code", ".verb-recv b", ".verb-send b", ".verb-compute b"),
+    *(".index", ".readout", ".legend li", "dt", "dd", ".words p", "#timeline-words", ".bar-name", ".bar-value small"),
+    *(".bar-row[aria-pressed=true] .bar-value", "#notes li", "footer p", "#where", ".lane-name", "#timeline .small"),
+    *(".shard", ".shard.mine", ".source-name", "#growth text.mine"),
+)
+NUMBERS = [(".tile .number", f".tone-{tone} path:not(.under)") for tone in range(7)]
+
+
+class View:
+    """A tab with the page in it, and all it complained about or asked for."""
+
+    def __init__(self, browser: Any, address: str, **options: Any) -> None:
+        self.context = browser.new_context(**{"viewport": WIDE, "reduced_motion": "reduce", **options})
+        self.context.add_init_script(path=Path(__file__).with_name("page_look.js"))
+        self.tab = self.context.new_page()
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.tab.on("console", lambda message: self.said.append(message.text))
+        self.tab.on("pageerror", lambda error: self.said.append(str(error)))
+        self.tab.on("request", lambda request: self.asked.append(request.url))
+        self.address = address
+
+    def go(self, **choice: object) -> View:
+        """Through the address: the first time as a link would, then as one who edits it."""
+        values = "#" + "&".join(f"{name}={value}" for name, value in choice.items())
+        if self.tab.url == "about:blank":
+            self.tab.goto(self.address + values)
+            self.tab.wait_for_selector("#choice-words p")  # the page unpacks its data before it draws
+        else:
+            self.run(
+                "(hash) => new Promise((seen) => { addEventListener('hashchange', seen); location.hash = hash; })",
+                values,
+            )
+        return self
+
+    def run(self, script: str, argument: Any = None) -> Any:
+        return self.tab.evaluate(script, argument)
+
+    def look(self, question: str, argument: Any = None) -> Any:
+        """The answer of a function of page_look.js."""
+        return self.run(f"(given) => look.{question}(given)", argument)
+
+    def texts(self, selector: str) -> list[str]:
+        return list(self.look("texts", selector))
+
+    def html(self, *ids: str) -> list[str]:
+        return [self.run("(id) => document.getElementById(id).innerHTML", id_) for id_ in ids]
+
+    def chosen(self) -> dict[str, str]:
+        return dict(self.run("() => Object.fromEntries(new URLSearchParams(location.hash.slice(1)))"))
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +155,7 @@ def test_exposed_is_one_time_and_one_colour(view: View, scenes: list[Scene]) -> 
     share = "([whole, busy]) => 1 - busy.width.baseVal.value / whole.width.baseVal.value"
     rects = "[...document.querySelectorAll('.pass-row.chosen rect.forecast')]"
     assert view.run(f"() => ({share})({rects})") == pytest.approx(timeline.exposed_s / timeline.time_s, abs=0.01)
-    colours = view.run(
-        "() => ['.pass-row.chosen rect.exposed', '.bar-row[aria-pressed=true] rect.exposed', '.s-exposed', '.s-wait',"
-        "'.span.wait'].map((selector) => getComputedStyle(document.querySelector(selector)))"
-        ".map((style) => style.fill === 'rgb(0, 0, 0)' ? style.backgroundColor : style.fill)"
-    )
+    colours = view.look("exposedAndWait")
     assert len(set(colours[:3])) == len(set(colours[3:])) == 1
     assert colours[0] != colours[3]
     legends = [text for text in view.texts(".legend li") if "exposed" in text]
@@ -130,17 +165,9 @@ def test_exposed_is_one_time_and_one_colour(view: View, scenes: list[Scene]) -> 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_all_ranks_fill_their_space(browser: Any, address: str, scenes: list[Scene], size: dict[str, int]) -> None:
     view = View(browser, address, viewport=size)
-    look = (
-        "() => { const card = document.getElementById('overview-card').getBoundingClientRect();"
-        "const boxes = [...document.querySelectorAll('#overview svg, #growth svg')].filter((e) => e.checkVisibility())"
-        ".map((e) => e.getBoundingClientRect());"
-        "const isBeside = boxes.length === 1 || boxes[1].left > boxes[0].right;"
-        "return [boxes.reduce((sum, b) => sum + b.width, 0) / card.width / (isBeside ? 1 : 2),"
-        "card.bottom - Math.min(...boxes.slice(isBeside ? 0 : 1).map((b) => b.bottom))]; }"
-    )
     for one in {s.ranks: s for s in scenes}.values():
         view.go(**choice_of(one))
-        across, below = view.run(look)
+        across, below = view.look("filled")
         assert across > 0.9, one.ranks
         assert below < 60, one.ranks
     view.context.close()
@@ -149,21 +176,20 @@ def test_all_ranks_fill_their_space(browser: Any, address: str, scenes: list[Sce
 def test_long_steps_fold_and_unfold(view: View, scenes: list[Scene]) -> None:
     one = next(s for s in scenes if s.ranks == 16 and s.method == "attention2d")
     view.go(**choice_of(one, rank=5, step=0))
-    heights = "() => [...document.querySelectorAll('#steps li')].map((e) => e.getBoundingClientRect().height)"
-    folded = view.run(heights)
+    folded = view.look("heightsOfSteps")
     assert max(folded) < 120
     assert "all of 7 sends and 7 receives" in view.texts(".fold")
     longest = view.texts("#steps li").index(next(text for text in view.texts("#steps li") if "7 receives" in text))
     button = view.tab.locator("#steps li").nth(longest).locator(".fold")
     button.click()
-    assert view.run(heights)[longest] > 150
+    assert view.look("heightsOfSteps")[longest] > 150
     assert view.chosen()["step"] == "0"  # unfolding is not choosing
     button.click()
-    assert view.run(heights) == folded
+    assert view.look("heightsOfSteps") == folded
     view.go(**choice_of(one, rank=5, step=longest))
     view.tab.locator("#steps").focus()
     view.tab.keyboard.press("Enter")
-    assert view.run(heights)[longest] > 150
+    assert view.look("heightsOfSteps")[longest] > 150
     assert len(view.texts("#now-words p")[0]) < 400
 
 
@@ -190,16 +216,15 @@ def test_steps_are_the_program_letter_for_letter(view: View, scenes: list[Scene]
 def test_blocks_are_done_as_the_program_attends_them(view: View, scenes: list[Scene]) -> None:
     one = next(s for s in scenes if s.method == "ulysses+mesh")
     steps = one.plans["backward"].program(5).steps
-    states = "(state) => [...document.querySelectorAll(`.block.${state}`)].map((b) => [+b.dataset.row, +b.dataset.col])"
     view.go(**choice_of(one, **{"pass": "backward", "rank": 5}))
     done: set[tuple[int, int]] = set()
     for step in steps:
         blocks = {(q.shard, kv.shard) for q in step.rows for kv in step.cols} if isinstance(step, Attend) else set()
-        assert {tuple(block) for block in view.run(states, "now")} == blocks
-        assert {tuple(block) for block in view.run(states, "done")} == done
+        assert {tuple(block) for block in view.look("blocks", "now")} == blocks
+        assert {tuple(block) for block in view.look("blocks", "done")} == done
         done |= blocks
         view.tab.keyboard.press("ArrowRight")
-    assert {tuple(block) for block in view.run(states, "done")} == done
+    assert {tuple(block) for block in view.look("blocks", "done")} == done
     assert view.texts(".block:not(.done):not(.empty)") == []
 
 
@@ -230,15 +255,9 @@ def test_bytes_in_words_are_the_plan_s(view: View, scenes: list[Scene]) -> None:
 
 def test_bars_are_as_long_as_the_times_they_stand_for(view: View, scenes: list[Scene]) -> None:
     view.go(ranks=6, method="mesh", tile="2x3", **{"pass": "backward"})
-    read = (
-        "(group) => [...document.querySelectorAll(`.bars:nth-child(${group}) .bar-row`)].map((row) => "
-        "[row.querySelector('.bar-name').textContent, "
-        "...['forecast', 'exposed', 'measured'].map((name) => row.querySelector(`.${name}`))"
-        ".map((bar) => bar ? bar.width.baseVal.value : 0)])"
-    )
     beside = {f"{s.method} {s.tile}": s for s in scenes if s.ranks == 6}
     for group, passes in ((2, ("backward",)), (3, ("forward", "backward"))):
-        rows = {name: widths for name, *widths in view.run(read, group)}
+        rows = {name: widths for name, *widths in view.look("bars", group)}
         scale = f".bars:nth-child({group}) .bar-row svg"
         assert len(set(view.run(f"() => [...document.querySelectorAll('{scale}')].map((e) => e.clientWidth)"))) == 1
         assert set(rows) <= set(beside)
@@ -328,12 +347,7 @@ def test_the_current_step_is_in_sight_and_the_page_stays_where_it_is(view: View)
     steps = len(view.texts("#steps li"))
     for step in (steps - 2, steps // 2, 0):
         view.tab.locator("#slider").fill(str(step))
-        is_seen = view.run(
-            "() => { const list = document.getElementById('steps').getBoundingClientRect();"
-            "const item = document.querySelector('#steps [aria-selected=true]').getBoundingClientRect();"
-            "return item.top >= list.top && item.bottom <= list.bottom; }"
-        )
-        assert is_seen
+        assert view.look("currentStepIsInSight")
         assert view.run("() => scrollY") == 0
 
 
@@ -348,10 +362,7 @@ def test_playing_goes_on_by_itself_and_stops(view: View) -> None:
 
 def test_pointing_at_a_block_says_who_computes_it_and_a_click_chooses_the_rank(view: View) -> None:
     view.go(ranks=6, method="mesh", tile="2x3", rank=1)
-    block = view.run(
-        "() => { const b = document.querySelector('.tile[data-place=\"4\"] .number').getBoundingClientRect();"
-        "return [b.x + b.width / 2, b.y + b.height / 2]; }"
-    )
+    block = view.look("middleOf", ".tile[data-place='4'] .number")
     view.tab.mouse.move(*block)
     assert "computed by rank 4" in view.texts("#block-words")[0]
     view.tab.mouse.click(*block)
@@ -397,7 +408,7 @@ def test_keys_alone_are_enough(view: View) -> None:
 def test_left_and_right_step_wherever_the_focus_is(view: View) -> None:
     choice = {"ranks": 6, "method": "mesh", "tile": "2x3", "pass": "forward", "rank": 1, "step": 5}
     view.go(**choice)
-    places = ["body", *view.run(FOCUSABLE)]
+    places = ["body", *view.look("focusable")]
     assert {"#matrix", "#steps", "#rank", "#slider", "#next", "#theme", "input[name=method]:checked"} <= set(places)
     for place in places:
         view.run("(place) => { document.activeElement.blur(); document.querySelector(place).focus(); }", place)
@@ -434,15 +445,7 @@ def test_controls_keep_their_other_keys(view: View) -> None:
 
 def test_every_control_has_a_name(view: View) -> None:
     view.go(ranks=6, method="mesh")
-    nameless = view.run(
-        "() => [...document.querySelectorAll('button, input, select, [tabindex]')].filter((e) => !(e.ariaLabel ||"
-        "(e.labels && e.labels.length) || e.getAttribute('aria-labelledby') || e.textContent.trim())).map((e) => e.id)"
-    )
-    assert nameless == []
-    assert view.run(
-        "() => [...document.querySelectorAll('[aria-labelledby]')].every((e) => "
-        "document.getElementById(e.getAttribute('aria-labelledby')))"
-    )
+    assert view.look("nameless") == []
 
 
 def test_a_link_brings_the_same_view_back(view: View) -> None:
@@ -465,27 +468,9 @@ def test_nothing_is_cut_off_or_too_small(browser: Any, address: str, scenes: lis
     for one in scenes:
         view.go(**choice_of(one, **{"pass": one.directions[-1], "rank": one.ranks - 1, "step": 3}))
         assert view.run("() => document.documentElement.scrollWidth <= innerWidth"), one.method
-        cut = view.run(
-            "() => [...document.querySelectorAll('h1, p, li, .chip span, .bar-row, .bar-name, .bar-value, dd, #where')]"
-            ".filter((e) => e.checkVisibility() && e.scrollWidth > e.clientWidth + 1 && e.clientWidth)"
-            ".map((e) => e.textContent)"
-        )
-        assert cut == []
-        outside = view.run(
-            "() => [...document.querySelectorAll('svg text')].filter((t) => { const a = t.getBoundingClientRect();"
-            "const b = t.ownerSVGElement.getBoundingClientRect(); return a.width && (a.left < b.left - 1 ||"
-            "a.right > b.right + 1 || a.top < b.top - 2 || a.bottom > b.bottom + 2); }).map((t) => t.textContent)"
-        )
-        assert outside == [], one.method
-        assert view.run(OVERLAPPING) == [], one.method
-        assert view.run(CUT) == [], one.method
-        assert view.run(STRUCK) == [], one.method
-        assert view.run(CROSSED) == 0, one.method
-    small = view.run(
-        "() => [...document.querySelectorAll('.chip, button.icon, select, .quiet')].filter((e) => e.checkVisibility())"
-        ".map((e) => e.getBoundingClientRect()).filter((b) => b.width < 40 || b.height < 40).length"
-    )
-    assert small == 0
+        for question in ("clipped", "outside", "overlapping", "cut", "struck", "crossed"):
+            assert view.look(question) == [], (question, one.method)
+    assert view.look("small") == []
     assert view.said == []
     view.context.close()
 
@@ -498,14 +483,16 @@ def test_texts_can_be_read_in_both_themes(browser: Any, address: str, theme: str
         view.go(ranks=6, method="mesh", tile="2x3", rank=1, step=9)
         if is_switched:
             view.tab.locator("#theme").click()
-        found |= dict(view.run(CONTRAST, TEXTS))
+        found |= dict(
+            view.look("contrast", [*((name, None) for name in TEXTS), (".span-name.compute", ".span.compute")])
+        )
         view.go(ranks=8, method="ring", rank=5)  # its rows have all tones but that of rank 5
-        found |= dict(view.run(CONTRAST, NUMBERS))
+        found |= dict(view.look("contrast", NUMBERS))
         assert {name for name, ratio in found.items() if ratio is None} == set()
         assert {name: ratio for name, ratio in found.items() if ratio is not None and ratio < 4.5} == {}
         for method in ("mesh", "attention2d"):  # the second has steps that fold
             view.go(ranks=16, method=method, rank=5, step=9)
-            worst, text = view.run(f"() => ({WORST_CONTRAST})({CONTRAST})")
+            worst, text = view.look("worstContrast")
             assert worst >= 4.5, text
     is_dark = view.run("() => document.documentElement.dataset.theme") == "dark"
     assert is_dark == (theme == "light")
@@ -522,7 +509,6 @@ def test_titles_with_markup_are_shown_as_they_are(view: View) -> None:
 def test_print_leaves_out_what_cannot_be_pressed(view: View) -> None:
     view.go(ranks=6, method="mesh", tile="2x3")
     view.tab.emulate_media(media="print")
-    shown = "(selector) => document.querySelector(selector).checkVisibility()"
-    assert not view.run(shown, ".player")
-    assert not view.run(shown, "#controls")
-    assert view.run(shown, "#matrix svg")
+    assert not view.look("isShown", ".player")
+    assert not view.look("isShown", "#controls")
+    assert view.look("isShown", "#matrix svg")

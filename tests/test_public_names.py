@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
@@ -18,7 +18,6 @@ from mesh_attention import MeshAttention, MeshAttentionError, ShardedCache, erro
 from mesh_attention.serving import Step, Turn
 
 ROOT = Path(__file__).parent.parent
-GOLDEN = ROOT / "tests" / "golden" / "public-names.txt"
 REFERENCE = ROOT / "docs" / "reference"
 METHODS = {
     MeshAttention: ("__call__", "shard", "unshard", "position_ids"),
@@ -34,13 +33,10 @@ INTEGRATIONS = {
 }
 
 
-def test_public_names_and_signatures_are_what_they_were(request: pytest.FixtureRequest) -> None:
+def test_public_names_and_signatures_are_what_they_were(golden: Callable[[str, str], None]) -> None:
     """Rewrite with --rewrite-golden, read the diff, and list renamed names in CHANGELOG.md."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    written = "\n".join(public_lines()) + "\n"
-    if request.config.getoption("--rewrite-golden"):
-        GOLDEN.write_text(written)
-    assert GOLDEN.read_text() == written
+    golden("public-names.txt", "\n".join(public_lines()) + "\n")
 
 
 def test_public_names_are_sorted_and_can_be_imported() -> None:

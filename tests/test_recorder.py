@@ -81,6 +81,8 @@ def check_spans(plan: Plan, timeline: Timeline) -> None:
         assert attended == [format_step(step) for step in steps if isinstance(step, Attend)]
         assert {span.name for span in lane(timeline, rank, "wait")} <= waiting_names(plan, rank)
         names = {format_step(steps[stop.span.start]) for stop in stops(steps)}
+        frees = {format_step(step) for step in steps if isinstance(step, Free)}
+        assert not frees & {span.name for span in lane(timeline, rank, "compute")}, "freeing is no work"
         assert {span.name for span in lane(timeline, rank, "compute", "wait")} <= names
         assert all(span.name == format_step(steps[span.step]) for span in lane(timeline, rank, "compute", "wait"))
         for side, moved in enumerate(("send", "recv")):
@@ -119,27 +121,23 @@ def check_cover(plan: Plan, timeline: Timeline, rank: int) -> None:
 
 
 @pytest.mark.parametrize("options", METHODS, ids=IDS)
-def test_every_step_and_every_byte_of_the_plan_is_seen(options: dict[str, Any]) -> None:
+def test_every_step_and_every_byte_of_the_plan_is_seen_under_the_simulators_names(options: dict[str, Any]) -> None:
     passes = recorded_locally(options)
     assert [one.plan.direction for one in passes] == ["forward", "backward"]
     for one in passes:
         check_spans(one.plan, one.timeline)
         assert one.timeline.flops == sum(rank_costs(one.plan, rank).flops for rank in range(RANKS))
+        check_names(one.timeline, simulate(one.plan, cluster_named("h100x4"), spans_of=range(RANKS)))
 
 
-@pytest.mark.parametrize("options", METHODS, ids=IDS)
-def test_names_are_those_of_the_simulator(options: dict[str, Any]) -> None:
-    for one in recorded_locally(options):
-        forecast = simulate(one.plan, cluster_named("h100x4"), spans_of=range(RANKS))
-        assert one.timeline.name == forecast.name
-        for rank in range(RANKS):
-            for kind in ("send", "recv"):
-                ours, theirs = (
-                    Counter(span.name for span in lane(timeline, rank, kind)) for timeline in (one.timeline, forecast)
-                )
-                assert ours == theirs
-            computed = {span.name for span in lane(forecast, rank, "compute")}
-            assert computed <= {span.name for span in lane(one.timeline, rank, "compute")}
+def check_names(recorded: Timeline, forecast: Timeline) -> None:
+    assert recorded.name == forecast.name
+    for rank in range(RANKS):
+        for kind in ("send", "recv"):
+            ours, theirs = (Counter(span.name for span in lane(one, rank, kind)) for one in (recorded, forecast))
+            assert ours == theirs
+        computed = {span.name for span in lane(forecast, rank, "compute")}
+        assert computed <= {span.name for span in lane(recorded, rank, "compute")}
 
 
 def test_what_was_recorded_can_be_drawn() -> None:
@@ -343,9 +341,3 @@ def failing_here(group: Any) -> str:
 def test_what_the_waiting_thread_hears_the_rank_is_told() -> None:
     for said in shared_pool().run(2, failing_here):
         assert re.search(r"rank \d, step \d+ .*: waited for .*: the peer is gone", said)
-
-
-def test_freeing_is_no_work() -> None:
-    for one in recorded_locally({"tile": (2, 2)}):
-        frees = {format_step(step) for step in one.plan.program(0).steps if isinstance(step, Free)}
-        assert not frees & {span.name for span in lane(one.timeline, 0, "compute")}

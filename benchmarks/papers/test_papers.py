@@ -10,6 +10,13 @@ from typing import Any
 
 import pytest
 import what_do_the_papers_claim as script
+
+from mesh_attention import make_plan, rank_costs
+from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.steps import DIRECTIONS
+from mesh_attention.planners.choice import Method
+from mesh_attention.planners.costs import limits
+from mesh_attention.topology import Topology
 from papers import fit as fitting
 from papers.figures import FIGURES, MESH_TIMES, QUANTITIES, SCALING_TILES, PlanVolume
 from papers.fit import (
@@ -25,13 +32,6 @@ from papers.fit import (
 )
 from papers.reproduce import Reproduction, Row, attention2d_speedup, reproduce, volume
 from papers.scaling import WEAK_SEQ, Run, Scaling, run_experiments, scaling_problem
-
-from mesh_attention import make_plan, rank_costs
-from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.steps import DIRECTIONS
-from mesh_attention.planners.choice import Method
-from mesh_attention.planners.costs import limits
-from mesh_attention.topology import Topology
 
 RESULTS = Path(script.__file__).parent / "results"
 EXPLAINED = 0.1
@@ -89,6 +89,28 @@ def test_with_gradients_in_float32_both_passes_give_the_published_cuts() -> None
     drop = 1 - paper_volume(SCALING_TILES[256]) / paper_volume(SCALING_TILES[32])
     cut = 1 - paper_volume(SCALING_TILES[256]) / paper_volume(Tile(1, 256))
     assert (round(100 * drop, 1), round(100 * cut, 1)) == (51.8, 85.4)
+
+
+@pytest.mark.parametrize(("tile", "percent"), {(4, 8): 67.7, (8, 8): 77.8, (8, 16): 82.7, (8, 32): 85.1}.items())
+def test_volume_falls_against_ring_as_published(tile: tuple[int, int], percent: float) -> None:
+    problem = scaling_problem(Run("mesh", tile[0] * tile[1], 1 << 20))
+    plans = make_plan(problem, tile=tile), make_plan(problem, method="ring")
+    mesh, ring = (sum(size.payload for size in rank_costs(plan, 0).received.values()) for plan in plans)
+    assert round(100 * (1 - mesh / ring), 1) == percent
+
+
+@pytest.mark.parametrize(
+    ("group_size", "tiles"),
+    [
+        (1, {16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}),
+        (4, {16: "2x8", 32: "2x16", 64: "4x16", 128: "4x32", 256: "8x32"}),
+        (8, {64: "2x32", 256: "4x64"}),
+    ],
+)
+def test_the_best_tile_is_the_papers(group_size: int, tiles: dict[int, str]) -> None:
+    for ranks, tile in tiles.items():
+        problem = replace(scaling_problem(Run("mesh", ranks, 1 << 20)), kv_heads=32 // group_size)
+        assert make_plan(problem).assignment.tile == Tile.parse(tile)
 
 
 # Times

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,18 +42,8 @@ def pool() -> RankPool:
 
 LONGEST = (
     *("page_in_chromium", "transformers", "emulation", "plans_verify", "tuning", "docs", "attention_local", "generate"),
-    *(
-        "interpreted",
-        "context_parallel",
-        "train_recall",
-        "cli",
-        "cli_tune",
-        "demo",
-        "calibration",
-        "processes",
-        "coarse",
-    ),
-    *("priced", "transformers_guard", "operators", "docs_site", "pass_ids", "what_do_the_papers_claim", "drawing"),
+    *("interpreted", "context_parallel", "train_recall", "cli", "cli_tune", "demo", "calibration", "processes"),
+    *("coarse", "priced", "transformers_guard", "operators", "docs_site", "pass_ids", "papers", "drawing"),
 )
 """Files that take long. They come first, so that two processes end at about the same time."""
 
@@ -61,6 +51,19 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compares a text with a file of tests/golden; with --rewrite-golden, rewrites the file first."""
+
+    def compare(name: str, text: str) -> None:
+        path = Path(__file__).parent / "tests" / "golden" / name
+        if request.config.getoption("--rewrite-golden"):
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8")
+
+    return compare
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

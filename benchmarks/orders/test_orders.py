@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from orders.clocks import Clocks, price_moves
-from orders.optimum import optimal_moves
 from strategies import directions
 
 from mesh_attention import Tile
@@ -18,6 +16,8 @@ from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.costs import Costs
 from mesh_attention.planners.greedy import OWN_ROW_WEIGHTS, CountedOrder, greedy_moves
+from orders.clocks import Clocks, price_moves
+from orders.optimum import optimal_moves
 
 COSTS = st.builds(Costs, **{kind: st.floats(0.05, 12) for kind in KINDS})
 SMALL_TILES = st.builds(Tile, st.integers(1, 3), st.integers(1, 3))

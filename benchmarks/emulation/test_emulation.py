@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from emulation.contenders import Job, choose_methods, default_methods, plans_of, sent_nbytes
 from emulation.network import (
     PREFIX,
@@ -24,11 +25,10 @@ from emulation.network import (
     remove_leftovers,
     why_not,
 )
-
 from mesh_attention import rank_costs
 from mesh_attention.plan.steps import DIRECTIONS
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[1]
 BENCHMARK = BENCHMARKS / "how_fast_on_a_slow_network.py"
 JOB = Job(
     seq=4096,

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from side_by_side import dense, stand_in
-from side_by_side.contenders import RING, ZIGZAG, choice_names, find_packages, is_choice, is_ring, peer_names
 from which_calls_do_peers_get_right import CALLS, outcome
 
 from mesh_attention import Choice, Problem, causal
+from side_by_side import dense, stand_in
+from side_by_side.contenders import RING, ZIGZAG, choice_names, find_packages, is_choice, is_ring, peer_names
 
-BENCHMARK = Path(__file__).resolve().parent.parent / "benchmarks" / "how_fast_on_nccl.py"
+BENCHMARK = Path(__file__).resolve().parents[1] / "how_fast_on_nccl.py"
 WRONG = """
 import torch.distributed as dist
 from flash_attn.flash_attn_interface import _flash_attn_forward
