@@ -412,5 +412,5 @@ def test_without_matplotlib_one_is_told_how_to_get_it(monkeypatch: pytest.Monkey
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Hidden, *sys.meta_path])
     with pytest.raises(UsageError, match=r"matplotlib is not installed; pip install 'mesh-attention\[charts\]'"):
-        time_chart(POINT, x="ranks")
+        time_chart([ChartPoint("ring", 8, 1.0, 0.0)], x="ranks")
     to_perfetto(SMALL)  # needs none
