@@ -2,13 +2,15 @@
 
 The network runs each rank's posts strictly one after the other, as NCCL does; a post is over when all its transfers
 have both ends. When data moves between the first and the last possible moment is drawn. Memory has NaN in it before it
-is written and after it is freed.
+is written and after it is freed. A plan over a cache is run over a past that is spread over the ranks at random: some
+hold nothing, and a new token is kept by any of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from random import Random
 from typing import Any
@@ -18,12 +20,13 @@ from torch import Tensor
 
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work, drive
-from mesh_attention.execution.buffers import Buffer, token_format
+from mesh_attention.execution.buffers import Buffer, Fields, token_format
 from mesh_attention.execution.compiled import compile_program, lay_out
 from mesh_attention.execution.engine import Outputs
 from mesh_attention.execution.executor import Executor
+from mesh_attention.kernels.decode import TorchDecode
 from mesh_attention.kernels.reference import ReferenceKernel
-from mesh_attention.masks import Mask
+from mesh_attention.masks import Mask, causal
 from mesh_attention.plan.layout import position_ids
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Item
@@ -44,6 +47,18 @@ class WrongPlanError(Exception):
 
 
 # Dense attention, written without the library's masks and kernels
+
+
+MOST_CACHED = 30
+"""Tokens of the past that a plan over a cache is executed with, at most."""
+
+
+@lru_cache(maxsize=8)
+def truth_of_decoding(problem: Problem, past: int) -> dict[str, Tensor]:
+    """Rows of a decoded step, each of which sees the past and the rows before it; k and v are also of the past."""
+    whole = replace(problem, seq_kv=past + problem.seq_q, mask=causal())
+    truth = truth_of(whole)
+    return {**truth, "new k": truth["k"][:, past:], "new v": truth["v"][:, past:]}
 
 
 @lru_cache(maxsize=8)
@@ -213,6 +228,32 @@ class StrictComm:
 # Ranks
 
 
+class _Cache:
+    """One rank's part of a cache, of any tokens. A query sees those before it that are kept, wherever they are."""
+
+    def __init__(self, truth: Mapping[str, Tensor], past: int, kept: Sequence[int]) -> None:
+        self.positions, self.past = torch.tensor(sorted(kept), dtype=torch.int64), past
+        self.k, self.v = (truth[name][0, self.positions].clone() for name in "kv")
+        is_new = self.positions >= past
+        self.k[is_new] = self.v[is_new] = torch.nan  # until they are appended
+
+    def decode(self, tokens: Fields, partials: Fields) -> None:
+        new = self.positions >= self.past
+        at = self.positions[new] - self.past
+        self.k[new], self.v[new] = tokens["k"][at], tokens["v"][at]
+        q = tokens["q"]
+        shared = q.shape[1] // self.k.shape[1]
+        scores = torch.einsum("qhd,khd->qhk", q, self.k.repeat_interleave(shared, 1)) * q.shape[2] ** -0.5
+        seen = self.positions[None] <= torch.arange(q.shape[0])[:, None] + self.past
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        weights = scores.softmax(-1).nan_to_num()  # of queries that see nothing here
+        partials["o"].copy_(torch.einsum("qhk,khd->qhd", weights, self.v.repeat_interleave(shared, 1)))
+        partials["lse"].copy_(scores.logsumexp(-1)[..., None].view(partials["lse"].shape))
+
+    def combine(self, partials: Fields, total: Fields) -> None:
+        TorchDecode().merge(partials["o"], partials["lse"], total["o"], total["lse"])
+
+
 class _Poisoned(Executor):
     """An executor whose memory has NaN in it before it is written and after it is freed."""
 
@@ -230,6 +271,8 @@ class _Poisoned(Executor):
 
 def execute(plan: Plan, rng: Random) -> None:
     """Run all ranks of a plan; raise `WrongPlanError` unless every result is there and right."""
+    if plan.matrix.is_over_cache:
+        return execute_over_cache(plan, rng)
     problem = plan.problem
     truth, network = truth_of(problem), Network(problem.ranks)
     executors = [_executor(plan, truth, StrictComm(network, rank)) for rank in range(problem.ranks)]
@@ -237,12 +280,58 @@ def execute(plan: Plan, rng: Random) -> None:
     if any(network.queues) or any(side for sides in network.open.values() for side in sides):
         raise WrongPlanError("left over", "transfers without their other end")
     for rank, (executor, result) in enumerate(zip(executors, results, strict=True)):
-        if executor.meter.peak > executor.compiled.peak_nbytes:
-            told = executor.compiled.peak_nbytes
-            raise WrongPlanError("memory", f"rank {rank} held {executor.meter.peak} bytes, its program states {told}")
+        _check_peak(executor)
         _compare(plan, rank, truth, result)
         if plan.direction == "forward":
             _compare_kept(plan, rank, truth, executor.kept_for_backward())
+    return None
+
+
+def execute_over_cache(plan: Plan, rng: Random) -> None:
+    """Run all ranks of a plan over a past of drawn length, spread over the ranks at random."""
+    problem = plan.problem
+    past = rng.choice((0, 1, rng.randrange(MOST_CACHED)))
+    truth, network = truth_of_decoding(problem, past), Network(problem.ranks)
+    holders = [rank for rank in range(problem.ranks) if rng.random() < 0.7] or [rng.randrange(problem.ranks)]
+    kept: list[list[int]] = [[] for _ in range(problem.ranks)]
+    for position in range(past + problem.seq_q):
+        kept[rng.choice(holders)].append(position)
+    rows = [list(range(problem.seq_q)) if plan.matrix.is_replicated else _rows(plan, r) for r in range(problem.ranks)]
+    executors = [
+        _Poisoned(
+            compiled=compile_program(plan, rank),
+            comm=StrictComm(network, rank),
+            inputs={"q": {name: truth[of][:, rows[rank]].transpose(1, 2) for name, of in NEW.items()}},
+            device=CPU,
+            cache=_Cache(truth, past, kept[rank]),
+        )
+        for rank in range(problem.ranks)
+    ]
+    _drive([executor.run() for executor in executors], network, rng)
+    if any(network.queues) or any(side for sides in network.open.values() for side in sides):
+        raise WrongPlanError("left over", "transfers without their other end")
+    for rank, executor in enumerate(executors):
+        _check_peak(executor)
+        if executor.result is None and rows[rank]:
+            raise WrongPlanError("wrong", f"rank {rank} has no result")
+        for name in ("o", "lse") if rows[rank] else ():
+            ours = executor.result.fields[name]
+            _assert_equal(f"{name} of rank {rank}", ours, truth[name][:, rows[rank]].transpose(1, 2))
+
+
+NEW = {"q": "q", "k": "new k", "v": "new v"}
+"""The fields of new tokens, and their names among the truth."""
+
+
+def _rows(plan: Plan, rank: int) -> list[int]:
+    return [row for segment in plan.matrix.home_segments("row", rank) for row in segment]
+
+
+def _check_peak(executor: Executor) -> None:
+    told = executor.compiled.peak_nbytes
+    if executor.meter.peak > told:
+        rank = executor.compiled.rank
+        raise WrongPlanError("memory", f"rank {rank} held {executor.meter.peak} bytes, its program states {told}")
 
 
 def execute_rank(plan: Plan, comm: Comm) -> None:

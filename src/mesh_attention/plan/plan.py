@@ -154,16 +154,16 @@ def _check_cache(plan: Plan) -> None:
         )
     if problem.batch != 1 or problem.mask != full():
         raise ScheduleError(
-            f"a pass over a cache with batch={problem.batch} and mask {problem.mask}: expected batch=1, and a full mask; "
-            "the cache knows which keys each query sees"
+            f"a pass over a cache with batch={problem.batch} and mask {problem.mask}: expected batch=1 and a full "
+            "mask, because the cache knows which keys each query sees"
         )
-    shards = [matrix.home_segments("row", rank) for rank in range(problem.ranks)]
+    matrix.home_segments("col", 0)  # refuses other lengths than one position for each rank
     start = 0
-    for segment in chain.from_iterable(shards):
+    for segment in chain.from_iterable(matrix.home_segments("row", rank) for rank in range(problem.ranks)):
         if segment != range(start, start + len(segment)):
             raise ScheduleError(
-                f"queries over a cache on layout {plan.layout.text}: expected a run for each rank, in the order of ranks; "
-                "their partials are computed in one piece"
+                f"queries over a cache on layout {plan.layout.text}: expected a run for each rank, in the order of "
+                "ranks, because their partials are computed in one piece"
             )
         start += len(segment)
 
