@@ -845,11 +845,26 @@ def send_a_result(edit: _Edit) -> None:
         edit.programs[dest] = changed
 
 
+def keep_to_oneself(edit: _Edit) -> None:
+    """Each rank that wants the only rows attends to its own part of the past, and takes that for the result."""
+    for rank, program in enumerate(edit.programs):
+        decodes = [step for step in program if isinstance(step, steps.Decode) and len(step.partials) == 1]
+        wanted = {item.shard for step in program for item in _totals(step)}
+        program[:] = [s for s in program if isinstance(s, steps.Pack) and s.before == Item("q", rank, "home")]
+        for step in decodes if wanted else ():
+            program.append(replace(step, partials=(Item("o", step.rows[0].shard, "total"),)))
+            program += [steps.Free(row) for row in step.rows if row.form == "whole"]
+
+
+def _totals(step: Any) -> list[Item]:
+    return [item for item in effects(step).writes if item.form == "total"] if isinstance(step, _STEPS) else []
+
+
 OVER_CACHE: tuple[Callable[[_Edit], None], ...] = (
     *(swap_neighbours, swap, drop, duplicate, move, move_to_another_rank, change_an_item, insert_a_step, pack_again),
     *(rename_an_item, rename_everywhere, exchange_two_names, change_a_collective, drop_from_collectives),
     *(collective_as_transfers, swap_programs, shift_ranks, move_a_transfer, relay, free_at_once, drop_a_transfer),
-    *(change_a_decode, decode_in_parts, change_a_combine, combine_what_is_there, send_a_result),
+    *(change_a_decode, decode_in_parts, change_a_combine, combine_what_is_there, send_a_result, keep_to_oneself),
     *(change_a_decode, change_a_combine, send_a_result, collective_as_transfers),
 )
 """Edits of plans over a cache."""

@@ -13,7 +13,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -289,34 +289,50 @@ def execute(plan: Plan, rng: Random) -> None:
 
 def execute_over_cache(plan: Plan, rng: Random) -> None:
     """Run all ranks of a plan over a past of drawn length, spread over the ranks at random."""
-    problem = plan.problem
-    past = rng.choice((0, 1, rng.randrange(MOST_CACHED)))
-    truth, network = truth_of_decoding(problem, past), Network(problem.ranks)
-    holders = [rank for rank in range(problem.ranks) if rng.random() < 0.7] or [rng.randrange(problem.ranks)]
-    kept: list[list[int]] = [[] for _ in range(problem.ranks)]
-    for position in range(past + problem.seq_q):
-        kept[rng.choice(holders)].append(position)
-    rows = [list(range(problem.seq_q)) if plan.matrix.is_replicated else _rows(plan, r) for r in range(problem.ranks)]
-    executors = [
-        _Poisoned(
-            compiled=compile_program(plan, rank),
-            comm=StrictComm(network, rank),
-            inputs={"q": {name: truth[of][:, rows[rank]].transpose(1, 2) for name, of in NEW.items()}},
-            device=CPU,
-            cache=_Cache(truth, past, kept[rank]),
-        )
-        for rank in range(problem.ranks)
-    ]
+    network, past = Network(plan.problem.ranks), _Past.drawn(plan, rng)
+    executors = [_over_cache(plan, past, StrictComm(network, rank)) for rank in range(plan.problem.ranks)]
     _drive([executor.run() for executor in executors], network, rng)
     if any(network.queues) or any(side for sides in network.open.values() for side in sides):
         raise WrongPlanError("left over", "transfers without their other end")
-    for rank, executor in enumerate(executors):
+    for executor in executors:
         _check_peak(executor)
-        if executor.result is None and rows[rank]:
-            raise WrongPlanError("wrong", f"rank {rank} has no result")
-        for name in ("o", "lse") if rows[rank] else ():
-            ours = executor.result.fields[name]
-            _assert_equal(f"{name} of rank {rank}", ours, truth[name][:, rows[rank]].transpose(1, 2))
+        _compare_rows(plan, past, executor)
+
+
+class _Past(NamedTuple):
+    """The tokens before a step, and the positions that each rank keeps, new ones among them."""
+
+    tokens: int
+    kept: list[list[int]]
+
+    @classmethod
+    def drawn(cls, plan: Plan, rng: Random) -> _Past:
+        ranks, tokens = plan.problem.ranks, rng.choice((0, 1, rng.randrange(MOST_CACHED)))
+        holders = [rank for rank in range(ranks) if rng.random() < 0.7] or [rng.randrange(ranks)]
+        kept: list[list[int]] = [[] for _ in range(ranks)]
+        for position in range(tokens + plan.problem.seq_q):
+            kept[rng.choice(holders)].append(position)
+        return cls(tokens, kept)
+
+
+def _over_cache(plan: Plan, past: _Past, comm: Comm) -> Executor:
+    truth, rows = truth_of_decoding(plan.problem, past.tokens), _rows(plan, comm.rank)
+    return _Poisoned(
+        compiled=compile_program(plan, comm.rank),
+        comm=comm,
+        inputs={"q": {name: truth[of][:, rows].transpose(1, 2) for name, of in NEW.items()}},
+        device=CPU,
+        cache=_Cache(truth, past.tokens, past.kept[comm.rank]),
+    )
+
+
+def _compare_rows(plan: Plan, past: _Past, executor: Executor) -> None:
+    truth, rank = truth_of_decoding(plan.problem, past.tokens), executor.compiled.rank
+    rows, result = _rows(plan, rank), executor.result
+    if rows and result is None:
+        raise WrongPlanError("wrong", f"rank {rank} has no result")
+    for name in ("o", "lse") if result is not None else ():
+        _assert_equal(f"{name} of rank {rank}", result.fields[name], truth[name][:, rows].transpose(1, 2))
 
 
 NEW = {"q": "q", "k": "new k", "v": "new v"}
@@ -324,7 +340,9 @@ NEW = {"q": "q", "k": "new k", "v": "new v"}
 
 
 def _rows(plan: Plan, rank: int) -> list[int]:
-    return [row for segment in plan.matrix.home_segments("row", rank) for row in segment]
+    """The rows that a rank gives, and gets the results of."""
+    ranks = range(plan.problem.ranks) if plan.matrix.is_replicated else (rank,)
+    return [row for each in ranks for segment in plan.matrix.home_segments("row", each) for row in segment]
 
 
 def _check_peak(executor: Executor) -> None:
@@ -336,6 +354,12 @@ def _check_peak(executor: Executor) -> None:
 
 def execute_rank(plan: Plan, comm: Comm) -> None:
     """Run one rank of a plan over a real transport, and compare its results."""
+    if plan.matrix.is_over_cache:
+        past = _Past.drawn(plan, Random(plan.digest))  # the same on all ranks
+        executor = _over_cache(plan, past, comm)
+        drive(executor.run())
+        _compare_rows(plan, past, executor)
+        return
     truth = truth_of(plan.problem)
     _compare(plan, comm.rank, truth, drive(_executor(plan, truth, comm).run()))
 
