@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,16 +15,22 @@ from serving_cases import dense
 from strategies import step_shapes
 from torch import Tensor
 
-from mesh_attention import LocalGroup
+from mesh_attention import LocalGroup, cluster_named, simulate
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import drive_together
+from mesh_attention.errors import UsageError
 from mesh_attention.execution.buffers import Buffer
 from mesh_attention.execution.compiled import compile_program
 from mesh_attention.execution.executor import Executor
 from mesh_attention.kernels.decode import Blocks, TorchDecode
-from mesh_attention.plan.steps import Item
+from mesh_attention.plan.format import format_step
+from mesh_attention.plan.steps import Combine, Decode, Item
 from mesh_attention.planners.decode import COMBININGS, QUERIES, StepShape, plan_decode
 from mesh_attention.serving.step_runner import LayerCache, StepState
+from mesh_attention_lab.drawing.gantt import gantt
+from mesh_attention_lab.drawing.page import Scene, page
+from mesh_attention_lab.drawing.trace import to_perfetto
+from mesh_attention_lab.scenes import scene_of
 
 CPU = torch.device("cpu")
 
@@ -136,3 +144,18 @@ def test_a_plan_of_a_step_is_right_over_every_cover_of_the_past(data: st.DataObj
             torch.testing.assert_close(
                 result["lse"].reshape(-1, shape.heads), lse[run.start : run.stop], rtol=0, atol=1e-12
             )
+
+
+@pytest.mark.parametrize("how", [{}, {"combining": "reduce_scatter"}, {"queries": "sharded"}], ids=str)
+def test_forecasts_of_a_step_are_drawn_and_the_explorer_page_says_that_it_cannot(how: dict[str, Any]) -> None:
+    sizes = {"ranks": 4, "heads": 4, "kv_heads": 2, "head_dim_qk": 8, "head_dim_v": 8}
+    plan = plan_decode(StepShape(new_tokens=(1, 3, 2), dtype="bfloat16", **sizes), **how)
+    cluster = replace(cluster_named("h100x8"), ranks=4)
+    timeline = simulate(plan, cluster, spans_of=range(4), attend_s=1e-5)
+    names = {event["name"] for event in to_perfetto(timeline)["traceEvents"]}
+    assert {format_step(step) for step in plan.steps(0) if isinstance(step, Decode | Combine)} <= names
+    assert gantt(timeline).axes
+    with pytest.raises(UsageError, match="over a cache cannot be shown on the explorer page"):
+        scene_of({"forward": plan}, cluster, report=lambda activity, fraction: None)
+    with pytest.raises(UsageError, match="over a cache cannot be shown on the explorer page"):
+        page([Scene(method="decode", plans={"forward": plan}, forecasts={"forward": timeline})], title="")

@@ -20,6 +20,7 @@ from mesh_attention.topology import Topology
 from mesh_attention.units import Progress, part_report
 from mesh_attention_lab.comparison import single_block_plan, usual_ring_plan
 from mesh_attention_lab.drawing.page import Scene, write_page
+from mesh_attention_lab.drawing.page.passes import check_shown
 from mesh_attention_lab.drawing.trace import write_trace
 
 OFFERED_RANKS = (4, 16, 64)
@@ -43,6 +44,8 @@ def scene_of(
     method: str | None = None,
 ) -> Scene:
     """The plans with all their steps, simulated on the cluster."""
+    for plan in plans.values():
+        check_shown(plan)
     spans_of = sampled_ranks(topology.ranks, all_up_to=ALL_SPANS, sample=SOME_SPANS)
     return Scene(
         method=method_name(next(iter(plans.values()))) if method is None else method,

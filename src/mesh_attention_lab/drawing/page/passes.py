@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+from mesh_attention.errors import UsageError
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.counts import RankCosts, rank_costs
@@ -23,7 +24,17 @@ FINEST = 4
 """Blocks of shards with at most this many segments are drawn segment by segment."""
 
 
+def check_shown(plan: Plan) -> None:
+    """The scripts follow tiles of known keys and values."""
+    if plan.matrix.is_over_cache:
+        raise UsageError(
+            f"a {plan.method} plan over a cache cannot be shown on the explorer page, which draws known keys; print "
+            "the plan, or draw its forecast with drawing.gantt or drawing.trace"
+        )
+
+
 def pass_data(plan: Plan, forecast: Timeline, measured: Timeline | None) -> Data:
+    check_shown(plan)
     plan = plan.unrolled()  # so that each program is worked out once
     return {
         "tile": [plan.assignment.tile.rows, plan.assignment.tile.cols],
