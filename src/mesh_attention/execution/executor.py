@@ -258,7 +258,10 @@ class Executor:
         assert self.cache is not None
         for partial in partials:
             self._allocate(partial)
-        tokens = _by_token(self.inputs["q"]) if rows[0].form == "home" else self._side_by_side(rows)
+        if rows[0].form == "home":  # the caller's tokens are those of all ranks
+            tokens = self.buffers[Item("q", self.compiled.rank, "home")].by_token(None)
+        else:
+            tokens = self._side_by_side(rows)
         self.cache.decode(tokens, self._side_by_side(partials))
 
     def _combine(self, partials: tuple[Item, ...], total: Item) -> None:
@@ -413,10 +416,6 @@ class Executor:
         for at, inside in self.compiled.copied.get(whole, ()):  # in a later wave of rows, it has no piece
             here, there = _parts(own, at), _parts(at_whole.fields, inside)
             self._copy(there, here) if inward else self._copy(here, there)
-
-
-def _by_token(fields: Fields) -> Fields:
-    return {name: tensor[0].transpose(0, 1) for name, tensor in fields.items()}
 
 
 def _clear(sums: Buffer, span: Span | None) -> None:
