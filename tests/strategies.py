@@ -16,6 +16,7 @@ from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.plan.steps import KINDS, Direction
 from mesh_attention.planners.choice import Choice
 from mesh_attention.planners.costs import Costs
+from mesh_attention.planners.decode import COMBININGS, QUERIES, StepShape, plan_decode
 from mesh_attention.planners.make import has_inner_rings, make_plan
 from mesh_attention.problem import ITEMSIZE, Problem
 
@@ -122,3 +123,25 @@ def plans(draw: st.DrawFn, *, max_ranks: int = 12, of_inputs: bool = False) -> P
         choice = replace(choice, inner=None)  # refused otherwise
     costs = Costs(**draw(st.fixed_dictionaries(dict.fromkeys(KINDS, st.floats(0.05, 20)))))
     return make_plan(problem, choice, direction=direction, costs=costs)
+
+
+@st.composite
+def step_shapes(draw: st.DrawFn, *, max_ranks: int = 12, dtypes: tuple[str, ...] = tuple(ITEMSIZE)) -> StepShape:
+    """Any decoded step: ragged ones, and fewer sequences or rows than ranks, among them."""
+    kv_heads = draw(st.integers(1, 3))
+    most = draw(st.sampled_from((1, 5)))
+    return StepShape(
+        new_tokens=tuple(draw(st.lists(st.integers(1, most), min_size=1, max_size=6))),
+        ranks=draw(st.integers(1, max_ranks)),
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim_qk=draw(st.integers(1, 8)),
+        head_dim_v=draw(st.integers(1, 8)),
+        dtype=draw(st.sampled_from(dtypes)),
+    )
+
+
+@st.composite
+def decode_plans(draw: st.DrawFn, *, max_ranks: int = 12) -> Plan:
+    queries, combining = draw(st.sampled_from(QUERIES)), draw(st.sampled_from((*COMBININGS, None)))
+    return plan_decode(draw(step_shapes(max_ranks=max_ranks)), queries=queries, combining=combining)

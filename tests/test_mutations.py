@@ -12,9 +12,11 @@ from mesh_attention import Contiguous, Plan, Problem, Tile, causal, full, make_p
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.footprint import held_nbytes
+from mesh_attention.plan.format import format_step
 from mesh_attention.plan.parse import parse_item, parse_step
 from mesh_attention.plan.schedule import Fetch, Meet, Return, Schedule
 from mesh_attention.plan.steps import Attend, Collective, Exchange, Finish, Free, Item, Merge, Recv, Send, Step
+from mesh_attention.planners.decode import Combining, Queries, StepShape, plan_decode
 from mesh_attention.verification.rules import RULES, BrokenPlanError, check
 
 Steps = list[Step]
@@ -55,6 +57,19 @@ def ulysses() -> Plan:
 
 def keeping() -> Plan:
     return make_plan(problem(), tile=(2, 2), keep=("kv",))
+
+
+def decoding(queries: Queries = "replicated", combining: Combining | None = None) -> Plan:
+    sizes = {"ranks": 3, "heads": 2, "kv_heads": 1, "head_dim_qk": 4, "head_dim_v": 4}
+    return plan_decode(StepShape(new_tokens=(1, 2, 1), dtype="float64", **sizes), queries=queries, combining=combining)
+
+
+def decoding_slices() -> Plan:
+    return decoding(combining="reduce_scatter")
+
+
+def decoding_sharded() -> Plan:
+    return decoding("sharded")
 
 
 def edit(plan: Plan, rank: int, change: Callable[[Steps], None], *, honest: bool = True) -> Plan:
@@ -127,6 +142,23 @@ def double(side: str, at: int) -> Change:
         step = steps[at]
         assert isinstance(step, Collective | Exchange)
         steps[at] = replace(step, **{side: getattr(step, side) * 2})
+
+    return change
+
+
+def only(*texts: str) -> Change:
+    """These steps and no others."""
+    return lambda steps: steps.__setitem__(slice(None), map(parse_step, texts))
+
+
+def in_transfers(own: str, other: str) -> Change:
+    """Send another item in collectives."""
+
+    def change(steps: Steps) -> None:
+        for index, step in enumerate(steps):
+            if isinstance(step, Collective):
+                text = f"send {own} to "
+                steps[index] = parse_step(format_step(step).replace(text, f"send {other} to "))
 
     return change
 
@@ -246,6 +278,53 @@ CAUGHT_BY: dict[str, dict[str, tuple[Callable[[], Plan], Mapping[int, Sequence[C
         "trade a piece twice": (ulysses, {0: [double("sends", 0)], 1: [double("recvs", 0)]}),
         "free a running sum and start again": (mesh, {0: [put("free o0~", before="attend q0 x kv2")]}),
         "free the result": (mesh, {0: [put("free home:o0")]}),
+        # Queries would not see the new tokens that another rank's cache keeps.
+        "decode with another rank's cache": (
+            decoding,
+            {0: [turn("decode home:q0 x home:kv0 -> o0@0", "decode home:q0 x home:kv1 -> o0@0")]},
+        ),
+        "decode rows in another order": (
+            decoding_sharded,
+            {0: [turn("decode q0,q1,q2 x home:kv0 -> o0,o1,o2", "decode q1,q0,q2 x home:kv0 -> o1,o0,o2")]},
+        ),
+        # Their buffer would have those of other ranks in between.
+        "decode partials of several rows where they are merged": (
+            decoding_slices,
+            {
+                0: [
+                    turn(
+                        "decode home:q0,home:q1,home:q2 x home:kv0 -> o0,o1,o2",
+                        "decode home:q0,home:q1,home:q2 x home:kv0 -> o0@0,o1@0,o2@0",
+                    ),
+                    in_transfers("o1", "o1@0"),
+                    in_transfers("o2", "o2@0"),
+                    drop("pack o0 -> o0@0"),
+                    drop("free o0"),
+                    turn("free o1", "free o1@0"),
+                    turn("free o2", "free o2@0"),
+                ]
+            },
+        ),
+        "merge in another order": (
+            decoding,
+            {0: [turn("combine o0@0,o0@1,o0@2 -> total:o0", "combine o0@1,o0@0,o0@2 -> total:o0")]},
+        ),
+        "leave a partial out": (
+            decoding_slices,
+            {0: [turn("combine o0@0,o0@1,o0@2 -> total:o0", "combine o0@0,o0@1 -> total:o0"), put("free o0@2")]},
+        ),
+        "merge another rank's partials as this one's": (
+            decoding_slices,
+            {0: [turn("combine o0@0,o0@1,o0@2 -> total:o0", "combine o0@0,o0@1,o0@2 -> total:o1")]},
+        ),
+        "pack a partial under another rank's name": (
+            decoding_slices,
+            {0: [turn("pack o0 -> o0@0", "pack o0 -> o0@1")]},
+        ),
+        "attend over a cache": (decoding, {0: [put("attend home:q0 x home:kv0")]}),
+        "decode without a cache": (mesh, {0: [put("decode home:q0 x home:kv0 -> o0")]}),
+        "pack queries that every rank has": (decoding, {0: [put("pack home:q0 -> q0", "free q0")]}),
+        "pack the cache": (decoding_sharded, {0: [put("pack home:kv0 -> kv0", "free kv0")]}),
     },
     "coverage": {
         "drop an attend": (mesh, {0: [drop("attend q1 x kv2")]}),
@@ -259,6 +338,7 @@ CAUGHT_BY: dict[str, dict[str, tuple[Callable[[], Plan], Mapping[int, Sequence[C
         # An empty partial is sent, then the real one is computed and thrown away.
         "finish before the work is done": (mesh, {0: [put("clear o1~", "finish o1", "free o1", at=0)]}),
         "clear a sum that has something": (mesh, {0: [put("clear o1~", before="finish o1")]}),
+        "merge a result twice": (decoding, {0: [put("combine o0@0,o0@1,o0@2 -> total:o0", before="free o0@0")]}),
         "gather a shard twice": (attention2d, {0: [double("recvs", 1)], 1: [double("sends", 1)]}),
     },
     "matching": {
@@ -297,6 +377,10 @@ CAUGHT_BY: dict[str, dict[str, tuple[Callable[[], Plan], Mapping[int, Sequence[C
     "homecoming": {
         "merge twice": (mesh, {0: [put("merge o0@1", before="merge o0@1")]}),
         "merge twice along a ring": (backward, {1: [merge_again]}),
+        "return one rank's partial as the whole": (
+            decoding,
+            {rank: [only(f"decode home:q0 x home:kv{rank} -> total:o0")] for rank in range(3)},
+        ),
     },
     "purpose": {
         "send what nobody reads": (
@@ -312,7 +396,10 @@ DISHONEST: dict[str, Callable[[], Plan]] = {
     "memory": lambda: edit(ring(), 0, move("free kv3"), honest=False),
 }
 """A step that frees is dropped, or comes at the end, and the stated peak stays."""
-BASES = (mesh, contiguous_mesh, ring, backward, attention2d, windowed_attention2d, ulysses, keeping)
+BASES = (
+    *(mesh, contiguous_mesh, ring, backward, attention2d, windowed_attention2d, ulysses, keeping),
+    *(decoding, decoding_slices, decoding_sharded),
+)
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -16,7 +17,19 @@ from mesh_attention.masks import Mask, causal, full, window
 from mesh_attention.plan import steps
 from mesh_attention.plan.assignment import Assignment, Tile, divisors, tiles_of
 from mesh_attention.plan.footprint import held_nbytes
-from mesh_attention.plan.layout import LAYOUTS
+from mesh_attention.plan.layout import (
+    LAYOUTS,
+    Cached,
+    Chunks,
+    Contiguous,
+    Layout,
+    Listed,
+    Past,
+    Replicated,
+    Striped,
+    Undivided,
+    Zigzag,
+)
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Fetch, GroupMove, Meet, Return
@@ -37,9 +50,10 @@ def mutated(plan: Plan, rng: Random) -> Plan:
     programs = [list(program.steps) for program in _programs(plan)]
     edit = _Edit(plan, programs, rng)
     wanted = rng.choice((1, 1, 1, 2, 2, 3))
+    edits = OVER_CACHE if plan.matrix.is_over_cache else EDITS
     for _ in range(MOST_TRIES):  # an edit may find nothing to change
         before = [list(program) for program in programs]
-        rng.choice(EDITS)(edit)
+        rng.choice(edits)(edit)
         wanted -= programs != before
         if not wanted:
             break
@@ -112,7 +126,12 @@ class _Edit:
             case 1:
                 return item._replace(shard=rng.randrange(max(self.places, 1) + (rng.random() < 0.1)))
             case 2:
-                return item._replace(form=rng.choice(("whole", "running", "home", "piece")))
+                forms = (
+                    ("whole", "home", "total")
+                    if self.plan.matrix.is_over_cache
+                    else ("whole", "running", "home", "piece")
+                )
+                return item._replace(form=rng.choice(forms))
             case _:
                 return item._replace(source=rng.choice((None, *range(self.ranks))))
 
@@ -141,6 +160,8 @@ _STEPS = (
     steps.Exchange,
     steps.Pack,
     steps.Attend,
+    steps.Decode,
+    steps.Combine,
     steps.Merge,
     steps.Clear,
     steps.Finish,
@@ -164,6 +185,11 @@ def renamed(step: Any, names: dict[Item, Item]) -> Any:
             return steps.Pack(names.get(before, before), names.get(after, after))
         case steps.Attend(rows, cols, grads):
             return steps.Attend(*(tuple(names.get(i, i) for i in side) for side in (rows, cols, grads)))
+        case steps.Decode(rows, cache, partials):
+            rows, partials = (tuple(names.get(i, i) for i in side) for side in (rows, partials))
+            return steps.Decode(rows, names.get(cache, cache), partials)
+        case steps.Combine(partials, total):
+            return steps.Combine(tuple(names.get(i, i) for i in partials), names.get(total, total))
         case steps.Merge(item) | steps.Clear(item) | steps.Finish(item) | steps.Free(item):
             return type(step)(names.get(item, item))
         case _:
@@ -256,6 +282,9 @@ def insert_a_step(edit: _Edit) -> None:
             steps.Pack(item._replace(form="home"), item._replace(form="whole")),
             steps.Attend((edit.item(),), (item,)),
             steps.Collective("gather", tuple(range(edit.ranks)), (), ()),
+            steps.Pack(item._replace(source=None), item),
+            steps.Decode((edit.item(),), item, (edit.item(),)),
+            steps.Combine(tuple(item._replace(source=rank) for rank in range(edit.ranks)), edit.item()),
         )
     )
     program.insert(rng.randrange(len(program) + 1), made)
@@ -287,6 +316,10 @@ def insert_nonsense(edit: _Edit) -> None:
             steps.Attend((item,), (Item("kv", 0),)),
             steps.Attend([Item("q", 0)], (Item("kv", 0),)),  # type: ignore[arg-type]
             steps.Attend((), ()),
+            steps.Decode((), Item("kv", 0, "home"), ()),
+            steps.Decode((Item("q", 0),), item, (Item("o", 0),)),
+            steps.Combine((), Item("o", 0, "total")),
+            steps.Combine(item, item),
             steps.Collective("scatter", (0,), (), ()),  # type: ignore[arg-type]
             steps.Collective("gather", (number,), (), ()),  # type: ignore[arg-type]
             steps.Collective("gather", (0,), (item,), ()),
@@ -331,7 +364,8 @@ def exchange_two_names(edit: _Edit) -> None:
     one, two = edit.rng.sample(same, 2)
     names = {one: two, two: one}
     ranks = [edit.rank()] if edit.rng.random() < 0.7 else range(edit.ranks)
-    kinds = edit.rng.choice(((steps.Send, steps.Recv), (steps.Attend,), (steps.Merge, steps.Free), _STEPS))
+    attends, merges = (steps.Attend, steps.Decode), (steps.Merge, steps.Combine, steps.Free)
+    kinds = edit.rng.choice(((steps.Send, steps.Recv, steps.Collective), attends, merges, _STEPS))
     for rank in ranks:
         edit.programs[rank] = [renamed(s, names) if isinstance(s, kinds) else s for s in edit.programs[rank]]
 
@@ -713,6 +747,129 @@ EDITS: tuple[Callable[[_Edit], None], ...] = (
 )
 
 
+# Over a cache
+
+
+def change_a_decode(edit: _Edit) -> None:
+    """Leave a row out, swap two, take another rank's cache, or make partials under other names."""
+    if at := edit.at(steps.Decode):
+        (rank, index), rng = at, edit.rng
+        step = edit.programs[rank][index]
+        rows, partials = list(step.rows), list(step.partials)
+        if not rows or len(rows) != len(partials):
+            return
+        one, other = (rng.randrange(len(rows)) for _ in range(2))
+        match rng.randrange(6):
+            case 0:
+                del rows[one], partials[one]
+            case 1:
+                rows[one], rows[other] = rows[other], rows[one]
+            case 2:
+                partials[one], partials[other] = partials[other], partials[one]
+            case 3:
+                step = replace(step, cache=Item("kv", edit.rank(), "home"))
+            case 4:
+                del rng.choice((rows, partials))[one]
+            case _:
+                label = rng.choice((None, rank, edit.rank()))
+                partials = [partial._replace(source=label) for partial in partials]
+                if rng.random() < 0.5:
+                    edit.rename(rank, dict(zip(step.partials, partials, strict=True)))
+        edit.programs[rank][index] = replace(step, rows=tuple(rows), partials=tuple(partials))
+
+
+def decode_in_parts(edit: _Edit) -> None:
+    """Two decodes, each of some rows: the second appends what the first has seen already."""
+    if at := edit.at(steps.Decode):
+        step = edit.programs[at[0]][at[1]]
+        cut = edit.rng.randint(0, len(step.rows))
+        parts = [
+            steps.Decode(step.rows[:cut], step.cache, step.partials[:cut]),
+            steps.Decode(step.rows[cut:], step.cache, step.partials[cut:]),
+        ]
+        edit.programs[at[0]][at[1] : at[1] + 1] = parts
+
+
+def change_a_combine(edit: _Edit) -> None:
+    """Partials left out, taken twice or in another order, of another shard, or into another result."""
+    if at := edit.at(steps.Combine):
+        (rank, index), rng = at, edit.rng
+        step = edit.programs[rank][index]
+        partials, total = list(step.partials), step.total
+        match rng.randrange(6):
+            case 0:
+                del partials[rng.randrange(len(partials))]
+            case 1:
+                partials.append(rng.choice(partials))
+            case 2:
+                rng.shuffle(partials)
+            case 3:
+                partials[rng.randrange(len(partials))] = rng.choice(partials)
+            case 4:
+                shard = edit.rank()
+                partials = [partial._replace(shard=shard) for partial in partials]
+            case _:
+                total = edit.other(total)
+        edit.programs[rank][index] = steps.Combine(tuple(partials), total)
+
+
+def combine_what_is_there(edit: _Edit) -> None:
+    """Partials of a rank that is left out, or of none, are not waited for."""
+    if at := edit.at(steps.Combine):
+        program, step = edit.programs[at[0]], edit.programs[at[0]][at[1]]
+        lost = edit.rng.choice(step.partials)
+        program[at[1]] = replace(step, partials=tuple(p for p in step.partials if p != lost))
+        if edit.rng.random() < 0.5:
+            edit.programs[at[0]] = [s for s in program if s != steps.Free(lost)]
+
+
+def send_a_result(edit: _Edit) -> None:
+    """A rank's result goes to another one, perhaps instead of its own, or in place of a partial."""
+    rank, dest = edit.rank(), edit.rank()
+    held = [item for item in edit.items() if item.form == "total"]
+    if not held or rank == dest:
+        return
+    item = edit.rng.choice(held)
+    arrived = edit.rng.choice((item, edit.other(item), Item("o", item.shard, source=rank)))
+    edit.programs[rank].append(steps.Send(item, dest))
+    program = edit.programs[dest]
+    where = edit.rng.choice((len(program), edit.rng.randrange(len(program) + 1)))
+    program.insert(where, steps.Recv(arrived, rank))
+    if edit.rng.random() < 0.7:  # and it is nowhere else
+        changed: list[Any] = []
+        for index, step in enumerate(program):
+            if isinstance(step, steps.Collective):
+                step = replace(step, recvs=tuple(r for r in step.recvs if r.item != item))
+            if index == where or arrived not in effects(step).writes:
+                changed.append(step)
+        edit.programs[dest] = changed
+
+
+def keep_to_oneself(edit: _Edit) -> None:
+    """Each rank that wants the only rows attends to its own part of the past, and takes that for the result."""
+    for rank, program in enumerate(edit.programs):
+        decodes = [step for step in program if isinstance(step, steps.Decode) and len(step.partials) == 1]
+        wanted = {item.shard for step in program for item in _totals(step)}
+        program[:] = [s for s in program if isinstance(s, steps.Pack) and s.before == Item("q", rank, "home")]
+        for step in decodes if wanted else ():
+            program.append(replace(step, partials=(Item("o", step.rows[0].shard, "total"),)))
+            program += [steps.Free(row) for row in step.rows if row.form == "whole"]
+
+
+def _totals(step: Any) -> list[Item]:
+    return [item for item in effects(step).writes if item.form == "total"] if isinstance(step, _STEPS) else []
+
+
+OVER_CACHE: tuple[Callable[[_Edit], None], ...] = (
+    *(swap_neighbours, swap, drop, duplicate, move, move_to_another_rank, change_an_item, insert_a_step, pack_again),
+    *(rename_an_item, rename_everywhere, exchange_two_names, change_a_collective, drop_from_collectives),
+    *(collective_as_transfers, swap_programs, shift_ranks, move_a_transfer, relay, free_at_once, drop_a_transfer),
+    *(change_a_decode, decode_in_parts, change_a_combine, combine_what_is_there, send_a_result, keep_to_oneself),
+    *(change_a_decode, change_a_combine, send_a_result, collective_as_transfers),
+)
+"""Edits of plans over a cache."""
+
+
 # Moves and fields
 
 
@@ -732,7 +889,8 @@ def _other_moves(plan: Plan, rng: Random) -> Plan:
             case _:
                 kind, offset = rng.choice(kinds), rng.randrange(max(tile.rows, tile.cols))
                 sides = (rng.randrange(tile.rows),), (rng.randrange(tile.cols),)
-                op = rng.choice(("gather", "reduce", "exchange"))
+                over_cache = ("gather", "reduce", "combine", "combine")
+                op = rng.choice(over_cache if plan.matrix.is_over_cache else ("gather", "reduce", "exchange"))
                 made = (Fetch(kind, offset), Return(kind, offset), Meet(*sides), GroupMove(op, kind))  # type: ignore[arg-type]
                 moves.insert(where, rng.choice(made))
     return replace(plan, schedule=replace(plan.schedule, moves=tuple(moves)))
@@ -743,6 +901,8 @@ def _other_fields(plan: Plan, rng: Random) -> Plan:
     if rng.random() < 0.5:
         plan = plan.unrolled()
     problem, schedule = plan.problem, plan.schedule
+    if plan.matrix.is_over_cache and rng.random() < 0.6:
+        return replace(plan, layout=_other_cache(plan, rng))
     match rng.randrange(7):
         case 0:
             return replace(plan, layout=rng.choice(tuple(LAYOUTS.values())))
@@ -761,6 +921,18 @@ def _other_fields(plan: Plan, rng: Random) -> Plan:
             return replace(plan, schedule=replace(schedule, route=route, partials=partials))
         case _:
             return replace(plan, schedule=replace(schedule, keep=rng.choice(KEEPABLE)))
+
+
+def _other_cache(plan: Plan, rng: Random) -> Layout:
+    """Queries on other ranks, or everywhere, over a cache; or a cache that the plan knows all about."""
+    problem = plan.problem
+    starts = sorted((0, problem.seq_q, *(rng.randint(0, problem.seq_q) for _ in range(problem.ranks - 1))))
+    runs = [(range(a, b),) if a < b else () for a, b in pairwise(starts)]
+    if rng.random() < 0.2:
+        rng.shuffle(runs)
+    q: Layout = rng.choice((Contiguous(), Undivided(), Chunks(), Listed(tuple(runs)), Zigzag(), Striped(), Past()))
+    kv: Layout = Past() if rng.random() < 0.9 else Contiguous()
+    return Cached(Replicated(q) if rng.random() < 0.6 else q, kv)
 
 
 def _assignments(ranks: int, kv_heads: int) -> Iterator[Assignment]:

@@ -33,12 +33,15 @@ from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.planners.choice import Choice
+from mesh_attention.planners.decode import COMBININGS, QUERIES, StepShape, plan_decode
 from mesh_attention.planners.make import make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.verification.rules import check, format_breaches
 
 MUTANTS = 64
 """Mutants of each plan that is drawn."""
+OVER_CACHE = 0.25
+"""The share of plans that are of a decoded step."""
 SHOWN = 10
 """Failures printed in full; the others are counted."""
 
@@ -75,8 +78,26 @@ def _drawn_mask(rng: Random, seq_q: int, seq_kv: int) -> Mask:
     return mask
 
 
+def drawn_decode_plan(rng: Random) -> Plan:
+    """A plan of a decoded step, often with fewer sequences or rows than ranks."""
+    ranks, kv_heads = rng.choice((1, 2, 2, 3, 3, 4, 4, 5, 6, 8)), rng.choice((1, 2))
+    most = rng.choice((1, 1, 2, 4))
+    shape = StepShape(
+        new_tokens=tuple(rng.randint(1, most) for _ in range(rng.choice((1, 1, 2, 3, ranks, ranks + 2)))),
+        ranks=ranks,
+        heads=kv_heads * rng.choice((1, 1, 2)),
+        kv_heads=kv_heads,
+        head_dim_qk=rng.randint(1, 3),
+        head_dim_v=rng.randint(1, 3),
+        dtype="float64",
+    )
+    return plan_decode(shape, queries=rng.choice(QUERIES), combining=rng.choice(COMBININGS))
+
+
 def drawn_plan(rng: Random) -> Plan:
     """A plan of any method with any options that it takes."""
+    if rng.random() < OVER_CACHE:
+        return drawn_decode_plan(rng)
     problem = drawn_problem(rng)
     degree = rng.choice([u for u in divisors(problem.ranks) if problem.kv_heads % u == 0])
     tile = rng.choice(tiles_of(problem.ranks // degree))

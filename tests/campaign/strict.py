@@ -2,28 +2,31 @@
 
 The network runs each rank's posts strictly one after the other, as NCCL does; a post is over when all its transfers
 have both ends. When data moves between the first and the last possible moment is drawn. Memory has NaN in it before it
-is written and after it is freed.
+is written and after it is freed. A plan over a cache is run over a past that is spread over the ranks at random: some
+hold nothing, and a new token is kept by any of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work, drive
-from mesh_attention.execution.buffers import Buffer, token_format
+from mesh_attention.execution.buffers import Buffer, Fields, token_format
 from mesh_attention.execution.compiled import compile_program, lay_out
 from mesh_attention.execution.engine import Outputs
 from mesh_attention.execution.executor import Executor
+from mesh_attention.kernels.decode import TorchDecode
 from mesh_attention.kernels.reference import ReferenceKernel
-from mesh_attention.masks import Mask
+from mesh_attention.masks import Mask, causal
 from mesh_attention.plan.layout import position_ids
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Item
@@ -44,6 +47,18 @@ class WrongPlanError(Exception):
 
 
 # Dense attention, written without the library's masks and kernels
+
+
+MOST_CACHED = 30
+"""Tokens of the past that a plan over a cache is executed with, at most."""
+
+
+@lru_cache(maxsize=8)
+def truth_of_decoding(problem: Problem, past: int) -> dict[str, Tensor]:
+    """Rows of a decoded step, each of which sees the past and the rows before it; k and v are also of the past."""
+    whole = replace(problem, seq_kv=past + problem.seq_q, mask=causal())
+    truth = truth_of(whole)
+    return {**truth, "new k": truth["k"][:, past:], "new v": truth["v"][:, past:]}
 
 
 @lru_cache(maxsize=8)
@@ -213,6 +228,32 @@ class StrictComm:
 # Ranks
 
 
+class _Cache:
+    """One rank's part of a cache, of any tokens. A query sees those before it that are kept, wherever they are."""
+
+    def __init__(self, truth: Mapping[str, Tensor], past: int, kept: Sequence[int]) -> None:
+        self.positions, self.past = torch.tensor(sorted(kept), dtype=torch.int64), past
+        self.k, self.v = (truth[name][0, self.positions].clone() for name in "kv")
+        is_new = self.positions >= past
+        self.k[is_new] = self.v[is_new] = torch.nan  # until they are appended
+
+    def decode(self, tokens: Fields, partials: Fields) -> None:
+        new = self.positions >= self.past
+        at = self.positions[new] - self.past
+        self.k[new], self.v[new] = tokens["k"][at], tokens["v"][at]
+        q = tokens["q"]
+        shared = q.shape[1] // self.k.shape[1]
+        scores = torch.einsum("qhd,khd->qhk", q, self.k.repeat_interleave(shared, 1)) * q.shape[2] ** -0.5
+        seen = self.positions[None] <= torch.arange(q.shape[0])[:, None] + self.past
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        weights = scores.softmax(-1).nan_to_num()  # of queries that see nothing here
+        partials["o"].copy_(torch.einsum("qhk,khd->qhd", weights, self.v.repeat_interleave(shared, 1)))
+        partials["lse"].copy_(scores.logsumexp(-1)[..., None].view(partials["lse"].shape))
+
+    def combine(self, partials: Fields, total: Fields) -> None:
+        TorchDecode().merge(partials["o"], partials["lse"], total["o"], total["lse"])
+
+
 class _Poisoned(Executor):
     """An executor whose memory has NaN in it before it is written and after it is freed."""
 
@@ -230,6 +271,8 @@ class _Poisoned(Executor):
 
 def execute(plan: Plan, rng: Random) -> None:
     """Run all ranks of a plan; raise `WrongPlanError` unless every result is there and right."""
+    if plan.matrix.is_over_cache:
+        return execute_over_cache(plan, rng)
     problem = plan.problem
     truth, network = truth_of(problem), Network(problem.ranks)
     executors = [_executor(plan, truth, StrictComm(network, rank)) for rank in range(problem.ranks)]
@@ -237,16 +280,86 @@ def execute(plan: Plan, rng: Random) -> None:
     if any(network.queues) or any(side for sides in network.open.values() for side in sides):
         raise WrongPlanError("left over", "transfers without their other end")
     for rank, (executor, result) in enumerate(zip(executors, results, strict=True)):
-        if executor.meter.peak > executor.compiled.peak_nbytes:
-            told = executor.compiled.peak_nbytes
-            raise WrongPlanError("memory", f"rank {rank} held {executor.meter.peak} bytes, its program states {told}")
+        _check_peak(executor)
         _compare(plan, rank, truth, result)
         if plan.direction == "forward":
             _compare_kept(plan, rank, truth, executor.kept_for_backward())
+    return None
+
+
+def execute_over_cache(plan: Plan, rng: Random) -> None:
+    """Run all ranks of a plan over a past of drawn length, spread over the ranks at random."""
+    network, past = Network(plan.problem.ranks), _Past.drawn(plan, rng)
+    executors = [_over_cache(plan, past, StrictComm(network, rank)) for rank in range(plan.problem.ranks)]
+    _drive([executor.run() for executor in executors], network, rng)
+    if any(network.queues) or any(side for sides in network.open.values() for side in sides):
+        raise WrongPlanError("left over", "transfers without their other end")
+    for executor in executors:
+        _check_peak(executor)
+        _compare_rows(plan, past, executor)
+
+
+class _Past(NamedTuple):
+    """The tokens before a step, and the positions that each rank keeps, new ones among them."""
+
+    tokens: int
+    kept: list[list[int]]
+
+    @classmethod
+    def drawn(cls, plan: Plan, rng: Random) -> _Past:
+        ranks, tokens = plan.problem.ranks, rng.choice((0, 1, rng.randrange(MOST_CACHED)))
+        holders = [rank for rank in range(ranks) if rng.random() < 0.7] or [rng.randrange(ranks)]
+        kept: list[list[int]] = [[] for _ in range(ranks)]
+        for position in range(tokens + plan.problem.seq_q):
+            kept[rng.choice(holders)].append(position)
+        return cls(tokens, kept)
+
+
+def _over_cache(plan: Plan, past: _Past, comm: Comm) -> Executor:
+    truth, rows = truth_of_decoding(plan.problem, past.tokens), _rows(plan, comm.rank)
+    return _Poisoned(
+        compiled=compile_program(plan, comm.rank),
+        comm=comm,
+        inputs={"q": {name: truth[of][:, rows].transpose(1, 2) for name, of in NEW.items()}},
+        device=CPU,
+        cache=_Cache(truth, past.tokens, past.kept[comm.rank]),
+    )
+
+
+def _compare_rows(plan: Plan, past: _Past, executor: Executor) -> None:
+    truth, rank = truth_of_decoding(plan.problem, past.tokens), executor.compiled.rank
+    rows, result = _rows(plan, rank), executor.result
+    if rows and result is None:
+        raise WrongPlanError("wrong", f"rank {rank} has no result")
+    for name in ("o", "lse") if result is not None else ():
+        _assert_equal(f"{name} of rank {rank}", result.fields[name], truth[name][:, rows].transpose(1, 2))
+
+
+NEW = {"q": "q", "k": "new k", "v": "new v"}
+"""The fields of new tokens, and their names among the truth."""
+
+
+def _rows(plan: Plan, rank: int) -> list[int]:
+    """The rows that a rank gives, and gets the results of."""
+    ranks = range(plan.problem.ranks) if plan.matrix.is_replicated else (rank,)
+    return [row for each in ranks for segment in plan.matrix.home_segments("row", each) for row in segment]
+
+
+def _check_peak(executor: Executor) -> None:
+    told = executor.compiled.peak_nbytes
+    if executor.meter.peak > told:
+        rank = executor.compiled.rank
+        raise WrongPlanError("memory", f"rank {rank} held {executor.meter.peak} bytes, its program states {told}")
 
 
 def execute_rank(plan: Plan, comm: Comm) -> None:
     """Run one rank of a plan over a real transport, and compare its results."""
+    if plan.matrix.is_over_cache:
+        past = _Past.drawn(plan, Random(plan.digest))  # the same on all ranks
+        executor = _over_cache(plan, past, comm)
+        drive(executor.run())
+        _compare_rows(plan, past, executor)
+        return
     truth = truth_of(plan.problem)
     _compare(plan, comm.rank, truth, drive(_executor(plan, truth, comm).run()))
 

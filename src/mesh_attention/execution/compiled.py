@@ -20,13 +20,6 @@ from mesh_attention.plan.program import stops
 from mesh_attention.plan.steps import AXIS_OF, Item, Kind, effects, running, transfers
 
 
-class Side(NamedTuple):
-    """What a step over a cache reads or writes in one piece: a span of an item's buffer, or all of it."""
-
-    item: Item
-    span: TokenSpan | None
-
-
 class Stretch(NamedTuple):
     """Tokens that are consecutive both in the buffer of some running sums and on the other side.
 
@@ -61,7 +54,6 @@ class Instruction:
 
     Receives of `arrivals` and sends of `departures` must be over before it. `opens` are the running sums that it is the
     first to add to, `stretches` are copied by a merge or a finish, `blanks` are finished although nothing was added.
-    `sides` are the rows and the partials of a decode, or the partials and the total of a combine.
     """
 
     index: int
@@ -73,7 +65,6 @@ class Instruction:
     stretches: tuple[Stretch, ...] = ()
     blanks: tuple[Stretch, ...] = ()
     turn: tuple[ops.Step, ...] = ()
-    sides: tuple[Side, ...] = ()
 
 
 class Exchanged(NamedTuple):
@@ -116,8 +107,7 @@ def compile_program(plan: Plan, rank: int) -> Compiled:
         steps, index = program.steps[stop.span.start : stop.span.stop], stop.span.start
         details = compiling.step(steps[0], calls.get(index, ()))
         turn = steps if stop.is_turn else ()
-        sides = _sides(steps[0], compiling.allocations)
-        instructions.append(Instruction(index, steps[0], stop.arrivals, stop.departures, *details, turn, sides))
+        instructions.append(Instruction(index, steps[0], stop.arrivals, stop.departures, *details, turn))
     held = _held_in_wholes(program.steps, matrix, compiling.allocations)
     return Compiled(
         plan,
@@ -184,21 +174,6 @@ def _allocations(
             if item not in allocations:
                 allocations[item] = lay_out((item,), matrix)
     return allocations
-
-
-def _sides(step: ops.Step, allocations: dict[Item, Allocation]) -> tuple[Side, ...]:
-    match step:
-        case ops.Decode(rows, _, partials):
-            return _side(rows, allocations), _side(partials, allocations)
-        case ops.Combine(partials, total):
-            return _side(partials, allocations), _side((total,), allocations)
-        case _:
-            return ()
-
-
-def _side(items: tuple[Item, ...], allocations: dict[Item, Allocation]) -> Side:
-    spans, last = allocations[items[0]].spans[items[0]], allocations[items[-1]].spans[items[-1]]
-    return Side(items[0], _unless_all(TokenSpan(spans[0].start, last[-1].stop), allocations[items[0]].tokens))
 
 
 Held = dict[tuple[Item, int], tuple[TokenSpan, ...]]

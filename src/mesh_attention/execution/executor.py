@@ -16,8 +16,8 @@ from typing_extensions import assert_never
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work, innermost
 from mesh_attention.errors import DisagreementError, TransportError
-from mesh_attention.execution.buffers import DTYPES, Allocation, Buffer, Fields, Meter, Span, part
-from mesh_attention.execution.compiled import Compiled, CompiledCall, Exchanged, Instruction, Side, Stretch
+from mesh_attention.execution.buffers import DTYPES, Allocation, Buffer, Fields, Meter, Span, TokenSpan, part
+from mesh_attention.execution.compiled import Compiled, CompiledCall, Exchanged, Instruction, Stretch
 from mesh_attention.kernels.base import Gradients, Kernel, Merging, RowGradient, Scores
 from mesh_attention.kernels.merging import TorchMerging
 from mesh_attention.plan.format import format_item, format_step
@@ -122,10 +122,10 @@ class Executor:
                     self._finish(item, instruction)
                 case Merge(partial):
                     self._merge(partial, instruction.stretches)
-                case Decode():
-                    self._decode(*instruction.sides)
-                case Combine():
-                    self._combine(*instruction.sides)
+                case Decode(rows, _, partials):
+                    self._decode(rows, partials)
+                case Combine(partials, total):
+                    self._combine(partials, total)
                 case Clear():
                     pass  # opened above; its blanks are filled when it is finished
                 case Collective():
@@ -214,17 +214,18 @@ class Executor:
 
     def _new_buffer(self, allocation: Allocation) -> Buffer:
         if self.pool is None:
-            return self._empty(allocation)
-        if allocation.items not in self.pool:
+            buffer = self._empty(allocation)
+        elif allocation.items in self.pool:
+            buffer = self.pool[allocation.items]
+        else:
             with torch.inference_mode(False):  # later passes need not be in inference mode
-                self.pool[allocation.items] = self._empty(allocation)
-        return self.pool[allocation.items]
+                buffer = self.pool[allocation.items] = self._empty(allocation)
+        self.meter.take(buffer.nbytes)
+        return buffer
 
     def _empty(self, allocation: Allocation) -> Buffer:
         tokens, batch = allocation.tokens, self.problem.batch
-        buffer = Buffer.empty(allocation.fmt, tokens=tokens, batch=batch, device=self.device)
-        self.meter.take(buffer.nbytes)
-        return buffer
+        return Buffer.empty(allocation.fmt, tokens=tokens, batch=batch, device=self.device)
 
     def _release(self, item: Item) -> None:
         buffer = self.buffers.pop(item)
@@ -253,23 +254,26 @@ class Executor:
                 # Not in a variable, which would keep them alive during the next call.
                 self._add_gradients(call, self.kernel.backward(q, k, v, upstream, scores))
 
-    def _decode(self, rows: Side, partials: Side) -> None:
+    def _decode(self, rows: tuple[Item, ...], partials: tuple[Item, ...]) -> None:
         assert self.cache is not None
-        is_home = rows.item.form == "home"
-        tokens = _by_token(self.inputs["q"]) if is_home else self.buffers[rows.item].by_token(rows.span)
-        for item in self.at.step.partials:  # type: ignore[union-attr]
-            self._allocate(item)
-        self.cache.decode(tokens, self.buffers[partials.item].by_token(partials.span))
-
-    def _combine(self, partials: Side, total: Side) -> None:
-        """The results of a shard, and of others where they are gathered, are in one buffer."""
-        assert self.cache is not None
-        ranks = self.problem.ranks
-        if ranks == 1:
-            self.buffers[total.item] = self.buffers[partials.item]
+        for partial in partials:
+            self._allocate(partial)
+        if rows[0].form == "home":  # the caller's tokens are those of all ranks
+            tokens = self.buffers[Item("q", self.compiled.rank, "home")].by_token(None)
         else:
-            parts, result = self.buffers[partials.item], self._allocate(total.item)
-            self.cache.combine(parts.by_token(partials.span, ranks), result.by_token(total.span))
+            tokens = self._side_by_side(rows)
+        self.cache.decode(tokens, self._side_by_side(partials))
+
+    def _combine(self, partials: tuple[Item, ...], total: Item) -> None:
+        assert self.cache is not None
+        self._allocate(total)
+        self.cache.combine(self._side_by_side(partials, parts=len(partials)), self._side_by_side((total,)))
+
+    def _side_by_side(self, items: tuple[Item, ...], parts: int = 0) -> Fields:
+        """The fields of items that follow each other in a buffer, by token."""
+        spans = self.compiled.allocations[items[0]].spans
+        span = TokenSpan(spans[items[0]][0].start, spans[items[-1]][-1].stop)
+        return self.buffers[items[0]].by_token(span, parts)
 
     def _add_output(self, call: CompiledCall, out: Tensor, lse: Tensor) -> None:
         for stretch in call.rows:
@@ -409,10 +413,6 @@ class Executor:
         for at, inside in self.compiled.copied.get(whole, ()):  # in a later wave of rows, it has no piece
             here, there = _parts(own, at), _parts(at_whole.fields, inside)
             self._copy(there, here) if inward else self._copy(here, there)
-
-
-def _by_token(fields: Fields) -> Fields:
-    return {name: tensor[0].transpose(0, 1) for name, tensor in fields.items()}
 
 
 def _clear(sums: Buffer, span: Span | None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.steps import Attend, Collective, Combine, Decode, Effects, Item, Step, effects
+from mesh_attention.plan.steps import Attend, Combine, Decode, Effects, Item, Step, effects
 from mesh_attention.problem import Problem
 
 
@@ -24,7 +24,10 @@ def shared_buffers(steps: Iterable[Step], kept: Iterable[tuple[Item, ...]] = ())
             leader[item] = item = leader[leader[item]]
         return item
 
+    steps = tuple(steps)
     sides = {side for step in steps for side in _sides(step)}
+    if any(isinstance(step, Decode) for step in steps):
+        sides.add(tuple({item for step in steps for item in effects(step).writes if item.form == "total"}))
     for side in sorted((side for side in sides.union(kept) if len(side) > 1), key=lambda side: list(map(_order, side))):
         for item in side:
             leader.setdefault(item, item)
@@ -53,9 +56,6 @@ def _sides(step: Step) -> Iterator[tuple[Item, ...]]:
             yield from (rows, partials)
         case Combine(partials, _):
             yield partials
-        case Collective(_, _, sends, recvs):
-            moved = {*(send.item for send in sends), *(recv.item for recv in recvs)}
-            yield tuple(item for item in moved if item.form == "total")
         case _:
             pass
 

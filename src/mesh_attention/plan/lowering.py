@@ -272,62 +272,59 @@ class _Lowering:
 class _CacheLowering(_Lowering):
     """The steps of a pass over a cache: a rank attends once, with all rows, and results are merged all at once."""
 
+    def __init__(self, matrix: BlockMatrix, schedule: Schedule, direction: Direction, rank: int) -> None:
+        super().__init__(matrix, schedule, direction, rank)
+        self.shards = [shard for shard in range(matrix.problem.ranks) if matrix.has_shard("row", shard)]
+        self.own = [shard for shard in self.shards if shard == rank]
+        self.gathered: list[int] = []  # the shards of which this rank has all partials
+        self.is_combined = False
+
     def meet(self, rows: tuple[int, ...], cols: tuple[int, ...], wave: int) -> None:
-        shards = sorted(self.assignment.peer("row", self.place, offset) for offset in rows)
-        items = [Item("q", shard) for shard in shards if self.matrix.has_shard("row", shard)]
-        if self.matrix.is_replicated:
-            items = [item._replace(form="home") for item in items]
-        if items:
-            partials = tuple([self._own_partial(item.shard) for item in items])
-            self.steps.append(ops.Decode(tuple(items), Item("kv", self.rank, "home"), partials))
-
-    def reduce(self, kind: Kind, wave: int) -> None:
-        sends = [ops.Send(Item(kind, shard), shard) for shard in self._shards(self._others())]
-        self._collective("reduce", kind, sends, self._partials_from_others([self.rank]), wave)
-        own = Item(kind, self.rank)
-        if self.rank in self._shards() and len(self._ranks()) > 1:  # its place among the others, to be merged in order
-            self.steps.append(ops.Pack(own, own._replace(source=self.rank)))
-
-    def spread(self, kind: Kind, wave: int) -> None:
-        shards = self._shards()
-        sends = [ops.Send(self._own_partial(shard), other) for other in self._others() for shard in shards]
-        self._collective("spread", kind, sends, self._partials_from_others(shards), wave)
-
-    def combine(self, kind: Kind, wave: int) -> None:
-        for shard in self._shards() if self._is_spread else self._shards([self.rank]):
-            sources = self._ranks() if len(self._ranks()) > 1 else [None]
-            partials = tuple([Item(kind, shard, source=source) for source in sources])
-            self.steps.append(ops.Combine(partials, Item(kind, shard, "total")))
+        queries: Form = "home" if self.matrix.is_replicated else "whole"
+        places = {self.assignment.peer("row", self.place, offset) for offset in rows}
+        items = tuple([Item("q", shard, queries) for shard in self.shards if shard in places])
+        partials = tuple([self._partial(item.shard) for item in items])
+        self.steps.append(ops.Decode(items, Item("kv", self.rank, "home"), partials))
 
     def gather(self, kind: Kind, wave: int) -> None:
-        form: Form = "total" if kind in OUTPUTS[self.direction] else "whole"
-        own = [Item(kind, shard, form) for shard in self._shards([self.rank])]
-        sends = [ops.Send(item, other) for other in self._others() for item in own]
-        recvs = [ops.Recv(Item(kind, shard, form), shard) for shard in self._shards(self._others(-1))]
+        """Every rank sends the others what it has: queries, partials of all rows, or once these are merged, results."""
+        if kind == "o" and not self.is_combined:
+            sends = [ops.Send(self._partial(shard), other) for other in self._others() for shard in self.shards]
+            self._collective("gather", kind, sends, self._arriving(self.shards), wave)
+            self.gathered = self.shards
+            return
+        form: Form = "total" if kind == "o" else "whole"
+        sends = [ops.Send(Item(kind, shard, form), other) for other in self._others() for shard in self.own]
+        recvs = [ops.Recv(Item(kind, other, form), other) for other in self._others(-1) if other in self.shards]
         self._collective("gather", kind, sends, recvs, wave)
 
-    @property
-    def _is_spread(self) -> bool:
-        return any(isinstance(move, GroupMove) and move.op == "spread" for move in self.schedule.moves)
+    def reduce(self, kind: Kind, wave: int) -> None:
+        sends = [ops.Send(self._partial(other), other) for other in self._others() if other in self.shards]
+        self._collective("reduce", kind, sends, self._arriving(self.own), wave)
+        self.gathered = self.own
 
-    def _ranks(self) -> Sequence[int]:
-        return self.assignment.group("row", self.place)
+    def combine(self, kind: Kind, wave: int) -> None:
+        for shard in self.gathered:
+            partials = tuple([Item(kind, shard, source=rank) for rank in range(self.matrix.problem.ranks)])
+            if partials[self.rank] != self._partial(shard):  # its place among the others
+                self.steps.append(ops.Pack(self._partial(shard), partials[self.rank]))
+            self.steps.append(ops.Combine(partials, Item(kind, shard, "total")))
+        self.is_combined = True
+
+    def _partial(self, shard: int) -> Item:
+        """This rank's own partial. If it is the only one, it is made in its place among those of other ranks; a rank
+        without others has the whole result at once."""
+        if self.matrix.problem.ranks == 1:
+            return Item("o", shard, "total")
+        return Item("o", shard, source=self.rank if len(self.shards) == 1 else None)
 
     def _others(self, direction: Literal[1, -1] = 1) -> list[int]:
         """The other ranks, the next one first, so that not all send to one; or in the order in which they send here."""
-        ranks = self._ranks()
-        return [ranks[(self.rank + direction * ahead) % len(ranks)] for ahead in range(1, len(ranks))]
+        ranks = self.matrix.problem.ranks
+        return [(self.rank + direction * ahead) % ranks for ahead in range(1, ranks)]
 
-    def _shards(self, among: Sequence[int] | None = None) -> list[int]:
-        """The shards that have any tokens."""
-        return [shard for shard in (self._ranks() if among is None else among) if self.matrix.has_shard("row", shard)]
-
-    def _own_partial(self, shard: int) -> Item:
-        return Item("o", shard, source=self.rank if self._is_spread and len(self._ranks()) > 1 else None)
-
-    def _partials_from_others(self, shards: Sequence[int]) -> list[ops.Recv]:
-        others = self._others(-1)
-        return [ops.Recv(Item("o", shard, source=other), other) for other in others for shard in self._shards(shards)]
+    def _arriving(self, shards: Sequence[int]) -> list[ops.Recv]:
+        return [ops.Recv(Item("o", shard, source=other), other) for other in self._others(-1) for shard in shards]
 
 
 def with_packs(

@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 
 from typing_extensions import assert_never
 
 from mesh_attention.errors import ScheduleError
-from mesh_attention.plan.assignment import Assignment, check_assignment
+from mesh_attention.masks import full
+from mesh_attention.plan.assignment import Assignment, Tile, check_assignment
 from mesh_attention.plan.blocks import BlockMatrix, block_matrix
 from mesh_attention.plan.format import format_move
 from mesh_attention.plan.layout import Layout
@@ -61,9 +63,7 @@ class Plan:
         if self.direction not in DIRECTIONS:
             raise ScheduleError(f"direction {self.direction!r}: expected {' or '.join(DIRECTIONS)}")
         check_assignment(self.assignment, self.problem)
-        is_plain = self.direction == "forward" and self.assignment.waves == 1 and not self.schedule.keep
-        if self.matrix.is_over_cache and not is_plain:
-            raise ScheduleError("a pass over a cache is a forward pass in one wave that keeps nothing")
+        _check_cache(self)
         if self.programs is None:
             _check_moves(self.schedule, self.direction, self.assignment, self.matrix.is_over_cache)
             return
@@ -140,6 +140,34 @@ class Plan:
         return f"<Plan {what}, {self.digest[:12]}>"
 
 
+def _check_cache(plan: Plan) -> None:
+    """Check that a pass over a cache is one that caches and kernels can do, and that no other pass is like it."""
+    problem, matrix = plan.problem, plan.matrix
+    if not matrix.is_over_cache:
+        if matrix.is_replicated:
+            raise ScheduleError(f"layout {plan.layout.text}: only queries over a cache (layout past) are replicated")
+        return
+    if plan.direction != "forward" or plan.schedule.keep or plan.assignment != Assignment(Tile(problem.ranks, 1)):
+        raise ScheduleError(
+            f"a {plan.direction} pass over a cache in {plan.assignment} tiles that keeps "
+            f"{','.join(plan.schedule.keep) or 'nothing'}: expected forward, {problem.ranks}x1, nothing"
+        )
+    if problem.batch != 1 or problem.mask != full():
+        raise ScheduleError(
+            f"a pass over a cache with batch={problem.batch} and mask {problem.mask}: expected batch=1 and a full "
+            "mask, because the cache knows which keys each query sees"
+        )
+    matrix.home_segments("col", 0)  # refuses other lengths than one position for each rank
+    start = 0
+    for segment in chain.from_iterable(matrix.home_segments("row", rank) for rank in range(problem.ranks)):
+        if segment != range(start, start + len(segment)):
+            raise ScheduleError(
+                f"queries over a cache on layout {plan.layout.text}: expected a run for each rank, in the order of "
+                "ranks, because their partials are computed in one piece"
+            )
+        start += len(segment)
+
+
 def _check_steps(programs: tuple[Program, ...]) -> None:
     """Check that programs are made of steps; verification checks the rest."""
     if not isinstance(programs, tuple) or not all(
@@ -161,7 +189,7 @@ def _check_moves(schedule: Schedule, direction: Direction, assignment: Assignmen
         match move:
             case _ if not 0 <= move.wave < assignment.waves:
                 fits = False
-            case GroupMove("spread" | "combine", kind):
+            case GroupMove("combine", kind):
                 fits = kind in outputs and is_over_cache
             case Meet(rows, cols):
                 fits = all(0 <= row < sizes["row"] for row in rows) and all(0 <= col < sizes["col"] for col in cols)

@@ -14,9 +14,8 @@ only removes: `lowering` turns the moves into one rank's steps and leaves out wh
 
 Over a cache, `meet` appends and attends in one (`Decode`), and results are merged all at once:
 
-    spread o              every rank sends its partials to all others
-    combine o             merge all partials of the rows that this rank merges
-    gather o              every rank sends its results to all others
+    combine o             merge all partials of the rows of which this rank has all partials
+    gather o              every rank sends its partials to all others, or after `combine` its results
 
 A pass in several waves says of each move which wave it belongs to: 1: fetch kv 2.
 """
@@ -34,7 +33,7 @@ from mesh_attention.units import brief
 Route = Literal["ring", "direct"]
 """ring: passed on from neighbour to neighbour. direct: straight from, or to, the home."""
 ROUTES: tuple[Route, ...] = ("ring", "direct")
-GroupOp = Literal["gather", "reduce", "exchange", "unpack", "spread", "combine"]
+GroupOp = Literal["gather", "reduce", "exchange", "unpack", "combine"]
 GROUP_OPS: tuple[GroupOp, ...] = get_args(GroupOp)
 
 

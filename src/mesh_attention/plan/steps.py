@@ -99,14 +99,14 @@ class Send:
     dest: int
 
 
-CollectiveOp = Literal["gather", "reduce", "spread"]
+CollectiveOp = Literal["gather", "reduce"]
 COLLECTIVE_OPS: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Sends and receives that all ranks of a group make at once: of whole items (gather), of partials to their homes
-    (reduce), or of partials to all ranks (spread)."""
+    """Sends and receives that all ranks of a group make at once: to all of them (gather), or of partials to their homes
+    (reduce)."""
 
     op: CollectiveOp
     group: tuple[int, ...]

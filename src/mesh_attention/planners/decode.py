@@ -106,24 +106,26 @@ def plan_decode(shape: StepShape, *, queries: Queries = "replicated", combining:
     problem = shape.problem(queries)
     combining = combining or suitable_combining(problem, queries)
     everything = tuple(range(shape.ranks))
-    moves: list[Move] = [Meet(everything, (0,)), GroupMove("reduce", "o"), GroupMove("combine", "o")]
+    attend = Meet(everything, (0,))
+    gather, reduce, combine = (GroupMove(op, "o") for op in ("gather", "reduce", "combine"))
     layout: Layout
-    if queries == "sharded":
+    moves: tuple[Move, ...]
+    if shape.ranks == 1:
+        layout, moves = Replicated(Undivided()), (attend,)
+    elif queries == "sharded":
         layout = Listed(tuple((run,) if run else () for run in shape.runs))
-        moves = [GroupMove("gather", "q"), *moves]
+        moves = GroupMove("gather", "q"), attend, reduce, combine
     elif combining == "reduce_scatter":
-        layout = Replicated(Contiguous())
-        moves = [*moves, GroupMove("gather", "o")]
+        layout, moves = Replicated(Contiguous()), (attend, reduce, combine, gather)
     else:
-        layout = Replicated(Undivided())
-        moves[1] = GroupMove("spread", "o")
+        layout, moves = Replicated(Undivided()), (attend, gather, combine)
     return Plan(
         method="decode",
         direction="forward",
         problem=problem,
         layout=Cached(layout, Past()),
         assignment=Assignment(Tile(shape.ranks, 1)),
-        schedule=Schedule(moves=tuple(moves)),
+        schedule=Schedule(moves=moves),
     )
 
 

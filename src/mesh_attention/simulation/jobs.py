@@ -46,7 +46,7 @@ class Prices:
                 return self.device.touch_seconds(2 * self._nbytes(running(partial)) + self._nbytes(partial))
             case steps.Decode():
                 return self.attend_s
-            case steps.Combine(partials, total) if len(partials) > 1:
+            case steps.Combine(partials, total):
                 return self.device.touch_seconds(sum(map(self._nbytes, partials)) + self._nbytes(total))
             case steps.Pack(_, after):
                 return self.device.touch_seconds(2 * self._nbytes(after))
@@ -58,7 +58,7 @@ class Prices:
                 return self.device.touch_seconds(2 * self._nbytes(after))  # staged, or copied as its own piece
             case steps.Unpack(before):
                 return self.device.touch_seconds(2 * self._nbytes(before))
-            case steps.Recv() | steps.Send() | steps.Collective() | steps.Exchange() | steps.Free() | steps.Combine():
+            case steps.Recv() | steps.Send() | steps.Collective() | steps.Exchange() | steps.Free():
                 return 0.0
             case _:
                 assert_never(step)

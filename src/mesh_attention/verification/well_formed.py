@@ -53,29 +53,27 @@ def form(evidence: Evidence) -> Iterator[Breach]:
                 yield Breach("form", program.rank, index, flaw)
 
 
-OVER_CACHE = (
-    *(steps.Decode, steps.Combine, steps.Pack, steps.Free),
-    *(steps.Send, steps.Recv, steps.Collective),
-)
-"""The steps of a pass over a cache."""
+OVER_CACHE = (steps.Decode, steps.Combine)
+"""Steps of a pass over a cache alone."""
+NEVER_OVER_CACHE = (steps.Exchange, steps.Unpack, steps.Attend, steps.Merge, steps.Clear, steps.Finish)
+"""Steps of other passes alone."""
 
 
 def _flaws(evidence: Evidence, rank: int, step: Step) -> Iterator[str]:
-    outputs = OUTPUTS[evidence.plan.direction]
-    if not evidence.matrix.is_over_cache and isinstance(step, steps.Decode | steps.Combine):
-        yield "only a pass over a cache decodes and combines"
-        return
-    if evidence.matrix.is_over_cache and not isinstance(step, OVER_CACHE):
-        yield f"a pass over a cache has no step '{format_step(step)}'"
+    outputs, is_over_cache = OUTPUTS[evidence.plan.direction], evidence.matrix.is_over_cache
+    if isinstance(step, NEVER_OVER_CACHE if is_over_cache else OVER_CACHE):
+        yield f"a pass {'over a' if is_over_cache else 'without a'} cache has no step '{format_step(step)}'"
         return
     match step:
         case steps.Decode():
             yield from _flaws_of_decode(evidence, rank, step)
         case steps.Combine():
             yield from _flaws_of_combine(evidence, step)
-        case steps.Pack(before, after) if before.kind in outputs:
-            if before != after._replace(source=None) or before.form != "whole" or after.source != rank:
+        case steps.Pack(before, after) if is_over_cache and before.kind in outputs:
+            if before.form != "whole" or before.source is not None or after != before._replace(source=rank):
                 yield "a partial is packed to take its place among those of other ranks; expected this rank's own"
+        case steps.Pack(before) if is_over_cache and (before.kind != "q" or evidence.matrix.is_replicated):
+            yield f"{format_item(before)} stays where it is: over a cache, only queries of one rank alone are packed"
         case steps.Attend():
             yield from _flaws_of_attend(evidence, step)
         case Send() | Recv():
@@ -138,30 +136,29 @@ def _flaws_of_decode(evidence: Evidence, rank: int, decode: steps.Decode) -> Ite
         yield "a decode takes the queries of all shards, in order"
     if decode.cache != Item("kv", rank, "home"):
         yield f"{format_item(decode.cache)} is not this rank's cache"
-    expected = [Item("o", row.shard) for row in decode.rows]
-    if [partial._replace(source=None) for partial in decode.partials] != expected or any(
-        partial.source not in (None, rank) for partial in decode.partials
-    ):
-        yield "a decode gives this rank's partial of every row, in order"
+    partials = tuple(Item("o", shard) for shard in shards)
+    allowed = [partials]
+    if len(shards) == 1:  # in one piece also where it is merged, or where the result is
+        allowed += [(partials[0]._replace(source=rank),), (partials[0]._replace(form="total"),)]
+    if decode.partials not in allowed:
+        yield "a decode gives this rank's partial of every row, in order; one alone perhaps where it is merged"
 
 
 def _flaws_of_combine(evidence: Evidence, combine: steps.Combine) -> Iterator[str]:
     """Everybody merges in the order of ranks, so that results that several ranks merge are equal to the last bit."""
-    ranks, total = evidence.plan.problem.ranks, combine.total
-    sources = range(ranks) if ranks > 1 else [None]
-    if total.form != "total" or combine.partials != tuple(Item("o", total.shard, source=each) for each in sources):
+    total, sources = combine.total, range(evidence.plan.problem.ranks)
+    if total.form != "total" or combine.partials != tuple(Item("o", total.shard, source=rank) for rank in sources):
         yield f"{format_item(total)} must be made of the partials of all ranks, in order"
 
 
 def _flaws_of_transfer(evidence: Evidence, rank: int, end: Send | Recv) -> Iterator[str]:
     """A partial is labelled with its sender where it arrives; nothing else that travels has a label."""
     assignment, item = evidence.plan.assignment, end.item
-    is_partial = item.kind in OUTPUTS[evidence.plan.direction]
-    is_partial = is_partial and item.form != "total"
+    is_partial = item.kind in OUTPUTS[evidence.plan.direction] and item.form == "whole"
     peer, label = (end.dest, None) if isinstance(end, Send) else (end.source, end.source if is_partial else None)
-    if isinstance(end, Send) and is_partial and evidence.matrix.is_over_cache and item.source == rank:
+    if isinstance(end, Send) and is_partial and item.source == rank:  # made in its place among those of other ranks
         label = rank
-    if item.form != "whole" and (item.form != "total" or not evidence.matrix.is_replicated):
+    if item.form not in ("whole", "total"):
         yield f"{format_item(item)} does not travel"
     elif item.source != label:
         expected = format_item(item._replace(source=label))

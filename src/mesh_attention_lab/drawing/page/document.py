@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.errors import writing
+from mesh_attention.errors import UsageError, writing
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.counts import RankCosts, rank_costs
@@ -41,6 +41,13 @@ class Scene:
     plans: Mapping[Direction, Plan]
     forecasts: Mapping[Direction, Timeline]
     measured: Mapping[Direction, Timeline] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if any(plan.matrix.is_over_cache for plan in self.plans.values()):
+            raise UsageError(
+                "a plan over a cache cannot be shown on the explorer page, which draws known keys; print the plan, or "
+                "write its forecast with drawing.trace"
+            )
 
     @property
     def ranks(self) -> int:
