@@ -27,9 +27,8 @@ from mesh_attention.plan.format import format_step
 from mesh_attention.plan.steps import Combine, Decode, Item
 from mesh_attention.planners.decode import COMBININGS, QUERIES, StepShape, plan_decode
 from mesh_attention.serving.step_runner import LayerCache, StepState
-from mesh_attention_lab.drawing.page import Scene, page
+from mesh_attention_lab.drawing.page import Scene
 from mesh_attention_lab.drawing.trace import to_perfetto
-from mesh_attention_lab.scenes import scene_of
 
 CPU = torch.device("cpu")
 
@@ -146,7 +145,7 @@ def test_a_plan_of_a_step_is_right_over_every_cover_of_the_past(data: st.DataObj
 
 
 @pytest.mark.parametrize("how", [{}, {"combining": "reduce_scatter"}, {"queries": "sharded"}], ids=str)
-def test_forecasts_of_a_step_have_traces_and_the_explorer_page_says_that_it_cannot_show_them(
+def test_a_forecast_of_a_step_has_a_trace_and_no_explorer_page(
     how: dict[str, Any],
 ) -> None:
     sizes = {"ranks": 4, "heads": 4, "kv_heads": 2, "head_dim_qk": 8, "head_dim_v": 8}
@@ -156,6 +155,4 @@ def test_forecasts_of_a_step_have_traces_and_the_explorer_page_says_that_it_cann
     names = {event["name"] for event in to_perfetto(timeline)["traceEvents"]}
     assert {format_step(step) for step in plan.steps(0) if isinstance(step, Decode | Combine)} <= names
     with pytest.raises(UsageError, match="over a cache cannot be shown on the explorer page"):
-        scene_of({"forward": plan}, cluster, report=lambda activity, fraction: None)
-    with pytest.raises(UsageError, match="over a cache cannot be shown on the explorer page"):
-        page([Scene(method="decode", plans={"forward": plan}, forecasts={"forward": timeline})], title="")
+        Scene(method="decode", plans={"forward": plan}, forecasts={"forward": timeline})
