@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import test_cli
-from mesh_attention.plan.serving import cache_nbytes
 from test_cli import Run, as_json, assert_refused
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, parse_plan
+from mesh_attention.plan.footprint import cache_nbytes
 from mesh_attention.planners.choice import Choice
 from mesh_attention.tuning.result import tuning_from_json
-from mesh_attention_lab.decoding import forecast_decoding
+from mesh_attention_lab.decoding import by_time, decode_forecasts
 
 run = test_cli.run
 """The fixture."""
@@ -128,12 +128,12 @@ def test_a_step_as_json_is_the_forecast(run: Run) -> None:
         batch=8,
         mask=causal(),
     )
-    meant = forecast_decoding(problem, cluster_named("h100x16"), queries="replicated")
-    assert [one["name"] for one in answer["forecasts"]] == [one.plan.name for one in meant]
+    meant = by_time(decode_forecasts(problem, cluster_named("h100x16"), queries="replicated"))
+    assert [one["name"] for one in answer["forecasts"]] == [one.name for one in meant]
     assert [one["time_s"] for one in answer["forecasts"]] == [one.time_s for one in meant]
     assert answer["time_s"] == pytest.approx(32 * meant[0].time_s)
     assert answer["cache_nbytes"] == cache_nbytes(problem, layers=32)
-    assert answer["forecasts"][0]["plan"]["sequences"] == 8
+    assert parse_plan(answer["forecasts"][0]["plan"]) == meant[0].plan
 
 
 # Replay

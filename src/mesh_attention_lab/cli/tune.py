@@ -67,7 +67,7 @@ from mesh_attention_lab.cli.terminal import (
     token_words,
 )
 from mesh_attention_lab.comparison import choice_without_costs
-from mesh_attention_lab.decoding import forecast_decoding
+from mesh_attention_lab.decoding import by_time, decode_forecasts
 from mesh_attention_lab.drawing.canvas import save_chart
 from mesh_attention_lab.drawing.time_charts import ChartX, time_chart
 from mesh_attention_lab.drawing.trace import write_trace
@@ -167,7 +167,7 @@ def _tune_decoding(options: TuneOptions, topology: Topology) -> None:
     """A decoded step has a fixed program, so only how queries are held and partial results combined is chosen."""
     options.refuse_with("--decode", "backward", "layout", "memory", "chart", "against", "trace")
     problem = options.decoded(topology.ranks)
-    forecasts = forecast_decoding(problem, topology, queries=options.queries)
+    forecasts = by_time(decode_forecasts(problem, topology, queries=options.queries))
     if options.json:
         typer.echo(json.dumps(decoding_as_json(problem, topology, forecasts, options.layers)))
         return
