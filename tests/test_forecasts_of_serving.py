@@ -220,9 +220,43 @@ def test_the_way_may_be_stated() -> None:
 
 
 def test_ranks_that_share_a_nic_wait_for_each_other() -> None:
-    alone, shared = (decode_forecasts(DECODED, replace(NODES, nics_per_node=nics))[1].exchange_s for nics in (8, 1))
-    latencies_s = 2 * NODES.between.latency_us * 1e-6
-    assert shared - latencies_s == pytest.approx(8 * (alone - latencies_s))
+    alone, shared = (decode_forecasts(DECODED, replace(NODES, nics_per_node=nics))[1].timeline for nics in (8, 1))
+    sent_s = alone.sent_nbytes["between"] / 16 / (NODES.between.gb_per_s * 1e9)
+    assert shared.time_s - alone.time_s == pytest.approx(7 * sent_s)
+
+
+def test_an_exchange_has_the_latency_of_one_message_however_many_ranks_there_are() -> None:
+    links = {"inside": Link(gb_per_s=1e6, latency_us=7), "between": Link(gb_per_s=1e6, latency_us=50)}
+    for ranks in (8, 64, 512):
+        topology = replace(NODES, ranks=ranks, **links)
+        for forecast in decode_forecasts(replace(DECODED, ranks=ranks), topology):
+            latency_s = forecast.exchanges * (7e-6 if ranks == 8 else 50e-6)
+            assert forecast.timeline.time_s - forecast.attend_s == pytest.approx(latency_s, abs=20e-6)
+
+
+@given(
+    ranks=st.integers(2, 9),
+    batch=st.integers(1, 12),
+    new=st.integers(1, 3),
+    per_node=st.integers(1, 4),
+    number=st.integers(0, 2),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_forecast_sends_the_bytes_that_the_plan_does(
+    ranks: int, batch: int, new: int, per_node: int, number: int
+) -> None:
+    topology = replace(NODES, ranks=ranks, ranks_per_node=per_node, nics_per_node=1)
+    problem = problem_of(new, 100, ranks=ranks, batch=batch, heads=6, kv_heads=2)
+    forecast = decode_forecasts(problem, topology)[number]
+    costs = [rank_costs(forecast.plan, rank) for rank in range(ranks)]
+    assert sum(forecast.timeline.sent_nbytes.values()) == sum(cost.sent_nbytes for cost in costs)
+    assert sum(cost.sent_nbytes for cost in costs) == sum(cost.received_nbytes for cost in costs)
+    assert forecast.sent_nbytes == max(cost.sent_nbytes for cost in costs)
+    spans = simulate(forecast.plan, topology, attend_s=forecast.attend_s, spans_of=range(ranks)).spans
+    for lane, sent in (("send", True), ("recv", False)):
+        moved = sum(span.nbytes for span in spans if span.lane == lane)
+        assert moved == sum(cost.sent_nbytes if sent else cost.received_nbytes for cost in costs)
+    assert all(0 <= span.start_s < span.stop_s <= forecast.time_s * (1 + 1e-9) for span in spans)
 
 
 def test_steps_that_are_none_are_refused() -> None:
