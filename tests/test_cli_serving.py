@@ -136,6 +136,16 @@ def test_a_step_as_json_is_the_forecast(run: Run) -> None:
     assert parse_plan(answer["forecasts"][0]["plan"]) == meant[0].plan
 
 
+def test_a_step_is_traced_and_its_plan_is_a_plan_file(run: Run, tmp_path: Path) -> None:
+    trace, file = tmp_path / "trace.json", tmp_path / "plan.txt"
+    answer = as_json(run(f"{DECODE} --queries sharded --json --trace", trace))
+    names = {event.get("name", "") for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]}
+    assert any(name.startswith("decode q0") for name in names)
+    file.write_text(answer["forecasts"][0]["plan"], encoding="utf-8")
+    assert run("verify", file).code == 0
+    assert_refused(run("simulate --cluster h100x16", file), "is a decoded step, which does not say how much is cached")
+
+
 # Replay
 
 

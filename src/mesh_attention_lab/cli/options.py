@@ -352,6 +352,11 @@ class PlannedOptions(ChoiceOptions, ClusterOptions):
             "backward",
         )
         plan = checked_plan(file, report)
+        if plan.matrix.is_over_cache:
+            raise UsageError(
+                f"{file} is a decoded step, which does not say how much is cached; use 'mesh-attention tune --decode "
+                "--cached TOKENS'"
+            )
         if plan.problem.ranks != self.topology.ranks:
             raise UsageError(
                 f"{file} is for {count(plan.problem.ranks, 'rank')}, but the cluster has {self.topology.ranks:,}; "
