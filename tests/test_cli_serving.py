@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import test_cli
-from mesh_attention.plan.serving import cache_nbytes
 from test_cli import Run, as_json, assert_refused
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, parse_plan
+from mesh_attention.plan.footprint import cache_nbytes
 from mesh_attention.planners.choice import Choice
 from mesh_attention.tuning.result import tuning_from_json
-from mesh_attention_lab.decoding import forecast_decoding
+from mesh_attention_lab.decoding import by_time, decode_forecasts
 
 run = test_cli.run
 """The fixture."""
@@ -128,12 +128,22 @@ def test_a_step_as_json_is_the_forecast(run: Run) -> None:
         batch=8,
         mask=causal(),
     )
-    meant = forecast_decoding(problem, cluster_named("h100x16"), queries="replicated")
-    assert [one["name"] for one in answer["forecasts"]] == [one.plan.name for one in meant]
+    meant = by_time(decode_forecasts(problem, cluster_named("h100x16"), queries="replicated"))
+    assert [one["name"] for one in answer["forecasts"]] == [one.name for one in meant]
     assert [one["time_s"] for one in answer["forecasts"]] == [one.time_s for one in meant]
     assert answer["time_s"] == pytest.approx(32 * meant[0].time_s)
     assert answer["cache_nbytes"] == cache_nbytes(problem, layers=32)
-    assert answer["forecasts"][0]["plan"]["sequences"] == 8
+    assert parse_plan(answer["forecasts"][0]["plan"]) == meant[0].plan
+
+
+def test_a_step_is_traced_and_its_plan_is_a_plan_file(run: Run, tmp_path: Path) -> None:
+    trace, file = tmp_path / "trace.json", tmp_path / "plan.txt"
+    answer = as_json(run(f"{DECODE} --queries sharded --json --trace", trace))
+    names = {event.get("name", "") for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]}
+    assert any(name.startswith("decode q0") for name in names)
+    file.write_text(answer["forecasts"][0]["plan"], encoding="utf-8")
+    assert run("verify", file).code == 0
+    assert_refused(run("simulate --cluster h100x16", file), "is a decoded step, which does not say how much is cached")
 
 
 # Replay

@@ -9,29 +9,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mesh_attention.plan.serving import MOST_DECODED, cache_nbytes, layer_nbytes
 
 from mesh_attention import Problem, ShardedCache, causal, cluster_named, make_plan, rank_costs
 from mesh_attention.comm.base import Parcel
 from mesh_attention.errors import MemoryLimitError, ProblemError, TopologyError
 from mesh_attention.masks import BlockKind
 from mesh_attention.plan.assignment import Tile, tiles_of
+from mesh_attention.plan.footprint import cache_nbytes, kv_nbytes, layer_nbytes
 from mesh_attention.plan.kernel_calls import kernel_calls
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.planners.choice import Choice
 from mesh_attention.planners.costs import limits
+from mesh_attention.planners.decode import MOST_DECODED
 from mesh_attention.serving import CachedLayer
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Link, Topology
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.tuning.tune import tune
 from mesh_attention_lab.cli.serving import travel_words, turn_rivals
-from mesh_attention_lab.decoding import (
-    decode_plans,
-    forecast_decoding,
-    forecast_plan,
-    kv_nbytes,
-)
+from mesh_attention_lab.decoding import DecodeForecast, by_time, decode_forecasts
 from mesh_attention_lab.decoding import travel_words as decode_travel_words
 from mesh_attention_lab.replay import decoding as replayed
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
@@ -165,31 +161,11 @@ DECODED = problem_of(1, 2**20, batch=8)
 
 
 def steps(problem: Problem = DECODED, topology: Topology = NODES) -> dict[str, float]:
-    return {one.plan.name: one.time_s for one in forecast_decoding(problem, topology)}
+    return {forecast.name: forecast.time_s for forecast in decode_forecasts(problem, topology)}
 
 
-@given(
-    ranks=st.integers(1, 20),
-    sequences=st.integers(1, 9),
-    queries=st.integers(1, 3),
-    number=st.integers(0, 2),
-)
-@settings(max_examples=60, deadline=None)
-def test_messages_add_up_to_what_a_plan_sends_and_receives(
-    ranks: int, sequences: int, queries: int, number: int
-) -> None:
-    plan = decode_plans(problem_of(queries, 100, ranks=ranks, batch=sequences, heads=6, kv_heads=2))[number]
-    for rank in range(ranks):
-        others = [other for other in range(ranks) if other != rank]
-        sent, received = (
-            sum(
-                plan.exchanged_nbytes(e, *((rank, other) if is_sent else (other, rank)))
-                for e in range(plan.exchanges)
-                for other in others
-            )
-            for is_sent in (True, False)
-        )
-        assert (sent, received) == (plan.sent_nbytes(rank), plan.received_nbytes(rank))
+def chosen_first(problem: Problem, topology: Topology) -> tuple[DecodeForecast, ...]:
+    return by_time(decode_forecasts(problem, topology))
 
 
 def test_a_decoded_step_takes_longer_with_more_of_anything() -> None:
@@ -212,21 +188,21 @@ def test_a_decoded_step_takes_longer_with_more_of_anything() -> None:
 def test_reading_keys_and_values_bounds_every_step() -> None:
     bound = kv_nbytes(DECODED) / (NODES.device.memory_gb_per_s * 1e9)
     assert kv_nbytes(DECODED) == 8 * (2**20 // 16 + 1) * 8 * 256 * 2
-    for one in forecast_decoding(DECODED, NODES):
+    for one in decode_forecasts(DECODED, NODES):
         assert one.time_s > one.attend_s > bound
         assert one.time_s == pytest.approx(one.attend_s + one.exchange_s + one.merge_s)
 
 
 def test_small_partials_are_gathered_and_large_ones_meet_in_slices() -> None:
     for batch, name in ((1, "replicated, all_gather"), (256, "replicated, reduce_scatter")):
-        found = forecast_decoding(replace(DECODED, batch=batch), NODES, queries="replicated")
-        assert found[0].plan.name == name
+        found = by_time(decode_forecasts(replace(DECODED, batch=batch), NODES, queries="replicated"))
+        assert found[0].name == name
     assert all(a.time_s <= b.time_s for a, b in pairwise(found))
 
 
 def test_every_plan_but_the_first_has_a_reason() -> None:
     for topology in (NODES, cluster_named("h100x1"), cluster_named("laptopx2")):
-        found = forecast_decoding(replace(DECODED, ranks=topology.ranks), topology)
+        found = chosen_first(replace(DECODED, ranks=topology.ranks), topology)
         assert not found[0].reason
         assert all(one.reason for one in found[1:])
     assert decode_travel_words(DECODED) == (
@@ -235,26 +211,59 @@ def test_every_plan_but_the_first_has_a_reason() -> None:
 
 
 def test_one_rank_exchanges_nothing() -> None:
-    found = forecast_decoding(replace(DECODED, ranks=1), cluster_named("h100x1"))
+    found = chosen_first(replace(DECODED, ranks=1), cluster_named("h100x1"))
     assert {(one.exchange_s, one.merge_s, one.sent_nbytes) for one in found} == {(0.0, 0.0, 0)}
 
 
 def test_the_way_may_be_stated() -> None:
-    assert [one.plan.name for one in forecast_decoding(DECODED, NODES, queries="sharded")] == ["sharded"]
+    assert [one.name for one in decode_forecasts(DECODED, NODES, queries="sharded")] == ["sharded"]
 
 
 def test_ranks_that_share_a_nic_wait_for_each_other() -> None:
-    plan = decode_plans(DECODED)[1]
-    alone, shared = (forecast_plan(plan, DECODED, replace(NODES, nics_per_node=nics)).exchange_s for nics in (8, 1))
-    latencies_s = plan.exchanges * NODES.between.latency_us * 1e-6
-    assert shared - latencies_s == pytest.approx(8 * (alone - latencies_s))
+    alone, shared = (decode_forecasts(DECODED, replace(NODES, nics_per_node=nics))[1].timeline for nics in (8, 1))
+    sent_s = alone.sent_nbytes["between"] / 16 / (NODES.between.gb_per_s * 1e9)
+    assert shared.time_s - alone.time_s == pytest.approx(7 * sent_s)
+
+
+def test_an_exchange_has_the_latency_of_one_message_however_many_ranks_there_are() -> None:
+    links = {"inside": Link(gb_per_s=1e6, latency_us=7), "between": Link(gb_per_s=1e6, latency_us=50)}
+    for ranks in (8, 64, 512):
+        topology = replace(NODES, ranks=ranks, **links)
+        for forecast in decode_forecasts(replace(DECODED, ranks=ranks), topology):
+            latency_s = forecast.exchanges * (7e-6 if ranks == 8 else 50e-6)
+            assert forecast.timeline.time_s - forecast.attend_s == pytest.approx(latency_s, abs=20e-6)
+
+
+@given(
+    ranks=st.integers(2, 9),
+    batch=st.integers(1, 12),
+    new=st.integers(1, 3),
+    per_node=st.integers(1, 4),
+    number=st.integers(0, 2),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_forecast_sends_the_bytes_that_the_plan_does(
+    ranks: int, batch: int, new: int, per_node: int, number: int
+) -> None:
+    topology = replace(NODES, ranks=ranks, ranks_per_node=per_node, nics_per_node=1)
+    problem = problem_of(new, 100, ranks=ranks, batch=batch, heads=6, kv_heads=2)
+    forecast = decode_forecasts(problem, topology)[number]
+    costs = [rank_costs(forecast.plan, rank) for rank in range(ranks)]
+    assert sum(forecast.timeline.sent_nbytes.values()) == sum(cost.sent_nbytes for cost in costs)
+    assert sum(cost.sent_nbytes for cost in costs) == sum(cost.received_nbytes for cost in costs)
+    assert forecast.sent_nbytes == max(cost.sent_nbytes for cost in costs)
+    spans = simulate(forecast.plan, topology, attend_s=forecast.attend_s, spans_of=range(ranks)).spans
+    for lane, sent in (("send", True), ("recv", False)):
+        moved = sum(span.nbytes for span in spans if span.lane == lane)
+        assert moved == sum(cost.sent_nbytes if sent else cost.received_nbytes for cost in costs)
+    assert all(0 <= span.start_s < span.stop_s <= forecast.time_s * (1 + 1e-9) for span in spans)
 
 
 def test_steps_that_are_none_are_refused() -> None:
-    with pytest.raises(ProblemError, match="at most 16 new tokens of each sequence, got 17"):
-        forecast_decoding(problem_of(MOST_DECODED + 1, 100), NODES)
-    with pytest.raises(TopologyError, match="the problem has 4 ranks and h100 has 16"):
-        forecast_decoding(replace(DECODED, ranks=4), NODES)
+    with pytest.raises(ProblemError, match=r"17 new tokens of a sequence: .* at most 16 new tokens of each sequence"):
+        decode_forecasts(problem_of(MOST_DECODED + 1, 100), NODES)
+    with pytest.raises(TopologyError, match="the plan has 4 ranks and h100 has 16"):
+        decode_forecasts(replace(DECODED, ranks=4), NODES)
 
 
 # Replays
@@ -286,23 +295,22 @@ def tiny(*, batch: int = 3, queries: int = 1) -> Problem:
 @pytest.mark.parametrize("queries", [1, 3])
 def test_every_plan_of_a_step_is_played(queries: int) -> None:
     problem = tiny(queries=queries)
-    plans = decode_plans(problem)
-    topology = cluster_named("h200x4")
+    forecasts = decode_forecasts(problem, cluster_named("h200x4"))
     settings = {"rank": 0, "device": CPU, "rounds": 2, "cuda_graphs": True}
-    found = replayed.replay_decoding(problem, plans, topology, report=lambda activity, fraction: None, **settings)  # type: ignore[arg-type]
-    assert [step.plan for step in found.steps] == plans
+    found = replayed.replay_decoding(problem, forecasts, report=lambda activity, fraction: None, **settings)  # type: ignore[arg-type]
+    assert tuple(step.forecast for step in found.steps) == forecasts
     assert (found.kernel, found.is_captured, found.layers) == ("torch", False, 2)
     assert found.kv_nbytes == kv_nbytes(problem)
     for step in found.steps:
         assert len(step.times_s) == 2
         assert step.time_s > 0
-        assert step.forecast_s == forecast_plan(step.plan, problem, topology).time_s
+        assert step.forecast_error == step.forecast.time_s / step.time_s - 1
     assert found.attend_gb_per_s == pytest.approx(found.kv_nbytes / found.attend_s / 1e9)
 
 
 def test_exchanges_of_a_played_step_are_one_copy_each_way_of_the_plans_bytes() -> None:
     problem = tiny()
-    for plan in decode_plans(problem):
+    for forecast in decode_forecasts(problem, cluster_named("h200x4")):
         copied = list[tuple[int, int]]()
 
         class Counted(JoinedComm):
@@ -313,9 +321,10 @@ def test_exchanges_of_a_played_step_are_one_copy_each_way_of_the_plans_bytes() -
                 return found
 
         stage = replayed.FilledCache(problem, device=CPU)
-        replayed.DecodeActor(plan, stage, Counted(0, 4, device=CPU)).run()
-        assert len(copied) == 2 * plan.exchanges * stage.layers
-        for is_sent, nbytes in ((True, plan.sent_nbytes(0)), (False, plan.received_nbytes(0))):
+        replayed.DecodeActor(forecast.plan, stage, Counted(0, 4, device=CPU)).run()
+        assert len(copied) == 2 * forecast.exchanges * stage.layers
+        costs = rank_costs(forecast.plan, 0)
+        for is_sent, nbytes in ((True, costs.sent_nbytes), (False, costs.received_nbytes)):
             assert sum(n for sent, n in copied if sent == is_sent) == stage.layers * nbytes
 
 

@@ -1,22 +1,24 @@
-"""Forecasts of a decoded step of one layer, in closed form: read K and V, exchange partial results, merge them.
-
-An exchange is between all ranks at once: it takes the latency of its slowest link, and the time that the busiest port
-or NIC needs for its bytes. What many small messages cost besides is left out.
-"""
+"""The ways to plan a decoded step of one layer, and their forecasts."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mesh_attention.plan.serving import MOST_DECODED, Combine, DecodePlan, Queries, kv_token_nbytes
-
-from mesh_attention.errors import ProblemError, TopologyError
+from mesh_attention.plan.blocks import token_nbytes
+from mesh_attention.plan.counts import rank_costs
+from mesh_attention.plan.footprint import kv_nbytes
+from mesh_attention.plan.plan import Plan
+from mesh_attention.planners.decode import Combining, Queries, StepShape, plan_decode
 from mesh_attention.problem import Problem
-from mesh_attention.topology import LinkClass, Topology
+from mesh_attention.simulation.jobs import decode_seconds
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.timeline import Timeline
+from mesh_attention.topology import Topology
 from mesh_attention.units import format_nbytes, format_time
 
-CANDIDATES: tuple[tuple[Queries, Combine], ...] = (
+CANDIDATES: tuple[tuple[Queries, Combining], ...] = (
     ("replicated", "all_gather"),
     ("replicated", "reduce_scatter"),
     ("sharded", "reduce_scatter"),
@@ -26,114 +28,111 @@ CANDIDATES: tuple[tuple[Queries, Combine], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeForecast:
-    """The parts of one decoded step of one layer, on the busiest rank, which is the first: it has the largest slice."""
+    """A way to plan a decoded step of one layer, and its times on the busiest rank."""
 
-    plan: DecodePlan
+    queries: Queries
+    combine: Combining
+    plan: Plan
+    timeline: Timeline
     attend_s: float
-    exchange_s: float
-    merge_s: float
     reason: str = ""
 
     @property
+    def name(self) -> str:
+        return self.queries if self.queries == "sharded" else f"{self.queries}, {self.combine}"
+
+    @property
     def time_s(self) -> float:
-        return self.attend_s + self.exchange_s + self.merge_s
+        return self.timeline.time_s
+
+    @property
+    def exchange_s(self) -> float:
+        return self.timeline.exposed_s
+
+    @property
+    def merge_s(self) -> float:
+        """Merging partials, and copying what is sent."""
+        return self.timeline.compute_s - self.attend_s
+
+    @property
+    def exchanges(self) -> int:
+        """Exchanges between all ranks, one after the other."""
+        return 0 if self.plan.problem.ranks == 1 else 1 if self.combine == "all_gather" else 2
 
     @property
     def sent_nbytes(self) -> int:
-        return max(self.plan.sent_nbytes(rank) for rank in (0, self.plan.ranks - 1))
+        """Bytes that the busiest rank sends: the first, which has the largest slice, or the last."""
+        return max(rank_costs(self.plan, rank).sent_nbytes for rank in (0, self.plan.problem.ranks - 1))
+
+    @property
+    def steps(self) -> str:
+        """What a rank does, in words."""
+        words = ["attend all queries to its own tokens"]
+        if self.combine == "all_gather":
+            words.append("send all partials to all ranks, merge all rows")
+        else:
+            words.append("send each rank the partials of its slice, merge its own slice")
+        words = ["send q, k, v to all ranks", *words] if self.queries == "sharded" else words
+        if (self.queries, self.combine) == ("replicated", "reduce_scatter"):
+            words.append("send the merged slice to all ranks")
+        return "; ".join(words) if self.exchanges else "attend all queries to its own tokens"
 
 
-def decode_plans(problem: Problem, queries: Queries | None = None) -> list[DecodePlan]:
-    """The plans of a step, or those with such `queries`. Each batch entry is a sequence with its new tokens."""
-    if problem.seq_q > MOST_DECODED:
-        raise ProblemError(
-            f"a decoded step takes at most {MOST_DECODED} new tokens of each sequence, got {problem.seq_q:,}; a turn "
-            "takes more"
-        )
-    return [
-        DecodePlan(
-            ranks=problem.ranks,
-            sequences=problem.batch,
-            new_tokens=problem.seq_q,
-            heads=problem.heads,
-            kv_heads=problem.kv_heads,
-            head_dim_qk=problem.head_dim_qk,
-            head_dim_v=problem.head_dim_v,
-            dtype=problem.dtype,
-            queries=held,
-            combine=combine,
-        )
-        for held, combine in CANDIDATES
-        if queries in (None, held)
-    ]
-
-
-def forecast_decoding(
-    problem: Problem, topology: Topology, *, queries: Queries | None = None
+def decode_forecasts(
+    problem: Problem, topology: Topology, *, queries: Queries | None = None, spans_of: Collection[int] = ()
 ) -> tuple[DecodeForecast, ...]:
-    """The chosen plan, then the others, fastest first; only those of `queries`, if given."""
-    if problem.ranks != topology.ranks:
-        raise TopologyError(f"the problem has {problem.ranks} ranks and {topology.name} has {topology.ranks}")
-    forecasts = [forecast_plan(plan, problem, topology) for plan in decode_plans(problem, queries)]
+    """Every way to plan a step, simplest first; only those of `queries`, if given. Each batch entry is a sequence with
+    its new tokens."""
+    attend_s = decode_seconds(topology.device, problem)
+    shape = StepShape(
+        new_tokens=(problem.seq_q,) * problem.batch,
+        ranks=problem.ranks,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        head_dim_qk=problem.head_dim_qk,
+        head_dim_v=problem.head_dim_v,
+        dtype=problem.dtype,
+    )
+    forecasts = []
+    for held, combine in CANDIDATES:
+        if queries in (None, held):
+            plan = plan_decode(shape, queries=held, combining=combine)
+            timeline = simulate(plan, topology, attend_s=attend_s, spans_of=spans_of)
+            forecasts.append(
+                DecodeForecast(queries=held, combine=combine, plan=plan, timeline=timeline, attend_s=attend_s)
+            )
+    return tuple(forecasts)
+
+
+def by_time(forecasts: Collection[DecodeForecast]) -> tuple[DecodeForecast, ...]:
+    """The chosen one, then the others and why they are not, fastest first."""
     first, *losers = sorted(forecasts, key=lambda forecast: forecast.time_s)
     return first, *(replace(loser, reason=_why_not(loser, first)) for loser in losers)
 
 
-def forecast_plan(plan: DecodePlan, problem: Problem, topology: Topology) -> DecodeForecast:
-    device = topology.device
-    read_s = kv_nbytes(problem) / (device.memory_gb_per_s * 1e9)
-    compute_s = problem.flops("forward") / problem.ranks / (device.forward.tflops * 1e12)
-    merged = plan.rows if plan.combine == "all_gather" else max(map(len, plan.slices))
-    touched = (plan.ranks + 1) * merged * plan.row_nbytes
-    return DecodeForecast(
-        plan=plan,
-        # Many queries that share keys may take longer to compute than the keys take to read.
-        attend_s=device.forward.call_us * 1e-6 + max(compute_s, read_s),
-        exchange_s=sum(_exchange_s(plan, number, topology) for number in range(plan.exchanges)),
-        merge_s=device.touch_seconds(touched) if plan.ranks > 1 else 0.0,
-    )
-
-
-def kv_nbytes(problem: Problem) -> int:
-    """Bytes of K and V that the rank with the most tokens reads in one layer."""
-    return problem.batch * -(-problem.seq_kv // problem.ranks) * kv_token_nbytes(problem)
-
-
 def forecast_as_json(forecast: DecodeForecast) -> dict[str, Any]:
-    figures = {name: getattr(forecast, name) for name in ("time_s", "sent_nbytes")}
-    return {"name": forecast.plan.name, "exchanges": forecast.plan.exchanges} | figures | asdict(forecast)
+    names = ("name", "queries", "combine", "exchanges", "time_s", "attend_s", "exchange_s", "merge_s", "sent_nbytes")
+    figures = {name: getattr(forecast, name) for name in names}
+    return figures | {"reason": forecast.reason, "plan": str(forecast.plan), "digest": forecast.plan.digest}
 
 
 def travel_words(problem: Problem) -> str:
     """The reason why partial results travel, and not keys and values."""
-    plan = decode_plans(problem)[0]
-    partials, kv = format_nbytes(plan.rows * plan.row_nbytes), format_nbytes(kv_nbytes(problem))
+    partials = format_nbytes(problem.batch * problem.seq_q * token_nbytes("o", problem))
+    kv = format_nbytes(kv_nbytes(problem))
     return f"Partial results are {partials} a rank, keys and values {kv}: partial results travel."
-
-
-def _exchange_s(plan: DecodePlan, exchange: int, topology: Topology) -> float:
-    """Seconds until a rank has sent and received everything; port and NIC work at the same time."""
-    first, last = 0, plan.ranks - 1  # slices are even, and larger ones come first
-    nbytes = max(plan.exchanged_nbytes(exchange, *pair) for pair in ((first, last), (last, first)))
-    here = min(topology.ranks, topology.ranks_per_node)
-    peers: dict[LinkClass, int] = {"inside": here - 1, "between": topology.ranks - here}
-    ranks_per_nic = -(-here // topology.nics_per_node)
-    streams = {"inside": 1, "between": ranks_per_nic}
-    both_ways = 1 if topology.full_duplex else 2
-    return max(
-        topology.link(kind).seconds(both_ways * number * nbytes * streams[kind])
-        for kind, number in peers.items()
-        if number
-    )
 
 
 def _why_not(loser: DecodeForecast, chosen: DecodeForecast) -> str:
     if loser.time_s <= chosen.time_s:
         return "as fast"
-    if loser.exchange_s - chosen.exchange_s < loser.merge_s - chosen.merge_s:
-        return f"merges every row on every rank: {format_time(loser.merge_s)}"
-    is_longer = loser.plan.exchanges > chosen.plan.exchanges
+    is_longer = loser.exchanges > chosen.exchanges
     if is_longer and loser.sent_nbytes <= chosen.sent_nbytes:
         return "one more exchange, and its latency"
     more = f"sends {loser.sent_nbytes / max(1, chosen.sent_nbytes):.1f} times the bytes"
-    return f"one more exchange, and {more}" if is_longer else more
+    if is_longer:
+        return f"one more exchange, and {more}"
+    if loser.exchange_s - chosen.exchange_s >= loser.merge_s - chosen.merge_s:
+        return more
+    work = "merges every row on every rank" if loser.combine == "all_gather" else "copies the tokens that it sends"
+    return f"{work}: {format_time(loser.merge_s)}"

@@ -137,6 +137,11 @@ def kv_token_nbytes(problem: Problem) -> int:
     return problem.kv_heads * (problem.head_dim_qk + problem.head_dim_v) * problem.itemsize
 
 
+def kv_nbytes(problem: Problem) -> int:
+    """Bytes of K and V of one layer on the rank that holds the most tokens of a problem."""
+    return problem.batch * -(-problem.seq_kv // problem.ranks) * kv_token_nbytes(problem)
+
+
 def cache_nbytes(problem: Problem, *, layers: int = 1) -> int:
     """Bytes of a cache on one rank that holds the keys and values of a problem in every layer of a model."""
     blocks = blocks_of_rank(problem.batch * problem.seq_kv, sequences=problem.batch, ranks=problem.ranks)

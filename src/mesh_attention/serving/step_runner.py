@@ -78,9 +78,11 @@ class LayerCache:
     """Sequences, and queries of each."""
 
     def decode(self, tokens: Fields, partials: Fields) -> None:
-        q, k, v = (tokens[name] for name in "qkv")
-        self.stored.k.flatten(0, 1).index_copy_(0, self.state.slots, k)
-        self.stored.v.flatten(0, 1).index_copy_(0, self.state.slots, v)
+        self.stored.k.flatten(0, 1).index_copy_(0, self.state.slots, tokens["k"])
+        self.stored.v.flatten(0, 1).index_copy_(0, self.state.slots, tokens["v"])
+        self.attend(tokens["q"], partials)
+
+    def attend(self, q: Tensor, partials: Fields) -> None:
         by_query = *self.shape, q.shape[1]
         out, lse = partials["o"].view(*by_query, -1), partials["lse"].view(by_query)
         q, reach, softmax = q.view(*by_query, -1), self.state.reach, self.softmax
@@ -135,6 +137,17 @@ class StepBuffers:
             self.tables[window] = tables
             for comm, state in zip(self.comms, self.states[window], strict=True):
                 state.update([] if is_same else [list(blocks) for blocks in tables], *step.reach(comm.rank, window))
+
+    def executor(self, number: int, cache: LayerCache, tensors: Sequence[Tensor]) -> Executor:
+        """A layer's pass of one of the local ranks, with its q, k and v."""
+        return Executor(
+            compiled=self.programs[number],
+            comm=self.comms[number],
+            inputs={"q": _as_fields(tensors)},
+            device=self.device,
+            cache=cache,
+            pool=self.pools[number],
+        )
 
     def copy_in(self, tensors: Sequence[Sequence[Tensor]], pass_id: Tensor | None) -> None:
         """Copy what graphs read."""
@@ -224,18 +237,11 @@ class StepRunner:
         return step.graphs[has_id].launch()
 
     def _run(self, step: LayerStep, tensors: Sequence[Sequence[Tensor]], pass_id: Tensor | None) -> list[Fields]:
-        buffers, softmax = step.buffers, step.softmax
-        kernel, executors = buffers.kernel_for(softmax.softcap), []
+        buffers = step.buffers
+        kernel, executors = buffers.kernel_for(step.softmax.softcap), []
         for number, (memory, state) in enumerate(zip(self.memories, buffers.states[step.window], strict=True)):
-            executor = Executor(
-                compiled=buffers.programs[number],
-                comm=buffers.comms[number],
-                inputs={"q": _as_fields(tensors[number])},
-                device=self.device,
-                cache=LayerCache(memory.stored[step.layer], state, kernel, softmax, buffers.shape),
-                pool=buffers.pools[number],
-            )
-            executors.append(executor)
+            cache = LayerCache(memory.stored[step.layer], state, kernel, step.softmax, buffers.shape)
+            executors.append(buffers.executor(number, cache, tensors[number]))
         ranks = [executor.run() for executor in executors]
         self.session.run_pass(ranks, pass_id, self.device, lambda _: executors[0].result_bytes)
         return [executor.result.by_token(None) if executor.result else buffers.nothing for executor in executors]

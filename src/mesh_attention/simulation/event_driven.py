@@ -88,9 +88,7 @@ class EventSimulator:
         state.is_computing = True
         state.now = now + job.seconds
         self.recorder.compute(rank, now, state.now, job)
-        peers = {*(recv.source for recv in job.recvs), *(send.dest for send in job.sends)}
-        latencies = [self.network.latency_s(self.network.topology.link_class(rank, peer)) for peer in peers]
-        heappush(self.events, (state.now + max(latencies, default=0.0), next(self.order), rank))
+        heappush(self.events, (state.now, next(self.order), rank))
 
     def _post(self, rank: int, now: float) -> None:
         """The job's compute is over: post its transfers and go on."""
@@ -138,7 +136,7 @@ class EventSimulator:
         for lane in lanes:
             self.is_busy[lane] = True
         transfer.start = now
-        stop = now + self.network.transfer_s(link_class, transfer.nbytes)
+        stop = now + self.network.topology.link(link_class).seconds(transfer.nbytes)
         heappush(self.events, (stop, next(self.order), transfer))
 
     def _finish(self, transfer: _Transfer, now: float) -> None:

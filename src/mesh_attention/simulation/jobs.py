@@ -15,11 +15,13 @@ from mesh_attention.errors import PlanError
 from mesh_attention.masks import BlockKind, Mask, Segment
 from mesh_attention.plan import steps
 from mesh_attention.plan.blocks import BlockMatrix
+from mesh_attention.plan.footprint import kv_nbytes
 from mesh_attention.plan.format import format_step
 from mesh_attention.plan.kernel_calls import KernelCall, kernel_calls, peak_nbytes
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import stops
 from mesh_attention.plan.steps import Direction, Free, Item, Recv, Send, Step, effects, in_flight, running, transfers
+from mesh_attention.problem import Problem
 from mesh_attention.topology import Device
 
 
@@ -82,6 +84,14 @@ class Prices:
 
     def _nbytes(self, item: Item) -> int:
         return self.matrix.nbytes(item).total
+
+
+def decode_seconds(device: Device, problem: Problem) -> float:
+    """A decoded step's attention to what a rank holds, of a problem with all cached and new tokens: reading K and V, or
+    computing if many queries share them."""
+    read_s = kv_nbytes(problem) / (device.memory_gb_per_s * 1e9)
+    compute_s = problem.flops("forward") / problem.ranks / (device.forward.tflops * 1e12)
+    return device.forward.call_us * 1e-6 + max(read_s, compute_s)
 
 
 def _tokens(segments: Sequence[Segment]) -> int:

@@ -150,21 +150,16 @@ class LockstepSimulator:
         sent = Counter((send.item.kind, self._from(self.deltas[send.dest])) for send in job.sends)
         if received != sent:
             raise NotUniformError(f"'{job.name}': ranks do not send the same items that they receive")
-        begun = now
-        for recv in job.recvs:
-            latencies = map(self.network.latency_s, CLASSES)
-            of_class = np.where(self._transfer(self.deltas[recv.source]).is_between, *reversed([*latencies]))
-            begun = np.maximum(begun, now + of_class)
-        over = begun
+        over = now
         for number in range(len(job.recvs)):
-            over = np.maximum(over, self._move(index, number, begun, free))
+            over = np.maximum(over, self._move(index, number, now, free))
         return over
 
     def _move(self, index: int, number: int, now: Floats, free: Floats) -> Floats:
         recv = self.jobs[index].recvs[number]
         transfer = self._transfer(self.deltas[recv.source])
         nbytes = self.matrix.nbytes(recv.item).total
-        times = [self.network.transfer_s(link_class, nbytes) for link_class in CLASSES]
+        times = [self.network.topology.link(link_class).seconds(nbytes) for link_class in CLASSES]
         starts, stop = np.empty(len(self.all)), np.empty(len(self.all))
         between = transfer.is_between.astype(int)
         for dest in transfer.rounds:

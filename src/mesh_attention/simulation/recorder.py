@@ -21,14 +21,10 @@ class Path(NamedTuple):
 
 
 class Network:
-    """The lanes of a cluster: ports out, ports in, NICs out, NICs in.
+    """The lanes of a cluster: ports out, ports in, NICs out, NICs in."""
 
-    If latencies `overlap`, all transfers that a job posts have theirs at the same time: those of a decoded step are
-    small messages to many ranks at once.
-    """
-
-    def __init__(self, topology: Topology, *, overlap: bool = False) -> None:
-        self.topology, self.overlap = topology, overlap
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
         ranks, nics = topology.ranks, topology.nodes * topology.nics_per_node
         self.num_lanes = 2 * (ranks + nics)
         self.out_ports, self.out_nics = 0, 2 * ranks
@@ -41,14 +37,6 @@ class Network:
         if topology.node(source) == topology.node(dest):
             return Path(self.out_ports + source, self.in_ports + dest, "inside")
         return Path(self.out_nics + topology.nic(source), self.in_nics + topology.nic(dest), "between")
-
-    def latency_s(self, link_class: LinkClass) -> float:
-        """The latency that all transfers of a job have together."""
-        return self.topology.link(link_class).latency_us * 1e-6 if self.overlap else 0.0
-
-    def transfer_s(self, link_class: LinkClass, nbytes: int) -> float:
-        """Seconds of one transfer, without the latency that it shares with others."""
-        return self.topology.link(link_class).seconds(nbytes) - self.latency_s(link_class)
 
 
 class Recorder:

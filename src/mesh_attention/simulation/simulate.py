@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mesh_attention.errors import TopologyError
 from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.simulation import lockstep
 from mesh_attention.simulation.event_driven import EventSimulator
+from mesh_attention.simulation.exchanges import ExchangeSimulator
 from mesh_attention.simulation.jobs import Prices, RankJobs, rank_jobs
 from mesh_attention.simulation.recorder import Network, Recorder
 from mesh_attention.timeline import Timeline
@@ -37,7 +39,7 @@ def simulate(
     `MANY_RANKS` on, the last rank's calls represent all by default. Any other plan is simulated rank by rank.
 
     A plan over a cache does not know how much is cached: `attend_s` is how long a rank attends to its part
-    (`decode_seconds` in `prices`).
+    (`decode_seconds` in `jobs`).
     """
     if plan.problem.ranks != topology.ranks:
         raise TopologyError(
@@ -51,6 +53,8 @@ def simulate(
         raise TopologyError(f"spans_of names rank {wrong[0]}: expected ranks 0 to {topology.ranks - 1}")
     report = on_progress or (lambda activity, fraction: None)
     prices = Prices(topology.device, plan.matrix, plan.direction, attend_s=attend_s)
+    if plan.matrix.is_over_cache:
+        return _by_exchanges(plan, topology, prices, spans_of, priced_ranks, report)
     if plan.programs is None and plan.matrix.is_uniform:
         try:
             return _in_lockstep(plan, topology, prices, spans_of, priced_ranks, report)
@@ -69,6 +73,43 @@ def _in_lockstep(
 ) -> Timeline:
     ranks = topology.ranks
     wanted = priced_ranks or (ranks if ranks <= ALL_RANKS else SAMPLED_RANKS if ranks < MANY_RANKS else 1)
+    priced, nearest = _priced(plan, prices, wanted, report)
+    shapes = {tuple((len(job.recvs), len(job.sends), job.waits) for job in t.jobs) for t in priced}
+    if len(shapes) > 1:
+        raise lockstep.NotUniformError("jobs of different kinds")
+    recorder = Recorder(ranks, spans_of)
+    jobs_of = {each.rank: each.jobs for each in priced}
+    shown = {rank: jobs_of.get(rank) or rank_jobs(plan, rank, prices).jobs for rank in recorder.spans_of}
+    network = Network(topology)
+    is_folded = len(priced) == 1 and not network.is_shared
+    classes = lockstep.singleton_classes(topology)
+    if is_folded:
+        classes = lockstep.classes_by_timeline(plan.assignment, topology)
+    lockstep.LockstepSimulator(priced, nearest, plan.matrix, network, recorder, shown, classes).run()
+    is_even = plan.problem.seq_q % ranks == 0 and plan.problem.seq_kv % ranks == 0
+    return _timeline(plan, recorder, priced, is_exact=is_even and len(priced) == ranks)
+
+
+def _by_exchanges(
+    plan: Plan,
+    topology: Topology,
+    prices: Prices,
+    spans_of: Collection[int],
+    priced_ranks: int | None,
+    report: Progress,
+) -> Timeline:
+    wanted = priced_ranks or (topology.ranks if topology.ranks <= ALL_RANKS else SAMPLED_RANKS)
+    priced, nearest = _priced(plan, prices, wanted, report)
+    recorder = Recorder(topology.ranks, spans_of)
+    known = {own.rank for own in priced}
+    shown = [rank_jobs(plan, rank, prices) for rank in recorder.spans_of - known]
+    ExchangeSimulator(priced, nearest, shown, plan.matrix, topology, recorder).run()
+    return _timeline(plan, recorder, priced, is_exact=len(priced) == topology.ranks)
+
+
+def _priced(plan: Plan, prices: Prices, wanted: int, report: Progress) -> tuple[list[RankJobs], NDArray[np.int64]]:
+    """Evenly spread ranks, and the place among them of the nearest one to each rank."""
+    ranks = plan.problem.ranks
     # From the last one: under a causal mask the first has the fewest calls.
     sampled = np.unique(np.linspace(ranks - 1, 0, min(wanted, ranks)).round().astype(int))
     priced: list[RankJobs] = []
@@ -76,21 +117,7 @@ def _in_lockstep(
         report(f"pricing {plan.method}", len(priced) / len(sampled))
         priced.append(rank_jobs(plan, rank, prices))
     report(f"simulating {plan.method}", 1.0)
-    shapes = {tuple((len(job.recvs), len(job.sends), job.waits) for job in t.jobs) for t in priced}
-    if len(shapes) > 1:
-        raise lockstep.NotUniformError("jobs of different kinds")
-    nearest = np.abs(np.arange(ranks)[:, None] - sampled[None, :]).argmin(axis=1)
-    recorder = Recorder(ranks, spans_of)
-    jobs_of = {each.rank: each.jobs for each in priced}
-    shown = {rank: jobs_of.get(rank) or rank_jobs(plan, rank, prices).jobs for rank in recorder.spans_of}
-    network = Network(topology, overlap=plan.matrix.is_over_cache)
-    is_folded = len(priced) == 1 and not network.is_shared
-    classes = lockstep.singleton_classes(topology)
-    if is_folded:
-        classes = lockstep.classes_by_timeline(plan.assignment, topology)
-    lockstep.LockstepSimulator(priced, nearest, plan.matrix, network, recorder, shown, classes).run()
-    is_even = plan.problem.seq_q % ranks == 0 and plan.problem.seq_kv % ranks == 0
-    return _timeline(plan, recorder, priced, is_exact=is_even and len(sampled) == ranks)
+    return priced, np.abs(np.arange(ranks)[:, None] - sampled[None, :]).argmin(axis=1)
 
 
 def _by_events(plan: Plan, topology: Topology, prices: Prices, spans_of: Collection[int], report: Progress) -> Timeline:
@@ -99,8 +126,7 @@ def _by_events(plan: Plan, topology: Topology, prices: Prices, spans_of: Collect
         report(f"pricing {plan.method}", rank / topology.ranks)
         priced.append(rank_jobs(plan, rank, prices))
     recorder = Recorder(topology.ranks, spans_of)
-    network = Network(topology, overlap=plan.matrix.is_over_cache)
-    EventSimulator(priced, plan.matrix, network, recorder).run()
+    EventSimulator(priced, plan.matrix, Network(topology), recorder).run()
     return _timeline(plan, recorder, priced, is_exact=True)
 
 

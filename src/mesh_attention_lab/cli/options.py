@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_type_hints
 
 import typer
-from mesh_attention.plan.serving import MOST_DECODED, QUERIES, Queries
 
 from mesh_attention.clusters import PRESETS, cluster_named
 from mesh_attention.errors import ParseError, UsageError
@@ -26,6 +25,7 @@ from mesh_attention.plan.layout import LAYOUTS, Layout, TypicalTurn, layout_name
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.planners.choice import METHODS, Choice
+from mesh_attention.planners.decode import MOST_DECODED, QUERIES, Queries
 from mesh_attention.problem import DIRECTIONS, ITEMSIZE, Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.representative import part_of
@@ -352,6 +352,11 @@ class PlannedOptions(ChoiceOptions, ClusterOptions):
             "backward",
         )
         plan = checked_plan(file, report)
+        if plan.matrix.is_over_cache:
+            raise UsageError(
+                f"{file} is a decoded step, which does not say how much is cached; use 'mesh-attention tune --decode "
+                "--cached TOKENS'"
+            )
         if plan.problem.ranks != self.topology.ranks:
             raise UsageError(
                 f"{file} is for {count(plan.problem.ranks, 'rank')}, but the cluster has {self.topology.ranks:,}; "

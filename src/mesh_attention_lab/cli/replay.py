@@ -36,7 +36,7 @@ from mesh_attention_lab.cli.terminal import (
     progress,
     times,
 )
-from mesh_attention_lab.decoding import decode_plans
+from mesh_attention_lab.decoding import decode_forecasts
 from mesh_attention_lab.drawing.charts import Bar, BarGroup, rate_chart, save_chart
 from mesh_attention_lab.replay.result import (
     BEST,
@@ -148,13 +148,11 @@ def _replay_decoding(options: ReplayOptions, command: str) -> None:
 
     problem, device = options.decoded(options.ranks), find_device(options.device)
     rank = opt.check_rank(options.rank or 0, problem.ranks)  # the first has the largest slice
-    plans = decode_plans(problem, options.queries)
     with progress("starting") as report:
         topology = _topology(options, problem, device, report)
         played = replay_decoding(
             problem,
-            plans,
-            topology,
+            decode_forecasts(problem, topology, queries=options.queries),
             rank=rank,
             device=device,
             rounds=options.rounds,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.plan.serving import cache_nbytes, kv_token_nbytes
 from rich.console import Console
 
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.counts import MANY_RANKS
+from mesh_attention.plan.counts import MANY_RANKS, rank_costs
+from mesh_attention.plan.footprint import cache_nbytes, kv_token_nbytes
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.planners.choice import Choice
 from mesh_attention.problem import Problem
@@ -36,7 +36,7 @@ from mesh_attention_lab.decoding import DecodeForecast, forecast_as_json
 from mesh_attention_lab.decoding import travel_words as decode_travel_words
 
 if TYPE_CHECKING:
-    from mesh_attention_lab.replay.decoding import PlayedDecoding
+    from mesh_attention_lab.replay.decoding import PlayedDecoding, PlayedStep
 
 GROUPINGS = (1, 4, 16, None)
 """Blocks per call that are tried for a rival; None is cost-based."""
@@ -171,17 +171,17 @@ CAPTION = (
 
 
 def print_decoding(problem: Problem, topology: Topology, forecasts: Sequence[DecodeForecast], layers: int) -> None:
-    console, chosen, plan = plain_console(), forecasts[0], forecasts[0].plan
+    console, chosen = plain_console(), forecasts[0]
     print_first(
         console,
-        write=f'cache.decode({{chat: {problem.seq_q}}}, queries="{plan.queries}", combine="{plan.combine}")',
+        write=f'cache.decode({{chat: {problem.seq_q}}}, queries="{chosen.queries}", combine="{chosen.combine}")',
         time=f"{layers_words(chosen.time_s, layers)}, a {'token' if problem.seq_q == 1 else 'step'}",
         memory=f"cache of {cache_words(problem, layers)}",
     )
     console.print(f"decode; {new_words(problem)}, {head_words(problem)}", style="bold")
     console.print(f"on {cluster_words(topology)}")
     console.print()
-    print_fact(console, "step", f"{plan.name}: {plan}")
+    print_fact(console, "step", f"{chosen.name}: {chosen.steps}")
     print_fact(console, "sent", f"{format_nbytes(chosen.sent_nbytes)} a layer, by the busiest rank")
     print_fact(console, "why", decode_travel_words(problem))
     console.print()
@@ -192,7 +192,7 @@ def print_decoding(problem: Problem, topology: Topology, forecasts: Sequence[Dec
 def _columns(forecasts: Sequence[DecodeForecast]) -> list[Column]:
     fastest = forecasts[0].time_s
     return [
-        Column(header="queries, combine", cells=[forecast.plan.name for forecast in forecasts], is_text=True),
+        Column(header="queries, combine", cells=[forecast.name for forecast in forecasts], is_text=True),
         Column(header="time", cells=[format_time(forecast.time_s) for forecast in forecasts]),
         Column(header="×\nfirst", cells=[f"{forecast.time_s / fastest:.2f}" for forecast in forecasts]),
         Column(header="attend", cells=[format_time(forecast.attend_s) for forecast in forecasts]),
@@ -241,21 +241,27 @@ def print_played_decoding(problem: Problem, played: PlayedDecoding, *, device: s
 def _played_columns(played: PlayedDecoding) -> list[Column]:
     steps = played.steps
     return [
-        Column(header="queries, combine", cells=[step.plan.name for step in steps], is_text=True),
+        Column(header="queries, combine", cells=[step.forecast.name for step in steps], is_text=True),
         Column(header="time", cells=[format_time(step.time_s) for step in steps]),
         Column(header="×\nread", cells=[f"{step.time_s / played.read_s:.2f}" for step in steps]),
-        Column(header="sent", cells=[format_nbytes(step.plan.sent_nbytes(played.rank)) for step in steps]),
-        Column(header="forecast", cells=[format_time(step.forecast_s) for step in steps]),
+        Column(header="sent", cells=[format_nbytes(_sent_nbytes(step, played.rank)) for step in steps]),
+        Column(header="forecast", cells=[format_time(step.forecast.time_s) for step in steps]),
         Column(header="error\n%", cells=[f"{100 * step.forecast_error:+.1f}" for step in steps]),
     ]
 
 
 def played_as_json(played: PlayedDecoding) -> dict[str, Any]:
     steps = [
-        asdict(step)
-        | {"name": step.plan.name, "time_s": step.time_s, "forecast_error": step.forecast_error}
-        | {"sent_nbytes": step.plan.sent_nbytes(played.rank), "against_read": step.time_s / played.read_s}
+        forecast_as_json(step.forecast)
+        | {"forecast_s": step.forecast.time_s, "forecast_error": step.forecast_error}
+        | {"times_s": step.times_s, "time_s": step.time_s, "against_read": step.time_s / played.read_s}
+        | {"sent_nbytes": _sent_nbytes(step, played.rank)}
         for step in played.steps
     ]
+    figures = {field.name: getattr(played, field.name) for field in fields(played)}
     derived = {name: getattr(played, name) for name in ("read_s", "attend_s", "attend_gb_per_s")}
-    return asdict(played) | derived | {"steps": steps}
+    return figures | derived | {"steps": steps}
+
+
+def _sent_nbytes(step: PlayedStep, rank: int) -> int:
+    return rank_costs(step.forecast.plan, rank).sent_nbytes

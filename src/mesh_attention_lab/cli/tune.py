@@ -67,7 +67,7 @@ from mesh_attention_lab.cli.terminal import (
     token_words,
 )
 from mesh_attention_lab.comparison import Bound, choice_without_costs, startrail
-from mesh_attention_lab.decoding import forecast_decoding
+from mesh_attention_lab.decoding import by_time, decode_forecasts
 from mesh_attention_lab.drawing.charts import ChartX, save_chart, time_chart
 from mesh_attention_lab.drawing.trace import write_trace
 from mesh_attention_lab.sweep import AXES, SweepAxis, TuneAt, check_axis, sweep, sweep_tiles
@@ -163,13 +163,19 @@ def tune_command(options: TuneOptions) -> None:
 
 def _tune_decoding(options: TuneOptions, topology: Topology) -> None:
     """A decoded step has a fixed program, so only how queries are held and partial results combined is chosen."""
-    options.refuse_with("--decode", "backward", "layout", "memory", "chart", "against", "trace")
+    options.refuse_with("--decode", "backward", "layout", "memory", "chart", "against")
     problem = options.decoded(topology.ranks)
-    forecasts = forecast_decoding(problem, topology, queries=options.queries)
+    spans_of = sampled_ranks(topology.ranks) if options.trace else ()
+    forecasts = by_time(decode_forecasts(problem, topology, queries=options.queries, spans_of=spans_of))
+    if options.trace is not None:
+        write_trace(options.trace, forecasts[0].timeline)
     if options.json:
-        typer.echo(json.dumps(decoding_as_json(problem, topology, forecasts, options.layers)))
+        answer = decoding_as_json(problem, topology, forecasts, options.layers)
+        typer.echo(json.dumps(answer | {"trace": options.trace and str(options.trace)}))
         return
     print_decoding(problem, topology, forecasts, options.layers)
+    if options.trace is not None:
+        typer.echo(f"\nwrote {options.trace}")
 
 
 def _draw(answer: TuneAnswer, tune_at: TuneAt, axis: SweepAxis, path: Path, report: Progress) -> dict[str, Any]:

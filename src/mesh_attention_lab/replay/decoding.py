@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 
 import torch
-from mesh_attention.plan.serving import BLOCK_TOKENS, DecodePlan
 
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, drive
@@ -22,13 +20,14 @@ from mesh_attention.execution.buffers import DTYPES
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.kernels.decode import TorchDecode
 from mesh_attention.machine.timing import Clock, within
+from mesh_attention.plan.footprint import BLOCK_TOKENS, kv_nbytes
+from mesh_attention.plan.plan import Plan
 from mesh_attention.problem import Problem
 from mesh_attention.serving.book import WindowSize
 from mesh_attention.serving.memory import CachedLayer, CacheMemory, cache_nbytes
-from mesh_attention.serving.step_runner import StepEngine, StepState
-from mesh_attention.topology import Topology
+from mesh_attention.serving.step_runner import LayerCache, StepBuffers, StepState
 from mesh_attention.units import Progress, format_nbytes
-from mesh_attention_lab.decoding import forecast_plan, kv_nbytes
+from mesh_attention_lab.decoding import DecodeForecast
 from mesh_attention_lab.replay.device import free_nbytes
 from mesh_attention_lab.replay.replay import timed_s
 from mesh_attention_lab.replay.transport import JoinedComm
@@ -45,9 +44,8 @@ STEPS_IN_A_ROW = {"cuda": 20, "cpu": 1}
 class PlayedStep:
     """A step of one plan: seconds of a layer in every round, and the forecast."""
 
-    plan: DecodePlan
+    forecast: DecodeForecast
     times_s: tuple[float, ...]
-    forecast_s: float
 
     @property
     def time_s(self) -> float:
@@ -55,7 +53,7 @@ class PlayedStep:
 
     @property
     def forecast_error(self) -> float:
-        return self.forecast_s / self.time_s - 1
+        return self.forecast.time_s / self.time_s - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +88,7 @@ class PlayedDecoding:
 
 def replay_decoding(
     problem: Problem,
-    plans: Sequence[DecodePlan],
-    topology: Topology,
+    forecasts: Sequence[DecodeForecast],
     *,
     device: torch.device,
     rank: int,
@@ -99,10 +96,7 @@ def replay_decoding(
     cuda_graphs: bool,
     report: Progress,
 ) -> PlayedDecoding:
-    """Play the attention call alone and the step of each plan, one after the other in every round.
-
-    Forecasts are for `topology`, which should describe this device and its link.
-    """
+    """Play the attention call alone and each step of `forecasts`, one after the other in every round."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events and graphs use the current device
     report("reading memory", 0.0)
@@ -110,13 +104,15 @@ def replay_decoding(
     report("filling the cache", 0.1)
     cache = FilledCache(problem, device=device)
     # A transport for each plan: graphs refer to its memory, which it replaces for larger messages.
-    actors = [DecodeActor(plan, cache, JoinedComm(rank, problem.ranks, device=device)) for plan in plans]
-    kernel = actors[0].kernel.name
+    actors = [DecodeActor(f.plan, cache, JoinedComm(rank, problem.ranks, device=device)) for f in forecasts]
+    kernel = actors[0].layers[0].kernel.name
     is_captured = cuda_graphs and device.type == "cuda" and kernel != TorchDecode.name
     runs: list[Callable[[], object]] = [actors[0].attend, *(actor.run for actor in actors)]
     for number, run in enumerate(runs):
         report("preparing steps", 0.2 + 0.4 * number / len(runs))
         run()  # sets up what a graph cannot capture
+        if number:
+            actors[number - 1].fill()
         if is_captured:
             runs[number] = CapturedGraph(run, device).launch
     times_s: list[list[float]] = [[] for _ in runs]
@@ -134,8 +130,8 @@ def replay_decoding(
         read_gb_per_s=read_gb_per_s,
         attend_times_s=attend_times_s,
         steps=tuple(
-            PlayedStep(plan=plan, times_s=times, forecast_s=forecast_plan(plan, problem, topology).time_s)
-            for plan, times in zip(plans, step_times_s, strict=True)
+            PlayedStep(forecast=forecast, times_s=times)
+            for forecast, times in zip(forecasts, step_times_s, strict=True)
         ),
     )
 
@@ -151,7 +147,7 @@ class FilledCache:
     """K and V of the layers that take turns, on the rank with the most tokens, and where each sequence's are."""
 
     def __init__(self, problem: Problem, *, device: torch.device) -> None:
-        self.device = device
+        self.problem, self.device = problem, device
         self.tokens = -(-problem.seq_kv // problem.ranks)
         blocks = -(-self.tokens // BLOCK_TOKENS)
         layer = CachedLayer(kv_heads=problem.kv_heads, head_dim=problem.head_dim_qk, head_dim_v=problem.head_dim_v)
@@ -181,29 +177,36 @@ class FilledCache:
 class DecodeActor:
     """One rank's steps under one plan, for all layers in turn."""
 
-    def __init__(self, plan: DecodePlan, cache: FilledCache, comm: Comm) -> None:
-        self.plan, self.cache = plan, cache
-        self.engine = StepEngine(plan, comm, cache.device)
-        self.softmax = Softmax(scale=plan.head_dim_qk**-0.5)
-        self.kernel = self.engine.kernel_for(0.0)
-        for rows in (self.engine.arrived, self.engine.merged, self.engine.partials):
-            rows.out.normal_()
-            rows.lse.normal_()
-        self.engine.tokens.view(DTYPES[plan.dtype]).normal_()
-        token_shapes = (
-            (plan.heads, plan.head_dim_qk),
-            (plan.kv_heads, plan.head_dim_qk),
-            (plan.kv_heads, plan.head_dim_v),
-        )
-        noise = partial(torch.randn, device=cache.device, dtype=DTYPES[plan.dtype])
-        self.tensors = [noise(len(plan.own[comm.rank]), plan.new_tokens, *shape) for shape in token_shapes]
-        self.queries = noise(plan.sequences, plan.new_tokens, *token_shapes[0])
+    def __init__(self, plan: Plan, cache: FilledCache, comm: Comm) -> None:
+        problem, softmax = cache.problem, Softmax(scale=cache.problem.head_dim_qk**-0.5)
+        shape = problem.batch, problem.seq_q
+        self.buffers = StepBuffers(plan, shape, [comm], cache.device)
+        kernel = self.buffers.kernel_for(0.0)
+        self.layers = [LayerCache(stored, cache.state, kernel, softmax, shape) for stored in cache.memory.stored]
+        segments = plan.matrix.home_segments("row", comm.rank)
+        own = problem.batch * problem.seq_q if plan.matrix.is_replicated else sum(map(len, segments))
+        qk, v = problem.head_dim_qk, problem.head_dim_v
+        sizes = (problem.heads, qk), (problem.kv_heads, qk), (problem.kv_heads, v)
+        dtype = DTYPES[problem.dtype]
+        self.tensors = [torch.randn((own, 1, *size), device=cache.device, dtype=dtype) for size in sizes]
+        rows = problem.batch * problem.seq_q
+        self.queries = torch.randn((rows, problem.heads, qk), device=cache.device, dtype=dtype)
+        self.partials = {
+            "o": torch.empty((rows, problem.heads, v), device=cache.device, dtype=dtype),
+            "lse": torch.empty((rows, problem.heads), device=cache.device),
+        }
 
     def run(self) -> None:
-        for layer in range(self.cache.layers):
-            drive(self.engine.run(self.cache.memory, layer, self.cache.state, self.tensors, self.softmax))
+        for layer in self.layers:
+            drive(self.buffers.executor(0, layer, self.tensors).run())
+
+    def fill(self) -> None:
+        """Noise in the buffers of a first run, because what arrives goes elsewhere."""
+        for buffer in self.buffers.pools[0].values():
+            for field in buffer.fields.values():
+                field.normal_()
 
     def attend(self) -> None:
         """The attention calls alone."""
-        for stored in self.cache.memory.stored:
-            self.engine.attend(self.queries, stored, self.cache.state.reach, self.softmax)
+        for layer in self.layers:
+            layer.attend(self.queries, self.partials)
