@@ -237,8 +237,7 @@ def execute(plan: Plan, rng: Random) -> None:
     if any(network.queues) or any(side for sides in network.open.values() for side in sides):
         raise WrongPlanError("left over", "transfers without their other end")
     for rank, (executor, result) in enumerate(zip(executors, results, strict=True)):
-        if executor.meter.peak > executor.compiled.peak_nbytes:
-            told = executor.compiled.peak_nbytes
+        if executor.meter.peak > (told := plan.program(rank).peak_nbytes):
             raise WrongPlanError("memory", f"rank {rank} held {executor.meter.peak} bytes, its program states {told}")
         _compare(plan, rank, truth, result)
         if plan.direction == "forward":
