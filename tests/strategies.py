@@ -13,7 +13,7 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Listed, TypicalTurn, shifted
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
-from mesh_attention.plan.steps import KINDS, Direction
+from mesh_attention.plan.steps import KINDS, Direction, Keep
 from mesh_attention.planners.choice import Choice
 from mesh_attention.planners.costs import Costs
 from mesh_attention.planners.decode import COMBININGS, QUERIES, StepShape, plan_decode
@@ -100,15 +100,19 @@ def directions() -> st.SearchStrategy[Direction]:
 def plans(draw: st.DrawFn, *, max_ranks: int = 12, of_inputs: bool = False) -> Plan:
     """A plan for any problem, by any planner with any options; if `of_inputs`, on a layout that data is sharded by."""
     problem = draw(problems(max_ranks=max_ranks))
+    layout = draw(layouts() if of_inputs else planned_layouts(problem))
+    return draw(plans_of(problem, layout, draw(directions()), draw(st.sampled_from(KEEPABLE))))
+
+
+@st.composite
+def plans_of(
+    draw: st.DrawFn, problem: Problem, layout: Layout, direction: Direction, keep: tuple[Keep, ...] = ()
+) -> Plan:
+    """A plan of one pass of this problem, by any planner with any options."""
     degrees = [u for u in range(1, problem.ranks + 1) if problem.ranks % u == 0 and problem.kv_heads % u == 0]
     degree = draw(st.sampled_from(degrees))
     tile = draw(st.sampled_from(tiles_of(problem.ranks // degree)))
     inner = Tile(*(draw(st.sampled_from(divisors(side))) for side in (tile.rows, tile.cols)))
-    layout, direction, keep = (
-        draw(layouts() if of_inputs else planned_layouts(problem)),
-        draw(directions()),
-        draw(st.sampled_from(KEEPABLE)),
-    )
     cut = draw(st.sampled_from(CUTS if degree > 1 else CUTS[:1]))
     waves = draw(st.sampled_from(divisors(problem.kv_heads // degree) if cut == "heads" else divisors(degree)[1:]))
     keep = tuple(kind for kind in keep if kind != "own") if degree == 1 else keep

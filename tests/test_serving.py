@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import pytest
@@ -16,10 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import shared_pool
 from serving_cases import HEAD_DIM, HEADS, KV_HEADS, VALUE_DIM, Model, layers_of
+from strategies import plans_of
 from torch import Tensor
 
 from mesh_attention import DisagreementError, LocalGroup, MeshAttention
+from mesh_attention.arguments import TensorKind
 from mesh_attention.errors import CacheFullError, UsageError
+from mesh_attention.execution.compiled import Compiled, compile_program, stretched
 from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.layout import Zigzag
 from mesh_attention.planners.decode import COMBININGS, QUERIES
@@ -101,6 +105,70 @@ def test_a_prompt_of_the_same_length_is_planned_once() -> None:
     assert len(cache.attention.calls.turn_engines) == 4  # two lengths, two windows
     assert not cache.attention.calls.engines
     assert model.error < 1e-12
+
+
+def test_a_turn_with_a_longer_past_takes_the_plan_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until pasts have doubled. The turns of windows are not told apart from others of their layout."""
+    cache = ShardedCache(
+        MeshAttention(LocalGroup(3)),
+        layers_of([None, None]),
+        tokens=999,
+        sequences=2,
+        dtype=torch.float64,
+        device="cpu",
+    )
+    model = Model(cache)
+    chats = [model.new(), model.new()]
+    model.prefill(dict.fromkeys(chats, 3 * 64))
+    compiled = []
+    monkeypatch.setattr(
+        "mesh_attention.execution.engine.compile_program",
+        lambda plan, rank: compiled.append(rank) or compile_program(plan, rank),  # type: ignore[func-returns-value]
+    )
+    for turn in range(8):
+        model.prefill(dict(zip(chats, (6, 9), strict=True)))
+        model.decode(chats, 3)
+        assert compiled == [0, 1, 2], turn
+    model.prefill({chats[0]: 6})
+    assert compiled == [0, 1, 2] * 2
+    assert model.error < 1e-12
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_a_stretched_program_is_the_one_of_the_longer_turn(data: st.DataObject) -> None:
+    """Whether or not keys that all queries see get calls of their own, which depends on how many there are."""
+    ranks = data.draw(st.integers(1, 8))
+    layout = data.draw(st.sampled_from(["zigzag", "striped", "contiguous", "chunks"]))
+    cache = ShardedCache(
+        MeshAttention(LocalGroup(ranks), layout=layout), layers_of([None]), tokens=999, sequences=3, device="cpu"
+    )
+    chats = [cache.new() for _ in range(data.draw(st.integers(1, 3)))]
+    for chat in chats:
+        for tokens in data.draw(st.lists(st.integers(1, 40), max_size=3)):
+            cache.book.extend({chat: tokens}, is_decoded=data.draw(st.booleans()))
+    turn = cache.prefill({chat: data.draw(st.integers(1, 20)) for chat in chats})
+    view = turn._view(None)
+    kinds = [TensorKind((1, 1, heads, 4), torch.bfloat16, torch.device("cpu")) for heads in (4, 2, 2)]
+    problem, typical = (call.options.checked().problem(*kinds, ranks=ranks) for call in (view.call, view.typical))
+    typical_plan = data.draw(plans_of(typical, view.typical.layout, "forward"))
+    rank, many = data.draw(st.integers(0, ranks - 1)), data.draw(st.sampled_from([1e-9, 1e9]))
+    with mock.patch("mesh_attention.plan.kernel_calls.MANY_KEYS", many):
+        plan = replace(typical_plan, problem=problem, layout=view.call.layout)
+        found, due = stretched(compile_program(typical_plan, rank), plan), compile_program(plan, rank)
+    assert comparable(found) == comparable(due)
+    assert (found.peak_nbytes, found.device_nbytes) == (due.peak_nbytes, due.device_nbytes)
+
+
+def comparable(compiled: Compiled) -> list[object]:
+    """All that a program says; masks are otherwise compared by identity."""
+    calls = [call for instruction in compiled.instructions for call in instruction.calls]
+    return [
+        *(getattr(compiled, field.name) for field in fields(compiled) if field.name != "instructions"),
+        *(replace(instruction, calls=()) for instruction in compiled.instructions),
+        *(replace(call, mask=None) for call in calls),  # type: ignore[arg-type]
+        *(getattr(call.mask, field.name) for call in calls for field in fields(call.mask)),
+    ]
 
 
 def test_a_plan_does_not_see_in_how_many_pieces_keys_were_cached() -> None:
@@ -193,6 +261,12 @@ DIFFERENCES = (
     *("tokens", "softcap", "scale", "heads", "layers swapped", "dtype"),
     *("sequences swapped", "forks swapped", "caches swapped"),
     *("sequences swapped in a turn", "forks swapped in a turn", "caches swapped in a turn"),
+    *(
+        "heads in a known turn",
+        "softcap in a known turn",
+        "layers swapped in a known turn",
+        "sequences swapped in a known turn",
+    ),
 )
 
 
@@ -203,6 +277,7 @@ def do_something_else(_: Any, difference: str) -> str | None:
         return None
     is_other = dist.get_rank(group) == 1
     differs = {name: is_other and difference.startswith(name) for name in DIFFERENCES}
+    is_known = difference.endswith("known turn")
     dtype = torch.bfloat16 if differs["dtype"] else torch.float16
     attention = MeshAttention(group)
     caches = [
@@ -216,16 +291,21 @@ def do_something_else(_: Any, difference: str) -> str | None:
         for cache, both in zip(caches, chats, strict=True):
             if difference == "dtype":  # a turn would notice before the step
                 break
-            first = cache.prefill(dict.fromkeys(both, 12))
+            first = cache.prefill(dict.fromkeys(both, 20))  # a rank's 10 and 12 tokens are 8 to plans
             for layer in range(2):
-                first.attend(layer, *(first.shard(torch.zeros(1, 24, n, dim, dtype=dtype)) for n, dim in SHAPES))
+                first.attend(layer, *(first.shard(torch.zeros(1, 40, n, dim, dtype=dtype)) for n, dim in SHAPES))
             both.append(cache.fork(both[0]))
         cache = caches[differs["caches swapped"]]
         pair = [chats[0][0], chats[0][2 if difference.startswith("forks") else 1]]
         order = pair[::-1] if differs["sequences swapped"] or differs["forks swapped"] else pair
+        if is_known:
+            turn = cache.prefill(dict.fromkeys(pair, 4))
+            for layer in range(2):
+                turn.attend(layer, *(turn.shard(torch.zeros(1, 8, n, dim, dtype=dtype)) for n, dim in SHAPES))
         if difference.endswith("turn"):
             turn = cache.prefill(dict.fromkeys(order, 4))
-            turn.attend(0, *(turn.shard(torch.zeros(1, 8, n, dim, dtype=dtype)) for n, dim in SHAPES))
+            local = [turn.shard(torch.zeros(1, 8, n, dim, dtype=dtype)) for n, dim in shapes]
+            turn.attend(int(differs["layers swapped"]), *local, softcap=float(differs["softcap"]))
         else:
             step = cache.decode(dict.fromkeys(order, 1))
             step.fingerprint = 7 + differs["tokens"]

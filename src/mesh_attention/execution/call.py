@@ -126,11 +126,14 @@ class Calls:
         layout: Layout | None = None,
         gradient: bool | None = None,
         may_keep: bool = True,
+        stretched_to: tuple[CallOptions, Layout] | None = None,
     ) -> Engine:
         """The engine for inputs like these, q, k and v of each local rank, on this layout or the usual one.
 
         `gradient` says whether a backward pass follows, for callers whose tensors and grad mode do not show it.
-        `may_keep` says whether forward can leave anything but its results for backward.
+        `may_keep` says whether forward can leave anything but its results for backward. `stretched_to` are options and
+        layout of the call that is made, if this one is a typical one like it (`Engine.stretched`). Ranks agree on the
+        typical one; the caller makes sure that they have the same in mind.
         """
         self.forward_passes += 1
         with self.session.telling():
@@ -157,6 +160,11 @@ class Calls:
         kept[key] = engine  # the most recently used comes last
         if len(kept) > most:
             del kept[next(iter(kept))]
+        if stretched_to is not None:
+            options, exact_layout = stretched_to
+            with self.session.telling():
+                problem, _ = derive_problem(options.checked(), kinds[0], self.session.size)
+                engine = engine.stretched(problem, exact_layout)
         for observe in self.observers:
             engine = observe(engine, kinds[0][0].device)
         return engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -12,9 +12,9 @@ from mesh_attention.kernels.base import CallMask
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan import steps as ops
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.footprint import shared_buffers
+from mesh_attention.plan.footprint import held_nbytes, shared_buffers
 from mesh_attention.plan.format import format_step
-from mesh_attention.plan.kernel_calls import KernelCall, kernel_calls, peak_nbytes
+from mesh_attention.plan.kernel_calls import KernelCall, kernel_calls, scratch_of_steps
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import stops
 from mesh_attention.plan.steps import AXIS_OF, Item, Kind, effects, running, transfers
@@ -81,7 +81,7 @@ class Exchanged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One rank's program, ready to walk. `device_nbytes` is its peak with the scratch of calls, beyond the buffers."""
+    """One rank's program, ready to walk."""
 
     plan: Plan
     rank: int
@@ -92,35 +92,87 @@ class Compiled:
     """For the whole items of exchanges: the pieces that travel."""
     copied: dict[Item, tuple[tuple[Span, Span], ...]]
     """For what is packed, and for the whole items of exchanges: spans of this rank's tokens at home, and there."""
-    peak_nbytes: int
-    device_nbytes: int
     kept: tuple[Item, ...]
+    scratch: dict[int, int]
+    """Bytes of scratch, beside the buffers, that the calls of each attend take."""
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes of buffers that the rank holds at once."""
+        return max(self._held(), default=0)
+
+    @property
+    def device_nbytes(self) -> int:
+        """The most bytes of buffers and scratch."""
+        return max((nbytes + self.scratch.get(index, 0) for index, nbytes in enumerate(self._held())), default=0)
+
+    def _held(self) -> list[int]:
+        matrix, is_backward = self.plan.matrix, self.plan.direction == "backward"
+        return held_nbytes(
+            self.steps, matrix, kept=matrix.kept(self.plan.schedule.keep, self.rank), has_kept=is_backward
+        )
 
 
 def compile_program(plan: Plan, rank: int) -> Compiled:
-    program, matrix = plan.program(rank), plan.matrix
+    program, matrix = plan.steps(rank), plan.matrix
     kept = matrix.kept(plan.schedule.keep, rank)
-    calls = kernel_calls(program.steps, matrix, kept)
-    compiling = _Compiling(matrix, _allocations(program.steps, matrix, kept))
+    calls = kernel_calls(program, matrix, kept)
+    compiling = _Compiling(matrix, _allocations(program, matrix, kept))
     instructions = []
-    for stop in stops(program.steps):
-        steps, index = program.steps[stop.span.start : stop.span.stop], stop.span.start
+    for stop in stops(program):
+        steps, index = program[stop.span.start : stop.span.stop], stop.span.start
         details = compiling.step(steps[0], calls.get(index, ()))
         turn = steps if stop.is_turn else ()
         instructions.append(Instruction(index, steps[0], stop.arrivals, stop.departures, *details, turn))
-    held = _held_in_wholes(program.steps, matrix, compiling.allocations)
     return Compiled(
         plan,
         rank,
-        program.steps,
+        program,
         tuple(instructions),
         compiling.allocations,
-        _exchanged(program.steps, matrix, held),
-        _copied(program.steps, compiling.allocations, held, rank, plan.problem.batch),
-        program.peak_nbytes,
-        peak_nbytes(plan, rank, program.steps, calls),
+        *_moved(program, matrix, compiling.allocations, rank),
         tuple(item for group in kept for item in group),
+        scratch_of_steps(plan, program, calls),
     )
+
+
+def stretched(compiled: Compiled, plan: Plan) -> Compiled:
+    """The same program for segments of keys of other lengths, as `plan` has them.
+
+    Both plans have the same moves and queries, the mask leaves the same segments to the same queries, whole or in part,
+    and items have as many segments: then the steps and calls are the same, and only spans and sizes differ.
+    """
+    steps, old, new = compiled.steps, compiled.plan.matrix, plan.matrix
+    assert plan.direction == "forward"
+    assert not compiled.kept
+    changed = {
+        a.items: lay_out(a.items, new) for a in compiled.allocations.values() if AXIS_OF[a.items[0].kind] == "col"
+    }
+    allocations = {item: changed.get(a.items, a) for item, a in compiled.allocations.items()}
+    segments: dict[Segment, Segment] = {}
+    bounds: dict[tuple[Item, ...], dict[int, int]] = {}
+    for items, allocation in changed.items():
+        before = compiled.allocations[items[0]]
+        for item in items:
+            segments.update(zip(old.positions(item), new.positions(item), strict=True))
+            spans = zip(before.spans[item], allocation.spans[item], strict=True)
+            bounds.setdefault(items, {}).update(pair for span in spans for pair in zip(*span, strict=True))
+
+    def call(known: CompiledCall) -> CompiledCall:
+        span, mask = known.kv_span, known.mask
+        if span is not None:
+            ends = bounds[compiled.allocations[known.kv].items]
+            span = TokenSpan(ends[span.start], ends[span.stop])
+        kv = tuple(segments[segment] for segment in mask.kv)
+        problem = plan.problem
+        mask = CallMask(mask.form, problem.mask, mask.q, kv, problem.seq_q, problem.seq_kv)
+        return replace(known, kv_span=span, mask=mask)
+
+    instructions = tuple(
+        replace(known, calls=tuple(map(call, known.calls))) if known.calls else known for known in compiled.instructions
+    )
+    moved = _moved(steps, new, allocations, compiled.rank)
+    return Compiled(plan, compiled.rank, steps, instructions, allocations, *moved, compiled.kept, compiled.scratch)
 
 
 def peers_of(compiled: Compiled) -> tuple[set[int], set[int]]:
@@ -177,6 +229,13 @@ def _allocations(
 
 
 Held = dict[tuple[Item, int], tuple[TokenSpan, ...]]
+Moved = tuple[dict[Item, tuple[Exchanged, ...]], dict[Item, tuple[tuple[Span, Span], ...]]]
+
+
+def _moved(steps: tuple[ops.Step, ...], matrix: BlockMatrix, allocations: dict[Item, Allocation], rank: int) -> Moved:
+    """What a program exchanges, and what it copies."""
+    held = _held_in_wholes(steps, matrix, allocations)
+    return _exchanged(steps, matrix, held), _copied(steps, allocations, held, rank, matrix.problem.batch)
 
 
 def _held_in_wholes(steps: tuple[ops.Step, ...], matrix: BlockMatrix, allocations: dict[Item, Allocation]) -> Held:

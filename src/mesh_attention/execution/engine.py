@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -12,12 +12,13 @@ from torch import Tensor
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Work
 from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Fields, Meter, fields_of
-from mesh_attention.execution.compiled import Compiled, describe_post, peers_of
+from mesh_attention.execution.compiled import Compiled, describe_post, peers_of, stretched
 from mesh_attention.execution.executor import Executor
 from mesh_attention.execution.graphs import CapturedPasses, Tensors
 from mesh_attention.execution.warm_up import DryComm, DryKernel, DryMerging, this_thread
 from mesh_attention.kernels.base import Demand, Kernel, Merging, Scores
 from mesh_attention.kernels.select import choose_kernel, choose_merging
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import INPUTS, OUTPUTS, Direction, Item
 from mesh_attention.problem import Problem
 from mesh_attention.session.session import Session
@@ -47,6 +48,8 @@ class Engine:
     warmed_up: set[Hashable] = field(default_factory=set)
     meters: list[Meter] = field(default_factory=list)
     """Memory of the last pass that ran step by step, one meter for each local rank."""
+    last_stretched: dict[tuple[Problem, Layout], Engine] = field(default_factory=dict)
+    """The engine that `stretched` made last."""
 
     def run(
         self,
@@ -137,6 +140,22 @@ class Engine:
         """True if backward reads what forward kept, and none of the caller's inputs."""
         kept = set(self.programs("forward")[0].plan.schedule.keep)
         return self.single_call is None and ("own" in kept or kept == set(INPUTS["forward"]))
+
+    def stretched(self, problem: Problem, layout: Layout) -> Engine:
+        """The engine of a forward pass that differs from this one in the lengths of cached segments: the same moves,
+        steps and kernel calls. See `compiled.stretched`."""
+        (plan, *_) = [compiled.plan for compiled in self.programs("forward")]
+        if (plan.problem, plan.layout) == (problem, layout):
+            return self
+        key = problem, layout
+        if key not in self.last_stretched:
+            plan = replace(plan, problem=problem, layout=layout)
+            programs = [stretched(compiled, plan) for compiled in self.programs("forward")]
+            engine = replace(
+                self, problem=problem, programs=lambda _: programs, warmed_up=set(), meters=[], last_stretched={}
+            )
+            self.last_stretched = {key: engine}
+        return self.last_stretched[key]
 
     # One kernel call
 

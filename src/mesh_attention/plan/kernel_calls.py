@@ -147,12 +147,20 @@ def peak_nbytes(
     matrix = plan.matrix
     kept, has_kept = matrix.kept(plan.schedule.keep, rank), plan.direction == "backward"
     held = held_nbytes(steps, matrix, done=done, kept=kept, has_kept=has_kept)
+    for index, nbytes in scratch_of_steps(plan, steps, calls).items():
+        held[index] += nbytes
+    return max(held, default=0)
+
+
+def scratch_of_steps(plan: Plan, steps: Sequence[Step], calls: Mapping[int, Sequence[KernelCall]]) -> dict[int, int]:
+    """The most bytes that a call of each attend takes. In forward they do not depend on the number of keys."""
+    matrix, scratch = plan.matrix, {}
     for index, of_step in calls.items():
         needed = [scratch_nbytes(call, matrix, plan.direction) for call in of_step]
         if matrix.assignment.head_shares == 1 and _is_at_home(steps[index]):  # a part of the heads is not contiguous
             needed = [total - _copied_nbytes(call, matrix) for total, call in zip(needed, of_step, strict=True)]
-        held[index] += max(needed, default=0)
-    return max(held, default=0)
+        scratch[index] = max(needed, default=0)
+    return scratch
 
 
 def _is_at_home(step: Step) -> bool:

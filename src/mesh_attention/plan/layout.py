@@ -126,7 +126,7 @@ class Listed(Layout):
                     f"from 0 to {seq_len - 1}, of at most {MOST_LISTED:,} tokens"
                 )
             seen[segment.start : segment[-1] + 1 : segment.step] = b"\1" * len(segment)
-        if not all(seen):
+        if 0 in seen:  # much faster than `all`
             raise ProblemError(
                 f"position {seen.index(0)} is in no shard of a listed layout of {count(seq_len, 'token')}; expected "
                 "every position once"

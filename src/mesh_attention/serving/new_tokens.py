@@ -13,9 +13,8 @@ from torch import Tensor
 from mesh_attention.arguments import CallOptions, Softmax, check_plain, describe, flag
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.masks import Segment
-from mesh_attention.plan.layout import shifted
 from mesh_attention.problem import Problem
-from mesh_attention.serving.book import Entry, WindowSize, clip
+from mesh_attention.serving.book import Entry, WindowSize
 
 if TYPE_CHECKING:
     from mesh_attention.serving.cache import ShardedCache
@@ -37,9 +36,9 @@ class Growth:
         return self.after.shares.length - self.before.shares.length
 
     def new_segments(self, rank: int) -> tuple[Segment, ...]:
-        """A rank's new positions, counted from the first new one."""
-        start = self.before.shares.length
-        return shifted(clip(self.after.shares.segments(rank), start, self.after.shares.length), -start)
+        """A rank's new positions in a turn, counted from the first new one."""
+        run, ranks = self.after.shares.runs[-1], self.after.shares.ranks
+        return run.layout.segments((rank - run.first) % ranks, seq_len=run.tokens, ranks=ranks)
 
     def first_seen(self, window: WindowSize) -> int:
         """The first position that a new query sees."""

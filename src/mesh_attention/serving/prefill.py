@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mesh_attention.arguments import CallOptions
+from mesh_attention.arguments import CallOptions, Softmax
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.autograd import run_forward
 from mesh_attention.execution.engine import Engine
@@ -40,13 +40,24 @@ class Slots(NamedTuple):
     kept: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class WindowView:
-    """A turn as layers of one window see it: an attention call on a layout, and where each rank's tokens are."""
+class TurnCall(NamedTuple):
+    """A turn as an attention call: each sequence is a document."""
 
     keys: Listed
     layout: Cached
     options: CallOptions
+
+    def num_keys(self, rank: int) -> int:
+        return sum(map(len, self.keys.shards[rank]))
+
+
+@dataclass(frozen=True, slots=True)
+class WindowView:
+    """A turn as layers of one window see it: an attention call, the typical one that it is planned as, and where each
+    rank's tokens are."""
+
+    call: TurnCall
+    typical: TurnCall
     slots: dict[int, Slots] = field(default_factory=dict)
 
 
@@ -110,13 +121,14 @@ class Turn(Appended):
         cache = self.cache
         with cache.attention.session.telling():
             ranks = self._by_rank(layer, tensors, return_lse)
-            for (_, tokens, _), rank in zip(self._sizes(layer), ranks, strict=True):
-                self._check_tensors(layer, rank, (1, tokens))
-            self._softmax(layer, options)
-        self._agree()
+            for comm, rank in zip(cache.attention.comms, ranks, strict=True):
+                self._check_tensors(layer, rank, (1, self._num_queries(comm.rank)))
+            softmax = self._softmax(layer, options)
+        heads = [q.shape[2] for q, _, _ in ranks]
+        self._agree(layer, heads[0], softmax)
         window = cache.layers[layer].window
         inputs = [(q, *self._keys(number, layer, window, k[0], v[0])) for number, (q, k, v) in enumerate(ranks)]
-        engine = self._engine(inputs, window, options)
+        engine = self._engine(layer, heads, options)
         with torch.no_grad():
             flat = [tensor for rank in inputs for tensor in rank]
             results, _ = run_forward(engine, flat, context=hash((cache.history, layer)))
@@ -128,88 +140,97 @@ class Turn(Appended):
         All ranks call it, because they plan together. In a local group, the most of any rank.
         """
         self._check_layer(layer)
-        known, window = self.cache.layers[layer], self.cache.layers[layer].window
-        sizes = self._sizes(layer)
-        one = torch.empty((), dtype=self.cache.dtype, device=self.cache.device)  # tensors in shape only
-        tensors = [
-            (
-                one.expand(1, queries, heads, known.head_dim),
-                one.expand(1, keys, known.kv_heads, known.head_dim),
-                one.expand(1, keys, known.kv_heads, known.value_dim),
-            )
-            for _, queries, keys in sizes
-        ]
-        programs = self._engine(tensors, window, CallOptions()).programs("forward")
-        copied = [self._copied_nbytes(rank, layer, keys) for rank, _, keys in sizes]
+        comms = self.cache.attention.comms
+        programs = self._engine(layer, [heads] * len(comms), CallOptions()).programs("forward")
+        copied = [self._copied_nbytes(comm.rank, layer) for comm in comms]
         return max(program.device_nbytes + nbytes for program, nbytes in zip(programs, copied, strict=True))
 
-    def _engine(self, tensors: Sequence[Sequence[Tensor]], window: WindowSize, options: CallOptions) -> Engine:
-        view, calls = self._view(window), self.cache.attention.calls
-        options = view.options._replace(softmax_scale=options.softmax_scale, softcap=options.softcap)
-        return calls.engine(tensors, options, layout=view.layout, gradient=False, may_keep=False)
+    def _engine(self, layer: int, heads: Sequence[int], options: CallOptions) -> Engine:
+        """The engine of a layer with these query heads on the local ranks. It is the one of the typical call, on which
+        ranks agree once, stretched to this turn's lengths."""
+        cache, known = self.cache, self.cache.layers[layer]
+        view = self._view(known.window)
+        scalar = torch.empty((), dtype=cache.dtype, device=cache.device)  # for tensors in shape only
+        tensors = []
+        for comm, num_heads in zip(cache.attention.comms, heads, strict=True):
+            queries, keys = self._num_queries(comm.rank), view.typical.num_keys(comm.rank)
+            sizes = (
+                (queries, num_heads, known.head_dim),
+                *((keys, known.kv_heads, d) for d in (known.head_dim, known.value_dim)),
+            )
+            tensors.append([scalar.expand(1, *size) for size in sizes])
+        return cache.attention.calls.engine(
+            tensors,
+            _with_softmax_of(options, view.typical.options),
+            layout=view.typical.layout,
+            gradient=False,
+            may_keep=False,
+            stretched_to=(_with_softmax_of(options, view.call.options), view.call.layout),
+        )
 
-    def _agree(self) -> None:
-        """Raise on every rank unless all have these sequences, after the same history; once in a turn."""
+    def _agree(self, layer: int, heads: int, softmax: Softmax) -> None:
+        """Raise on every rank unless all have these sequences, after the same history, and call the same layer in the
+        same way; once in a turn, because a call of a known kind is not compared again."""
         session = self.cache.attention.session
         if self._is_agreed or session.is_local or session.size == 1:
             return
         sequences = ", ".join(f"{number} from {g.before.shares.length}" for number, g in self.sequences.items())
         must_match = {"operation": "a turn of a cache", "sequences": sequences, "history": str(self.cache.history)}
-        session.agree(Statement(must_match=must_match))
+        must_match |= {"layer": str(layer), "heads": str(heads), "softmax": str(softmax)}
+        session.agree(Statement(must_match=must_match | {"device": self.cache.device.type}))
         self._is_agreed = True
 
-    def _sizes(self, layer: int) -> list[tuple[int, int, int]]:
-        """For each local rank: its number, its new tokens, and the keys that it has for the turn."""
-        keys = self._view(self.cache.layers[layer].window).keys
-        ranks = [comm.rank for comm in self.cache.attention.comms]
-        return [(r, sum(map(len, self.shards[r])), sum(map(len, keys.shards[r]))) for r in ranks]
+    def _num_queries(self, rank: int) -> int:
+        return sum(map(len, self.shards[rank]))
 
-    def _copied_nbytes(self, rank: int, layer: int, keys: int) -> int:
+    def _copied_nbytes(self, rank: int, layer: int) -> int:
         """Bytes of keys and values that are not used where they are stored."""
         known = self.cache.layers[layer]
+        keys = self._view(known.window).call.num_keys(rank)
         reads = self._slots(rank, known.window).reads
         is_view = known.window is None and len(reads) == 1 and isinstance(reads[0], slice)
         return 0 if is_view else keys * known.elements * self.cache.dtype.itemsize
 
     def layout(self, window: WindowSize = None) -> Cached:
         """Where the new queries are, and the keys that they see in layers with this window."""
-        return self._view(window).layout
+        return self._view(window).call.layout
 
     def _view(self, window: WindowSize) -> WindowView:
         if window not in self._views:
-            kv = Listed(tuple(self._packed_keys(rank, window) for rank in range(self.cache.ranks)))
-            self._views[window] = WindowView(kv, Cached(Listed(self.shards), kv), self._options(window))
+            counts = [grown.before.counts for grown in self.sequences.values()]
+            call = self._call(window, counts)
+            typical = call if window is not None else self._call(window, list(map(_rounded, counts)))
+            self._views[window] = WindowView(call, typical)
         return self._views[window]
 
-    def _packed_keys(self, rank: int, window: WindowSize) -> tuple[Segment, ...]:
-        keys: list[Segment] = []
-        start = 0
-        for grown in self.sequences.values():
-            shares, first = grown.after.shares, grown.first_seen(window)
-            if window is None:
-                keys += (
-                    _past(grown, rank, start),
-                    *shifted(grown.new_segments(rank), start + grown.before.shares.length),
-                )
-            else:
-                keys += shifted(clip(shares.segments(rank), first, shares.length), start - first)
-            start += shares.length - first
-        return join(keys)
-
-    def _options(self, window: WindowSize) -> CallOptions:
-        """The turn as an attention call: each sequence is a document."""
+    def _call(self, window: WindowSize, counts: Sequence[Sequence[int]]) -> TurnCall:
+        """The attention call of layers with this window, if each rank had so many cached tokens of each sequence."""
         grown = list(self.sequences.values())
-        q = [0, *accumulate(growth.tokens for growth in grown)]
-        kv = [0, *accumulate(growth.after.shares.length - growth.first_seen(window) for growth in grown)]
+        pasts = [
+            sum(count) if window is None else g.before.shares.length - g.first_seen(window)
+            for g, count in zip(grown, counts, strict=True)
+        ]
+        q = (0, *accumulate(growth.tokens for growth in grown))
+        kv = (0, *accumulate(past + growth.tokens for past, growth in zip(pasts, grown, strict=True)))
+        keys: list[list[Segment]] = [[] for _ in range(self.cache.ranks)]
+        for growth, count, past, start in zip(grown, counts, pasts, kv, strict=False):
+            for rank, own in enumerate(keys):
+                if window is None:
+                    own += (_past(count, rank, start), *shifted(growth.new_segments(rank), start + past))
+                else:
+                    shares, first = growth.after.shares, growth.first_seen(window)
+                    own += shifted(clip(shares.segments(rank), first, shares.length), start - first)
+        listed = Listed(tuple(map(join, keys)))
         is_packed = len(grown) > 1
-        return CallOptions(
+        options = CallOptions(
             causal=True,
             window_size=(-1 if window is None else window, -1),
-            cu_seqlens_q=tuple(q) if is_packed else None,
-            cu_seqlens_k=tuple(kv) if is_packed else None,
+            cu_seqlens_q=q if is_packed else None,
+            cu_seqlens_k=kv if is_packed else None,
             seq_len=q[-1],
             seq_len_k=kv[-1],
         )
+        return TurnCall(listed, Cached(Listed(self.shards), listed), options)
 
     # Keys and values
 
@@ -246,7 +267,7 @@ class Turn(Appended):
             before, after = grown.before, grown.after
             table = (after if window is None else before).tables[window]
             base, stop = table.dropped * size, (after if window is None else before).counts[rank]
-            first = before.shares.before(rank, grown.first_seen(window))
+            first = 0 if window is None else before.shares.before(rank, grown.first_seen(window))
             read = slots_of(table.blocks, max(first, base) - base, stop - base, size)
             reads.append(_numbers(read, device) if isinstance(read, list) else read)
             table = after.tables[window]
@@ -258,15 +279,25 @@ class Turn(Appended):
         return Slots(reads, _numbers(writes, device), _numbers(kept, device))
 
 
-def _past(grown: Growth, rank: int, start: int) -> Segment:
+def _with_softmax_of(options: CallOptions, call: CallOptions) -> CallOptions:
+    return call._replace(softmax_scale=options.softmax_scale, softcap=options.softcap)
+
+
+def _past(counts: Sequence[int], rank: int, start: int) -> Segment:
     """A rank's cached tokens of a sequence as one segment: those of rank 0 first, then those of rank 1, ….
 
     Every new query sees all of them, so their order does not matter, and a plan need not know in how many pieces they
     came.
     """
-    counts = grown.before.counts
     first = start + sum(counts[:rank])
     return range(first, first + counts[rank])
+
+
+def _rounded(counts: Sequence[int]) -> list[int]:
+    """Typical numbers of cached tokens: a power of two on every rank that has any, so that turns with the same new
+    tokens are the same call until their pasts have doubled."""
+    typical = 1 << max(counts).bit_length() >> 1
+    return [typical if count else 0 for count in counts]
 
 
 def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
