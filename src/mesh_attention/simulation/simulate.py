@@ -9,9 +9,10 @@ import numpy as np
 from mesh_attention.errors import TopologyError
 from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.plan import Plan
+from mesh_attention.prices import Prices
 from mesh_attention.simulation import lockstep
 from mesh_attention.simulation.event_driven import EventSimulator
-from mesh_attention.simulation.jobs import Prices, RankJobs, rank_jobs
+from mesh_attention.simulation.jobs import RankJobs, rank_jobs
 from mesh_attention.simulation.recorder import Network, Recorder
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
