@@ -98,16 +98,14 @@ class Prices:
                 return self.attend_s
             case steps.Combine(partials, total) if len(partials) > 1:
                 return self.device.touch_seconds(sum(map(self._nbytes, partials)) + self._nbytes(total))
-            case steps.Pack(_, after):
-                return self.device.touch_seconds(copy_nbytes(self._nbytes(after)))
+            case steps.Pack(_, item) | steps.Unpack(item):
+                return self.device.touch_seconds(copy_nbytes(self._nbytes(item)))
             case steps.Finish(item):
                 return self.device.touch_seconds(finish_nbytes(self._nbytes(running(item)), self._nbytes(item)))
             case steps.Clear(item):
                 return self.device.touch_seconds(self._nbytes(item))
             case steps.Exchange(before, after) if before.form == "home":
                 return self.device.touch_seconds(copy_nbytes(self._nbytes(after)))  # staged, or copied as its own piece
-            case steps.Unpack(before):
-                return self.device.touch_seconds(copy_nbytes(self._nbytes(before)))
             case steps.Recv() | steps.Send() | steps.Collective() | steps.Exchange() | steps.Free() | steps.Combine():
                 return 0.0
             case _:

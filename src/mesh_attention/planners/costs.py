@@ -19,7 +19,6 @@ from mesh_attention.plan.assignment import Assignment, Tile, check_assignment, d
 from mesh_attention.plan.blocks import BlockMatrix, elements_per_token, token_nbytes
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, KINDS, OUTPUTS, Direction, Item, Kind
-from mesh_attention.prices import meet_seconds, merge_nbytes
 from mesh_attention.problem import Problem
 
 FLOPS_PER_BYTE = UNKNOWN.device.forward.tflops * 1e12 / (UNKNOWN.between.gb_per_s * 1e9)
@@ -86,8 +85,8 @@ def estimate_costs(
     check_assignment(assignment, problem)
     if direction not in DIRECTIONS:
         raise ScheduleError(f"direction {direction!r}: expected {' or '.join(DIRECTIONS)}")
-    block_flops, nbytes = _block_flops(problem, assignment, direction), shard_sizes(problem, assignment)
-    return Costs(**{kind: flops_per_byte * nbytes[kind] / block_flops for kind in KINDS})
+    flops, nbytes = block_flops(problem, assignment, direction), shard_sizes(problem, assignment)
+    return Costs(**{kind: flops_per_byte * nbytes[kind] / flops for kind in KINDS})
 
 
 def even_costs(problem: Problem, assignment: Assignment, direction: Direction) -> Costs:
@@ -101,23 +100,10 @@ def even_costs(problem: Problem, assignment: Assignment, direction: Direction) -
     return replace(costs, **{kind: costs.of(kind) * scale for kind in KINDS})
 
 
-def _block_flops(problem: Problem, assignment: Assignment, direction: Direction) -> float:
+def block_flops(problem: Problem, assignment: Assignment, direction: Direction) -> float:
     """FLOPs of an average block, over all slices of the heads, for one batch entry."""
     flops = problem.flops(direction, pairs=max(1, problem.pairs))
     return flops / (problem.batch * assignment.places**2)
-
-
-def estimate_gpu_costs(problem: Problem, assignment: Assignment, direction: Direction) -> Costs:
-    """`estimate_costs` with the prices of calls: of launches, and of access to running sums."""
-    costs, device = estimate_costs(problem, assignment, direction), UNKNOWN.device
-    block_s = _block_flops(problem, assignment, direction) / (device.rate(direction).tflops * 1e12)
-    # Shards of a place hold all the heads of its Ulysses group.
-    sizes, widths = shard_sizes(problem, assignment), merge_nbytes(problem.itemsize, problem.accumulator_itemsize)
-    memory_s = device.touch_seconds(widths / problem.itemsize, launches=0)
-    row, col = (sizes["q"], 0.0) if direction == "forward" else (sizes["dq"], sizes["dkv"])
-    call_s = meet_seconds(device, direction) * assignment.ulysses_degree
-    prices = {"call": call_s / block_s, "row": row * memory_s / block_s, "col": col * memory_s / block_s}
-    return replace(costs, **prices)
 
 
 def shard_sizes(problem: Problem, assignment: Assignment) -> dict[Kind, float]:

@@ -88,9 +88,15 @@ class EventSimulator:
         state.is_computing = True
         state.now = now + job.seconds
         self.recorder.compute(rank, now, state.now, job)
+        heappush(self.events, (state.now + self._latency_s(rank, job), next(self.order), rank))
+
+    def _latency_s(self, rank: int, job: Job) -> float:
+        """The longest latency that the transfers of a job share."""
+        if not self.network.overlap:
+            return 0.0
         peers = {*(recv.source for recv in job.recvs), *(send.dest for send in job.sends)}
         latencies = [self.network.latency_s(self.network.topology.link_class(rank, peer)) for peer in peers]
-        heappush(self.events, (state.now + max(latencies, default=0.0), next(self.order), rank))
+        return max(latencies, default=0.0)
 
     def _post(self, rank: int, now: float) -> None:
         """The job's compute is over: post its transfers and go on."""

@@ -151,7 +151,7 @@ class LockstepSimulator:
         if received != sent:
             raise NotUniformError(f"'{job.name}': ranks do not send the same items that they receive")
         begun = now
-        for recv in job.recvs:
+        for recv in job.recvs if self.network.overlap else ():
             latencies = map(self.network.latency_s, CLASSES)
             of_class = np.where(self._transfer(self.deltas[recv.source]).is_between, *reversed([*latencies]))
             begun = np.maximum(begun, now + of_class)
