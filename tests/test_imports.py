@@ -22,10 +22,11 @@ topology: values
 clusters: errors topology
 timeline: errors topology
 plan: values
-planners: values plan
+prices: values plan topology
+planners: values plan prices clusters
 verification: values plan
-simulation: values plan topology timeline
-tuning: values plan planners simulation topology timeline
+simulation: values plan prices topology timeline
+tuning: values plan prices planners simulation topology timeline
 kernels: values
 comm: values
 session: values plan kernels comm

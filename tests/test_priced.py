@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,8 +19,9 @@ from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Route
 from mesh_attention.plan.steps import DIRECTIONS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.choice import Choice
 from mesh_attention.planners.cost_based import Policy, PolicyOrder
-from mesh_attention.planners.costs import Costs, estimate_gpu_costs
+from mesh_attention.planners.costs import Costs
 from mesh_attention.planners.greedy import greedy_moves
+from mesh_attention.planners.make import gpu_price
 from mesh_attention.planners.move_order import ONE_SIZE, held_share, mask_of
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Link, Topology
@@ -231,13 +232,22 @@ def test_a_gpu_behind_a_50_gb_link_comes_near_its_kernel(
     assert timeline.flops / 256 / timeline.ranks[128].stop_s / 1e12 >= tflops
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("ulysses_degree", [1, 8])
+def test_without_a_cluster_costs_are_those_of_the_cluster_gpu(direction: Direction, ulysses_degree: int) -> None:
+    problem = Problem.self_attention(seq_len=1 << 20, heads=32, kv_heads=8, head_dim=128, ranks=256, mask=causal())
+    choice = Choice.of(tile=(4, 64 // ulysses_degree), ulysses_degree=ulysses_degree, layout="zigzag")
+    known = costs_on(cluster_named("gpux256"), problem, choice, direction)
+    assert asdict(gpu_price(problem, choice, direction)) == pytest.approx(asdict(known), rel=1e-9)
+
+
 def test_without_a_cluster_a_gpu_has_prices_of_calls_too() -> None:
     """About those of the preset: a plan that nobody tuned is not made of single blocks."""
     problem = Problem.self_attention(seq_len=1 << 20, heads=32, kv_heads=8, head_dim=128, ranks=256, mask=causal())
     cluster = cluster_named("h200x256")
     for direction in DIRECTIONS:
         candidate = Choice.of(tile=(8, 32), layout="zigzag")
-        ours = estimate_gpu_costs(problem, candidate.assignment, direction)
+        ours = gpu_price(problem, candidate, direction)
         theirs = costs_on(cluster, problem, candidate, direction)
         assert (ours.row, ours.col) == pytest.approx((theirs.row, theirs.col), rel=0.3)
         assert ours.call == pytest.approx(theirs.call, rel=0.7)

@@ -20,9 +20,10 @@ from mesh_attention.plan.format import format_end, format_step
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import ROUTES
 from mesh_attention.plan.steps import Free, Step, transfers
+from mesh_attention.prices import Prices
 from mesh_attention.simulation import lockstep
 from mesh_attention.simulation import simulate as simulation
-from mesh_attention.simulation.jobs import Prices, rank_jobs
+from mesh_attention.simulation.jobs import rank_jobs
 from mesh_attention.simulation.lockstep import classes_by_timeline, singleton_classes
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Span, Timeline
@@ -52,8 +53,8 @@ def problem(ranks: int, *, seq: int = 1024, **changes: object) -> Problem:
 
 
 def by_events(plan: Plan, cluster: Topology) -> Timeline:
-    prices = Prices(cluster.device, plan.matrix, plan.direction)
-    return simulation._by_events(plan, cluster, prices, range(plan.problem.ranks), lambda activity, fraction: None)
+    prices, every_rank = Prices(cluster.device, plan.matrix, plan.direction), range(plan.problem.ranks)
+    return simulation._by_events(plan, cluster, prices, every_rank, lambda activity, fraction: None)
 
 
 # Prices

@@ -115,8 +115,18 @@ _PAPER = Topology(
 `benchmarks/papers/fit.py` finds them, fitted once to ten published times and ratios. Ours against published: Ring's
 growth in weak scaling -22 %, all others within 7 %, rms 9 %. Rates are what programs saw, not a data sheet's."""
 
-PRESETS = {topology.name: topology for topology in (*(_node_of_8(*row) for row in _NODES_OF_8), _LAPTOP, _PAPER)}
-"""Clusters of one node, by name."""
+UNKNOWN = Topology(
+    name="gpu",
+    ranks=8,
+    ranks_per_node=1,
+    device=_device((600, 5, 1.0), (600, 55, 1.0), (3500, 80, 5)),
+    inside=Link(gb_per_s=50),
+    between=Link(gb_per_s=50),
+)
+"""About Hopper GPUs, each behind a 400 Gb/s link: what is assumed where no machine is known."""
+
+PRESETS = {preset.name: preset for preset in (*(_node_of_8(*row) for row in _NODES_OF_8), _LAPTOP, _PAPER, UNKNOWN)}
+"""Clusters by name: of one node, `gpu` of eight."""
 
 
 def cluster_named(name: str) -> Topology:

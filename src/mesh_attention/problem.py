@@ -106,14 +106,6 @@ class Problem:
         per_pair = flops_per_pair(direction, qk=self.head_dim_qk, v=self.head_dim_v)
         return (self.pairs if pairs is None else pairs) * self.batch * self.heads * per_pair
 
-    def added_nbytes(self, direction: Direction) -> tuple[int, int]:
-        """Bytes touched for each query, and for each key, to add a partial result to its running sum: it is read once,
-        and the sum is read and written. Over all heads and batch entries."""
-        touched = self.batch * (2 * self.accumulator_itemsize + self.itemsize)
-        qk, v = self.head_dim_qk, self.head_dim_v
-        row = touched * self.heads * (v if direction == "forward" else qk)
-        return row, 0 if direction == "forward" else touched * self.kv_heads * (qk + v)
-
 
 def flops_per_pair(direction: Direction, *, qk: int, v: int) -> int:
     """Floating-point operations of one query with one key, in one head with head sizes `qk` and `v`."""

@@ -6,8 +6,9 @@ of a data sheet. A link serves one transfer at a time, in each direction if it i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, isfinite
+from math import ceil
 from typing import Any, Literal
 
 from mesh_attention.errors import TopologyError
@@ -156,20 +157,16 @@ def filled(width: int, *, heads: int, tokens: int) -> float:
 
 
 def _check_positive(value: object, *names: str) -> None:
-    for name in names:
-        number = getattr(value, name)
-        if not _is_number(number) or not LEAST <= number <= MOST:
-            expected = f"a number above 0, from {LEAST:g} to {MOST:g}"
-            raise TopologyError(f"{type(value).__name__} {name}={number!r}: expected {expected}")
+    _check(value, names, LEAST, f"a number above 0, from {LEAST:g} to {MOST:g}")
 
 
 def _check_not_negative(value: object, *names: str) -> None:
+    _check(value, names, 0.0, f"a number, 0 or above, up to {MOST:g}")
+
+
+def _check(value: object, names: Sequence[str], least: float, expected: str) -> None:
     for name in names:
         number = getattr(value, name)
-        if not _is_number(number) or not 0 <= number <= MOST:
-            expected = f"a number, 0 or above, up to {MOST:g}"
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not least <= number <= MOST:  # neither is true of a NaN
             raise TopologyError(f"{type(value).__name__} {name}={number!r}: expected {expected}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)

@@ -11,8 +11,8 @@ from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.footprint import kv_nbytes
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.decode import Combining, Queries, StepShape, plan_decode
+from mesh_attention.prices import decode_seconds
 from mesh_attention.problem import Problem
-from mesh_attention.simulation.jobs import decode_seconds
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from math import sqrt
 
+from mesh_attention.clusters import UNKNOWN
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Assignment, Tile, check_assignment, divisors, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix, elements_per_token, token_nbytes
@@ -20,12 +21,7 @@ from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, KINDS, OUTPUTS, Direction, Item, Kind
 from mesh_attention.problem import Problem
 
-FLOPS_PER_BYTE = 12_000.0
-"""A Hopper GPU behind a 400 Gb/s link: 600 TFLOP/s of attention over 50 GB/s."""
-
-GPU_TFLOPS, GPU_MEMORY_GB_PER_S = 600.0, 3500.0
-GPU_CALL_US: dict[Direction, float] = {"forward": 20.0, "backward": 120.0}
-"""Fixed time of a meet on a Hopper GPU: about two kernel calls under a mask, and their launches."""
+FLOPS_PER_BYTE = UNKNOWN.device.forward.tflops * 1e12 / (UNKNOWN.between.gb_per_s * 1e9)
 
 CALL_PRICES = ("call", "row", "col")
 
@@ -89,13 +85,13 @@ def estimate_costs(
     check_assignment(assignment, problem)
     if direction not in DIRECTIONS:
         raise ScheduleError(f"direction {direction!r}: expected {' or '.join(DIRECTIONS)}")
-    block_flops, nbytes = _block_flops(problem, assignment, direction), shard_sizes(problem, assignment)
-    return Costs(**{kind: flops_per_byte * nbytes[kind] / block_flops for kind in KINDS})
+    flops, nbytes = block_flops(problem, assignment, direction), shard_sizes(problem, assignment)
+    return Costs(**{kind: flops_per_byte * nbytes[kind] / flops for kind in KINDS})
 
 
 def even_costs(problem: Problem, assignment: Assignment, direction: Direction) -> Costs:
-    """Costs where no machine is known: those of a fast GPU behind a 400 Gb/s link, scaled down until transfers take no
-    longer than compute. Orders differ most where both take equally long."""
+    """Costs where no machine is known: those of a fast GPU and link, scaled down until transfers take no longer than
+    compute. Orders differ most where both take equally long."""
     costs = estimate_costs(problem, assignment, direction)
     kinds = (*INPUTS[direction], *OUTPUTS[direction])
     traded = 1 - 1 / assignment.ulysses_degree
@@ -104,23 +100,10 @@ def even_costs(problem: Problem, assignment: Assignment, direction: Direction) -
     return replace(costs, **{kind: costs.of(kind) * scale for kind in KINDS})
 
 
-def _block_flops(problem: Problem, assignment: Assignment, direction: Direction) -> float:
+def block_flops(problem: Problem, assignment: Assignment, direction: Direction) -> float:
     """FLOPs of an average block, over all slices of the heads, for one batch entry."""
     flops = problem.flops(direction, pairs=max(1, problem.pairs))
     return flops / (problem.batch * assignment.places**2)
-
-
-def estimate_gpu_costs(problem: Problem, assignment: Assignment, direction: Direction) -> Costs:
-    """`estimate_costs` with the price of calls on a Hopper GPU: of launches, and of access to running sums."""
-    costs = estimate_costs(problem, assignment, direction)
-    block_s = _block_flops(problem, assignment, direction) / (GPU_TFLOPS * 1e12)
-    # Sums are read and written, the partial is read. Shards of a place hold all the heads of its Ulysses group.
-    widths = (2 * problem.accumulator_itemsize + problem.itemsize) / problem.itemsize
-    sizes, memory_s = shard_sizes(problem, assignment), widths / (GPU_MEMORY_GB_PER_S * 1e9)
-    row, col = (sizes["q"], 0.0) if direction == "forward" else (sizes["dq"], sizes["dkv"])
-    call_s = GPU_CALL_US[direction] * 1e-6 * assignment.ulysses_degree
-    prices = {"call": call_s / block_s, "row": row * memory_s / block_s, "col": col * memory_s / block_s}
-    return replace(costs, **prices)
 
 
 def shard_sizes(problem: Problem, assignment: Assignment) -> dict[Kind, float]:

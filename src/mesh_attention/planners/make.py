@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from typing_extensions import Unpack
 
+from mesh_attention.clusters import UNKNOWN
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import AXES, Assignment, Axis
 from mesh_attention.plan.blocks import BlockMatrix
@@ -28,9 +29,10 @@ from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Move, Return, Schedule
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.choice import Choice, ChoiceOptions, as_choice
-from mesh_attention.planners.costs import Costs, estimate_gpu_costs, even_costs, shard_sizes
+from mesh_attention.planners.costs import Costs, block_flops, estimate_costs, even_costs, shard_sizes
 from mesh_attention.planners.greedy import greedy_moves
 from mesh_attention.planners.waves import brings_input, in_waves
+from mesh_attention.prices import meet_seconds, merge_nbytes
 from mesh_attention.problem import Problem
 
 Planner = Callable[..., Plan]
@@ -188,8 +190,16 @@ def priced(problem: Problem, choice: Choice, direction: Direction, price: Price 
 
 
 def gpu_price(problem: Problem, choice: Choice, direction: Direction) -> Costs:
-    """Costs on a Hopper-class GPU, for callers that know no more of the cluster."""
-    return estimate_gpu_costs(problem, choice.assignment, direction)
+    """Costs on a GPU of which no more is known: those of transfers, and the prices of launches and of running sums."""
+    assignment, device = choice.assignment, UNKNOWN.device
+    costs, sizes = estimate_costs(problem, assignment, direction), shard_sizes(problem, assignment)
+    block_s = block_flops(problem, assignment, direction) / (device.rate(direction).tflops * 1e12)
+    # Shards of a place hold all the heads of its Ulysses group.
+    call_s = meet_seconds(device, direction) * assignment.ulysses_degree
+    merged = merge_nbytes(problem.itemsize, problem.accumulator_itemsize) / problem.itemsize
+    memory_s = device.touch_seconds(merged, launches=0)
+    row, col = (sizes["q"], 0.0) if direction == "forward" else (sizes["dq"], sizes["dkv"])
+    return replace(costs, call=call_s / block_s, row=row * memory_s / block_s, col=col * memory_s / block_s)
 
 
 # Moves

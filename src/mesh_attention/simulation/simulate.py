@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from mesh_attention.errors import TopologyError
 from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.plan import Plan
+from mesh_attention.prices import Prices
 from mesh_attention.simulation import lockstep
 from mesh_attention.simulation.event_driven import EventSimulator
 from mesh_attention.simulation.exchanges import ExchangeSimulator
-from mesh_attention.simulation.jobs import Prices, RankJobs, rank_jobs
+from mesh_attention.simulation.jobs import RankJobs, rank_jobs
 from mesh_attention.simulation.recorder import Network, Recorder
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
@@ -39,7 +40,7 @@ def simulate(
     `MANY_RANKS` on, the last rank's calls represent all by default. Any other plan is simulated rank by rank.
 
     A plan over a cache does not know how much is cached: `attend_s` is how long a rank attends to its part
-    (`decode_seconds` in `jobs`).
+    (`decode_seconds` in `prices`).
     """
     if plan.problem.ranks != topology.ranks:
         raise TopologyError(

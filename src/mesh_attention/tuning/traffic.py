@@ -7,14 +7,13 @@ rank needs is then counted, and the results are estimates, not bounds.
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mesh_attention.masks import full
-from mesh_attention.plan.assignment import Assignment, Axis
-from mesh_attention.plan.blocks import BlockMatrix, token_nbytes
+from mesh_attention.plan.assignment import Assignment
+from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import Route
@@ -22,15 +21,22 @@ from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction
 from mesh_attention.planners.choice import Choice, default_layout
 from mesh_attention.planners.costs import Costs
 from mesh_attention.planners.make import make_priced_plan
+from mesh_attention.prices import (
+    CALLS_PER_MEET,
+    Links,
+    ReceiveTimes,
+    added_nbytes,
+    compute_seconds,
+    copy_nbytes,
+    finish_nbytes,
+    meet_seconds,
+    merge_nbytes,
+)
 from mesh_attention.problem import Problem
 from mesh_attention.topology import RUN, Topology
 from mesh_attention.tuning.work import Needs, needs, pairs_of
 
-Counts = NDArray[np.float64]
 LEFT_EXPOSED = 0.05
-OUTPUT_KINDS = frozenset(kind for kinds in OUTPUTS.values() for kind in kinds)
-CALLS_PER_MEET = 2
-"""Kernel calls per meet under a causal mask, because early and late segments see different keys."""
 
 
 class Traffic(NamedTuple):
@@ -39,95 +45,6 @@ class Traffic(NamedTuple):
 
     bound_s: float
     estimate_s: float
-
-
-class ReceiveTimes(NamedTuple):
-    """Seconds that each rank spends receiving from other nodes, and from its own."""
-
-    crossing_s: Counts
-    inside_s: Counts
-
-
-class Links:
-    """Times that the ranks of a cluster spend receiving, for one assignment."""
-
-    def __init__(self, problem: Problem, topology: Topology, assignment: Assignment) -> None:
-        self.problem, self.topology, self.assignment = problem, topology, assignment
-        self.ranks = np.arange(topology.ranks)
-        self.nodes, self.nics = topology.node(self.ranks), topology.nic(self.ranks)
-        self.none: Counts = np.zeros(topology.ranks)
-        self._same: dict[Axis | None, Counts] = {}
-
-    def group_s(self, kind: Kind, route: Route) -> ReceiveTimes:
-        """Seconds that each rank spends receiving one kind of item in its group."""
-        axis = AXIS_OF[kind]
-        size = self.assignment.size(axis)
-        if size == 1:
-            return self._busy(self.none, self.none, 0.0)
-        crossing = size - self._same_node(axis) if route == "direct" else self._ring(axis)
-        return self._busy(crossing, size - 1 - crossing, self.shard_nbytes(kind))
-
-    def needed_s(self, kind: Kind, needed: Needs) -> ReceiveTimes:
-        """Like `group_s`, for the shards that a mask leaves a use for; straight from their homes."""
-        axis, ulysses = AXIS_OF[kind], self.assignment.ulysses_degree
-        members, is_needed = needed.members[axis][:, 1:], needed.is_needed[axis][:, 1:]
-        home = np.arange(self.assignment.places)
-        nodes = [self.topology.node(place * ulysses) for place in (home[:, None], members)]
-        crosses = (nodes[0] != nodes[1]) & is_needed
-        counts: list[Counts] = []
-        for taken in (crosses, is_needed):
-            # A partial comes home from every place that needed the shard.
-            count = np.bincount(members[taken], minlength=len(home)) if kind in OUTPUT_KINDS else taken.sum(axis=1)
-            counts.append(np.repeat(count, ulysses).astype(float))
-        crossing, every = counts
-        return self._busy(crossing, every - crossing, self.shard_nbytes(kind))
-
-    def exchange_s(self, kind: Kind) -> ReceiveTimes:
-        """A Ulysses exchange: a slice of the heads to and from every other rank of the group."""
-        ulysses = self.assignment.ulysses_degree
-        same = self._same_node(None)
-        return self._busy(ulysses - same, same - 1, self.shard_nbytes(kind) / ulysses)
-
-    def nic_s(self, crossing_s: Counts) -> float:
-        """Seconds that the busiest NIC receives, summed over the ranks that share it."""
-        return float(np.bincount(self.nics, weights=crossing_s).max())
-
-    def shard_nbytes(self, kind: Kind) -> float:
-        """Bytes of one head slice of a place's shard, which is as large as one rank's own tokens with all heads."""
-        tokens = (self.problem.seq_q if AXIS_OF[kind] == "row" else self.problem.seq_kv) / self.problem.ranks
-        return self.problem.batch * tokens * token_nbytes(kind, self.problem)
-
-    def _busy(self, crossing: Counts, inside: Counts, nbytes: float) -> ReceiveTimes:
-        topology = self.topology
-        return ReceiveTimes(crossing * topology.between.seconds(nbytes), inside * topology.inside.seconds(nbytes))
-
-    def _same_node(self, axis: Axis | None) -> Counts:
-        """For each rank, the members of its group that are in its node, itself included; None is the Ulysses group."""
-        if axis not in self._same:
-            key = self._group(axis) * self.topology.nodes + self.nodes
-            _, inverse, counts = np.unique(key, return_inverse=True, return_counts=True)
-            self._same[axis] = counts[inverse].astype(float)
-        return self._same[axis]
-
-    def _group(self, axis: Axis | None) -> Any:
-        """A number for each rank that is the same in a group, and different in others."""
-        place, head_slice = divmod(self.ranks, self.assignment.ulysses_degree)
-        if axis is None:
-            return place
-        row, col = self.assignment.coordinates(place)  # type: ignore[arg-type]
-        return np.asarray(row if axis == "row" else col) * self.assignment.ulysses_degree + head_slice
-
-    def _ring(self, axis: Axis) -> Counts:
-        assignment = self.assignment
-        inner, size = assignment.inner_size(axis), assignment.size(axis)
-        rings = size // inner
-        crossing = (size - rings) * self._crosses(axis, 1) if inner > 1 else np.zeros(len(self.ranks))
-        return crossing + (rings - 1) * self._crosses(axis, inner) if rings > 1 else crossing
-
-    def _crosses(self, axis: Axis, offset: int) -> Counts:
-        source = self.assignment.peer_rank(axis, self.ranks, offset)
-        crosses: Counts = (self.nodes[source] != self.nodes).astype(float)
-        return crosses
 
 
 class Busy(NamedTuple):
@@ -151,7 +68,10 @@ def _busy(
     crossing, inside, held = links.none, links.none, links.none
     needed = _needs(problem, layout, assignment)
     for kind, route in routes:
-        group = links.group_s(kind, route) if needed is None else links.needed_s(kind, needed)
+        if needed is None:
+            group = links.group_s(kind, route)
+        else:
+            group = links.needed_s(kind, needed.members[AXIS_OF[kind]], needed.is_needed[AXIS_OF[kind]])
         exchange = links.exchange_s(kind) if assignment.ulysses_degree > 1 else ReceiveTimes(links.none, links.none)
         crossing = crossing + group.crossing_s + exchange.crossing_s
         inside = inside + group.inside_s + exchange.inside_s
@@ -187,7 +107,7 @@ def traffic(choice: Choice, problem: Problem, topology: Topology, direction: Dir
     ways = 1 if topology.full_duplex else 2  # what a link sends and what it receives may use it in turn
     least_s = max(ways * nic, ways * port, ways * unhidden + computes_s)
     return Traffic(
-        bound_s=max(nic, port, unhidden + _compute_s(problem, topology, direction)),
+        bound_s=max(nic, port, unhidden + compute_seconds(problem, topology.device, direction)),
         estimate_s=least_s + fill_s + LEFT_EXPOSED * (ways * nic + ways * port),
     )
 
@@ -200,7 +120,7 @@ def _links(problem: Problem, topology: Topology, assignment: Assignment) -> Link
 def costs_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Costs:
     """Costs on a cluster, in blocks of compute; call prices only if the choice leaves `blocks_per_call` open."""
     links, tile = _links(problem, topology, choice.assignment), choice.assignment.tile
-    block_s = _compute_s(problem, topology, direction) / (tile.rows * tile.cols)
+    block_s = compute_seconds(problem, topology.device, direction) / (tile.rows * tile.cols)
     transfer_costs: dict[str, float] = {}
     for kind in KINDS:
         route = choice.route if kind in INPUTS[direction] else choice.partials
@@ -219,12 +139,10 @@ def plan_on(topology: Topology, problem: Problem, choice: Choice, direction: Dir
 def _call_prices(problem: Problem, topology: Topology, direction: Direction, block_s: float) -> dict[str, float]:
     """Prices of a meet besides its blocks: for its calls, and for the memory it touches per row and per column."""
     device = topology.device
-    rate = device.rate(direction)
-    call_s = CALLS_PER_MEET * (rate.call_us + device.launch_us) * 1e-6
     memory_s = device.touch_seconds(1, launches=0)
     row_nbytes, col_nbytes = _added_nbytes(problem, direction)
     return {
-        "call": call_s / block_s,
+        "call": meet_seconds(device, direction) / block_s,
         "row": row_nbytes * memory_s / block_s,
         "col": col_nbytes * memory_s / block_s + _unfilled(problem, topology, direction),
     }
@@ -232,7 +150,7 @@ def _call_prices(problem: Problem, topology: Topology, direction: Direction, blo
 
 def _added_nbytes(problem: Problem, direction: Direction) -> tuple[float, float]:
     """Bytes touched to add a partial result of a row, and of a column, to its running sum."""
-    row, col = problem.added_nbytes(direction)
+    row, col = added_nbytes(problem, direction)
     return row * (problem.seq_q / problem.ranks), col * (problem.seq_kv / problem.ranks)
 
 
@@ -285,9 +203,9 @@ def _copies_s(choice: Choice, problem: Problem, topology: Topology, direction: D
         running = size * problem.accumulator_itemsize / problem.itemsize
         shards = extent.rows if AXIS_OF[kind] == "row" else extent.cols
         if assignment.ulysses_degree > 1 or (kind in INPUTS[direction] and shards > 1):
-            nbytes, steps = nbytes + 2 * size, steps + 1
+            nbytes, steps = nbytes + copy_nbytes(size), steps + 1
         if kind in OUTPUTS[direction]:
-            nbytes += shards * (running + size) + (shards - 1) * (2 * running + size)
+            nbytes += shards * finish_nbytes(running, size) + (shards - 1) * merge_nbytes(size, running)
             steps += 2 * shards - 1
     return topology.device.touch_seconds(nbytes, launches=steps)
 
@@ -299,7 +217,7 @@ def _busy_s(
     """Seconds that the busiest rank computes."""
     rate = topology.device.rate(direction)
     if problem.mask == full():
-        return _compute_s(problem, topology, direction)
+        return compute_seconds(problem, topology.device, direction)
     if BlockMatrix(problem, layout, assignment).is_uniform:
         # Layouts under which every place needs every shard of its groups spread the work evenly: one represents all.
         whole, masked = pairs_of(problem, layout, assignment, assignment.places - 1)
@@ -308,8 +226,3 @@ def _busy_s(
         place_needs = needs(problem, layout, assignment)
         pairs = float((place_needs.whole_pairs + place_needs.masked_pairs / rate.masked).max())
     return problem.flops(direction, pairs=1) / assignment.ulysses_degree * pairs / (rate.tflops * 1e12)
-
-
-def _compute_s(problem: Problem, topology: Topology, direction: Direction) -> float:
-    rate = topology.device.rate(direction)
-    return max(1e-12, problem.flops(direction) / problem.ranks / (rate.tflops * max(1.0, rate.masked) * 1e12))
