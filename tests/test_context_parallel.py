@@ -572,9 +572,9 @@ def option_errors(group: Any) -> list[float]:
         attention = MeshAttention(group, **options)  # type: ignore[arg-type]
         x = torch.linspace(-1, 1, 2 * 18 * 4, dtype=F64).reshape(1, 2, 18, 4)
         errors.append(inside_error(mesh, attend_causally, x, attention=attention))
-        mine = attention.shard(x, dim=2)
+        mine, due = (attention.shard(whole, dim=2) for whole in (x, attend_causally(x)))
         with context_parallel(mesh, attention=attention, seq_lens=[18]):
-            errors.append(error(attend_causally(mine), attention.shard(attend_causally(x), dim=2)))
+            errors.append(error(attend_causally(mine), due))
     return errors
 
 
@@ -630,7 +630,6 @@ def refusals(group: Any) -> dict[str, str]:
             lambda: heads(*[tokens] * 3, need_weights=False, key_padding_mask=torch.zeros(4, 6, dtype=torch.bool))
         ),
         "training dropout": inside(lambda: layer(*[tokens] * 3, need_weights=False)),
-        "flex": inside(lambda: flex_attention(torch.randn(1, 2, 8, 16), *[torch.randn(1, 2, 8, 16)] * 2)),
         "lengths": inside(lambda: sdpa(x, x, x), buffers=[torch.zeros(12), torch.zeros(11)], buffer_seq_dims=[0, 0]),
         "dims": enter(buffers=[a]),
         "no dim": enter(buffers=[a], buffer_seq_dims=[1]),
@@ -646,9 +645,7 @@ def refusals(group: Any) -> dict[str, str]:
         "seq_dims": lambda: context_parallel_unshard(mesh, [a], []),
         "unshard dim": lambda: context_parallel_unshard(mesh, [a], [1]),
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        answers = {name: said(trial) for name, trial in trials.items()}
+    answers = {name: said(trial) for name, trial in trials.items()}
     assert torch.equal(sdpa(x, x, x), sdpa(x, x, x))  # nothing is left behind
     return answers
 
@@ -666,7 +663,6 @@ REFUSED = {
     "bias": "nn.MultiheadAttention with add_bias_kv or add_zero_attn adds a token on every rank",
     "padding": "attn_mask is not supported under context_parallel",
     "training dropout": "dropout_p=0.5 is not supported under context_parallel",
-    "flex": "flex_attention was called under context_parallel",
     "lengths": "6 tokens may be this rank's part of 12 or of 11: buffers of both lengths were given",
     "dims": "got 1 buffers and 0 buffer_seq_dims; expected one dim for each buffer",
     "no dim": "buffers[0] has shape (9,), which has no dim 1",
@@ -720,3 +716,14 @@ def test_what_one_rank_refuses_in_a_context_is_told_to_all(pool: RankPool) -> No
     for own, told in zip(ours, theirs, strict=True):
         assert own.startswith("UsageError: ")
         assert told == f"DisagreementError: rank 0 refused the call: {own[12:]}; nothing was sent"
+
+
+def refuse_flex(group: Any) -> str:
+    x = torch.randn(1, 2, 8, 16)
+    with warnings.catch_warnings(), context_parallel(mesh_of(group)):
+        warnings.simplefilter("ignore")
+        return said(lambda: flex_attention(x, x, x))
+
+
+def test_flex_attention_is_refused(pool: RankPool) -> None:
+    assert "flex_attention was called under context_parallel" in pool.run(1, refuse_flex)[0]

@@ -17,39 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from attending import CASES, both_passes, planners, wholes_of, widened
-from delaying import Delaying
 from pool import shared_pool
 from run_ranks import RankError, RankPool
 
 from mesh_attention.api import MeshAttention
-from mesh_attention.comm.base import Comm, Parcel, drive
+from mesh_attention.comm.base import Parcel
 from mesh_attention.comm.staged import CudaStage, HostStage, StagedComm
 from mesh_attention.comm.torch_dist import START_AGAIN, TorchComm, comm_for
 from mesh_attention.errors import ProblemError, TransportError
-from mesh_attention.testing.comm_conformance import CHECKS
-from mesh_attention.testing.wrappers import Counting
-
-WRAPPERS: dict[str, Callable[[Comm], Comm]] = {
-    "bare": lambda comm: comm,
-    "recording": Counting,
-    "delaying": lambda comm: Delaying(comm, 0.002),
-}
 
 
 def bytes_of(number: int, size: int = 64) -> torch.Tensor:
     return torch.full((size,), number, dtype=torch.uint8)
-
-
-def run_checks(group: Any, wrapper: str) -> None:
-    comm = StagedComm(group)  # one for all of them: each leaves it as it was
-    for check in CHECKS:
-        drive(check(WRAPPERS[wrapper](comm)))
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_staging_is_held_to_the_checks_of_every_transport(wrapper: str, ranks: int) -> None:
-    shared_pool().run(ranks, run_checks, wrapper)
 
 
 # Copies that take their time, as those behind compute on a device do

@@ -404,28 +404,24 @@ def smaller(given: Object, calls: list[Call], late: bool, fails: Callable[..., b
         if still(plainer, calls, late):
             given = plainer
     for at in range(len(calls)):
-        for plainer_call in _plainer(calls[at]):
-            changed = {name: getattr(plainer_call[0], name) for name in plainer_call[1]}
+        for changed in _plainer(calls[at]):
             tried = [*calls[:at], replace(calls[at], **changed), *calls[at + 1 :]]
             if still(given, tried, late):
                 calls = tried
     return given, calls, late
 
 
-def _plainer(call: Call) -> Iterator[tuple[Call, tuple[str, ...]]]:
+def _plainer(call: Call) -> Iterator[dict[str, Any]]:
+    """Fields to be set to something simpler, one after the other."""
     plain = Call()
-    for spec in fields(Call):
-        if spec.name not in ("wrong", "arguments", "memory", "seq_q", "seq_k") and getattr(call, spec.name) != getattr(
-            plain, spec.name
-        ):
-            yield replace(call, **{spec.name: getattr(plain, spec.name)}), (spec.name,)
+    kept = ("wrong", "arguments", "memory", "seq_q", "seq_k")
+    values = {spec.name: getattr(plain, spec.name) for spec in fields(Call) if spec.name not in kept}
+    yield from ({name: value} for name, value in values.items() if getattr(call, name) != value)
     for number in range(4):
-        memory = tuple(Memory() if at == number else one for at, one in enumerate(call.memory))
-        yield replace(call, memory=memory), ("memory",)
-    yield replace(call, memory=plain.memory), ("memory",)
+        yield {"memory": tuple(Memory() if at == number else one for at, one in enumerate(call.memory))}
+    yield {"memory": plain.memory}
     for name in call.arguments:
-        arguments = {key: value for key, value in call.arguments.items() if key != name}
-        yield replace(call, arguments=arguments), ("arguments",)
+        yield {"arguments": {key: value for key, value in call.arguments.items() if key != name}}
 
 
 def script(given: Object, calls: list[Call], late: bool, device: str) -> str:
@@ -504,10 +500,6 @@ def run(
         rng = random.Random(f"{seed}/{number}")
         number += 1
         tally.episodes += 1
-        if rng.random() < 0.02:
-            ranks, settings = rng.randint(2, 8), rng.choice(WRONG_SETTINGS)
-            _tally_settings(tally, ranks, settings)
-            continue
         given, calls, late = draw_episode(rng, device)
         tally.calls += len(calls)
         tally.refusals += sum(call.wrong is not None for call in calls)
@@ -517,17 +509,6 @@ def run(
             tally.failures.append(f"[seed {seed}, episode {number - 1}] {report(given, calls, late, device, failure)}")
             print(tally.failures[-1], flush=True)
     return tally
-
-
-def _tally_settings(tally: Tally, ranks: int, settings: dict[str, Any]) -> None:
-    tally.calls += 1
-    tally.refusals += 1
-    try:
-        check_settings(ranks, settings)
-    except Exception as error:
-        text = f"MeshAttention(LocalGroup({ranks}), **{settings!r}): {type(error).__name__}: {error}\n"
-        tally.failures.append(text)
-        print(text, flush=True)
 
 
 def main() -> int:
