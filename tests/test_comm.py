@@ -13,6 +13,7 @@ from pool import shared_pool
 from mesh_attention.api import MeshAttention
 from mesh_attention.comm.base import Comm, Parcel, drive, drive_together
 from mesh_attention.comm.local import LocalGroup
+from mesh_attention.comm.staged import StagedComm
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import StalledError, TransportError
 from mesh_attention.testing.comm_conformance import CHECKS, Check
@@ -34,15 +35,17 @@ def test_local_transport(check: Check, wrapper: str, ranks: int) -> None:
     drive_together([check(WRAPPERS[wrapper](group.comm(rank))) for rank in range(ranks)])
 
 
-def run_checks(group: Any, wrapper: str) -> None:
+def run_checks(group: Any, transport: type, wrapper: str) -> None:
+    comm = transport(group)  # one for all of them: each leaves it as it was
     for check in CHECKS:
-        drive(check(WRAPPERS[wrapper](TorchComm(group))))
+        drive(check(WRAPPERS[wrapper](comm)))
 
 
+@pytest.mark.parametrize("transport", [TorchComm, StagedComm])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_torch_transport(wrapper: str, ranks: int) -> None:
-    shared_pool().run(ranks, run_checks, wrapper)
+def test_transports_between_processes(transport: type, wrapper: str, ranks: int) -> None:
+    shared_pool().run(ranks, run_checks, transport, wrapper)
 
 
 def test_recording_counts_both_ways_by_label() -> None:

@@ -131,7 +131,7 @@ CASES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
     "FSDP2, four context ranks": ({"dp": 1, "cp": 4}, "sharded", {"tile": (2, 2)}),
     "HSDP, replicated over dp and sharded over cp": (FOUR, "replicated and sharded", {"method": "ring"}),
     "FSDP2 with checkpointing that saves attention": (FOUR, "checkpointed", {}),
-    "DDP over dp × cp": (FOUR, "DDP", {}),
+    "DDP over dp × cp": (FOUR, "DDP", {"ulysses_degree": 2}),
     "FSDP2 × context × tensor parallel": ({"dp": 2, "cp": 2, "tp": 2}, "sharded", {}),
 }
 

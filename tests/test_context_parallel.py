@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention  # by name, before any context
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -37,6 +38,31 @@ def mesh_of(group: Any, device: str = "cpu") -> DeviceMesh:
 def error(ours: Tensor, due: Tensor) -> float:
     assert ours.shape == due.shape
     return ((ours - due).abs().max() / due.abs().max()).item()
+
+
+def inside_error(
+    mesh: DeviceMesh,
+    function: Callable[[Tensor], Tensor],
+    whole: Tensor,
+    dim: int = 2,
+    *,
+    way: Callable[[Tensor], Tensor] | None = None,
+    has_gradient: bool = True,
+    **options: Any,
+) -> float:
+    """Of the output and the gradient of a function of a buffer, called inside, perhaps in another way than outside."""
+    inputs = whole.clone().requires_grad_(has_gradient)
+    due = function(inputs)
+    mine = whole.clone()
+    with context_parallel(mesh, buffers=[mine], buffer_seq_dims=[dim], **options):
+        part = mine.clone().requires_grad_(has_gradient)
+        out = (way or function)(part)
+        if not has_gradient:
+            return error(context_parallel_unshard(mesh, [out], [dim], **options)[0], due)
+        (gradient,) = torch.autograd.grad(out.square().sum(), part)
+        ours = context_parallel_unshard(mesh, [out, gradient], [dim, dim], **options)
+    (due_gradient,) = torch.autograd.grad(due.square().sum(), inputs)
+    return max(map(error, ours, (due.detach(), due_gradient)))
 
 
 # The line to meet: a script that was written for torch's context_parallel
@@ -189,10 +215,7 @@ def module_errors(group: Any) -> dict[str, float]:
         layer.train(is_training)
         x = torch.randn(2, 21, 16, dtype=F64)
         with nullcontext() if is_training else torch.no_grad():
-            due = function(x)
-            with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
-                (ours,) = context_parallel_unshard(mesh, [function(x)], [1])
-        errors[name] = error(ours, due)
+            errors[name] = inside_error(mesh, function, x, 1, has_gradient=is_training)
     return errors
 
 
@@ -299,62 +322,6 @@ def test_only_this_thread_attends_across_ranks_and_only_inside(pool: RankPool) -
     pool.run(2, run_around)
 
 
-CHECKPOINTS = [(reentrant, inside) for reentrant in (False, True) for inside in (False, True)]
-
-
-def checkpoint_errors(group: Any) -> list[float]:
-    """The gradient of a checkpointed call; backward in the context or after it."""
-    mesh, errors = mesh_of(group), []
-    for use_reentrant, inside in CHECKPOINTS:
-        torch.manual_seed(4)
-        x = torch.randn(1, 10, 16, dtype=F64)
-        weight = torch.randn(16, 48, dtype=F64, requires_grad=True)
-
-        def layer(x: Tensor, weight: Tensor) -> Tensor:
-            q, k, v = (x @ weight).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
-            return scaled_dot_product_attention(q, k, v, is_causal=True).tanh()
-
-        (due,) = torch.autograd.grad(layer(x, weight).square().sum(), weight)
-        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], no_restore_buffers={x}):
-            loss = checkpoint(layer, x, weight, use_reentrant=use_reentrant).square().sum()
-            if inside:
-                loss.backward()
-        if not inside:
-            loss.backward()
-        dist.all_reduce(weight.grad, group=group)
-        errors.append(error(weight.grad, due))
-    return errors
-
-
-def test_what_a_checkpoint_runs_again_attends_across_ranks_in_and_after_the_context(pool: RankPool) -> None:
-    for errors in pool.run(2, checkpoint_errors):
-        assert max(errors) <= 1e-12
-
-
-def compiled_errors(group: Any) -> list[float]:
-    mesh = mesh_of(group)
-    torch.manual_seed(5)
-    x, weight = torch.randn(1, 2, 11, 4, dtype=F64), torch.randn(4, dtype=F64, requires_grad=True)
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def layer(x: Tensor) -> Tensor:
-        return scaled_dot_product_attention(x * weight, x, x.tanh(), is_causal=True).square()
-
-    due = layer(x)
-    (due_gradient,) = torch.autograd.grad(due.sum(), weight)
-    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
-        out = layer(x)
-        (gradient,) = torch.autograd.grad(out.sum(), weight)
-        (ours,) = context_parallel_unshard(mesh, [out], [2])
-    dist.all_reduce(gradient, group=group)
-    assert torch.equal(layer(x), due)
-    return [error(ours, due.detach()), error(gradient, due_gradient)]
-
-
-def test_a_function_that_was_compiled_before_attends_across_ranks_inside(pool: RankPool) -> None:
-    assert max(map(max, pool.run(2, compiled_errors))) <= 1e-12
-
-
 def errors_with_a_cache_on_disk(group: Any) -> list[float]:
     """A function that is compiled in turn outside and inside, as new processes would, with the same cache on disk."""
     mesh, errors = mesh_of(group), []
@@ -363,7 +330,8 @@ def errors_with_a_cache_on_disk(group: Any) -> list[float]:
     def attend(x: Tensor) -> Tensor:
         return scaled_dot_product_attention(x.sin(), x, x, is_causal=True)
 
-    for is_inside in (False, True, False, True):
+    torch._inductor.config.cpp.simdlen = 1  # which vectors the machine has is found by compiling
+    for is_inside in (False, True, False):
         torch._dynamo.reset()
         layer, x = torch.compile(attend), whole.clone()
         with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]) if is_inside else nullcontext():
@@ -404,6 +372,7 @@ WRAPPED = {
     "saving attention": partial(checkpoint_wrapper, context_fn=saved_attention),
 }
 ORDERS: dict[str, Callable[[Callable[..., Any], nn.Module, Any], Any]] = {
+    "compile": lambda compiled, block, wrap: compiled(block),
     "checkpoint": lambda compiled, block, wrap: wrap(block),
     "compile(checkpoint)": lambda compiled, block, wrap: compiled(wrap(block)),  # as torchtitan does it
     "checkpoint(compile)": lambda compiled, block, wrap: wrap(compiled(block)),
@@ -414,7 +383,10 @@ ORDERS: dict[str, Callable[[Callable[..., Any], nn.Module, Any], Any]] = {
 
 
 def compiled_checkpoint_errors(group: Any, backend: str, cases: list[tuple[str, str, bool, bool]]) -> dict[str, float]:
-    """The largest error of output and gradients in two steps and outside again, with `warm` compiled outside first."""
+    """The largest error of output and gradients in two steps and outside again, with `warm` compiled outside first.
+
+    Backward is inside the context or after it.
+    """
     mesh, errors = mesh_of(group), {}
     warnings.simplefilter("ignore")
     for order, kind, warm, inside in cases:
@@ -457,6 +429,10 @@ def test_compiled_checkpoints_attend_across_ranks_in_every_order(pool: RankPool)
         ("checkpoint(compile)", "saving products", False, True),
         ("compile(function)", "reentrant", False, True),
         ("checkpoint", "saving products", False, False),
+        ("checkpoint", "reentrant", False, True),
+        ("checkpoint", "reentrant", False, False),
+        ("checkpoint", "every activation", False, True),
+        ("compile", "every activation", True, True),
     ]
     for errors in pool.run(2, compiled_checkpoint_errors, "aot_eager", cases):
         assert {case: found for case, found in errors.items() if found > 1e-12} == {}
@@ -467,18 +443,12 @@ def compile_again(group: Any) -> list[int]:
     mesh, counts = mesh_of(group), []
     counter = CompileCounterWithBackend("aot_eager")
 
-    def attend(x: Tensor) -> Tensor:
-        return scaled_dot_product_attention(x, x, x, is_causal=True)
-
-    layer = torch.compile(lambda x: checkpoint(attend, x, use_reentrant=False), backend=counter, dynamic=False)
+    layer = torch.compile(lambda x: checkpoint(attend_causally, x, use_reentrant=False), backend=counter, dynamic=False)
     torch._dynamo.reset()
     for tokens in (14, 14, 14, 13, 14):  # 13 tokens are 7 and 6: one of two ranks has as many as of 14
         torch.manual_seed(tokens)
         x = torch.randn(1, 2, tokens, 4, dtype=F64)
-        due = attend(x)
-        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
-            (ours,) = context_parallel_unshard(mesh, [layer(x)], [2])
-        assert error(ours, due) <= 1e-12
+        assert inside_error(mesh, attend_causally, x, way=layer, has_gradient=False) <= 1e-12
         counts.append(counter.frame_count)
     return counts
 
@@ -492,8 +462,7 @@ def test_a_layer_is_compiled_again_only_for_other_lengths(pool: RankPool) -> Non
 
 
 def hidden_calls_errors(group: Any) -> dict[str, float]:
-    mesh = mesh_of(group)
-    x = torch.randn(1, 2, 12, 4, generator=torch.Generator().manual_seed(8), dtype=F64)
+    mesh, x = mesh_of(group), torch.randn(1, 2, 12, 4, generator=torch.Generator().manual_seed(8), dtype=F64)
     sdpa = scaled_dot_product_attention
 
     def without_modes(x: Tensor) -> Tensor:
@@ -532,19 +501,7 @@ def hidden_calls_errors(group: Any) -> dict[str, float]:
         "other checkpoint": (Recomputing.apply, attend),
         "nested checkpoints": (twice, attend),
     }
-    errors = {}
-    for name, (way, function) in ways.items():
-        whole = x.clone().requires_grad_()
-        due = function(whole)
-        (due_gradient,) = torch.autograd.grad(due.square().sum(), whole)
-        mine = x.clone()
-        with context_parallel(mesh, buffers=[mine], buffer_seq_dims=[2]):
-            part = mine.clone().requires_grad_()
-            out = way(part)
-            (gradient,) = torch.autograd.grad(out.square().sum(), part)
-            ours = context_parallel_unshard(mesh, [out, gradient], [2, 2])
-        errors[name] = max(map(error, ours, (due.detach(), due_gradient)))
-    return errors
+    return {name: inside_error(mesh, function, x, way=way) for name, (way, function) in ways.items()}
 
 
 class Attending(nn.Module):
@@ -565,7 +522,6 @@ def test_calls_that_no_mode_sees_attend_across_ranks(pool: RankPool) -> None:
 def other_ways_errors(group: Any) -> list[float]:
     mesh, x = mesh_of(group), torch.randn(1, 2, 12, 4, generator=torch.Generator().manual_seed(7), dtype=F64)
     attend = Attending()
-    due = attend(x)
 
     def contiguous(x: Tensor) -> Tensor:
         return attend(x).contiguous()  # torch.cond expects branches of the same strides
@@ -574,10 +530,9 @@ def other_ways_errors(group: Any) -> list[float]:
         torch.export.export(attend, (x[:, :, :6],)).module(),
         torch.compile(lambda x: torch.cond(x.sum() > -1e9, contiguous, torch.sin, (x,)), backend="aot_eager"),
     )
-    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+    with context_parallel(mesh):
         assert torch.equal(torch.cond(x.sum() > -1e9, torch.sin, torch.cos, (x,)), x.sin())  # no attention inside
-        whole = context_parallel_unshard(mesh, [way(x) for way in ways], [2] * len(ways))
-    return [error(ours, due) for ours in whole]
+    return [inside_error(mesh, attend, x, way=way, has_gradient=False) for way in ways]
 
 
 def test_exported_programs_and_branches_attend_across_ranks(pool: RankPool) -> None:
@@ -593,18 +548,22 @@ def two_axes() -> DeviceMesh:
     return init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "cp"))
 
 
-def slice_error(group: Any) -> float:
-    mesh = two_axes()["cp"]
+def attend_causally(x: Tensor) -> Tensor:
+    return scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def use_one_axis(group: Any) -> tuple[float, str]:
+    """And what is said of a mesh of two."""
     torch.manual_seed(two_axes().get_local_rank("dp"))
     x = torch.randn(1, 2, 9, 4, dtype=F64)  # each replica has its own
-    due = scaled_dot_product_attention(x, x, x, is_causal=True)
-    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
-        (ours,) = context_parallel_unshard(mesh, [scaled_dot_product_attention(x, x, x, is_causal=True)], [2])
-    return error(ours, due)
+    refusal = said(lambda: context(two_axes()).__enter__())
+    return inside_error(two_axes()["cp"], attend_causally, x), refusal
 
 
 def test_one_axis_of_a_larger_mesh_attends_by_itself(pool: RankPool) -> None:
-    assert max(pool.run(8, slice_error)) <= 1e-12
+    for error, refusal in pool.run(8, use_one_axis):
+        assert error <= 1e-12
+        assert refusal == "ProblemError: got a DeviceMesh with 2 axes; expected one axis, such as device_mesh['cp']"
 
 
 def option_errors(group: Any) -> list[float]:
@@ -612,13 +571,10 @@ def option_errors(group: Any) -> list[float]:
     for options in ({"method": "ring", "layout": "striped"}, {"tile": (2, 2), "tensor_format": "bhsd"}):
         attention = MeshAttention(group, **options)  # type: ignore[arg-type]
         x = torch.linspace(-1, 1, 2 * 18 * 4, dtype=F64).reshape(1, 2, 18, 4)
-        due = scaled_dot_product_attention(x, x, x, is_causal=True)
-        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2], attention=attention):
-            out = scaled_dot_product_attention(x, x, x, is_causal=True)
-        errors.append(error(context_parallel_unshard(mesh, [out], [2], attention=attention)[0], due))
-        mine = attention.shard(x, dim=2)
+        errors.append(inside_error(mesh, attend_causally, x, attention=attention))
+        mine, due = (attention.shard(whole, dim=2) for whole in (x, attend_causally(x)))
         with context_parallel(mesh, attention=attention, seq_lens=[18]):
-            errors.append(error(scaled_dot_product_attention(mine, mine, mine, is_causal=True), out))
+            errors.append(error(attend_causally(mine), due))
     return errors
 
 
@@ -762,18 +718,7 @@ def test_what_one_rank_refuses_in_a_context_is_told_to_all(pool: RankPool) -> No
         assert told == f"DisagreementError: rank 0 refused the call: {own[12:]}; nothing was sent"
 
 
-def refuse_two_axes(group: Any) -> str:
-    return said(lambda: context(two_axes()).__enter__())
-
-
-def test_a_mesh_of_two_axes_is_refused(pool: RankPool) -> None:
-    for answer in pool.run(8, refuse_two_axes):
-        assert answer == "ProblemError: got a DeviceMesh with 2 axes; expected one axis, such as device_mesh['cp']"
-
-
 def refuse_flex(group: Any) -> str:
-    from torch.nn.attention.flex_attention import flex_attention
-
     x = torch.randn(1, 2, 8, 16)
     with warnings.catch_warnings(), context_parallel(mesh_of(group)):
         warnings.simplefilter("ignore")

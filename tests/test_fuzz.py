@@ -14,7 +14,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent / "campaign"))
 
-from fuzz import WRONG, WRONG_SETTINGS, Call, Memory, Object, check, check_settings, run, script, seen
+from attending import Call, Memory, seen
+from fuzz import WRONG, WRONG_SETTINGS, Object, check, check_settings, run, script
 
 from mesh_attention.kernels.base import CallMask
 from mesh_attention.kernels.merging import TorchMerging

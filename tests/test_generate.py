@@ -340,22 +340,14 @@ def disagreement(group: Any, how: str) -> str:
     rank = group.rank()
     with over_ranks(group) as attention:
         model = parallelize(make_model("llama"), attention).eval()
-        given: dict[str, Any] = {"max_new_tokens": 4}
-        prompt = ids(1, 20)
-        if how == "prompts":
-            prompt = ids(1, 20, seed=rank)
-        elif how == "lengths":
-            prompt = ids(1, 20 if rank else 3)
-        elif how == "rows":
-            prompt = ids(1 + rank, 20)
-        elif how == "settings":
-            given["max_new_tokens"] = 4 + rank
-        elif how == "arguments":
-            given |= {"cache_implementation": "static"} if rank else {}
-        elif how == "streamer":
-            given |= {"num_beams": 2} | ({} if rank else {"streamer": Heard()})
-        elif how == "tokens":
-            given["prefix_allowed_tokens_fn"] = lambda *_: [3 + rank]
+        prompts = {"prompts": ids(1, 20, seed=rank), "lengths": ids(1, 20 if rank else 3), "rows": ids(1 + rank, 20)}
+        settings: dict[str, dict[str, Any]] = {
+            "settings": {"max_new_tokens": 4 + rank},
+            "arguments": {"cache_implementation": "static"} if rank else {},
+            "streamer": {"num_beams": 2} | ({} if rank else {"streamer": Heard()}),
+            "tokens": {"prefix_allowed_tokens_fn": lambda *_: [3 + rank]},
+        }
+        prompt, given = prompts.get(how, ids(1, 20)), {"max_new_tokens": 4} | settings.get(how, {})
         try:
             generated(model, prompt, **given)
         except (DisagreementError, UsageError, ValueError) as said:

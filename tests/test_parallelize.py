@@ -478,17 +478,3 @@ def test_what_goes_past_a_parallelized_model_is_refused(
     logits_of(model, local)
     with pytest.raises(UsageError, match=message):
         attempt(model, local)
-
-
-def refusal_of_the_whole_batch(group: Any) -> str:
-    model = parallelize(make_model("llama", "sdpa"), MeshAttention(group))
-    try:
-        model(tokens(1, 16)["input_ids"])
-    except Exception as error:
-        return str(error)
-    return "nothing"
-
-
-def test_a_whole_batch_is_refused_on_every_rank(pool: RankPool) -> None:
-    for said in pool.run(2, refusal_of_the_whole_batch):
-        assert "are not those of this rank's tokens" in said

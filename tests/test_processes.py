@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attention_cases import BY_NAME, CASES, AttendedCase, Case, dense_answer, methods, relative_error, whole_tensors
+from attending import CASES, counts_of, planners, relative_error, truth_of, wholes_of, widened, wrong_of
 from delaying import Delaying
 from pool import said, shared_pool
 from run_ranks import RankError, RankPool
@@ -23,90 +23,50 @@ from mesh_attention.api import MeshAttention, mesh_attention
 from mesh_attention.comm.staged import StagedComm
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.context_parallel import context_parallel
-from mesh_attention.execution import sharding
-from mesh_attention.plan.counts import rank_costs
 from mesh_attention.planners.costs import Costs
 from mesh_attention.testing.wrappers import Counting
 
 
-def errors_of(group: Any, case: Case, options: dict[str, Any], delay_s: float = 0.0) -> list[float]:
-    """This rank's relative errors of the output, the LSE and the gradients."""
-    comm = TorchComm(group)
-    attention = MeshAttention(Delaying(comm, delay_s) if delay_s else comm, **options)
-    attended = AttendedCase(attention, case, dense_answer(case))
-    return [*attended.gradient_errors(), *attended.forward_errors()]
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_feature_is_exact(pool: RankPool, case: Case, ranks: int) -> None:
-    options = methods(ranks, case.kv_heads)
-    # Every planner meets every number of ranks and every feature, over the cases.
-    chosen = options[(CASES.index(case) + ranks) % len(options)]
-    for errors in pool.run(ranks, errors_of, case, chosen):
-        assert max(errors) <= 1e-12
+@pytest.mark.parametrize(("turn", "name"), list(enumerate(CASES)), ids=CASES)
+def test_every_feature_is_exact(pool: RankPool, turn: int, name: str, ranks: int) -> None:
+    """Every planner meets every number of ranks and every feature, over the cases."""
+    options = list(planners(ranks).values())
+    for wrong in pool.run(ranks, wrong_of, options[(turn + ranks) % len(options)], CASES[name]):
+        assert not wrong
+
+
+def everything_wrong(group: Any) -> list[str]:
+    every = planners(dist.get_world_size(group)).values()
+    return [wrong for options in every for wrong in wrong_of(group, options, CASES["causal"])]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 def test_every_planner_is_exact(pool: RankPool, ranks: int) -> None:
-    case = BY_NAME["causal"]
-    for options in methods(ranks, case.kv_heads):
-        for errors in pool.run(ranks, errors_of, case, options):
-            assert max(errors) <= 1e-12
+    for wrong in pool.run(ranks, everything_wrong):
+        assert not wrong
+
+
+def wrong_when_slow(group: Any) -> list[str]:
+    return wrong_of(Delaying(TorchComm(group), 0.01), {"tile": (2, 2)}, CASES["causal"])
 
 
 def test_a_slow_network_changes_nothing(pool: RankPool) -> None:
-    for errors in pool.run(4, errors_of, BY_NAME["causal"], {"tile": (2, 2)}, 0.01):
-        assert max(errors) <= 1e-12
+    for wrong in pool.run(4, wrong_when_slow):
+        assert not wrong
 
 
-def counts_of(group: Any, options: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """What was counted and what the plan says, forward and backward."""
-    case = BY_NAME["batch"]
+def count_on_a_rank(group: Any, options: dict[str, Any]) -> tuple[Any, int]:
     comm = Counting(TorchComm(group))
-    attention = MeshAttention(comm, **options)
-    q, k, v, d_out, _ = (attention.shard(t) if t.dim() == 4 else t for t in whole_tensors(case))
-    inputs = [t.requires_grad_() for t in (q, k, v)]
-    counts = []
-    out = attention(*inputs, seq_len=case.seq_q, **case.call)
-    (engine,) = attention.calls.engines.values()
-    for direction in ("forward", "backward"):
-        if direction == "backward":
-            torch.autograd.grad((out * d_out).sum(), inputs)
-        costs = rank_costs(engine.programs(direction)[0].plan, comm.rank)  # type: ignore[arg-type]
-        counted = (dict(comm.sent_nbytes), dict(comm.received_nbytes), comm.messages, engine.meters[0].peak)
-        assert 0 < comm.pass_ids < comm.size  # once to each rank that this one sends to
-        sent, received = ({kind: s.total for kind, s in side.items()} for side in (costs.sent, costs.received))
-        counts.append((counted, (sent, received, costs.messages, costs.peak_nbytes)))
-        comm.sent_nbytes.clear()
-        comm.received_nbytes.clear()
-        comm.messages = comm.pass_ids = 0
-    return counts
+    return counts_of(MeshAttention(comm, **options), widened(CASES["batch"], options)), comm.pass_ids
 
 
 @pytest.mark.parametrize("ranks", [4, 6])
 def test_bytes_on_the_wire_and_bytes_held_are_the_plans(pool: RankPool, ranks: int) -> None:
-    for options in methods(ranks, 2):
-        for counts in pool.run(ranks, counts_of, options):
-            for counted, planned in counts:
-                assert counted == planned
-
-
-def bits_of(group: Any, options: dict[str, Any]) -> list[torch.Tensor]:
-    case = BY_NAME["causal"]
-    attention = MeshAttention(group, **options)
-    q, k, v, d_out, _ = (attention.shard(t) if t.dim() == 4 else t for t in whole_tensors(case, dtype=torch.bfloat16))
-    inputs = [t.requires_grad_() for t in (q, k, v)]
-    out = attention(*inputs, seq_len=case.seq_q, causal=True)
-    return [out.detach(), *torch.autograd.grad((out * d_out).sum(), inputs)]
-
-
-def test_two_runs_give_the_same_bits(pool: RankPool) -> None:
-    for options in methods(4, 2):
-        first, second = (pool.run(4, bits_of, options) for _ in range(2))
-        assert all(
-            torch.equal(a, b) for one, two in zip(first, second, strict=True) for a, b in zip(one, two, strict=True)
-        )
+    for options in planners(ranks).values():
+        for counts, pass_ids in pool.run(ranks, count_on_a_rank, options):
+            assert all(counted == planned for counted, planned in counts)
+            assert 0 < pass_ids < 2 * ranks  # in each pass, once to each rank that this one sends to
 
 
 # What is refused
@@ -157,23 +117,13 @@ def test_a_refusal_on_one_rank_reaches_the_others(pool: RankPool) -> None:
             assert answer.startswith("DisagreementError: rank 1 refused the call: q is torch.float64")
 
 
-def unshard_uneven(group: Any) -> list[int]:
-    attention = MeshAttention(group, layout="contiguous")
-    return attention.unshard(attention.shard(torch.arange(5)[None]))[0].tolist()
-
-
-def test_unshard_takes_uneven_shards(pool: RankPool) -> None:
-    assert pool.run(2, unshard_uneven) == [list(range(5))] * 2
-
-
 def use_the_function(group: Any) -> bool:
-    case = BY_NAME["causal"]
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    call, size = CASES["causal"], dist.get_world_size(group)
     attention = MeshAttention(group)
-    q, k, v = (attention.shard(t) for t in whole_tensors(case)[:3])
-    due = sharding.shard(dense_answer(case).out, attention.layout, rank, ranks=size)
+    q, k, v = (attention.shard(t) for t in wholes_of(call)[:3])
+    due = attention.shard(truth_of(call).out[0])
     settings: list[dict[str, Any]] = [{"tile": (1, size)}, {"planner": make_plan}, {"costs": Costs(kv=3.0)}]
-    given = [mesh_attention(q, k, v, group=group, seq_len=case.seq_q, causal=True, **setting) for setting in settings]
+    given = [mesh_attention(q, k, v, group=group, seq_len=call.seq_q, causal=True, **setting) for setting in settings]
     return all(relative_error(ours, due) <= 1e-12 for ours in given)
 
 
@@ -270,13 +220,6 @@ def size_and_variable(group: Any, name: str) -> tuple[int, str | None]:
     return dist.get_world_size(group), os.environ.get(name)
 
 
-def train(group: Any, options: dict[str, Any] | None, steps: int = 10) -> list[float]:
-    """Losses of a small language model in float64; options None: one process, plain attention."""
-    from training_model import train_small_model
-
-    return train_small_model(group, options, steps)
-
-
 # What a destroyed group leaves behind
 
 
@@ -307,15 +250,3 @@ def held_resources(group: Any, rounds: int) -> list[tuple[int, int]]:
 def test_a_destroyed_group_leaves_no_descriptors_and_threads(pool: RankPool) -> None:
     for counts in pool.run(8, held_resources, 5)[:2]:
         assert len(set(counts[1:])) == 1, counts
-
-
-def test_training_has_the_losses_of_one_process(pool: RankPool) -> None:
-    (alone,) = pool.run(1, train, None)
-    assert alone[-1] < alone[0]
-    for options in (
-        {"method": "ring"},
-        {"method": "mesh", "tile": (2, 2)},
-        {"method": "mesh", "tile": (1, 2), "ulysses_degree": 2},
-    ):
-        for losses in pool.run(4, train, options):
-            assert losses == pytest.approx(alone, abs=1e-9, rel=0)

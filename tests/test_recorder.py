@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import methods
+from attending import planners
 from delaying import Delaying
 from pool import shared_pool
 
@@ -35,7 +35,11 @@ from mesh_attention_lab.drawing.trace import to_perfetto
 from mesh_attention_lab.recording import RecordedPass, Recording, record
 
 RANKS, TOKENS = 4, 96
-METHODS = methods(RANKS, 2)
+NAMES = (
+    *("ring, routed", "pass-q", "mesh, routed", "mesh, grouped", "attention2d", "mesh, kept", "attention2d, kept"),
+    *("ulysses x mesh", "ulysses x mesh, kept", "ulysses x mesh, waves", "mesh, waves"),
+)
+METHODS = [planners(RANKS)[name] for name in NAMES]
 IDS = [" ".join(f"{value}" for value in options.values()) for options in METHODS]
 
 

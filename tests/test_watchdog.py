@@ -228,27 +228,20 @@ def test_ranks_abort_once_all_have_given_up(started: Callable[..., Ranks], monke
 SILENT_S = 1.5
 
 
-def test_a_silent_rank_is_named_by_all(started: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "SILENT_S", SILENT_S)
-    ranks = started((2,))
-    ranks.patience_s = SILENT_S + 0.5
-    ranks.begin(0, 1, 3)
-    start = time.monotonic()
-    reasons = ranks.reasons()
-    assert time.monotonic() - start > SILENT_S  # it may still come
-    assert [reason.split(":")[0] for reason in reasons] == ["rank 2 does not answer"] * 3
-
-
-def test_a_silent_rank_is_named_soon_once_transfers_have_failed(
-    started: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("have_failed", [False, True], ids=["in time", "soon once transfers have failed"])
+def test_a_silent_rank_is_named_by_all(
+    started: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch, have_failed: bool
 ) -> None:
     monkeypatch.setattr(watchdog, "SILENT_S", SILENT_S)
     ranks = started((2,))
+    ranks.patience_s = SOON_S if have_failed else SILENT_S + 0.5
     ranks.begin(0, 1, 3)
-    ranks.have_failed = [True] * RANKS
+    ranks.have_failed = [have_failed] * RANKS
+    start = time.monotonic()
     reasons = ranks.reasons()
+    assert have_failed or time.monotonic() - start > SILENT_S  # it may still come
     assert [reason.split(":")[0] for reason in reasons] == ["rank 2 does not answer"] * 3
-    assert "at or after step 0 from 3" in reasons[0]
+    assert ("at or after step 0 from 3" in reasons[0]) == have_failed
 
 
 def test_another_call_is_named_as_soon_as_all_have_answered(started: Callable[..., Ranks]) -> None:

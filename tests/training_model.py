@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import torch.nn.functional as functional
 from torch import Tensor, nn
-
-from mesh_attention.api import MeshAttention
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, TOKENS = 17, 16, 4, 2, 45
 
@@ -46,43 +42,3 @@ class Model(nn.Module):
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-
-def train_small_model(group: Any, options: dict[str, Any] | None, steps: int) -> list[float]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = Model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        ids = torch.randint(VOCABULARY, (2, TOKENS + 1))
-        inputs, labels, positions, attend = ids[:, :-1], ids[:, 1:], torch.arange(TOKENS), plain_attention
-        if options is not None:
-            attention = MeshAttention(group, **options)
-            # Labels are shifted before sharding: the next token may live on another rank.
-            inputs, labels = attention.shard(inputs), attention.shard(labels)
-            positions = attention.position_ids(TOKENS)
-
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                return attention(q, k, v, causal=True, seq_len=TOKENS)
-
-        losses = []
-        for _ in range(steps):
-            optimizer.zero_grad()
-            logits = model(inputs, positions, attend)
-            # Summed here, divided by the whole count: shards may differ by a token.
-            loss = (
-                functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / ids[:, 1:].numel()
-            )
-            loss.backward()
-            total = loss.detach().clone()
-            if options is not None:
-                dist.all_reduce(total, group=group)
-                gradients = [parameter.grad for parameter in model.parameters()]
-                together = nn.utils.parameters_to_vector(gradients)
-                dist.all_reduce(together, group=group)
-                nn.utils.vector_to_parameters(together, gradients)
-            optimizer.step()
-            losses.append(float(total))
-        return losses
-    finally:
-        torch.set_default_dtype(torch.float32)

@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,13 +35,15 @@ from torch import Tensor
 from torch.distributed import TCPStore
 from torch.utils.checkpoint import checkpoint
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from attending import Attended, Call
+from run_ranks import process_context
+
 import mesh_attention
 from mesh_attention import MeshAttention, MeshAttentionError
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution.call import Calls
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from run_ranks import process_context
 
 RANKS = 4
 TIMEOUT_S, SLACK_S, LATE_S = 5.0, 5.0, 1.5
@@ -139,71 +142,35 @@ class Rank:
         """True if the victim's other call is one that all ranks made before."""
         return self.fault in ("other call", "other dtype")
 
-    def question(self, *, other: bool = False, **call: Any) -> Question:
+    def question(self, *, other: bool = False, **arguments: Any) -> Call:
         """What this rank asks: the same on all ranks, except that the victim's may be the other one."""
-        asked = Question({"causal": True, **call})
+        asked = replace(CALL, arguments=CALL.arguments | arguments)
         if not (other or self.differs):
             return asked
-        match self.fault:
-            case "other call":
-                return Question({**asked.call, "causal": False})
-            case "other dtype":
-                return Question(asked.call, torch.float32)
-            case "other spelling":
-                return Question({**asked.call, "softmax_scale": DIM**-0.5, "seq_len": SEQ})
-            case "wrong argument":
-                return Question({**asked.call, "casual": True})
-        return asked
+        if self.fault == "other dtype":
+            return replace(asked, dtype="float32")
+        different: dict[str, dict[str, Any]] = {
+            "other call": {"causal": False},
+            "other spelling": {"softmax_scale": DIM**-0.5, "seq_len": SEQ},
+            "wrong argument": {"casual": True},
+        }
+        return replace(asked, arguments=asked.arguments | different.get(self.fault, {}))
 
-    def attend(self, asked: Question, *, gradient: bool = False) -> Answer:
-        whole = asked.inputs()
-        ours = [self.attention.shard(tensor).requires_grad_(gradient) for tensor in whole]
-        return Answer(asked, ours, self.attention(*ours, **asked.call))
+    def attend(self, asked: Call, **how: Any) -> Attended:
+        return Attended(self.attention, asked, **how)
 
-    def is_right(self, found: Tensor, due: Tensor) -> bool:
-        bound = 1e-12 if found.dtype is torch.float64 else 1e-5
-        return found.shape == due.shape and bool(((found - due).abs().max() <= bound * due.abs().max()).item())
+    def forward(self, asked: Call) -> bool:
+        return not self.attend(replace(asked, needs=(False, False, False))).wrong_results()
 
-    def forward(self, asked: Question) -> bool:
-        return self.is_right(self.attend(asked).out, self.attention.shard(asked.truth()[0]))
+    def step(self, asked: Call) -> bool:
+        return self.backward(self.attend(asked))
 
-    def step(self, asked: Question) -> bool:
-        return self.backward(self.attend(asked, gradient=True))
-
-    def backward(self, answer: Answer) -> bool:
-        truth = answer.asked.truth()
-        found = torch.autograd.grad(answer.out.sum(), answer.inputs)
-        return all(self.is_right(ours, self.attention.shard(due)) for ours, due in zip(found, truth[1:], strict=True))
+    def backward(self, attended: Attended) -> bool:
+        torch.autograd.backward(*zip(*attended.ends(), strict=True))
+        return not attended.wrong_gradients()
 
 
-@dataclass
-class Question:
-    call: dict[str, Any]
-    dtype: torch.dtype = torch.float64
-
-    def inputs(self) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(1)
-        made = [torch.randn(1, SEQ, HEADS, DIM, generator=generator, dtype=torch.float64) for _ in range(3)]
-        return [tensor.to(self.dtype) for tensor in made]
-
-    def truth(self) -> list[Tensor]:
-        """The output, and the gradients of its sum; written out, apart from the library."""
-        q, k, v = (tensor.double().requires_grad_() for tensor in self.inputs())
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * DIM**-0.5
-        distance = torch.arange(SEQ)[:, None] - torch.arange(SEQ)
-        hidden = distance < 0 if self.call["causal"] else torch.zeros(SEQ, SEQ, dtype=torch.bool)
-        left, _ = self.call.get("window_size", (-1, -1))
-        hidden = hidden | (distance > left) if left >= 0 else hidden
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
-        return [tensor.detach().to(self.dtype) for tensor in (out, *torch.autograd.grad(out.sum(), (q, k, v)))]
-
-
-@dataclass
-class Answer:
-    asked: Question
-    inputs: list[Tensor]
-    out: Tensor
+CALL = Call(seq_q=SEQ, seq_k=SEQ, heads=HEADS, kv_heads=HEADS, dim=DIM, dim_v=DIM, arguments={"causal": True})
 
 
 # Moments. Each warms up, without the fault, and returns the part that has it; that returns whether the result is right.
@@ -245,7 +212,7 @@ def in_forward(rank: Rank) -> Attack:
 
 def in_backward(rank: Rank) -> Attack:
     _warm_up(rank, rank.step)
-    answers = [rank.attend(asked, gradient=True) for asked in _spelled(rank)]
+    answers = [rank.attend(asked) for asked in _spelled(rank)]
     answer = answers[-1] if rank.differs else answers[0]
 
     def attack() -> bool:
@@ -266,9 +233,8 @@ def between_calls(rank: Rank) -> Attack:
 
 
 def in_unshard(rank: Rank) -> Attack:
-    answer = rank.attend(Question({"causal": True}))
-    due, dim = answer.asked.truth()[0], 1
-    local = answer.out
+    attended, dim = rank.attend(CALL), 1
+    (due, _), local = attended.truth.out, attended.outs[0].detach()
     if rank.differs:
         local = local.float() if rank.fault == "other dtype" else local
         dim = {"other spelling": -3, "wrong argument": 7}.get(rank.fault, 1)
@@ -276,8 +242,8 @@ def in_unshard(rank: Rank) -> Attack:
     def attack() -> bool:
         with rank.failing_in(TorchComm, "post"):
             if rank.differs and rank.fault == "other call":
-                return rank.forward(answer.asked)
-            return rank.is_right(rank.attention.unshard(local, dim=dim), due.to(local.dtype))
+                return rank.forward(CALL)
+            return torch.allclose(rank.attention.unshard(local, dim=dim).double(), due, rtol=0.0, atol=1e-6)
 
     return attack
 
@@ -285,14 +251,11 @@ def in_unshard(rank: Rank) -> Attack:
 def in_a_checkpoint(rank: Rank) -> Attack:
     """While backward computes forward again."""
     _warm_up(rank, rank.step)
-    answers = []
-    for asked in _spelled(rank):
-        ours = [rank.attention.shard(tensor).requires_grad_() for tensor in asked.inputs()]
 
-        def attend(*given: Tensor, call: dict[str, Any] = asked.call) -> Tensor:
-            return rank.attention(*given, **call)  # type: ignore[no-any-return]
+    def attend(*given: Tensor, **arguments: Any) -> Any:
+        return checkpoint(partial(rank.attention, **arguments), *given, use_reentrant=False)
 
-        answers.append(Answer(asked, ours, checkpoint(attend, *ours, use_reentrant=False)))  # type: ignore[arg-type]
+    answers = [rank.attend(asked, attend=attend) for asked in _spelled(rank)]
     answer = answers[-1] if rank.differs else answers[0]
 
     def attack() -> bool:
@@ -302,18 +265,17 @@ def in_a_checkpoint(rank: Rank) -> Attack:
     return attack
 
 
-def _questions(rank: Rank) -> list[Question]:
+def _questions(rank: Rank) -> list[Call]:
     """The question of all ranks and, if the victim asks another one, that one too."""
-    same = Question({"causal": True})
-    return [same, rank.question(other=True)] if rank.has_twin else [same]
+    return [CALL, rank.question(other=True)] if rank.has_twin else [CALL]
 
 
-def _spelled(rank: Rank) -> list[Question]:
+def _spelled(rank: Rank) -> list[Call]:
     """The same, spelled as this rank spells it."""
     return _questions(rank) if rank.has_twin else [rank.question()]
 
 
-def _warm_up(rank: Rank, make: Callable[[Question], bool]) -> None:
+def _warm_up(rank: Rank, make: Callable[[Call], bool]) -> None:
     for asked in _questions(rank):
         assert make(asked)
 
@@ -351,7 +313,7 @@ def work(connection: Connection, number: int, port: int, fault: str, moment: str
     if rank.is_victim and fault == "other version":
         mesh_attention.__version__ = "0.0.0"
     silent = os.open(os.devnull, os.O_WRONLY)
-    for part in (attack, lambda: rank.step(Question({"causal": True}))):
+    for part in (attack, lambda: rank.step(CALL)):
         connection.recv()  # the others are ready too
         os.dup2(silent, sys.stderr.fileno())  # torch prints stacks of its own when a store or a peer is gone
         start = time.monotonic()

@@ -3,8 +3,8 @@
     python tests/campaign/soak.py --seconds 3600
 
 Every rank draws the same calls: forward, both passes, calls that are refused on one rank or on all, unshard, calls of
-the function form, and now and then a new group in place of an old one. Every result is compared with a dense
-reference in float64. The medians of the second quarter of the run are compared with those of the last quarter.
+the function form, and now and then a new group in place of an old one. Calls are drawn and compared as those of
+`fuzz.py`. The medians of the second quarter of the run are compared with those of the last quarter.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import TCPStore
 
-from mesh_attention import DisagreementError, MeshAttention, UsageError, mesh_attention
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from attending import CASES, Attended, Call, wholes_of
+from fuzz import Object, draw_call
 from run_ranks import process_context
+
+from mesh_attention import DisagreementError, MeshAttention, UsageError, mesh_attention
 
 RANKS = 4
 CALLS_PER_ROUND = 20
@@ -97,12 +99,22 @@ class Soaking:
         self.done["groups"] += 1
 
     def forward(self) -> None:
-        attention = self.draw.choice(self.attentions)
-        self._attend(attention, attention, gradient=False)
+        self.attend(replace(self.call(), mode="no_grad"))
 
     def step(self) -> None:
-        attention = self.draw.choice(self.attentions)
-        self._attend(attention, attention, gradient=True)
+        self.attend(self.call())
+
+    def call(self) -> Call:
+        """Of one of the dtypes in which it is exact enough; four heads can be shared out by every method."""
+        given = Object(RANKS)
+        call = replace(draw_call(self.draw, given, 2, "cpu"), dtype=self.draw.choice(("float64", "float32")), skips=0)
+        lengths = {"seq_len": call.seq_q, "seq_len_k": call.seq_k}
+        return replace(call, arguments=call.arguments | lengths)
+
+    def attend(self, call: Call) -> None:
+        attended = Attended(self.draw.choice(self.attentions), call)
+        wrong = attended.wrong()
+        assert not wrong, f"rank {self.rank}: {call}: {wrong}"
 
     def unshard(self) -> None:
         attention = self.draw.choice(self.attentions)
@@ -125,7 +137,9 @@ class Soaking:
 
     def function(self) -> None:
         """The function form, which keeps attentions of its own."""
-        self._attend(partial(mesh_attention, group=self.group, **METHODS[0]), self.attentions[0], gradient=False)
+        q, k, v = (self.attentions[0].shard(whole) for whole in wholes_of(CASES["causal"])[:3])
+        ours = mesh_attention(q, k, v, group=self.group, seq_len=37, causal=True, **METHODS[0])
+        assert torch.equal(ours, self.attentions[0](q, k, v, seq_len=37, causal=True))
 
     def _expect(self, error: type[Exception], call: Callable[[], object]) -> None:
         try:
@@ -133,43 +147,6 @@ class Soaking:
         except error:
             return
         raise AssertionError(f"rank {self.rank}: expected {error.__name__}, and nothing was raised")
-
-    def _attend(self, attend: Callable[..., Tensor], attention: MeshAttention, *, gradient: bool) -> None:
-        draw = self.draw
-        seq, kv_heads, dim = draw.randint(RANKS, 200), draw.choice((2, 4)), draw.choice((4, 8, 16))
-        causal, left = draw.random() < 0.6, draw.choice((-1, -1, 0, 5, 60))
-        generator = torch.Generator().manual_seed(draw.randrange(2**31))
-        dtype = draw.choice((torch.float64, torch.float64, torch.float32))
-        batch = draw.choice((1, 2))
-        whole = [
-            torch.randn(batch, seq, heads, dim, generator=generator).to(dtype) for heads in (4, kv_heads, kv_heads)
-        ]
-        ours = [attention.shard(tensor).requires_grad_(gradient) for tensor in whole]
-        call: dict[str, Any] = {"causal": causal, "window_size": (left, -1), "seq_len": seq}
-        out = attend(*ours, **call)
-        wide = [tensor.double().requires_grad_() for tensor in whole]
-        due = dense(*wide, causal=causal, left=left)
-        bound = 1e-9 if dtype is torch.float64 else 1e-3
-        self._compare(out, attention.shard(due), bound)
-        if gradient:
-            found = torch.autograd.grad(out.square().sum(), ours)
-            truth = torch.autograd.grad(due.square().sum(), wide)
-            for ours_, due_ in zip(found, truth, strict=True):
-                self._compare(ours_, attention.shard(due_), bound)
-
-    def _compare(self, found: Tensor, due: Tensor, bound: float) -> None:
-        error = (found.double() - due).abs().max() if found.numel() else torch.zeros(())
-        assert error.item() <= bound * max(1.0, due.abs().max().item()), f"rank {self.rank}: off by {error.item():.1e}"
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, left: int) -> Tensor:
-    """Attention written out, apart from the library."""
-    groups = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
-    distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
-    hidden = (distance < 0) & causal | ((distance > left) & (left >= 0))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5
-    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 def work(connection: Connection, rank: int, port: int, seconds: float, seed: int) -> None:

@@ -8,15 +8,21 @@ hold nothing, and a new token is kept by any of them.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from attending import Truth, call_of, wholes_of
 
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work, drive
@@ -26,7 +32,7 @@ from mesh_attention.execution.engine import Outputs
 from mesh_attention.execution.executor import Executor
 from mesh_attention.kernels.decode import TorchDecode
 from mesh_attention.kernels.reference import ReferenceKernel
-from mesh_attention.masks import Mask, causal
+from mesh_attention.masks import causal
 from mesh_attention.plan.layout import position_ids
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Item
@@ -46,9 +52,6 @@ class WrongPlanError(Exception):
         self.kind = kind
 
 
-# Dense attention, written without the library's masks and kernels
-
-
 MOST_CACHED = 30
 """Tokens of the past that a plan over a cache is executed with, at most."""
 
@@ -64,39 +67,12 @@ def truth_of_decoding(problem: Problem, past: int) -> dict[str, Tensor]:
 @lru_cache(maxsize=8)
 def truth_of(problem: Problem) -> dict[str, Tensor]:
     """Inputs, results and gradients of the whole problem, (batch, tokens, heads, dim); statistics without dim."""
-    draw = torch.Generator().manual_seed(7)
-
-    def tensor(tokens: int, heads: int, dim: int) -> Tensor:
-        return torch.randn((problem.batch, tokens, heads, dim), dtype=torch.float64, generator=draw)
-
-    q = tensor(problem.seq_q, problem.heads, problem.head_dim_qk).requires_grad_()
-    k = tensor(problem.seq_kv, problem.kv_heads, problem.head_dim_qk).requires_grad_()
-    v = tensor(problem.seq_kv, problem.kv_heads, problem.head_dim_v).requires_grad_()
-    do = tensor(problem.seq_q, problem.heads, problem.head_dim_v)
-    shared = problem.heads // problem.kv_heads
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(shared, 2)) * problem.head_dim_qk**-0.5
-    scores = scores.masked_fill(~_sees(problem.mask, problem.seq_q, problem.seq_kv), -torch.inf)
-    weights = torch.nan_to_num(scores.softmax(-1))  # rows that see nothing
-    out = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(shared, 2))
-    dq, dk, dv = torch.autograd.grad((out * do).sum(), (q, k, v))
-    lse = scores.logsumexp(-1).transpose(1, 2)
-    found = {"q": q, "k": k, "v": v, "do": do, "o": out, "lse": lse, "delta": (out * do).sum(-1)}
-    found |= {"dq": dq.nan_to_num(), "dk": dk.nan_to_num(), "dv": dv.nan_to_num()}
-    return {name: tensor.detach() for name, tensor in found.items()}
-
-
-def _sees(mask: Mask, seq_q: int, seq_kv: int) -> Tensor:
-    """(queries, keys), True where the query sees the key."""
-    seen = torch.zeros((seq_q, seq_kv), dtype=torch.bool)
-    cuts = ((0, seq_q), (0, seq_kv)) if mask.documents is None else (mask.documents.q, mask.documents.kv)
-    for q0, q1, kv0, kv1 in zip(cuts[0], cuts[0][1:], cuts[1], cuts[1][1:], strict=False):
-        for x in range(q0, q1):
-            for y in range(kv0, kv1):
-                distance = (y - kv1) - (x - q1)  # the last query of a document is aligned with its last key
-                low = -seq_kv - seq_q if mask.left is None else -mask.left
-                high = seq_kv + seq_q if mask.right is None else mask.right
-                seen[x, y] = low <= distance <= high
-    return seen
+    call = call_of(problem)
+    q, k, v, do, d_lse = wholes_of(call)
+    truth = Truth(call, q, k, v, do, torch.zeros_like(d_lse))
+    (o, _), (lse, _) = truth.out, truth.lse
+    found = {"q": q, "k": k, "v": v, "do": do, "o": o, "lse": lse.transpose(1, 2), "delta": (o * do).sum(-1)}
+    return found | dict(zip(("dq", "dk", "dv"), (due for due, _ in truth.gradients), strict=True))
 
 
 FIELDS = {

@@ -5,7 +5,7 @@ Every case is a compilation or two, about half a second each; so cases are few, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,8 @@ import pytest
 import torch
 from merging_conformance import CHECKS, ROW_CHECKS, TYPICAL, Case, Check, Place, RowCheck
 from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
+from gpu.launches import count_launches
 from mesh_attention.kernels import merging as merging_module
 from mesh_attention.kernels.merging import FusedMerging, TorchMerging
 from mesh_attention.kernels.select import choose_merging
@@ -92,15 +91,6 @@ def arriving(tokens: int, batch: int = 1) -> tuple[Tensor, Tensor]:
     """As cuDNN gives them."""
     partial = torch.randn(batch, tokens, HEADS, DIM, device=CUDA, dtype=torch.bfloat16).transpose(1, 2)
     return partial, torch.randn(batch, HEADS, tokens, device=CUDA)
-
-
-def count_launches(act: Callable[[], object]) -> int:
-    act()  # compiles
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
-        act()
-        torch.cuda.synchronize()
-    return sum(event.device_type == DeviceType.CUDA for event in seen.events())
 
 
 def test_every_operation_is_one_launch() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from attention_cases import BY_NAME, dense_answer, relative_error, whole_tensors
+from attending import CASES, Attended, planners, widened
 from run_ranks import RankPool
 
 from mesh_attention.api import MeshAttention
@@ -41,35 +42,21 @@ def test_staging_is_held_to_the_checks_of_every_transport(pool: RankPool, ranks:
     pool.run(ranks, run_checks)
 
 
-def errors_of(group: Any, options: dict[str, Any], dtype: torch.dtype) -> list[float]:
-    """This rank's relative errors of the output and the gradients, against dense attention in one process."""
-    case = BY_NAME["causal"]
+def wrong_over_staging(group: Any, options: dict[str, Any], dtype: str) -> list[str]:
+    call = replace(widened(CASES["causal"], options), dtype=dtype)
     attention = MeshAttention(group, **options)
-    truth = dense_answer(case, dtype)
-    q, k, v, d_out = (attention.shard(t.to(DEVICE)) for t in whole_tensors(case, dtype)[:4])
-    inputs = [t.requires_grad_() for t in (q, k, v)]
-    out = attention(*inputs, seq_len=case.seq_q, **case.call)
-    gradients = torch.autograd.grad((out * d_out).sum(), inputs)
-    assert isinstance(attention.session.comms_on(q.device)[0].inner, StagedComm)
-    due = [attention.shard(t) for t in (truth.out, *truth.gradients)]
-    errors = [relative_error(ours.cpu(), theirs) for ours, theirs in zip((out, *gradients), due, strict=True)]
-    return [*errors, relative_error(attention.unshard(out).cpu(), truth.out)]
+    attended = Attended(attention, call, DEVICE)
+    assert isinstance(attention.session.comms_on(torch.device(DEVICE, 0))[0].inner, StagedComm)
+    return attended.wrong()
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype"),
-    [
-        ({"method": "ring", "route": "ring"}, torch.bfloat16),
-        ({"method": "mesh", "tile": (2, 2)}, torch.float64),
-        ({"method": "mesh", "tile": (2, 2), "blocks_per_call": 2, "keep": ("kv",)}, torch.float64),
-        ({"method": "mesh", "tile": (1, 2), "ulysses_degree": 2}, torch.bfloat16),
-    ],
-    ids=["ring", "mesh", "kept", "ulysses"],
+    ("planner", "dtype"),
+    [("ring, routed", "bfloat16"), ("mesh", "float64"), ("mesh, kept", "float64"), ("ulysses x mesh", "bfloat16")],
 )
-def test_attention_of_four_processes_is_exact(pool: RankPool, options: dict[str, Any], dtype: torch.dtype) -> None:
-    tolerance = 1e-12 if dtype is torch.float64 else 16 * torch.finfo(dtype).eps
-    for errors in pool.run(4, errors_of, options, dtype):
-        assert max(errors) <= tolerance
+def test_attention_of_four_processes_is_exact(pool: RankPool, planner: str, dtype: str) -> None:
+    for wrong in pool.run(4, wrong_over_staging, planners(4)[planner], dtype):
+        assert not wrong
 
 
 # Streams

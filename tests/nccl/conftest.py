@@ -18,7 +18,7 @@ import torch.distributed as dist
 from nccl.rig import IS_TRIED_ON_CPU, SIZES, Rig, versions
 
 RIG = pytest.StashKey[Rig]()
-ORDER = ("default", "graphs", "memory", "marked", "calls", "refusals", "models", "attention", "faults")
+ORDER = ("default", "graphs", "memory", "pass_ids", "calls", "refusals", "models", "attention", "faults")
 """Short files that tell much come first. Faults come last: they keep the GPU busy, and are timed."""
 
 

@@ -6,57 +6,40 @@ from typing import Any
 
 import pytest
 import torch
+from attending import CASES, both_passes, error_ratios, planners, wholes_of, widened
 from gpu.test_attention import LARGE
 
-from mesh_attention import LocalGroup, MeshAttention
-from nccl.attending import DTYPES, Attended, assert_all_close, cases_of, errors_of_cases, planners, worst
-from nccl.rig import DEVICE, SIZES, Rig
-
-EVERY = [(ranks, name) for ranks in SIZES for name in planners(ranks)]
+from mesh_attention import MeshAttention
+from nccl.attending import DTYPES, EVERY, assert_right, case, cases_of, worst, wrong_with
+from nccl.rig import DEVICE, Rig
 
 
 @pytest.mark.parametrize(("ranks", "planner"), EVERY)
 def test_every_planner_and_every_mask(rig: Rig, ranks: int, planner: str) -> None:
-    assert_all_close(rig.run(ranks, errors_of_cases, planners(ranks)[planner], cases_of(ranks, planner), {}))
+    calls = list(cases_of(ranks, planner).values())
+    assert_right(rig.run(ranks, wrong_with, planners(ranks)[planner], calls))
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(3, "contiguous"), (4, "chunks"), (6, "striped")])
+def test_every_case_is_met() -> None:
+    assert len({name for ranks, planner in EVERY if ranks == 8 for name in cases_of(ranks, planner)}) == len(CASES)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(3, "contiguous"), (4, "chunks"), (3, "striped")])
 def test_every_layout(rig: Rig, ranks: int, layout: str) -> None:
     names = ("causal", "window", "cross-causal", "shorter-than-the-ranks")
-    cases = list(zip(names, DTYPES, strict=True))
-    assert_all_close(rig.run(ranks, errors_of_cases, planners(ranks)["mesh"] | {"layout": layout}, cases, {}))
+    calls = [case(name, dtype) for name, dtype in zip(names, DTYPES, strict=True)]
+    assert_right(rig.run(ranks, wrong_with, planners(ranks)["mesh"] | {"layout": layout}, calls))
 
 
 # Large enough for the fast kernels
 
 
-def large_tensors(dtype: torch.dtype) -> list[torch.Tensor]:
+def large_ratios(group: Any, mask: str, dtype: torch.dtype, names: tuple[str, ...]) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, 3072, 8, 128, generator=generator).to(dtype).to(DEVICE) for _ in range(4)]
-
-
-def large_errors(group: Any, mask: str, dtype: torch.dtype, names: tuple[str, ...]) -> dict[str, float]:
-    """The error of each planner as a multiple of the error of one kernel on one rank, the largest of both passes."""
-    given = large_tensors(dtype)
-    due = _both_passes(MeshAttention(LocalGroup(1).comm(0)), [t.double() for t in given], LARGE[mask])
-    alone = _both_passes(MeshAttention(LocalGroup(1).comm(0)), given, LARGE[mask])
-    single = [(ours.double() - theirs).square().mean().sqrt() for ours, theirs in zip(alone, due, strict=True)]
-    found = {}
-    for name in names:
-        layout = {} if mask in ("causal", "full") else {"layout": "contiguous"}
-        attention = MeshAttention(group, **planners(8)[name], **layout)
-        shards = [attention.shard(t) for t in given]
-        ours = [attention.unshard(t) for t in _both_passes(attention, shards, LARGE[mask])]
-        errors = [(a.double() - b).square().mean().sqrt() for a, b in zip(ours, due, strict=True)]
-        found[name] = worst(float(error / one) for error, one in zip(errors, single, strict=True))
-    return found
-
-
-def _both_passes(attention: MeshAttention, given: list[torch.Tensor], call: dict[str, Any]) -> list[torch.Tensor]:
-    *inputs, d_out = given
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    out = attention(*leaves, **call)
-    return [out.detach(), *torch.autograd.grad((out * d_out).sum(), leaves)]
+    wholes = [torch.randn(1, 3072, 8, 128, generator=generator).to(DEVICE, dtype) for _ in range(4)]
+    layout = {} if mask in ("causal", "full") else {"layout": "contiguous"}
+    given = [(name, MeshAttention(group, **planners(8)[name], **layout)) for name in names]
+    return error_ratios(given, wholes, **LARGE[mask])
 
 
 @pytest.mark.usefixtures("needs_cuda")
@@ -72,27 +55,25 @@ def _both_passes(attention: MeshAttention, given: list[torch.Tensor], call: dict
 def test_eight_ranks_are_about_as_exact_as_one_kernel(
     rig: Rig, mask: str, dtype: torch.dtype, names: tuple[str, ...]
 ) -> None:
-    for ratios in rig.run(8, large_errors, mask, dtype, names):
+    for ratios in rig.run(8, large_ratios, mask, dtype, names):
         assert worst(ratios.values()) <= 1.5, ratios
 
 
 # The same bits
 
 
-def differing(group: Any, ranks: int) -> list[str]:
+def differing(group: Any) -> list[str]:
     """The planners whose results of two runs are not the same bits."""
     found = []
-    for i, (name, options) in enumerate(planners(ranks).items()):
-        attention, degree = MeshAttention(group, **options), options.get("ulysses_degree", 1)
-        runs = []
-        for _ in range(2):
-            dtype = (torch.bfloat16, torch.float32)[i % 2]
-            ours = Attended(attention, "causal", dtype, degree=degree, deterministic=True)
-            runs.append([ours.out, ours.lse, *ours.gradients()])
+    for i, (name, options) in enumerate(planners(8).items()):
+        call = widened(case("causal", ("bfloat16", "float32")[i % 2]), options)
+        attention, wholes = MeshAttention(group, **options), wholes_of(call, DEVICE)[:4]
+        runs = [both_passes(attention, wholes, **call.arguments | {"return_lse": False, "deterministic": True})
+                for _ in range(2)]  # fmt: skip
         if not all(torch.equal(a, b) for a, b in zip(*runs, strict=True)):
             found.append(name)
     return found
 
 
 def test_deterministic_calls_give_the_same_bits(rig: Rig) -> None:
-    assert rig.run(8, differing, 8) == [[]] * 8
+    assert rig.run(8, differing) == [[]] * 8

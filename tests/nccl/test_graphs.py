@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attention_cases import relative_error
+from attending import planners, relative_error
 from torch import Tensor
 
 from mesh_attention import MeshAttention
-from nccl.attending import DTYPES, assert_all_close, errors_of_cases, planners, worst
+from nccl.attending import DTYPES, assert_right, case, worst, wrong_with
 from nccl.rig import DEVICE, Rig
 
 pytestmark = pytest.mark.usefixtures("needs_cuda")
@@ -61,8 +61,8 @@ def test_a_replayed_graph_gives_what_steps_give(rig: Rig, ranks: int, names: tup
 def test_any_mask_can_be_recorded(rig: Rig) -> None:
     """Three times each: step by step, recorded, replayed. Ranks with unequal numbers of tokens, and with none."""
     names = ("softcap", "documents", "not-contiguous", "cross-causal", "shorter-than-the-ranks")
-    cases = [(name, DTYPES[i % len(DTYPES)]) for i, name in enumerate(names) for _ in range(3)]
-    assert_all_close(rig.run(8, errors_of_cases, planners(8)["mesh"] | {"cuda_graphs": True}, cases, {}))
+    calls = [case(name, DTYPES[i % len(DTYPES)]) for i, name in enumerate(names) for _ in range(3)]
+    assert_right(rig.run(8, wrong_with, planners(8)["mesh"] | {"cuda_graphs": True}, calls))
 
 
 def layers_in_turn(group: Any, options: dict[str, Any]) -> float:

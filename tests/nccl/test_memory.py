@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from attending import planners
 
 from mesh_attention import MeshAttention
 from mesh_attention.plan.steps import DIRECTIONS
-from nccl.attending import planners
 from nccl.rig import DEVICE, Rig
 
 TOKENS = 2048

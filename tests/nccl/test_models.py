@@ -22,11 +22,11 @@ from nccl.attending import worst
 from nccl.rig import DEVICE, IS_TRIED_ON_CPU, Rig
 
 COMPILER = "aot_eager" if IS_TRIED_ON_CPU else "inductor"
-LEFT_OUT = ("FSDP2 over dp × cp", "FSDP2, four context ranks")
-"""A Llama is trained so."""
+ON_NCCL = ("HSDP, replicated over dp and sharded over cp", "DDP over dp × cp", "FSDP2 × context × tensor parallel")
+"""A Llama is trained in the other ways, and all of them are tried over Gloo."""
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in LEFT_OUT])
+@pytest.mark.parametrize("case", ON_NCCL)
 def test_parameters_after_training_are_those_of_a_single_process(rig: Rig, case: str) -> None:
     for errors in rig.run(8, train, *CASES[case], DEVICE.type):
         for name, error in errors:
@@ -39,7 +39,7 @@ def test_a_script_for_torchs_context_parallel_equals_one_process(rig: Rig) -> No
 
 
 def test_dtensors_go_in_and_come_out_with_their_gradients(rig: Rig) -> None:
-    for errors in rig.run(6, one_axis_errors, [(16, 16, True), (5, 5, True), (14, 5, False)], DEVICE.type):
+    for errors in rig.run(3, one_axis_errors, [(16, 16, True), (5, 5, True), (14, 5, False)], DEVICE.type):
         assert worst(errors) <= 1e-11
 
 
@@ -83,9 +83,8 @@ def test_compiled_models_give_what_one_process_gives(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("ranks", "model_name", "batch_name"),
     [
-        (3, "mistral", "packed by boundaries"),
-        (4, "gemma2", "padded both"),
-        (8, "gpt_oss", "padded left"),
+        (3, "gemma2", "padded both"),
+        (4, "gpt_oss", "packed by boundaries"),
     ],
 )
 def test_transformers_have_the_logits_and_gradients_of_one_process(
@@ -100,12 +99,12 @@ def test_transformers_have_the_logits_and_gradients_of_one_process(
         assert worst(found) <= 1e-9
 
 
-@pytest.mark.parametrize(("ranks", "model_name"), [(2, "llama"), (3, "gpt_oss"), (4, "gemma2"), (4, "deepseek_v3")])
+@pytest.mark.parametrize(("ranks", "model_name"), [(2, "llama"), (3, "gpt_oss"), (4, "deepseek_v3")])
 def test_transformers_generate_what_one_process_gives(rig: Rig, ranks: int, model_name: str) -> None:
     pytest.importorskip("transformers")
     from test_generate import outcomes
 
-    cases = ("greedy", "unequal", "short", "sampled", "chunks", "turns", "stopped", "beams")
+    cases = ("unequal", "short", "sampled", "chunks", "turns", "beams")
     for found in rig.run(ranks, outcomes, model_name, cases, DEVICE.type):
         assert all(is_same and error <= 1e-9 for is_same, error in found.values()), found
 
@@ -144,7 +143,7 @@ def trained_llama(group: Any, compile_layers: bool, options: dict[str, Any]) -> 
     whole = mesh["dp", "cp"]._flatten("dp_cp")
     for layer in model.model.layers:
         if compile_layers:
-            layer.compile(backend=COMPILER, fullgraph=True)
+            layer.compile(backend="aot_eager", fullgraph=True)  # a model of inductor is above
         fully_shard(layer, mesh=whole)
     fully_shard(model, mesh=whole)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
