@@ -181,7 +181,7 @@ def time_merging(device: torch.device) -> float:
     """Microseconds to merge the partials of 8 ranks, of 8 sequences."""
     demand = Demand(device=device.type, dtype=torch.bfloat16, head_dim_qk=DIM, head_dim_v=DIM, softcap=0.0,
                     lse_gradient=False)  # fmt: skip
-    kernel, records = choose_decode(demand), random((8, 8 * HEADS, DIM + 2), device)
+    kernel, records = choose_decode(demand), random((8, 8, HEADS, DIM + 2), device)
     parts, lses = records[..., :DIM], records.view(torch.float32)[..., DIM // 2]
     lses.normal_()
     out, lse = torch.empty_like(parts[0]), torch.empty_like(lses[0])

@@ -4,9 +4,9 @@
     python benchmarks/what_does_a_turn_cost.py --ranks 2 --turns 5
 
 4 heads of 16 that share 2 KV heads, float32; one kind has layers with a window. "Planning" is the time that the first
-layer of a turn spends on its layout, its engine (plans, programs) and agreement; later layers find them. "First" is the
-first turn with a past, "known" the median and the shortest of those like it, of the slowest rank; "CPU" is the time of
-its own process in them. Prints a table and a JSON line.
+layer of a turn spends on its layout, its engine (plans, programs) and agreement, all of which later layers find.
+"First" is the first turn with a past, "known" the median and the shortest of those like it, of the slowest rank; "CPU"
+is the time of its own process in them. Prints a table and a JSON line.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ KINDS = (
 
 
 class Clock:
-    """Seconds of wrapped functions, and of this process's CPU; a wrapped call inside another counts once."""
+    """Seconds, and those of this process's CPU, that wrapped functions take; a call inside another counts once."""
 
     def __init__(self) -> None:
         self.seconds = self.cpu = 0.0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from decode_cases import Case, attend, cases, dense, make_call
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -100,10 +101,17 @@ def test_two_parts_merge_into_the_whole(cut: int, case: Case) -> None:
         parts.append(attend(TorchDecode(), call._replace(reach=Reach(call.reach.table, first, stop))))
     dim = whole.shape[-1]
     outs, lses = (torch.stack(tuple(each)) for each in zip(*parts, strict=True))
-    out, lse = torch.empty(whole_lse.numel(), dim + 1, dtype=WIDE)[:, :dim], torch.empty(whole_lse.numel(), dtype=WIDE)
-    KERNEL.merge(outs.flatten(1, -2), lses.flatten(1), out, lse)
-    torch.testing.assert_close(out, whole.reshape(-1, dim), rtol=0, atol=EXACT[WIDE])
-    torch.testing.assert_close(lse, whole_lse.reshape(-1), rtol=0, atol=5 * EXACT[WIDE])
+    whole, whole_lse = whole.flatten(0, 1), whole_lse.flatten(0, 1)
+    out = torch.empty(*whole_lse.shape, dim + 1, dtype=WIDE)[..., :dim]
+    lse = torch.empty(whole_lse.mT.shape, dtype=WIDE).mT
+    KERNEL.merge(outs.flatten(1, 2), lses.flatten(1, 2), out, lse)
+    torch.testing.assert_close(out, whole, rtol=0, atol=EXACT[WIDE])
+    torch.testing.assert_close(lse, whole_lse, rtol=0, atol=5 * EXACT[WIDE])
+
+
+def merge_rows(parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Rows are tokens of one head."""
+    KERNEL.merge(parts[:, :, None], lses[..., None], out[:, None], lse[:, None])
 
 
 @pytest.mark.parametrize("size", [0.0, 1e4, 1e8, -1e8])
@@ -115,7 +123,7 @@ def test_equal_lses_of_any_size_give_the_mean(size: float, number: int) -> None:
     lses[:, 1] = -torch.inf
     lses[1:, 2] = -torch.inf
     out, lse = torch.full((5, 200), torch.nan, dtype=WIDE), torch.full((5,), torch.nan, dtype=WIDE)
-    KERNEL.merge(parts, lses, out, lse)
+    merge_rows(parts, lses, out, lse)
     due, due_lse = parts.mean(0), torch.full((5,), size + math.log(number), dtype=WIDE)
     due[1], due_lse[1] = 0, -torch.inf
     due[2], due_lse[2] = parts[0, 2], size
@@ -128,7 +136,7 @@ def test_many_parts_merge_by_their_weights() -> None:
     parts = torch.randn(100, 4, 200, dtype=torch.float64, generator=generator)
     lses = torch.randn(100, 4, dtype=torch.float64, generator=generator) * 5
     out, lse = torch.empty(4, 200, dtype=WIDE), torch.empty(4, dtype=WIDE)
-    KERNEL.merge(parts.to(WIDE), lses.to(WIDE), out, lse)
+    merge_rows(parts.to(WIDE), lses.to(WIDE), out, lse)
     due = (lses.softmax(0)[..., None] * parts).sum(0)
     torch.testing.assert_close(out.double(), due, rtol=0, atol=EXACT[WIDE])
     torch.testing.assert_close(lse.double(), lses.logsumexp(0), rtol=0, atol=5 * EXACT[WIDE])
@@ -138,7 +146,7 @@ def test_nan_stays_nan_when_merged() -> None:
     out, lse = torch.zeros(3, 8, dtype=WIDE), torch.zeros(3, dtype=WIDE)
     parts, lses = torch.ones(3, 3, 8, dtype=WIDE), torch.zeros(3, 3, dtype=WIDE)
     parts[1, 1], lses[1, 2] = torch.nan, torch.nan
-    KERNEL.merge(parts, lses, out, lse)
+    merge_rows(parts, lses, out, lse)
     torch.testing.assert_close(out[0], torch.ones(8, dtype=WIDE))
     assert out[1:].isnan().all()
     assert lse.isnan().tolist() == [False, False, True]
@@ -220,7 +228,7 @@ def test_nothing_to_do_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in (TritonDecode("cpu"), TorchDecode()):
         out, lse = torch.empty(0, 2, 6, 16), torch.empty(0, 2, 6)
         kernel.attend(q[:0], blocks, none, scale=1.0, softcap=0.0, out=out, lse=lse)
-        kernel.merge(torch.empty(2, 0, 8), torch.empty(2, 0), torch.empty(0, 8), torch.empty(0))
+        kernel.merge(torch.empty(2, 0, 3, 8), torch.empty(2, 0, 3), torch.empty(0, 3, 8), torch.empty(0, 3))
 
 
 @in_plain_python

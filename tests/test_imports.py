@@ -13,40 +13,21 @@ ROOT = Path(mesh_attention.__file__).parent
 LAB = ROOT.parent / "mesh_attention_lab"
 
 VALUES = ("errors", "units", "masks", "problem")
-LAYERS_AS_TEXT = """
-errors:
-units: errors
-masks: errors
-problem: values
-topology: values
-clusters: errors topology
-timeline: errors topology
-plan: values
-prices: values plan topology
-planners: values plan prices clusters
-verification: values plan
-simulation: values plan prices topology timeline
-tuning: values plan prices planners simulation topology timeline
-kernels: values
-comm: values
-session: values plan kernels comm
-execution: values arguments plan kernels comm session
-machine: values plan planners tuning topology clusters comm session execution kernels
-arguments: values
-api: values arguments plan planners verification tuning topology clusters kernels comm session execution machine
-serving: values plan planners kernels comm session execution arguments api
-sequences: values
-batches: values sequences comm session execution arguments api
-integrations: values sequences plan comm session execution arguments api
-context_parallel: values plan kernels comm arguments api integrations
-transformers: values sequences batches plan planners comm session execution arguments api serving integrations
-testing: values plan kernels comm
-"""
-LAYERS: dict[str, tuple[str, ...]] = {
-    part: tuple(name for word in words for name in (VALUES if word == "values" else (word,)))
-    for part, *words in map(str.split, LAYERS_AS_TEXT.replace(":", "").strip().splitlines())
-}
-"""Each part may import itself and those after it."""
+PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
+
+
+def _layers(page: str) -> dict[str, tuple[str, ...]]:
+    """What each part may import, besides itself, as a table of the page of the architecture says."""
+    rows = page.split("| part | may import |\n| --- | --- |\n")[1].split("\n\n")[0].splitlines()
+    layers: dict[str, tuple[str, ...]] = {}
+    for row in rows:
+        parts, words = (cell.split(", ") for cell in row.strip("| ").split(" | "))
+        names = tuple(name for word in words for name in (VALUES if word == "values" else (word,)) if name != "nothing")
+        layers |= dict.fromkeys(parts, names)
+    return layers
+
+
+LAYERS = _layers(PAGE.read_text())
 WITH_TORCH = (
     *("kernels", "comm", "session", "execution", "machine"),
     *("arguments", "api", "serving", "sequences", "batches", "context_parallel", "transformers", "integrations"),

@@ -120,11 +120,11 @@ def test_a_repeated_call_allocates_nothing() -> None:
     q, (blocks,), reach = large([3000, 40])
     kernel = TritonDecode()
     out, lse = torch.empty_like(q), torch.empty(2, 1, 32, device=CUDA)
-    parts, lses = torch.randn(4, 64, 128, device=CUDA).bfloat16(), torch.randn(4, 64, device=CUDA)
+    parts, lses = torch.randn(4, 2, 32, 128, device=CUDA).bfloat16(), torch.randn(4, 2, 32, device=CUDA)
 
     def act() -> None:
         kernel.attend(q, blocks, reach, scale=0.3, softcap=0.0, out=out, lse=lse)
-        kernel.merge(parts, lses, out.view(64, 128), lse.view(64))
+        kernel.merge(parts, lses, out.view(2, 32, 128), lse.view(2, 32))
 
     def allocations() -> Any:
         return torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -140,12 +140,12 @@ def test_a_repeated_call_allocates_nothing() -> None:
 def test_merging_is_exact(dtype: torch.dtype, number: int) -> None:
     """Of records that end with the LSE; 70 of them are more than are loaded at a time."""
     word = 4 // dtype.itemsize
-    records = torch.randn(number, 96, 128 + word, device=CUDA).to(dtype)
+    records = torch.randn(number, 32, 3, 128 + word, device=CUDA).to(dtype)
     parts, lses = records[..., :128], records.view(torch.float32)[..., 128 // word]
-    lses.copy_(torch.randn(number, 96, device=CUDA) * 3)
+    lses.copy_(torch.randn(number, 32, 3, device=CUDA) * 3)
     lses[:, ::7] = -torch.inf
     lses[1:, 1::7] = -torch.inf
-    out, lse = torch.empty(96, 128, dtype=dtype, device=CUDA), torch.empty(96, device=CUDA)
+    out, lse = torch.empty(32, 3, 128, dtype=dtype, device=CUDA), torch.empty(32, 3, device=CUDA)
     due, due_lse = (torch.empty_like(each, dtype=torch.float64) for each in (out, lse))
     TritonDecode().merge(parts, lses, out, lse)
     TorchDecode().merge(parts.double(), lses.double(), due, due_lse)

@@ -245,7 +245,7 @@ class GatheredTexts:
         assert self.texts is not None  # gathered by now
         return self.texts
 
-    def _begin(self) -> _Gathering:
+    def _begin(self) -> _AllGather:
         if self.device.type != "cpu":
             self.attendance.wait_for_all(self.size, self.patience_s)
         return self._gather(HEADER.pack(len(self.text), self.connection.is_due) + self.text[: ROOM - HEADER.size], ROOM)
@@ -262,12 +262,12 @@ class GatheredTexts:
         texts = [start[HEADER.size :] + end for start, end in zip(starts, ends, strict=True)]
         return [text[:length].decode() for text, (length, _) in zip(texts, headers, strict=True)]
 
-    def _gather(self, content: bytes, room: int) -> _Gathering:
+    def _gather(self, content: bytes, room: int) -> _AllGather:
         with _current(self.device):
             ours = torch.frombuffer(bytearray(content.ljust(room, b"\0")), dtype=torch.uint8).to(self.device)
             rows = ours.new_empty((self.size, room))
             work = dist.all_gather(list(rows.unbind()), ours, group=self.group, async_op=True)
-        return _Gathering(work, rows, self.patience_s)
+        return _AllGather(work, rows, self.patience_s)
 
     def _attempt(self, step: Callable[[], T]) -> T:
         try:
@@ -277,8 +277,8 @@ class GatheredTexts:
             raise TransportError(f"{who}: {reason_of(error)}; {START_AGAIN}") from error
 
 
-class _Gathering:
-    """Bytes of all ranks on their way."""
+class _AllGather:
+    """An all-gather of bytes that is under way."""
 
     def __init__(self, work: Any, rows: torch.Tensor, patience_s: float) -> None:
         self.work, self.rows, self.end = work, rows, time.monotonic() + patience_s

@@ -141,13 +141,14 @@ class Buffer:
     `raw` is None for a caller's tensors.
     """
 
-    __slots__ = ("_by_token", "_flat", "_views", "fields", "raw")
+    __slots__ = ("_by_token", "_chunks", "_flat", "_views", "fields", "raw")
 
     def __init__(self, fields: Mapping[str, Tensor], raw: Tensor | None = None) -> None:
         self.fields, self.raw = fields, raw
         self._views: dict[tuple[str, Span], Tensor] = {}
         self._by_token: dict[tuple[TokenSpan | None, int], Fields] = {}
         self._flat: Tensor | None = None
+        self._chunks: dict[tuple[int, int], Tensor] = {}
 
     def view(self, name: str, span: Span | None) -> Tensor:
         """A span of tokens of a field, or all of them. Made once: making a view takes longer than looking it up."""
@@ -200,7 +201,11 @@ class Buffer:
         tokens, batch, nbytes = self.raw.shape
         if stop - start == tokens:
             return self._flat
-        return self._flat.narrow(0, start * batch * nbytes, (stop - start) * batch * nbytes)
+        chunk = self._chunks.get((start, stop))
+        if chunk is None:
+            at, length = (tokens * batch * nbytes for tokens in (start, stop - start))
+            chunk = self._chunks[start, stop] = self._flat.narrow(0, at, length)
+        return chunk
 
 
 class Meter:

@@ -103,10 +103,13 @@ class Executor:
         """Run the pass, yielding what it waits for."""
         for instruction in self.compiled.instructions:
             self.at = instruction
-            for item in instruction.arrivals:
-                yield from self._wait(self.works.pop(item), instruction, item)
-            for item in instruction.departures:
-                yield from self._wait(self.leaving.pop(item), instruction, item)
+            for posted, items in ((self.works, instruction.arrivals), (self.leaving, instruction.departures)):
+                waited_for: list[Work] | None = None
+                for item in items:
+                    works = posted.pop(item)
+                    if works != waited_for:  # items that were posted together arrive together
+                        yield from self._wait(works, instruction, item)
+                    waited_for = works
             for item in instruction.opens:
                 self._allocate(item)
             match instruction.step:
