@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from decode_cases import Case, attend, cases, dense, make_call
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from mesh_attention.kernels import decode, launching
 from mesh_attention.kernels.base import Demand
