@@ -14,10 +14,10 @@ from nccl.rig import DEVICE, Rig
 
 TOKENS = 2048
 """Of each rank."""
-PLANNERS = ("ring, routed", "pass-q", "mesh", "mesh, grouped", "mesh, kept", "attention2d", "ulysses", "ulysses x mesh")
+PLANNERS = ("ring, routed", "mesh", "mesh, kept", "attention2d", "ulysses", "ulysses x mesh")
 HOSTS = {"the host waits for each pass": True, "the host runs ahead": False}
-ROOM = 1.02
-"""How many times the stated bytes a pass may allocate: torch's allocator does not split off less than a MiB."""
+ROOM = 3 * 2**20
+"""Bytes that a pass may allocate beyond those stated: torch's allocator does not split off less than a MiB of a block."""
 WAITING = 3.0
 """How many times the stated bytes it may hold, with what NCCL still reads while the host runs ahead of the device."""
 
@@ -88,6 +88,6 @@ def test_memory_over_nccl_beside_the_plans_statement(rig: Rig) -> None:
                 ratio = worst.held / worst.stated
                 mib = ", ".join(f"{field} {nbytes / 2**20:6.1f}" for field, nbytes in worst._asdict().items())
                 rig.notes.append(f"  {name:14}, {direction:8}: {mib}; {ratio:.2f}")
-                if any(one.allocated > ROOM * one.stated or one.held > WAITING * one.stated for one in taken):
+                if any(one.allocated > one.stated + ROOM or one.held > WAITING * one.stated for one in taken):
                     wrong.append((how, name, direction, taken))
     assert not wrong
