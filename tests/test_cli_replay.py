@@ -106,7 +106,7 @@ def test_nothing_is_wider_than_the_terminal(run: Run, monkeypatch: pytest.Monkey
 def test_json_has_everything(answer: Any) -> None:
     assert set(answer) == {
         *("command", "device", "kernel", "merging", "versions", "machine", "date", "problem", "layout", "cluster"),
-        *("is_measured", "is_captured", "rank", "rounds", "rows", "one_kernel", "chart"),
+        *("is_measured", "is_captured", "read_gb_per_s", "rank", "rounds", "rows", "one_kernel", "chart"),
     }
     assert {"mesh-attention", "torch", "python"} <= set(answer["versions"])
     assert (answer["rank"], answer["rounds"], answer["layout"]) == (2, 2, "zigzag")

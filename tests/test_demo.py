@@ -169,7 +169,7 @@ def test_the_verdict_names_the_method_that_moved_the_fewest_bytes() -> None:
     assert "No method moved fewer bytes than ring" in _verdict(methods, rows[:1])
 
 
-def fail_on_rank_1(progress_file: Path) -> str:
+def fail_on_rank_1() -> str:
     if os.environ["RANK"] == "1":
         raise ValueError("rank 1 was told to fail")
     return "fine"
@@ -177,7 +177,7 @@ def fail_on_rank_1(progress_file: Path) -> str:
 
 def test_a_process_that_fails_is_named_with_its_error() -> None:
     with pytest.raises(WorkerError, match=r"(?s)^rank 1 failed: .*ValueError: rank 1 was told to fail"):
-        run_processes(fail_on_rank_1, ranks=2, report=lambda activity, fraction: None)
+        run_processes(fail_on_rank_1, ranks=2)
 
 
 def test_a_process_that_fails_is_exit_code_1_with_its_traceback(

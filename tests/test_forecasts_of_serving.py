@@ -14,23 +14,25 @@ from mesh_attention import Problem, ShardedCache, causal, cluster_named, make_pl
 from mesh_attention.comm.base import Parcel
 from mesh_attention.errors import MemoryLimitError, ProblemError, TopologyError
 from mesh_attention.masks import BlockKind
-from mesh_attention.plan.assignment import Tile, tiles_of
+from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.footprint import cache_nbytes, kv_nbytes, layer_nbytes
 from mesh_attention.plan.kernel_calls import kernel_calls
-from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.planners.choice import Choice
 from mesh_attention.planners.costs import limits
 from mesh_attention.planners.decode import MOST_DECODED
+from mesh_attention.prices import decode_seconds
 from mesh_attention.serving import CachedLayer
 from mesh_attention.simulation.simulate import simulate
+from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Link, Topology
 from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.tuning.tune import tune
-from mesh_attention_lab.cli.serving import travel_words, turn_rivals
-from mesh_attention_lab.decoding import DecodeForecast, by_time, decode_forecasts
-from mesh_attention_lab.decoding import travel_words as decode_travel_words
-from mesh_attention_lab.replay import decoding as replayed
+from mesh_attention_lab.cli.serving import decode_words, travel_words
+from mesh_attention_lab.decoding import WAYS, decode_plans, decode_trials
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
+from mesh_attention_lab.replay.cache import FilledCache, StepActor
+from mesh_attention_lab.replay.replay import replay
+from mesh_attention_lab.replay.result import decoded_parts
 from mesh_attention_lab.replay.transport import JoinedComm
 
 CPU = torch.device("cpu")
@@ -86,8 +88,7 @@ def test_few_new_tokens_on_a_long_cache_choose_a_tall_tile() -> None:
     assert chosen.assignment.tile.rows > chosen.assignment.tile.cols
     assert "queries travel" in travel_words(problem, chosen)
     assert "1,024 new queries are 8.00 MiB, keys and values 4.00 GiB, 256 MiB a rank" in travel_words(problem, chosen)
-    for rival in turn_rivals(problem, NODES, report=lambda activity, fraction: None):
-        assert rival.forecast.time_s > tuning.chosen.time_s
+    assert {"ring", "pass-q", "all-gather"} <= {trial.family for trial in tuning.trials}
 
 
 def test_a_first_prompt_chooses_keys_and_values_that_travel() -> None:
@@ -96,21 +97,6 @@ def test_a_first_prompt_chooses_keys_and_values_that_travel() -> None:
     tile, ulysses = chosen.assignment.tile, chosen.assignment.ulysses_degree
     assert tile.cols >= tile.rows
     assert ulysses == 8 or "keys and values" in travel_words(problem, chosen).split(": ")[1]
-
-
-def test_rivals_are_the_three_of_other_systems_with_their_routes() -> None:
-    problem = problem_of(512, 2**16, ranks=8, heads=8, kv_heads=2)
-    topology = cluster_named("h100x8")
-    found = turn_rivals(problem, topology, report=lambda activity, fraction: None)
-    assert [rival.name for rival in found] == ["pass-KV ring", "pass-Q ring", "all-gather"]
-    ring, pass_q, gather = (rival.choice for rival in found)
-    assert (ring.tile, ring.route, pass_q.tile, pass_q.route) == (Tile(1, 8), "ring", Tile(8, 1), "ring")
-    assert (gather.family, gather.is_collective) == ("all-gather", True)
-    assert {rival.choice.layout for rival in found} == {TypicalTurn()}
-    alone = simulate(plan_on(topology, problem, replace(pass_q, blocks_per_call=1), "forward"), topology)
-    assert found[1].forecast.time_s < alone.time_s
-    # Pass-KV moves all keys and values, pass-Q queries and their results.
-    assert found[0].forecast.sent_nbytes > 10 * found[1].forecast.sent_nbytes
 
 
 @pytest.mark.parametrize(
@@ -161,11 +147,14 @@ DECODED = problem_of(1, 2**20, batch=8)
 
 
 def steps(problem: Problem = DECODED, topology: Topology = NODES) -> dict[str, float]:
-    return {forecast.name: forecast.time_s for forecast in decode_forecasts(problem, topology)}
+    return {trial.family: trial.time_s for trial in decode_trials(problem, topology)}
 
 
-def chosen_first(problem: Problem, topology: Topology) -> tuple[DecodeForecast, ...]:
-    return by_time(decode_forecasts(problem, topology))
+def forecasts_by_name(problem: Problem, topology: Topology) -> dict[str, Timeline]:
+    return {trial.family: trial.timelines["forward"] for trial in decode_trials(problem, topology)}
+
+
+EXCHANGES = {"replicated, all_gather": 1, "replicated, reduce_scatter": 2, "sharded": 2}
 
 
 def test_a_decoded_step_takes_longer_with_more_of_anything() -> None:
@@ -188,39 +177,41 @@ def test_a_decoded_step_takes_longer_with_more_of_anything() -> None:
 def test_reading_keys_and_values_bounds_every_step() -> None:
     bound = kv_nbytes(DECODED) / (NODES.device.memory_gb_per_s * 1e9)
     assert kv_nbytes(DECODED) == 8 * (2**20 // 16 + 1) * 8 * 256 * 2
-    for one in decode_forecasts(DECODED, NODES):
-        assert one.time_s > one.attend_s > bound
-        assert one.time_s == pytest.approx(one.attend_s + one.exchange_s + one.merge_s)
+    for trial in decode_trials(DECODED, NODES):
+        assert trial.time_s > trial.compute_s > decode_seconds(NODES.device, DECODED) > bound
+        assert trial.time_s == pytest.approx(trial.compute_s + trial.exposed_s)
 
 
 def test_small_partials_are_gathered_and_large_ones_meet_in_slices() -> None:
     for batch, name in ((1, "replicated, all_gather"), (256, "replicated, reduce_scatter")):
-        found = by_time(decode_forecasts(replace(DECODED, batch=batch), NODES, queries="replicated"))
-        assert found[0].name == name
+        found = decode_trials(replace(DECODED, batch=batch), NODES, queries="replicated")
+        assert found[0].family == name
     assert all(a.time_s <= b.time_s for a, b in pairwise(found))
 
 
 def test_every_plan_but_the_first_has_a_reason() -> None:
     for topology in (NODES, cluster_named("h100x1"), cluster_named("laptopx2")):
-        found = chosen_first(replace(DECODED, ranks=topology.ranks), topology)
+        found = decode_trials(replace(DECODED, ranks=topology.ranks), topology)
         assert not found[0].reason
         assert all(one.reason for one in found[1:])
-    assert decode_travel_words(DECODED) == (
+    assert decode_words(DECODED) == (
         "Partial results are 65.0 KiB a rank, keys and values 2.00 GiB: partial results travel."
     )
 
 
 def test_one_rank_exchanges_nothing() -> None:
-    found = chosen_first(replace(DECODED, ranks=1), cluster_named("h100x1"))
-    assert {(one.exchange_s, one.merge_s, one.sent_nbytes) for one in found} == {(0.0, 0.0, 0)}
+    found = decode_trials(replace(DECODED, ranks=1), cluster_named("h100x1"))
+    assert {(one.exposed_s, one.sent_nbytes) for one in found} == {(0.0, 0)}
 
 
 def test_the_way_may_be_stated() -> None:
-    assert [one.name for one in decode_forecasts(DECODED, NODES, queries="sharded")] == ["sharded"]
+    assert [trial.family for trial in decode_trials(DECODED, NODES, queries="sharded")] == ["sharded"]
 
 
 def test_ranks_that_share_a_nic_wait_for_each_other() -> None:
-    alone, shared = (decode_forecasts(DECODED, replace(NODES, nics_per_node=nics))[1].timeline for nics in (8, 1))
+    alone, shared = (
+        forecasts_by_name(DECODED, replace(NODES, nics_per_node=nics))["replicated, reduce_scatter"] for nics in (8, 1)
+    )
     sent_s = alone.sent_nbytes["between"] / 16 / (NODES.between.gb_per_s * 1e9)
     assert shared.time_s - alone.time_s == pytest.approx(7 * sent_s)
 
@@ -229,9 +220,11 @@ def test_an_exchange_has_the_latency_of_one_message_however_many_ranks_there_are
     links = {"inside": Link(gb_per_s=1e6, latency_us=7), "between": Link(gb_per_s=1e6, latency_us=50)}
     for ranks in (8, 64, 512):
         topology = replace(NODES, ranks=ranks, **links)
-        for forecast in decode_forecasts(replace(DECODED, ranks=ranks), topology):
-            latency_s = forecast.exchanges * (7e-6 if ranks == 8 else 50e-6)
-            assert forecast.timeline.time_s - forecast.attend_s == pytest.approx(latency_s, abs=20e-6)
+        problem = replace(DECODED, ranks=ranks)
+        for name, timeline in forecasts_by_name(problem, topology).items():
+            latency_s = EXCHANGES[name] * (7e-6 if ranks == 8 else 50e-6)
+            attend_s = decode_seconds(topology.device, problem)
+            assert timeline.time_s - attend_s == pytest.approx(latency_s, abs=20e-6)
 
 
 @given(
@@ -239,31 +232,31 @@ def test_an_exchange_has_the_latency_of_one_message_however_many_ranks_there_are
     batch=st.integers(1, 12),
     new=st.integers(1, 3),
     per_node=st.integers(1, 4),
-    number=st.integers(0, 2),
+    name=st.sampled_from(tuple(WAYS)),
 )
 @settings(max_examples=40, deadline=None)
 def test_a_forecast_sends_the_bytes_that_the_plan_does(
-    ranks: int, batch: int, new: int, per_node: int, number: int
+    ranks: int, batch: int, new: int, per_node: int, name: str
 ) -> None:
     topology = replace(NODES, ranks=ranks, ranks_per_node=per_node, nics_per_node=1)
     problem = problem_of(new, 100, ranks=ranks, batch=batch, heads=6, kv_heads=2)
-    forecast = decode_forecasts(problem, topology)[number]
-    costs = [rank_costs(forecast.plan, rank) for rank in range(ranks)]
-    assert sum(forecast.timeline.sent_nbytes.values()) == sum(cost.sent_nbytes for cost in costs)
+    plan, timeline = decode_plans(problem)[name], forecasts_by_name(problem, topology)[name]
+    costs = [rank_costs(plan, rank) for rank in range(ranks)]
+    assert sum(timeline.sent_nbytes.values()) == sum(cost.sent_nbytes for cost in costs)
     assert sum(cost.sent_nbytes for cost in costs) == sum(cost.received_nbytes for cost in costs)
-    assert forecast.sent_nbytes == max(cost.sent_nbytes for cost in costs)
-    spans = simulate(forecast.plan, topology, attend_s=forecast.attend_s, spans_of=range(ranks)).spans
+    attend_s = decode_seconds(topology.device, problem)
+    spans = simulate(plan, topology, attend_s=attend_s, spans_of=range(ranks)).spans
     for lane, sent in (("send", True), ("recv", False)):
         moved = sum(span.nbytes for span in spans if span.lane == lane)
         assert moved == sum(cost.sent_nbytes if sent else cost.received_nbytes for cost in costs)
-    assert all(0 <= span.start_s < span.stop_s <= forecast.time_s * (1 + 1e-9) for span in spans)
+    assert all(0 <= span.start_s < span.stop_s <= timeline.time_s * (1 + 1e-9) for span in spans)
 
 
 def test_steps_that_are_none_are_refused() -> None:
     with pytest.raises(ProblemError, match=r"17 new tokens of a sequence: .* at most 16 new tokens of each sequence"):
-        decode_forecasts(problem_of(MOST_DECODED + 1, 100), NODES)
+        decode_trials(problem_of(MOST_DECODED + 1, 100), NODES)
     with pytest.raises(TopologyError, match="the plan has 4 ranks and h100 has 16"):
-        decode_forecasts(replace(DECODED, ranks=4), NODES)
+        decode_trials(replace(DECODED, ranks=4), NODES)
 
 
 # Replays
@@ -272,7 +265,6 @@ def test_steps_that_are_none_are_refused() -> None:
 def test_the_one_kernel_of_a_turn_has_its_queries_and_a_ranks_keys() -> None:
     kernel = BaselineKernel(problem_of(4096, 2**20, ranks=64), device=CPU)
     assert (kernel.tokens, kernel.kv_tokens, kernel.scores.mask.form) == (4096, 16416, "full")
-    assert kernel.words == "a call of 4,096 on 16,416 tokens"
     square = BaselineKernel(problem_of(2**20, 0, ranks=64), device=CPU)
     assert (square.tokens, square.scores.mask.form) == (square.kv_tokens, "causal")
     long = BaselineKernel(problem_of(2**19, 2**19, ranks=64), device=CPU)
@@ -293,24 +285,26 @@ def tiny(*, batch: int = 3, queries: int = 1) -> Problem:
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-def test_every_plan_of_a_step_is_played(queries: int) -> None:
-    problem = tiny(queries=queries)
-    forecasts = decode_forecasts(problem, cluster_named("h200x4"))
-    settings = {"rank": 0, "device": CPU, "rounds": 2, "cuda_graphs": True}
-    found = replayed.replay_decoding(problem, forecasts, report=lambda activity, fraction: None, **settings)  # type: ignore[arg-type]
-    assert tuple(step.forecast for step in found.steps) == forecasts
-    assert (found.kernel, found.is_captured, found.layers) == ("torch", False, 2)
-    assert found.kv_nbytes == kv_nbytes(problem)
-    for step in found.steps:
-        assert len(step.times_s) == 2
-        assert step.time_s > 0
-        assert step.forecast_error == step.forecast.time_s / step.time_s - 1
-    assert found.attend_gb_per_s == pytest.approx(found.kv_nbytes / found.attend_s / 1e9)
+def test_every_plan_of_a_step_is_played_like_any_plan(queries: int) -> None:
+    problem, topology = tiny(queries=queries), cluster_named("h200x4")
+    parts, cache = decoded_parts(problem), FilledCache(problem, device=CPU)
+    found = replay(parts, topology, rank=1, device=CPU, rounds=2, cache=cache)
+    assert [row.method for row in found.passes] == list(WAYS)
+    (kernel,) = found.kernel
+    assert (kernel.tokens, kernel.kv_tokens, cache.passes, cache.is_capturable) == (queries, 151, 2, False)
+    for row in found.passes:
+        plan = parts[list(WAYS).index(row.method)].plans["forward"]
+        timeline = simulate(plan, topology, attend_s=decode_seconds(topology.device, problem))
+        assert row.forecast_s == timeline.ranks[1].stop_s
+        assert row.flops == kernel.flops == 3 * queries * 151 * 4 * 2 * (16 + 8)
+        assert len(row.times_s) == 2
+        assert row.kernel_s == pytest.approx(kernel.time_s)
+        assert row.plan_nbytes == rank_costs(plan, 1).peak_nbytes
 
 
 def test_exchanges_of_a_played_step_are_one_copy_each_way_of_the_plans_bytes() -> None:
     problem = tiny()
-    for forecast in decode_forecasts(problem, cluster_named("h200x4")):
+    for name, plan in decode_plans(problem).items():
         copied = list[tuple[int, int]]()
 
         class Counted(JoinedComm):
@@ -320,27 +314,27 @@ def test_exchanges_of_a_played_step_are_one_copy_each_way_of_the_plans_bytes() -
                 assert len(found) <= 1
                 return found
 
-        stage = replayed.FilledCache(problem, device=CPU)
-        replayed.DecodeActor(forecast.plan, stage, Counted(0, 4, device=CPU)).run()
-        assert len(copied) == 2 * forecast.exchanges * stage.layers
-        costs = rank_costs(forecast.plan, 0)
+        cache = FilledCache(problem, device=CPU)
+        StepActor(plan, 0, cache).run(Counted(0, 4, device=CPU))
+        assert len(copied) == 2 * EXCHANGES[name] * cache.passes
+        costs = rank_costs(plan, 0)
         for is_sent, nbytes in ((True, costs.sent_nbytes), (False, costs.received_nbytes)):
-            assert sum(n for sent, n in copied if sent == is_sent) == stage.layers * nbytes
+            assert sum(n for sent, n in copied if sent == is_sent) == cache.passes * nbytes
 
 
 def test_a_played_step_reads_every_token_of_the_rank() -> None:
-    stage = replayed.FilledCache(tiny(queries=2), device=CPU)
-    assert stage.tokens == 151
+    stage = FilledCache(tiny(queries=2), device=CPU)
+    assert stage.kv_tokens == 151
     assert stage.state.reach.stop.tolist() == [[151, 151]] * 3
-    assert stage.memory.nbytes == stage.layers * layer_nbytes(9, token_nbytes=2 * (16 + 8) * 4)
+    assert stage.memory.nbytes == stage.passes * layer_nbytes(9, token_nbytes=2 * (16 + 8) * 4)
     used = stage.state.reach.table.flatten().tolist()
     assert len(set(used)) == len(used) == 3 * 3
     assert stage.state.slots.tolist() == [150, 150, 192 + 150, 192 + 150, 384 + 150, 384 + 150]
 
 
 def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replayed, "free_nbytes", lambda device: 1000)
+    monkeypatch.setattr("mesh_attention_lab.replay.cache.free_nbytes", lambda device: 1000)
     with pytest.raises(
         MemoryLimitError, match=r"K and V of 2 layers need \S+ KiB, but cpu has 0.98 KiB free; use more"
     ):
-        replayed.FilledCache(tiny(), device=CPU)
+        FilledCache(tiny(), device=CPU)

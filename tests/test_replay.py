@@ -207,8 +207,8 @@ def known() -> Replayed:
             made_up("mesh", plan=words, times_s=(2, 2, 2), **backward),
         ),
         kernel=(
-            KernelPass(direction="forward", flops=10**12, times_s=(0.4,)),
-            KernelPass(direction="backward", flops=10**12, times_s=(0.32,)),
+            KernelPass(direction="forward", tokens=9, kv_tokens=9, flops=10**12, times_s=(0.4,)),
+            KernelPass(direction="backward", tokens=9, kv_tokens=9, flops=10**12, times_s=(0.32,)),
         ),
     )
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, cast
 
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.counts import MANY_RANKS, RankCosts, imbalance, rank_costs, sampled_ranks
 from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import Direction
@@ -17,12 +16,12 @@ from mesh_attention.planners.costs import limits, received_by_tile
 from mesh_attention.planners.make import StatedStrategy, make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
+from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import shapes
-from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning
-from mesh_attention.tuning.search import MOST_TRANSFERS, PassSearch, effort
+from mesh_attention.tuning.result import NEAR_TIE, Forecast, Trial, Tuning
+from mesh_attention.tuning.search import MOST_TRANSFERS, groupings
 from mesh_attention.tuning.traffic import plan_on, traffic
-from mesh_attention.tuning.tune import PRICED_RANKS_AT_LAST, why_not
 from mesh_attention.units import GIB, Progress
 
 MOST_BLOCKS, BLOCKS_PER_CALL = 16384, 16
@@ -68,6 +67,34 @@ def choice_without_costs(problem: Problem, topology: Topology, trial: Trial) -> 
     return None
 
 
+TRIED, PRICED_RANKS = 3, 8
+"""Placements, routes and groupings of a tile that are simulated, the most promising first, and then the first of them
+with a cost-based grouping; and the ranks of each whose calls are priced."""
+
+
+def fastest(choices: Sequence[Choice], problem: Problem, topology: Topology, direction: Direction) -> Forecast:
+    """The forecast of the fastest of the most promising choices, in any grouping."""
+    candidates = [replace(choice, blocks_per_call=blocks) for choice in choices for blocks in groupings(choice)]
+    promising = sorted(candidates, key=lambda choice: traffic(choice, problem, topology, direction).estimate_s)
+    tried = dict.fromkeys((*promising[:TRIED], replace(promising[0], blocks_per_call=None)))
+    plans = [plan_on(topology, problem, choice, direction) for choice in tried]
+    forecasts = [Forecast.of(simulate(plan, topology, priced_ranks=PRICED_RANKS)) for plan in plans]
+    return min(forecasts, key=lambda forecast: forecast.time_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTrial(Trial):
+    """Plans that no choice made, under a name, and their timelines."""
+
+    plans: Mapping[Direction, Plan]
+    timelines: Mapping[Direction, Timeline]
+
+    @classmethod
+    def of(cls, name: str, plans: Mapping[Direction, Plan], timelines: Mapping[Direction, Timeline]) -> PlanTrial:
+        forecasts = {direction: Forecast.of(timeline) for direction, timeline in timelines.items()}
+        return cls(family=cast("Family", name), choices={}, forecasts=forecasts, plans=plans, timelines=timelines)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """A plan; each number is that of the worst of the counted ranks."""
@@ -102,27 +129,19 @@ def compare(plan: Plan, choice: Choice, *, report: Progress) -> Comparison:
     if plan not in plans:
         plans.insert(0, plan)
     ranks = sampled_ranks(plan.problem.ranks)
-    rows = []
+    costs: list[list[RankCosts]] = []
     for number, rival in enumerate(plans):
-        costs: list[RankCosts] = []
-        for rank in ranks:
-            report(f"counting {rival.method}", (number + len(costs) / len(ranks)) / len(plans))
-            costs.append(rank_costs(rival, rank))
-        rows.append(_row(rival, costs, is_this_plan=rival == plan))
+        report(f"counting {rival.method}", number / len(plans))
+        costs.append([rank_costs(rival, rank) for rank in ranks])
     ring = received_by_tile(plan.problem, plan.layout, plan.direction, 1)[Tile(1, plan.problem.ranks)]
-    ring = next((row.received_nbytes for row in rows if row.method == "ring" and row.ulysses == 1), ring)
+    for rival, counted in zip(plans, costs, strict=True):
+        if rival.method == "ring" and rival.assignment.ulysses_degree == 1:
+            ring = max(cost.received_nbytes for cost in counted)
     bound = limits(plan.problem, plan.direction).received_nbytes
     # What forward kept is not received again: the bound does not hold.
-    has_bound = bound and not (plan.schedule.keep and plan.direction == "backward")
-    measured = [
-        replace(
-            row,
-            against_ring=row.received_nbytes / ring if ring else None,
-            against_bound=row.received_nbytes / bound if has_bound else None,
-        )
-        for row in rows
-    ]
-    return Comparison(counted_ranks=ranks, bound_nbytes=bound, rows=tuple(measured))
+    least = 0 if plan.schedule.keep and plan.direction == "backward" else bound
+    rows = [_row(rival, counted, ring, least, rival == plan) for rival, counted in zip(plans, costs, strict=True)]
+    return Comparison(counted_ranks=ranks, bound_nbytes=bound, rows=tuple(rows))
 
 
 def _rivals(plan: Plan, choice: Choice, report: Progress) -> Iterator[Plan]:
@@ -148,7 +167,7 @@ def _mixed_degree(problem: Problem) -> int | None:
     return next((u for u in range(common, 1, -1) if common % u == 0 and u < problem.ranks), None)
 
 
-def _row(plan: Plan, costs: list[RankCosts], *, is_this_plan: bool) -> Row:
+def _row(plan: Plan, costs: Sequence[RankCosts], ring: float, least: float, is_this_plan: bool) -> Row:
     counted = ("sent_nbytes", "received_nbytes", "flops", "peak_nbytes", "kernel_calls", "messages")
     worst: dict[str, Any] = {name: max(getattr(cost, name) for cost in costs) for name in counted}
     return Row(
@@ -156,6 +175,8 @@ def _row(plan: Plan, costs: list[RankCosts], *, is_this_plan: bool) -> Row:
         ulysses=plan.assignment.ulysses_degree,
         tile=str(plan.assignment.tile),
         is_this_plan=is_this_plan,
+        against_ring=worst["received_nbytes"] / ring if ring else None,
+        against_bound=worst["received_nbytes"] / least if least else None,
         imbalance=imbalance(cost.flops for cost in costs),
         **worst,
     )
@@ -171,66 +192,37 @@ STARTRAIL = cast("Family", "startrail")
 MOST_DEGREES = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bound(Trial):
-    """Lower bounds of a method that this library has no plan for. Its choices are those of the blocks it computes."""
-
-
 def startrail_degrees(ranks: int) -> list[int]:
     """Degrees C for which n is a multiple of C²; without 1, which is Ring-Attention."""
     return [c for c in range(2, ranks) if c * c <= ranks and ranks % (c * c) == 0]
 
 
-def startrail(tuning: Tuning, problem: Problem, topology: Topology, *, memory_limit: float | None) -> Bound | None:
+def startrail(tuning: Tuning, problem: Problem, topology: Topology, *, memory_limit: float | None) -> Trial | None:
     """The bound of its best degree, one for both passes; None where there is none that fits, or for many ranks."""
-    layout = next(iter(tuning.chosen.choices.values())).layout or default_layout(problem)
-    candidates = [
-        c for c in shapes(problem, topology, layout=layout) if not c.is_collective and c.assignment.ulysses_degree == 1
-    ]
-    is_uniform = not candidates or BlockMatrix(problem, layout, candidates[0].assignment).is_uniform
-    if is_uniform and problem.ranks >= MANY_RANKS:
+    if problem.ranks >= MANY_RANKS:
         return None
-    if memory_limit is None:
-        memory_limit = topology.device.memory_gib * GIB
-    searches: dict[Direction, PassSearch] = {}
-    for direction in tuning.chosen.choices:
-        search = PassSearch(problem, topology, direction, effort(problem.ranks), memory_limit, lambda *progress: None)
-        search.priced_ranks = PRICED_RANKS_AT_LAST if is_uniform else problem.ranks
-        search.tried = {trial.choices[direction]: trial.forecasts[direction] for trial in tuning.trials}
-        searches[direction] = search
-    bounds = [_bound(choices, searches) for choices in _most_promising(candidates, searches)]
-    fitting = [
-        bound for bound in bounds if all(forecast.peak_nbytes <= memory_limit for forecast in bound.forecasts.values())
-    ]
-    best = min(fitting, key=lambda bound: bound.time_s, default=None)
-    return None if best is None else replace(best, reason=why_not(best, tuning.chosen))
+    chosen, most_nbytes = tuning.chosen.choices, memory_limit or topology.device.memory_gib * GIB
+    layout = next(iter(chosen.values())).layout or default_layout(problem)
+    tiles: dict[int, list[Choice]] = {degree: [] for degree in startrail_degrees(problem.ranks)}
+    for choice in shapes(problem, topology, layout=layout):
+        if _startrail_degree(choice) in tiles:
+            tiles[choice.assignment.tile.rows].append(choice)
+
+    def least_s(degree: int) -> float:
+        return sum(min(traffic(c, problem, topology, direction).bound_s for c in tiles[degree]) for direction in chosen)
+
+    bounds = []
+    for degree in sorted(tiles, key=least_s)[:MOST_DEGREES]:
+        forecasts = {}
+        for direction in chosen:
+            tuned = [t.forecasts[direction] for t in tuning.trials if _startrail_degree(t.choices[direction]) == degree]
+            forecasts[direction] = min(
+                [fastest(tiles[degree], problem, topology, direction), *tuned], key=lambda forecast: forecast.time_s
+            )
+        bounds.append(Trial(family=STARTRAIL, choices={}, forecasts=forecasts))
+    return min((b for b in bounds if b.peak_nbytes <= most_nbytes), key=lambda bound: bound.time_s, default=None)
 
 
-def _most_promising(
-    candidates: list[Choice], searches: Mapping[Direction, PassSearch]
-) -> list[dict[Direction, Choice]]:
-    """For each of the most promising degrees, the choice of every pass with the lowest bound."""
-    by_bound: list[tuple[float, dict[Direction, Choice]]] = []
-    for degree in startrail_degrees(candidates[0].assignment.places) if candidates else ():
-        same = [choice for choice in candidates if choice.assignment.tile.rows == degree]
-        least = {
-            direction: min((traffic(c, s.problem, s.topology, direction).bound_s, i) for i, c in enumerate(same))
-            for direction, s in searches.items()
-        }
-        choices = {direction: searches[direction].grouped(same[index]) for direction, (_, index) in least.items()}
-        by_bound.append((sum(bound for bound, _ in least.values()), choices))
-    by_bound.sort(key=lambda pair: pair[0])
-    return [choices for _, choices in by_bound[:MOST_DEGREES]]
-
-
-def _bound(choices: Mapping[Direction, Choice], searches: Mapping[Direction, PassSearch]) -> Bound:
-    """The fastest of each pass with these tiles: of those that were tuned, and of these with two groupings."""
-    fastest: dict[Direction, Choice] = {}
-    for direction, choice in choices.items():
-        search, tile = searches[direction], choice.assignment.tile
-        for blocks in (None, choice.blocks_per_call):
-            search.simulate(replace(choice, blocks_per_call=blocks))
-        same = [c for c in search.tried if (c.assignment.tile, c.assignment.ulysses_degree) == (tile, 1) and not c.keep]
-        fastest[direction] = min(same, key=lambda c, tried=search.tried: tried[c].time_s)  # type: ignore[misc]
-    forecasts = {direction: searches[direction].tried[choice] for direction, choice in fastest.items()}
-    return Bound(family=STARTRAIL, choices=fastest, forecasts=forecasts)
+def _startrail_degree(choice: Choice) -> int | None:
+    """The degree whose blocks a choice computes without Ulysses; None for other choices."""
+    return None if choice.assignment.ulysses_degree > 1 or choice.keep else choice.assignment.tile.rows

@@ -7,32 +7,26 @@ import multiprocessing
 import os
 import socket
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mesh_attention.errors import MeshAttentionError, UsageError
-from mesh_attention.units import Progress, count
+from mesh_attention.units import count
 
 if TYPE_CHECKING:
     import torch
 
     from mesh_attention.comm.base import Comm
 
-POLL_S = 0.2
-
 
 class WorkerError(MeshAttentionError):
     """A process that was started here failed; the message names its rank and shows its traceback."""
 
 
-def run_processes(function: Callable[..., Any], *arguments: Any, ranks: int, report: Progress) -> list[Any]:
-    """Results of ``function(*arguments, progress_file)`` on each rank, started by torchrun's elastic launcher.
-
-    The function must be importable by name. What it writes with `note_progress` is reported.
-    """
+def run_processes(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
+    """Results of a function on each rank, started by torchrun's elastic launcher. It must be importable by name."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -55,48 +49,19 @@ def run_processes(function: Callable[..., Any], *arguments: Any, ranks: int, rep
             # Gloo writes to stdout, which is for the results.
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
-        progress_file = Path(folder) / "progress"
-        with _followed(progress_file, report):
-            try:
-                results = elastic_launch(config, function)(*arguments, progress_file)
-            except ChildFailedError as error:
-                rank, failure = error.get_first_failure()
-                raise WorkerError(f"rank {rank} failed: {_traceback(failure.message)}") from error
-            except SignalException as error:
-                raise KeyboardInterrupt from error
+        try:
+            results = elastic_launch(config, function)(*arguments)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise WorkerError(f"rank {rank} failed: {_traceback(failure.message)}") from error
+        except SignalException as error:
+            raise KeyboardInterrupt from error
     return [results[rank] for rank in range(ranks)]
-
-
-def note_progress(progress_file: Path, activity: str, fraction: float) -> None:
-    """Report from a process that `run_processes` started."""
-    with progress_file.open("a", encoding="utf-8") as file:
-        file.write(f"{fraction} {activity}\n")
 
 
 def _traceback(message: str | dict[str, Any]) -> str:
     """Torch returns a dictionary if the process could still write one, or else a line."""
     return message if isinstance(message, str) else str(message["extraInfo"]["py_callstack"]).rstrip()
-
-
-@contextmanager
-def _followed(path: Path, report: Progress) -> Iterator[None]:
-    """Reports the last line of a growing file until the block ends."""
-    is_over = threading.Event()
-
-    def follow() -> None:
-        while not is_over.wait(POLL_S):
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-            if lines and lines[-1].endswith("\n"):
-                fraction, _, activity = lines[-1].strip().partition(" ")
-                report(activity, float(fraction))
-
-    follower = threading.Thread(target=follow, daemon=True)
-    follower.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        follower.join()
 
 
 # The group of this process

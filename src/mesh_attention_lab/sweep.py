@@ -8,15 +8,13 @@ from typing import Literal, get_args
 
 from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.plan.assignment import tiles_of
-from mesh_attention.planners.choice import Choice, default_layout
-from mesh_attention.problem import Direction, Problem
-from mesh_attention.simulation.simulate import simulate
+from mesh_attention.planners.choice import default_layout
+from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import shapes
-from mesh_attention.tuning.result import Forecast, Trial, Tuning
-from mesh_attention.tuning.search import groupings
-from mesh_attention.tuning.traffic import plan_on, traffic
+from mesh_attention.tuning.result import Trial, Tuning
 from mesh_attention.units import Progress, part_report
+from mesh_attention_lab.comparison import fastest
 from mesh_attention_lab.drawing.charts import ChartPoint
 
 SweepAxis = Literal["ranks", "seq", "tile"]
@@ -25,8 +23,6 @@ MAIN_METHODS = ("ring", "ulysses", "attention2d", "usp", "mesh", "ulysses+mesh")
 """Methods in the chart besides the chosen one; all of them would be too many."""
 OF_A_TILE = ("mesh", "attention2d")
 FEWEST_RANKS, FEWEST_TOKENS = 8, 65536
-TRIED_OF_A_TILE, PRICED_RANKS = 3, 8
-"""Placements, routes and groupings of each tile that are simulated, the most promising first; and ranks of each."""
 
 TuneAt = Callable[[Problem, Topology, Progress], tuple[Tuning, bool]]
 """The tuning, and True if it was read from the cache."""
@@ -80,27 +76,19 @@ def sweep_tiles(problem: Problem, topology: Topology, *, chosen: Trial, memory_l
     for number, (tile, method) in enumerate(cases):
         report(f"simulating {method} {tile}", number / len(cases))
         choices = [
-            replace(choice, blocks_per_call=blocks)
+            choice
             for choice in all_shapes
             if choice.assignment.ulysses_degree == degree
             and choice.tile == tile
             and choice.is_collective == (method == "attention2d")
-            for blocks in groupings(choice)
         ]
-        forecasts = [_fastest(choices, problem, topology, direction) for direction in chosen.choices if choices]
+        forecasts = [fastest(choices, problem, topology, direction) for direction in chosen.choices if choices]
         if forecasts and max(forecast.peak_nbytes for forecast in forecasts) <= memory_limit:
             time_s, exposed_s = sum(f.time_s for f in forecasts), sum(f.exposed_s for f in forecasts)
             points.append(ChartPoint(method=method, x=str(tile), time_s=time_s, exposed_s=exposed_s))
         elif forecasts:
             left_out.append(f"{method} {tile}")
     return Sweep(points=tuple(points), left_out=tuple(left_out))
-
-
-def _fastest(choices: list[Choice], problem: Problem, topology: Topology, direction: Direction) -> Forecast:
-    promising = sorted(choices, key=lambda choice: traffic(choice, problem, topology, direction).estimate_s)
-    plans = [plan_on(topology, problem, choice, direction) for choice in promising[:TRIED_OF_A_TILE]]
-    forecasts = [Forecast.of(simulate(plan, topology, priced_ranks=PRICED_RANKS)) for plan in plans]
-    return min(forecasts, key=lambda forecast: forecast.time_s)
 
 
 def _cases(axis: SweepAxis, problem: Problem, topology: Topology) -> Iterator[tuple[int, Problem, Topology]]:

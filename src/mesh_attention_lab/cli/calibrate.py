@@ -27,7 +27,7 @@ from mesh_attention.units import Progress, count
 from mesh_attention_lab.cli.files import output_file
 from mesh_attention_lab.cli.options import HEAD_DIM, flag, option, whole_number
 from mesh_attention_lab.cli.terminal import percent, plain_console, progress
-from mesh_attention_lab.launch import check_gpus, joined_group, note_progress, ranks_here, run_processes
+from mesh_attention_lab.launch import check_gpus, joined_group, ranks_here, run_processes
 
 if TYPE_CHECKING:
     import torch
@@ -112,18 +112,18 @@ def _measure_alone(options: CalibrateOptions, setting: Problem, ranks: int, size
         raise UsageError(f"--ranks {ranks}: expected at most {MOST_RANKS}, because all of them run on this machine")
     check_gpus(ranks)
     _check_out(options)
-    with progress(f"starting {count(ranks, 'rank')}") as report:
-        measurement: Measurement = run_processes(work, setting, size, ranks=ranks, report=report)[0]
+    with progress(f"measuring with {count(ranks, 'rank')}"):
+        measurement: Measurement = run_processes(work, setting, size, ranks=ranks)[0]
     return measurement
 
 
-def work(setting: Problem, ranks_per_node: int, progress_file: Path) -> Measurement:
+def work(setting: Problem, ranks_per_node: int) -> Measurement:
     """One of the processes that were started here."""
     import torch
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here()))  # the ranks share this machine's cores
     with joined_group(is_local=True) as (comm, device):
-        return measured(setting, comm, device, ranks_per_node, partial(note_progress, progress_file))
+        return measured(setting, comm, device, ranks_per_node, lambda activity, fraction: None)
 
 
 def _measure_with_ranks(options: CalibrateOptions, setting: Problem, ranks: int, size: int) -> Measurement | None:

@@ -69,8 +69,8 @@ def demo_command(options: DemoOptions) -> None:
             raise UsageError(f"--report {options.report} cannot be combined with --no-report; leave one of them out")
         make_folder("--report", options.report)
     is_recorded = not options.no_report and problem.ranks > 1
-    with progress(f"starting on {count(problem.ranks, 'rank')}") as report:
-        by_rank = run_processes(work, problem, methods, is_recorded, ranks=problem.ranks, report=report)
+    with progress(f"running {', '.join(methods)} on {count(problem.ranks, 'rank')}"):
+        by_rank = run_processes(work, problem, methods, is_recorded, ranks=problem.ranks)
     rows = [_worst(results) for results in zip(*(of_rank.methods for of_rank in by_rank), strict=True)]
     is_right = all(row.is_right for row in rows)
     if not options.json:

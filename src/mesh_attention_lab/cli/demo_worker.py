@@ -5,13 +5,11 @@ Torch is imported inside the functions, because importing the command line must 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from mesh_attention.planners.choice import Choice
 from mesh_attention.problem import DIRECTIONS, Problem
 from mesh_attention.timeline import Timeline
 from mesh_attention_lab.cli.calibrate import measured
-from mesh_attention_lab.launch import joined_group, note_progress
+from mesh_attention_lab.launch import joined_group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
 TIMED_RUNS = 3
 LARGEST_ERROR = 1e-4
 """Relative, float32 against float64; a right result stays below 1e-5, a lost or doubled block is above 1e-2."""
-CALIBRATION_STEPS = 6
-"""Calibration takes about as long as this many runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,36 +71,22 @@ class RankResults:
     calibration: Measurement | None = None
 
 
-def work(problem: Problem, methods: Mapping[str, Choice], is_recorded: bool, progress_file: Path) -> RankResults:
+def work(problem: Problem, methods: Mapping[str, Choice], is_recorded: bool) -> RankResults:
     """Measure each method on this rank. The launcher has set rank, size and address in the environment."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)  # the ranks share this machine's cores
     with joined_group(use_gpus=False, is_local=True) as (comm, device):
-        runs = 1 + len(methods) * (1 + TIMED_RUNS + is_recorded)
-        steps, done = runs + CALIBRATION_STEPS * is_recorded, itertools.count()
-
-        def tell(activity: str) -> None:
-            if comm.rank == 0:
-                note_progress(progress_file, activity, next(done) / steps)
-
-        tell("attention in one process")
         inputs, truth = make_inputs(problem), [torch.empty(shape) for shape in _shapes(problem)]
         if comm.rank == 0:
             truth = single_process_attention(problem, inputs)
         for tensor in truth:
             dist.broadcast(tensor, src=0)
-        demo = Demo(problem, inputs, truth, tell, is_recorded)
+        demo = Demo(problem, inputs, truth, is_recorded)
         results = [demo.measure(name, choice) for name, choice in methods.items()]
-        if not is_recorded:
-            return RankResults(methods=results)
-
-        def report(activity: str, fraction: float) -> None:
-            done_steps = runs + fraction * CALIBRATION_STEPS
-            note_progress(progress_file, f"calibrating: {activity}", done_steps / steps)
-
-        return RankResults(methods=results, calibration=measured(problem, comm, device, comm.size, report))
+        calibration = measured(problem, comm, device, comm.size, lambda *progress: None) if is_recorded else None
+        return RankResults(methods=results, calibration=calibration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +94,6 @@ class Demo:
     problem: Problem
     inputs: Sequence[Tensor]
     truth: Sequence[Tensor]
-    tell: Callable[[str], None]
     is_recorded: bool
 
     def measure(self, name: str, choice: Choice) -> MethodResult:
@@ -124,7 +105,6 @@ class Demo:
         from mesh_attention.comm.torch_dist import TorchComm
         from mesh_attention.testing.wrappers import Counting
 
-        self.tell(f"{name}: compare and count")
         seq, counting = self.problem.seq_q, Counting(TorchComm())
         attention = MeshAttention(counting, choice=choice)
         *shards, d_out = (attention.shard(tensor) for tensor in self.inputs)
@@ -147,21 +127,18 @@ class Demo:
             messages=counting.messages,
             peak_nbytes=max(peaks),
             is_as_planned=_is_as_planned(engine, counting, peaks),
-            times_s=tuple(self._time_s(f"{name}: timed run {n + 1}", forward, backward) for n in range(TIMED_RUNS)),
+            times_s=tuple(_time_s(forward, backward) for _ in range(TIMED_RUNS)),
         )
-        if not self.is_recorded:
-            return result
-        self.tell(f"{name}: recorded run")
-        return replace(result, passes=_recorded(attention, forward, backward))
+        return replace(result, passes=_recorded(attention, forward, backward)) if self.is_recorded else result
 
-    def _time_s(self, activity: str, forward: Callable[[], Tensor], backward: Callable[[Tensor], object]) -> float:
-        import torch.distributed as dist
 
-        self.tell(activity)
-        dist.barrier()
-        start = time.perf_counter()
-        backward(forward())
-        return time.perf_counter() - start
+def _time_s(forward: Callable[[], Tensor], backward: Callable[[Tensor], object]) -> float:
+    import torch.distributed as dist
+
+    dist.barrier()
+    start = time.perf_counter()
+    backward(forward())
+    return time.perf_counter() - start
 
 
 def _recorded(

@@ -19,15 +19,16 @@ import typer
 
 from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import UsageError
+from mesh_attention.plan.footprint import kv_nbytes
 from mesh_attention.planners.choice import FAMILIES
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
-from mesh_attention.units import BYTES, TIMES, Progress, count, three_digits
+from mesh_attention.units import BYTES, TIMES, Progress, count, format_nbytes, format_time, three_digits
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import checked_plan, problem_to_json
-from mesh_attention_lab.cli.serving import played_as_json, print_played_decoding
 from mesh_attention_lab.cli.terminal import (
     NO_NUMBER,
+    SHORT,
     Column,
     cluster_words,
     plain_console,
@@ -36,13 +37,13 @@ from mesh_attention_lab.cli.terminal import (
     progress,
     times,
 )
-from mesh_attention_lab.decoding import decode_forecasts
 from mesh_attention_lab.drawing.charts import Bar, BarGroup, rate_chart, save_chart
 from mesh_attention_lab.replay.result import (
     BEST,
     Part,
     Replayed,
     ReplayRow,
+    decoded_parts,
     kernel_as_json,
     row_as_json,
     rows_of,
@@ -50,7 +51,6 @@ from mesh_attention_lab.replay.result import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from matplotlib.figure import Figure
 
     from mesh_attention_lab.replay.device import Environment
@@ -125,9 +125,7 @@ def replay_command(options: ReplayOptions) -> None:
     command = shlex.join(["mesh-attention", *options.context.obj])
     if options.decode:
         options.refuse_with("--decode", "methods", "plan", "backward", "layout", "chart")  # its program is fixed
-        _replay_decoding(options, command)
-        return
-    if not options.methods and not options.plan:
+    elif not options.methods and not options.plan:
         raise UsageError("nothing to replay: give --methods, or a --plan")
     with progress("starting") as report:
         played = _play(options, command, report)
@@ -142,65 +140,44 @@ def replay_command(options: ReplayOptions) -> None:
         typer.echo(f"\nwrote {options.chart}")
 
 
-def _replay_decoding(options: ReplayOptions, command: str) -> None:
-    from mesh_attention_lab.replay.decoding import replay_decoding
-    from mesh_attention_lab.replay.device import environment_of, find_device
-
-    problem, device = options.decoded(options.ranks), find_device(options.device)
-    rank = opt.check_rank(options.rank or 0, problem.ranks)  # the first has the largest slice
-    with progress("starting") as report:
-        topology = _topology(options, problem, device, report)
-        played = replay_decoding(
-            problem,
-            decode_forecasts(problem, topology, queries=options.queries),
-            rank=rank,
-            device=device,
-            rounds=options.rounds,
-            cuda_graphs=not options.no_graphs,
-            report=report,
-        )
-    environment = replace(environment_of(problem, device), kernel=played.kernel, merging=played.kernel)
-    setting = Setting(
-        command=command,
-        problem=problem,
-        topology=topology,
-        is_measured=options.cluster is None,
-        is_captured=played.is_captured,
-        rounds=options.rounds,
-        environment=environment,
-    )
-    if options.json:
-        typer.echo(json.dumps(setting_as_json(setting) | played_as_json(played)))
-    else:
-        print_played_decoding(problem, played, device=environment.device, setting=setting_words(setting))
-
-
-def _topology(options: ReplayOptions, problem: Problem, device: torch.device, report: Progress) -> Topology:
-    from mesh_attention_lab.replay.device import measure_cluster
-
-    if options.cluster is None:
-        return measure_cluster(problem, device=device, report=report)
-    return cluster_named(options.cluster).with_ranks(problem.ranks)
-
-
 def _play(options: ReplayOptions, command: str, report: Progress) -> Played:
-    from mesh_attention_lab.replay.actor import BaselineKernel
-    from mesh_attention_lab.replay.device import check_memory, environment_of, find_device
+    from mesh_attention_lab.replay.cache import FilledCache
+    from mesh_attention_lab.replay.device import (
+        check_memory,
+        environment_of,
+        find_device,
+        measure_cluster,
+        measure_read,
+    )
     from mesh_attention_lab.replay.replay import replay
 
-    problem, directions = options.problem(options.ranks), options.passes(both=options.backward)
-    layout, device = options.planned_layout, find_device(options.device)
-    rank = problem.ranks // 2 if options.rank is None else opt.check_rank(options.rank, problem.ranks)
+    problem = options.decoded(options.ranks) if options.decode else options.problem(options.ranks)
+    device = find_device(options.device)
+    rank = 0 if options.decode else problem.ranks // 2  # the first has the largest slice of a step
+    rank = rank if options.rank is None else opt.check_rank(options.rank, problem.ranks)
+    directions = ("forward",) if options.decode else options.passes(both=options.backward)
+    layout = None if options.decode else options.planned_layout
     parts = [_part_of(file, problem, directions, report) for file in dict.fromkeys(options.plan or ())]
-    topology = _topology(options, problem, device, report)
-    if options.methods:
+    if options.cluster is None:
+        topology = measure_cluster(problem, device=device, report=report)
+    else:
+        topology = cluster_named(options.cluster).with_ranks(problem.ranks)
+    is_captured = device.type == "cuda" and not options.no_graphs
+    environment = environment_of(problem, device)
+    cache, read_gb_per_s = None, None
+    if options.decode:
+        report("filling the cache", 0.0)
+        cache, read_gb_per_s = FilledCache(problem, device=device), measure_read(device)
+        is_captured = is_captured and cache.is_capturable
+        environment = replace(environment, kernel=cache.kernel.name, merging=cache.kernel.name)
+        parts = decoded_parts(problem, queries=options.queries)
+    elif options.methods:
         tuned = tuned_parts(
             problem, topology, options.methods, directions=directions, layout=layout, on_progress=report
         )
         parts = [*tuned, *parts]
-    is_captured = device.type == "cuda" and not options.no_graphs
-    check_memory(parts, rank=rank, device=device, is_captured=is_captured)
-    kernel = BaselineKernel(problem, device=device)
+    if cache is None:
+        check_memory(parts, rank=rank, device=device, is_captured=is_captured)
     return Played(
         command=command,
         problem=problem,
@@ -209,9 +186,8 @@ def _play(options: ReplayOptions, command: str, report: Progress) -> Played:
         is_measured=options.cluster is None,
         is_captured=is_captured,
         rounds=options.rounds,
-        environment=environment_of(problem, device),
-        kernel_tokens=(kernel.tokens, kernel.kv_tokens),
-        kernel_words=kernel.words,
+        environment=environment,
+        read_gb_per_s=read_gb_per_s,
         replayed=replay(
             parts,
             topology,
@@ -219,6 +195,7 @@ def _play(options: ReplayOptions, command: str, report: Progress) -> Played:
             device=device,
             rounds=options.rounds,
             cuda_graphs=is_captured,
+            cache=cache,
             on_progress=report,
         ),
     )
@@ -241,33 +218,39 @@ def _part_of(file: Path, problem: Problem, directions: Sequence[Direction], repo
 
 NAME_WIDTH = 22
 """Plans are wrapped to this width where there is little room."""
-SHORT = {"forward": "fwd", "backward": "bwd", "both": "both"}
 WHAT_IT_IS = (
     "A replay: kernels, merges and memory are real, and every transfer is a copy of its size between the device and "
     "its host. Left out: other ranks being late, and contention in the network. A GPU rests before every run; one "
     "that is always busy computes about a tenth slower, by any method."
 )
+ONE_COPY = (
+    "Times are of one layer, and an exchange is one copy each way: the latency of many peers is left out. % of kernel: "
+    "relative to attending alone."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What is played, and how. The topology was measured here, unless --cluster says otherwise."""
+class Played:
+    """What was played, how, and what was measured. The topology was measured here, unless --cluster says otherwise.
+
+    `read_gb_per_s` is the rate of a large read on the device, of a decoded step, which reads keys and values.
+    """
 
     command: str
     problem: Problem
+    layout: str
     topology: Topology
     is_measured: bool
     is_captured: bool
     rounds: int
     environment: Environment
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Played(Setting):
-    layout: str
-    kernel_tokens: tuple[int, int]
-    kernel_words: str
+    read_gb_per_s: float | None
     replayed: Replayed
+
+    @property
+    def what(self) -> str:
+        directions = " and ".join(timed.direction for timed in self.replayed.kernel)
+        return directions if self.read_gb_per_s is None else "decode"
 
 
 # For people
@@ -275,31 +258,44 @@ class Played(Setting):
 
 def print_replay(played: Played) -> None:
     console, replayed = plain_console(), played.replayed
-    directions = " and ".join(timed.direction for timed in replayed.kernel)
     console.print(
-        f"replay of rank {replayed.rank} of {played.problem.ranks:,} on {played.environment.device}: {directions}; "
+        f"replay of rank {replayed.rank} of {played.problem.ranks:,} on {played.environment.device}: {played.what}; "
         f"{problem_words(played.problem, played.layout)}",
         style="bold",
     )
-    console.print(setting_words(played))
-    console.print(WHAT_IT_IS)
+    console.print(_setting_words(played))
+    console.print(WHAT_IT_IS if played.read_gb_per_s is None else f"{WHAT_IT_IS} {ONE_COPY}")
     console.print()
     rows = rows_of(replayed)
     print_table(console, _columns(rows))
-    rates = " and ".join(f"{three_digits(timed.tflops)} TFLOP/s {timed.direction}" for timed in replayed.kernel)
-    console.print(f"one kernel with as much work, {played.kernel_words}: {rates}")
+    console.print(_kernel_words(played))
     console.print(_caption(played, rows), style="dim")
 
 
-def setting_words(setting: Setting) -> str:
-    on = setting.environment
+def _setting_words(played: Played) -> str:
+    on = played.environment
     versions = ", ".join(f"{name} {number}" for name, number in on.versions.items())
-    queued = "from CUDA graphs" if setting.is_captured else "step by step"
-    words = f"kernel {on.kernel}, merging {on.merging}, {count(setting.rounds, 'round')} {queued}; {versions}"
-    if not setting.is_measured:
-        return f"{words}; plans and forecasts for {cluster_words(setting.topology)}"
-    link = setting.topology.between
+    queued = "from CUDA graphs" if played.is_captured else "step by step"
+    words = f"kernel {on.kernel}, merging {on.merging}, {count(played.rounds, 'round')} {queued}; {versions}"
+    if not played.is_measured:
+        return f"{words}; plans and forecasts for {cluster_words(played.topology)}"
+    link = played.topology.between
     return f"{words}; link {link.gb_per_s:g} GB/s each way at once, {link.latency_us:g} µs"
+
+
+def _kernel_words(played: Played) -> str:
+    first, *_ = played.replayed.kernel
+    if played.read_gb_per_s is None:
+        rates = " and ".join(
+            f"{three_digits(timed.tflops)} TFLOP/s {timed.direction}" for timed in played.replayed.kernel
+        )
+        return f"one kernel with as much work, {first.words}: {rates}"
+    nbytes = kv_nbytes(played.problem)
+    gb_per_s = nbytes / first.time_s / 1e9
+    return (
+        f"the kernel alone reads {format_nbytes(nbytes)} of keys and values in {format_time(first.time_s)}: "
+        f"{gb_per_s / 1e3:.3g} TB/s, {gb_per_s / played.read_gb_per_s:.1%} of what this device reads"
+    )
 
 
 def _columns(rows: Sequence[ReplayRow]) -> list[Column]:
@@ -334,27 +330,20 @@ def _caption(played: Played, rows: Sequence[ReplayRow]) -> str:
 # For machines, and as a chart
 
 
-def setting_as_json(setting: Setting) -> dict[str, Any]:
-    return {
-        "command": setting.command,
-        **asdict(setting.environment),
-        "problem": problem_to_json(setting.problem),
-        "cluster": asdict(setting.topology),
-        "is_measured": setting.is_measured,
-        "is_captured": setting.is_captured,
-        "rounds": setting.rounds,
-    }
-
-
 def as_json(played: Played) -> dict[str, Any]:
-    return setting_as_json(played) | {
+    return {
+        "command": played.command,
+        **asdict(played.environment),
+        "problem": problem_to_json(played.problem),
         "layout": played.layout,
+        "cluster": asdict(played.topology),
+        "is_measured": played.is_measured,
+        "is_captured": played.is_captured,
+        "read_gb_per_s": played.read_gb_per_s,
         "rank": played.replayed.rank,
+        "rounds": played.rounds,
         "rows": [row_as_json(row) for row in rows_of(played.replayed)],
-        "one_kernel": [
-            kernel_as_json(timed) | dict(zip(("tokens", "kv_tokens"), played.kernel_tokens, strict=True))
-            for timed in played.replayed.kernel
-        ],
+        "one_kernel": [kernel_as_json(timed) for timed in played.replayed.kernel],
     }
 
 

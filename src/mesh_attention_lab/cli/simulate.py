@@ -17,28 +17,25 @@ from mesh_attention.planners.choice import default_layout
 from mesh_attention.planners.costs import limits
 from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
-from mesh_attention.timeline import Timeline, joined
-from mesh_attention.topology import Topology
-from mesh_attention.tuning.result import Forecast
+from mesh_attention.timeline import joined
+from mesh_attention.topology import Device, Topology
 from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.tuning.traffic import plan_on
-from mesh_attention.units import Progress, format_nbytes, format_time, three_digits
+from mesh_attention.units import Progress, format_nbytes, format_time
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import problem_to_json
 from mesh_attention_lab.cli.serving import cache_words, layers_words
 from mesh_attention_lab.cli.terminal import (
-    Column,
     cluster_words,
     plain_console,
     print_fact,
     print_first,
-    print_table,
+    print_trials,
     problem_words,
     progress,
     time_words,
-    times,
 )
-from mesh_attention_lab.comparison import grouped, usual_ring_plan
+from mesh_attention_lab.comparison import PlanTrial, grouped, usual_ring_plan
 from mesh_attention_lab.drawing.trace import write_trace
 
 
@@ -72,7 +69,7 @@ def simulate_command(options: SimulateOptions) -> None:
             forecasts.append(_forecast(ring, topology, (), report))
         if options.trace is not None:
             report(f"writing {options.trace.name}", 1.0)
-            write_trace(options.trace, forecasts[0].whole)
+            write_trace(options.trace, joined(forecasts[0].timelines.values()))
     if options.json:
         more = {"trace": options.trace and str(options.trace), "layers": options.layers}
         typer.echo(json.dumps(_as_json(forecasts, topology) | more))
@@ -98,149 +95,85 @@ def _plans(options: SimulateOptions, topology: Topology, report: Progress) -> tu
 # Forecasts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecasts:
-    """A method's plans and their timelines, by pass."""
-
-    topology: Topology
-    plans: Mapping[Direction, Plan]
-    timelines: Mapping[Direction, Timeline]
-
-    @property
-    def method(self) -> str:
-        return next(iter(self.plans.values())).method
-
-    @property
-    def whole(self) -> Timeline:
-        """The passes joined into one timeline."""
-        return joined(self.timelines.values())
-
-    def bounds(self, direction: Direction | None = None) -> tuple[float, float]:
-        """Lower bounds of one pass or of all: seconds of compute, and bytes that an average rank receives."""
-        directions = self.plans if direction is None else [direction]
-        least = {d: limits(self.plans[d].problem, d) for d in directions}
-        rates = {"forward": self.topology.device.forward.tflops, "backward": self.topology.device.backward.tflops}
-        bound_s = sum(limit.flops / (rates[d] * 1e12) for d, limit in least.items())
-        return bound_s, sum(limit.received_nbytes for limit in least.values())
-
-    def facts(self, direction: Direction | None = None) -> dict[str, Any]:
-        """Numbers of one pass or of all. Bytes are sent by an average rank; `against_…` is relative to a bound.
-
-        Inputs that forward kept are not sent again in backward, and then no bound on bytes is known.
-        """
-        timeline = self.whole if direction is None else self.timelines[direction]
-        forecast, (bound_s, bound_nbytes) = Forecast.of(timeline), self.bounds(direction)
-        has_kept = direction != "forward" and "backward" in self.plans and self.plans["backward"].schedule.keep
-        return asdict(forecast) | {
-            "overlap": timeline.overlap,
-            "utilisation": timeline.utilisation,
-            "against_compute": timeline.time_s / bound_s if bound_s else None,
-            "against_nbytes": forecast.sent_nbytes / bound_nbytes if bound_nbytes and not has_kept else None,
-        }
-
-
 def _forecast(
     plans: Mapping[Direction, Plan], topology: Topology, spans_of: Sequence[int], report: Progress
-) -> Forecasts:
+) -> PlanTrial:
     timelines = {d: simulate(plan, topology, spans_of=spans_of, on_progress=report) for d, plan in plans.items()}
-    return Forecasts(topology=topology, plans=plans, timelines=timelines)
+    name = "; ".join(dict.fromkeys(f"{plan.method} {plan.assignment}" for plan in plans.values()))
+    return PlanTrial.of(name, plans, timelines)
 
 
-def _as_json(forecasts: Sequence[Forecasts], topology: Topology) -> dict[str, Any]:
+def _bounds(plans: Mapping[Direction, Plan], device: Device) -> tuple[float, float]:
+    """Lower bounds: seconds of compute, and bytes that an average rank receives."""
+    least = {direction: limits(plan.problem, direction) for direction, plan in plans.items()}
+    bound_s = sum(limit.flops / (getattr(device, direction).tflops * 1e12) for direction, limit in least.items())
+    return bound_s, sum(limit.received_nbytes for limit in least.values())
+
+
+def _as_json(forecasts: Sequence[PlanTrial], topology: Topology) -> dict[str, Any]:
     plan = next(iter(forecasts[0].plans.values()))
-    bound_s, bound_nbytes = forecasts[0].bounds()
+    bound_s, bound_nbytes = _bounds(forecasts[0].plans, topology.device)
     return {
         "problem": problem_to_json(plan.problem),
         "cluster": asdict(topology),
         "layout": plan.layout.name,
-        "is_exact": all(forecast.whole.is_exact for forecast in forecasts),
+        "is_exact": _is_exact(forecasts),
         "bound_s": bound_s,
         "bound_nbytes": bound_nbytes,
         "forecasts": [
             {
-                "method": forecast.method,
+                "method": next(iter(trial.plans.values())).method,
+                "time_s": trial.time_s,
                 "passes": {
                     d: {
                         "tile": str(plan.assignment.tile),
                         "ulysses": plan.assignment.ulysses_degree,
                         "digest": plan.digest,
                     }
-                    | forecast.facts(d)
-                    for d, plan in forecast.plans.items()
+                    | asdict(trial.forecasts[d])
+                    | {"overlap": trial.timelines[d].overlap, "utilisation": trial.timelines[d].utilisation}
+                    for d, plan in trial.plans.items()
                 },
-                "together": forecast.facts(),
             }
-            for forecast in forecasts
+            for trial in forecasts
         ],
     }
+
+
+def _is_exact(forecasts: Sequence[PlanTrial]) -> bool:
+    return all(timeline.is_exact for trial in forecasts for timeline in trial.timelines.values())
 
 
 # For people
 
 
-def _print(what: str, forecasts: Sequence[Forecasts], topology: Topology, *, layers: int) -> None:
+def _print(what: str, forecasts: Sequence[PlanTrial], topology: Topology, *, layers: int) -> None:
     console, this = plain_console(), forecasts[0]
-    plan, whole = next(iter(this.plans.values())), this.whole
+    plan, bounds = next(iter(this.plans.values())), _bounds(this.plans, topology.device)
     is_turn = plan.layout == TypicalTurn()
     times_s = {direction: timeline.time_s for direction, timeline in this.timelines.items()}
-    bound_s, _ = this.bounds()
     print_first(
         console,
         plan=what,
-        time=time_words(times_s, bound_s, layers_words(whole.time_s, layers) if is_turn else ""),
-        memory=f"{format_nbytes(whole.peak_nbytes)} per rank, for the buffers of a call",
+        time=time_words(times_s, bounds[0], layers_words(this.time_s, layers) if is_turn else ""),
+        memory=f"{format_nbytes(this.peak_nbytes)} per rank, for the buffers of a call",
     )
-    console.print(f"{whole.name}; {problem_words(plan.problem, plan.layout.name)}", style="bold")
+    name = joined(this.timelines.values()).name
+    console.print(f"{name}; {problem_words(plan.problem, plan.layout.name)}", style="bold")
     console.print(f"on {cluster_words(topology)}")
     console.print()
     if is_turn:
         print_fact(console, "cache", cache_words(plan.problem, layers))
         console.print()
-    columns = _columns(forecasts, topology)
-    print_table(console, columns, bold=[label == "time" for label in columns[0].cells])
-    console.print(_caption(forecasts, topology), style="dim")
+    print_trials(console, forecasts, topology)
+    console.print(_caption(forecasts, topology, *bounds), style="dim")
 
 
-def _columns(forecasts: Sequence[Forecasts], topology: Topology) -> list[Column]:
-    columns = [Column(header="", cells=list(_cells(forecasts[0].facts(), topology)), is_text=True)]
-    for forecast in forecasts:
-        facts = {
-            f"{plan.assignment}\n{direction}": forecast.facts(direction) for direction, plan in forecast.plans.items()
-        }
-        if len(facts) > 1:
-            facts["\nboth"] = forecast.facts()
-        columns += [
-            Column(header=f"{forecast.method}\n{what}", cells=list(_cells(of, topology).values()))
-            for what, of in facts.items()
-        ]
-    return columns
-
-
-def _cells(facts: Mapping[str, Any], topology: Topology) -> dict[str, str]:
-    cells = {
-        "time": format_time(facts["time_s"]),
-        "compute": format_time(facts["compute_s"]),
-        "exposed": format_time(facts["exposed_s"]),
-        "overlap": f"{facts['overlap']:.1%}",
-        "utilisation": f"{facts['utilisation']:.1%}",
-        "TFLOP/s": three_digits(facts["tflops"]),
-        "sent inside nodes": format_nbytes(facts["inside_nbytes"]),
-        "sent between nodes": format_nbytes(facts["between_nbytes"]),
-        "peak memory": format_nbytes(facts["peak_nbytes"]),
-        "× compute bound": times(facts["against_compute"]),
-        "× bytes bound": times(facts["against_nbytes"]),
-    }
-    if topology.nodes == 1:
-        del cells["sent between nodes"]
-    return cells
-
-
-def _caption(forecasts: Sequence[Forecasts], topology: Topology) -> str:
-    bound_s, bound_nbytes = forecasts[0].bounds()
+def _caption(forecasts: Sequence[PlanTrial], topology: Topology, bound_s: float, bound_nbytes: float) -> str:
     ring = "ring: shards are passed on along the ring, forecast block per call. " if len(forecasts) > 1 else ""
     prices = (
         "Prices are exact: every rank's calls are priced."
-        if all(forecast.whole.is_exact for forecast in forecasts)
+        if _is_exact(forecasts)
         else "Prices are sampled: only some ranks' calls are priced."
     )
     if topology.ranks >= MANY_RANKS:
@@ -248,7 +181,6 @@ def _caption(forecasts: Sequence[Forecasts], topology: Topology) -> str:
     if topology.ranks > MOST_TRANSFERS:
         prices += f" Ring is not simulated on more than {MOST_TRANSFERS:,} ranks."
     return (
-        f"{ring}exposed: the time in which the busiest rank does not compute. overlap: the share of the busiest "
-        "link's time that compute hides. Bytes are those of an average rank. Lower bounds: "
-        f"{format_time(bound_s)} of compute, {format_nbytes(bound_nbytes)} received. {prices}"
+        f"{ring}exposed: the time in which the busiest rank does not compute. Bytes are those that an average rank "
+        f"sends. Lower bounds: {format_time(bound_s)} of compute, {format_nbytes(bound_nbytes)} received. {prices}"
     )

@@ -17,11 +17,12 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from mesh_attention.plan.assignment import Assignment
-from mesh_attention.plan.layout import TypicalTurn
+from mesh_attention.plan.layout import Cached, TypicalTurn
 from mesh_attention.planners.choice import Choice
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
-from mesh_attention.units import Progress, Units, count, format_size, format_time, format_together
+from mesh_attention.tuning.result import Trial
+from mesh_attention.units import BYTES, TIMES, Progress, Units, count, format_size, format_time, format_together
 
 NO_NUMBER = "–"
 
@@ -64,6 +65,39 @@ def print_table(console: Console, columns: Sequence[Column], *, bold: Sequence[b
     for cells, is_bold in zip_longest(zip(*(column.cells for column in columns), strict=True), bold):
         table.add_row(*map(_indented, cells), style="bold" if is_bold else None)
     console.print(table)
+
+
+NAME_WIDTH, REASON_WIDTH = 19, 20
+"""Methods and reasons are wrapped to these widths where there is little room."""
+SHORT = {"forward": "fwd", "backward": "bwd", "both": "both"}
+
+
+def print_trials(console: Console, trials: Sequence[Trial], topology: Topology) -> None:
+    """Times, bytes and memory of each; the first is the one that the others are compared with."""
+    first_s = trials[0].time_s
+    slower = [f"{trial.time_s / first_s:.2f}" if first_s else NO_NUMBER for trial in trials]
+    sent = ("between\nnodes", "between_nbytes") if topology.nodes > 1 else ("sent", "sent_nbytes")
+    columns = [
+        Column(header="method\n  choice", cells=list(map(_name, trials)), is_text=True, least_width=NAME_WIDTH),
+        Column.of_amounts("time", [1e9 * trial.time_s for trial in trials], TIMES, below=1000),
+        Column(header="×\nfirst", cells=slower),
+        Column.of_amounts("exposed", [max(0.0, 1e9 * trial.exposed_s) for trial in trials], TIMES, below=1000),
+        Column.of_amounts(sent[0], [getattr(trial, sent[1]) for trial in trials], BYTES),
+        Column.of_amounts("peak", [trial.peak_nbytes for trial in trials], BYTES, below=1000, digits=3),
+    ]
+    reasons = [trial.reason for trial in trials]
+    if any(reasons):
+        columns.append(Column(header="why not", cells=reasons, is_text=True, least_width=REASON_WIDTH))
+    print_table(console, columns, bold=[trial is trials[0] for trial in trials])
+
+
+def _name(trial: Trial) -> str:
+    """The method, and below it the choice for each pass, or for both; the headline has the layout."""
+    texts = {direction: str(replace(choice, layout=None)) for direction, choice in trial.choices.items()}
+    lines = dict.fromkeys(texts.values())
+    if len(lines) > 1:
+        lines = dict.fromkeys(f"{SHORT[direction]} {text}" for direction, text in texts.items())
+    return "\n".join([trial.family, *(f"  {line}" for line in lines)])
 
 
 def _indented(cell: str) -> RenderableType:
@@ -126,8 +160,8 @@ def mask_words(problem: Problem) -> str:
 
 
 def problem_words(problem: Problem, layout: str) -> str:
-    """Everything about a problem on a layout. Turns are all masked alike."""
-    if layout == TypicalTurn.name:
+    """Everything about a problem on a layout. Turns and decoded steps are all masked alike."""
+    if layout in (TypicalTurn.name, Cached.name):
         return f"{new_words(problem)}, {head_words(problem)}"
     return f"{size_words(problem)}, {mask_words(problem)}, {layout}"
 

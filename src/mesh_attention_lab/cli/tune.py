@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,11 @@ from rich.console import Console
 
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.counts import sampled_ranks
+from mesh_attention.plan.footprint import cache_nbytes
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import Choice, default_layout
-from mesh_attention.planners.make import make_plan
+from mesh_attention.prices import decode_seconds
 from mesh_attention.problem import DIRECTIONS, Direction, Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import joined
@@ -27,9 +28,7 @@ from mesh_attention.tuning.stored import cached_tune
 from mesh_attention.tuning.traffic import costs_on
 from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.units import (
-    BYTES,
     GIB,
-    TIMES,
     Progress,
     count,
     format_nbytes,
@@ -38,18 +37,8 @@ from mesh_attention.units import (
 )
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import problem_to_json
-from mesh_attention_lab.cli.serving import (
-    Served,
-    decoding_as_json,
-    layers_words,
-    print_decoding,
-    print_turn,
-    turn_as_json,
-    turn_rivals,
-)
+from mesh_attention_lab.cli.serving import cache_words, decode_words, layers_words, travel_words
 from mesh_attention_lab.cli.terminal import (
-    NO_NUMBER,
-    Column,
     choice_words,
     cluster_name,
     cluster_words,
@@ -60,14 +49,14 @@ from mesh_attention_lab.cli.terminal import (
     plain_console,
     print_fact,
     print_first,
-    print_table,
+    print_trials,
     problem_words,
     progress,
     time_words,
     token_words,
 )
-from mesh_attention_lab.comparison import Bound, choice_without_costs, startrail
-from mesh_attention_lab.decoding import by_time, decode_forecasts
+from mesh_attention_lab.comparison import PlanTrial, choice_without_costs, startrail
+from mesh_attention_lab.decoding import WAYS, decode_trial_as_json, decode_trials
 from mesh_attention_lab.drawing.charts import ChartX, save_chart, time_chart
 from mesh_attention_lab.drawing.trace import write_trace
 from mesh_attention_lab.sweep import AXES, SweepAxis, TuneAt, check_axis, sweep, sweep_tiles
@@ -129,7 +118,6 @@ def tune_command(options: TuneOptions) -> None:
 
     with progress("tuning") as report:
         tuning, is_from_cache = tune_at(problem, topology, report)
-        rivals = turn_rivals(problem, topology, report=report) if options.is_turn else ()
         report("checking what to write", 1.0)
         answer = TuneAnswer(
             problem=problem,
@@ -142,7 +130,7 @@ def tune_command(options: TuneOptions) -> None:
             plans=tuned_plans(problem, topology, tuning.chosen),
             bound=startrail(tuning, problem, topology, memory_limit=options.memory),
             plain=choice_without_costs(problem, topology, tuning.chosen),
-            served=Served(layers=options.layers, rivals=rivals) if options.is_turn else None,
+            layers=options.layers if options.is_turn else None,
         )
         if options.trace is not None:
             spans_of = sampled_ranks(topology.ranks)
@@ -164,18 +152,53 @@ def tune_command(options: TuneOptions) -> None:
 def _tune_decoding(options: TuneOptions, topology: Topology) -> None:
     """A decoded step has a fixed program, so only how queries are held and partial results combined is chosen."""
     options.refuse_with("--decode", "backward", "layout", "memory", "chart", "against")
-    problem = options.decoded(topology.ranks)
+    problem, layers = options.decoded(topology.ranks), options.layers
     spans_of = sampled_ranks(topology.ranks) if options.trace else ()
-    forecasts = by_time(decode_forecasts(problem, topology, queries=options.queries, spans_of=spans_of))
+    trials = decode_trials(problem, topology, queries=options.queries, spans_of=spans_of)
     if options.trace is not None:
-        write_trace(options.trace, forecasts[0].timeline)
+        write_trace(options.trace, trials[0].timelines["forward"])
     if options.json:
-        answer = decoding_as_json(problem, topology, forecasts, options.layers)
-        typer.echo(json.dumps(answer | {"trace": options.trace and str(options.trace)}))
+        answer = {
+            "problem": problem_to_json(problem),
+            "cluster": asdict(topology),
+            "layers": layers,
+            "time_s": layers * trials[0].time_s,
+            "cache_nbytes": cache_nbytes(problem, layers=layers),
+            "reason": decode_words(problem),
+            "forecasts": list(map(decode_trial_as_json, trials)),
+            "trace": options.trace and str(options.trace),
+        }
+        typer.echo(json.dumps(answer))
         return
-    print_decoding(problem, topology, forecasts, options.layers)
+    _print_decoding(problem, topology, trials, layers)
     if options.trace is not None:
         typer.echo(f"\nwrote {options.trace}")
+
+
+DECODE_CAPTION = (
+    "The first is chosen. replicated: every rank runs the same tokens; sharded: some of the sequences. all_gather: "
+    "every rank merges all partial results; reduce_scatter: some of them. Times and bytes are of one layer. "
+    "The cost of many small messages is left out."
+)
+
+
+def _print_decoding(problem: Problem, topology: Topology, trials: Sequence[PlanTrial], layers: int) -> None:
+    console, chosen = plain_console(), trials[0]
+    queries, combine = WAYS[chosen.family]
+    print_first(
+        console,
+        write=f'cache.decode({{chat: {problem.seq_q}}}, queries="{queries}", combine="{combine}")',
+        time=f"{layers_words(chosen.time_s, layers)}, a {'token' if problem.seq_q == 1 else 'step'}",
+        memory=f"cache of {cache_words(problem, layers)}",
+    )
+    console.print(f"decode; {new_words(problem)}, {head_words(problem)}", style="bold")
+    console.print(f"on {cluster_words(topology)}")
+    console.print()
+    print_fact(console, "attend", f"{format_time(decode_seconds(topology.device, problem))} to read keys and values")
+    print_fact(console, "why", decode_words(problem))
+    console.print()
+    print_trials(console, trials, topology)
+    console.print(DECODE_CAPTION, style="dim")
 
 
 def _draw(answer: TuneAnswer, tune_at: TuneAt, axis: SweepAxis, path: Path, report: Progress) -> dict[str, Any]:
@@ -195,7 +218,7 @@ def _draw(answer: TuneAnswer, tune_at: TuneAt, axis: SweepAxis, path: Path, repo
 def _title(answer: TuneAnswer, axis: SweepAxis) -> str:
     """What the points of a chart have in common."""
     problem = answer.problem
-    lengths = token_words(problem) if answer.served is None else new_words(problem)
+    lengths = token_words(problem) if answer.layers is None else new_words(problem)
     words = [head_words(problem), mask_words(problem), " and ".join(answer.plans)]
     if axis == "ranks":
         return ", ".join([lengths, *words, f"on {answer.topology.name}"])
@@ -216,7 +239,7 @@ def _as_json(answer: TuneAnswer) -> dict[str, Any]:
         "tuning": tuning_to_json(answer.tuning),
         "bound": None if answer.bound is None else trial_to_json(answer.bound),
         "is_from_cache": answer.is_from_cache,
-        "serving": None if answer.served is None else turn_as_json(answer.problem, *answer.turn, answer.served),
+        "serving": None if answer.layers is None else _turn_as_json(answer, answer.layers),
         "digests": {direction: plan.digest for direction, plan in plans.items()},
         "options": {
             direction: {name: value for name, value in choice.options.items() if value is not None}
@@ -228,15 +251,24 @@ def _as_json(answer: TuneAnswer) -> dict[str, Any]:
         "code": {
             "short": short_code(answer),
             "cluster": f"attention = {cluster_code(answer)}",
-            "explicit": explicit_code(choices, plans, answer.topology),
+            "explicit": explicit_code(choices, answer.problem, answer.topology),
         },
     }
 
 
-NAME_WIDTH, REASON_WIDTH = 19, 20
-"""Methods and reasons are wrapped to these widths where there is little room."""
+def _turn_as_json(answer: TuneAnswer, layers: int) -> dict[str, Any]:
+    problem, chosen = answer.problem, answer.tuning.chosen
+    return {
+        "new": problem.seq_q,
+        "cached": problem.seq_kv - problem.seq_q,
+        "layers": layers,
+        "time_s": layers * chosen.time_s,
+        "cache_nbytes": cache_nbytes(problem, layers=layers),
+        "reason": travel_words(problem, chosen.choices["forward"]),
+    }
+
+
 LET_CALLS_CHOOSE = "or let calls choose, by a quick search"
-SHORT: dict[Direction, str] = {"forward": "fwd", "backward": "bwd"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,21 +282,16 @@ class TuneAnswer:
     tuning: Tuning
     is_from_cache: bool
     plans: Mapping[Direction, Plan]
-    bound: Bound | None
+    bound: Trial | None
     """Of a method that this library has no plan for."""
     plain: Choice | None
     """A choice for both passes that is as fast without costs; None if there is none."""
-    served: Served | None = None
+    layers: int | None = None
+    """Of a turn."""
 
     @property
     def layout(self) -> str:
         return next(iter(self.plans.values())).layout.name
-
-    @property
-    def turn(self) -> tuple[Choice, float]:
-        """The choice of a turn, and its time."""
-        chosen = self.tuning.chosen
-        return chosen.choices["forward"], chosen.time_s
 
 
 def print_tuning(answer: TuneAnswer) -> None:
@@ -275,11 +302,11 @@ def print_tuning(answer: TuneAnswer) -> None:
         time=time_words(
             {direction: forecast.time_s for direction, forecast in chosen.forecasts.items()},
             tuning.bound_s,
-            "" if answer.served is None else layers_words(chosen.time_s, answer.served.layers),
+            "" if answer.layers is None else layers_words(chosen.time_s, answer.layers),
         ),
         memory=f"{format_nbytes(chosen.peak_nbytes)} per rank, for the buffers of a call",
     )
-    if answer.plain is None and answer.served is None:
+    if answer.plain is None and answer.layers is None:
         exact = "a call searches quickly, and may choose another; code for exactly this is below"
         print_fact(console, "choice", f"{_choices_words(chosen)}: {exact}")
     _print_equals(console, tuning)
@@ -288,11 +315,13 @@ def print_tuning(answer: TuneAnswer) -> None:
     console.print(f"{' and '.join(answer.plans)}; {words}", style="bold")
     console.print(f"on {cluster_words(answer.topology)}")
     console.print()
-    if answer.served is not None:
-        print_turn(console, answer.problem, answer.topology, *answer.turn, answer.served)
+    if answer.layers is not None:
+        choice = chosen.choices["forward"]
+        print_fact(console, "cache", cache_words(answer.problem, answer.layers))
+        print_fact(console, "tile", choice_words(choice))
+        print_fact(console, "why", travel_words(answer.problem, choice))
         console.print()
-    columns = _columns(tuning, has_nodes=answer.topology.nodes > 1)
-    print_table(console, columns, bold=[trial is chosen for trial in tuning.trials])
+    print_trials(console, tuning.trials, answer.topology)
     console.print(_caption(answer), style="dim")
     if tuning.left_out:
         console.print("\nleft out", style="bold")
@@ -300,11 +329,11 @@ def print_tuning(answer: TuneAnswer) -> None:
             families = [family for family, why in tuning.left_out.items() if why == reason]
             console.print(f"{', '.join(families)}: {reason}")
     console.print("\nto run exactly this", style="bold")
-    console.print(explicit_code(chosen.choices, answer.plans, answer.topology), soft_wrap=True)
+    console.print(explicit_code(chosen.choices, answer.problem, answer.topology), soft_wrap=True)
     # With a limit, a call searches as thoroughly as this command.
     console.print(f"\n{LET_CALLS_CHOOSE if answer.memory_limit is None else 'or, for any length'}", style="bold")
     console.print(f"attention = {cluster_code(answer)}", soft_wrap=True)
-    if len(answer.plans) < len(DIRECTIONS) and answer.served is None:
+    if len(answer.plans) < len(DIRECTIONS) and answer.layers is None:
         console.print("MeshAttention tunes forward and backward together, as --backward does here.", style="dim")
 
 
@@ -324,34 +353,6 @@ def _print_equals(console: Console, tuning: Tuning) -> None:
     other = f"{_choices_words(simplest)}; {longer} {slower} than the first line"
     print_fact(console, "simplest", "of them all, the first line" if simplest is chosen else other)
     console.print()
-
-
-# The table
-
-
-def _columns(tuning: Tuning, *, has_nodes: bool) -> list[Column]:
-    trials, chosen = tuning.trials, tuning.chosen
-    slower = [f"{trial.time_s / chosen.time_s:.2f}" if chosen.time_s else NO_NUMBER for trial in trials]
-    sent = ("between\nnodes", "between_nbytes") if has_nodes else ("sent", "sent_nbytes")
-    return [
-        Column(header="method\n  choice", cells=list(map(_name, trials)), is_text=True, least_width=NAME_WIDTH),
-        Column.of_amounts("time", [1e9 * trial.time_s for trial in trials], TIMES, below=1000),
-        Column(header="×\nfirst", cells=slower),
-        Column.of_amounts("exposed", [max(0.0, 1e9 * trial.exposed_s) for trial in trials], TIMES, below=1000),
-        Column.of_amounts(sent[0], [getattr(trial, sent[1]) for trial in trials], BYTES),
-        Column.of_amounts("peak", [trial.peak_nbytes for trial in trials], BYTES, below=1000, digits=3),
-        Column(header="why not", cells=[trial.reason for trial in trials], is_text=True, least_width=REASON_WIDTH),
-    ]
-
-
-def _name(trial: Trial) -> str:
-    """The method, and below it the choice for each pass, or for both; the headline has the layout."""
-    texts = {direction: str(replace(choice, layout=None)) for direction, choice in trial.choices.items()}
-    if len(set(texts.values())) == 1:
-        lines = [next(iter(texts.values()))]
-    else:
-        lines = [f"{SHORT[direction]} {text}" for direction, text in texts.items()]
-    return "\n".join([trial.family, *(f"  {line}" for line in lines)])
 
 
 def _caption(answer: TuneAnswer) -> str:
@@ -394,28 +395,27 @@ def cluster_code(answer: TuneAnswer) -> str:
     return f"MeshAttention({', '.join(arguments)})"
 
 
-def explicit_code(choices: Mapping[Direction, Choice], plans: Mapping[Direction, Plan], topology: Topology) -> str:
-    """Code that makes exactly these plans, without a tuner or a cluster."""
-    settings = {direction: _settings(choice, plans[direction], topology) for direction, choice in choices.items()}
-    if len(set(settings.values())) == 1:
-        call = f"attention = MeshAttention(group, {next(iter(settings.values()))})"
-    else:
-        by_pass = "".join(f'    "{direction}": dict({setting}),\n' for direction, setting in settings.items())
-        layout = next(iter(plans.values())).layout.name
-        call = (
-            f"options = {{\n{by_pass}}}\n"
-            f'attention = MeshAttention(group, layout="{layout}", planner=lambda problem, direction, layout:\n'
-            "    make_plan(problem, direction=direction, **options[direction]))"
-        )
-    imports = "from mesh_attention import MeshAttention, make_plan\n"
-    if "Costs(" in call:
-        imports += "from mesh_attention.planners.costs import Costs\n"
-    return imports + call
+EXPLICIT_CODE = """\
+from dataclasses import replace
+from mesh_attention import MeshAttention, make_plan
+from mesh_attention.planners.choice import Choice
+from mesh_attention.planners.costs import Costs
+choices = {{
+{choices}
+}}
+def planner(problem, direction, layout):
+    text, costs = choices[direction]
+    return make_plan(problem, replace(Choice.parse(text), layout=layout), direction=direction, costs=costs)
+attention = MeshAttention(group, {layout}planner=planner)"""
 
 
-def _settings(choice: Choice, plan: Plan, topology: Topology) -> str:
-    """The choice, and the cluster's costs where the default ones would order the steps in another way."""
-    stated = f'choice="{choice_words(choice)}"'
-    if make_plan(plan.problem, choice, direction=plan.direction) == plan:
-        return stated
-    return f"{stated}, costs={costs_on(topology, plan.problem, choice, plan.direction)!r}"
+def explicit_code(choices: Mapping[Direction, Choice], problem: Problem, topology: Topology) -> str:
+    """Code that makes exactly the plans of these choices, without a tuner or a cluster."""
+    lines = []
+    for direction in DIRECTIONS:
+        choice = choices.get(direction, choices["forward"])
+        costs = None if choice.is_collective else costs_on(topology, problem, choice, direction)
+        lines.append(f'    "{direction}": ("{replace(choice, layout=None)}", {costs!r}),')
+    layout = choices["forward"].layout
+    own = "" if layout in (None, TypicalTurn()) else f'layout="{layout.name}", '
+    return EXPLICIT_CODE.format(choices="\n".join(lines), layout=own)

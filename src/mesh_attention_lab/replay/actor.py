@@ -18,7 +18,7 @@ from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Fields,
 from mesh_attention.execution.compiled import Compiled, compile_program
 from mesh_attention.execution.engine import Outputs
 from mesh_attention.execution.executor import Executor
-from mesh_attention.kernels.base import CallMask, RowGradient, Scores
+from mesh_attention.kernels.base import CallMask, Kernel, RowGradient, Scores
 from mesh_attention.kernels.select import choose_merging
 from mesh_attention.machine.timing import kernel_for
 from mesh_attention.masks import causal, full
@@ -29,16 +29,22 @@ from mesh_attention.problem import Direction, Problem
 
 
 class Actor:
-    """One rank's part in one pass."""
+    """One rank's part in one pass. A run has `passes` of it, and a time is taken of `calls` runs in a row."""
+
+    passes = calls = 1
 
     def __init__(self, plan: Plan, rank: int, *, device: torch.device) -> None:
         self.plan, self.rank, self.device = plan, rank, device
-        self.problem, self.matrix = plan.problem, plan.matrix
-        self.kernel, self.merging = kernel_for(plan.problem, device), choose_merging(device)
-        self.tokens = {"q": self._home_tokens("row"), "kv": self._home_tokens("col")}
+        self.problem, self.matrix, self.merging = plan.problem, plan.matrix, choose_merging(device)
 
-    def _home_tokens(self, axis: Axis) -> int:
-        return sum(map(len, self.matrix.home_segments(axis, self.rank)))
+    @cached_property
+    def kernel(self) -> Kernel:
+        return kernel_for(self.problem, self.device)
+
+    @cached_property
+    def tokens(self) -> dict[str, int]:
+        axes: dict[str, Axis] = {"q": "row", "kv": "col"}
+        return {side: sum(map(len, self.matrix.home_segments(axis, self.rank))) for side, axis in axes.items()}
 
     @cached_property
     def compiled(self) -> Compiled:
@@ -120,6 +126,8 @@ class BaselineKernel:
     no mask, and at most as many queries as the problem; few queries have many keys.
     """
 
+    passes = calls = 1
+
     def __init__(self, problem: Problem, *, device: torch.device) -> None:
         self.problem, self.kernel = problem, kernel_for(problem, device)
         pairs = problem.pairs // problem.ranks
@@ -135,12 +143,6 @@ class BaselineKernel:
         form = CallMask("causal" if is_causal else "full", mask, *spans, self.tokens, self.kv_tokens)
         self.scores = Scores(form, problem.head_dim_qk**-0.5)
         self.device = device
-
-    @property
-    def words(self) -> str:
-        """The shape of the call."""
-        keys = "" if self.tokens == self.kv_tokens else f" on {self.kv_tokens:,}"
-        return f"a call of {self.tokens:,}{keys} tokens"
 
     def flops(self, direction: Direction) -> int:
         return self.problem.flops(direction, pairs=self.pairs)

@@ -39,12 +39,11 @@ class Environment:
 
 
 def find_device(text: str | None) -> torch.device:
-    """The device of this name; without one, a GPU if there is one, or else the CPU."""
+    """The device of this name, or a GPU if there is one. It becomes the current device, which events and graphs use."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if text is None:
-        return torch.device("cuda", 0) if gpus else torch.device("cpu")
+    name = text if text is not None else "cuda" if gpus else "cpu"
     try:
-        device = torch.device(text)
+        device = torch.device(name)
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
@@ -57,6 +56,7 @@ def find_device(text: str | None) -> torch.device:
         )
     if (device.index or 0) >= gpus:
         raise UsageError(f"device {text!r}: this machine has {count(gpus, 'GPU')}, numbered from cuda:0")
+    torch.cuda.set_device(device.index or 0)
     return torch.device("cuda", device.index or 0)
 
 
@@ -148,6 +148,16 @@ def free_nbytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
+READ_NBYTES = {"cuda": 4 * 2**30, "cpu": 2**24}
+
+
+def measure_read(device: torch.device) -> float:
+    """GB/s of a large read: the best of two reductions."""
+    data = torch.ones(READ_NBYTES[device.type] // 4, device=device).view(-1, 4096)
+    clock = Clock(comm=LocalGroup(1).comm(0), device=device)
+    return data.nbytes / min(clock.call_s(lambda: data.sum(1)), clock.call_s(lambda: data.amax(1))) / 1e9
+
+
 # As a cluster
 
 MESSAGE_NBYTES = (2**20, 2**22, 2**24, 2**26)
@@ -156,8 +166,6 @@ MESSAGES_IN_A_ROW = 8
 
 def measure_cluster(problem: Problem, *, device: torch.device, report: Progress) -> Topology:
     """A cluster with the ranks of the problem, each on a device like this one, with the host's memory as its peer."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # events and graphs use the current device
     clock = Clock(comm=LocalGroup(1).comm(0), device=device)
     calls = time_kernel(problem, clock, lambda activity, fraction: report(activity, 0.8 * fraction))
     report("merging partials", 0.8)

@@ -15,13 +15,15 @@ from mesh_attention.errors import UsageError
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.execution.warm_up import DryComm
 from mesh_attention.machine.timing import rest, sample_s
+from mesh_attention.prices import decode_seconds
 from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.units import Progress
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
+from mesh_attention_lab.replay.cache import FilledCache, StepActor
 from mesh_attention_lab.replay.result import KernelPass, Part, Replayed, ReplayRow
-from mesh_attention_lab.replay.transport import ReplayComm
+from mesh_attention_lab.replay.transport import JoinedComm, ReplayComm
 
 REST_S = 0.2
 CAPTURES = 3
@@ -35,12 +37,14 @@ def replay(
     device: torch.device,
     rounds: int = 5,
     cuda_graphs: bool = True,
+    cache: FilledCache | None = None,
     on_progress: Progress | None = None,
 ) -> Replayed:
     """Run the passes of every part and the one kernel, one after the other, in every round.
 
     The simulator's forecasts are for `topology`, which should describe this device and its link. Without
-    `cuda_graphs` the host queues every step, as it does for transports that a graph cannot capture.
+    `cuda_graphs` the host queues every step, as it does for transports that a graph cannot capture. Plans over a cache
+    are played on `cache`, whose attention call is the one kernel.
     """
     if not parts:
         raise UsageError("nothing to replay; give at least one plan")
@@ -50,25 +54,37 @@ def replay(
         torch.cuda.set_device(device)  # events and graphs use the current device
     report = on_progress or (lambda activity, fraction: None)
     is_captured = cuda_graphs and device.type == "cuda"
-    takes = [_Take(part, rank, direction, device, is_captured) for part in parts for direction in part.plans]
-    problem = next(iter(parts[0].plans.values())).problem
-    kernel = BaselineKernel(problem, device=device)
-    kernel_times: dict[Direction, list[float]] = {direction: [] for part in parts for direction in part.plans}
-    comm = ReplayComm(rank, problem.ranks, device=device)
-    comm.reserve(max(take.actor.largest_message_nbytes for take in takes))
+    takes = [_Take(part, rank, direction, device, is_captured, cache) for part in parts for direction in part.plans]
+    problem = takes[0].actor.problem
+    kernel = BaselineKernel(problem, device=device) if cache is None else cache
+    shared = ReplayComm(rank, problem.ranks, device=device)
+    shared.reserve(max(take.actor.largest_message_nbytes for take in takes))
     for number, take in enumerate(takes):
         report(f"preparing {take.name}", 0.5 * number / len(takes))
-        take.prepare(comm, topology)
-    for direction in kernel_times:
-        kernel.run(direction)
+        # Graphs refer to the memory of a JoinedComm, which it replaces for larger messages.
+        take.prepare(shared if cache is None else JoinedComm(rank, problem.ranks, device=device), topology)
+    kernel_runs: dict[Direction, Callable[[], object]] = {
+        take.direction: partial(kernel.run, take.direction) for take in takes
+    }
+    for direction, run in kernel_runs.items():
+        run()
+        if is_captured and cache is not None:
+            kernel_runs[direction] = CapturedGraph(run, device).launch
+    kernel_times: dict[Direction, list[float]] = {direction: [] for direction in kernel_runs}
     for number in range(rounds):
         report(f"round {number + 1} of {rounds}", 0.5 + 0.5 * number / rounds)
         for direction, times in kernel_times.items():
-            times.append(timed_s(partial(kernel.run, direction), device))
+            times.append(timed_s(kernel_runs[direction], device, calls=kernel.calls) / kernel.passes)
         for take in takes:
             take.once()
     alone = {
-        direction: KernelPass(direction=direction, flops=kernel.flops(direction), times_s=tuple(times))
+        direction: KernelPass(
+            direction=direction,
+            tokens=kernel.tokens,
+            kv_tokens=kernel.kv_tokens,
+            flops=kernel.flops(direction),
+            times_s=tuple(times),
+        )
         for direction, times in kernel_times.items()
     }
     return Replayed(
@@ -101,6 +117,7 @@ class _Take:
     direction: Direction
     device: torch.device
     is_captured: bool
+    cache: FilledCache | None
     times_s: list[float] = field(default_factory=list)
     silent_s: list[float] = field(default_factory=list)
     host_s: float = 0.0
@@ -108,7 +125,8 @@ class _Take:
     peak_nbytes: int | None = None
 
     def __post_init__(self) -> None:
-        self.actor = Actor(self.part.plans[self.direction], self.rank, device=self.device)
+        plan, cache = self.part.plans[self.direction], self.cache
+        self.actor = Actor(plan, self.rank, device=self.device) if cache is None else StepActor(plan, self.rank, cache)
         self.run: Callable[[], object] = lambda: None
         self.run_silently: Callable[[], object] = lambda: None
 
@@ -118,12 +136,13 @@ class _Take:
 
     def prepare(self, comm: Comm, topology: Topology) -> None:
         """Run it step by step, to warm up and to measure its memory; then capture it as a CUDA graph, if asked to."""
-        self.forecast_s = simulate(self.actor.plan, topology).ranks[self.rank].stop_s
+        attend_s = None if self.cache is None else decode_seconds(topology.device, self.cache.problem)
+        self.forecast_s = simulate(self.actor.plan, topology, attend_s=attend_s).ranks[self.rank].stop_s
         silence = DryComm(self.rank, self.actor.problem.ranks)
         self.run, self.run_silently = (lambda: self.actor.run(comm)), (lambda: self.actor.run(silence))
         self.run()
         self.peak_nbytes = self._peak()
-        self.host_s = queued_s(self.run, self.device)
+        self.host_s = queued_s(self.run, self.device) / self.actor.passes
         if self.is_captured:
             graph = self._fastest_capture()
             pool = graph.graph.pool()
@@ -142,11 +161,11 @@ class _Take:
         return min(graphs, key=lambda graph: timed_s(graph.launch, self.device))
 
     def once(self) -> None:
-        self.times_s.append(timed_s(self.run, self.device))
-        self.silent_s.append(timed_s(self.run_silently, self.device))
+        for run, times in ((self.run, self.times_s), (self.run_silently, self.silent_s)):
+            times.append(timed_s(run, self.device, calls=self.actor.calls) / self.actor.passes)
 
     def _peak(self) -> int | None:
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or self.cache is not None:  # steps keep their buffers
             return None
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.planners.choice import FAMILIES
+from mesh_attention.planners.decode import Queries
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Trial
 from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.units import Progress
+from mesh_attention_lab.decoding import decode_plans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,16 +63,21 @@ def tuned_parts(
     return parts
 
 
+def decoded_parts(problem: Problem, *, queries: Queries | None = None) -> list[Part]:
+    """One part for each way to plan a decoded step."""
+    plans = decode_plans(problem, queries=queries).items()
+    return [Part(name=name, choices={"forward": ""}, plans={"forward": plan}) for name, plan in plans]
+
+
 What = Literal["forward", "backward", "both"]
 BASE = "ring"
 """The method that the others are compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelPass:
-    """One kernel call by itself. `times_s` has the seconds of every round."""
+class Timed:
+    """FLOPs, and the seconds of every round."""
 
-    direction: Direction
     flops: int
     times_s: tuple[float, ...]
 
@@ -84,8 +91,23 @@ class KernelPass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayRow:
-    """One pass of a method as one rank runs it, or both one after the other; `times_s` has every round.
+class KernelPass(Timed):
+    """One kernel call by itself."""
+
+    direction: Direction
+    tokens: int
+    kv_tokens: int
+
+    @property
+    def words(self) -> str:
+        """The shape of the call."""
+        keys = "" if self.tokens == self.kv_tokens else f" on {self.kv_tokens:,}"
+        return f"a call of {self.tokens:,}{keys} tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayRow(Timed):
+    """One pass of a method as one rank runs it, or both one after the other.
 
     `compute_s` is the pass without transfers, `host_s` the time to queue it, `forecast_s` the simulator's answer for
     that rank. `kernel_s` is the time of the same FLOPs at one kernel's rate, `ring_s` that of ring. `plan_nbytes` is
@@ -95,8 +117,6 @@ class ReplayRow:
     method: str
     plan: str
     what: What
-    flops: int
-    times_s: tuple[float, ...]
     compute_s: float
     host_s: float
     forecast_s: float
@@ -104,10 +124,6 @@ class ReplayRow:
     ring_s: float | None = None
     plan_nbytes: int
     peak_nbytes: int | None
-
-    @property
-    def time_s(self) -> float:
-        return median(self.times_s)
 
     @property
     def exposed_s(self) -> float:
@@ -123,10 +139,6 @@ class ReplayRow:
     def times_ring(self) -> float | None:
         """Speed relative to ring."""
         return None if self.ring_s is None else self.ring_s / self.time_s
-
-    @property
-    def tflops(self) -> float:
-        return self.flops / self.time_s / 1e12
 
     @property
     def forecast_tflops(self) -> float:
