@@ -19,7 +19,7 @@ from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planners.choice import Choice
-from mesh_attention.planners.costs import limits
+from mesh_attention.planners.costs import least_received_nbytes
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import RankTimes, Span, Timeline, joined
 from mesh_attention.topology import Topology
@@ -383,15 +383,17 @@ def simulated(answer: dict[str, Any], plan: Plan, topology: Topology, *, number:
     """Asserts that a forecast is what the library says of the plan."""
     found = answer["forecasts"][number]["passes"][plan.direction]
     timeline = simulate(plan, topology)
-    bound = limits(plan.problem, plan.direction)
+    problem, direction = plan.problem, plan.direction
     rate = getattr(topology.device, plan.direction).tflops * 1e12
     assert found["digest"] == plan.digest
     for name in ("time_s", "compute_s", "exposed_s", "overlap", "utilisation", "tflops", "peak_nbytes"):
         assert found[name] == getattr(timeline, name), name
     sent = timeline.sent_nbytes
     assert (found["inside_nbytes"], found["between_nbytes"]) == (sent["inside"] / 16, sent["between"] / 16)
-    assert found["against_compute"] == pytest.approx(timeline.time_s * rate / bound.flops)
-    assert found["against_nbytes"] == pytest.approx(sum(sent.values()) / 16 / bound.received_nbytes)
+    assert found["against_compute"] == pytest.approx(
+        timeline.time_s * rate / (problem.flops(direction) / problem.ranks)
+    )
+    assert found["against_nbytes"] == pytest.approx(sum(sent.values()) / 16 / least_received_nbytes(problem, direction))
 
 
 def test_simulate_agrees_with_the_library(run: Run, topology: Topology, tuning: Tuning) -> None:

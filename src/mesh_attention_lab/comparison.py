@@ -13,7 +13,7 @@ from mesh_attention.plan.counts import MANY_RANKS, RankCosts, imbalance, rank_co
 from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planners.choice import Choice, Family, default_layout
-from mesh_attention.planners.costs import limits, received_by_tile
+from mesh_attention.planners.costs import least_received_nbytes, received_by_tile
 from mesh_attention.planners.make import StatedStrategy, make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
@@ -111,7 +111,7 @@ def compare(plan: Plan, choice: Choice, *, report: Progress) -> Comparison:
         rows.append(_row(rival, costs, is_this_plan=rival == plan))
     ring = received_by_tile(plan.problem, plan.layout, plan.direction, 1)[Tile(1, plan.problem.ranks)]
     ring = next((row.received_nbytes for row in rows if row.method == "ring" and row.ulysses == 1), ring)
-    bound = limits(plan.problem, plan.direction).received_nbytes
+    bound = least_received_nbytes(plan.problem, plan.direction)
     # What forward kept is not received again: the bound does not hold.
     has_bound = bound and not (plan.schedule.keep and plan.direction == "backward")
     measured = [

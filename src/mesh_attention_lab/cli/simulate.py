@@ -14,7 +14,7 @@ from mesh_attention.plan.counts import MANY_RANKS, sampled_ranks
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import default_layout
-from mesh_attention.planners.costs import limits
+from mesh_attention.planners.costs import least_received_nbytes
 from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline, joined
@@ -117,11 +117,10 @@ class Forecasts:
 
     def bounds(self, direction: Direction | None = None) -> tuple[float, float]:
         """Lower bounds of one pass or of all: seconds of compute, and bytes that an average rank receives."""
-        directions = self.plans if direction is None else [direction]
-        least = {d: limits(self.plans[d].problem, d) for d in directions}
-        rates = {"forward": self.topology.device.forward.tflops, "backward": self.topology.device.backward.tflops}
-        bound_s = sum(limit.flops / (rates[d] * 1e12) for d, limit in least.items())
-        return bound_s, sum(limit.received_nbytes for limit in least.values())
+        problems = {d: plan.problem for d, plan in self.plans.items() if direction in (None, d)}
+        rates = {d: self.topology.device.rate(d).tflops * 1e12 for d in problems}
+        bound_s = sum(problem.flops(d) / problem.ranks / rates[d] for d, problem in problems.items())
+        return bound_s, sum(least_received_nbytes(problem, d) for d, problem in problems.items())
 
     def facts(self, direction: Direction | None = None) -> dict[str, Any]:
         """Numbers of one pass or of all. Bytes are sent by an average rank; `against_…` is relative to a bound.

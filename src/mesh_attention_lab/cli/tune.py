@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +33,6 @@ from mesh_attention.units import (
     count,
     format_nbytes,
     format_time,
-    parse_nbytes,
 )
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import problem_to_json
@@ -83,7 +81,7 @@ class TuneOptions(opt.DecodeOptions, opt.ClusterOptions):
         opt.option(
             "Memory that a call may allocate per rank, such as 20GiB; the device's if left out.",
             "SIZE",
-            partial(parse_nbytes, ""),
+            opt.parse_nbytes,
             opt.PLAN,
         ),
     ] = None
