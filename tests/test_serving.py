@@ -122,7 +122,7 @@ def test_a_turn_with_a_longer_past_takes_the_plan_of_an_earlier_one(monkeypatch:
     model.prefill(dict.fromkeys(chats, 3 * 64))
     compiled = []
     monkeypatch.setattr(
-        "mesh_attention.execution.engine.compile_program",
+        "mesh_attention.execution.call.compile_program",
         lambda plan, rank: compiled.append(rank) or compile_program(plan, rank),  # type: ignore[func-returns-value]
     )
     for turn in range(8):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from mesh_attention.errors import MaskError, ProblemError
 from mesh_attention.masks import Mask, full
-from mesh_attention.units import brief
+from mesh_attention.units import brief, check_whole
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -71,8 +71,7 @@ class Problem:
             value = getattr(self, f.name)
             if f.name in ("dtype", "mask"):
                 continue
-            if type(value) is not int or value < 1:
-                raise ProblemError(f"{f.name}={brief(value)}: expected a whole number of at least 1")
+            check_whole(ProblemError, **{f.name: value})
             most = MOST_RANKS if f.name == "ranks" else MOST
             if value > most:
                 raise ProblemError(f"{f.name}={brief(value)}: expected at most {most:,}")

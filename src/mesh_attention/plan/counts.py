@@ -21,7 +21,6 @@ class RankCosts:
     received: dict[Kind, Bytes]
     flops: int
     peak_nbytes: int
-    attends: int
     kernel_calls: int
     messages: int
 
@@ -47,7 +46,6 @@ def rank_costs(plan: Plan, rank: int) -> RankCosts:
         received=_by_kind(received, matrix),
         flops=program_flops(plan, program),
         peak_nbytes=program.peak_nbytes,
-        attends=len(calls),
         kernel_calls=sum(map(len, calls.values())),
         messages=sum(map(matrix.runs, sent)),
     )

@@ -27,7 +27,7 @@ from mesh_attention.serving.new_tokens import (
 from mesh_attention.serving.prefill import Turn
 from mesh_attention.serving.step_runner import StepRunner
 from mesh_attention.session.agreement import Statement
-from mesh_attention.units import brief, count, format_nbytes
+from mesh_attention.units import brief, check_whole, count, format_nbytes
 
 AnyTurn = TypeVar("AnyTurn", Turn, Step)
 
@@ -167,8 +167,7 @@ class ShardedCache:
 
         After many tokens are dropped, ranks may hold unequal numbers of tokens, and later ones then have less room.
         """
-        if type(length) is not int or length < 0:
-            raise UsageError(f"length={length!r}: expected a whole number of at least 0")
+        check_whole(UsageError, least=0, length=length)
         self.book.truncate(sequence, length)
         self.note(TRUNCATED, sequence, length)
         self._end_turn_of(sequence)
@@ -276,15 +275,8 @@ def _blocks(
 
     The tokens of a window may all be on one rank, and while a turn runs, those before and after it are kept.
     """
-    for name, value, least in (
-        ("ranks", ranks, 1),
-        ("tokens", tokens, 1),
-        ("sequences", sequences, 1),
-        ("block_tokens", block_tokens, 1),
-        ("max_rollback", max_rollback, 0),
-    ):
-        if type(value) is not int or value < least:
-            raise ProblemError(f"{name}={brief(value)}: expected a whole number of at least {least}")
+    check_whole(ProblemError, ranks=ranks, tokens=tokens, sequences=sequences, block_tokens=block_tokens)
+    check_whole(ProblemError, least=0, max_rollback=max_rollback)
     if not layers or not all(isinstance(layer, CachedLayer) for layer in layers):
         raise ProblemError(f"layers={brief(layers)}: expected a CachedLayer for each layer of the model")
     full = blocks_of_rank(tokens, sequences=sequences, ranks=ranks, block_tokens=block_tokens)
