@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from mesh_attention.plan.assignment import Tile
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.counts import MANY_RANKS, RankCosts, imbalance, rank_costs, sampled_ranks
+from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS, RankCosts, imbalance, rank_costs
 from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planners.choice import Choice, Family, default_layout
@@ -234,3 +234,12 @@ def _bound(choices: Mapping[Direction, Choice], searches: Mapping[Direction, Pas
         fastest[direction] = min(same, key=lambda c, tried=search.tried: tried[c].time_s)  # type: ignore[misc]
     forecasts = {direction: searches[direction].tried[choice] for direction, choice in fastest.items()}
     return Bound(family=STARTRAIL, choices=fastest, forecasts=forecasts)
+
+
+def sampled_ranks(ranks: int, *, all_up_to: int = ALL_RANKS, sample: int = 16) -> tuple[int, ...]:
+    """Every rank if there are at most `all_up_to`, otherwise a sample spread evenly from the first to the last; of many
+    ranks, these two."""
+    if ranks <= all_up_to:
+        return tuple(range(ranks))
+    sample = 2 if ranks >= MANY_RANKS else sample
+    return tuple(index * (ranks - 1) // (sample - 1) for index in range(sample))

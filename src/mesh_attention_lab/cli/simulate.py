@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh_attention.plan.counts import MANY_RANKS, sampled_ranks
+from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import default_layout
@@ -38,7 +38,7 @@ from mesh_attention_lab.cli.terminal import (
     time_words,
     times,
 )
-from mesh_attention_lab.comparison import grouped, usual_ring_plan
+from mesh_attention_lab.comparison import grouped, sampled_ranks, usual_ring_plan
 from mesh_attention_lab.drawing.trace import write_trace
 
 

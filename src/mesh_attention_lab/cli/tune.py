@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 
 from mesh_attention.errors import UsageError
-from mesh_attention.plan.counts import sampled_ranks
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import Choice, default_layout
@@ -64,7 +63,7 @@ from mesh_attention_lab.cli.terminal import (
     time_words,
     token_words,
 )
-from mesh_attention_lab.comparison import Bound, choice_without_costs, startrail
+from mesh_attention_lab.comparison import Bound, choice_without_costs, sampled_ranks, startrail
 from mesh_attention_lab.decoding import by_time, decode_forecasts
 from mesh_attention_lab.drawing.charts import ChartX, save_chart, time_chart
 from mesh_attention_lab.drawing.trace import write_trace
