@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Literal
 
-from mesh_attention.errors import MaskError, ProblemError
+from mesh_attention.errors import MaskError, ProblemError, UsageError
 from mesh_attention.masks import Mask, full
-from mesh_attention.units import brief, check_whole
+from mesh_attention.units import brief
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -104,6 +104,13 @@ class Problem:
         """Floating-point operations of `pairs` pairs (default: all of them), over all heads and batch entries."""
         per_pair = flops_per_pair(direction, qk=self.head_dim_qk, v=self.head_dim_v)
         return (self.pairs if pairs is None else pairs) * self.batch * self.heads * per_pair
+
+
+def check_whole(error: type[UsageError], least: int = 1, **values: object) -> None:
+    """Raise this error for the first value, by name, that is not a whole number of at least `least`."""
+    for name, value in values.items():
+        if type(value) is not int or value < least:
+            raise error(f"{name}={brief(value)}: expected a whole number of at least {least}")
 
 
 def flops_per_pair(direction: Direction, *, qk: int, v: int) -> int:

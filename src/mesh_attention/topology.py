@@ -12,8 +12,7 @@ from math import ceil
 from typing import Any, Literal
 
 from mesh_attention.errors import TopologyError
-from mesh_attention.problem import Direction
-from mesh_attention.units import check_whole
+from mesh_attention.problem import Direction, check_whole
 
 RUN = 128
 """Tokens that one unit of a device's width works on at a time."""

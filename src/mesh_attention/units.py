@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mesh_attention.errors import UsageError
-
 GIB = 2**30
 
 Progress = Callable[[str, float], None]
@@ -37,13 +35,6 @@ def brief(value: object) -> str:
     except (ValueError, RecursionError):  # Python writes no numbers of thousands of digits
         return f"a {type(value).__name__}, too large to show"
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def check_whole(error: type[UsageError], least: int = 1, **values: object) -> None:
-    """Raise this error for the first value, by name, that is not a whole number of at least `least`."""
-    for name, value in values.items():
-        if type(value) is not int or value < least:
-            raise error(f"{name}={brief(value)}: expected a whole number of at least {least}")
 
 
 # Writing

@@ -23,8 +23,8 @@ from math import isqrt
 from typing import Any, Literal
 
 from mesh_attention.errors import ParseError, TileError
-from mesh_attention.problem import Problem
-from mesh_attention.units import brief, check_whole
+from mesh_attention.problem import Problem, check_whole
+from mesh_attention.units import brief
 
 Axis = Literal["row", "col"]
 """The side of the tile an item belongs to: Q, O and dQ to a row, KV and dKV to a column."""

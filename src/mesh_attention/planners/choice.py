@@ -28,8 +28,8 @@ from mesh_attention.plan.layout import LAYOUTS, PLANNED_LAYOUTS, Contiguous, Lay
 from mesh_attention.plan.schedule import Route, Schedule
 from mesh_attention.plan.steps import Direction, Keep
 from mesh_attention.planners.costs import least_volume_degree, least_volume_tile
-from mesh_attention.problem import Problem
-from mesh_attention.units import brief, check_whole
+from mesh_attention.problem import Problem, check_whole
+from mesh_attention.units import brief
 
 Method = Literal["mesh", "ring", "pass-q", "attention2d", "ulysses"]
 METHODS: tuple[Method, ...] = get_args(Method)

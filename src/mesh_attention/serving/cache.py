@@ -11,6 +11,7 @@ from mesh_attention.api import MeshAttention
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.plan.footprint import BLOCK_TOKENS, blocks_of_rank
 from mesh_attention.planners.decode import COMBININGS, MOST_DECODED, QUERIES, Combining, Queries
+from mesh_attention.problem import check_whole
 from mesh_attention.serving.book import BlockPool, Book, WindowSize
 from mesh_attention.serving.decode import DTYPE_NAMES, Step
 from mesh_attention.serving.memory import CachedLayer, CacheMemory, cache_nbytes
@@ -27,7 +28,7 @@ from mesh_attention.serving.new_tokens import (
 from mesh_attention.serving.prefill import Turn
 from mesh_attention.serving.step_runner import StepRunner
 from mesh_attention.session.agreement import Statement
-from mesh_attention.units import brief, check_whole, count, format_nbytes
+from mesh_attention.units import brief, count, format_nbytes
 
 AnyTurn = TypeVar("AnyTurn", Turn, Step)
 

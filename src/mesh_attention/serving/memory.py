@@ -12,8 +12,9 @@ from torch import Tensor
 from mesh_attention.errors import ProblemError
 from mesh_attention.kernels.decode import Blocks
 from mesh_attention.plan.footprint import layer_nbytes
+from mesh_attention.problem import check_whole
 from mesh_attention.serving.book import WindowSize
-from mesh_attention.units import brief, check_whole
+from mesh_attention.units import brief
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

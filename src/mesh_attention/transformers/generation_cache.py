@@ -18,8 +18,9 @@ from transformers import Cache
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import MaskError, UsageError
+from mesh_attention.problem import check_whole
 from mesh_attention.serving import CachedLayer, ShardedCache, Step, Turn
-from mesh_attention.units import check_whole, count
+from mesh_attention.units import count
 
 NO_CALL = (
     "a GenerationCache was given to a model whose attention is not mesh attention; call parallelize(model, attention), "
