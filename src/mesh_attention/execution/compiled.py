@@ -144,23 +144,17 @@ def stretched(compiled: Compiled, plan: Plan) -> Compiled:
         a.items: lay_out(a.items, new) for a in compiled.allocations.values() if AXIS_OF[a.items[0].kind] == "col"
     }
     allocations = {item: changed.get(a.items, a) for item, a in compiled.allocations.items()}
-    segments: dict[Segment, Segment] = {}
-    bounds: dict[tuple[Item, ...], dict[int, int]] = {}
+    now: dict[tuple[tuple[Item, ...], Segment], tuple[Segment, TokenSpan]] = {}  # of segments in buffers
     for items, allocation in changed.items():
-        before = compiled.allocations[items[0]]
-        for item in items:
-            segments.update(zip(old.positions(item), new.positions(item), strict=True))
-            spans = zip(before.spans[item], allocation.spans[item], strict=True)
-            bounds.setdefault(items, {}).update(pair for span in spans for pair in zip(*span, strict=True))
+        for item in items:  # what is staged has one span, and no call reads it
+            places = zip(old.positions(item), new.positions(item), allocation.spans[item], strict=False)
+            now |= {(items, before): (after, span) for before, after, span in places}
 
     def call(known: CompiledCall) -> CompiledCall:
-        span, mask = known.kv_span, known.mask
-        if span is not None:
-            ends = bounds[compiled.allocations[known.kv].items]
-            span = TokenSpan(ends[span.start], ends[span.stop])
-        kv = tuple(segments[segment] for segment in mask.kv)
-        problem = plan.problem
-        mask = CallMask(mask.form, problem.mask, mask.q, kv, problem.seq_q, problem.seq_kv)
+        items, problem = compiled.allocations[known.kv].items, plan.problem
+        kv, spans = zip(*(now[items, segment] for segment in known.mask.kv), strict=True)
+        span = None if known.kv_span is None else TokenSpan(spans[0].start, spans[-1].stop)
+        mask = CallMask(known.mask.form, problem.mask, known.mask.q, kv, problem.seq_q, problem.seq_kv)
         return replace(known, kv_span=span, mask=mask)
 
     instructions = tuple(
